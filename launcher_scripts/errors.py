@@ -1,0 +1,96 @@
+"""What can go wrong, said once: what, got, choices, and where to change it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+Member = TypeVar("Member")
+
+
+class LauncherError(Exception):
+    """An error whose message is meant for the user; entry points print it without a traceback."""
+
+
+class ConfigError(LauncherError):
+    """The configuration asks for something that cannot be done."""
+
+
+class CheckpointError(LauncherError):
+    """A checkpoint, as read or as written, is not what it should be."""
+
+
+class ClusterError(LauncherError):
+    """The cluster refused or lost a job."""
+
+
+class ServerError(LauncherError):
+    """A server did not start, or stopped when it should not."""
+
+
+class RequestError(LauncherError):
+    """One request to the engine is wrong; the others go on."""
+
+
+def problem(
+    what: str,
+    *,
+    got: object = None,
+    choices: Iterable[object] | None = None,
+    change: str | None = None,
+) -> str:
+    """One sentence for the user: `what`, what was `got`, the valid `choices`, the key to `change`."""
+    parts = [what]
+    if got is not None:
+        parts.append(f"got {got!r}")
+    if choices is not None:
+        parts.append("choices: " + ", ".join(str(choice) for choice in choices))
+    if change is not None:
+        parts.append(f"change {change}")
+    return "; ".join(parts)
+
+
+class Problems:
+    """Collects problems so that the user sees all of them at once.
+
+    >>> problems = Problems("the export settings")
+    >>> problems.add("tensor_model_parallel_size must be at least 1", got=0)
+    >>> problems.raise_if_any(ConfigError)
+    Traceback (most recent call last):
+    ...
+    launcher_scripts.errors.ConfigError: 1 problem in the export settings:
+    - tensor_model_parallel_size must be at least 1; got 0
+    """
+
+    def __init__(self, subject: str) -> None:
+        self.subject = subject
+        self.messages: list[str] = []
+
+    def add(
+        self,
+        what: str,
+        *,
+        got: object = None,
+        choices: Iterable[object] | None = None,
+        change: str | None = None,
+    ) -> None:
+        self.messages.append(problem(what, got=got, choices=choices, change=change))
+
+    def raise_if_any(self, error: type[LauncherError]) -> None:
+        if self.messages:
+            count = len(self.messages)
+            head = f"{count} problem{'s' if count > 1 else ''} in {self.subject}:"
+            raise error("\n".join([head, *(f"- {message}" for message in self.messages)]))
+
+
+def lookup(table: Mapping[str, Member], name: str, key: str) -> Member:
+    """The member of `table` called `name`; a wrong name is answered with the right ones.
+
+    `key` is the configuration key the name came from, for the message.
+    """
+    try:
+        return table[name]
+    except KeyError:
+        raise ConfigError(
+            problem(f"unknown {key}", got=name, choices=sorted(table), change=key)
+        ) from None

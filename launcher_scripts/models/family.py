@@ -1,0 +1,102 @@
+"""What a model family is, as data: hyperparameters and one row per weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+
+class Partition(str, Enum):
+    """How tensor-parallel ranks share a weight (Megatron's words). Weights are stored [in, out].
+
+    COLUMN_PARALLEL splits the last axis and ROW_PARALLEL the first, in one file per rank.
+    VOCAB_PARALLEL tables are whole on disk and split by the engine when it loads them.
+    """
+
+    COLUMN_PARALLEL = "column_parallel"
+    ROW_PARALLEL = "row_parallel"
+    VOCAB_PARALLEL = "vocab_parallel"
+    REPLICATED = "replicated"
+
+    @property
+    def per_rank(self) -> bool:
+        """Whether every tensor-parallel rank has a file of its own."""
+        return self in (Partition.COLUMN_PARALLEL, Partition.ROW_PARALLEL)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a weight comes from in one source dialect.
+
+    `keys` name the source tensors (`*` stands for the layer number); `layout` names the function
+    of checkpoint/layouts.py that turns them into the stored form.
+    """
+
+    keys: tuple[str, ...]
+    layout: str = "as_is"
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """One tensor of a family.
+
+    name:       canonical name and target file stem, `*` for the layer number
+    shape:      axis sizes as names of ModelConfig attributes, whole (not per rank)
+    partition:  how ranks share it
+    blocks:     sizes (attribute names) of the blocks that make up a COLUMN_PARALLEL last axis,
+                each of which is split separately (query | key | value)
+    sources:    dialect -> Source
+    """
+
+    name: str
+    shape: tuple[str, ...]
+    partition: Partition = Partition.REPLICATED
+    blocks: tuple[str, ...] = ()
+    sources: Mapping[str, Source] = field(default_factory=dict)
+
+    @property
+    def per_layer(self) -> bool:
+        return "*" in self.name
+
+    def tensor_name(self, layer: int | None = None) -> str:
+        """The canonical name of one tensor: `*` replaced by the global layer number."""
+        return self.name if layer is None else self.name.replace("*", str(layer))
+
+
+class ModelConfig(Protocol):
+    """Hyperparameters every family has, in the project's own words."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    def tp_sizes(self) -> list[int]:
+        """The tensor-parallel sizes that can hold the model."""
+        ...
+
+    def local_size(self, axis: str, tp_size: int) -> int:
+        """Size of the axis called `axis` (an attribute name) on one of `tp_size` ranks."""
+        ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of FAMILIES: what the rest of the project must know about a model family.
+
+    config_type: the frozen dataclass of hyperparameters
+    weights:     config -> its WeightSpecs
+    """
+
+    name: str
+    config_type: type
+    weights: object
