@@ -39,7 +39,7 @@ def problem(
     choices: Iterable[object] | None = None,
     change: str | None = None,
 ) -> str:
-    """One sentence for the user: `what`, what was `got`, the valid `choices`, the key to `change`."""
+    """One sentence: what is wrong, what was got, the valid choices, the key to change."""
     parts = [what]
     if got is not None:
         parts.append(f"got {got!r}")

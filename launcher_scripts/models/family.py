@@ -60,6 +60,20 @@ class WeightSpec:
     def per_layer(self) -> bool:
         return "*" in self.name
 
+    def shape_on(self, config: ModelConfig, tp_size: int) -> tuple[int, ...]:
+        """Shape of one file: the whole tensor, or one rank's part where ranks have their own."""
+        sizes = [int(getattr(config, axis)) for axis in self.shape]
+        if self.partition is Partition.COLUMN_PARALLEL:
+            sizes[-1] = config.local_size(self.shape[-1], tp_size)
+        elif self.partition is Partition.ROW_PARALLEL:
+            sizes[0] = config.local_size(self.shape[0], tp_size)
+        return tuple(sizes)
+
+    def file_name(self, layer: int | None, tp_rank: int) -> str:
+        """Name of the file that holds this tensor, or one rank's part of it."""
+        rank = f".{tp_rank}" if self.partition.per_rank else ""
+        return f"model.{self.tensor_name(layer)}{rank}.bin"
+
     def tensor_name(self, layer: int | None = None) -> str:
         """The canonical name of one tensor: `*` replaced by the global layer number."""
         return self.name if layer is None else self.name.replace("*", str(layer))
@@ -85,7 +99,7 @@ class ModelConfig(Protocol):
         ...
 
     def local_size(self, axis: str, tp_size: int) -> int:
-        """Size of the axis called `axis` (an attribute name) on one of `tp_size` ranks."""
+        """Size on one of `tp_size` ranks of a split axis called `axis` (an attribute name)."""
         ...
 
 

@@ -109,11 +109,99 @@ class GPTConfig:
         return next(n for n in divisors(group) if self.num_kv_heads * n % tp_size == 0)
 
     def local_size(self, axis: str, tp_size: int) -> int:
-        if axis == "kv_size":
-            return self.kv_size * self.kv_copies(tp_size) // tp_size
+        if axis in ("kv_size", "num_kv_heads"):
+            whole: int = getattr(self, axis)
+            return whole * self.kv_copies(tp_size) // tp_size
         if axis == "qkv_size":
             return self.local_size("q_size", tp_size) + 2 * self.local_size("kv_size", tp_size)
         if axis == "vocab_size":
             return -(-self.vocab_size // tp_size)
         size: int = getattr(self, axis)
         return size // tp_size
+
+
+def weights(config: GPTConfig) -> list[WeightSpec]:
+    """One row per tensor of a GPT with these hyperparameters; every row is required.
+
+    Layer tensors come last and carry `*`. Norms have a bias exactly when they are layer norms.
+    """
+    specs = [_spec("wte", ("vocab_size", "hidden_size"), Partition.VOCAB_PARALLEL)]
+    if config.position_embedding == "learned":
+        specs.append(_spec("wpe", ("max_positions", "hidden_size")))
+    if config.embedding_norm:
+        specs += _norm(config, "pre_decoder_layernorm")
+    if config.final_norm:
+        specs += _norm(config, "final_layernorm")
+    if not config.tied_embeddings:
+        specs.append(
+            _spec("lm_head.weight", ("vocab_size", "hidden_size"), Partition.VOCAB_PARALLEL)
+        )
+    return specs + _layer(config)
+
+
+def _layer(config: GPTConfig) -> list[WeightSpec]:
+    specs = _norm(config, "layers.*.input_layernorm")
+    specs += _linear(
+        "layers.*.attention.query_key_value",
+        ("hidden_size", "qkv_size"),
+        Partition.COLUMN_PARALLEL,
+        bias=config.attention_bias,
+        blocks=("q_size", "kv_size", "kv_size"),
+    )
+    specs += _linear(
+        "layers.*.attention.dense",
+        ("q_size", "hidden_size"),
+        Partition.ROW_PARALLEL,
+        bias=config.attention_bias,
+    )
+    specs += _norm(config, "layers.*.post_attention_layernorm")
+    for name in ("dense_h_to_4h", "dense_h_to_4h_2") if config.gated else ("dense_h_to_4h",):
+        specs += _linear(
+            f"layers.*.mlp.{name}",
+            ("hidden_size", "ffn_size"),
+            Partition.COLUMN_PARALLEL,
+            bias=config.mlp_bias,
+        )
+    specs += _linear(
+        "layers.*.mlp.dense_4h_to_h",
+        ("ffn_size", "hidden_size"),
+        Partition.ROW_PARALLEL,
+        bias=config.mlp_bias,
+    )
+    return specs
+
+
+def _linear(
+    name: str,
+    shape: tuple[str, str],
+    partition: Partition,
+    *,
+    bias: bool,
+    blocks: tuple[str, ...] = (),
+) -> list[WeightSpec]:
+    """The weight [in, out] and, with `bias`, the bias [out]; a row-parallel bias is added once."""
+    specs = [_spec(f"{name}.weight", shape, partition, blocks)]
+    if bias and partition is Partition.ROW_PARALLEL:
+        specs.append(_spec(f"{name}.bias", shape[1:]))
+    elif bias:
+        specs.append(_spec(f"{name}.bias", shape[1:], partition, blocks))
+    return specs
+
+
+def _norm(config: GPTConfig, name: str) -> list[WeightSpec]:
+    parts = ("weight", "bias") if config.normalization == "layernorm" else ("weight",)
+    return [_spec(f"{name}.{part}", ("hidden_size",)) for part in parts]
+
+
+def _spec(
+    name: str,
+    shape: tuple[str, ...],
+    partition: Partition = Partition.REPLICATED,
+    blocks: tuple[str, ...] = (),
+) -> WeightSpec:
+    return WeightSpec(name, shape, partition, blocks, SOURCES.get(name, {}))
+
+
+# Source tensors of every stored tensor, by dialect. Keys are as in the state dict, without the
+# dialect's common prefix ("model.language_model." for nemo, "model." for mcore).
+SOURCES: dict[str, dict[str, Source]] = {}

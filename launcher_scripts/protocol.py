@@ -1,0 +1,146 @@
+"""The serving contract: every tensor once, and the request and answer objects made of them.
+
+config.pbtxt, the backend and the client read this table, so the three cannot disagree. Names,
+types and shapes are those of the FasterTransformer backend's gpt model; rows marked `extension`
+are this project's own optional additions, which clients of the original never see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of the contract.
+
+    name, dtype: Triton's (dtype without the TYPE_ prefix)
+    dims:        without the batch axis
+    scalar:      dims [1] for the client, reshaped to [] for the backend
+    optional:    may be left out of a request
+    ragged:      rows of different lengths are batched
+    default:     value when left out; None where absence has its own meaning
+    meaning:     one sentence
+    """
+
+    name: str
+    dtype: str
+    dims: tuple[int, ...] = (1,)
+    scalar: bool = True
+    optional: bool = True
+    ragged: bool = False
+    default: float | int | bool | None = None
+    extension: bool = False
+    meaning: str = ""
+
+
+def _array(name: str, dtype: str, dims: tuple[int, ...], meaning: str, **more: Any) -> Tensor:
+    return Tensor(name, dtype, dims, scalar=False, meaning=meaning, **more)
+
+
+def _scalar(name: str, dtype: str, default: Any, meaning: str, **more: Any) -> Tensor:
+    return Tensor(name, dtype, default=default, meaning=meaning, **more)
+
+
+GPT_INPUTS = (
+    _array(
+        "input_ids", "UINT32", (-1,), "prompt token ids, right-padded", optional=False, ragged=True
+    ),
+    _scalar("input_lengths", "UINT32", None, "prompt length of the row", optional=False),
+    _array("request_output_len", "UINT32", (-1,), "how many tokens to generate", optional=False),
+    _scalar("runtime_top_k", "UINT32", 0, "sample among the k likeliest tokens; 0: see top_p"),
+    _scalar("runtime_top_p", "FP32", 0.0, "sample from the nucleus of mass p; 0 with k 0: greedy"),
+    _scalar("beam_search_diversity_rate", "FP32", 0.0, "added per sibling rank in beam search"),
+    _scalar("temperature", "FP32", 1.0, "divides the logits"),
+    _scalar("len_penalty", "FP32", 0.0, "exponent of the length in beam scores"),
+    _scalar("repetition_penalty", "FP32", 1.0, "divides or multiplies logits of seen tokens"),
+    _scalar("random_seed", "UINT64", 0, "seed of the row's own random stream"),
+    _scalar("is_return_log_probs", "BOOL", False, "return cum_log_probs and output_log_probs"),
+    _scalar("is_return_context_embeddings", "BOOL", False, "return context_embeddings"),
+    _scalar("beam_width", "UINT32", 1, "number of beams; 1: sampling"),
+    _scalar("start_id", "UINT32", None, "token that starts an empty prompt; config.ini's"),
+    _scalar("end_id", "UINT32", None, "token that ends a sequence; config.ini's"),
+    _array("stop_words_list", "INT32", (2, -1), "words that end a sequence: ids, end offsets"),
+    _array("bad_words_list", "INT32", (2, -1), "words never generated: ids, end offsets"),
+    _scalar("prompt_learning_task_name_ids", "UINT32", None, "which loaded prompt table to use"),
+    _array("request_prompt_embedding", "FP16", (-1, -1), "prompt embeddings of this request"),
+    _scalar("request_prompt_lengths", "UINT32", None, "rows of request_prompt_embedding in use"),
+    _scalar("request_prompt_type", "UINT32", None, "0 none, 1 soft, 2 prefix, 3 p/prompt tuning"),
+    _scalar("top_p_decay", "FP32", 1.0, "factor of top_p after every token"),
+    _scalar("top_p_min", "FP32", 1e-6, "lower bound of the decaying top_p"),
+    _scalar("top_p_reset_ids", "UINT32", None, "token that resets the decaying top_p"),
+    _scalar("presence_penalty", "FP32", 0.0, "subtracted from logits of seen tokens"),
+    _scalar("min_length", "UINT32", 0, "tokens to generate before end_id may come"),
+    _scalar("is_return_context_logits", "BOOL", False, "return context_logits", extension=True),
+)
+
+GPT_OUTPUTS = (
+    _array("output_ids", "UINT32", (-1, -1), "[beam, time]: prompt, generated, end_id padding"),
+    _array("sequence_length", "UINT32", (-1,), "[beam]: prompt and generated tokens"),
+    _array("response_input_lengths", "INT32", (-1,), "[beam]: prompt length"),
+    _array("cum_log_probs", "FP32", (-1,), "[beam]: sum of the tokens' log-probabilities"),
+    _array("output_log_probs", "FP32", (-1, -1), "[beam, generated]: per token"),
+    _array("context_embeddings", "FP32", (-1, -1), "[beam, hidden]: summed context states"),
+    _array(
+        "context_logits",
+        "FP32",
+        (-1, -1),
+        "[prompt tokens, vocab]: logits at every prompt position",
+        extension=True,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class SamplingParameters:
+    """How one row chooses its tokens; defaults are the contract's."""
+
+    top_k: int = 0
+    top_p: float = 0.0
+    temperature: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    min_length: int = 0
+    random_seed: int = 0
+    top_p_decay: float = 1.0
+    top_p_min: float = 1e-6
+    top_p_reset_id: int | None = None
+    beam_width: int = 1
+    len_penalty: float = 0.0
+    beam_search_diversity_rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One row to generate: the same object in the client, the backend and the engine.
+
+    start_id and end_id None mean the checkpoint's. Words are tuples of token ids.
+    """
+
+    input_ids: tuple[int, ...]
+    output_len: int
+    sampling: SamplingParameters = SamplingParameters()
+    start_id: int | None = None
+    end_id: int | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    stop_words: tuple[tuple[int, ...], ...] = ()
+    return_log_probs: bool = False
+    return_context_logits: bool = False
+
+
+@dataclass(frozen=True)
+class GenerateOutput:
+    """What one row became.
+
+    output_ids:       generated ids, an end token included
+    cum_log_probs:    sum of log p over the generated tokens, p over the whole vocabulary after
+                      temperature and penalties; None unless asked for
+    output_log_probs: one value per generated token
+    context_logits:   float32 [prompt tokens, vocab], or None
+    """
+
+    output_ids: tuple[int, ...]
+    cum_log_probs: float | None = None
+    output_log_probs: tuple[float, ...] = field(default=())
+    context_logits: Any = None

@@ -1,0 +1,262 @@
+"""The contract between the login half and the job half: one typed, checked request per stage.
+
+A stage writes its settings as YAML into the job folder; the steps of the job read that file and
+nothing else. Sizes are in bytes, times in seconds unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from launcher_scripts.errors import ConfigError, Problems, problem
+from launcher_scripts.parallel import Parallelism
+
+DATA_TYPES = ("fp32", "fp16", "bf16")
+WEIGHT_DATA_TYPES = ("fp32", "fp16")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """Where the tokenizer comes from: `auto` (the checkpoint's own), `none`, or `files`."""
+
+    source: str = "auto"
+    library: str | None = None
+    model: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    start_id: int | None = None
+    end_id: int | None = None
+    pad_id: int | None = None
+
+    def __post_init__(self) -> None:
+        choices = ("auto", "none", "files")
+        if self.source not in choices:
+            raise ConfigError(
+                problem(
+                    "unknown tokenizer",
+                    got=self.source,
+                    choices=("auto", "none", "a mapping with library, model, vocab_file, ..."),
+                    change="export.model.tokenizer",
+                )
+            )
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """Turn one checkpoint into a model repository.
+
+    triton_model_dir is the model's folder inside the repository; shards go to
+    <triton_model_dir>/1/<tp_size>-gpu.
+    """
+
+    model_name: str
+    model_type: str
+    checkpoint_path: str
+    triton_model_dir: str
+    parallelism: Parallelism = Parallelism()
+    weight_data_type: str = "fp32"
+    processes: int = 16
+    overwrite: bool = False
+    tokenizer: TokenizerSettings = TokenizerSettings()
+    max_batch_size: int = 1
+    int8_mode: int = 0
+    enable_custom_all_reduce: bool = False
+    data_type: str = "fp32"
+
+    def __post_init__(self) -> None:
+        problems = Problems("the export settings")
+        _check_choice(
+            problems,
+            "weight_data_type",
+            self.weight_data_type,
+            WEIGHT_DATA_TYPES,
+            "export.model.weight_data_type",
+        )
+        _check_choice(
+            problems,
+            "data_type",
+            self.data_type,
+            DATA_TYPES,
+            "export.triton_deployment.data_type",
+        )
+        _check_at_least(problems, "processes", self.processes, 1, "export.model.processes")
+        _check_at_least(
+            problems,
+            "max_batch_size",
+            self.max_batch_size,
+            1,
+            "export.triton_deployment.max_batch_size",
+        )
+        problems.raise_if_any(ConfigError)
+
+    @property
+    def model_repository(self) -> Path:
+        """The repository Triton is given: the folder that holds the model's folder."""
+        return Path(self.triton_model_dir).parent
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where the shards go."""
+        return Path(self.triton_model_dir) / "1" / f"{self.parallelism.tp_size}-gpu"
+
+
+@dataclass(frozen=True)
+class DeploySettings:
+    """Serve one model repository until stopped. Port 0 means a free one."""
+
+    model_repository: str
+    results_dir: str
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    host: str = "0.0.0.0"
+    device: str = "auto"
+    tritonserver: str | None = None
+    ready_timeout: float = 1800.0
+    stop_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        problems = Problems("the deploy settings")
+        _check_choice(problems, "device", self.device, DEVICES, "deploy.server.device")
+        for name in ("http_port", "grpc_port", "metrics_port"):
+            port = getattr(self, name)
+            if not 0 <= port < 65536:
+                problems.add(
+                    f"{name} is no port",
+                    got=port,
+                    choices=("0 (a free one)", "1-65535"),
+                    change=f"deploy.server.{name}",
+                )
+        fixed = [p for p in (self.http_port, self.grpc_port, self.metrics_port) if p]
+        if len(set(fixed)) < len(fixed):
+            problems.add("two of the server's ports are equal", got=fixed, change="deploy.server")
+        problems.raise_if_any(ConfigError)
+
+    @property
+    def ready_file(self) -> Path:
+        """Written when the server is ready: http, grpc, metrics as host:port, models, ranks."""
+        return Path(self.results_dir) / "ready.json"
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """One evaluation task. limit None means every item of `data_file`."""
+
+    name: str
+    data_file: str
+    limit: int | None = None
+    batch_size: int = 8
+
+
+@dataclass(frozen=True)
+class BenchmarkSettings:
+    """A speed sweep: every batch size with every [input, output] length in tokens."""
+
+    batch_sizes: tuple[int, ...] = (1,)
+    lengths: tuple[tuple[int, int], ...] = ((60, 20),)
+    requests: int = 10
+    warmup: int = 2
+
+
+@dataclass(frozen=True)
+class EvaluateSettings:
+    """Measure the model served at the address in `ready_file`; reports go to results_dir."""
+
+    ready_file: str
+    results_dir: str
+    model_name: str
+    tokenizer_dir: str
+    tasks: tuple[TaskSettings, ...] = ()
+    benchmark: BenchmarkSettings | None = None
+    ready_timeout: float = 1800.0
+    request_timeout: float = 600.0
+
+
+Settings = TypeVar("Settings", ExportSettings, DeploySettings, EvaluateSettings)
+
+
+def write_settings(settings: Any, path: Path) -> None:
+    """Write one stage's settings as YAML, completely or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(
+        yaml.safe_dump(_plain(dataclasses.asdict(settings)), sort_keys=False), encoding="utf-8"
+    )
+    partial.replace(path)
+
+
+def read_settings(kind: type[Settings], path: Path) -> Settings:
+    """Read what write_settings wrote; unknown or missing keys are errors that name them."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read the settings file {path}: {error}") from error
+    return build_settings(kind, values, str(path))
+
+
+def build_settings(kind: type[Settings], values: Any, origin: str) -> Settings:
+    """A settings object from plain mappings and lists; `origin` names them in errors."""
+    settings: Settings = _build(kind, values, origin)
+    return settings
+
+
+_NESTED: dict[tuple[str, str], type] = {
+    ("ExportSettings", "parallelism"): Parallelism,
+    ("ExportSettings", "tokenizer"): TokenizerSettings,
+    ("EvaluateSettings", "tasks"): TaskSettings,
+    ("EvaluateSettings", "benchmark"): BenchmarkSettings,
+}
+
+
+def _build(kind: type, values: Any, origin: str) -> Any:
+    if not isinstance(values, dict):
+        raise ConfigError(problem(f"{origin} must hold a mapping", got=type(values).__name__))
+    fields = {item.name: item for item in dataclasses.fields(kind)}
+    problems = Problems(origin)
+    for name in values.keys() - fields.keys():
+        problems.add("unknown key", got=name, choices=sorted(fields))
+    for name, item in fields.items():
+        absent = (item.default, item.default_factory) == (dataclasses.MISSING,) * 2
+        if absent and name not in values:
+            problems.add("missing key", got=name)
+    problems.raise_if_any(ConfigError)
+    built = {}
+    for name, value in values.items():
+        nested = _NESTED.get((kind.__name__, name))
+        if nested is not None and isinstance(value, list):
+            built[name] = tuple(_build(nested, item, f"{origin}: {name}") for item in value)
+        elif nested is not None and value is not None:
+            built[name] = _build(nested, value, f"{origin}: {name}")
+        else:
+            built[name] = _tuples(value)
+    return kind(**built)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def _plain(value: Any) -> Any:
+    """The value with tuples as lists, so that YAML stays plain."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _check_choice(
+    problems: Problems, what: str, got: str, choices: tuple[str, ...], change: str
+) -> None:
+    if got not in choices:
+        problems.add(f"unknown {what}", got=got, choices=choices, change=change)
+
+
+def _check_at_least(problems: Problems, what: str, got: int, least: int, change: str) -> None:
+    if got < least:
+        problems.add(f"{what} must be at least {least}", got=got, change=change)
