@@ -1,0 +1,28 @@
+# make quickstart   set up everything and run the main job on a real model
+# make check        set up everything and run what CI runs: format, lint, types, tests
+# make setup        .venv in this checkout (make setup TORCH=... for a machine's own torch)
+# make format       bring the code into the format that make check asks for
+
+PYTHON_DIRS = main.py launcher_scripts stages tests benchmarks
+BIN = .venv/bin
+
+.PHONY: setup quickstart check format clean
+
+setup:
+	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" sh requirements/install.sh
+
+quickstart: setup
+	@PATH="$(CURDIR)/$(BIN):$$PATH" exec $(BIN)/python3 -m launcher_scripts.steps.quickstart
+
+check: setup
+	$(BIN)/ruff format --check $(PYTHON_DIRS)
+	$(BIN)/ruff check $(PYTHON_DIRS)
+	$(BIN)/mypy
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python3 -m pytest -m "not slow and not gpu" -n 2
+
+format: setup
+	$(BIN)/ruff format $(PYTHON_DIRS)
+	$(BIN)/ruff check --fix $(PYTHON_DIRS)
+
+clean:
+	rm -rf .venv results outputs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,39 @@
+"""Fixtures that every room's tests may use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def checkout() -> Path:
+    """The root of this checkout."""
+    return CHECKOUT
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The folder of large fixtures that may stand beside the checkout; the test skips without."""
+    folder = CHECKOUT.parent / "shared"
+    if not (folder / "fixtures").is_dir():
+        pytest.skip(f"there is no folder of fixtures at {folder}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The small data that ships with the tests; tests/data/SOURCES.md says where it is from."""
+    return CHECKOUT / "tests" / "data"
+
+
+@pytest.fixture
+def cuda() -> str:
+    """The CUDA device's name; the test skips where there is none."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    return str(torch.cuda.get_device_name())
