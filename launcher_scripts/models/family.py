@@ -31,7 +31,7 @@ class Source:
     """Where a weight comes from in one source dialect.
 
     `keys` name the source tensors (`*` stands for the layer number); `layout` names the function
-    of checkpoint/layouts.py that turns them into the stored form.
+    of checkpoint/layouts.py that turns them into the stored form. Several rows may read one key.
     """
 
     keys: tuple[str, ...]
@@ -48,6 +48,9 @@ class WeightSpec:
     blocks:     sizes (attribute names) of the blocks that make up a COLUMN_PARALLEL last axis,
                 each of which is split separately (query | key | value)
     sources:    dialect -> Source
+    layers:     the attribute that says how many layers the `*` of the name counts
+    prefix:     what the file name starts with, before the canonical name
+    required:   whether a checkpoint without it is incomplete
     """
 
     name: str
@@ -55,10 +58,17 @@ class WeightSpec:
     partition: Partition = Partition.REPLICATED
     blocks: tuple[str, ...] = ()
     sources: Mapping[str, Source] = field(default_factory=dict)
+    layers: str = "num_layers"
+    prefix: str = "model."
+    required: bool = True
 
     @property
     def per_layer(self) -> bool:
         return "*" in self.name
+
+    def layer_numbers(self, config: ModelConfig) -> list[int] | list[None]:
+        """The layers that have this tensor; [None] for one outside of the layers."""
+        return list(range(getattr(config, self.layers))) if self.per_layer else [None]
 
     def shape_on(self, config: ModelConfig, tp_size: int) -> tuple[int, ...]:
         """Shape of one file: the whole tensor, or one rank's part where ranks have their own."""
@@ -72,7 +82,7 @@ class WeightSpec:
     def file_name(self, layer: int | None, tp_rank: int) -> str:
         """Name of the file that holds this tensor, or one rank's part of it."""
         rank = f".{tp_rank}" if self.partition.per_rank else ""
-        return f"model.{self.tensor_name(layer)}{rank}.bin"
+        return f"{self.prefix}{self.tensor_name(layer)}{rank}.bin"
 
     def tensor_name(self, layer: int | None = None) -> str:
         """The canonical name of one tensor: `*` replaced by the global layer number."""
