@@ -1,0 +1,299 @@
+"""T5: encoder-decoder transformers as Hugging Face, NeMo and FasterTransformer know them.
+
+Names and shapes of the stored tensors follow FasterTransformer's T5 checkpoint. One table covers
+Google's T5 (RMS norm, no biases, unscaled attention) and NeMo's (layer norm, biases, scaled
+attention); what FasterTransformer cannot represent (separate decoder embeddings, a relative bias
+of the cross-attention, either stack's own depth) extends the same file set, as
+docs/checkpoint-format.md describes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from launcher_scripts.errors import CheckpointError, Problems
+from launcher_scripts.models.family import Partition, Source, WeightSpec
+from launcher_scripts.parallel import divisors
+
+POSITION_EMBEDDINGS = ("relative", "learned")
+NORMALIZATIONS = ("layernorm", "rmsnorm")
+ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu", "squared_relu")
+
+
+@dataclass(frozen=True)
+class T5Config:
+    """Hyperparameters of a T5.
+
+    num_layers counts the encoder's layers. head_size is independent of hidden_size / num_heads.
+    Attention scores are q.k * attention_scale; logits are x.W * logits_scale (+ the logits bias).
+    `bias` stands for the biases of every linear layer; norms have one exactly when they are layer
+    norms. With `gated` the MLP is act(x W) * (x W2); `activation` "gelu" is the tanh form.
+    Learned positions have one table of max_positions rows per embedding.
+    relative_bias_layer_scaling multiplies the relative bias by the 1-based layer number (NeMo's
+    apply_query_key_layer_scaling). encoder_only models have no decoder and no head.
+    """
+
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    head_size: int
+    ffn_size: int
+    num_decoder_layers: int
+    position_embedding: str = "relative"
+    num_buckets: int = 32
+    max_distance: int = 128
+    max_positions: int = 512
+    cross_attention_relative_bias: bool = False
+    relative_bias_layer_scaling: bool = False
+    normalization: str = "rmsnorm"
+    norm_eps: float = 1e-6
+    activation: str = "relu"
+    gated: bool = False
+    bias: bool = False
+    logits_bias: bool = False
+    attention_scale: float = 1.0
+    logits_scale: float = 1.0
+    tied_embeddings: bool = True
+    shared_embeddings: bool = True
+    encoder_only: bool = False
+    start_id: int = 0
+    end_id: int = 1
+    pad_id: int | None = 0
+
+    def __post_init__(self) -> None:
+        problems = Problems("the T5 hyperparameters")
+        sizes = ("vocab_size", "num_layers", "hidden_size", "num_heads", "head_size", "ffn_size")
+        for name in (*sizes, "num_buckets", "max_distance", "max_positions"):
+            if getattr(self, name) < 1:
+                problems.add(f"{name} must be at least 1", got=getattr(self, name))
+        if self.num_decoder_layers < (0 if self.encoder_only else 1):
+            problems.add("num_decoder_layers must be at least 1", got=self.num_decoder_layers)
+        for name, choices in (
+            ("position_embedding", POSITION_EMBEDDINGS),
+            ("normalization", NORMALIZATIONS),
+            ("activation", ACTIVATIONS),
+        ):
+            if getattr(self, name) not in choices:
+                problems.add(f"unknown {name}", got=getattr(self, name), choices=choices)
+        problems.raise_if_any(CheckpointError)
+
+    @property
+    def inner_size(self) -> int:
+        """Width of the queries, the keys and the values of all heads."""
+        return self.num_heads * self.head_size
+
+    @property
+    def qkv_size(self) -> int:
+        return 3 * self.inner_size
+
+    def tp_sizes(self) -> list[int]:
+        return divisors(gcd(self.num_heads, self.ffn_size))
+
+    def local_size(self, axis: str, tp_size: int) -> int:
+        whole: int = getattr(self, axis)
+        return -(-whole // tp_size) if axis == "vocab_size" else whole // tp_size
+
+
+def weights(config: T5Config) -> list[WeightSpec]:
+    """One row per tensor of a T5 with these hyperparameters; layer tensors come last."""
+    specs = _embeddings(config)
+    for side in ("encoder",) if config.encoder_only else ("encoder", "decoder"):
+        if config.position_embedding == "relative":
+            specs.append(_relative_bias(side, "layer.0.SelfAttention", side))
+        specs += _norm(config, f"{side}.final_layer_norm", f"{side}.model.final_layernorm")
+    if config.cross_attention_relative_bias:
+        specs.append(
+            _relative_bias("decoder", "layer.1.EncDecAttention", "decoder_cross_attention")
+        )
+    specs += _encoder_layer(config)
+    return specs if config.encoder_only else specs + _decoder_layer(config)
+
+
+def _embeddings(config: T5Config) -> list[WeightSpec]:
+    table = ("vocab_size", "hidden_size")
+    positions = ("max_positions", "hidden_size")
+    learned = config.position_embedding == "learned"
+    specs = [
+        _row("shared.weight_T", table, "shared.weight", "encoder_embedding.word_embeddings.weight"),
+        WeightSpec(
+            "shared.weight",
+            ("hidden_size", "vocab_size"),
+            sources={"huggingface": Source(("shared.weight",), "transposed")},
+            prefix="",
+            required=False,
+        ),
+    ]
+    if learned:
+        nemo = "encoder_embedding.position_embeddings.weight"
+        specs.append(_row("shared.ape", positions, None, nemo))
+    if config.encoder_only:
+        return specs
+    decoder = "decoder_embedding" if not config.shared_embeddings else "encoder_embedding"
+    if not config.shared_embeddings:
+        nemo = f"{decoder}.word_embeddings.weight"
+        specs.append(
+            _row("decoder.embed_tokens.weight", table, "decoder.embed_tokens.weight", nemo)
+        )
+        if learned:
+            nemo = f"{decoder}.position_embeddings.weight"
+            specs.append(_row("decoder.embed_positions.weight", positions, None, nemo))
+    head = ("shared.weight", f"{decoder}.word_embeddings.weight")
+    if not config.tied_embeddings:
+        head = ("lm_head.weight", "tokens_head.weight")
+    specs.append(_row("lm_head.weight", table, *head))
+    if config.logits_bias:
+        specs.append(_row("shared.bias", ("vocab_size",), None, "tokens_head.bias"))
+    return specs
+
+
+def _encoder_layer(config: T5Config) -> list[WeightSpec]:
+    stem, nemo = "encoder.block.*.layer", "encoder.model.layers.*"
+    specs = _norm(config, f"{stem}.0.layer_norm", f"{nemo}.input_layernorm")
+    for part, layout in (("q", "query_of_heads"), ("k", "key_of_heads"), ("v", "value_of_heads")):
+        specs += _column(
+            config,
+            f"{stem}.0.SelfAttention.{part}",
+            "inner_size",
+            nemo=Source((f"{nemo}.self_attention.query_key_value",), layout),
+        )
+    specs += _output(config, f"{stem}.0.SelfAttention.o", f"{nemo}.self_attention.dense")
+    specs += _norm(config, f"{stem}.1.layer_norm", f"{nemo}.post_attention_layernorm")
+    return specs + _mlp(config, f"{stem}.1.DenseReluDense", f"{nemo}.mlp")
+
+
+def _decoder_layer(config: T5Config) -> list[WeightSpec]:
+    stem, nemo = "decoder.block.*.layer", "decoder.model.layers.*"
+    attention = f"{stem}.0.SelfAttention"
+    specs = _norm(config, f"{stem}.0.layer_norm", f"{nemo}.input_layernorm")
+    specs += _column(
+        config,
+        f"{attention}.qkv",
+        "qkv_size",
+        blocks=("inner_size",) * 3,
+        huggingface=Source(tuple(f"{attention}.{part}" for part in "qkv"), "transposed_columns"),
+        nemo=Source((f"{nemo}.self_attention.query_key_value",), "qkv_of_heads"),
+    )
+    specs += _output(config, f"{attention}.o", f"{nemo}.self_attention.dense")
+    specs += _norm(config, f"{stem}.1.layer_norm", f"{nemo}.post_attention_layernorm")
+    for part, key, layout in (
+        ("q", "query", "transposed"),
+        ("k", "key_value", "key_of_key_value_heads"),
+        ("v", "key_value", "value_of_key_value_heads"),
+    ):
+        specs += _column(
+            config,
+            f"{stem}.1.EncDecAttention.{part}",
+            "inner_size",
+            nemo=Source((f"{nemo}.inter_attention.{key}",), layout),
+        )
+    specs += _output(config, f"{stem}.1.EncDecAttention.o", f"{nemo}.inter_attention.dense")
+    specs += _norm(config, f"{stem}.2.layer_norm", f"{nemo}.post_inter_attention_layernorm")
+    return specs + _mlp(config, f"{stem}.2.DenseReluDense", f"{nemo}.mlp")
+
+
+def _mlp(config: T5Config, stem: str, nemo: str) -> list[WeightSpec]:
+    specs = []
+    names = (("wi", "wi_0", ""), ("wi2", "wi_1", "_2")) if config.gated else (("wi", "wi", ""),)
+    for name, huggingface, suffix in names:
+        specs += _column(
+            config,
+            f"{stem}.{name}",
+            "ffn_size",
+            huggingface=Source((f"{stem}.{huggingface}",), "transposed"),
+            nemo=Source((f"{nemo}.dense_h_to_4h{suffix}",), "transposed"),
+        )
+    return specs + _output(config, f"{stem}.wo", f"{nemo}.dense_4h_to_h", "ffn_size")
+
+
+def _column(
+    config: T5Config,
+    stem: str,
+    width: str,
+    *,
+    nemo: Source,
+    huggingface: Source | None = None,
+    blocks: tuple[str, ...] = (),
+) -> list[WeightSpec]:
+    """A linear layer [hidden, width] whose outputs the ranks share, and its bias."""
+    huggingface = huggingface or Source((stem,), "transposed")
+    return [
+        WeightSpec(
+            f"{stem}.{part}",
+            ("hidden_size", width) if part == "weight" else (width,),
+            Partition.COLUMN_PARALLEL,
+            blocks,
+            {
+                dialect: Source(tuple(f"{key}.{part}" for key in source.keys), source.layout)
+                for dialect, source in (("huggingface", huggingface), ("nemo", nemo))
+            },
+            layers=_layers(stem),
+            prefix="",
+        )
+        for part in _parts(config)
+    ]
+
+
+def _output(config: T5Config, stem: str, nemo: str, width: str = "inner_size") -> list[WeightSpec]:
+    """A linear layer [width, hidden] whose inputs the ranks share, and its bias, added once."""
+    return [
+        WeightSpec(
+            f"{stem}.{part}",
+            (width, "hidden_size") if part == "weight" else ("hidden_size",),
+            Partition.ROW_PARALLEL if part == "weight" else Partition.REPLICATED,
+            sources={
+                "huggingface": Source((f"{stem}.{part}",), "transposed"),
+                "nemo": Source((f"{nemo}.{part}",), "transposed"),
+            },
+            layers=_layers(stem),
+            prefix="",
+        )
+        for part in _parts(config)
+    ]
+
+
+def _norm(config: T5Config, stem: str, nemo: str) -> list[WeightSpec]:
+    parts = ("weight", "bias") if config.normalization == "layernorm" else ("weight",)
+    return [
+        _row(f"{stem}.{part}", ("hidden_size",), f"{stem}.{part}", f"{nemo}.{part}")
+        for part in parts
+    ]
+
+
+def _relative_bias(side: str, attention: str, nemo: str) -> WeightSpec:
+    """The table [heads, buckets] of the first layer, which all layers of a stack share."""
+    name = f"{side}.block.0.{attention}.relative_attention_bias.weight"
+    key = f"{nemo}_relative_position_embedding.relative_position_embedding.weight"
+    return WeightSpec(
+        name,
+        ("num_heads", "num_buckets"),
+        Partition.ROW_PARALLEL,
+        sources={
+            "huggingface": Source((name,), "transposed"),
+            "nemo": Source((key,), "transposed_whole"),
+        },
+        prefix="",
+    )
+
+
+def _row(name: str, shape: tuple[str, ...], huggingface: str | None, nemo: str) -> WeightSpec:
+    """A tensor stored as it is in the source, without parts per rank."""
+    table = shape[0] == "vocab_size"
+    sources = {"huggingface": huggingface, "nemo": nemo}
+    return WeightSpec(
+        name,
+        shape,
+        Partition.VOCAB_PARALLEL if table else Partition.REPLICATED,
+        sources={dialect: Source((key,)) for dialect, key in sources.items() if key},
+        layers=_layers(name),
+        prefix="",
+    )
+
+
+def _parts(config: T5Config) -> tuple[str, ...]:
+    return ("weight", "bias") if config.bias else ("weight",)
+
+
+def _layers(name: str) -> str:
+    return "num_decoder_layers" if name.startswith("decoder.") else "num_layers"
