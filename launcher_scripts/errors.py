@@ -9,7 +9,14 @@ Member = TypeVar("Member")
 
 
 class LauncherError(Exception):
-    """An error whose message is meant for the user; entry points print it without a traceback."""
+    """An error whose message is meant for the user; entry points print it without a traceback.
+
+    problems:  the single findings, where the error reports several
+    exit_code: what the process that prints it should exit with
+    """
+
+    problems: tuple[str, ...] = ()
+    exit_code: int = 1
 
 
 class ConfigError(LauncherError):
@@ -76,11 +83,17 @@ class Problems:
     ) -> None:
         self.messages.append(problem(what, got=got, choices=choices, change=change))
 
+    def merge(self, error: LauncherError) -> None:
+        """Take over what another check has found."""
+        self.messages.extend(error.problems or (str(error),))
+
     def raise_if_any(self, error: type[LauncherError]) -> None:
         if self.messages:
             count = len(self.messages)
             head = f"{count} problem{'s' if count > 1 else ''} in {self.subject}:"
-            raise error("\n".join([head, *(f"- {message}" for message in self.messages)]))
+            raised = error("\n".join([head, *(f"- {message}" for message in self.messages)]))
+            raised.problems = tuple(self.messages)
+            raise raised
 
 
 def lookup(table: Mapping[str, Member], name: str, key: str) -> Member:

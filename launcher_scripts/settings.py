@@ -15,10 +15,12 @@ import yaml
 
 from launcher_scripts.errors import ConfigError, Problems, problem
 from launcher_scripts.parallel import Parallelism
+from launcher_scripts.schema import build
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
 WEIGHT_DATA_TYPES = ("fp32", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
+TASK_NAMES = ("lambada",)
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,8 @@ class DeploySettings:
         fixed = [p for p in (self.http_port, self.grpc_port, self.metrics_port) if p]
         if len(set(fixed)) < len(fixed):
             problems.add("two of the server's ports are equal", got=fixed, change="deploy.server")
+        for name in ("ready_timeout", "stop_timeout"):
+            _check_at_least(problems, name, getattr(self, name), 0, f"deploy.server.{name}")
         problems.raise_if_any(ConfigError)
 
     @property
@@ -153,6 +157,15 @@ class TaskSettings:
     limit: int | None = None
     batch_size: int = 8
 
+    def __post_init__(self) -> None:
+        problems = Problems(f"the evaluation task {self.name}")
+        key = f"evaluate.tasks.{self.name}"
+        _check_choice(problems, "evaluation task", self.name, TASK_NAMES, "evaluate.tasks")
+        _check_at_least(problems, "batch_size", self.batch_size, 1, f"{key}.batch_size")
+        if self.limit is not None:
+            _check_at_least(problems, "limit", self.limit, 1, f"{key}.limit")
+        problems.raise_if_any(ConfigError)
+
 
 @dataclass(frozen=True)
 class BenchmarkSettings:
@@ -162,6 +175,20 @@ class BenchmarkSettings:
     lengths: tuple[tuple[int, int], ...] = ((60, 20),)
     requests: int = 10
     warmup: int = 2
+
+    def __post_init__(self) -> None:
+        problems = Problems("the benchmark settings")
+        sizes = [length for pair in self.lengths for length in pair]
+        for name, least_of in (("batch_sizes", self.batch_sizes), ("lengths", tuple(sizes))):
+            if not least_of or min(least_of) < 1:
+                problems.add(
+                    f"{name} must hold numbers of at least 1",
+                    got=list(getattr(self, name)),
+                    change=f"evaluate.benchmark.{name}",
+                )
+        _check_at_least(problems, "requests", self.requests, 1, "evaluate.benchmark.requests")
+        _check_at_least(problems, "warmup", self.warmup, 0, "evaluate.benchmark.warmup")
+        problems.raise_if_any(ConfigError)
 
 
 @dataclass(frozen=True)
@@ -177,16 +204,28 @@ class EvaluateSettings:
     ready_timeout: float = 1800.0
     request_timeout: float = 600.0
 
+    def __post_init__(self) -> None:
+        problems = Problems("the evaluate settings")
+        for name in ("ready_timeout", "request_timeout"):
+            _check_at_least(problems, name, getattr(self, name), 0, f"evaluate.{name}")
+        if not self.tasks and self.benchmark is None:
+            problems.add("nothing to measure", change="evaluate.tasks or evaluate.benchmark")
+        problems.raise_if_any(ConfigError)
+
 
 Settings = TypeVar("Settings", ExportSettings, DeploySettings, EvaluateSettings)
+
+
+def settings_text(settings: Any) -> str:
+    """One stage's settings as YAML."""
+    plain = _plain(dataclasses.asdict(settings))
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=10_000)
 
 
 def write_settings(settings: Any, path: Path) -> None:
     """Write one stage's settings as YAML, completely or not at all."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(
-        yaml.safe_dump(_plain(dataclasses.asdict(settings)), sort_keys=False), encoding="utf-8"
-    )
+    partial.write_text(settings_text(settings), encoding="utf-8")
     partial.replace(path)
 
 
@@ -201,44 +240,7 @@ def read_settings(kind: type[Settings], path: Path) -> Settings:
 
 def build_settings(kind: type[Settings], values: Any, origin: str) -> Settings:
     """A settings object from plain mappings and lists; `origin` names them in errors."""
-    settings: Settings = _build(kind, values, origin)
-    return settings
-
-
-_NESTED: dict[tuple[str, str], type] = {
-    ("ExportSettings", "parallelism"): Parallelism,
-    ("ExportSettings", "tokenizer"): TokenizerSettings,
-    ("EvaluateSettings", "tasks"): TaskSettings,
-    ("EvaluateSettings", "benchmark"): BenchmarkSettings,
-}
-
-
-def _build(kind: type, values: Any, origin: str) -> Any:
-    if not isinstance(values, dict):
-        raise ConfigError(problem(f"{origin} must hold a mapping", got=type(values).__name__))
-    fields = {item.name: item for item in dataclasses.fields(kind)}
-    problems = Problems(origin)
-    for name in values.keys() - fields.keys():
-        problems.add("unknown key", got=name, choices=sorted(fields))
-    for name, item in fields.items():
-        absent = (item.default, item.default_factory) == (dataclasses.MISSING,) * 2
-        if absent and name not in values:
-            problems.add("missing key", got=name)
-    problems.raise_if_any(ConfigError)
-    built = {}
-    for name, value in values.items():
-        nested = _NESTED.get((kind.__name__, name))
-        if nested is not None and isinstance(value, list):
-            built[name] = tuple(_build(nested, item, f"{origin}: {name}") for item in value)
-        elif nested is not None and value is not None:
-            built[name] = _build(nested, value, f"{origin}: {name}")
-        else:
-            built[name] = _tuples(value)
-    return kind(**built)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
+    return build(kind, values, origin)
 
 
 def _plain(value: Any) -> Any:
@@ -257,6 +259,6 @@ def _check_choice(
         problems.add(f"unknown {what}", got=got, choices=choices, change=change)
 
 
-def _check_at_least(problems: Problems, what: str, got: int, least: int, change: str) -> None:
+def _check_at_least(problems: Problems, what: str, got: float, least: int, change: str) -> None:
     if got < least:
         problems.add(f"{what} must be at least {least}", got=got, change=change)
