@@ -1,9 +1,11 @@
 """The model families: one row each."""
 
-from launcher_scripts.models import gpt, t5
+from launcher_scripts.models import agm, bart, gpt, t5
 from launcher_scripts.models.family import Family
 
 FAMILIES = {
     "gpt": Family("gpt", gpt.GPTConfig, gpt.weights),
     "t5": Family("t5", t5.T5Config, t5.weights),
+    "bart": Family("bart", bart.BartConfig, bart.weights),
+    "agm": Family("agm", agm.AgmConfig, agm.weights),
 }

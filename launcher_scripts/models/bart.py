@@ -1,0 +1,159 @@
+"""BART and mBART: encoder-decoder transformers with learned positions.
+
+Names and shapes of the stored tensors follow the FasterTransformer fork that serves them: Hugging
+Face's names without `model.`, position tables without their two padding rows, word embeddings
+already multiplied by sqrt(hidden_size) where the model does so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from launcher_scripts.errors import CheckpointError, Problems
+from launcher_scripts.models.family import Partition, Source, WeightSpec
+from launcher_scripts.parallel import divisors
+
+NORM_PLACEMENTS = ("pre", "post")
+ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")
+
+
+@dataclass(frozen=True)
+class BartConfig:
+    """Hyperparameters of a BART ("post" norms) or an mBART ("pre" norms and final ones).
+
+    num_layers, num_heads and ffn_size are the encoder's. `activation` "gelu" is the tanh form.
+    """
+
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    ffn_size: int
+    num_decoder_layers: int
+    num_decoder_heads: int
+    decoder_ffn_size: int
+    max_positions: int
+    norm_placement: str = "post"
+    norm_eps: float = 1e-5
+    activation: str = "gelu_erf"
+    logits_bias: bool = True
+    tied_embeddings: bool = True
+    start_id: int = 2
+    end_id: int = 2
+    pad_id: int | None = 1
+
+    def __post_init__(self) -> None:
+        problems = Problems("the BART hyperparameters")
+        sizes = ("vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size")
+        more = ("num_decoder_layers", "num_decoder_heads", "decoder_ffn_size", "max_positions")
+        for name in (*sizes, *more):
+            if getattr(self, name) < 1:
+                problems.add(f"{name} must be at least 1", got=getattr(self, name))
+        for name in ("num_heads", "num_decoder_heads"):
+            if not problems.messages and self.hidden_size % getattr(self, name):
+                problems.add(
+                    f"{name} must divide hidden_size",
+                    got=getattr(self, name),
+                    choices=divisors(self.hidden_size),
+                )
+        for name, choices in (("norm_placement", NORM_PLACEMENTS), ("activation", ACTIVATIONS)):
+            if getattr(self, name) not in choices:
+                problems.add(f"unknown {name}", got=getattr(self, name), choices=choices)
+        problems.raise_if_any(CheckpointError)
+
+    @property
+    def qkv_size(self) -> int:
+        return 3 * self.hidden_size
+
+    def tp_sizes(self) -> list[int]:
+        heads = gcd(self.num_heads, self.num_decoder_heads)
+        return divisors(gcd(heads, self.ffn_size, self.decoder_ffn_size))
+
+    def local_size(self, axis: str, tp_size: int) -> int:
+        whole: int = getattr(self, axis)
+        return -(-whole // tp_size) if axis == "vocab_size" else whole // tp_size
+
+
+def weights(config: BartConfig) -> list[WeightSpec]:
+    """One row per tensor; dialect "bart", and "bart_scaled" for models that scale embeddings."""
+    table = ("vocab_size", "hidden_size")
+    head = "shared.weight" if config.tied_embeddings else "lm_head.weight"
+    specs = [
+        WeightSpec(
+            "shared.weight",
+            table,
+            Partition.VOCAB_PARALLEL,
+            sources={
+                "bart": Source(("shared.weight",)),
+                "bart_scaled": Source(("shared.weight",), "scaled_by_root_hidden"),
+            },
+            prefix="",
+        ),
+        _row("lm_head.weight", table, Partition.VOCAB_PARALLEL, Source((head,))),
+    ]
+    if config.logits_bias:
+        specs.append(_row("final_logits_bias", ("vocab_size",), Partition.VOCAB_PARALLEL))
+    for side in ("encoder", "decoder"):
+        name = f"{side}.embed_positions.weight"
+        positions = Source((name,), "without_padding_rows")
+        specs.append(_row(name, ("max_positions", "hidden_size"), source=positions))
+        specs += _norm(f"{side}.layernorm_embedding")
+        if config.norm_placement == "pre":
+            specs += _norm(f"{side}.layer_norm")
+    return specs + _layer("encoder") + _layer("decoder")
+
+
+def _layer(side: str) -> list[WeightSpec]:
+    stem = f"{side}.layers.*"
+    attention = f"{stem}.self_attn"
+    specs = []
+    if side == "encoder":
+        for part in "qkv":
+            specs += _linear(f"{attention}.{part}_proj", ("hidden_size", "hidden_size"))
+    else:
+        for part in ("weight", "bias"):
+            keys = tuple(f"{attention}.{which}_proj.{part}" for which in "qkv")
+            shape = ("hidden_size", "qkv_size") if part == "weight" else ("qkv_size",)
+            source = Source(keys, "transposed_columns")
+            column, blocks = Partition.COLUMN_PARALLEL, ("hidden_size",) * 3
+            specs.append(_row(f"{attention}.qkv.{part}", shape, column, source, blocks))
+    specs += _output(f"{attention}.out_proj") + _norm(f"{stem}.self_attn_layer_norm")
+    if side == "decoder":
+        for part in "qkv":
+            specs += _linear(f"{stem}.encoder_attn.{part}_proj", ("hidden_size", "hidden_size"))
+        specs += _output(f"{stem}.encoder_attn.out_proj") + _norm(f"{stem}.encoder_attn_layer_norm")
+    width = "ffn_size" if side == "encoder" else "decoder_ffn_size"
+    specs += _linear(f"{stem}.fc1", ("hidden_size", width)) + _output(f"{stem}.fc2", width)
+    return specs + _norm(f"{stem}.final_layer_norm")
+
+
+def _linear(stem: str, shape: tuple[str, str]) -> list[WeightSpec]:
+    """A linear layer whose outputs the ranks share."""
+    column = Partition.COLUMN_PARALLEL
+    return [_row(f"{stem}.weight", shape, column), _row(f"{stem}.bias", shape[1:], column)]
+
+
+def _output(stem: str, width: str = "hidden_size") -> list[WeightSpec]:
+    """A linear layer whose inputs the ranks share; its bias is added once."""
+    shape = (width, "hidden_size")
+    return [_row(f"{stem}.weight", shape, Partition.ROW_PARALLEL), _row(f"{stem}.bias", shape[1:])]
+
+
+def _norm(stem: str) -> list[WeightSpec]:
+    return [_row(f"{stem}.{part}", ("hidden_size",)) for part in ("weight", "bias")]
+
+
+def _row(
+    name: str,
+    shape: tuple[str, ...],
+    partition: Partition = Partition.REPLICATED,
+    source: Source | None = None,
+    blocks: tuple[str, ...] = (),
+) -> WeightSpec:
+    """A tensor of the same name in the source, transposed where the ranks share a matrix."""
+    layout = "transposed" if partition.per_rank else "as_is"
+    source = source or Source((name,), layout)
+    layers = "num_decoder_layers" if name.startswith("decoder.") else "num_layers"
+    sources = {"bart": source, "bart_scaled": source}
+    return WeightSpec(name, shape, partition, blocks, sources, layers=layers, prefix="")
