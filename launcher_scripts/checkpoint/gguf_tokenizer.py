@@ -59,6 +59,19 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
+def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Which tokens start, end and pad a sequence, as special_tokens_map.json says it.
+
+    Keys are those of `bos_token`, `eos_token` and `pad_token` that the GGUF file names.
+    """
+    fields = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "padding_token_id"}
+    return {
+        f"{role}_token": metadata["tokens"][metadata[field]]
+        for role, field in fields.items()
+        if field in metadata
+    }
+
+
 def _gpt2() -> PreTokenizer:
     from tokenizers.pre_tokenizers import ByteLevel
 

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.checkpoint.gguf_tokenizer import build_tokenizer, tokenizer_metadata
+from launcher_scripts.checkpoint.gguf_tokenizer import (
+    build_tokenizer,
+    special_tokens,
+    tokenizer_metadata,
+)
 from launcher_scripts.errors import CheckpointError
 
 LAMBADA = (
@@ -52,6 +56,11 @@ def test_special_and_user_defined_tokens_are_found_in_text():
 
 def test_no_token_is_added_around_a_text():
     assert build_tokenizer(metadata()).encode("").ids == []
+
+
+def test_special_tokens_are_those_the_file_names():
+    named = metadata(bos_token_id=1, eos_token_id=0)
+    assert special_tokens(named) == {"bos_token": "<tool>", "eos_token": "<|end|>"}
 
 
 def test_saved_file_encodes_the_same(tmp_path):

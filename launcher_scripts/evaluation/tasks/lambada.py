@@ -1,0 +1,178 @@
+"""LAMBADA: predict the last word of a passage whose whole context is needed to know it.
+
+Definitions are those of lm-evaluation-harness' task `lambada_openai`: the passage is split at its
+last blank into a context and a target (blank and word), and the target counts as right when every
+one of its tokens is the likeliest one. The last-token accuracy is the one of the FasterTransformer
+backend's tools/gpt/evaluate_lambada.py: the whole text's last token, predicted from those before
+it. No token is put in front of a text.
+
+Data set: Paperno et al., "The LAMBADA dataset", ACL 2016.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launcher_scripts.errors import ConfigError, Problems, problem
+
+Z_95 = 1.959963984540054  # a normal variable is within this many deviations 95 % of the time
+
+# From rows of token ids to the logits at every position, float32 [tokens, vocab], in order.
+Score = Callable[[Iterable[Sequence[int]]], Iterator[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One passage as tokens: the last `target_length` of `tokens` are the target."""
+
+    index: int
+    target: str
+    tokens: tuple[int, ...]
+    target_length: int
+
+
+@dataclass(frozen=True)
+class ItemResult:
+    """What the model made of one item; log_likelihood is the target's, natural logarithm."""
+
+    index: int
+    target: str
+    correct: bool
+    log_likelihood: float
+    last_token_correct: bool
+
+
+def read_texts(data_file: Path, limit: int | None = None) -> list[str]:
+    """The first `limit` texts of a JSON-lines file of {"text": ...} objects."""
+    try:
+        lines = data_file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(
+            problem(f"cannot read LAMBADA's items: {error}", change="the task's data_file")
+        ) from error
+    texts = []
+    problems = Problems(f"the LAMBADA items in {data_file}")
+    for number, line in enumerate(lines[:limit], start=1):
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError):
+            problems.add(f'line {number} is not a JSON object with a "text"', got=line[:60])
+            continue
+        if not (isinstance(text, str) and all(split_target(text))):
+            problems.add(f"line {number} has no last word after a blank", got=str(text)[-60:])
+        texts.append(text)
+    if not lines:
+        problems.add("the file is empty")
+    problems.raise_if_any(ConfigError)
+    return texts
+
+
+def split_target(text: str) -> tuple[str, str]:
+    """Context and target of a passage: up to its last blank, and that blank with the last word.
+
+    >>> split_target("the last word")
+    ('the last', ' word')
+    """
+    context, blank, word = text.rpartition(" ")
+    return context, blank + word if word else ""
+
+
+def encode_pair(
+    encode: Callable[[str], Sequence[int]], context: str, target: str
+) -> tuple[tuple[int, ...], int]:
+    """The tokens of context + target, and how many of them belong to the target.
+
+    As lm-evaluation-harness does it: blanks at the context's end move to the target, both are
+    encoded as one text, and the target's tokens are those after as many as the context alone has.
+    """
+    kept = context.rstrip()
+    whole = tuple(encode(context + target))
+    return whole, len(whole) - len(encode(kept))
+
+
+def make_items(texts: Sequence[str], encode: Callable[[str], Sequence[int]]) -> list[Item]:
+    """The texts as tokens. Raises ConfigError for a text whose target or context has no token."""
+    items = []
+    problems = Problems("LAMBADA's items as tokens")
+    for index, text in enumerate(texts):
+        context, target = split_target(text)
+        tokens, target_length = encode_pair(encode, context, target)
+        if not 0 < target_length < len(tokens):
+            problems.add(f"item {index} needs tokens before and in its last word", got=text[-60:])
+        items.append(Item(index, target, tokens, target_length))
+    problems.raise_if_any(ConfigError)
+    return items
+
+
+def score_item(item: Item, logits: np.ndarray) -> ItemResult:
+    """Judge one item by the logits at every position of its tokens but the last.
+
+    logits: float32 [len(item.tokens) - 1, vocab]; row i predicts token i + 1
+    """
+    target = np.asarray(item.tokens[-item.target_length :])  # [T]
+    predictions = np.asarray(logits[-item.target_length :], dtype=np.float64)  # [T, vocab]
+    best = predictions.max(axis=-1)  # [T]
+    normaliser = best + np.log(np.exp(predictions - best[:, None]).sum(axis=-1))  # [T]
+    log_probs = predictions[np.arange(len(target)), target] - normaliser  # [T]
+    hits = predictions.argmax(axis=-1) == target  # [T]
+    return ItemResult(
+        index=item.index,
+        target=item.target,
+        correct=bool(hits.all()),
+        log_likelihood=float(log_probs.sum()),
+        last_token_correct=bool(hits[-1]),
+    )
+
+
+def measure(items: Sequence[Item], score: Score) -> Iterator[ItemResult]:
+    """The items' results in order, as the logits come."""
+    rows = (item.tokens[:-1] for item in items)
+    for item, logits in zip(items, score(rows), strict=True):
+        if len(logits) != len(item.tokens) - 1:
+            raise ValueError(f"{len(logits)} rows of logits for {len(item.tokens) - 1} tokens")
+        yield score_item(item, logits)
+
+
+def summarise(results: Sequence[ItemResult]) -> dict[str, Any]:
+    """The task's figures, each with half the width of its 95 % confidence interval.
+
+    accuracy:            part of the items whose last word is right
+    perplexity:          exp of minus the mean log-likelihood of the last words; its interval
+                         comes from the mean's and is not symmetric, so both ends are given
+    last_token_accuracy: part of the items whose last token is right
+    """
+    likelihoods = np.array([result.log_likelihood for result in results])
+    mean, half_width = float(likelihoods.mean()), _half_width(likelihoods)
+    correct = np.array([result.correct for result in results], dtype=np.float64)
+    last_token = np.array([result.last_token_correct for result in results], dtype=np.float64)
+    return {
+        "items": len(results),
+        "correct": int(correct.sum()),
+        "accuracy": float(correct.mean()),
+        "accuracy_95": _half_width(correct),
+        "perplexity": math.exp(-mean),
+        "perplexity_95": [math.exp(-mean - half_width), math.exp(-mean + half_width)],
+        "last_token_correct": int(last_token.sum()),
+        "last_token_accuracy": float(last_token.mean()),
+        "last_token_accuracy_95": _half_width(last_token),
+    }
+
+
+def _half_width(values: np.ndarray) -> float:
+    """Half the 95 % confidence interval of the mean: 1.96 standard errors (n - 1 degrees)."""
+    if len(values) < 2:
+        return math.nan
+    return Z_95 * float(values.std(ddof=1)) / math.sqrt(len(values))
+
+
+def as_plain(result: ItemResult) -> dict[str, Any]:
+    """The result as the report keeps it."""
+    return dataclasses.asdict(result)
