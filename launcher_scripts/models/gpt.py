@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from launcher_scripts.errors import CheckpointError, Problems
+from launcher_scripts.models import gpt_dialects
 from launcher_scripts.models.family import Partition, Source, WeightSpec
 from launcher_scripts.parallel import divisors
 
@@ -199,7 +200,8 @@ def _spec(
     partition: Partition = Partition.REPLICATED,
     blocks: tuple[str, ...] = (),
 ) -> WeightSpec:
-    return WeightSpec(name, shape, partition, blocks, SOURCES.get(name, {}))
+    sources = {**gpt_dialects.sources(name), **SOURCES.get(name, {})}
+    return WeightSpec(name, shape, partition, blocks, sources)
 
 
 # Source tensors of every stored tensor, by dialect. Keys are as in the state dict, without the

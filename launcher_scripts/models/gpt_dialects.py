@@ -1,0 +1,144 @@
+"""Where the tensors of a GPT lie in the checkpoints of other makers.
+
+One dialect per maker: canonical name -> source keys and layout. A name without `.weight` stands
+for a layer's weight and bias. Keys are as in the state dict, without the common prefix
+("transformer." or "model.").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from launcher_scripts.models.family import Source
+
+_WHOLE = ("wte", "wpe", "lm_head.weight")
+
+GPT2 = {
+    "wte": Source(("wte.weight",)),
+    "wpe": Source(("wpe.weight",)),
+    "final_layernorm": Source(("ln_f",)),
+    "layers.*.input_layernorm": Source(("h.*.ln_1",)),
+    "layers.*.attention.query_key_value": Source(("h.*.attn.c_attn",)),
+    "layers.*.attention.dense": Source(("h.*.attn.c_proj",)),
+    "layers.*.post_attention_layernorm": Source(("h.*.ln_2",)),
+    "layers.*.mlp.dense_h_to_4h": Source(("h.*.mlp.c_fc",)),
+    "layers.*.mlp.dense_4h_to_h": Source(("h.*.mlp.c_proj",)),
+}
+
+BLOOM = {
+    "wte": Source(("word_embeddings.weight",)),
+    "lm_head.weight": Source(("lm_head.weight",)),
+    "pre_decoder_layernorm": Source(("word_embeddings_layernorm",)),
+    "final_layernorm": Source(("ln_f",)),
+    "layers.*.input_layernorm": Source(("h.*.input_layernorm",)),
+    "layers.*.attention.query_key_value": Source(
+        ("h.*.self_attention.query_key_value",), "qkv_of_heads"
+    ),
+    "layers.*.attention.dense": Source(("h.*.self_attention.dense",), "transposed"),
+    "layers.*.post_attention_layernorm": Source(("h.*.post_attention_layernorm",)),
+    "layers.*.mlp.dense_h_to_4h": Source(("h.*.mlp.dense_h_to_4h",), "transposed"),
+    "layers.*.mlp.dense_4h_to_h": Source(("h.*.mlp.dense_4h_to_h",), "transposed"),
+}
+
+# OPT and XGLM: fairseq's decoder, with and without a "decoder." in front.
+_FAIRSEQ_LAYER = {
+    "input_layernorm": Source(("self_attn_layer_norm",)),
+    "attention.query_key_value": Source(
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "transposed_columns"
+    ),
+    "attention.dense": Source(("self_attn.out_proj",), "transposed"),
+    "post_attention_layernorm": Source(("final_layer_norm",)),
+    "mlp.dense_h_to_4h": Source(("fc1",), "transposed"),
+    "mlp.dense_4h_to_h": Source(("fc2",), "transposed"),
+}
+
+LLAMA = {
+    "wte": Source(("embed_tokens.weight",)),
+    "lm_head.weight": Source(("lm_head.weight",)),
+    "final_layernorm": Source(("norm",)),
+    "layers.*.input_layernorm": Source(("layers.*.input_layernorm",)),
+    "layers.*.attention.query_key_value": Source(
+        tuple(f"layers.*.self_attn.{part}_proj" for part in "qkv"), "transposed_columns"
+    ),
+    "layers.*.attention.dense": Source(("layers.*.self_attn.o_proj",), "transposed"),
+    "layers.*.post_attention_layernorm": Source(("layers.*.post_attention_layernorm",)),
+    "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.gate_proj",), "transposed"),
+    "layers.*.mlp.dense_h_to_4h_2": Source(("layers.*.mlp.up_proj",), "transposed"),
+    "layers.*.mlp.dense_4h_to_h": Source(("layers.*.mlp.down_proj",), "transposed"),
+}
+
+GGUF_LLAMA = {
+    "wte": Source(("token_embd.weight",)),
+    "lm_head.weight": Source(("output.weight",)),
+    "final_layernorm": Source(("output_norm",)),
+    "layers.*.input_layernorm": Source(("blk.*.attn_norm",)),
+    "layers.*.attention.query_key_value": Source(
+        ("blk.*.attn_q", "blk.*.attn_k", "blk.*.attn_v"), "interleaved_rotary_columns"
+    ),
+    "layers.*.attention.dense": Source(("blk.*.attn_output",), "transposed"),
+    "layers.*.post_attention_layernorm": Source(("blk.*.ffn_norm",)),
+    "layers.*.mlp.dense_h_to_4h": Source(("blk.*.ffn_gate",), "transposed"),
+    "layers.*.mlp.dense_h_to_4h_2": Source(("blk.*.ffn_up",), "transposed"),
+    "layers.*.mlp.dense_4h_to_h": Source(("blk.*.ffn_down",), "transposed"),
+}
+
+
+def _fairseq(stem: str, final_norm: str, top: Mapping[str, Source]) -> dict[str, Source]:
+    layers = {
+        f"layers.*.{name}": Source(
+            tuple(f"{stem}layers.*.{key}" for key in source.keys), source.layout
+        )
+        for name, source in _FAIRSEQ_LAYER.items()
+    }
+    return {**top, "final_layernorm": Source((f"{stem}{final_norm}",)), **layers}
+
+
+def _opt() -> dict[str, Source]:
+    table = Source(("decoder.embed_tokens.weight",))
+    positions = Source(("decoder.embed_positions.weight",), "without_padding_rows")
+    top = {"wte": table, "wpe": positions, "lm_head.weight": table}
+    return _fairseq("decoder.", "final_layer_norm", top)
+
+
+def _opt_projected() -> dict[str, Source]:
+    """OPT whose embeddings are narrower than its layers: the projections go into the tables."""
+    table = "decoder.embed_tokens.weight"
+    return {
+        **_opt(),
+        "wte": Source((table, "decoder.project_in.weight"), "projected_in"),
+        "lm_head.weight": Source((table, "decoder.project_out.weight"), "projected_out"),
+    }
+
+
+def _xglm(layout: str) -> dict[str, Source]:
+    """XGLM: positions are computed, the head is the table before scaling."""
+    top = {
+        "wte": Source(("embed_tokens.weight",), layout),
+        "wpe": Source((), "sinusoidal_positions"),
+        "lm_head.weight": Source(("embed_tokens.weight",)),
+    }
+    return _fairseq("", "layer_norm", top)
+
+
+DIALECTS: dict[str, dict[str, Source]] = {
+    "gpt2": GPT2,
+    "bloom": BLOOM,
+    "opt": _opt(),
+    "opt_projected": _opt_projected(),
+    "xglm": _xglm("as_is"),
+    "xglm_scaled": _xglm("scaled_by_root_hidden"),
+    "llama": LLAMA,
+    "gguf_llama": GGUF_LLAMA,
+}
+
+
+def sources(name: str) -> dict[str, Source]:
+    """Dialect -> Source of the stored tensor called `name`."""
+    stem, part = (name, None) if name in _WHOLE else name.rsplit(".", 1)
+    found = {}
+    for dialect, table in DIALECTS.items():
+        source = table.get(stem)
+        if source is not None:
+            keys = source.keys if part is None else tuple(f"{key}.{part}" for key in source.keys)
+            found[dialect] = Source(keys, source.layout)
+    return found
