@@ -1,0 +1,12 @@
+"""The kinds of cluster; `cluster_type` names one of them."""
+
+from launcher_scripts.cluster.bcp import BcpCluster
+from launcher_scripts.cluster.cluster import Cluster
+from launcher_scripts.cluster.interactive import InteractiveCluster
+from launcher_scripts.cluster.slurm import SlurmCluster
+
+CLUSTERS: dict[str, type[Cluster]] = {
+    "bcm": SlurmCluster,
+    "bcp": BcpCluster,
+    "interactive": InteractiveCluster,
+}

@@ -1,0 +1,54 @@
+"""What every kind of cluster can do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
+
+from launcher_scripts.cluster.job import Job, Submitted
+from launcher_scripts.errors import Problems
+
+
+class Cluster(Protocol):
+    """Takes jobs. A batch cluster queues them; a foreground one runs them here and now.
+
+    type:          the name in CLUSTERS
+    gpus_per_node: GPUs that a job gets on every node; None where that is not known
+    python:        the interpreter that runs the steps
+    max_nodes:     how many nodes a job can have; None without a limit
+    """
+
+    type: ClassVar[str]
+    in_container: ClassVar[bool]
+    max_nodes: ClassVar[int | None]
+
+    @property
+    def gpus_per_node(self) -> int | None: ...
+
+    @property
+    def python(self) -> str: ...
+
+    @classmethod
+    def from_config(cls, values: Mapping[str, Any]) -> Cluster:
+        """A cluster from the `cluster` block of the configuration."""
+        ...
+
+    def check(self, problems: Problems) -> None:
+        """Add what would keep this machine from handing over jobs."""
+        ...
+
+    def render(self, job: Job) -> str:
+        """The job's script."""
+        ...
+
+    def submit(self, job: Job, after: Submitted | None = None) -> Submitted:
+        """Hand over a job that starts when `after` is done, or ready where that is a service."""
+        ...
+
+    def finish(self) -> None:
+        """Called after the last job: keeps a service that nothing follows until it is stopped."""
+        ...
+
+    def close(self) -> None:
+        """End what still runs on this machine."""
+        ...

@@ -1,0 +1,178 @@
+"""Runs jobs on this machine: one after another, services beside the jobs that follow them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import ClassVar
+
+from launcher_scripts.cluster.job import Job, Service, Submitted
+from launcher_scripts.cluster.process import POLL_SECONDS, Process, ServiceProcess
+from launcher_scripts.errors import ClusterError, ServerError
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(ClusterError):
+    """A person or the system asked this process to end."""
+
+    def __init__(self, received: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(received).name}")
+        self.exit_code = 128 + received
+
+
+@dataclass
+class StopRequest:
+    """The first signal that asks to stop; later ones are noticed but change nothing."""
+
+    received: int | None = None
+
+    def __call__(self, received: int, _frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = received
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        before = {number: signal.signal(number, self) for number in _SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class Foreground:
+    """The jobs of one command line. It owns this process's signal handlers until close()."""
+
+    def __init__(self) -> None:
+        self._stop = StopRequest()
+        self._exit = contextlib.ExitStack()
+        self._exit.enter_context(self._stop.listening())
+        self._services: list[ServiceProcess] = []
+
+    def run(self, submitted: Submitted) -> None:
+        """Run a job to its end while the services live; raises when either fails."""
+        process = Process(submitted)
+        try:
+            self._wait(process.ended, show=process, needs=self._services)
+        finally:
+            process.stop(0.0)
+            process.show_log()
+        _check_exit(process)
+
+    def start(self, submitted: Submitted, service: Service) -> None:
+        """Start a service and return at once."""
+        self._services.append(ServiceProcess(submitted, service))
+
+    def wait_until_ready(self) -> None:
+        """Wait for the newest service's ready file, as long as the service lives."""
+        process = self._services[-1]
+        deadline = time.monotonic() + process.service.ready_timeout
+
+        def ready_or_late() -> bool:
+            return process.ready() or time.monotonic() > deadline
+
+        self._wait(ready_or_late, show=process, needs=self._services)
+        if not process.ready():
+            raise ServerError(
+                f"the {process.name} was not ready within {process.service.ready_timeout:g} s; "
+                f"the end of its log {process.log}:\n{process.tail()}"
+            )
+        print(f"{process.name} is ready: {process.service.ready_file}", flush=True)
+
+    def serve(self) -> None:
+        """Keep the newest service in the foreground until it is stopped or ends.
+
+        Being stopped is how a service ends, so it is a success when the service ended well.
+        """
+        process = self._services[-1]
+        try:
+            self._wait(process.ended, show=process, needs=self._services[:-1])
+        except Stopped as stopped:
+            print(f"{stopped}: the {process.name} is ending", flush=True)
+        self._services.remove(process)
+        process.stop(process.service.stop_timeout)
+        process.show_log()
+        _check_exit(process)
+
+    def close(self) -> None:
+        """End the services, newest first, and give the signal handlers back."""
+        while self._services:
+            process = self._services.pop()
+            process.stop(process.service.stop_timeout)
+        self._exit.close()
+
+    def _wait(
+        self, done: Callable[[], bool], *, show: Process, needs: Sequence[ServiceProcess]
+    ) -> None:
+        """Wait until `done`, repeating one log; raises when stopped or when a service dies."""
+        while True:
+            show.show_log()
+            if done():
+                return
+            if self._stop.received is not None:
+                raise Stopped(self._stop.received)
+            for process in needs:
+                if process.ended():
+                    raise ServerError(
+                        f"the {process.name} ended with exit code {process.exit_code()}; "
+                        f"the end of its log {process.log}:\n{process.tail()}"
+                    )
+            time.sleep(POLL_SECONDS)
+
+
+class ForegroundCluster(ABC):
+    """Runs jobs here and now, in the order of submission."""
+
+    type: ClassVar[str]
+    in_container: ClassVar[bool] = False
+    max_nodes: ClassVar[int | None] = None
+
+    def __init__(self) -> None:
+        self._foreground: Foreground | None = None
+        self._serving: Job | None = None
+
+    @abstractmethod
+    def render(self, job: Job) -> str:
+        """The job's script."""
+
+    def submit(self, job: Job, after: Submitted | None = None) -> Submitted:
+        """Run the job to its end; a service is started, and is ready before the next job runs."""
+        job.write(self.render(job))
+        submitted = Submitted(job, str(os.getpid()))
+        submitted.write_record(self.type, after)
+        if self._foreground is None:
+            self._foreground = Foreground()
+        if self._serving is not None:
+            self._foreground.wait_until_ready()
+            self._serving = None
+        print(f"{job.stage}: {job.name}, log: {submitted.log}", flush=True)
+        if job.service is None:
+            self._foreground.run(submitted)
+        else:
+            self._foreground.start(submitted, job.service)
+            self._serving = job
+        return submitted
+
+    def finish(self) -> None:
+        if self._foreground is not None and self._serving is not None:
+            self._foreground.wait_until_ready()
+            self._foreground.serve()
+
+    def close(self) -> None:
+        if self._foreground is not None:
+            self._foreground.close()
+
+
+def _check_exit(process: Process) -> None:
+    code = process.exit_code()
+    if code:
+        error = ClusterError(f"the {process.name} failed with exit code {code}: {process.log}")
+        error.exit_code = code
+        raise error

@@ -1,0 +1,191 @@
+"""What a cluster runs: a job is steps on nodes, with everything it leaves behind in one folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.errors import ClusterError, ConfigError, Problems, problem
+from launcher_scripts.settings import settings_text
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a job asks of the cluster. time_limit is in Slurm's notation."""
+
+    nodes: int = 1
+    tasks_per_node: int = 1
+    time_limit: str = "1:00:00"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of a job, started once per task.
+
+    mpi: whether its tasks find each other through the cluster's process manager
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    nodes: int = 1
+    tasks_per_node: int = 1
+    mpi: bool = False
+
+    @property
+    def tasks(self) -> int:
+        return self.nodes * self.tasks_per_node
+
+
+@dataclass(frozen=True)
+class Container:
+    """The image that the steps run in, and its mounts as `source:target[:flags]`."""
+
+    image: str
+    mounts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Service:
+    """What makes a job a service: it is ready when `ready_file` is there, and ends when stopped.
+
+    stop_timeout is the time in seconds that it may take to end by itself.
+    """
+
+    ready_file: Path
+    ready_timeout: float
+    stop_timeout: float
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    """Every path of one job; a second run gets a folder of its own."""
+
+    root: Path
+    name: str
+
+    def __post_init__(self) -> None:
+        bad = not self.name.isprintable() or "/" in self.name or self.name.startswith((".", "-"))
+        if bad or not self.name:
+            raise ConfigError(
+                problem(
+                    "a job's name becomes part of file names: printable, without a slash, and not "
+                    "starting with a dot or dash",
+                    got=self.name,
+                    change="the stage's run.name",
+                )
+            )
+
+    @property
+    def settings(self) -> Path:
+        return self.root / f"{self.name}_hydra.yaml"
+
+    @property
+    def script(self) -> Path:
+        return self.root / f"{self.name}_submission.sh"
+
+    @property
+    def record(self) -> Path:
+        """The job's id and cluster, as JSON."""
+        return self.root / "job.json"
+
+    def log(self, job_id: str) -> Path:
+        return self.root / f"log-{self.name}_{job_id}.out"
+
+    @classmethod
+    def next(cls, results_dir: Path, name: str) -> JobFolder:
+        """The folder that the next run under `results_dir` gets; nothing is created."""
+        jobs = results_dir / "jobs"
+        taken = [int(path.name) for path in jobs.glob("*") if path.name.isdecimal()]
+        return cls(jobs / f"{max(taken, default=0) + 1:03d}", name)
+
+    @classmethod
+    def reserve(cls, results_dir: Path, name: str) -> JobFolder:
+        """Create the next folder; two runs that start together get different ones."""
+        while True:
+            folder = cls.next(results_dir, name)
+            try:
+                folder.root.parent.mkdir(parents=True, exist_ok=True)
+                folder.root.mkdir()
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise ClusterError(
+                    f"cannot create the job folder {folder.root}: {error}"
+                ) from error
+            return folder
+
+
+@dataclass(frozen=True)
+class Job:
+    """Steps that run one after another on the same nodes, and the settings that they read."""
+
+    stage: str
+    folder: JobFolder
+    settings: Any
+    steps: tuple[Step, ...]
+    resources: Resources = Resources()
+    env: Mapping[str, str] = field(default_factory=dict)
+    container: Container | None = None
+    service: Service | None = None
+
+    def __post_init__(self) -> None:
+        problems = Problems(f"the {self.stage} job")
+        for name, value in self.env.items():
+            if not _VARIABLE.fullmatch(name):
+                problems.add("no name of an environment variable", got=name, change="env_vars")
+            if "\0" in value:
+                problems.add(f"the value of {name} holds a NUL", got=value, change="env_vars")
+        problems.raise_if_any(ConfigError)
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def write(self, script: str) -> None:
+        """Put the settings file and the script into the job folder."""
+        files = {self.folder.settings: settings_text(self.settings), self.folder.script: script}
+        for path, text in files.items():
+            _write(path, text)
+        self.folder.script.chmod(0o755)
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A job that a cluster has taken."""
+
+    job: Job
+    job_id: str
+
+    @property
+    def log(self) -> Path:
+        return self.job.folder.log(self.job_id)
+
+    def write_record(self, cluster_type: str, after: Submitted | None = None) -> None:
+        """Note in the job folder under which id the job runs, for people and for tools."""
+        content = {
+            "stage": self.job.stage,
+            "name": self.job.name,
+            "cluster_type": cluster_type,
+            "job_id": self.job_id,
+            "after": after.job_id if after else None,
+            "settings": self.job.folder.settings.name,
+            "script": self.job.folder.script.name,
+            "log": self.log.name,
+            "ready_file": str(self.job.service.ready_file) if self.job.service else None,
+        }
+        _write(self.job.folder.record, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ClusterError(f"cannot write {path}: {error}") from error

@@ -1,0 +1,123 @@
+"""A running job script: its process group, its log and the end of both.
+
+Every script leads a process group of its own, and the group is ended with it. Output goes to the
+job's log; the log of what one waits for is repeated on the terminal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from launcher_scripts.cluster.job import Service, Submitted
+
+POLL_SECONDS = 0.05
+_GROUP_SECONDS = 5.0
+_LOG_TAIL_LINES = 20
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Process:
+    """A running job script: its process group, and how much of its log has been repeated."""
+
+    def __init__(self, submitted: Submitted) -> None:
+        self.submitted = submitted
+        self.log = submitted.log
+        with self.log.open("ab") as log:
+            self._popen = subprocess.Popen(
+                ["bash", str(submitted.job.folder.script)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+        self._shown = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.submitted.job.stage} job {self.submitted.job.name}"
+
+    def exit_code(self) -> int | None:
+        """None while the script runs; a death by signal counts as in a shell."""
+        code = self._popen.poll()
+        return 128 - code if code is not None and code < 0 else code
+
+    def ended(self) -> bool:
+        return self.exit_code() is not None
+
+    def show_log(self) -> None:
+        """Repeat on the terminal what the log has gained."""
+        with self.log.open("rb") as log:
+            log.seek(self._shown)
+            gained = log.read()
+        self._shown += len(gained)
+        sys.stdout.flush()
+        sys.stdout.buffer.write(gained)
+        sys.stdout.buffer.flush()
+
+    def tail(self) -> str:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(f"  | {line}" for line in lines[-_LOG_TAIL_LINES:])
+
+    def stop(self, leader_seconds: float) -> None:
+        """End the script and all of its group.
+
+        The leader is asked first and has `leader_seconds` to end its children in order; what is
+        left of the group is asked then, and killed when that does not help.
+        """
+        if self.exit_code() is None:
+            self._popen.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(leader_seconds)
+        self._signal_group(signal.SIGTERM)
+        deadline = time.monotonic() + _GROUP_SECONDS
+        while self._group_lives() and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        self._signal_group(signal.SIGKILL)
+        self._popen.wait()
+
+    def _group_lives(self) -> bool:
+        self._popen.poll()
+        return self._signal_group(0)
+
+    def _signal_group(self, number: int) -> bool:
+        try:
+            os.killpg(self._popen.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+class ServiceProcess(Process):
+    """A service: ready when its ready file is another than the one an earlier run left."""
+
+    def __init__(self, submitted: Submitted, service: Service) -> None:
+        self.service = service
+        self._leftover = _stamp(service.ready_file)
+        super().__init__(submitted)
+
+    def ready(self) -> bool:
+        return _stamp(self.service.ready_file) not in (None, self._leftover)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """What tells one version of a file from the next; None when there is no file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _end_with_parent() -> None:
+    """Ask the kernel to end this process when the launcher dies without a chance to do it."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,94 @@
+"""A look at a NeMo checkpoint's hyperparameters, cheap enough for the login side.
+
+Only model_config.yaml is read. The converter reads the checkpoint itself, completely and with
+its own checks; here a size that cannot work is found before a job waits for it.
+"""
+
+from __future__ import annotations
+
+import tarfile
+import zlib
+from dataclasses import dataclass
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launcher_scripts.errors import CheckpointError
+from launcher_scripts.parallel import divisors
+
+CONFIG_NAME = "model_config.yaml"
+_MOST_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class NemoSizes:
+    """What decides how a model can be divided; None where the configuration does not say."""
+
+    num_layers: int | None
+    num_heads: int | None
+    ffn_size: int | None
+
+    def tp_sizes(self) -> list[int] | None:
+        """The tensor-parallel sizes that divide the heads and the MLP."""
+        known = [size for size in (self.num_heads, self.ffn_size) if size]
+        return divisors(gcd(*known)) if self.num_heads else None
+
+
+def find_checkpoint(path: Path) -> Path:
+    """`path`, or the one .nemo file in it where it is a folder of checkpoints.
+
+    Raises CheckpointError when several files could be meant.
+    """
+    if not path.is_dir() or (path / CONFIG_NAME).exists():
+        return path
+    found = sorted(path.glob("*.nemo"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise CheckpointError(f"{path} holds several checkpoints, name one of them: {names}")
+    return found[0] if found else path
+
+
+def read_sizes(path: Path) -> NemoSizes | None:
+    """The sizes of a .nemo file or an unpacked folder; None when `path` is neither.
+
+    Raises CheckpointError when the file is broken.
+    """
+    try:
+        text = _read_config(path)
+    except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
+        raise CheckpointError(f"cannot read {path} as a .nemo file: {error}") from error
+    if text is None:
+        return None
+    try:
+        config = yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{CONFIG_NAME} of {path} is no YAML: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{CONFIG_NAME} of {path} holds no mapping")
+    return NemoSizes(
+        _size(config, "num_layers"),
+        _size(config, "num_attention_heads"),
+        _size(config, "ffn_hidden_size"),
+    )
+
+
+def _read_config(path: Path) -> bytes | None:
+    if path.is_dir():
+        file = path / CONFIG_NAME
+        return file.read_bytes() if file.exists() else None
+    with tarfile.open(path, "r:*") as archive:
+        for member in archive:
+            if member.name.removeprefix("./") != CONFIG_NAME:
+                continue
+            stream = archive.extractfile(member) if member.isreg() else None
+            if stream is None or member.size > _MOST_BYTES:
+                raise CheckpointError(f"{CONFIG_NAME} of {path} is no plain, small file")
+            return stream.read()
+    raise CheckpointError(f"{path} has no {CONFIG_NAME}: it is no NeMo checkpoint")
+
+
+def _size(config: dict[str, Any], name: str) -> int | None:
+    value = config.get(name)
+    return value if type(value) is int and value > 0 else None
