@@ -20,6 +20,7 @@ from launcher_scripts.schema import build
 DATA_TYPES = ("fp32", "fp16", "bf16")
 WEIGHT_DATA_TYPES = ("fp32", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
+PROTOCOLS = ("http", "grpc")
 TASK_NAMES = ("lambada",)
 
 
@@ -203,9 +204,11 @@ class EvaluateSettings:
     benchmark: BenchmarkSettings | None = None
     ready_timeout: float = 1800.0
     request_timeout: float = 600.0
+    protocol: str = "http"
 
     def __post_init__(self) -> None:
         problems = Problems("the evaluate settings")
+        _check_choice(problems, "protocol", self.protocol, PROTOCOLS, "evaluate.protocol")
         for name in ("ready_timeout", "request_timeout"):
             _check_at_least(problems, name, getattr(self, name), 0, f"evaluate.{name}")
         if not self.tasks and self.benchmark is None:
