@@ -68,7 +68,7 @@ install_packages() {
 }
 
 pip_install() {
-    .venv/bin/python -m pip install --disable-pip-version-check --no-input -q "$@"
+    .venv/bin/python -m pip install --disable-pip-version-check --no-input -qq "$@"
 }
 
 install_torch() {
