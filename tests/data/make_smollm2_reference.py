@@ -5,6 +5,7 @@ fp32 by transformers' Llama, one item at a time, on transformers' own reading of
 Run it from the checkout: python -m tests.data.make_smollm2_reference
 """
 
+import dataclasses
 import importlib.util
 import json
 from importlib.metadata import version
@@ -86,14 +87,16 @@ def main() -> None:
             with torch.inference_mode():
                 yield model(torch.tensor([row])).logits[0].numpy()
 
-    results = list(lambada.measure(items, score))
+    results = list(lambada.measure(items, score(lambada.rows_to_score(items))))
     reference = {
         "made_by": "tests/data/make_smollm2_reference.py",
         "versions": {name: version(name) for name in ("transformers", "torch", "gguf", "numpy")},
         "model": file.name,
         "data_type": "fp32",
-        "metrics": lambada.summarise(results),
-        "items": [lambada.as_plain(result) for result in results],
+        "metrics": {
+            name: dataclasses.asdict(metric) for name, metric in lambada.summarise(results).items()
+        },
+        "items": [dataclasses.asdict(result) for result in results],
     }
     rows = ",\n  ".join(json.dumps(item) for item in reference.pop("items"))
     head = json.dumps(reference, indent=1).removesuffix("\n}")

@@ -17,16 +17,21 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from launcher_scripts.errors import ConfigError, Problems, problem
-
-Z_95 = 1.959963984540054  # a normal variable is within this many deviations 95 % of the time
-
-# From rows of token ids to the logits at every position, float32 [tokens, vocab], in order.
-Score = Callable[[Iterable[Sequence[int]]], Iterator[np.ndarray]]
+from launcher_scripts.errors import ConfigError, Problems, ServerError, problem
+from launcher_scripts.evaluation.tasks.task import (
+    Metric,
+    Model,
+    Progress,
+    TaskResult,
+    fraction,
+    mean_95,
+)
+from launcher_scripts.settings import TaskSettings
+from launcher_scripts.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,9 @@ def read_texts(data_file: Path, limit: int | None = None) -> list[str]:
         lines = data_file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(
-            problem(f"cannot read LAMBADA's items: {error}", change="the task's data_file")
+            problem(
+                f"cannot read LAMBADA's items: {error}", change="evaluate.tasks.lambada.data_file"
+            )
         ) from error
     texts = []
     problems = Problems(f"the LAMBADA items in {data_file}")
@@ -112,7 +119,7 @@ def make_items(texts: Sequence[str], encode: Callable[[str], Sequence[int]]) -> 
     return items
 
 
-def score_item(item: Item, logits: np.ndarray) -> ItemResult:
+def score_item(item: Item, logits: NDArray[np.float32]) -> ItemResult:
     """Judge one item by the logits at every position of its tokens but the last.
 
     logits: float32 [len(item.tokens) - 1, vocab]; row i predicts token i + 1
@@ -132,47 +139,53 @@ def score_item(item: Item, logits: np.ndarray) -> ItemResult:
     )
 
 
-def measure(items: Sequence[Item], score: Score) -> Iterator[ItemResult]:
-    """The items' results in order, as the logits come."""
-    rows = (item.tokens[:-1] for item in items)
-    for item, logits in zip(items, score(rows), strict=True):
+def measure(
+    items: Sequence[Item], logits_of_rows: Iterable[NDArray[np.float32]]
+) -> Iterator[ItemResult]:
+    """The items' results in order; row n of logits is that of rows_to_score's row n."""
+    for item, logits in zip(items, logits_of_rows, strict=True):
         if len(logits) != len(item.tokens) - 1:
-            raise ValueError(f"{len(logits)} rows of logits for {len(item.tokens) - 1} tokens")
+            raise ServerError(
+                f"the server gave logits at {len(logits)} positions of LAMBADA's item "
+                f"{item.index}, which has {len(item.tokens) - 1}"
+            )
         yield score_item(item, logits)
 
 
-def summarise(results: Sequence[ItemResult]) -> dict[str, Any]:
-    """The task's figures, each with half the width of its 95 % confidence interval.
+def rows_to_score(items: Iterable[Item]) -> Iterator[tuple[int, ...]]:
+    """What the model must read to judge the items: all their tokens but the last."""
+    return (item.tokens[:-1] for item in items)
 
-    accuracy:            part of the items whose last word is right
-    perplexity:          exp of minus the mean log-likelihood of the last words; its interval
-                         comes from the mean's and is not symmetric, so both ends are given
-    last_token_accuracy: part of the items whose last token is right
-    """
-    likelihoods = np.array([result.log_likelihood for result in results])
-    mean, half_width = float(likelihoods.mean()), _half_width(likelihoods)
-    correct = np.array([result.correct for result in results], dtype=np.float64)
-    last_token = np.array([result.last_token_correct for result in results], dtype=np.float64)
+
+def summarise(results: Sequence[ItemResult]) -> dict[str, Metric]:
+    """The task's figures; the perplexity's interval comes from the mean log-likelihood's."""
+    mean, half_width = mean_95(np.array([result.log_likelihood for result in results]))
+    low = high = None
+    if half_width is not None:
+        low, high = math.exp(-mean - half_width), math.exp(-mean + half_width)
     return {
-        "items": len(results),
-        "correct": int(correct.sum()),
-        "accuracy": float(correct.mean()),
-        "accuracy_95": _half_width(correct),
-        "perplexity": math.exp(-mean),
-        "perplexity_95": [math.exp(-mean - half_width), math.exp(-mean + half_width)],
-        "last_token_correct": int(last_token.sum()),
-        "last_token_accuracy": float(last_token.mean()),
-        "last_token_accuracy_95": _half_width(last_token),
+        "accuracy": fraction(
+            [result.correct for result in results],
+            "last words of which every token is the likeliest",
+        ),
+        "perplexity": Metric(
+            math.exp(-mean), low, high, False, "exp of minus the last words' mean log-likelihood"
+        ),
+        "last_token_accuracy": fraction(
+            [result.last_token_correct for result in results],
+            "texts whose last token is the likeliest after the others",
+        ),
     }
 
 
-def _half_width(values: np.ndarray) -> float:
-    """Half the 95 % confidence interval of the mean: 1.96 standard errors (n - 1 degrees)."""
-    if len(values) < 2:
-        return math.nan
-    return Z_95 * float(values.std(ddof=1)) / math.sqrt(len(values))
-
-
-def as_plain(result: ItemResult) -> dict[str, Any]:
-    """The result as the report keeps it."""
-    return dataclasses.asdict(result)
+def run(
+    settings: TaskSettings, tokenizer: Tokenizer, model: Model, progress: Progress
+) -> TaskResult:
+    """Measure the items of settings.data_file, settings.batch_size of them in flight."""
+    texts = read_texts(Path(settings.data_file), settings.limit)
+    items = make_items(texts, tokenizer.encode)
+    results = []
+    for result in measure(items, model.score(rows_to_score(items), settings.batch_size)):
+        results.append(result)
+        progress(len(results), len(items))
+    return TaskResult(summarise(results), [dataclasses.asdict(result) for result in results])

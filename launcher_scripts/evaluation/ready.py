@@ -1,0 +1,60 @@
+"""Finding the server: the address in its ready file, waited for until the model is served."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.errors import ServerError, problem
+from launcher_scripts.evaluation.client import Client
+from launcher_scripts.settings import EvaluateSettings
+
+POLL_SECONDS = 0.2
+
+
+def connect(settings: EvaluateSettings) -> tuple[Client, dict[str, Any]]:
+    """A client of the server that settings.ready_file names, and that file's content.
+
+    Waits until the file is there and the server answers that the model is ready, at most
+    settings.ready_timeout seconds. Raises ServerError when that time is over.
+    """
+    deadline = time.monotonic() + settings.ready_timeout
+    ready_file = Path(settings.ready_file)
+    while True:
+        reason, ready = _read_ready_file(ready_file, settings)
+        if ready is not None:
+            client = Client(
+                ready[settings.protocol],
+                settings.model_name,
+                protocol=settings.protocol,
+                request_timeout=settings.request_timeout,
+            )
+            if client.is_ready():
+                return client, ready
+            client.close()
+            reason = f"{ready[settings.protocol]}, which {ready_file} names, does not answer ready"
+        if time.monotonic() >= deadline:
+            raise ServerError(
+                problem(
+                    f"no server was ready within {settings.ready_timeout:g} s: {reason}",
+                    change="evaluate.ready_timeout or evaluate.ready_file",
+                )
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _read_ready_file(path: Path, settings: EvaluateSettings) -> tuple[str, dict[str, Any] | None]:
+    """The server's ready file, or why there is none to use yet."""
+    try:
+        ready = json.loads(path.read_text(encoding="utf-8"))
+        if settings.protocol not in ready:
+            return f"{path} gives no {settings.protocol} address", None
+        if settings.model_name not in ready.get("models", [settings.model_name]):
+            return f"{path} names models {ready['models']}, not {settings.model_name}", None
+    except FileNotFoundError:
+        return f"{path} is not there", None
+    except (OSError, ValueError) as error:
+        return f"{path} cannot be read: {error}", None
+    return "", ready

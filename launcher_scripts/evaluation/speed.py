@@ -1,0 +1,134 @@
+"""How fast a model is served: a sweep over batch sizes and input and output lengths.
+
+Every measurement sends one request of `batch_size` rows after the other and waits for each, so a
+latency is what a lone client sees. Token ids are random but the same in every run, and min_length
+makes every row generate all its tokens.
+"""
+
+from __future__ import annotations
+
+import configparser
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from launcher_scripts.errors import ConfigError, ServerError, problem
+from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
+from launcher_scripts.settings import BenchmarkSettings
+from launcher_scripts.tokenizer import TokenizerError, load_tokenizer
+
+Generate = Callable[[Sequence[GenerateRequest]], list[GenerateOutput]]
+
+
+@dataclass(frozen=True)
+class SpeedRow:
+    """One measurement; latencies in milliseconds per request, lengths in tokens per row.
+
+    tokens_per_second: generated tokens of all requests over the time they took together
+    """
+
+    batch_size: int
+    input_len: int
+    output_len: int
+    requests: int
+    latency_mean_ms: float
+    latency_p50_ms: float
+    latency_p90_ms: float
+    latency_p99_ms: float
+    tokens_per_second: float
+
+
+def sweep(
+    settings: BenchmarkSettings,
+    vocab_size: int,
+    generate: Generate,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[SpeedRow]:
+    """A row for every batch size with every pair of lengths, in the settings' order.
+
+    Raises ServerError when a row comes back shorter than asked for.
+    """
+    for input_len, output_len in settings.lengths:
+        for batch_size in settings.batch_sizes:
+            random = np.random.default_rng([batch_size, input_len, output_len])
+            latencies = []
+            for index in range(settings.warmup + settings.requests):
+                rows = random_rows(random, batch_size, input_len, output_len, vocab_size)
+                start = clock()
+                outputs = generate(rows)
+                elapsed = clock() - start
+                _check_lengths(outputs, output_len)
+                if index >= settings.warmup:
+                    latencies.append(elapsed)
+            yield _row(batch_size, input_len, output_len, latencies)
+
+
+def random_rows(
+    random: np.random.Generator, batch_size: int, input_len: int, output_len: int, vocab_size: int
+) -> list[GenerateRequest]:
+    """`batch_size` greedy rows of random ids that cannot end before `output_len` tokens."""
+    ids = random.integers(0, vocab_size, size=(batch_size, input_len))  # [B, S]
+    sampling = SamplingParameters(min_length=output_len)
+    return [
+        GenerateRequest(tuple(int(token) for token in row), output_len, sampling) for row in ids
+    ]
+
+
+def check_batch_sizes(settings: BenchmarkSettings, max_batch_size: int) -> None:
+    """Raises ConfigError when the model does not take that many rows in one request."""
+    too_large = [size for size in settings.batch_sizes if size > max_batch_size]
+    if too_large:
+        raise ConfigError(
+            problem(
+                f"the served model takes at most {max_batch_size} rows in one request",
+                got=too_large,
+                change="evaluate.benchmark.batch_sizes, or export with a larger "
+                "export.triton_deployment.max_batch_size",
+            )
+        )
+
+
+def read_vocab_size(folder: Path) -> int:
+    """How many token ids the model in `folder` knows: config.ini's, else the tokenizer's."""
+    config = configparser.ConfigParser()
+    config.read(folder / "config.ini", encoding="utf-8")
+    for section in config.values():
+        if "vocab_size" in section:
+            return int(section["vocab_size"])
+    try:
+        return load_tokenizer(folder).vocab_size
+    except TokenizerError as error:
+        raise ConfigError(
+            problem(
+                f"{folder} says no vocabulary size, neither by a config.ini nor by a tokenizer: "
+                f"{error}",
+                change="evaluate.tokenizer_dir",
+            )
+        ) from error
+
+
+def _check_lengths(outputs: Sequence[GenerateOutput], output_len: int) -> None:
+    lengths = sorted({len(output.output_ids) for output in outputs})
+    if lengths != [output_len]:
+        raise ServerError(
+            problem(f"the server did not generate {output_len} tokens per row", got=lengths)
+        )
+
+
+def _row(batch_size: int, input_len: int, output_len: int, latencies: Sequence[float]) -> SpeedRow:
+    milliseconds = np.array(latencies) * 1000
+    p50, p90, p99 = (float(value) for value in np.percentile(milliseconds, [50, 90, 99]))
+    return SpeedRow(
+        batch_size=batch_size,
+        input_len=input_len,
+        output_len=output_len,
+        requests=len(latencies),
+        latency_mean_ms=float(milliseconds.mean()),
+        latency_p50_ms=p50,
+        latency_p90_ms=p90,
+        latency_p99_ms=p99,
+        tokens_per_second=batch_size * output_len * len(latencies) / float(sum(latencies)),
+    )

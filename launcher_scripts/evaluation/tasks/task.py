@@ -1,0 +1,75 @@
+"""What a task is: a question asked of a served model, and figures with their certainty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launcher_scripts.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.settings import TaskSettings
+from launcher_scripts.tokenizer import Tokenizer
+
+Z_95 = 1.959963984540054  # a normal variable is within this many deviations 95 % of the time
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One figure over all items, and the ends of its 95 % confidence interval.
+
+    low, high: None when there are too few items to tell
+    percent:   whether people read it as a percentage; `value` is a fraction all the same
+    meaning:   one sentence
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    percent: bool
+    meaning: str
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """What a task measured: figures by name, and per item what they were made of."""
+
+    metrics: dict[str, Metric]
+    items: list[dict[str, Any]]
+
+
+class Model(Protocol):
+    """What a task may ask: evaluation/client.py's Client, or anything else with logits."""
+
+    def score(
+        self, rows: Iterable[Sequence[int]], in_flight: int = 8
+    ) -> Iterator[NDArray[np.float32]]:
+        """The logits at every position of every row of token ids, [len(row), vocab] each."""
+        ...
+
+    def generate(self, rows: Sequence[GenerateRequest]) -> list[GenerateOutput]: ...
+
+
+# Called with the number of items done and the number of all.
+Progress = Callable[[int, int], None]
+
+Task = Callable[[TaskSettings, Tokenizer, Model, Progress], TaskResult]
+
+
+def fraction(flags: Sequence[bool], meaning: str) -> Metric:
+    """The part of the items for which a flag holds."""
+    values = np.array(flags, dtype=np.float64)
+    mean, half_width = mean_95(values)
+    if half_width is None:
+        return Metric(mean, None, None, True, meaning)
+    return Metric(mean, max(0.0, mean - half_width), min(1.0, mean + half_width), True, meaning)
+
+
+def mean_95(values: NDArray[np.float64]) -> tuple[float, float | None]:
+    """The mean and half its 95 % confidence interval: 1.96 standard errors (n - 1 degrees)."""
+    mean = float(values.mean())
+    if len(values) < 2:
+        return mean, None
+    return mean, Z_95 * float(values.std(ddof=1)) / float(np.sqrt(len(values)))

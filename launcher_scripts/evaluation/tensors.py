@@ -1,0 +1,146 @@
+"""Requests as the tensors of the serving contract, and its answers as outputs.
+
+Names, types and defaults come from protocol.py; a tensor whose rows all have the contract's
+default is left out, so a server of the original understands everything but the extensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launcher_scripts.errors import RequestError, problem
+from launcher_scripts.protocol import GPT_INPUTS, GenerateOutput, GenerateRequest, Tensor
+
+NUMPY_TYPES = {
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+    "INT32": np.int32,
+    "FP32": np.float32,
+    "FP16": np.float16,
+    "BOOL": np.bool_,
+}
+
+_ROW_VALUES: dict[str, Callable[[GenerateRequest], Any]] = {
+    "runtime_top_k": lambda row: row.sampling.top_k,
+    "runtime_top_p": lambda row: row.sampling.top_p,
+    "beam_search_diversity_rate": lambda row: row.sampling.beam_search_diversity_rate,
+    "temperature": lambda row: row.sampling.temperature,
+    "len_penalty": lambda row: row.sampling.len_penalty,
+    "repetition_penalty": lambda row: row.sampling.repetition_penalty,
+    "presence_penalty": lambda row: row.sampling.presence_penalty,
+    "min_length": lambda row: row.sampling.min_length,
+    "random_seed": lambda row: row.sampling.random_seed,
+    "top_p_decay": lambda row: row.sampling.top_p_decay,
+    "top_p_min": lambda row: row.sampling.top_p_min,
+    "top_p_reset_ids": lambda row: row.sampling.top_p_reset_id,
+    "beam_width": lambda row: row.sampling.beam_width,
+    "start_id": lambda row: row.start_id,
+    "end_id": lambda row: row.end_id,
+    "is_return_log_probs": lambda row: row.return_log_probs,
+    "is_return_context_logits": lambda row: row.return_context_logits,
+}
+
+_ROW_WORDS: dict[str, Callable[[GenerateRequest], tuple[tuple[int, ...], ...]]] = {
+    "bad_words_list": lambda row: row.bad_words,
+    "stop_words_list": lambda row: row.stop_words,
+}
+
+
+def request_tensors(rows: Sequence[GenerateRequest]) -> dict[str, NDArray[Any]]:
+    """The input tensors of one request of several rows, each [rows, ...].
+
+    Raises RequestError when some rows leave a value to the checkpoint (None) and others do not.
+    """
+    contract = {tensor.name: tensor for tensor in GPT_INPUTS}
+    lengths = np.array([[len(row.input_ids)] for row in rows], dtype=np.uint32)  # [B, 1]
+    input_ids = np.zeros((len(rows), int(lengths.max())), dtype=np.uint32)  # [B, longest]
+    for index, row in enumerate(rows):
+        input_ids[index, : len(row.input_ids)] = row.input_ids
+    tensors: dict[str, NDArray[Any]] = {
+        "input_ids": input_ids,
+        "input_lengths": lengths,
+        "request_output_len": np.array([[row.output_len] for row in rows], dtype=np.uint32),
+    }
+    for name, value_of in _ROW_VALUES.items():
+        column = _column(contract[name], [value_of(row) for row in rows])
+        if column is not None:
+            tensors[name] = column
+    for name, words_of in _ROW_WORDS.items():
+        words = [words_of(row) for row in rows]
+        if any(words):
+            tensors[name] = word_lists(words)
+    return tensors
+
+
+def _column(tensor: Tensor, values: Sequence[Any]) -> NDArray[Any] | None:
+    """One value per row, [B, 1]; None when all have the contract's default."""
+    if all(value == tensor.default for value in values):
+        return None
+    if any(value is None for value in values):
+        raise RequestError(
+            problem(f"either all rows of a request say {tensor.name} or none", got=list(values))
+        )
+    return np.array(values, dtype=NUMPY_TYPES[tensor.dtype])[:, None]
+
+
+def word_lists(rows: Sequence[Sequence[Sequence[int]]]) -> NDArray[np.int32]:
+    """Words of every row as the contract packs them, INT32 [B, 2, longest].
+
+    [:, 0] holds the ids of all words one after another, padded with 0; [:, 1] where each word
+    ends, padded with -1.
+    """
+    longest = max(1, *(sum(len(word) for word in words) for words in rows))
+    packed = np.zeros((len(rows), 2, longest), dtype=np.int32)
+    packed[:, 1] = -1
+    for index, words in enumerate(rows):
+        ids = [token for word in words for token in word]
+        packed[index, 0, : len(ids)] = ids
+        packed[index, 1, : len(words)] = np.cumsum([len(word) for word in words])
+    return packed
+
+
+def output_names(rows: Sequence[GenerateRequest]) -> tuple[str, ...]:
+    """The output tensors that these rows need."""
+    names = ["output_ids", "sequence_length"]
+    if any(row.return_log_probs for row in rows):
+        names += ["cum_log_probs", "output_log_probs"]
+    if any(row.return_context_logits for row in rows):
+        names.append("context_logits")
+    return tuple(names)
+
+
+def row_outputs(
+    rows: Sequence[GenerateRequest], tensors: Mapping[str, NDArray[Any]]
+) -> list[GenerateOutput]:
+    """The answer to `rows`, one output each; of several beams the best one (the first).
+
+    tensors: output_ids [B, beam, time], sequence_length [B, beam], cum_log_probs [B, beam],
+             output_log_probs [B, beam, generated], context_logits [B, longest prompt, vocab]
+    """
+    outputs = []
+    for index, row in enumerate(rows):
+        prompt = len(row.input_ids)
+        end = int(tensors["sequence_length"][index, 0])
+        log_probs: tuple[float, ...] = ()
+        cum_log_probs = logits = None
+        if row.return_log_probs:
+            log_probs = tuple(
+                float(value) for value in tensors["output_log_probs"][index, 0, : end - prompt]
+            )
+            cum_log_probs = float(tensors["cum_log_probs"][index, 0])
+        if row.return_context_logits:
+            logits = tensors["context_logits"][index, :prompt]
+        generated = tensors["output_ids"][index, 0, prompt:end]
+        outputs.append(
+            GenerateOutput(
+                output_ids=tuple(int(token) for token in generated),
+                cum_log_probs=cum_log_probs,
+                output_log_probs=log_probs,
+                context_logits=logits,
+            )
+        )
+    return outputs
