@@ -1,0 +1,12 @@
+"""The phases of a deployment, in the order in which they run."""
+
+from stages.deploy import Deploy
+from stages.evaluate import Evaluate
+from stages.export import Export
+from stages.stage import Stage
+
+STAGES: dict[str, type[Stage]] = {
+    "export": Export,
+    "deploy": Deploy,
+    "evaluate": Evaluate,
+}

@@ -1,0 +1,51 @@
+"""Export, deploy and evaluate a trained model by one command line: python3 main.py --help."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from launcher_scripts.errors import ConfigError, LauncherError
+from stages.plan import Plan, make_plan
+
+CHECKOUT = Path(__file__).resolve().parent
+
+
+def register_resolvers() -> None:
+    """The two functions that the configuration files may call."""
+    OmegaConf.register_new_resolver("checkout", lambda path: str(CHECKOUT / path), replace=True)
+    OmegaConf.register_new_resolver(
+        "parent_folder", lambda path: str(Path(path).parent), replace=True
+    )
+
+
+def read(config: DictConfig) -> Plan:
+    """Everything that will be done, checked."""
+    try:
+        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the configuration cannot be resolved: {error}") from error
+    return make_plan(values)
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(config: DictConfig) -> None:
+    """Plan every stage with all of its checks, then submit the jobs in order."""
+    try:
+        plan = read(config)
+        if plan.dry_run:
+            print(plan.preview())
+        else:
+            plan.submit()
+    except LauncherError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    register_resolvers()
+    main()

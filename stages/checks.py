@@ -1,0 +1,66 @@
+"""What the login side finds out before any job starts, collected so that it is said at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from launcher_scripts.errors import Problems
+from stages.mounts import Mount, host_path
+
+_TIME_LIMIT = re.compile(r"\d+(:\d+(:\d+)?)?|\d+-\d+(:\d+(:\d+)?)?")
+
+
+class Checks:
+    """Problems, and apart from them what is only absent here.
+
+    A dry run may be made away from the cluster's file system, so there absent paths are notes;
+    everywhere else they are problems too.
+    """
+
+    def __init__(self, mounts: Iterable[Mount] = ()) -> None:
+        self.problems = Problems("the configuration")
+        self.absent = Problems("this machine")
+        self._mounts = tuple(mounts)
+
+    def on_host(self, path: str | Path) -> Path:
+        """Where a path that the jobs see lies on this machine."""
+        return host_path(Path(path), self._mounts)
+
+    def exists(self, what: str, path: str | Path, change: str) -> bool:
+        """Whether `path` is there; its absence is noted."""
+        if self.on_host(path).exists():
+            return True
+        self.absent.add(f"{what} is not there", got=str(path), change=change)
+        return False
+
+    def time_limit(self, value: str, change: str) -> None:
+        """Slurm's notations of a time."""
+        if not _TIME_LIMIT.fullmatch(value):
+            notations = ("minutes", "hours:minutes:seconds", "days-hours:minutes:seconds")
+            self.problems.add("no time limit", got=value, choices=notations, change=change)
+
+    def ranks(
+        self, ranks: int, nodes: int, gpus_per_node: int | None, max_nodes: int | None
+    ) -> None:
+        """Whether `ranks` tensor x pipeline parallel ranks fit on the nodes, one GPU each."""
+        sizes = "export.model.tensor_model_parallel_size, "
+        sizes += "export.triton_deployment.pipeline_model_parallel_size, deploy.run.nodes"
+        if max_nodes is not None and nodes > max_nodes:
+            self.problems.add(
+                f"{ranks} ranks need {nodes} nodes, and this cluster type has {max_nodes}",
+                change=f"cluster_type, {sizes}",
+            )
+        elif ranks % nodes:
+            self.problems.add(
+                f"{ranks} ranks cannot be divided evenly over {nodes} nodes",
+                choices=[count for count in range(1, ranks + 1) if ranks % count == 0],
+                change=sizes,
+            )
+        elif gpus_per_node is not None and ranks // nodes > gpus_per_node:
+            self.problems.add(
+                f"{ranks} ranks on {nodes} nodes need {ranks // nodes} GPUs on each",
+                got=gpus_per_node,
+                change=f"cluster.gpus_per_node, {sizes}",
+            )

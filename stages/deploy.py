@@ -1,0 +1,140 @@
+"""Deploy: a server for a model repository, until it is stopped."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+from launcher_scripts.cluster.job import Resources, Service
+from launcher_scripts.errors import CheckpointError
+from launcher_scripts.models.repository import ServedModel, served_models
+from launcher_scripts.parallel import Parallelism
+from launcher_scripts.settings import DeploySettings
+from stages.export import Export
+from stages.stage import Launch, Stage, absolute
+
+
+@dataclass(frozen=True)
+class DeployRun:
+    name: str
+    time_limit: str
+    results_dir: str
+    nodes: int | None
+
+
+@dataclass(frozen=True)
+class Server:
+    host: str
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+    device: str
+    tritonserver: str | None
+    ready_timeout: float
+    stop_timeout: float
+
+
+@dataclass(frozen=True)
+class DeployBlock:
+    """The `deploy` block of the configuration."""
+
+    run: DeployRun
+    model_repository: str
+    server: Server
+
+
+class Deploy(Stage):
+    name = "deploy"
+    block_type = DeployBlock
+    modules = ("start_server",)
+
+    def __init__(self, launch: Launch) -> None:
+        super().__init__(launch)
+        self.block: DeployBlock
+
+    @cached_property
+    def settings(self) -> DeploySettings:
+        return DeploySettings(
+            model_repository=str(self.repository),
+            results_dir=str(self.results_dir),
+            **asdict(self.block.server),
+        )
+
+    @property
+    def repository(self) -> Path:
+        return Path(absolute(self.block.model_repository))
+
+    @cached_property
+    def models(self) -> list[ServedModel]:
+        """The models that will be served; empty where that cannot be known here.
+
+        A repository that the export of the same run is about to write does not exist yet, so its
+        model is the one that the export stage announces.
+        """
+        if "export" in self.launch.stages:
+            export = Export(self.launch)
+            if export.settings.model_repository == self.repository:
+                settings = export.settings
+                sizes = settings.parallelism
+                return [ServedModel(settings.model_name, sizes, settings.checkpoint_dir)]
+        try:
+            return served_models(self.launch.checks.on_host(self.repository))
+        except CheckpointError as error:
+            self.launch.checks.problems.add(str(error), change="deploy.model_repository")
+            return []
+
+    @cached_property
+    def parallelism(self) -> Parallelism:
+        """The sizes of the model with the most ranks; models share the GPUs."""
+        sizes = [model.parallelism for model in self.models]
+        return max(sizes, key=lambda size: size.world_size, default=Parallelism())
+
+    def resources(self) -> Resources:
+        """One server per node, on as many nodes as hold every rank."""
+        gpus = self.launch.cluster.gpus_per_node
+        needed = 1 if gpus is None else self.parallelism.nodes(gpus)
+        return Resources(nodes=self.block.run.nodes or needed, time_limit=self.block.run.time_limit)
+
+    def service(self) -> Service:
+        settings = self.settings
+        return Service(settings.ready_file, settings.ready_timeout, settings.stop_timeout)
+
+    def env(self) -> dict[str, str]:
+        """Hide the GPUs of a node that no rank needs: a server takes all that it sees."""
+        gpus = self.launch.cluster.gpus_per_node
+        ranks = self.parallelism.world_size // self.resources().nodes
+        if gpus is None or ranks >= gpus or self.settings.device == "cpu":
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks)))}
+
+    def paths(self) -> list[Path]:
+        return [self.repository]
+
+    def check(self) -> None:
+        checks, cluster = self.launch.checks, self.launch.cluster
+        nodes = self.block.run.nodes
+        if nodes is not None and nodes < 1:
+            checks.problems.add("nodes must be at least 1", got=nodes, change="deploy.run.nodes")
+            return
+        if not self.models:
+            self._check_repository()
+        checks.ranks(
+            self.parallelism.world_size,
+            self.resources().nodes,
+            cluster.gpus_per_node,
+            cluster.max_nodes,
+        )
+        server = self.block.server.tritonserver
+        if server is not None and not cluster.in_container:
+            checks.exists("the server", server, "deploy.server.tritonserver")
+
+    def _check_repository(self) -> None:
+        checks, key = self.launch.checks, "deploy.model_repository"
+        what = "the model repository (stages=[export,deploy] writes it first)"
+        if checks.exists(what, self.repository, key) and not checks.problems.messages:
+            checks.problems.add(
+                "no model of the repository names the fastertransformer backend",
+                got=str(self.repository),
+                change=key,
+            )

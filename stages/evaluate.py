@@ -1,0 +1,125 @@
+"""Evaluate: measure a served model's quality and speed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+from launcher_scripts.errors import ConfigError, Problems, problem
+from launcher_scripts.settings import BenchmarkSettings, EvaluateSettings, TaskSettings
+from stages.deploy import Deploy
+from stages.stage import Launch, Stage, absolute
+
+
+@dataclass(frozen=True)
+class EvaluateRun:
+    name: str
+    time_limit: str
+    results_dir: str
+
+
+@dataclass(frozen=True)
+class TaskBlock:
+    data_file: str
+    limit: int | None = None
+    batch_size: int = 8
+
+
+@dataclass(frozen=True)
+class EvaluateBlock:
+    """The `evaluate` block of the configuration."""
+
+    run: EvaluateRun
+    ready_file: str
+    model_name: str
+    tokenizer_dir: str | None
+    ready_timeout: float
+    request_timeout: float
+    protocol: str
+    tasks: Mapping[str, TaskBlock | None]
+    benchmark: BenchmarkSettings | None
+
+
+class Evaluate(Stage):
+    name = "evaluate"
+    block_type = EvaluateBlock
+    modules = ("measure_accuracy", "measure_speed")
+
+    def __init__(self, launch: Launch) -> None:
+        super().__init__(launch)
+        self.block: EvaluateBlock
+
+    @cached_property
+    def settings(self) -> EvaluateSettings:
+        block = self.block
+        return EvaluateSettings(
+            ready_file=absolute(block.ready_file),
+            results_dir=str(self.results_dir),
+            model_name=block.model_name,
+            tokenizer_dir=str(self.tokenizer_dir),
+            tasks=self._tasks(),
+            benchmark=block.benchmark,
+            ready_timeout=block.ready_timeout,
+            request_timeout=block.request_timeout,
+            protocol=block.protocol,
+        )
+
+    def _tasks(self) -> tuple[TaskSettings, ...]:
+        problems = Problems("the evaluation tasks")
+        tasks = []
+        for name, task in self.block.tasks.items():
+            if task is None:
+                continue
+            values = {**asdict(task), "data_file": absolute(task.data_file)}
+            try:
+                tasks.append(TaskSettings(name, **values))
+            except ConfigError as error:
+                problems.merge(error)
+        problems.raise_if_any(ConfigError)
+        return tuple(tasks)
+
+    @cached_property
+    def tokenizer_dir(self) -> Path:
+        """The folder of the tokenizer files: as configured, or beside the model's weights."""
+        if self.block.tokenizer_dir is not None:
+            return Path(absolute(self.block.tokenizer_dir))
+        deploy = Deploy(self.launch)
+        for model in deploy.models:
+            if model.name == self.block.model_name:
+                return model.checkpoint_dir
+        if not deploy.models:
+            return deploy.repository / self.block.model_name / "1"
+        raise ConfigError(
+            problem(
+                "the repository has no such model",
+                got=self.block.model_name,
+                choices=[model.name for model in deploy.models],
+                change="evaluate.model_name",
+            )
+        )
+
+    def step_names(self) -> tuple[str, ...]:
+        wanted = {
+            "measure_accuracy": bool(self.settings.tasks),
+            "measure_speed": self.settings.benchmark is not None,
+        }
+        return tuple(module for module in self.modules if wanted[module])
+
+    def paths(self) -> list[Path]:
+        settings = self.settings
+        data = (Path(task.data_file) for task in settings.tasks)
+        return [Path(settings.ready_file), Path(settings.tokenizer_dir), *data]
+
+    def check(self) -> None:
+        checks, settings = self.launch.checks, self.settings
+        if "deploy" not in self.launch.stages:
+            what = "the ready file of a running server (stages=[deploy,evaluate] starts one)"
+            checks.exists(what, settings.ready_file, "evaluate.ready_file")
+        if "export" not in self.launch.stages:
+            what = "the folder of tokenizer files"
+            checks.exists(what, settings.tokenizer_dir, "evaluate.tokenizer_dir")
+        for task in settings.tasks:
+            key = f"evaluate.tasks.{task.name}.data_file"
+            checks.exists(f"the data of {task.name}", task.data_file, key)

@@ -1,0 +1,213 @@
+"""Export: a trained checkpoint becomes shards and a Triton model repository."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.errors import CheckpointError, ConfigError, problem
+from launcher_scripts.models.nemo_config import NemoSizes, find_checkpoint, read_sizes
+from launcher_scripts.parallel import Parallelism
+from launcher_scripts.schema import build
+from launcher_scripts.settings import ExportSettings, TokenizerSettings
+from stages.stage import Launch, Stage, absolute
+
+MODEL_TYPES = ("gpt3",)
+
+
+@dataclass(frozen=True)
+class ExportRun:
+    name: str
+    time_limit: str
+    model_train_name: str
+    training_dir: str
+    config_summary: str
+    results_dir: str
+    model_type: str
+
+
+@dataclass(frozen=True)
+class ExportModel:
+    checkpoint_path: str
+    tensor_model_parallel_size: int
+    weight_data_type: str
+    processes: int
+    load_checkpoints_to_cpu: bool
+    tokenizer: str | Mapping[str, Any] | None
+    overwrite: bool
+
+
+@dataclass(frozen=True)
+class TritonDeployment:
+    triton_model_dir: str
+    max_batch_size: int
+    pipeline_model_parallel_size: int
+    int8_mode: bool | int
+    enable_custom_all_reduce: bool
+    data_type: str
+
+
+@dataclass(frozen=True)
+class ExportBlock:
+    """The `export` block of the configuration, in the words of its users."""
+
+    run: ExportRun
+    model: ExportModel
+    triton_deployment: TritonDeployment
+
+
+class Export(Stage):
+    name = "export"
+    block_type = ExportBlock
+    modules = ("convert_checkpoint", "write_model_repository")
+
+    def __init__(self, launch: Launch) -> None:
+        super().__init__(launch)
+        self.block: ExportBlock
+
+    @cached_property
+    def settings(self) -> ExportSettings:
+        run, model, deployment = self.block.run, self.block.model, self.block.triton_deployment
+        return ExportSettings(
+            model_name=run.model_train_name,
+            model_type=run.model_type,
+            checkpoint_path=self._checkpoint(),
+            triton_model_dir=absolute(deployment.triton_model_dir),
+            parallelism=self.parallelism(),
+            weight_data_type=model.weight_data_type,
+            processes=model.processes,
+            overwrite=model.overwrite,
+            tokenizer=_tokenizer(model.tokenizer),
+            max_batch_size=deployment.max_batch_size,
+            int8_mode=int(deployment.int8_mode),
+            enable_custom_all_reduce=deployment.enable_custom_all_reduce,
+            data_type=deployment.data_type,
+        )
+
+    def parallelism(self) -> Parallelism:
+        """The sizes that the exported model will be served with."""
+        sizes = {
+            "export.model.tensor_model_parallel_size": self.block.model.tensor_model_parallel_size,
+            "export.triton_deployment.pipeline_model_parallel_size": (
+                self.block.triton_deployment.pipeline_model_parallel_size
+            ),
+        }
+        for key, size in sizes.items():
+            if size < 1:
+                raise ConfigError(problem(f"{key} must be at least 1", got=size, change=key))
+        return Parallelism(*sizes.values())
+
+    def _checkpoint(self) -> str:
+        """The checkpoint's path: a folder with a single .nemo file stands for that file."""
+        path = Path(absolute(self.block.model.checkpoint_path))
+        try:
+            found = find_checkpoint(self.launch.checks.on_host(path))
+        except CheckpointError as error:
+            raise ConfigError(problem(str(error), change="export.model.checkpoint_path")) from error
+        return str(path if found.name == path.name else path / found.name)
+
+    def paths(self) -> list[Path]:
+        tokenizer = self.settings.tokenizer
+        files = (tokenizer.model, tokenizer.vocab_file, tokenizer.merge_file)
+        return [
+            Path(self.settings.checkpoint_path),
+            Path(self.settings.triton_model_dir),
+            *(Path(file) for file in files if file),
+        ]
+
+    def check(self) -> None:
+        checks, settings = self.launch.checks, self.settings
+        if settings.model_type not in MODEL_TYPES:
+            checks.problems.add(
+                "unknown model_type",
+                got=settings.model_type,
+                choices=MODEL_TYPES,
+                change="export.run.model_type",
+            )
+        self._check_folder()
+        key = "export.model.checkpoint_path"
+        if checks.exists("the checkpoint", settings.checkpoint_path, key):
+            self._check_sizes()
+        for name in ("model", "vocab_file", "merge_file"):
+            file = getattr(settings.tokenizer, name)
+            if file is not None:
+                checks.exists(f"the tokenizer's {name}", file, f"export.model.tokenizer.{name}")
+
+    def _check_folder(self) -> None:
+        """Triton wants a model's folder to have the model's name; results are not replaced."""
+        checks, settings = self.launch.checks, self.settings
+        folder = Path(settings.triton_model_dir)
+        if folder.name != settings.model_name:
+            checks.problems.add(
+                f"the model's folder must be called {settings.model_name}",
+                got=str(folder),
+                change="export.triton_deployment.triton_model_dir or export.run.model_train_name",
+            )
+        if checks.on_host(settings.checkpoint_dir).exists() and not settings.overwrite:
+            checks.problems.add(
+                "there is an earlier export",
+                got=str(settings.checkpoint_dir),
+                change="export.model.overwrite=True to replace it",
+            )
+
+    def _check_sizes(self) -> None:
+        checks, parallelism = self.launch.checks, self.settings.parallelism
+        try:
+            sizes = read_sizes(checks.on_host(self.settings.checkpoint_path))
+        except CheckpointError as error:
+            checks.problems.add(str(error), change="export.model.checkpoint_path")
+            return
+        if sizes is not None:
+            self._check_division(sizes, parallelism)
+
+    def _check_division(self, sizes: NemoSizes, parallelism: Parallelism) -> None:
+        problems, allowed = self.launch.checks.problems, sizes.tp_sizes()
+        if allowed is not None and parallelism.tp_size not in allowed:
+            problems.add(
+                f"the model ({sizes.num_heads} attention heads, MLP size {sizes.ffn_size}) "
+                "cannot be divided into this many tensor-parallel parts",
+                got=parallelism.tp_size,
+                choices=allowed,
+                change="export.model.tensor_model_parallel_size",
+            )
+        if sizes.num_layers is not None and parallelism.pp_size > sizes.num_layers:
+            problems.add(
+                f"the model has {sizes.num_layers} layers, fewer than pipeline stages",
+                got=parallelism.pp_size,
+                choices=(f"1-{sizes.num_layers}",),
+                change="export.triton_deployment.pipeline_model_parallel_size",
+            )
+
+
+def _tokenizer(value: str | Mapping[str, Any] | None) -> TokenizerSettings:
+    """`auto`, `none`, or the mapping that replaces the checkpoint's tokenizer."""
+    key = "export.model.tokenizer"
+    if value is None:
+        return TokenizerSettings(source="none")
+    if isinstance(value, str):
+        if value == "files":
+            raise ConfigError(
+                problem("unknown tokenizer", got=value, choices=("auto", "none"), change=key)
+            )
+        return TokenizerSettings(source=value)
+    names = {field.name for field in fields(TokenizerSettings)} - {"source"}
+    unknown = [name for name in value if name not in names]
+    if unknown or not any(value.get(name) for name in ("model", "vocab_file")):
+        raise ConfigError(
+            problem(
+                f"a tokenizer's mapping names its files (model, or vocab_file and merge_file)"
+                f"{''.join(f', and there is no key {name}' for name in unknown)}",
+                got=dict(value),
+                choices=sorted(names),
+                change=key,
+            )
+        )
+    files = {
+        name: absolute(str(file))
+        for name in ("model", "vocab_file", "merge_file")
+        if (file := value.get(name)) is not None
+    }
+    return build(TokenizerSettings, {"source": "files", **value, **files}, "the tokenizer", key=key)

@@ -1,0 +1,74 @@
+"""Which folders of the host the jobs see in their container, and under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher_scripts.errors import ConfigError, problem
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A folder of the host and its name in the container; pyxis joins flags with `+`."""
+
+    source: Path
+    target: Path
+    flags: str = ""
+
+    def __post_init__(self) -> None:
+        for path in (self.source, self.target):
+            if not path.is_absolute() or {",", ":"} & set(str(path)) or not str(path).isprintable():
+                raise ConfigError(
+                    problem(
+                        "a mounted path must be absolute, on one line, and without comma and colon",
+                        got=str(path),
+                        change="container_mounts, or the key that holds the path",
+                    )
+                )
+
+    @classmethod
+    def parse(cls, text: str) -> Mount:
+        """`source`, `source:target` or `source:target:flags`."""
+        parts = text.split(":")
+        if len(parts) > 3 or not all(parts):
+            raise ConfigError(
+                problem(
+                    "a mount is source, source:target or source:target:flags",
+                    got=text,
+                    change="container_mounts",
+                )
+            )
+        source, target, flags = (*parts, *([parts[0], ""][len(parts) - 1 :]))
+        return cls(Path(source), Path(target), flags)
+
+    def __str__(self) -> str:
+        return ":".join(filter(None, (str(self.source), str(self.target), self.flags)))
+
+
+def host_path(path: Path, mounts: Iterable[Mount]) -> Path:
+    """The path on this machine of a path in the container; the innermost mount decides."""
+    holding = [mount for mount in mounts if path.is_relative_to(mount.target)]
+    if not holding:
+        return path
+    mount = max(holding, key=lambda mount: len(mount.target.parts))
+    return mount.source / path.relative_to(mount.target)
+
+
+def mounts_for(
+    paths: Iterable[Path], folders: Iterable[Path], given: Iterable[Mount]
+) -> tuple[Mount, ...]:
+    """The given mounts, and what is needed beside them to see every path under its own name.
+
+    A path below one of `folders` is seen through that folder; for any other, its parent folder is
+    mounted.
+    """
+    mounts = list(given)
+    common = list(folders)
+    for path in paths:
+        if any(path.is_relative_to(mount.target) for mount in mounts):
+            continue
+        folder = next((folder for folder in common if path.is_relative_to(folder)), path.parent)
+        mounts.append(Mount(folder, folder))
+    return tuple(mounts)

@@ -1,0 +1,105 @@
+"""The plan of one command line: which stages run where, checked before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launcher_scripts.cluster import CLUSTERS
+from launcher_scripts.cluster.cluster import Cluster
+from launcher_scripts.cluster.job import Job, JobFolder, Submitted
+from launcher_scripts.errors import ConfigError, LauncherError, lookup, problem
+from launcher_scripts.schema import build
+from launcher_scripts.settings import settings_text
+from stages import STAGES
+from stages.checks import Checks
+from stages.stage import Launch, LauncherConfig, Stage
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Checked stages, in order. absent: what a dry run found to be missing on this machine."""
+
+    stages: tuple[Stage, ...]
+    cluster: Cluster
+    dry_run: bool
+    absent: tuple[str, ...] = ()
+
+    def preview(self) -> str:
+        """Every file that the jobs would be started with; nothing is written or started."""
+        parts = [_preview(job, self.cluster.render(job)) for job in map(_next_job, self.stages)]
+        if self.absent:
+            notes = "\n".join(f"- {note}" for note in self.absent)
+            parts.append(
+                f"# Not found on this machine; without a dry run this is an error:\n{notes}\n"
+            )
+        return "\n".join(parts)
+
+    def submit(self) -> None:
+        """Hand over the jobs in order; what runs on this machine ends with this call."""
+        previous: Submitted | None = None
+        try:
+            for stage in self.stages:
+                folder = JobFolder.reserve(stage.results_dir, stage.block.run.name)
+                previous = self.cluster.submit(stage.job(folder), previous)
+            self.cluster.finish()
+        finally:
+            self.cluster.close()
+
+
+def make_plan(values: Any) -> Plan:
+    """The plan of a resolved configuration.
+
+    Raises ConfigError with everything that cannot work, found by all stages together.
+    """
+    blocks = {name: values.get(name) for name in STAGES}
+    own = {name: value for name, value in values.items() if name not in {*STAGES, "cluster"}}
+    config = build(LauncherConfig, own, "the configuration")
+    cluster = lookup(CLUSTERS, config.cluster_type, "cluster_type").from_config(values["cluster"])
+    checks = Checks(config.mounts())
+    launch = Launch(config, cluster, blocks, _in_order(config.stages), checks)
+    stages = _checked_stages(launch)
+    cluster.check(checks.absent)
+    absent = tuple(checks.absent.messages)
+    if not config.dry_run:
+        checks.problems.messages.extend(absent)
+    checks.problems.raise_if_any(ConfigError)
+    return Plan(stages, cluster, config.dry_run, absent)
+
+
+def _in_order(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not names:
+        raise ConfigError(problem("no stages", choices=STAGES, change="stages=[...]"))
+    for name in names:
+        lookup(STAGES, name, "stages")
+    return tuple(name for name in STAGES if name in names)
+
+
+def _checked_stages(launch: Launch) -> tuple[Stage, ...]:
+    """The stages of this run; what they find goes to launch.checks, as far as each of them got."""
+    stages = []
+    for name in launch.stages:
+        try:
+            stage = STAGES[name](launch)
+            stage.check_common()
+            stage.check()
+            launch.cluster.render(_next_job(stage))
+        except LauncherError as error:
+            launch.checks.problems.merge(error)
+        else:
+            stages.append(stage)
+    return tuple(stages)
+
+
+def _next_job(stage: Stage) -> Job:
+    return stage.job(JobFolder.next(stage.results_dir, stage.block.run.name))
+
+
+def _preview(job: Job, script: str) -> str:
+    files: Mapping[str, str] = {
+        f"{job.folder.settings}": settings_text(job.settings),
+        f"{job.folder.script}": script,
+    }
+    head = f"# {job.stage}: {job.name}, job folder {job.folder.root}\n"
+    return head + "".join(f"\n# ---- {path}\n{text}" for path, text in files.items())

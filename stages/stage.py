@@ -1,0 +1,177 @@
+"""A stage turns its block of the configuration into settings, and these into a job."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from launcher_scripts.cluster.cluster import Cluster
+from launcher_scripts.cluster.job import (
+    Container,
+    Job,
+    JobFolder,
+    Resources,
+    Service,
+    Step,
+)
+from launcher_scripts.schema import build
+from stages.checks import Checks
+from stages.mounts import Mount, mounts_for
+
+
+@dataclass(frozen=True)
+class LauncherConfig:
+    """The keys of conf/config.yaml, without the blocks of cluster and stages."""
+
+    stages: tuple[str, ...]
+    cluster_type: str
+    launcher_scripts_path: str
+    data_dir: str
+    base_results_dir: str
+    container: str | None
+    container_mounts: tuple[str | None, ...]
+    env_vars: Mapping[str, Any]
+    dry_run: bool
+
+    @property
+    def checkout(self) -> Path:
+        """The folder that holds launcher_scripts, for the jobs' PYTHONPATH."""
+        return Path(absolute(self.launcher_scripts_path)).parent
+
+    def mounts(self) -> list[Mount]:
+        return [Mount.parse(entry) for entry in self.container_mounts if entry]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the stages of one command line share.
+
+    blocks: the configuration of every stage, also of those that do not run
+    stages: the names of those that run, in order
+    """
+
+    config: LauncherConfig
+    cluster: Cluster
+    blocks: Mapping[str, Any]
+    stages: tuple[str, ...]
+    checks: Checks
+
+
+class Stage(ABC):
+    """One phase of a deployment.
+
+    name:  in STAGES and in the configuration
+    block_type: the dataclass of the stage's block in the configuration
+    modules: launcher_scripts.steps.<module> of the commands that the job may run
+    """
+
+    name: ClassVar[str]
+    block_type: ClassVar[type]
+    modules: ClassVar[tuple[str, ...]]
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self.block: Any = build(
+            self.block_type, launch.blocks[self.name], f"the {self.name} stage", key=self.name
+        )
+
+    @cached_property
+    @abstractmethod
+    def settings(self) -> Any:
+        """What the steps of the job read."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Find what cannot work; the findings go to launch.checks."""
+
+    @abstractmethod
+    def paths(self) -> list[Path]:
+        """The paths that the job reads or writes, besides its job folder."""
+
+    def step_names(self) -> tuple[str, ...]:
+        """Those of `modules` that this job runs, in order."""
+        return self.modules
+
+    def resources(self) -> Resources:
+        return Resources(time_limit=self.block.run.time_limit)
+
+    def service(self) -> Service | None:
+        """How to tell that a job which does not end by itself is ready."""
+        return None
+
+    def env(self) -> dict[str, str]:
+        """Variables of this stage alone."""
+        return {}
+
+    @property
+    def results_dir(self) -> Path:
+        return Path(absolute(self.block.run.results_dir))
+
+    def check_common(self) -> None:
+        """The checks that every stage shares."""
+        checks, config = self.launch.checks, self.launch.config
+        checks.time_limit(self.block.run.time_limit, f"{self.name}.run.time_limit")
+        steps = Path(absolute(config.launcher_scripts_path)) / "steps"
+        for module in self.step_names():
+            what = f"the step {module} of the launcher"
+            checks.exists(what, steps / f"{module}.py", "launcher_scripts_path")
+        image = config.container
+        if self.launch.cluster.in_container and image and image.endswith((".sqsh", ".squashfs")):
+            checks.exists("the container image", absolute(image), "container")
+
+    def job(self, folder: JobFolder) -> Job:
+        """The job that does the stage's work, with its files in `folder`."""
+        resources = self.resources()
+        return Job(
+            stage=self.name,
+            folder=folder,
+            settings=self.settings,
+            steps=tuple(self._step(module, folder, resources) for module in self.step_names()),
+            resources=resources,
+            env=self._env(),
+            container=self._container(folder),
+            service=self.service(),
+        )
+
+    def _step(self, module: str, folder: JobFolder, resources: Resources) -> Step:
+        command = (self.launch.cluster.python, "-m", f"launcher_scripts.steps.{module}")
+        return Step(
+            name=module,
+            argv=(*command, "--settings", str(folder.settings)),
+            nodes=resources.nodes,
+            tasks_per_node=resources.tasks_per_node,
+            mpi=self.service() is not None,
+        )
+
+    def _env(self) -> dict[str, str]:
+        """The stage's variables, and over them the user's; the launcher is always importable."""
+        config = self.launch.config
+        given = {name: str(value) for name, value in config.env_vars.items() if value is not None}
+        path = [str(config.checkout), *filter(None, [given.pop("PYTHONPATH", None)])]
+        env = {"PYTHONPATH": ":".join(path), "PYTHONUNBUFFERED": "1"}
+        return {**env, **self.env(), **given}
+
+    def _container(self, folder: JobFolder) -> Container | None:
+        config = self.launch.config
+        if not self.launch.cluster.in_container or not config.container:
+            return None
+        image = config.container
+        if image.startswith((".", "~")) or image.endswith((".sqsh", ".squashfs")):
+            image = absolute(image)
+        folders = [
+            config.checkout,
+            *map(Path, (absolute(config.base_results_dir), absolute(config.data_dir))),
+        ]
+        paths = [config.checkout / "launcher_scripts", folder.root, *self.paths()]
+        mounts = mounts_for(paths, folders, config.mounts())
+        return Container(image, tuple(str(mount) for mount in mounts))
+
+
+def absolute(path: str) -> str:
+    """A path of the configuration, which may be relative to the working directory."""
+    return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111
