@@ -1,0 +1,59 @@
+"""The small tables that the evaluation steps end with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from launcher_scripts.evaluation.speed import SpeedRow
+from launcher_scripts.evaluation.tasks.task import Metric, TaskResult
+
+
+def task_table(name: str, result: TaskResult) -> str:
+    """A line per figure: value and 95 % interval."""
+    rows = [[f"{name} ({len(result.items)} items)", "value", "95 % interval"]]
+    for metric_name, metric in result.metrics.items():
+        rows.append([metric_name.replace("_", " "), _figure(metric, metric.value), _ends(metric)])
+    return _align(rows)
+
+
+def speed_table(rows: Sequence[SpeedRow]) -> str:
+    """A line per measurement."""
+    head = ["batch size", "in", "out", "p50 [ms]", "p90 [ms]", "p99 [ms]", "tokens/s"]
+    lines = [
+        [
+            str(row.batch_size),
+            str(row.input_len),
+            str(row.output_len),
+            *(
+                f"{value:.1f}"
+                for value in (
+                    row.latency_p50_ms,
+                    row.latency_p90_ms,
+                    row.latency_p99_ms,
+                    row.tokens_per_second,
+                )
+            ),
+        ]
+        for row in rows
+    ]
+    return _align([head, *lines])
+
+
+def _figure(metric: Metric, value: float) -> str:
+    return f"{100 * value:.1f} %" if metric.percent else f"{value:.2f}"
+
+
+def _ends(metric: Metric) -> str:
+    if metric.low is None or metric.high is None:
+        return "-"
+    return f"{_figure(metric, metric.low)} to {_figure(metric, metric.high)}"
+
+
+def _align(rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they need: the first to the left, the others to the right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    return "\n".join(lines)

@@ -1,0 +1,56 @@
+"""Step: ask the served model the evaluation's tasks and put the answers' worth into the report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher_scripts.errors import ConfigError, lookup, problem
+from launcher_scripts.evaluation.ready import connect
+from launcher_scripts.evaluation.report import Report, measured_on
+from launcher_scripts.evaluation.tables import task_table
+from launcher_scripts.evaluation.tasks import TASKS
+from launcher_scripts.evaluation.tasks.task import Progress
+from launcher_scripts.settings import EvaluateSettings
+from launcher_scripts.steps.command import run_step
+from launcher_scripts.tokenizer import TokenizerError, load_tokenizer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_step("Measure what a served model knows.", EvaluateSettings, measure, argv)
+
+
+def measure(settings: EvaluateSettings) -> None:
+    """Every task of the settings, one after the other; each is reported when it is done."""
+    if not settings.tasks:
+        raise ConfigError(problem("no task to measure", choices=TASKS, change="evaluate.tasks"))
+    tasks = [lookup(TASKS, task.name, "evaluate.tasks") for task in settings.tasks]
+    report = Report(Path(settings.results_dir), settings.model_name)
+    try:
+        tokenizer = load_tokenizer(Path(settings.tokenizer_dir))
+    except TokenizerError as error:
+        raise ConfigError(problem(str(error), change="evaluate.tokenizer_dir")) from error
+    client, ready = connect(settings)
+    tables = []
+    with client:
+        for task, task_settings in zip(tasks, settings.tasks, strict=True):
+            environment = measured_on(settings, ready)
+            result = task(task_settings, tokenizer, client, log_progress(task_settings.name))
+            report.add_task(task_settings, result, environment)
+            tables.append(task_table(task_settings.name, result))
+    print("\n".join([*tables, "", f"report: {report.html_file}"]))
+
+
+def log_progress(name: str) -> Progress:
+    """A line on stderr at every tenth of the items."""
+
+    def progress(done: int, total: int) -> None:
+        if done * 10 // total > (done - 1) * 10 // total:
+            print(f"{name}: {done} of {total} items", file=sys.stderr, flush=True)
+
+    return progress
+
+
+if __name__ == "__main__":
+    sys.exit(main())
