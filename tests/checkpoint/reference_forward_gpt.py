@@ -1,0 +1,93 @@
+"""The forward pass of a GPT, written plainly, over rebuilt tensors (float32)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn import functional
+
+from launcher_scripts.models.gpt import GPTConfig
+from tests.checkpoint.reference_forward_t5 import ACTIVATIONS
+from tests.checkpoint.reference_weights import StoredWeights
+
+
+def logits(w: StoredWeights, config: GPTConfig, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [B, S, V] of ids [B, S]."""
+    x = w["wte"][ids]
+    if config.position_embedding == "learned":
+        x = x + w["wpe"][: ids.shape[1]]
+    if config.embedding_norm:
+        x = _norm(w, config, "pre_decoder_layernorm", x)
+    for i in range(config.num_layers):
+        x = _layer(w, config, f"layers.{i}", x)
+    if config.final_norm:
+        x = _norm(w, config, "final_layernorm", x)
+    return x @ w["wte" if config.tied_embeddings else "lm_head.weight"].T
+
+
+def _layer(w, config, stem, x):
+    before, after = f"{stem}.input_layernorm", f"{stem}.post_attention_layernorm"
+    if config.norm_placement == "pre":
+        x = x + _attention(w, config, stem, _norm(w, config, before, x))
+        return x + _mlp(w, config, stem, _norm(w, config, after, x))
+    x = _norm(w, config, before, x + _attention(w, config, stem, x))
+    return _norm(w, config, after, x + _mlp(w, config, stem, x))
+
+
+def _attention(w, config, stem, x):
+    qkv = _linear(w, f"{stem}.attention.query_key_value", x)
+    # [B, S, heads * head_size] -> [B, heads, S, head_size]; a shard set may hold kv copies.
+    heads = qkv.unflatten(-1, (-1, config.head_size)).transpose(1, 2)
+    kv_heads = (heads.shape[1] - config.num_heads) // 2
+    q, k, v = heads.split((config.num_heads, kv_heads, kv_heads), dim=1)
+    k, v = (part.repeat_interleave(config.num_heads // kv_heads, dim=1) for part in (k, v))
+    if config.position_embedding == "rope":
+        q, k = _rotate(config, q), _rotate(config, k)
+    scores = q @ k.transpose(-1, -2) / math.sqrt(config.head_size)
+    length = x.shape[1]
+    if config.position_embedding == "alibi":
+        distance = torch.arange(length)[None] - torch.arange(length)[:, None]
+        scores = scores + _slopes(config.num_heads)[:, None, None] * distance
+    scores = scores + torch.full((length, length), -torch.inf).triu(1)
+    out = (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)
+    return _linear(w, f"{stem}.attention.dense", out)
+
+
+def _mlp(w, config, stem, x):
+    inner = ACTIVATIONS[config.activation](_linear(w, f"{stem}.mlp.dense_h_to_4h", x))
+    if config.gated:
+        inner = inner * _linear(w, f"{stem}.mlp.dense_h_to_4h_2", x)
+    return _linear(w, f"{stem}.mlp.dense_4h_to_h", inner)
+
+
+def _linear(w, name, x):
+    x = x @ w[f"{name}.weight"]
+    return x + w[f"{name}.bias"] if f"{name}.bias" in w else x
+
+
+def _norm(w, config, name, x):
+    weight = w[f"{name}.weight"]
+    if config.normalization == "layernorm":
+        return functional.layer_norm(x, weight.shape, weight, w[f"{name}.bias"], config.norm_eps)
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_eps) * weight
+
+
+def _rotate(config, x):
+    """Rotary positions by halves over the first rotary_size dimensions."""
+    size = config.rotary_size
+    turning, still = x[..., :size], x[..., size:]
+    frequency = config.rotary_base ** (-torch.arange(0, size, 2) / size)
+    position = torch.arange(x.shape[-2]) / config.rotary_interpolation_factor
+    angle = (position[:, None] * frequency).repeat(1, 2)
+    first, second = turning.chunk(2, dim=-1)
+    turned = turning * angle.cos() + torch.cat((-second, first), dim=-1) * angle.sin()
+    return torch.cat((turned, still), dim=-1)
+
+
+def _slopes(heads: int) -> torch.Tensor:
+    """ALiBi slopes: powers of 2^(-8/p), p the largest power of two, then the odd ones between."""
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 / power * (i + 1)) for i in range(power)]
+    slopes += [2 ** (-4 / power * (2 * i + 1)) for i in range(heads - power)]
+    return torch.tensor(slopes)

@@ -1,0 +1,127 @@
+"""The forward pass of a T5, written plainly from the papers, over rebuilt tensors (float32)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn import functional
+
+from launcher_scripts.models.t5 import T5Config
+from tests.checkpoint.reference_weights import StoredWeights
+
+ACTIVATIONS = {
+    "relu": functional.relu,
+    "gelu": lambda x: functional.gelu(x, approximate="tanh"),
+    "gelu_erf": functional.gelu,
+    "silu": functional.silu,
+}
+
+
+def encode(w: StoredWeights, config: T5Config, ids: torch.Tensor) -> torch.Tensor:
+    """Encoder states [B, S, d] of ids [B, S] without padding."""
+    x = w["shared.weight_T"][ids]
+    if config.position_embedding == "learned":
+        x = x + w["shared.ape"][: ids.shape[1]]
+    bias = _bias(w, config, "encoder", "layer.0.SelfAttention", ids.shape[1], ids.shape[1], True)
+    for i in range(config.num_layers):
+        stem = f"encoder.block.{i}.layer"
+        attention = f"{stem}.0.SelfAttention"
+        normed = _norm(w, config, f"{stem}.0.layer_norm", x)
+        q, k, v = (_linear(w, f"{attention}.{part}", normed) for part in "qkv")
+        x = x + _attend(w, config, attention, (q, k, v), bias, layer=i)
+        x = x + _mlp(w, config, f"{stem}.1", x)
+    return _norm(w, config, "encoder.final_layer_norm", x)
+
+
+def logits(w: StoredWeights, config: T5Config, ids: torch.Tensor, targets: torch.Tensor):
+    """Logits [B, T, V] after each of the decoder's input ids `targets` [B, T]."""
+    return decode(w, config, encode(w, config, ids), targets)
+
+
+def decode(w: StoredWeights, config: T5Config, memory: torch.Tensor, targets: torch.Tensor):
+    name = "shared.weight_T" if config.shared_embeddings else "decoder.embed_tokens.weight"
+    x = w[name][targets]
+    steps, length = targets.shape[1], memory.shape[1]
+    if config.position_embedding == "learned":
+        name = "shared.ape" if config.shared_embeddings else "decoder.embed_positions.weight"
+        x = x + w[name][:steps]
+    own = _bias(w, config, "decoder", "layer.0.SelfAttention", steps, steps, False)
+    cross = torch.zeros(())
+    if config.cross_attention_relative_bias:
+        cross = _bias(w, config, "decoder", "layer.1.EncDecAttention", steps, length, True)
+    causal = torch.full((steps, steps), -torch.inf).triu(1)
+    for i in range(config.num_decoder_layers):
+        stem = f"decoder.block.{i}.layer"
+        normed = _norm(w, config, f"{stem}.0.layer_norm", x)
+        qkv = _linear(w, f"{stem}.0.SelfAttention.qkv", normed).chunk(3, dim=-1)
+        x = x + _attend(w, config, f"{stem}.0.SelfAttention", qkv, own, causal, layer=i)
+        attention = f"{stem}.1.EncDecAttention"
+        q = _linear(w, f"{attention}.q", _norm(w, config, f"{stem}.1.layer_norm", x))
+        k, v = (_linear(w, f"{attention}.{part}", memory) for part in "kv")
+        x = x + _attend(w, config, attention, (q, k, v), cross, layer=i)
+        x = x + _mlp(w, config, f"{stem}.2", x)
+    x = _norm(w, config, "decoder.final_layer_norm", x)
+    out = x @ w["lm_head.weight"].T * config.logits_scale
+    return out + w["shared.bias"] if config.logits_bias else out
+
+
+def greedy(w: StoredWeights, config: T5Config, ids: list[int], max_tokens: int) -> list[int]:
+    """Greedy answer to one input, ending with end_id when it comes."""
+    memory = encode(w, config, torch.tensor([ids]))
+    out = [config.start_id]
+    while len(out) <= max_tokens and (len(out) == 1 or out[-1] != config.end_id):
+        out.append(int(decode(w, config, memory, torch.tensor([out]))[0, -1].argmax()))
+    return out[1:]
+
+
+def _attend(w, config, name, qkv, bias, mask=0.0, *, layer: int):
+    # [B, S, h*d] -> [B, h, S, d]
+    q, k, v = (x.unflatten(-1, (config.num_heads, -1)).transpose(1, 2) for x in qkv)
+    factor = layer + 1 if config.relative_bias_layer_scaling else 1
+    scores = q @ k.transpose(-1, -2) * config.attention_scale + bias * factor + mask
+    return _linear(w, f"{name}.o", (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+
+
+def _mlp(w, config, stem, x):
+    x = _norm(w, config, f"{stem}.layer_norm", x)
+    inner = ACTIVATIONS[config.activation](_linear(w, f"{stem}.DenseReluDense.wi", x))
+    if config.gated:
+        inner = inner * _linear(w, f"{stem}.DenseReluDense.wi2", x)
+    return _linear(w, f"{stem}.DenseReluDense.wo", inner)
+
+
+def _linear(w, name, x):
+    x = x @ w[f"{name}.weight"]
+    return x + w[f"{name}.bias"] if f"{name}.bias" in w else x
+
+
+def _norm(w, config, name, x):
+    weight = w[f"{name}.weight"]
+    if config.normalization == "layernorm":
+        return functional.layer_norm(x, weight.shape, weight, w[f"{name}.bias"], config.norm_eps)
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_eps) * weight
+
+
+def _bias(w, config, side, attention, rows, columns, both):
+    """Relative bias [h, rows, columns]."""
+    if config.position_embedding != "relative":
+        return torch.zeros(())
+    table = w[f"{side}.block.0.{attention}.relative_attention_bias.weight"]  # [h, buckets]
+    distance = torch.arange(columns)[None] - torch.arange(rows)[:, None]
+    return table[:, bucket(distance, config.num_buckets, config.max_distance, both)]
+
+
+def bucket(distance: torch.Tensor, buckets: int, max_distance: int, both: bool) -> torch.Tensor:
+    """T5's buckets: half exact, half logarithmic; with `both`, half of all for each direction."""
+    offset = torch.zeros_like(distance)
+    if both:
+        buckets //= 2
+        offset = (distance > 0) * buckets
+        distance = distance.abs()
+    else:
+        distance = (-distance).clamp(min=0)
+    exact = buckets // 2
+    far = (distance.clamp(min=1) / exact).log() / math.log(max_distance / exact) * (buckets - exact)
+    far = (exact + far.long()).clamp(max=buckets - 1)
+    return offset + torch.where(distance < exact, distance, far)

@@ -1,0 +1,129 @@
+"""Tiny, randomly initialised transformers models: one per Hugging Face family we export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+SEQ2SEQ = {"d_model": 16, "vocab_size": 67, "decoder_start_token_id": 0}
+BART = {
+    **SEQ2SEQ,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 32,
+    "max_position_embeddings": 20,
+}
+T5 = {
+    **SEQ2SEQ,
+    "d_kv": 6,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16,
+}
+OPT = {
+    "vocab_size": 67,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "ffn_dim": 24,
+    "max_position_embeddings": 20,
+}
+LLAMA = {
+    "vocab_size": 67,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+GPT2 = {"vocab_size": 67, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 20}
+XGLM = {
+    "vocab_size": 67,
+    "d_model": 16,
+    "ffn_dim": 24,
+    "num_layers": 2,
+    "attention_heads": 4,
+    "max_position_embeddings": 20,
+}
+UNTIED = {"tie_word_embeddings": False}
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A transformers class, the name of its config class, and the config's values."""
+
+    model: str
+    config: str
+    values: dict[str, Any]
+
+    def make(self) -> PreTrainedModel:
+        """The model in evaluation mode; every weight random, norms and biases too."""
+        torch.manual_seed(5)
+        config = getattr(transformers, self.config)(**self.values)
+        model = getattr(transformers, self.model)(config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0.05, 0.3)
+        return model
+
+    def save(self, folder: Path, **options: Any) -> PreTrainedModel:
+        """The same model after a round trip through `folder`, as its users would load it."""
+        self.make().save_pretrained(folder, **options)
+        return getattr(transformers, self.model).from_pretrained(folder).eval()
+
+
+def _t5(**values: Any) -> TinyModel:
+    return TinyModel("T5ForConditionalGeneration", "T5Config", {**T5, **values})
+
+
+DECODERS: dict[str, TinyModel] = {
+    "gpt2": TinyModel("GPT2LMHeadModel", "GPT2Config", GPT2),
+    "gpt2_wide_mlp": TinyModel("GPT2LMHeadModel", "GPT2Config", {**GPT2, "n_inner": 40}),
+    "opt": TinyModel("OPTForCausalLM", "OPTConfig", {**OPT, "word_embed_proj_dim": 16}),
+    "opt_350m": TinyModel(
+        "OPTForCausalLM",
+        "OPTConfig",
+        {**OPT, "word_embed_proj_dim": 8, "do_layer_norm_before": False},
+    ),
+    "bloom": TinyModel(
+        "BloomForCausalLM",
+        "BloomConfig",
+        {"vocab_size": 67, "hidden_size": 24, "n_layer": 2, "n_head": 6},
+    ),
+    "xglm": TinyModel("XGLMForCausalLM", "XGLMConfig", XGLM),
+    "llama": TinyModel("LlamaForCausalLM", "LlamaConfig", {**LLAMA, **UNTIED}),
+    "llama_tied_biased": TinyModel(
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {**LLAMA, "tie_word_embeddings": True, "attention_bias": True, "head_dim": 6},
+    ),
+    "mistral": TinyModel("MistralForCausalLM", "MistralConfig", {**LLAMA, "sliding_window": None}),
+}
+
+ENCODER_DECODERS: dict[str, TinyModel] = {
+    "t5_v1_0": _t5(feed_forward_proj="relu"),
+    "t5_v1_1": _t5(feed_forward_proj="gated-gelu", **UNTIED),
+    "ul2": _t5(feed_forward_proj="gated-silu", **UNTIED),
+    "mt5": TinyModel(
+        "MT5ForConditionalGeneration", "MT5Config", {**T5, "feed_forward_proj": "gated-gelu"}
+    ),
+    "bart": TinyModel("BartForConditionalGeneration", "BartConfig", BART),
+    "mbart": TinyModel(
+        "MBartForConditionalGeneration", "MBartConfig", {**BART, "scale_embedding": True}
+    ),
+}
+
+Export = Callable[..., Path]
