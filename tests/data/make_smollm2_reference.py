@@ -20,7 +20,7 @@ from launcher_scripts.evaluation.tasks import lambada
 
 ROOT = Path(__file__).parents[2]
 ITEMS = ROOT / "launcher_scripts" / "evaluation" / "data" / "lambada_first200.jsonl"
-TARGET = Path(__file__).with_name("smollm2_lambada_first200_reference.json")
+TARGET = ITEMS.with_name("smollm2_lambada_first200_reference.json")
 
 NAMES = {
     "attn_q": "self_attn.q_proj",

