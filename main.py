@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
@@ -26,7 +27,7 @@ def register_resolvers() -> None:
 def read(config: DictConfig) -> Plan:
     """Everything that will be done, checked."""
     try:
-        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"the configuration cannot be resolved: {error}") from error
     return make_plan(values)

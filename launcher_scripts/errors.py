@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 Member = TypeVar("Member")
+Raised = TypeVar("Raised", bound="LauncherError")
 
 
 class LauncherError(Exception):
@@ -84,16 +86,29 @@ class Problems:
         self.messages.append(problem(what, got=got, choices=choices, change=change))
 
     def merge(self, error: LauncherError) -> None:
-        """Take over what another check has found."""
-        self.messages.extend(error.problems or (str(error),))
+        """Take over what another check has found, unless it is known already."""
+        found = error.problems or (str(error),)
+        self.messages.extend(message for message in found if message not in self.messages)
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Take over an error of the block instead of letting it pass."""
+        try:
+            yield
+        except LauncherError as error:
+            self.merge(error)
+
+    def error(self, kind: type[Raised]) -> Raised:
+        """The findings as one error."""
+        count = len(self.messages)
+        head = f"{count} problem{'s' if count > 1 else ''} in {self.subject}:"
+        error = kind("\n".join([head, *(f"- {message}" for message in self.messages)]))
+        error.problems = tuple(self.messages)
+        return error
 
     def raise_if_any(self, error: type[LauncherError]) -> None:
         if self.messages:
-            count = len(self.messages)
-            head = f"{count} problem{'s' if count > 1 else ''} in {self.subject}:"
-            raised = error("\n".join([head, *(f"- {message}" for message in self.messages)]))
-            raised.problems = tuple(self.messages)
-            raise raised
+            raise self.error(error)
 
 
 def lookup(table: Mapping[str, Member], name: str, key: str) -> Member:

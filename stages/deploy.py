@@ -111,8 +111,8 @@ class Deploy(Stage):
     def paths(self) -> list[Path]:
         return [self.repository]
 
-    def check(self) -> None:
-        checks, cluster = self.launch.checks, self.launch.cluster
+    def check_own(self) -> None:
+        checks, cluster, settings = self.launch.checks, self.launch.cluster, self.settings
         nodes = self.block.run.nodes
         if nodes is not None and nodes < 1:
             checks.problems.add("nodes must be at least 1", got=nodes, change="deploy.run.nodes")
@@ -125,9 +125,8 @@ class Deploy(Stage):
             cluster.gpus_per_node,
             cluster.max_nodes,
         )
-        server = self.block.server.tritonserver
-        if server is not None and not cluster.in_container:
-            checks.exists("the server", server, "deploy.server.tritonserver")
+        if settings.tritonserver is not None and not cluster.in_container:
+            checks.exists("the server", settings.tritonserver, "deploy.server.tritonserver")
 
     def _check_repository(self) -> None:
         checks, key = self.launch.checks, "deploy.model_repository"

@@ -53,13 +53,13 @@ class Evaluate(Stage):
 
     @cached_property
     def settings(self) -> EvaluateSettings:
-        block = self.block
+        block, tasks = self.block, self._tasks()
         return EvaluateSettings(
             ready_file=absolute(block.ready_file),
             results_dir=str(self.results_dir),
             model_name=block.model_name,
             tokenizer_dir=str(self.tokenizer_dir),
-            tasks=self._tasks(),
+            tasks=tasks,
             benchmark=block.benchmark,
             ready_timeout=block.ready_timeout,
             request_timeout=block.request_timeout,
@@ -73,10 +73,8 @@ class Evaluate(Stage):
             if task is None:
                 continue
             values = {**asdict(task), "data_file": absolute(task.data_file)}
-            try:
+            with problems.collecting():
                 tasks.append(TaskSettings(name, **values))
-            except ConfigError as error:
-                problems.merge(error)
         problems.raise_if_any(ConfigError)
         return tuple(tasks)
 
@@ -112,7 +110,7 @@ class Evaluate(Stage):
         data = (Path(task.data_file) for task in settings.tasks)
         return [Path(settings.ready_file), Path(settings.tokenizer_dir), *data]
 
-    def check(self) -> None:
+    def check_own(self) -> None:
         checks, settings = self.launch.checks, self.settings
         if "deploy" not in self.launch.stages:
             what = "the ready file of a running server (stages=[deploy,evaluate] starts one)"

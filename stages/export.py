@@ -118,7 +118,7 @@ class Export(Stage):
             *(Path(file) for file in files if file),
         ]
 
-    def check(self) -> None:
+    def check_own(self) -> None:
         checks, settings = self.launch.checks, self.settings
         if settings.model_type not in MODEL_TYPES:
             checks.problems.add(

@@ -9,7 +9,7 @@ from typing import Any
 from launcher_scripts.cluster import CLUSTERS
 from launcher_scripts.cluster.cluster import Cluster
 from launcher_scripts.cluster.job import Job, JobFolder, Submitted
-from launcher_scripts.errors import ConfigError, LauncherError, lookup, problem
+from launcher_scripts.errors import ConfigError, Problems, lookup
 from launcher_scripts.schema import build
 from launcher_scripts.settings import settings_text
 from stages import STAGES
@@ -48,31 +48,48 @@ class Plan:
             self.cluster.close()
 
 
-def make_plan(values: Any) -> Plan:
+def make_plan(values: Mapping[str, Any]) -> Plan:
     """The plan of a resolved configuration.
 
     Raises ConfigError with everything that cannot work, found by all stages together.
     """
-    blocks = {name: values.get(name) for name in STAGES}
-    own = {name: value for name, value in values.items() if name not in {*STAGES, "cluster"}}
-    config = build(LauncherConfig, own, "the configuration")
-    cluster = lookup(CLUSTERS, config.cluster_type, "cluster_type").from_config(values["cluster"])
-    checks = Checks(config.mounts())
-    launch = Launch(config, cluster, blocks, _in_order(config.stages), checks)
+    launch = _read(values)
+    checks = launch.checks
     stages = _checked_stages(launch)
-    cluster.check(checks.absent)
+    launch.cluster.check(checks.absent)
     absent = tuple(checks.absent.messages)
-    if not config.dry_run:
+    if not launch.config.dry_run:
         checks.problems.messages.extend(absent)
     checks.problems.raise_if_any(ConfigError)
-    return Plan(stages, cluster, config.dry_run, absent)
+    return Plan(stages, launch.cluster, launch.config.dry_run, absent)
+
+
+def _read(values: Mapping[str, Any]) -> Launch:
+    """The configuration as typed objects; the blocks of the stages are read by the stages."""
+    blocks = {name: values.get(name) for name in STAGES}
+    own = {name: value for name, value in values.items() if name not in {*STAGES, "cluster"}}
+    problems = Problems("the configuration")
+    config: LauncherConfig | None = None
+    cluster: Cluster | None = None
+    with problems.collecting():
+        kind = lookup(CLUSTERS, str(values.get("cluster_type")), "cluster_type")
+        cluster = kind.from_config(values.get("cluster") or {})
+    with problems.collecting():
+        config = build(LauncherConfig, own, "the configuration")
+        order, mounts = _in_order(config.stages), config.mounts()
+    if cluster is None or config is None or problems.messages:
+        raise problems.error(ConfigError)
+    return Launch(config, cluster, blocks, order, Checks(mounts))
 
 
 def _in_order(names: tuple[str, ...]) -> tuple[str, ...]:
+    problems = Problems("the stages")
     if not names:
-        raise ConfigError(problem("no stages", choices=STAGES, change="stages=[...]"))
+        problems.add("no stages", choices=STAGES, change="stages=[...]")
     for name in names:
-        lookup(STAGES, name, "stages")
+        with problems.collecting():
+            lookup(STAGES, name, "stages")
+    problems.raise_if_any(ConfigError)
     return tuple(name for name in STAGES if name in names)
 
 
@@ -80,14 +97,10 @@ def _checked_stages(launch: Launch) -> tuple[Stage, ...]:
     """The stages of this run; what they find goes to launch.checks, as far as each of them got."""
     stages = []
     for name in launch.stages:
-        try:
+        with launch.checks.problems.collecting():
             stage = STAGES[name](launch)
-            stage.check_common()
             stage.check()
             launch.cluster.render(_next_job(stage))
-        except LauncherError as error:
-            launch.checks.problems.merge(error)
-        else:
             stages.append(stage)
     return tuple(stages)
 

@@ -86,8 +86,8 @@ class Stage(ABC):
         """What the steps of the job read."""
 
     @abstractmethod
-    def check(self) -> None:
-        """Find what cannot work; the findings go to launch.checks."""
+    def check_own(self) -> None:
+        """Find what cannot work with this stage's settings."""
 
     @abstractmethod
     def paths(self) -> list[Path]:
@@ -112,10 +112,14 @@ class Stage(ABC):
     def results_dir(self) -> Path:
         return Path(absolute(self.block.run.results_dir))
 
-    def check_common(self) -> None:
-        """The checks that every stage shares."""
+    def check(self) -> None:
+        """Find what cannot work; findings go to launch.checks, unusable settings are raised."""
         checks, config = self.launch.checks, self.launch.config
         checks.time_limit(self.block.run.time_limit, f"{self.name}.run.time_limit")
+        self._check_files(checks, config)
+        self.check_own()
+
+    def _check_files(self, checks: Checks, config: LauncherConfig) -> None:
         steps = Path(absolute(config.launcher_scripts_path)) / "steps"
         for module in self.step_names():
             what = f"the step {module} of the launcher"
