@@ -1,0 +1,162 @@
+"""How the ranks of one engine exchange tensors: torch.distributed over gloo or NCCL."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher_scripts.errors import ServerError
+from launcher_scripts.parallel import Parallelism
+
+LOOPBACK = "127.0.0.1"
+
+
+class Communicator:
+    """One rank alone: every exchange is the identity."""
+
+    def __init__(self, parallelism: Parallelism = Parallelism(), rank: int = 0) -> None:
+        self.parallelism = parallelism
+        self.rank = rank
+        self.tp_rank = parallelism.tp_rank(rank)
+        self.pp_rank = parallelism.pp_rank(rank)
+
+    @property
+    def tp_size(self) -> int:
+        return self.parallelism.tp_size
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.parallelism.pp_size - 1
+
+    def tp_sum(self, tensor: Tensor) -> Tensor:
+        """The sum of `tensor` over the tensor-parallel ranks, in place where there are several."""
+        return tensor
+
+    def tp_concat(self, tensor: Tensor) -> Tensor:
+        """[N, part] of every tensor-parallel rank side by side: [N, part * tp_size]."""
+        return tensor
+
+    def to_next_stage(self, tensor: Tensor) -> None:
+        """Send to the same tensor-parallel rank of the next pipeline stage."""
+        raise ServerError(f"no pipeline stage follows; {list(tensor.shape)} was to be sent")
+
+    def from_previous_stage(self, tensor: Tensor) -> Tensor:
+        """Fill `tensor` with what the previous pipeline stage sent."""
+        raise ServerError(f"no pipeline stage comes before; {list(tensor.shape)} was expected")
+
+    def from_last_stage(self, tensor: Tensor) -> Tensor:
+        """Fill `tensor` on every pipeline stage with the last stage's values."""
+        return tensor
+
+    def minimum(self, value: int) -> int:
+        """The least `value` over all ranks."""
+        return value
+
+    def close(self) -> None:
+        """Leave the group."""
+
+
+class ProcessGroupCommunicator(Communicator):
+    """Ranks in processes of their own, one group per engine.
+
+    The rendezvous is a TCP store that rank 0 opens on a port the system picks, so two engines on
+    one machine never meet. A process can hold one such group at a time.
+    """
+
+    def __init__(
+        self,
+        parallelism: Parallelism,
+        rank: int,
+        store: dist.TCPStore,
+        device: torch.device,
+        timeout: float,
+    ) -> None:
+        super().__init__(parallelism, rank)
+        if dist.is_initialized():
+            raise ServerError("this process already runs an engine of several ranks; close it")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        limit = timedelta(seconds=timeout)
+        cuda = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=dist.PrefixStore("engine", store),
+            rank=rank,
+            world_size=parallelism.world_size,
+            timeout=limit,
+            device_id=device if cuda else None,
+        )
+        self.device = device
+        self._tp_group = self._own_group(
+            [list(parallelism.tp_group(stage)) for stage in range(parallelism.pp_size)]
+        )
+        self._pp_group = self._own_group(
+            [
+                [parallelism.rank(tp_rank, stage) for stage in range(parallelism.pp_size)]
+                for tp_rank in range(parallelism.tp_size)
+            ]
+        )
+
+    def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
+        """Every rank creates every group, in the same order, and keeps the one it is in."""
+        created = [dist.new_group(ranks) for ranks in groups]
+        return next(
+            group for group, ranks in zip(created, groups, strict=True) if self.rank in ranks
+        )
+
+    def tp_sum(self, tensor: Tensor) -> Tensor:
+        if self.tp_size > 1:
+            dist.all_reduce(tensor, group=self._tp_group)
+        return tensor
+
+    def tp_concat(self, tensor: Tensor) -> Tensor:
+        if self.tp_size == 1:
+            return tensor
+        rows, part = tensor.shape
+        gathered = tensor.new_empty(self.tp_size * rows, part)
+        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self._tp_group)
+        return gathered.view(self.tp_size, rows, part).transpose(0, 1).reshape(rows, -1)
+
+    def to_next_stage(self, tensor: Tensor) -> None:
+        to = self.parallelism.rank(self.tp_rank, self.pp_rank + 1)
+        dist.send(tensor.contiguous(), to, group=self._pp_group)
+
+    def from_previous_stage(self, tensor: Tensor) -> Tensor:
+        dist.recv(
+            tensor, self.parallelism.rank(self.tp_rank, self.pp_rank - 1), group=self._pp_group
+        )
+        return tensor
+
+    def from_last_stage(self, tensor: Tensor) -> Tensor:
+        if self.parallelism.pp_size > 1:
+            last = self.parallelism.rank(self.tp_rank, self.parallelism.pp_size - 1)
+            dist.broadcast(tensor, last, group=self._pp_group)
+        return tensor
+
+    def minimum(self, value: int) -> int:
+        tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+        return int(tensor.item())
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def open_store(timeout: float) -> dist.TCPStore:
+    """The rendezvous rank 0 opens; its `port` is free because the system chose it."""
+    return dist.TCPStore(
+        LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+    )
+
+
+def join_store(port: int, timeout: float) -> dist.TCPStore:
+    """The rendezvous as the other ranks reach it."""
+    return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout))

@@ -1,0 +1,145 @@
+"""A GPT decoder on one rank: token ids in, logits out, keys and values left in the cache."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.engine.kv_cache import KVCache
+from launcher_scripts.engine.layers import DecoderLayer, Segment, Step, alibi_slopes
+from launcher_scripts.engine.weights import GPTWeights
+from launcher_scripts.kernels.operands import Heads
+from launcher_scripts.models.gpt import GPTConfig
+
+
+def local_heads(config: GPTConfig, tp_size: int) -> Heads:
+    """The heads of one rank; key/value heads are copied where the ranks outnumber them."""
+    return Heads(
+        num_heads=config.num_heads // tp_size,
+        num_kv_heads=config.local_size("num_kv_heads", tp_size),
+        head_size=config.head_size,
+    )
+
+
+class Decoder:
+    """The layers of one pipeline stage, with the embedding on the first and the head on the last.
+
+    Hidden states between stages are float32 [N, hidden].
+    """
+
+    def __init__(
+        self,
+        weights: GPTWeights,
+        cache: KVCache,
+        kernels: ModuleType,
+        communicator: Communicator,
+        device: torch.device,
+    ) -> None:
+        self.config = weights.config
+        self.weights = weights
+        self.cache = cache
+        self.kernels = kernels
+        self.communicator = communicator
+        self.device = device
+        self.heads = local_heads(self.config, communicator.tp_size)
+        self._frequencies = self._rotary_frequencies()
+        self._layers = [
+            DecoderLayer(
+                self.config,
+                layer_weights,
+                cache.layers[layer],
+                self.heads,
+                self._slopes(layer),
+                kernels,
+                communicator,
+            )
+            for layer, layer_weights in weights.layers.items()
+        ]
+
+    def prefill(self, ids: Tensor, segments: tuple[Segment, ...]) -> Tensor:
+        """Run the new tokens ids [N] of several rows: hidden states [N, hidden]."""
+        spans = [torch.arange(segment.past, segment.past + segment.count) for segment in segments]
+        slots = [span + segment.start for span, segment in zip(spans, segments, strict=True)]
+        positions = torch.cat(spans).to(self.device, non_blocking=True)
+        step = Step(
+            slots=torch.cat(slots).to(self.device, non_blocking=True),
+            rotary=self._rotary(positions),
+            segments=segments,
+        )
+        return self._forward(ids, positions, step)
+
+    def decode(self, ids: Tensor, starts: Tensor, lengths: Tensor, longest: int) -> Tensor:
+        """Run one token per row: hidden states [B, hidden].
+
+        lengths [B] counts the row's tokens before this one, which is its position.
+        """
+        step = Step(
+            slots=starts + lengths,
+            rotary=self._rotary(lengths),
+            starts=starts,
+            lengths=lengths + 1,
+            longest=longest,
+        )
+        return self._forward(ids, lengths, step)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 [N, vocab] on every rank of the last stage."""
+        if self.weights.head is None:
+            raise RuntimeError("only the last pipeline stage has an output projection")
+        local = self.kernels.logits(hidden, self.weights.head)
+        return self.communicator.tp_concat(local)[:, : self.config.vocab_size]
+
+    def _forward(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
+        self.cache.ids[step.slots] = ids
+        if self.communicator.is_first_stage:
+            x = self._embed(ids, positions)
+        else:
+            x = self.communicator.from_previous_stage(
+                torch.empty(
+                    ids.shape[0],
+                    self.config.hidden_size,
+                    dtype=torch.float32,
+                    device=self.device,
+                )
+            )
+        for layer in self._layers:
+            x = layer.forward(x, step)
+        if not self.communicator.is_last_stage:
+            self.communicator.to_next_stage(x)
+        return x
+
+    def _embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        weights = self.weights
+        x = self.kernels.embed(ids, weights.token_table, weights.first_id)
+        x = self.communicator.tp_sum(x)
+        if weights.position_table is not None:
+            x = x + self.kernels.embed(positions, weights.position_table, 0)
+        if weights.embedding_norm is not None:
+            x = self.kernels.norm(x, weights.embedding_norm, torch.float32)
+        return x
+
+    def _rotary_frequencies(self) -> Tensor | None:
+        """Radians per position of every rotary pair, float32 [rotary_size / 2]."""
+        config = self.config
+        if config.position_embedding != "rope":
+            return None
+        exponents = torch.arange(0, config.rotary_size, 2, dtype=torch.float64)
+        frequencies = config.rotary_base ** (-exponents / config.rotary_size)
+        return (frequencies / config.rotary_interpolation_factor).float().to(self.device)
+
+    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self._frequencies is None:
+            return None
+        return self.kernels.rotary_table(positions, self._frequencies)
+
+    def _slopes(self, layer: int) -> Tensor | None:
+        """ALiBi slopes of this rank's heads, float32 [heads]."""
+        if self.config.position_embedding != "alibi":
+            return None
+        first = self.communicator.tp_rank * self.heads.num_heads
+        slopes = alibi_slopes(self.config.num_heads)[first : first + self.heads.num_heads]
+        scale = layer + 1 if self.config.alibi_layer_scaling else 1
+        return torch.tensor(slopes, device=self.device) * scale

@@ -1,0 +1,258 @@
+"""The engine: requests in, generated rows out; the same on CPU and GPU, on one rank or many."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from queue import Empty, SimpleQueue
+
+from launcher_scripts.engine.communicator import (
+    Communicator,
+    ProcessGroupCommunicator,
+    open_store,
+)
+from launcher_scripts.engine.loading import (
+    PREFILL_TOKENS,
+    EngineSettings,
+    load_runner,
+    open_checkpoint,
+    prepare_process,
+    rank_device,
+    rank_info,
+)
+from launcher_scripts.engine.messages import RankInfo
+from launcher_scripts.engine.requests import check_request, effective_prompt
+from launcher_scripts.engine.runner import Runner, StepResult
+from launcher_scripts.engine.scheduler import Row, Scheduler
+from launcher_scripts.engine.workers import WorkerGroup
+from launcher_scripts.errors import RequestError, ServerError
+from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.protocol import GenerateOutput, GenerateRequest
+
+STEPS_AHEAD = {"cpu": 0, "cuda": 1}
+NAMING_SECONDS = 3.0
+
+__all__ = ["Engine", "EngineSettings"]
+
+
+class Engine:
+    """Rank 0 of a model in service; it starts the other ranks and tells them what to do.
+
+    One thread steps: rows join and leave between steps. On CUDA it launches a step before it has
+    read the one before, so the device never waits for the host.
+    """
+
+    def __init__(self, settings: EngineSettings, build: Callable[[Engine], Runner]) -> None:
+        """Start the stepping thread, which calls `build` for its runner; see `load`."""
+        self.settings = settings
+        self._build = build
+        self._inbox: SimpleQueue[Row | None] = SimpleQueue()
+        self._pending: set[Future[GenerateOutput]] = set()
+        self._lock = threading.Lock()
+        self._error: ServerError | None = None
+        self._closed = False
+        self._settled = threading.Event()  # loaded, or failed
+        self._failure_callbacks: list[Callable[[ServerError], None]] = []
+        self._workers: WorkerGroup | None = None
+        self._runner: Runner | None = None
+        self._ranks: list[RankInfo] = []
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def load(cls, settings: EngineSettings) -> Engine:
+        """Verify the checkpoint, start every rank, load, and return when all are ready.
+
+        Raises CheckpointError, ConfigError or ServerError.
+        """
+        checkpoint = open_checkpoint(settings, verify=settings.verify)
+        rank_device(settings, settings.parallelism.world_size - 1)
+
+        def build(engine: Engine) -> Runner:
+            device = rank_device(settings, 0)
+            prepare_process(settings, device)
+            communicator = engine._connect()
+            runner = load_runner(settings, checkpoint, communicator, device)
+            engine._await_workers()
+            return runner
+
+        return cls._ready(cls(settings, build))
+
+    @classmethod
+    def from_runner(cls, settings: EngineSettings, build: Callable[[], Runner]) -> Engine:
+        """An engine of one rank over a runner that `build` makes on the engine's thread."""
+        return cls._ready(cls(settings, lambda _: build()))
+
+    @property
+    def config(self) -> GPTConfig:
+        return self._loaded.decoder.config
+
+    @property
+    def cache_tokens(self) -> int:
+        return self._loaded.decoder.cache.capacity
+
+    @property
+    def ranks(self) -> list[RankInfo]:
+        """Where every rank runs, rank 0 first."""
+        return list(self._ranks)
+
+    def submit(self, request: GenerateRequest) -> Future[GenerateOutput]:
+        """Queue one row. The future carries RequestError for a wrong request, and ServerError
+        when the engine is lost. Cancelling it frees the row's place.
+        """
+        future: Future[GenerateOutput] = Future()
+        try:
+            check_request(request, self.config, self.cache_tokens)
+        except RequestError as error:
+            future.set_exception(error)
+            return future
+        end_id = self.config.end_id if request.end_id is None else request.end_id
+        row = Row(request, future, effective_prompt(request, self.config), end_id)
+        with self._lock:
+            if self._error is None and not self._closed:
+                self._pending.add(future)
+                future.add_done_callback(self._pending_done)
+                self._inbox.put(row)
+                return future
+        future.set_exception(self._error or ServerError("the engine is closed"))
+        return future
+
+    def warm_up(self) -> None:
+        """Generate a few tokens, so that what happens on first use happens now."""
+        start = min(self.config.start_id, self.config.vocab_size - 1)
+        length = max(1, min(4, self.cache_tokens - 1, self.config.max_positions))
+        self.submit(
+            GenerateRequest(input_ids=(start,), output_len=length, end_id=self.config.vocab_size)
+        ).result()
+
+    def on_failure(self, callback: Callable[[ServerError], None]) -> None:
+        """Call `callback` once if a rank is lost, from whichever thread notices."""
+        with self._lock:
+            self._failure_callbacks.append(callback)
+            error = self._error
+        if error is not None:
+            callback(error)
+
+    def close(self) -> None:
+        """Stop after the step in flight; rows that have not ended get ServerError."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            failed = self._error is not None
+        self._inbox.put(None)
+        if not failed:
+            self._thread.join()
+        if self._workers is not None:
+            self._workers.kill() if failed else self._workers.close()
+        self._fail_pending(self._error or ServerError("the engine was closed"))
+
+    @property
+    def _loaded(self) -> Runner:
+        if self._runner is None:
+            raise ServerError("the engine is not loaded")
+        return self._runner
+
+    @classmethod
+    def _ready(cls, engine: Engine) -> Engine:
+        engine._settled.wait()
+        if engine._error is not None:
+            error = engine._error
+            engine.close()
+            raise error
+        return engine
+
+    def _connect(self) -> Communicator:
+        """Start the other ranks and meet them."""
+        settings = self.settings
+        if settings.parallelism.world_size == 1:
+            return Communicator()
+        store = open_store(settings.start_timeout)
+        self._workers = WorkerGroup(settings, store.port, self._fail)
+        return ProcessGroupCommunicator(
+            settings.parallelism, 0, store, rank_device(settings, 0), settings.start_timeout
+        )
+
+    def _await_workers(self) -> None:
+        if self._workers is not None and not self._workers.wait_ready(self.settings.start_timeout):
+            raise ServerError("a rank did not load in time")
+
+    def _run(self) -> None:
+        try:
+            self._runner = self._build(self)
+            self._ranks = [rank_info(0, self._runner.device)]
+            if self._workers is not None:
+                self._ranks += self._workers.infos
+            self._settled.set()
+            self._step_until_closed(self._runner)
+            self._runner.communicator.close()
+        except Exception as error:
+            self._fail(self._named(error))
+
+    def _step_until_closed(self, runner: Runner) -> None:
+        scheduler = Scheduler(
+            self.settings.max_batch_size,
+            runner.decoder.cache.capacity,
+            PREFILL_TOKENS[runner.device.type],
+        )
+        launched: deque[StepResult] = deque()
+        while self._receive(scheduler, wait=not (launched or scheduler.rows)):
+            plan = scheduler.plan()
+            if plan is not None:
+                if self._workers is not None:
+                    self._workers.send(plan)
+                launched.append(runner.execute(plan))
+            if launched and (plan is None or len(launched) > STEPS_AHEAD[runner.device.type]):
+                scheduler.apply(launched.popleft())
+        for result in launched:
+            scheduler.apply(result)
+
+    def _receive(self, scheduler: Scheduler, *, wait: bool) -> bool:
+        """Hand new rows to the scheduler; False when the engine closes."""
+        while True:
+            try:
+                row = self._inbox.get(block=wait)
+            except Empty:
+                return True
+            if row is None:
+                return False
+            scheduler.add(row)
+            wait = False
+
+    def _named(self, error: Exception) -> ServerError:
+        """The cause of a failed step: a lost rank, where that is what broke a collective."""
+        if isinstance(error, ServerError):
+            return error
+        if self._workers is not None:
+            for _ in range(int(NAMING_SECONDS / 0.1)):
+                if self._error is not None:
+                    return self._error
+                threading.Event().wait(0.1)
+        return ServerError(f"rank 0 failed: {type(error).__name__}: {error}")
+
+    def _fail(self, error: ServerError) -> None:
+        """Take the first failure: every pending row gets it, and so do later ones."""
+        with self._lock:
+            if self._error is not None or self._closed:
+                return
+            self._error = error
+            callbacks = list(self._failure_callbacks)
+        self._fail_pending(error)
+        self._settled.set()
+        for callback in callbacks:
+            callback(error)
+
+    def _fail_pending(self, error: ServerError) -> None:
+        with self._lock:
+            pending, self._pending = self._pending, set()
+        for future in pending:
+            try:
+                future.set_exception(error)
+            except InvalidStateError:
+                continue  # answered or cancelled meanwhile
+
+    def _pending_done(self, future: Future[GenerateOutput]) -> None:
+        with self._lock:
+            self._pending.discard(future)

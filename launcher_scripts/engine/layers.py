@@ -1,0 +1,116 @@
+"""A transformer layer of a GPT decoder on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.engine.weights import LayerWeights
+from launcher_scripts.kernels.operands import Heads, LayerCache, Linear
+from launcher_scripts.models.gpt import GPTConfig
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive new tokens of one row in a prefill step.
+
+    start: the row's extent in the cache;  past: tokens of the row that are already there
+    """
+
+    start: int
+    past: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What every layer of one forward pass shares.
+
+    slots:    [N], the cache token of each new token
+    rotary:   cosines and sines [N, rotary_size / 2], or None
+    segments: rows of a prefill step, in order; None for a decode step
+    starts, lengths, longest: the rows of a decode step (see decode_attention)
+    """
+
+    slots: Tensor
+    rotary: tuple[Tensor, Tensor] | None
+    segments: tuple[Segment, ...] | None = None
+    starts: Tensor | None = None
+    lengths: Tensor | None = None
+    longest: int = 0
+
+
+class DecoderLayer:
+    """Self attention and MLP with their norms, before them (pre) or after the sums (post)."""
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        weights: LayerWeights,
+        cache: LayerCache,
+        heads: Heads,
+        slopes: Tensor | None,
+        kernels: ModuleType,
+        communicator: Communicator,
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.cache = cache
+        self.heads = heads
+        self.slopes = slopes
+        self.kernels = kernels
+        self.communicator = communicator
+        self.post_norm = config.norm_placement == "post"
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """x float32 [N, hidden] -> float32 [N, hidden]."""
+        weights = self.weights
+        qkv = self.kernels.project(x, weights.query_key_value)  # [N, q + k + v]
+        query = self.kernels.store_kv(qkv, self.heads, step.rotary, step.slots, self.cache)
+        x = self._row_parallel(self._attend(query, step), weights.attention_dense, x)
+        if self.post_norm:
+            x = self.kernels.norm(x, weights.input_norm, torch.float32)
+        hidden = self.kernels.mlp_up(
+            x, weights.mlp_up, weights.mlp_gate, self.config.activation
+        )  # [N, ffn / tp]
+        x = self._row_parallel(hidden, weights.mlp_down, x)
+        if self.post_norm:
+            x = self.kernels.norm(x, weights.post_attention_norm, torch.float32)
+        return x
+
+    def _attend(self, query: Tensor, step: Step) -> Tensor:
+        if step.segments is None:
+            return self.kernels.decode_attention(
+                query, self.cache, step.starts, step.lengths, step.longest, self.slopes
+            )
+        parts = query.split([segment.count for segment in step.segments])
+        outputs = [
+            self.kernels.context_attention(
+                part, self.cache, segment.start, segment.past, self.slopes
+            )
+            for part, segment in zip(parts, step.segments, strict=True)
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _row_parallel(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
+        """residual + linear(x), where x and the weight's inputs are split over the ranks."""
+        if self.communicator.tp_size == 1:
+            return self.kernels.project_add(x, linear, residual)
+        partial = self.kernels.project(x, Linear(linear.weight))
+        return self.kernels.add_residual(self.communicator.tp_sum(partial), linear.bias, residual)
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """The slope of every head (Press et al. 2022), also where num_heads is no power of two.
+
+    The largest power of two p <= num_heads gives p slopes 2^(-8 i / p); the rest are every other
+    slope of 2 p heads.
+    """
+    power = 1 << (num_heads.bit_length() - 1)
+    first = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
+    rest = [2.0 ** (-4.0 * (2 * head + 1) / power) for head in range(num_heads - power)]
+    return first + rest

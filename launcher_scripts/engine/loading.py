@@ -1,0 +1,178 @@
+"""From settings to a runner: the same steps on every rank of an engine."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
+from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.engine.decoder import Decoder, local_heads
+from launcher_scripts.engine.kv_cache import (
+    KVCache,
+    available_memory,
+    bytes_per_token,
+    plan_capacity,
+)
+from launcher_scripts.engine.messages import RankInfo
+from launcher_scripts.engine.runner import Runner
+from launcher_scripts.engine.weights import DTYPES, GPTWeights, WeightLoader
+from launcher_scripts.errors import ConfigError, Problems, ServerError
+from launcher_scripts.kernels import kernels_for
+from launcher_scripts.parallel import Parallelism
+
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}
+PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is loaded from and how.
+
+    checkpoint_dir:  folder of shards, `<tp_size>-gpu`
+    data_type:       compute type: fp32, fp16, bf16; independent of the files' type
+    device:          auto (CUDA where there is one), cpu, cuda
+    max_batch_size:  most rows in flight
+    max_tokens:      most tokens in the key/value cache; None: max_batch_size rows of the model's
+                     full length, as far as memory reaches
+    int8_mode:       0 (no quantization) is what there is
+    stall_timeout:   seconds without a sign of life after which a rank counts as lost
+    start_timeout:   seconds a rank may take to load
+    """
+
+    checkpoint_dir: Path
+    data_type: str = "fp32"
+    parallelism: Parallelism = Parallelism()
+    device: str = "auto"
+    max_batch_size: int = 64
+    max_tokens: int | None = None
+    int8_mode: int = 0
+    enable_custom_all_reduce: bool = False
+    verify: bool = True
+    stall_timeout: float = 15.0
+    start_timeout: float = 1800.0
+
+    def __post_init__(self) -> None:
+        problems = Problems("the engine's settings")
+        if self.data_type not in DTYPES:
+            problems.add(
+                "unknown data_type", got=self.data_type, choices=DTYPES, change="data_type"
+            )
+        if self.device not in ("auto", "cpu", "cuda"):
+            problems.add("unknown device", got=self.device, choices=("auto", "cpu", "cuda"))
+        if self.max_batch_size < 1:
+            problems.add("max_batch_size must be at least 1", got=self.max_batch_size)
+        if self.int8_mode != 0:
+            problems.add(
+                "this int8_mode is not supported",
+                got=self.int8_mode,
+                choices=("0 (no quantization)",),
+                change="int8_mode in config.pbtxt",
+            )
+        problems.raise_if_any(ConfigError)
+
+    @property
+    def device_type(self) -> str:
+        if self.device != "auto":
+            return self.device
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def rank_device(settings: EngineSettings, rank: int) -> torch.device:
+    """The device of one rank: GPU `rank` of this machine, or the CPU."""
+    if settings.device_type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ServerError("device cuda was asked for, and this machine shows no CUDA device")
+    world_size, visible = settings.parallelism.world_size, torch.cuda.device_count()
+    if world_size > visible:
+        raise ServerError(
+            f"tensor_para_size * pipeline_para_size = {world_size} ranks need a GPU each, and "
+            f"{visible} are visible"
+        )
+    return torch.device("cuda", rank)
+
+
+def prepare_process(settings: EngineSettings, device: torch.device) -> None:
+    """Set what torch keeps per process: the current GPU, exact float32, a fair share of cores."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+    elif settings.parallelism.world_size > 1:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // settings.parallelism.world_size))
+
+
+def rank_info(rank: int, device: torch.device) -> RankInfo:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    label = f"{device} ({name})" if device.type == "cuda" else "cpu"
+    return RankInfo(rank, os.getpid(), socket.gethostname(), label)
+
+
+def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:
+    """The checkpoint, checked against the parallelism it must serve."""
+    checkpoint = FTCheckpoint.open(Path(settings.checkpoint_dir), verify=verify)
+    wanted = settings.parallelism
+    if checkpoint.tp_size != wanted.tp_size:
+        raise ConfigError(
+            f"the checkpoint in {checkpoint.folder} is split for tensor_para_size "
+            f"{checkpoint.tp_size}; got {wanted.tp_size}; change tensor_para_size in "
+            f"config.pbtxt, or export again"
+        )
+    if wanted.pp_size > checkpoint.config.num_layers:
+        raise ConfigError(
+            f"pipeline_para_size {wanted.pp_size} exceeds the model's "
+            f"{checkpoint.config.num_layers} layers; change pipeline_para_size in config.pbtxt"
+        )
+    return checkpoint
+
+
+def load_runner(
+    settings: EngineSettings,
+    checkpoint: FTCheckpoint,
+    communicator: Communicator,
+    device: torch.device,
+) -> Runner:
+    """Read this rank's weights, plan its cache, and put the decoder together."""
+    tp_rank = communicator.tp_rank
+    weights = WeightLoader(
+        checkpoint.config,
+        settings.parallelism,
+        communicator.rank,
+        DTYPES[settings.data_type],
+        device,
+        lambda spec, layer: checkpoint.read(spec, layer, tp_rank),
+    ).load()
+    return assemble_runner(weights, settings, communicator, device)
+
+
+def assemble_runner(
+    weights: GPTWeights,
+    settings: EngineSettings,
+    communicator: Communicator,
+    device: torch.device,
+) -> Runner:
+    """A runner over weights that are on the device already."""
+    config = weights.config
+    dtype = DTYPES[settings.data_type]
+    heads = local_heads(config, communicator.tp_size)
+    layers = settings.parallelism.layers(config.num_layers, communicator.pp_rank)
+    wanted = settings.max_tokens or settings.max_batch_size * config.max_positions
+    ranks = 1 if device.type == "cuda" else settings.parallelism.world_size
+    capacity = communicator.minimum(
+        plan_capacity(
+            wanted,
+            bytes_per_token(layers, heads, dtype),
+            available_memory(device, MEMORY_SHARE[device.type] / ranks),
+        )
+    )
+    if capacity < 2:
+        raise ServerError("no memory is left for keys and values beside the model's weights")
+    cache = KVCache(layers, heads, capacity, dtype, device)
+    decoder = Decoder(weights, cache, kernels_for(device.type), communicator, device)
+    return Runner(decoder, communicator, settings.max_batch_size, device)

@@ -1,0 +1,112 @@
+"""The rows in flight as the device sees them: one column per slot, gathered by index each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.engine.plan import RowStart
+from launcher_scripts.protocol import SamplingParameters
+
+NO_TOKEN = -1
+_INTEGERS = ("token", "length", "start", "prompt_length", "seed", "end_id", "min_length", "top_k")
+_FLOATS = (
+    "temperature",
+    "repetition_penalty",
+    "presence_penalty",
+    "top_p",
+    "initial_top_p",
+    "top_p_decay",
+    "top_p_min",
+)
+
+
+class RowStates:
+    """State of `slots` rows, and of one more slot that padding rows of a step use.
+
+    Every attribute is a vector [slots + 1]. token is the last id chosen, not yet in the cache;
+    length counts the row's tokens in the cache; start is its first cache token.
+    """
+
+    token: Tensor
+    length: Tensor
+    start: Tensor
+    prompt_length: Tensor
+    seed: Tensor
+    end_id: Tensor
+    min_length: Tensor
+    top_k: Tensor
+    reset_id: Tensor
+    temperature: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    top_p: Tensor
+    initial_top_p: Tensor
+    top_p_decay: Tensor
+    top_p_min: Tensor
+
+    def __init__(self, slots: int, scratch: int, device: torch.device) -> None:
+        self.padding_slot = slots
+        self.device = device
+        self._integers = torch.zeros(
+            len(_INTEGERS) + 1, slots + 1, dtype=torch.int64, device=device
+        )
+        self._floats = torch.ones(len(_FLOATS), slots + 1, device=device)
+        for name, row in zip((*_INTEGERS, "reset_id"), self._integers, strict=True):
+            setattr(self, name, row)
+        for name, row in zip(_FLOATS, self._floats, strict=True):
+            setattr(self, name, row)
+        self.start[slots] = scratch
+
+    def join(self, rows: Sequence[RowStart]) -> None:
+        """Set the state of rows whose prompts are about to run."""
+        slots = torch.tensor([row.slot for row in rows])
+        integers = torch.tensor([_integers(row) for row in rows], dtype=torch.int64).t()
+        floats = torch.tensor([_floats(row.sampling) for row in rows]).t()
+        slots = slots.to(self.device, non_blocking=True)
+        self._integers[:, slots] = integers.to(self.device, non_blocking=True)
+        self._floats[:, slots] = floats.to(self.device, non_blocking=True)
+
+    def set_length(self, slots: Tensor, lengths: Tensor) -> None:
+        """The cache now holds `lengths` tokens of the rows in `slots`."""
+        self.length.index_copy_(0, slots, lengths)
+
+    def advance(self, slots: Tensor) -> None:
+        """One more token of each row is in the cache; padding rows stay empty."""
+        self.length.index_add_(0, slots, (slots != self.padding_slot).long())
+
+
+def _integers(row: RowStart) -> list[int]:
+    sampling = row.sampling
+    reset = NO_TOKEN if sampling.top_p_reset_id is None else sampling.top_p_reset_id
+    return [
+        NO_TOKEN,
+        0,
+        row.start,
+        len(row.ids),
+        _signed(sampling.random_seed),
+        row.end_id,
+        sampling.min_length,
+        sampling.top_k,
+        reset,
+    ]
+
+
+def _floats(sampling: SamplingParameters) -> list[float]:
+    return [
+        sampling.temperature,
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.top_p,
+        sampling.top_p,
+        sampling.top_p_decay,
+        sampling.top_p_min,
+    ]
+
+
+def _signed(seed: int) -> int:
+    """A 64-bit pattern as the signed integer torch has."""
+    seed &= (1 << 64) - 1
+    return seed - (1 << 64) if seed >> 63 else seed

@@ -1,0 +1,240 @@
+"""One rank at work: carries out plans on its weights, its cache and its rows' state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.engine.decoder import Decoder
+from launcher_scripts.engine.graphs import GraphCache, bucket_rows, bucket_tokens
+from launcher_scripts.engine.layers import Segment
+from launcher_scripts.engine.plan import Plan, PrefillPart, RowStart
+from launcher_scripts.engine.row_state import RowStates
+from launcher_scripts.engine.sampler import Sampled, SamplingBatch, sample, sampling_batch
+from launcher_scripts.protocol import SamplingParameters
+
+LOGITS_ROWS = 256
+
+
+@dataclass(frozen=True)
+class TokenResult:
+    """One token of one row. log_probs: (whole vocabulary, candidates), where asked for."""
+
+    slot: int
+    token: int
+    log_probs: tuple[float, float] | None
+
+
+@dataclass
+class StepResult:
+    """What a step produces; reading it waits for the device."""
+
+    tokens: list[_TokenCopy] = field(default_factory=list)
+    context_logits: list[tuple[int, Tensor]] = field(default_factory=list)
+
+    def read(self) -> list[TokenResult]:
+        return [result for copy in self.tokens for result in copy.read()]
+
+
+class _TokenCopy:
+    """Sampled values on their way to the host."""
+
+    def __init__(self, slots: Sequence[int], sampled: Sampled) -> None:
+        self._slots = slots
+        self._event: torch.cuda.Event | None = None
+        self._tokens = _to_host(sampled.tokens)
+        self._log_probs = None if sampled.log_probs is None else _to_host(sampled.log_probs)
+        if sampled.tokens.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[TokenResult]:
+        if self._event is not None:
+            self._event.synchronize()
+        tokens = self._tokens.tolist()
+        pairs: list[tuple[float, float] | None] = [None] * len(tokens)
+        if self._log_probs is not None:
+            pairs = list(zip(*self._log_probs.tolist(), strict=True))
+        return [
+            TokenResult(slot, token, pair)
+            for slot, token, pair in zip(self._slots, tokens, pairs, strict=False)
+        ]
+
+
+class Runner:
+    """Carries out plans. Every rank of an engine gets the same plans in the same order."""
+
+    def __init__(
+        self, decoder: Decoder, communicator: Communicator, slots: int, device: torch.device
+    ) -> None:
+        self.decoder = decoder
+        self.communicator = communicator
+        self.device = device
+        self.states = RowStates(slots, decoder.cache.scratch, device)
+        self._max_rows = slots
+        self._rows: dict[int, RowStart] = {}
+        self._batch: tuple[tuple[int, ...], SamplingBatch] | None = None
+        self._graphs = GraphCache() if device.type == "cuda" else None
+
+    @torch.inference_mode()
+    def execute(self, plan: Plan) -> StepResult:
+        """Launch one step; on CUDA this returns before the device has finished."""
+        result = StepResult()
+        if plan.starts:
+            self._rows.update({row.slot: row for row in plan.starts})
+            self.states.join(plan.starts)
+            self._batch = None
+        if plan.prefill:
+            self._prefill(plan.prefill, result)
+        if plan.decode:
+            self._decode(plan, result)
+        return result
+
+    def _prefill(self, parts: Sequence[PrefillPart], result: StepResult) -> None:
+        rows = [self._rows[part.slot] for part in parts]
+        ids = [
+            token
+            for row, part in zip(rows, parts, strict=True)
+            for token in row.ids[part.past : part.past + part.count]
+        ]
+        segments = tuple(
+            Segment(row.start, part.past, part.count) for row, part in zip(rows, parts, strict=True)
+        )
+        hidden = self.decoder.prefill(self._to_device(ids), segments)
+        self.states.set_length(
+            self._to_device([part.slot for part in parts]),
+            self._to_device([part.past + part.count for part in parts]),
+        )
+        self._context_logits(hidden, rows, parts, result)
+        ends, last = 0, []
+        complete = []
+        for row, part in zip(rows, parts, strict=True):
+            ends += part.count
+            if part.past + part.count == len(row.ids):
+                last.append(ends - 1)
+                complete.append(row)
+        if complete:
+            longest = max(len(row.ids) for row in complete)
+            batch = sampling_batch(complete, self.device)
+            logits = None
+            if self.communicator.is_last_stage:
+                logits = self.decoder.logits(hidden[self._to_device(last)])
+            sampled = self._sample(logits, batch, longest)
+            result.tokens.append(_TokenCopy([row.slot for row in complete], sampled))
+
+    def _context_logits(
+        self,
+        hidden: Tensor,
+        rows: Sequence[RowStart],
+        parts: Sequence[PrefillPart],
+        result: StepResult,
+    ) -> None:
+        """Logits at the prompt positions just run, on the host of rank 0, a few rows at a time."""
+        start = 0
+        for row, part in zip(rows, parts, strict=True):
+            span = range(start, start + part.count)
+            start = span.stop
+            if not row.return_context_logits:
+                continue
+            for first in range(span.start, span.stop, LOGITS_ROWS):
+                piece = hidden[first : min(first + LOGITS_ROWS, span.stop)]
+                logits = self._logits_on_first_stage(piece)
+                if self.communicator.rank == 0:
+                    result.context_logits.append((row.slot, logits.cpu()))
+
+    def _logits_on_first_stage(self, hidden: Tensor) -> Tensor:
+        if self.communicator.is_last_stage:
+            logits = self.decoder.logits(hidden).contiguous()
+        else:
+            vocab = self.decoder.config.vocab_size
+            logits = torch.empty(hidden.shape[0], vocab, device=self.device)
+        return self.communicator.from_last_stage(logits)
+
+    def _decode(self, plan: Plan, result: StepResult) -> None:
+        batch = self._decode_batch(plan.decode)
+        if self._graphs is None:
+            logits = self._forward_step(batch.slots, plan.longest)
+            sampled = self._sample(logits, batch, plan.longest)
+        else:
+            sampled = self._decode_on_graph(batch, bucket_tokens(plan.longest))
+        result.tokens.append(_TokenCopy(plan.decode, sampled))
+
+    def _decode_on_graph(self, batch: SamplingBatch, longest: int) -> Sampled:
+        """The step as a CUDA graph: recorded when its shape comes for the second time."""
+        key = (batch.slots.shape[0], longest, batch.greedy)
+        if batch.greedy:
+            tokens = self._graphs.run(
+                key, batch.slots, lambda slots: self._greedy_step(batch, slots, longest)
+            )
+            return Sampled(tokens, None)
+        logits = self._graphs.run(
+            key, batch.slots, lambda slots: self._forward_step(slots, longest)
+        )
+        return self._sample(logits, batch, longest)
+
+    def _decode_batch(self, slots: tuple[int, ...]) -> SamplingBatch:
+        """The rows' sampling, padded to a bucket on CUDA; kept while the rows stay the same."""
+        if self._batch is None or self._batch[0] != slots:
+            rows = [self._rows[slot] for slot in slots]
+            if self._graphs is not None:
+                padding = bucket_rows(len(rows), self._max_rows) - len(rows)
+                rows += [_padding_row(self.states.padding_slot)] * padding
+            self._batch = (slots, sampling_batch(rows, self.device))
+        return self._batch[1]
+
+    def _greedy_step(self, batch: SamplingBatch, slots: Tensor, longest: int) -> Tensor:
+        logits = self._forward_step(slots, longest)
+        return self._finish(_argmax(logits), slots, batch).tokens
+
+    def _forward_step(self, slots: Tensor, longest: int) -> Tensor | None:
+        """One token of every row through this stage; logits [B, vocab] on the last one."""
+        states = self.states
+        hidden = self.decoder.decode(
+            states.token[slots], states.start[slots], states.length[slots], longest
+        )
+        states.advance(slots)
+        return self.decoder.logits(hidden) if self.communicator.is_last_stage else None
+
+    def _sample(self, logits: Tensor | None, batch: SamplingBatch, longest: int) -> Sampled:
+        if logits is None:
+            sampled = None
+        elif batch.greedy:
+            sampled = _argmax(logits)
+        else:
+            sampled = sample(logits, batch, self.states, self.decoder.cache.ids, longest)
+        return self._finish(sampled, batch.slots, batch)
+
+    def _finish(self, sampled: Sampled | None, slots: Tensor, batch: SamplingBatch) -> Sampled:
+        """The last stage's choice on every stage, kept as the rows' next tokens."""
+        if sampled is None:
+            rows = slots.shape[0]
+            log_probs = torch.empty(2, rows, device=self.device) if batch.log_probs else None
+            tokens = torch.empty(rows, dtype=torch.int64, device=self.device)
+            sampled = Sampled(tokens, log_probs)
+        self.communicator.from_last_stage(sampled.tokens)
+        if sampled.log_probs is not None:
+            self.communicator.from_last_stage(sampled.log_probs)
+        self.states.token.index_copy_(0, slots, sampled.tokens)
+        return sampled
+
+    def _to_device(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
+
+
+def _argmax(logits: Tensor | None) -> Sampled | None:
+    return None if logits is None else Sampled(logits.argmax(-1), None)
+
+
+def _padding_row(slot: int) -> RowStart:
+    return RowStart(slot=slot, start=0, ids=(0,), end_id=0, sampling=SamplingParameters())
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -1,0 +1,179 @@
+"""One rank's weights, read from a FasterTransformer-layout checkpoint straight to its device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from launcher_scripts.kernels.operands import Linear, Norm
+from launcher_scripts.models.family import WeightSpec
+from launcher_scripts.models.gpt import GPTConfig, weights
+from launcher_scripts.parallel import Parallelism
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+Reader = Callable[[WeightSpec, int | None], np.ndarray]
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer. Norms of a pre-norm layer live in the projections that follow them."""
+
+    query_key_value: Linear
+    attention_dense: Linear
+    mlp_up: Linear
+    mlp_gate: Linear | None
+    mlp_down: Linear
+    input_norm: Norm
+    post_attention_norm: Norm
+
+
+@dataclass(frozen=True)
+class GPTWeights:
+    """One rank's part of a GPT.
+
+    token_table: [vocab / tp, hidden], ids from first_id on; padded rows are zero
+    head:        the output projection with the final norm, on the last pipeline stage
+    layers:      by global layer number
+    """
+
+    config: GPTConfig
+    first_id: int
+    token_table: Tensor | None
+    position_table: Tensor | None
+    embedding_norm: Norm | None
+    layers: dict[int, LayerWeights]
+    head: Linear | None
+
+    def bytes(self) -> int:
+        """Device bytes of the tables and matrices."""
+        found = {id(tensor): tensor for tensor in self._matrices() if tensor is not None}
+        return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
+
+    def _matrices(self) -> list[Tensor | None]:
+        matrices = [self.token_table, self.position_table]
+        matrices.append(None if self.head is None else self.head.weight)
+        for layer in self.layers.values():
+            for linear in (
+                layer.query_key_value,
+                layer.attention_dense,
+                layer.mlp_up,
+                layer.mlp_gate,
+                layer.mlp_down,
+            ):
+                matrices.append(None if linear is None else linear.weight)
+        return matrices
+
+
+class WeightLoader:
+    """Turns stored tensors ([in, out], one file per rank) into a rank's operands ([out, in]).
+
+    read:  the stored tensor of a WeightSpec and layer, as this rank's file holds it
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        parallelism: Parallelism,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        read: Reader,
+    ) -> None:
+        self.config = config
+        self.parallelism = parallelism
+        self.tp_rank = parallelism.tp_rank(rank)
+        self.pp_rank = parallelism.pp_rank(rank)
+        self.dtype = dtype
+        self.device = device
+        self._read = read
+        self._specs = {spec.name: spec for spec in weights(config)}
+
+    def load(self) -> GPTWeights:
+        """Everything this rank needs, and nothing else, is read."""
+        config = self.config
+        first = self.pp_rank == 0
+        last = self.pp_rank == self.parallelism.pp_size - 1
+        tied = config.tied_embeddings
+        table = self._table("wte") if first or (last and tied) else None
+        learned = config.position_embedding == "learned"
+        return GPTWeights(
+            config=config,
+            first_id=self.tp_rank * config.local_size("vocab_size", self.parallelism.tp_size),
+            token_table=table if first else None,
+            position_table=self._tensor("wpe", self.dtype) if first and learned else None,
+            embedding_norm=self._norm("pre_decoder_layernorm")
+            if first and config.embedding_norm
+            else None,
+            layers={
+                layer: self._layer(layer)
+                for layer in self.parallelism.layers(config.num_layers, self.pp_rank)
+            },
+            head=self._head(table) if last else None,
+        )
+
+    def _head(self, table: Tensor | None) -> Linear:
+        weight = table if self.config.tied_embeddings else self._table("lm_head.weight")
+        final_norm = self._norm("final_layernorm") if self.config.final_norm else None
+        return self._finished(Linear(weight, norm=final_norm))
+
+    def _layer(self, layer: int) -> LayerWeights:
+        input_norm = self._norm("layers.*.input_layernorm", layer)
+        post_attention = self._norm("layers.*.post_attention_layernorm", layer)
+        pre = self.config.norm_placement == "pre"
+        up_norm = post_attention if pre else None
+        gate = None
+        if self.config.gated:
+            gate = self._linear("layers.*.mlp.dense_h_to_4h_2", layer, up_norm)
+        return LayerWeights(
+            query_key_value=self._linear(
+                "layers.*.attention.query_key_value", layer, input_norm if pre else None
+            ),
+            attention_dense=self._linear("layers.*.attention.dense", layer),
+            mlp_up=self._linear("layers.*.mlp.dense_h_to_4h", layer, up_norm),
+            mlp_gate=gate,
+            mlp_down=self._linear("layers.*.mlp.dense_4h_to_h", layer),
+            input_norm=input_norm,
+            post_attention_norm=post_attention,
+        )
+
+    def _linear(self, name: str, layer: int, norm: Norm | None = None) -> Linear:
+        weight = self._tensor(f"{name}.weight", self.dtype, layer)
+        bias = None
+        if f"{name}.bias" in self._specs:
+            bias = self._tensor(f"{name}.bias", self.dtype, layer)
+        return self._finished(Linear(weight.t().contiguous(), bias, norm))
+
+    def _norm(self, name: str, layer: int | None = None) -> Norm:
+        bias = None
+        if f"{name}.bias" in self._specs:
+            bias = self._tensor(f"{name}.bias", torch.float32, layer)
+        weight = self._tensor(f"{name}.weight", torch.float32, layer)
+        return Norm(self.config.normalization, weight, bias, self.config.norm_eps)
+
+    def _finished(self, linear: Linear) -> Linear:
+        return linear.folded() if self.device.type == "cuda" else linear
+
+    def _table(self, name: str) -> Tensor:
+        """This rank's rows of a vocabulary table; rows past the vocabulary are zero."""
+        spec = self._specs[name]
+        whole = self._read(spec, None)
+        rows = self.config.local_size("vocab_size", self.parallelism.tp_size)
+        first = self.tp_rank * rows
+        part = whole[first : first + rows]
+        table = torch.zeros(rows, whole.shape[1], dtype=self.dtype, device=self.device)
+        table[: part.shape[0]] = _tensor(part, self.dtype, self.device)
+        return table
+
+    def _tensor(self, name: str, dtype: torch.dtype, layer: int | None = None) -> Tensor:
+        return _tensor(self._read(self._specs[name], layer), dtype, self.device)
+
+
+def _tensor(array: np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A copy of a (possibly read-only, memory-mapped) array on the device in `dtype`."""
+    host = torch.from_numpy(np.array(array))
+    return host.to(device=device, dtype=dtype)

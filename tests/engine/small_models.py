@@ -1,0 +1,99 @@
+"""Small random GPTs: their stored tensors, and engines over them without any file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.engine.engine import Engine, EngineSettings
+from launcher_scripts.engine.loading import assemble_runner
+from launcher_scripts.engine.runner import Runner
+from launcher_scripts.engine.weights import DTYPES, WeightLoader
+from launcher_scripts.models.gpt import GPTConfig, weights
+from launcher_scripts.parallel import Parallelism
+from launcher_scripts.protocol import GenerateOutput, GenerateRequest
+
+NOWHERE = Path("unused")
+
+
+def small_config(**changes: object) -> GPTConfig:
+    """A GPT-2 of two layers that runs in milliseconds."""
+    values: dict[str, object] = {
+        "vocab_size": 67,
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "head_size": 8,
+        "ffn_size": 48,
+        "max_positions": 96,
+        "start_id": 65,
+        "end_id": 66,
+    }
+    return GPTConfig(**{**values, **changes})
+
+
+def random_tensors(config: GPTConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    """Whole tensors (one rank) by canonical name; large enough that logits differ clearly."""
+    generator = np.random.default_rng(seed)
+    tensors = {}
+    for spec in weights(config):
+        shape = spec.shape_on(config, 1)
+        for layer in spec.layer_numbers(config):
+            values = generator.normal(0, 0.3, shape).astype(np.float32)
+            if "norm" in spec.name and spec.name.endswith("weight"):
+                values += 1
+            tensors[spec.tensor_name(layer)] = values
+    return tensors
+
+
+def runner_for(
+    config: GPTConfig,
+    tensors: Mapping[str, np.ndarray],
+    *,
+    device: str = "cpu",
+    data_type: str = "fp32",
+    max_batch_size: int = 8,
+    max_tokens: int | None = None,
+) -> tuple[EngineSettings, Runner]:
+    """One rank over tensors in memory."""
+    settings = EngineSettings(
+        NOWHERE,
+        data_type=data_type,
+        device=device,
+        max_batch_size=max_batch_size,
+        max_tokens=max_tokens,
+    )
+    place = torch.device(device)
+    loaded = WeightLoader(
+        config,
+        Parallelism(),
+        0,
+        DTYPES[data_type],
+        place,
+        lambda spec, layer: tensors[spec.tensor_name(layer)],
+    ).load()
+    return settings, assemble_runner(loaded, settings, Communicator(), place)
+
+
+def engine_for(config: GPTConfig, tensors: Mapping[str, np.ndarray], **options: object) -> Engine:
+    settings, runner = runner_for(config, tensors, **options)
+    return Engine.from_runner(settings, lambda: runner)
+
+
+def context_logits(engine: Engine, ids: tuple[int, ...]) -> torch.Tensor:
+    """Logits at every prompt position, float32 [T, vocab]."""
+    request = GenerateRequest(ids, output_len=0, return_context_logits=True)
+    return engine.submit(request).result(60).context_logits
+
+
+def generate(engine: Engine, ids: tuple[int, ...], output_len: int, **more: object) -> list[int]:
+    return list(run(engine, ids, output_len, **more).output_ids)
+
+
+def run(engine: Engine, ids: tuple[int, ...], output_len: int, **more: object) -> GenerateOutput:
+    return engine.submit(GenerateRequest(ids, output_len=output_len, **more)).result(60)

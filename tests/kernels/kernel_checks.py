@@ -1,0 +1,161 @@
+"""Fused equals reference: under the interpreter for test_fused.py, on the device for tests/gpu."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from launcher_scripts.engine.layers import alibi_slopes  # noqa: E402
+from launcher_scripts.kernels import fused, reference  # noqa: E402
+from launcher_scripts.kernels.operands import Heads, LayerCache, Linear, Norm  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+SIZES = ((48, 40), (33, 21)) if INTERPRETED else ((768, 2304), (1000, 515), (6144, 700))
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2}
+
+pytestmark = pytest.mark.skipif(
+    not (INTERPRETED or torch.cuda.is_available()), reason="neither interpreter nor CUDA device"
+)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(7)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def make_norm(kind: str, size: int) -> Norm:
+    bias = random(size) if kind == "layernorm" else None
+    return Norm(kind, 1 + 0.3 * random(size), bias, 1e-5)
+
+
+def make_linear(out: int, size: int, norm: Norm | None, bias: bool, dtype: torch.dtype) -> Linear:
+    return Linear(
+        (random(out, size) / math.sqrt(size)).to(dtype),
+        random(out, dtype=dtype) if bias else None,
+        norm,
+    )
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype
+    error = (got.float() - want.float()).norm() / want.float().norm()
+    assert error <= TOLERANCE[dtype], f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_norm(kind):
+    x = 3 + random(3, SIZES[1][0])
+    norm = make_norm(kind, x.shape[1])
+    assert_close(
+        fused.norm(x, norm, torch.float32), reference.norm(x, norm, torch.float32), torch.float32
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm", None])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_project(rows, kind, dtype, size):
+    norm = None if kind is None else make_norm(kind, size[0])
+    linear = make_linear(size[1], size[0], norm, kind != "rmsnorm", dtype)
+    x = 0.5 + random(rows, size[0])
+    assert_close(fused.project(x, linear), reference.project(x, linear), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_project_add(rows, dtype):
+    size = SIZES[0]
+    linear = make_linear(size[1], size[0], None, True, dtype)
+    x, residual = random(rows, size[0], dtype=dtype), random(rows, size[1])
+    assert_close(
+        fused.project_add(x, linear, residual), reference.project_add(x, linear, residual), dtype
+    )
+
+
+@pytest.mark.parametrize("activation", sorted(reference.ACTIVATIONS))
+@pytest.mark.parametrize("gated", [False, True])
+def test_mlp_up(gated, activation):
+    size = SIZES[1]
+    norm = make_norm("layernorm", size[0])
+    up = make_linear(size[1], size[0], norm, True, torch.float32)
+    gate = make_linear(size[1], size[0], norm, True, torch.float32) if gated else None
+    x = random(1, size[0])
+    assert_close(
+        fused.mlp_up(x, up, gate, activation),
+        reference.mlp_up(x, up, gate, activation),
+        torch.float32,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_logits_are_float32(rows, dtype):
+    head = make_linear(SIZES[0][1], SIZES[0][0], make_norm("rmsnorm", SIZES[0][0]), False, dtype)
+    x = random(rows, SIZES[0][0])
+    got = fused.logits(x, head)
+    assert got.dtype == torch.float32
+    assert_close(got, reference.logits(x, head), dtype)
+
+
+@pytest.mark.parametrize("rotary_size", [0, 4, 12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_store_kv(dtype, rotary_size):
+    heads, tokens = Heads(4, 2, 12), 3
+    qkv = random(tokens, 8 * 12, dtype=dtype)
+    slots = torch.tensor([5, 0, 3], device=DEVICE)
+    rotary = None
+    if rotary_size:
+        frequencies = 10.0 ** -torch.arange(rotary_size // 2, device=DEVICE).float()
+        rotary = reference.rotary_table(torch.tensor([2, 9, 4], device=DEVICE), frequencies)
+    caches = [poisoned_cache(heads, 7, dtype) for _ in range(2)]
+    queries = [
+        kernels.store_kv(qkv, heads, rotary, slots, cache)
+        for kernels, cache in zip((fused, reference), caches, strict=True)
+    ]
+    assert_close(queries[0], queries[1], dtype)
+    written = sorted(slots.tolist())
+    for got, want in zip(parts(caches[0]), parts(caches[1]), strict=True):
+        assert_close(got[:, written], want[:, written], dtype)
+        assert got.isnan().any(-1).tolist() == want.isnan().any(-1).tolist()
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("longest", [70, 300, 1500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decode_attention(dtype, longest, alibi):
+    heads, tokens = Heads(6, 2, 12), 1600
+    cache = poisoned_cache(heads, tokens, dtype)
+    lengths = torch.tensor([1, longest, min(65, longest)], device=DEVICE)
+    starts = torch.tensor([1599, 90, 0], device=DEVICE)
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        for part in parts(cache):
+            part[:, start : start + length] = random(2, length, 12, dtype=dtype)
+    query = random(3, 6, 12, dtype=dtype)
+    slopes = torch.tensor(alibi_slopes(6), device=DEVICE) if alibi else None
+    arguments = (query, cache, starts, lengths, longest, slopes)
+    got, want = fused.decode_attention(*arguments), reference.decode_attention(*arguments)
+    assert not got.isnan().any()
+    assert_close(got, want, dtype)
+
+
+def poisoned_cache(heads: Heads, tokens: int, dtype: torch.dtype) -> LayerCache:
+    shape = (heads.num_kv_heads, tokens, heads.head_size)
+    return LayerCache(
+        *(torch.full(shape, float("nan"), dtype=dtype, device=DEVICE) for _ in range(2))
+    )
+
+
+def parts(cache: LayerCache) -> tuple[torch.Tensor, torch.Tensor]:
+    return cache.keys, cache.values

@@ -1,0 +1,64 @@
+"""Every kernel against the reference, on odd sizes and poisoned outputs, without a GPU.
+
+The Triton language's interpreter runs kernels on CPU tensors; the module is loaded in a process of
+its own because the interpreter is chosen when the language is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.kernels import kernels_for, reference
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="the Triton language is not installed"
+)
+
+INTERPRETER_WARNINGS = ("-W", "ignore:Conversion of an array:DeprecationWarning")
+
+
+@needs_triton
+def test_interpreted_kernels_equal_the_reference(checkout):
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(checkout)}
+    checks = checkout / "tests" / "kernels" / "kernel_checks.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *INTERPRETER_WARNINGS, str(checks)],
+        env=environment,
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+def test_both_sides_have_the_same_operations():
+    public = {
+        name
+        for name, value in vars(reference).items()
+        if inspect.isfunction(value) and not name.startswith("_")
+    }
+    source = (Path(reference.__file__).parent / "fused.py").read_text(encoding="utf-8")
+    defined = {
+        node.name if isinstance(node, ast.FunctionDef) else target.id
+        for node in ast.parse(source).body
+        if isinstance(node, (ast.FunctionDef, ast.Assign))
+        for target in (node.targets if isinstance(node, ast.Assign) else [None])
+    }
+    assert public <= defined
+
+
+def test_cpu_gets_the_reference_and_cuda_needs_the_language():
+    assert kernels_for("cpu") is reference
+    with pytest.raises(KeyError):
+        kernels_for("tpu")
