@@ -92,6 +92,58 @@ GPT_OUTPUTS = (
 )
 
 
+def _text(name: str, meaning: str, **more: Any) -> Tensor:
+    return Tensor(name, "STRING", (-1,), scalar=False, meaning=meaning, **more)
+
+
+PREPROCESSING_INPUTS = (
+    _text("QUERY", "the prompt", optional=False),
+    _text("BAD_WORDS_DICT", "comma separated words that are never generated"),
+    _text("STOP_WORDS_DICT", "comma separated words that end the text"),
+    _array("REQUEST_OUTPUT_LEN", "UINT32", (-1,), "how many tokens to generate", optional=False),
+)
+
+PREPROCESSING_OUTPUTS = (
+    _array("INPUT_ID", "UINT32", (-1,), "token ids, right-padded"),
+    _array("REQUEST_INPUT_LEN", "UINT32", (1,), "prompt length of the row"),
+    _array("BAD_WORDS_IDS", "INT32", (2, -1), "ids, end offsets"),
+    _array("STOP_WORDS_IDS", "INT32", (2, -1), "ids, end offsets"),
+    _array("REQUEST_OUTPUT_LEN", "UINT32", (-1,), "as asked for"),
+)
+
+POSTPROCESSING_INPUTS = (
+    _array("TOKENS_BATCH", "UINT32", (-1, -1), "[beam, time]: output_ids", optional=False),
+    _array("RESPONSE_INPUT_LENGTHS", "INT32", (-1,), "[beam]: prompt length"),
+    _array("sequence_length", "UINT32", (-1,), "[beam]: how many of the tokens are text"),
+)
+
+POSTPROCESSING_OUTPUTS = (
+    _array("OUTPUT", "STRING", (-1, -1), "[beam, 1]: prompt and generated text"),
+)
+
+# The ensemble's own tensors; every optional input of the model follows them under its own name.
+ENSEMBLE_INPUTS = (
+    _text("INPUT_0", "the prompt", optional=False),
+    _array("INPUT_1", "UINT32", (-1,), "how many tokens to generate", optional=False),
+    _text("INPUT_2", "comma separated words that are never generated"),
+    _text("INPUT_3", "comma separated words that end the text"),
+    *(
+        tensor
+        for tensor in GPT_INPUTS
+        if tensor.optional and tensor.name not in ("bad_words_list", "stop_words_list")
+    ),
+)
+
+ENSEMBLE_OUTPUTS = (
+    _array("OUTPUT_0", "STRING", (-1, -1), "[beam, 1]: prompt and generated text"),
+    *(
+        tensor
+        for tensor in GPT_OUTPUTS
+        if tensor.name in ("sequence_length", "cum_log_probs", "output_log_probs")
+    ),
+)
+
+
 @dataclass(frozen=True)
 class SamplingParameters:
     """How one row chooses its tokens; defaults are the contract's."""

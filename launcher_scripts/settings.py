@@ -111,7 +111,10 @@ class ExportSettings:
 
 @dataclass(frozen=True)
 class DeploySettings:
-    """Serve one model repository until stopped. Port 0 means a free one."""
+    """Serve one model repository until stopped. Port 0 means a free one.
+
+    public_host is the address that the ready file gives to clients; None: the node's own name.
+    """
 
     model_repository: str
     results_dir: str
@@ -121,6 +124,7 @@ class DeploySettings:
     host: str = "0.0.0.0"
     device: str = "auto"
     tritonserver: str | None = None
+    public_host: str | None = None
     ready_timeout: float = 1800.0
     stop_timeout: float = 30.0
 

@@ -31,6 +31,7 @@ class Server:
     metrics_port: int
     device: str
     tritonserver: str | None
+    public_host: str | None
     ready_timeout: float
     stop_timeout: float
 

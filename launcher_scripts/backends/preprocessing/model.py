@@ -1,0 +1,90 @@
+"""Text to the inputs of a FasterTransformer model, as a model of Triton's Python backend.
+
+Runs in the server from a repository folder that also holds tokenizer.py, text_tensors.py and the
+tokenizer's files.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from text_tensors import (
+    BadRequestError,
+    answer_each,
+    array,
+    require_working_arrays,
+    tensor,
+    texts,
+)
+from tokenizer import Tokenizer, load_tokenizer
+
+
+class TritonPythonModel:
+    """QUERY, words as comma separated text -> padded ids, their lengths, word lists."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        require_working_arrays()
+        self.tokenizer = load_tokenizer(Path(__file__).parent)
+        parameters = json.loads(args["model_config"])["parameters"]
+        self.pad_id = int(parameters["pad_id"]["string_value"])
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        return answer_each(requests, self.answer)
+
+    def answer(self, request: Any) -> list[Any]:
+        queries = texts(request, "QUERY")
+        output_len = array(request, "REQUEST_OUTPUT_LEN")
+        if queries is None or output_len is None:
+            raise BadRequestError("QUERY and REQUEST_OUTPUT_LEN are required")
+        rows = [self.tokenizer.encode(query) for query in queries]
+        lengths = np.array([[len(row)] for row in rows], dtype=np.uint32)
+        return [
+            tensor("INPUT_ID", pad_right(rows, self.pad_id)),
+            tensor("REQUEST_INPUT_LEN", lengths),
+            tensor("BAD_WORDS_IDS", self.word_list(request, "BAD_WORDS_DICT", len(rows))),
+            tensor("STOP_WORDS_IDS", self.word_list(request, "STOP_WORDS_DICT", len(rows))),
+            tensor("REQUEST_OUTPUT_LEN", output_len.astype(np.uint32)),
+        ]
+
+    def word_list(self, request: Any, name: str, rows: int) -> np.ndarray:
+        lines = texts(request, name) or [""] * rows
+        if len(lines) != rows:
+            raise BadRequestError(f"{name} takes one row per query; got {len(lines)} for {rows}")
+        return to_word_lists(lines, self.tokenizer)
+
+
+def pad_right(rows: Sequence[Sequence[int]], pad_id: int) -> np.ndarray:
+    """UINT32 [rows, longest]; at least one column, since Triton refuses empty axes."""
+    width = max(1, *(len(row) for row in rows))
+    padded = np.full((len(rows), width), pad_id, dtype=np.uint32)
+    for target, row in zip(padded, rows, strict=True):
+        target[: len(row)] = row
+    return padded
+
+
+def to_word_lists(lines: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
+    """INT32 [rows, 2, L]: the ids of a row's words, zero-padded; their end offsets, -1-padded.
+
+    A line holds comma separated words (CSV: a word in double quotes may hold commas). Words keep
+    their leading blanks, which matter to byte-pair tokenizers; empty words are left out.
+    """
+    words = [
+        [ids for word in split_words(line) if (ids := tokenizer.encode(word))] for line in lines
+    ]
+    width = max(1, *(sum(map(len, row)) for row in words))
+    table = np.zeros((len(lines), 2, width), dtype=np.int32)
+    table[:, 1] = -1
+    for target, row in zip(table, words, strict=True):
+        ids = [token_id for word in row for token_id in word]
+        target[0, : len(ids)] = ids
+        target[1, : len(row)] = np.cumsum([len(word) for word in row])
+    return table
+
+
+def split_words(line: str) -> list[str]:
+    return [word for fields in csv.reader([line]) for word in fields if word]

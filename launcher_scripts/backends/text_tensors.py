@@ -1,0 +1,83 @@
+"""What the text models share: tensors in and out of the Python backend, one answer per request.
+
+Copied beside the text models of a repository, so it imports nothing of this project.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class BadRequestError(Exception):
+    """One request cannot be answered; the message is meant for its client."""
+
+
+def require_working_arrays() -> None:
+    """Refuse to load where the server's Python backend and numpy misread each other.
+
+    Backends built against numpy 1 read numpy 2's array descriptions at the wrong offsets: every
+    array arrives as copies of its first element, and strings end the process. Nothing reports
+    it, so a known array makes the round trip through the backend once, when the model loads.
+    """
+    known = np.array([1, 2], dtype=np.uint32)
+    capsule = pb_utils.Tensor("known", known).to_dlpack()
+    returned = pb_utils.Tensor.from_dlpack("known", capsule).as_numpy()
+    if returned.tolist() != known.tolist():
+        raise pb_utils.TritonModelException(
+            "this server's Python backend was built for numpy 1 and cannot carry text with "
+            f"numpy {np.__version__}; install 'numpy<2' for the server's Python (or put it first "
+            "on PYTHONPATH), or export with export.model.tokenizer=none to serve token ids only"
+        )
+
+
+def answer_each(requests: Sequence[Any], answer: Callable[[Any], list[Any]]) -> list[Any]:
+    """One response per request: the tensors that `answer` gives, or that request's own error."""
+    responses = []
+    for request in requests:
+        try:
+            responses.append(pb_utils.InferenceResponse(answer(request)))
+        except BadRequestError as error:
+            responses.append(_failure(str(error)))
+        except Exception as error:
+            # The other requests of the batch go on; the log keeps where this one broke.
+            traceback.print_exc()
+            responses.append(_failure(f"{type(error).__name__}: {error}"))
+    return responses
+
+
+def _failure(message: str) -> Any:
+    return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(message))
+
+
+def array(request: Any, name: str) -> np.ndarray | None:
+    """The input tensor `name` with its batch axis, or None where the request leaves it out."""
+    tensor = pb_utils.get_input_tensor_by_name(request, name)
+    return None if tensor is None else tensor.as_numpy()
+
+
+def texts(request: Any, name: str) -> list[str] | None:
+    """One text per row of the STRING tensor `name` [B, 1], or None where it is left out."""
+    rows = array(request, name)
+    if rows is None:
+        return None
+    if rows.ndim != 2 or rows.shape[1] != 1:
+        raise BadRequestError(f"{name} takes one text per row, shape [batch, 1]; got {rows.shape}")
+    return [_decode(row[0], name) for row in rows]
+
+
+def _decode(value: bytes | str, name: str) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRequestError(f"{name} is not UTF-8: {error}") from error
+
+
+def tensor(name: str, values: np.ndarray) -> Any:
+    return pb_utils.Tensor(name, np.ascontiguousarray(values))

@@ -1,0 +1,117 @@
+"""Is the server well: what Triton answers, and what our backend writes into its status files."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.errors import ServerError
+
+OUR_BACKEND_NAME = "fastertransformer"
+_REQUEST_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class ModelStatus:
+    """What the backend says of one model: `<status dir>/<model>.json`.
+
+    state: loading, ready or failed; ranks: rank, pid, host and device of each
+    """
+
+    model: str
+    state: str
+    reason: str | None = None
+    ranks: tuple[dict[str, Any], ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def read_statuses(folder: Path) -> list[ModelStatus]:
+    """All status files, by model name; they are written atomically, so each is whole."""
+    statuses = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            status = ModelStatus(
+                path.stem,
+                values["state"],
+                values.get("reason"),
+                tuple(values.get("ranks") or ()),
+                values.get("versions") or {},
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ServerError(f"cannot read the backend's status file {path}: {error}") from error
+        statuses.append(status)
+    return statuses
+
+
+def failures(statuses: list[ModelStatus]) -> list[str]:
+    """Why models failed, in the backend's words."""
+    return [
+        f"model {status.model} failed: {status.reason or 'no reason given'}"
+        for status in statuses
+        if status.state == "failed"
+    ]
+
+
+@dataclass(frozen=True)
+class TritonClient:
+    """The few questions about health, asked over Triton's HTTP interface (KServe v2)."""
+
+    host: str
+    port: int
+
+    def ready(self) -> bool:
+        """Whether the server answers and has loaded every model."""
+        return self._status("GET", "/v2/health/ready") == 200
+
+    def models(self) -> dict[str, str]:
+        """name -> state of every model in the repository."""
+        index = self._json("POST", "/v2/repository/index")
+        return {entry["name"]: entry.get("state", "UNAVAILABLE") for entry in index}
+
+    def backend(self, model: str) -> str:
+        """The backend of a loaded model; empty for an ensemble."""
+        return str(self._json("GET", f"/v2/models/{model}/config").get("backend", ""))
+
+    def version(self) -> str:
+        return str(self._json("GET", "/v2").get("version", "unknown"))
+
+    def _status(self, method: str, path: str) -> int | None:
+        try:
+            return self._request(method, path)[0]
+        except (OSError, http.client.HTTPException):
+            return None
+
+    def _json(self, method: str, path: str) -> Any:
+        try:
+            status, body = self._request(method, path)
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"the server does not answer {method} {path}: {error}") from error
+        if status != 200:
+            text = body.decode("utf-8", "replace")
+            raise ServerError(f"the server answers {method} {path} with {status}: {text}")
+        return json.loads(body)
+
+    def _request(self, method: str, path: str) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=_REQUEST_SECONDS)
+        try:
+            connection.request(method, path)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+
+def all_ready(client: TritonClient, statuses: list[ModelStatus]) -> bool:
+    """Triton has loaded every model, and every model of our backend says that it is ready."""
+    if not client.ready():
+        return False
+    models = client.models()
+    if not models or any(state != "READY" for state in models.values()):
+        return False
+    ready = {status.model for status in statuses if status.state == "ready"}
+    ours = {name for name in models if client.backend(name) == OUR_BACKEND_NAME}
+    return ours <= ready

@@ -1,0 +1,179 @@
+"""Finds a tritonserver and gives it a folder of backends that holds ours."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher_scripts.errors import ServerError, problem
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+OUR_BACKEND = CHECKOUT / "launcher_scripts" / "backends" / "fastertransformer"
+CONTAINER_SERVER = Path("/opt/tritonserver/bin/tritonserver")
+STUB = "triton_python_backend_stub"
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A tritonserver and what it needs from its surroundings.
+
+    executable:     the server
+    backends_dir:   its own backends; `python` among them
+    stub:           the Python backend's worker, for the Python that runs this program
+    library_dirs:   where its shared libraries lie, when the system does not know
+    """
+
+    executable: Path
+    backends_dir: Path
+    stub: Path
+    library_dirs: tuple[Path, ...] = ()
+
+    def environment(self) -> dict[str, str]:
+        """Variables for the server alone; its library path would break other programs.
+
+        The Python backend embeds the `python3` it finds on PATH, so this program's comes first,
+        with the shared library of the same interpreter.
+        """
+        libraries = [str(path) for path in self.library_dirs]
+        paths = {
+            "PATH": [str(Path(sys.executable).parent)],
+            "PYTHONPATH": [str(CHECKOUT)],
+            "LD_LIBRARY_PATH": [*libraries, *python_library_dirs()],
+        }
+        variables = {}
+        for name, first in paths.items():
+            inherited = [os.environ[name]] if os.environ.get(name) else []
+            if first:
+                variables[name] = os.pathsep.join([*first, *inherited])
+        return variables
+
+    def make_backends(self, folder: Path) -> None:
+        """Fill `folder` with the server's backends and ours, for --backend-directory.
+
+        Ours takes the place of a FasterTransformer backend that the server may have itself.
+        """
+        (folder / "python").mkdir(parents=True)
+        for path in self.backends_dir.iterdir():
+            if path.name not in ("python", OUR_BACKEND.name):
+                (folder / path.name).symlink_to(path.resolve())
+        for path in (self.backends_dir / "python").iterdir():
+            if path.name not in (STUB, "__pycache__"):
+                (folder / "python" / path.name).symlink_to(path.resolve())
+        # Wheels lose the run bit with some installers, and their folder may be read-only.
+        stub = folder / "python" / STUB
+        shutil.copyfile(self.stub, stub)
+        stub.chmod(0o755)
+        (folder / OUR_BACKEND.name).symlink_to(OUR_BACKEND)
+        self.check_stub(stub)
+
+    def check_stub(self, stub: Path) -> None:
+        """Say now, in one line, what the server would bury in its log: a missing library."""
+        started = subprocess.run(
+            [str(stub)],
+            env={**os.environ, **self.environment()},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if "error while loading shared libraries" in started.stderr:
+            version = f"{sys.version_info.major}.{sys.version_info.minor}"
+            raise ServerError(
+                problem(
+                    f"Triton's Python backend cannot start: {started.stderr.strip()}",
+                    change=f"the system: libpython{version} is a package of its own on Debian and "
+                    f"Ubuntu (apt-get install libpython{version})",
+                )
+            )
+
+
+def find_installation(configured: str | None) -> Installation:
+    """The configured server, else the container's or the one on PATH, else the pip package's.
+
+    Raises ServerError that lists where was looked.
+    """
+    if configured is not None:
+        executable = shutil.which(configured)
+        if executable is None:
+            raise ServerError(
+                problem(
+                    "there is no such server program",
+                    got=configured,
+                    change="deploy.server.tritonserver",
+                )
+            )
+        return _at(Path(executable))
+    on_path = shutil.which("tritonserver") or shutil.which(CONTAINER_SERVER)
+    if on_path is not None:
+        return _at(Path(on_path))
+    packaged = _packaged()
+    if packaged is None:
+        raise ServerError(
+            problem(
+                "there is no tritonserver",
+                choices=[
+                    "on PATH",
+                    str(CONTAINER_SERVER),
+                    f"the package nvidia-pytriton of {sys.executable}",
+                ],
+                change="deploy.server.tritonserver",
+            )
+        )
+    return _usable(packaged)
+
+
+def _at(executable: Path) -> Installation:
+    """The installation around a server program, laid out as in Triton's containers or the wheel."""
+    root = executable.resolve().parents[1]
+    packaged = _packaged()
+    if packaged is not None and packaged.executable.resolve() == executable.resolve():
+        return _usable(packaged)
+    backends_dir = root / "backends"
+    return _usable(Installation(executable, backends_dir, backends_dir / "python" / STUB))
+
+
+def _usable(installation: Installation) -> Installation:
+    """The installation, with the run bit that some installers lose; raises when a part is gone."""
+    executable, stub = installation.executable, installation.stub
+    if not stub.is_file():
+        raise ServerError(
+            problem(
+                f"{executable} has no Python backend for this Python",
+                got=f"no {stub}",
+                change="deploy.server.tritonserver",
+            )
+        )
+    if not os.access(executable, os.X_OK):
+        try:
+            executable.chmod(executable.stat().st_mode | 0o111)
+        except OSError as error:
+            raise ServerError(f"{executable} has no run bit: {error}") from error
+    return installation
+
+
+def _packaged() -> Installation | None:
+    """The server inside the nvidia-pytriton wheel, if it is installed for this Python."""
+    package = importlib.util.find_spec("pytriton")
+    if package is None or not package.submodule_search_locations:
+        return None
+    site_packages = Path(package.submodule_search_locations[0]).parent
+    root = site_packages / "pytriton" / "tritonserver"
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return Installation(
+        root / "bin" / "tritonserver",
+        root / "backends",
+        root / "python_backend_stubs" / version / STUB,
+        (site_packages / "nvidia_pytriton.libs",),
+    )
+
+
+def python_library_dirs() -> list[str]:
+    """Where the shared library of the running Python lies; [] if it has none of its own."""
+    folder = sysconfig.get_config_var("LIBDIR")
+    name = sysconfig.get_config_var("INSTSONAME")
+    return [folder] if folder and name and (Path(folder) / name).is_file() else []

@@ -1,0 +1,92 @@
+"""Ports of the server: checked before it starts, and held while its models load."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from launcher_scripts.errors import Problems, ServerError
+from launcher_scripts.settings import DeploySettings
+
+PORT_NAMES = ("http", "grpc", "metrics")
+
+
+@dataclass(frozen=True)
+class Ports:
+    http: int
+    grpc: int
+    metrics: int
+
+
+@contextlib.contextmanager
+def reserved_ports(settings: DeploySettings) -> Iterator[Ports]:
+    """The server's three ports, free ones in place of 0, held until the block ends.
+
+    A held port is bound but not listening and marked reusable, so the server can listen on it
+    while nobody else is given it. Triton opens its ports only after the models are loaded, which
+    may take long. Raises ServerError naming every port that is in use and its key.
+    """
+    problems = Problems("the server's ports")
+    ports = {}
+    with contextlib.ExitStack() as held:
+        for name in PORT_NAMES:
+            key = f"{name}_port"
+            try:
+                holder = held.enter_context(_hold(settings.host, getattr(settings, key)))
+                ports[name] = holder.getsockname()[1]
+            except OSError as error:
+                problems.add(_reason(error), got=getattr(settings, key), **_advice(error, key))
+        problems.raise_if_any(ServerError)
+        yield Ports(**ports)
+
+
+def ports_in_use(host: str, ports: Ports) -> dict[str, int]:
+    """name -> port of those on which somebody else listens now."""
+    taken = {}
+    for name in PORT_NAMES:
+        port = getattr(ports, name)
+        try:
+            _probe(host, port)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                taken[name] = port
+    return taken
+
+
+def _hold(host: str, port: int) -> socket.socket:
+    if port:
+        _probe(host, port)
+    return _bound(host, port)
+
+
+def _probe(host: str, port: int) -> None:
+    """Listen for a moment: raises OSError where somebody listens already."""
+    with _bound(host, port) as probe:
+        probe.listen(1)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    holder = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((host, port))
+    except OSError:
+        holder.close()
+        raise
+    return holder
+
+
+def _reason(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "the port is in use by another program"
+    return f"the port cannot be opened: {error.strerror or error}"
+
+
+def _advice(error: OSError, key: str) -> dict[str, str]:
+    if error.errno in (errno.EADDRNOTAVAIL, socket.EAI_NONAME):
+        return {"change": "deploy.server.host"}
+    return {"change": f"deploy.server.{key} (0: a free one)"}

@@ -1,0 +1,167 @@
+"""A tritonserver as a child process: started with all it needs, ended with all it started."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from launcher_scripts.server.installation import Installation
+from launcher_scripts.server.ports import Ports
+from launcher_scripts.settings import DeploySettings
+
+STATUS_DIR_VARIABLE = "LAUNCHER_STATUS_DIR"
+DEVICE_VARIABLE = "LAUNCHER_DEVICE"
+TAIL_LINES = 60
+_POLL_SECONDS = 0.05
+_KILL_SECONDS = 10.0
+_PR_SET_PDEATHSIG = 1
+
+
+class ServerProcess:
+    """One running tritonserver.
+
+    `folder` is empty and its own: backends/ and status/ are made there. The folder's name also
+    marks every process of this server, through LAUNCHER_STATUS_DIR in their environment, so none
+    is left behind whatever session or group it has moved to.
+    """
+
+    def __init__(
+        self, settings: DeploySettings, installation: Installation, ports: Ports, folder: Path
+    ) -> None:
+        self._folder = folder
+        self.status_dir = folder / "status"
+        self.status_dir.mkdir()
+        installation.make_backends(folder / "backends")
+        self._shm_prefix = f"{folder.name}_"
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        arguments = self._arguments(settings, installation, ports)
+        own = {STATUS_DIR_VARIABLE: str(self.status_dir), DEVICE_VARIABLE: settings.device}
+        print("starting " + " ".join(arguments), flush=True)
+        self._process = subprocess.Popen(
+            arguments,
+            env={**os.environ, **installation.environment(), **own},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=_end_with_parent(),
+        )
+        self._reader = threading.Thread(
+            target=self._repeat_log, args=(self._process.stdout,), daemon=True
+        )
+        self._reader.start()
+
+    def _arguments(
+        self, settings: DeploySettings, installation: Installation, ports: Ports
+    ) -> list[str]:
+        arguments = [
+            str(installation.executable),
+            f"--model-repository={settings.model_repository}",
+            f"--backend-directory={self._folder / 'backends'}",
+            f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
+            "--disable-auto-complete-config",
+            f"--exit-timeout-secs={max(1, round(settings.stop_timeout))}",
+        ]
+        for name in ("http", "grpc", "metrics"):
+            arguments += [f"--{name}-address={settings.host}"]
+            arguments += [f"--{name}-port={getattr(ports, name)}"]
+        return arguments
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """None while the server runs; negative: the signal that ended it."""
+        return self._process.poll()
+
+    def end_reason(self) -> str:
+        """How the server ended, in words."""
+        code = self.exit_code()
+        if code is None:
+            return "is running"
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+    def tail(self) -> str:
+        """The last lines of the server's log."""
+        if self.exit_code() is not None:
+            self._reader.join(timeout=1)
+        return "\n".join(self._tail)
+
+    def members(self) -> list[int]:
+        """Process ids of the server and of everything it started that is still alive."""
+        mark = f"{STATUS_DIR_VARIABLE}={self.status_dir}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                # Processes end while we look, and other users' do not show their environment.
+                with contextlib.suppress(OSError):
+                    alive = not _is_zombie(entry)
+                    if alive and mark in (entry / "environ").read_bytes().split(b"\0"):
+                        found.append(int(entry.name))
+        return found
+
+    def stop(self, timeout: float) -> None:
+        """Ask the server to end, give it `timeout` seconds, then end whatever is left of it."""
+        if self.exit_code() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                print(f"the server did not end within {timeout:g} s and is killed", flush=True)
+        self._kill_members()
+        self._reader.join(timeout=5)
+        for region in Path("/dev/shm").glob(f"{self._shm_prefix}*"):
+            region.unlink(missing_ok=True)
+
+    def _kill_members(self) -> None:
+        deadline = time.monotonic() + _KILL_SECONDS
+        while left := self.members():
+            if time.monotonic() > deadline:
+                print(f"processes of the server cannot be ended: {left}", file=sys.stderr)
+                return
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_POLL_SECONDS)
+
+    def _repeat_log(self, log: IO[str]) -> None:
+        """Repeat the server's log as this job's output and remember its end."""
+        for line in log:
+            self._tail.append(line.rstrip("\n"))
+            # A closed terminal must not stop the reading: the server would block on a full pipe.
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.write(line)
+                sys.stdout.flush()
+
+
+def _is_zombie(entry: Path) -> bool:
+    """Whether the process has ended and only waits for its parent to notice."""
+    return (entry / "stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
+
+
+def _end_with_parent() -> Callable[[], None]:
+    """What the child runs before the server: ask the kernel for SIGTERM when this program dies.
+
+    The library is loaded here, since a forked child must not.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def set_death_signal() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+    return set_death_signal

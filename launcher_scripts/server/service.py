@@ -1,0 +1,225 @@
+"""One service from start to end: serve a model repository until stopped or until it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from launcher_scripts.errors import ServerError, problem
+from launcher_scripts.server.health import (
+    ModelStatus,
+    TritonClient,
+    all_ready,
+    failures,
+    read_statuses,
+)
+from launcher_scripts.server.installation import find_installation
+from launcher_scripts.server.ports import Ports, ports_in_use, reserved_ports
+from launcher_scripts.server.process import ServerProcess
+from launcher_scripts.settings import DeploySettings
+
+_POLL_SECONDS = 0.2
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_EVERY_ADDRESS = ("0.0.0.0", "::", "")
+
+
+@dataclass
+class StopRequest:
+    """Whether somebody asked this program to end; `received` is the first signal."""
+
+    received: int | None = None
+
+    def __call__(self, received: int, _frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = received
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self) for number in _STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def serve(settings: DeploySettings) -> None:
+    """Serve until SIGINT, SIGTERM or SIGHUP.
+
+    Raises ServerError with the reason and the end of the server's log when the server does not
+    become ready or stops by itself. Nothing of it is left running in any case.
+    """
+    check_repository(settings.model_repository)
+    installation = find_installation(settings.tritonserver)
+    settings.ready_file.parent.mkdir(parents=True, exist_ok=True)
+    settings.ready_file.unlink(missing_ok=True)
+    stop = StopRequest()
+    with (
+        stop.listening(),
+        tempfile.TemporaryDirectory(prefix="launcher-server-") as folder,
+        contextlib.ExitStack() as held,
+    ):
+        ports = held.enter_context(reserved_ports(settings))
+        process = ServerProcess(settings, installation, ports, Path(folder))
+        patience = settings.stop_timeout
+        try:
+            service = Service(settings, process, ports, stop)
+            if service.wait_until_ready():
+                held.close()
+                service.announce()
+                service.watch()
+            print(f"stopping the server: {signal.Signals(stop.received or 0).name}", flush=True)
+        except ServerError:
+            patience = min(patience, 10.0)
+            raise
+        finally:
+            settings.ready_file.unlink(missing_ok=True)
+            process.stop(patience)
+
+
+def check_repository(repository: str) -> None:
+    """A local repository must hold models; Triton itself looks at one in a cloud storage."""
+    if "://" in repository:
+        return
+    folder = Path(repository)
+    models = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    if not models:
+        got = f"{repository} (no model in it)" if folder.is_dir() else f"{repository} (no folder)"
+        raise ServerError(
+            problem("there is no model repository", got=got, change="deploy.model_repository")
+        )
+
+
+class Service:
+    """A started server on its way to ready, and then watched."""
+
+    def __init__(
+        self, settings: DeploySettings, process: ServerProcess, ports: Ports, stop: StopRequest
+    ) -> None:
+        self._settings = settings
+        self._process = process
+        self._ports = ports
+        self._stop = stop
+        local = "127.0.0.1" if settings.host in _EVERY_ADDRESS else settings.host
+        self._client = TritonClient(local, ports.http)
+        self._watched: dict[int, str] = {}
+
+    def wait_until_ready(self) -> bool:
+        """True when every model answers; False when somebody asked to stop before."""
+        deadline = time.monotonic() + self._settings.ready_timeout
+        while self._stop.received is None:
+            statuses = self._check()
+            if all_ready(self._client, statuses):
+                return True
+            if time.monotonic() > deadline:
+                raise self._error(
+                    problem(
+                        f"the server was not ready within {self._settings.ready_timeout:g} s",
+                        got=_states(statuses),
+                        change="deploy.server.ready_timeout",
+                    )
+                )
+            time.sleep(_POLL_SECONDS)
+        return False
+
+    def announce(self) -> None:
+        """Write the ready file: from now on others may use the server."""
+        statuses = self._check()
+        self._watched = self._processes(statuses)
+        host = public_host(self._settings, self._ports)
+        facts = {
+            "http": _address(host, self._ports.http),
+            "grpc": _address(host, self._ports.grpc),
+            "metrics": _address(host, self._ports.metrics),
+            "models": sorted(self._client.models()),
+            "versions": {
+                "tritonserver": self._client.version(),
+                **{name: value for s in statuses for name, value in s.versions.items()},
+            },
+            "ranks": [{"model": s.model, **rank} for s in statuses for rank in s.ranks],
+            "pid": self._process.pid,
+        }
+        write_json(self._settings.ready_file, facts)
+        print(f"ready: {json.dumps(facts)}", flush=True)
+
+    def watch(self) -> None:
+        """Return when somebody asks to stop; raise when any part of the server dies before."""
+        while self._stop.received is None:
+            self._check()
+            for pid, what in self._watched.items():
+                if not Path(f"/proc/{pid}").exists():
+                    # The backend may know why; its status file is the better reason.
+                    time.sleep(_POLL_SECONDS)
+                    self._check()
+                    raise self._error(f"{what} (process {pid}) died")
+            time.sleep(_POLL_SECONDS)
+
+    def _processes(self, statuses: list[ModelStatus]) -> dict[int, str]:
+        """pid -> name of every process that must live as long as the server."""
+        watched = {}
+        for pid in self._process.members():
+            with contextlib.suppress(OSError):
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                if name.startswith("triton_python"):
+                    watched[pid] = "a worker of Triton's Python backend"
+        here = (socket.gethostname(), socket.getfqdn(), "localhost", "127.0.0.1")
+        for status in statuses:
+            for rank in status.ranks:
+                if rank["host"] in here:
+                    watched[int(rank["pid"])] = f"rank {rank['rank']} of model {status.model}"
+        return watched
+
+    def _check(self) -> list[ModelStatus]:
+        """The models' states; raises when one failed or the server ended."""
+        ended = self._process.exit_code() is not None
+        statuses = read_statuses(self._process.status_dir)
+        failed = failures(statuses)
+        if ended:
+            failed = [f"the server {self._process.end_reason()}", *failed]
+            for name, port in ports_in_use(self._settings.host, self._ports).items():
+                key = f"deploy.server.{name}_port (0: a free one)"
+                failed.append(problem("a port is in use", got=port, change=key))
+        if failed:
+            raise self._error("; ".join(failed))
+        return statuses
+
+    def _error(self, reason: str) -> ServerError:
+        return ServerError(f"{reason}\nthe end of the server's log:\n{self._process.tail()}")
+
+
+def public_host(settings: DeploySettings, ports: Ports) -> str:
+    """The address under which other nodes reach a server that is ready.
+
+    A configured one, else the one it listens on; for a server that listens everywhere the
+    node's name, or the loopback address where the node cannot reach itself by name.
+    """
+    if settings.public_host is not None:
+        return settings.public_host
+    if settings.host not in _EVERY_ADDRESS:
+        return settings.host
+    name = socket.gethostname()
+    return name if TritonClient(name, ports.http).ready() else "127.0.0.1"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a file that readers see whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _states(statuses: list[ModelStatus]) -> dict[str, str]:
+    return {status.model: status.state for status in statuses}
