@@ -1,0 +1,246 @@
+"""FasterTransformer's checkpoint folder: `<N>-gpu/` with config.ini and headerless .bin files.
+
+Every file is the little-endian, row-major dump of one tensor or one rank's part of it; names and
+shapes are the weight table's. FTCheckpoint reads such a folder, FTWriter makes one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import shutil
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launcher_scripts.checkpoint import config_ini
+from launcher_scripts.checkpoint.manifest import (
+    FileEntry,
+    Manifest,
+    check_files,
+    check_size,
+    file_digest,
+    read_manifest,
+)
+from launcher_scripts.errors import CheckpointError, Problems, problem
+from launcher_scripts.models.family import WeightSpec
+from launcher_scripts.models.gpt import GPTConfig, weights
+
+DTYPES = {"fp32": np.dtype("<f4"), "fp16": np.dtype("<f2")}
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """One .bin file: which tensor, which layer (None outside of the layers), which rank."""
+
+    spec: WeightSpec
+    layer: int | None
+    tp_rank: int
+
+    @property
+    def name(self) -> str:
+        return self.spec.file_name(self.layer, self.tp_rank)
+
+
+def weight_files(config: GPTConfig, tp_size: int) -> Iterator[WeightFile]:
+    """Every .bin file of a checkpoint cut for `tp_size` ranks."""
+    for spec in weights(config):
+        for layer in spec.layer_numbers(config):
+            for tp_rank in range(tp_size if spec.partition.per_rank else 1):
+                yield WeightFile(spec, layer, tp_rank)
+
+
+@dataclass(frozen=True)
+class FTCheckpoint:
+    """An opened checkpoint: every file is there and has the size its tensor needs.
+
+    weight_data_type: fp32 or fp16, of all files
+    manifest:         None for a folder the original converter wrote
+    """
+
+    folder: Path
+    config: GPTConfig
+    tp_size: int
+    weight_data_type: str
+    manifest: Manifest | None = None
+
+    @classmethod
+    def open(cls, folder: Path, *, verify: bool = True) -> FTCheckpoint:
+        """Open `folder`, refusing one with a missing, short, long or altered file by name.
+
+        verify: compare every file's sha256 with the manifest; sizes are always checked, and are
+        all that can be checked where the original converter left no manifest.
+        Raises CheckpointError with all problems found.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise CheckpointError(problem("the checkpoint is no folder", got=str(folder)))
+        ini = config_ini.read_config(folder)
+        checkpoint = cls(
+            folder, ini.config, ini.tp_size, ini.weight_data_type, read_manifest(folder)
+        )
+        problems = Problems(f"the checkpoint {folder}")
+        checkpoint._check(problems, verify)
+        problems.raise_if_any(CheckpointError)
+        return checkpoint
+
+    @property
+    def dtype(self) -> np.dtype:
+        return DTYPES[self.weight_data_type]
+
+    def read(self, spec: WeightSpec, layer: int | None = None, tp_rank: int = 0) -> np.ndarray:
+        """One file as a read-only memory map of shape spec.shape_on(config, tp_size).
+
+        layer: global layer number, None for a tensor outside of the layers
+        """
+        path = self.folder / spec.file_name(layer, tp_rank)
+        shape = spec.shape_on(self.config, self.tp_size)
+        try:
+            return np.memmap(path, self.dtype, "r", shape=shape)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+
+    def _check(self, problems: Problems, verify: bool) -> None:
+        sizes = {
+            file.name: math.prod(file.spec.shape_on(self.config, self.tp_size))
+            * self.dtype.itemsize
+            for file in weight_files(self.config, self.tp_size)
+        }
+        entries: Mapping[str, FileEntry] = {}
+        if self.manifest is not None:
+            entries = self.manifest.entries
+            check_files(self.folder, entries, problems, digests=verify)
+        for name, size in sizes.items():
+            if name not in entries:
+                if self.manifest is not None:
+                    problems.add(f"{name} is not in the manifest")
+                check_size(self.folder / name, size, problems)
+            elif entries[name].bytes != size:
+                problems.add(
+                    f"{name} does not fit config.ini",
+                    got=f"{entries[name].bytes} bytes",
+                    choices=[f"{size} bytes"],
+                )
+
+
+class FTWriter:
+    """Makes a checkpoint folder: everything goes to `<name>.partial`, renamed when complete.
+
+    Use as a context manager; leaving it by an exception removes what was written. `write` may be
+    called by several threads at once.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: GPTConfig,
+        tp_size: int,
+        weight_data_type: str,
+        *,
+        source: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        if tp_size not in config.tp_sizes():
+            raise CheckpointError(
+                problem(
+                    "tensor_model_parallel_size must divide the attention heads and the MLP",
+                    got=tp_size,
+                    choices=config.tp_sizes(),
+                    change="export.model.tensor_model_parallel_size",
+                )
+            )
+        self.folder = Path(folder)
+        self.config = config
+        self.tp_size = tp_size
+        self.weight_data_type = weight_data_type
+        self.dtype = DTYPES[weight_data_type]
+        self.source = dict(source or {})
+        self.overwrite = overwrite
+        self.partial = self.folder.with_name(self.folder.name + ".partial")
+        self._entries: dict[str, FileEntry] = {}
+        self._lock = threading.Lock()
+        self._created: list[Path] = []
+
+    def __enter__(self) -> FTWriter:
+        if self.folder.exists() and not self.overwrite:
+            raise CheckpointError(
+                problem(
+                    "the output already exists",
+                    got=str(self.folder),
+                    change="export.run.triton_model_dir, or remove it, or set overwrite",
+                )
+            )
+        if self.partial.exists():
+            shutil.rmtree(self.partial)
+        missing = [path for path in self.folder.parents if not path.exists()]
+        self._created = missing
+        self.partial.mkdir(parents=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._commit()
+            return
+        shutil.rmtree(self.partial, ignore_errors=True)
+        for path in self._created:
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+
+    def write(self, file: WeightFile, chunks: Iterable[np.ndarray]) -> None:
+        """Write one weight from its consecutive pieces, each contiguous and of the right dtype."""
+        digest, size = hashlib.sha256(), 0
+        with (self.partial / file.name).open("wb", buffering=0) as out:
+            for chunk in chunks:
+                data = memoryview(chunk).cast("B")
+                _write_all(out.fileno(), data)
+                digest.update(data)
+                size += len(data)
+        shape = file.spec.shape_on(self.config, self.tp_size)
+        expected = math.prod(shape) * self.dtype.itemsize
+        if size != expected:
+            raise CheckpointError(
+                problem(f"{file.name} has another size", got=size, choices=[expected])
+            )
+        self._add(FileEntry(file.name, size, digest.hexdigest(), shape, self.dtype.name))
+
+    def copy(self, content: bytes, name: str) -> None:
+        """Write a file that is no weight, such as the tokenizer's."""
+        path = self.partial / name
+        path.write_bytes(content)
+        self._add(FileEntry(name, len(content), file_digest(path)))
+
+    def _add(self, entry: FileEntry) -> None:
+        with self._lock:
+            self._entries[entry.name] = entry
+
+    def _commit(self) -> None:
+        expected = {file.name for file in weight_files(self.config, self.tp_size)}
+        missing = sorted(expected - self._entries.keys())
+        if missing:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            raise CheckpointError(problem("not every weight was written", got=missing))
+        text = config_ini.format_config(self.config, self.tp_size, self.weight_data_type)
+        self.copy(text.encode(), config_ini.FILE_NAME)
+        files = tuple(self._entries.values())
+        Manifest("gpt", self.tp_size, self.weight_data_type, files, self.source).write(self.partial)
+        replace_folder(self.partial, self.folder)
+
+
+def replace_folder(new: Path, target: Path) -> None:
+    """Give `new` the name `target`; a folder that has the name is removed after the exchange."""
+    old = target.with_name(target.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    new.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
