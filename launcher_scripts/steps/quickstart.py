@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -112,9 +113,11 @@ def command(checkpoint: Path, results_dir: Path) -> list[str]:
 
 
 def _quote(path: Path) -> str:
-    """A path as a value on Hydra's command line."""
-    escaped = str(path).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+    """A path as a value on Hydra's command line, where a backslash counts only before a quote."""
+    escaped = re.sub(
+        r"(\\*)('|$)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), str(path)
+    )
+    return "'" + escaped.replace("${", "\\${") + "'"
 
 
 def run(argv: list[str]) -> int:
