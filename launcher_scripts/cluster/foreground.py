@@ -13,7 +13,7 @@ from types import FrameType
 from typing import ClassVar
 
 from launcher_scripts.cluster.job import Job, Service, Submitted
-from launcher_scripts.cluster.process import POLL_SECONDS, Process, ServiceProcess
+from launcher_scripts.cluster.process import POLL_SECONDS, Process, ServiceProcess, adopt_orphans
 from launcher_scripts.errors import ClusterError, ServerError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -55,6 +55,7 @@ class Foreground:
         self._exit = contextlib.ExitStack()
         self._exit.enter_context(self._stop.listening())
         self._services: list[ServiceProcess] = []
+        adopt_orphans()
 
     def run(self, submitted: Submitted) -> None:
         """Run a job to its end while the services live; raises when either fails."""

@@ -21,6 +21,7 @@ POLL_SECONDS = 0.05
 _GROUP_SECONDS = 5.0
 _LOG_TAIL_LINES = 20
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -86,7 +87,12 @@ class Process:
         self._popen.wait()
 
     def _group_lives(self) -> bool:
-        self._popen.poll()
+        """Dead members count until they are reaped; adopt_orphans makes that our part."""
+        if self._popen.poll() is None:
+            return True
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-self._popen.pid, os.WNOHANG) != (0, 0):
+                pass
         return self._signal_group(0)
 
     def _signal_group(self, number: int) -> bool:
@@ -116,6 +122,11 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_ino, status.st_mtime_ns
+
+
+def adopt_orphans() -> None:
+    """Become the parent of processes whose own parent in a job dies, so as to see them end."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _end_with_parent() -> None:

@@ -1,0 +1,127 @@
+"""Fixtures of the login half: composed configurations, a stand-in launcher, the real entry."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+import main as entry
+from stages.plan import Plan, make_plan
+
+STEPS = Path(__file__).parent / "stand_in_steps"
+
+Compose = Callable[..., dict[str, Any]]
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def hydra_config(checkout: Path) -> Iterator[Compose]:
+    """Compose the configuration as the command line does, with its values filled in."""
+    entry.register_resolvers()
+    with initialize_config_dir(str(checkout / "conf"), version_base="1.3"):
+
+        def composed(*overrides: str) -> dict[str, Any]:
+            config = compose("config", list(overrides))
+            values = OmegaConf.to_container(config, resolve=True)
+            assert isinstance(values, dict)
+            return values
+
+        yield composed
+
+
+@pytest.fixture
+def plan(hydra_config: Compose) -> Callable[..., Plan]:
+    """The plan of some overrides."""
+    return lambda *overrides: make_plan(hydra_config(*overrides))
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Path:
+    """A launcher_scripts folder whose steps are small stand-ins for the real ones."""
+    folder = tmp_path / "a launcher" / "launcher_scripts"
+    (folder / "steps").mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "steps" / "__init__.py").touch()
+    for step in STEPS.glob("*.py"):
+        (folder / "steps" / step.name).write_text(step.read_text(encoding="utf-8"), "utf-8")
+    return folder
+
+
+@pytest.fixture
+def nemo_file(tmp_path: Path) -> Path:
+    """A .nemo file as far as the login side looks into it: 4 heads, 2 layers, MLP of 64."""
+    return write_nemo(tmp_path / "model.nemo", num_layers=2, num_attention_heads=4)
+
+
+def write_nemo(path: Path, mode: str = "w", **config: Any) -> Path:
+    """A .nemo file with nothing but its hyperparameters and some weight bytes."""
+    folder = path.parent / f"{path.stem}_content"
+    folder.mkdir()
+    config = {"ffn_hidden_size": 64, **config}
+    (folder / "model_config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "model_weights.ckpt").write_bytes(b"weights")
+    with tarfile.open(path, mode) as archive:
+        archive.add(folder, ".")
+    return path
+
+
+@pytest.fixture
+def arguments(launcher: Path, tmp_path: Path, nemo_file: Path) -> list[str]:
+    """Arguments of a small run of the stand-ins."""
+    return [
+        f"launcher_scripts_path='{launcher}'",
+        f"base_results_dir='{tmp_path / 'the results'}'",
+        "export.run.model_train_name=tiny",
+        f"export.model.checkpoint_path='{nemo_file}'",
+        "export.model.tensor_model_parallel_size=2",
+        "evaluate.tasks.lambada.data_file=" + str(nemo_file),
+    ]
+
+
+@pytest.fixture
+def run(checkout: Path, tmp_path: Path) -> Run:
+    """Run the launcher as a user does and return what it printed."""
+
+    def run_main(
+        *arguments: str, script: Path = checkout / "main.py", cwd: Path = tmp_path, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(script), *arguments],
+            cwd=cwd,
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    return run_main
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder at the front of PATH for stand-in programs."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return folder
+
+
+@pytest.fixture
+def bare_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A PATH with bash and nothing of a cluster."""
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    for name in ("bash", "env"):
+        (folder / name).symlink_to(f"/usr/bin/{name}")
+    monkeypatch.setenv("PATH", str(folder))
+    return folder

@@ -1,0 +1,17 @@
+"""Stands in for the conversion: notes that it ran, and fails or waits where asked."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+settings = yaml.safe_load(Path(sys.argv[sys.argv.index("--settings") + 1]).read_text())
+print("converting", settings["model_name"], flush=True)
+with Path("ran").open("a") as ran:
+    ran.write("convert_checkpoint\n")
+if "EXPORT_WAITS" in os.environ:
+    Path(os.environ["EXPORT_WAITS"]).write_text(str(os.getpid()))
+    time.sleep(60)
+sys.exit(int(os.environ.get("EXPORT_EXITS", "0")))

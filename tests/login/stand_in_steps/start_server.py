@@ -1,0 +1,47 @@
+"""Stands in for the server: a child process of its own, a ready file, a clean end on SIGTERM.
+
+SERVER: dies_early | never_ready | dies_later | deaf (to SIGTERM) | leaves_child
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+settings = yaml.safe_load(Path(sys.argv[sys.argv.index("--settings") + 1]).read_text())
+behaviour = os.environ.get("SERVER", "")
+results = Path(settings["results_dir"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+(results / "pids").write_text(f"{os.getpid()} {child.pid}")
+print("server starts", flush=True)
+
+
+def stop(*_: object) -> None:
+    if behaviour == "deaf":
+        return
+    if behaviour != "leaves_child":
+        child.kill()
+        child.wait()
+    print("server stopped in order", flush=True)
+    sys.exit(0)
+
+
+signal.signal(signal.SIGTERM, stop)
+if behaviour == "dies_early":
+    print("the port is in use", flush=True)
+    child.kill()
+    sys.exit(7)
+if behaviour != "never_ready":
+    partial = results / "ready.json.partial"
+    partial.write_text('{"http": "127.0.0.1:8000"}')
+    partial.replace(results / "ready.json")
+if behaviour == "dies_later":
+    time.sleep(0.7)
+    print("a rank died", flush=True)
+    sys.exit(9)
+while True:
+    time.sleep(0.05)

@@ -1,0 +1,212 @@
+"""Whole command lines on this machine, with stand-ins for the steps: order, signals, leftovers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.login.conftest import Run
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+LOCAL = "cluster_type=interactive"
+
+
+def export_folder(tmp_path: Path) -> Path:
+    return tmp_path / "the results" / "tiny" / "export_tp2_pp1_fp16_fp16"
+
+
+def deploy_folder(tmp_path: Path) -> Path:
+    return tmp_path / "the results" / "tiny" / "deploy_tp2_pp1_fp16_fp16"
+
+
+def wait_for(path: Path, seconds: float = 20.0) -> str:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if path.exists() and path.read_text():
+            return path.read_text()
+        time.sleep(0.02)
+    pytest.fail(f"{path} did not appear")
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def assert_ended(pids: str) -> None:
+    deadline = time.monotonic() + 5
+    numbers = [int(pid) for pid in pids.split()]
+    while any(map(alive, numbers)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [pid for pid in numbers if alive(pid)] == []
+
+
+@pytest.fixture
+def start(checkout: Path, arguments: list[str], tmp_path: Path) -> Iterator[Start]:
+    """Start the launcher in the background; whatever a test leaves is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start_main(*more: str, **env: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, str(checkout / "main.py"), LOCAL, *arguments, *more],
+            cwd=tmp_path,
+            env={**os.environ, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start_main
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_export_runs_both_steps_and_keeps_everything(
+    run: Run, arguments: list[str], tmp_path: Path
+) -> None:
+    result = run("stages=[export]", LOCAL, *arguments)
+    assert result.returncode == 0, result.stderr
+    assert "converting tiny" in result.stdout
+    assert "writing the repository" in result.stdout
+    folder = export_folder(tmp_path) / "jobs" / "001"
+    record = json.loads((folder / "job.json").read_text())
+    assert record["cluster_type"] == "interactive"
+    assert "converting tiny" in (folder / record["log"]).read_text()
+    assert (folder / "ran").read_text() == "convert_checkpoint\nwrite_model_repository\n"
+    assert (folder / "export_tiny_hydra.yaml").exists()
+    assert os.access(folder / "export_tiny_submission.sh", os.X_OK)
+
+
+def test_a_second_run_overwrites_nothing(run: Run, arguments: list[str], tmp_path: Path) -> None:
+    for _ in range(2):
+        assert run("stages=[export]", LOCAL, *arguments).returncode == 0
+    jobs = export_folder(tmp_path) / "jobs"
+    assert sorted(path.name for path in jobs.iterdir()) == ["001", "002"]
+    assert (jobs / "001" / "ran").read_text() == (jobs / "002" / "ran").read_text()
+
+
+def test_a_failing_step_ends_the_job_with_its_code(
+    run: Run, arguments: list[str], tmp_path: Path
+) -> None:
+    result = run("stages=[export,deploy]", LOCAL, *arguments, EXPORT_EXITS="23")
+    assert result.returncode == 23
+    assert "failed with exit code 23" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert (export_folder(tmp_path) / "jobs/001/ran").read_text() == "convert_checkpoint\n"
+    assert not deploy_folder(tmp_path).exists()
+
+
+def test_an_interrupted_export_ends_its_processes(start: Start, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    process = start("stages=[export]", EXPORT_WAITS=str(pid_file))
+    pid = wait_for(pid_file)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "stopped by SIGINT" in output
+    assert_ended(pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_in_the_foreground_ends_cleanly(start: Start, tmp_path: Path, number: int) -> None:
+    process = start("stages=[export,deploy]")
+    wait_for(deploy_folder(tmp_path) / "ready.json")
+    pids = (deploy_folder(tmp_path) / "pids").read_text()
+    time.sleep(0.3)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 0, output
+    assert "is ready" in output
+    assert output.index("writing the repository") < output.index("server starts")
+    assert "server stopped in order" in output
+    assert_ended(pids)
+
+
+@pytest.mark.parametrize("behaviour", ["deaf", "leaves_child"])
+def test_no_process_outlives_a_server_that_ends_badly(
+    start: Start, tmp_path: Path, behaviour: str
+) -> None:
+    process = start("stages=[export,deploy]", "deploy.server.stop_timeout=1", SERVER=behaviour)
+    wait_for(deploy_folder(tmp_path) / "ready.json")
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == (128 + signal.SIGKILL if behaviour == "deaf" else 0)
+    assert_ended((deploy_folder(tmp_path) / "pids").read_text())
+
+
+def test_the_server_ends_when_the_launcher_is_killed(start: Start, tmp_path: Path) -> None:
+    process = start("stages=[export,deploy]")
+    wait_for(deploy_folder(tmp_path) / "ready.json")
+    process.kill()
+    assert_ended((deploy_folder(tmp_path) / "pids").read_text())
+
+
+def test_evaluation_has_a_server_beside_it(run: Run, arguments: list[str], tmp_path: Path) -> None:
+    result = run("stages=[export,deploy,evaluate]", LOCAL, *arguments, EVALUATE_SECONDS="0.5")
+    assert result.returncode == 0, result.stderr
+    assert 'measuring at {"http": "127.0.0.1:8000"}' in result.stdout
+    assert "measured the speed" in result.stdout
+    assert_ended((deploy_folder(tmp_path) / "pids").read_text())
+    log = next((deploy_folder(tmp_path) / "jobs/001").glob("log-*")).read_text()
+    assert "server stopped in order" in log
+
+
+def test_a_ready_file_of_an_earlier_run_does_not_count(
+    run: Run, arguments: list[str], tmp_path: Path
+) -> None:
+    deploy_folder(tmp_path).mkdir(parents=True)
+    (deploy_folder(tmp_path) / "ready.json").write_text("old")
+    late = ("deploy.server.ready_timeout=0.5", *arguments)
+    result = run("stages=[export,deploy,evaluate]", LOCAL, *late, SERVER="never_ready")
+    assert result.returncode == 1
+    assert "was not ready within 0.5 s" in result.stderr
+    assert_ended((deploy_folder(tmp_path) / "pids").read_text())
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason", "code"),
+    [("dies_early", "the port is in use", 7), ("dies_later", "a rank died", 9)],
+)
+def test_a_dead_server_fails_the_evaluation(
+    run: Run, arguments: list[str], tmp_path: Path, behaviour: str, reason: str, code: int
+) -> None:
+    result = run(
+        "stages=[export,deploy,evaluate]",
+        LOCAL,
+        *arguments,
+        SERVER=behaviour,
+        EVALUATE_SECONDS="30",
+    )
+    assert result.returncode == 1
+    assert f"ended with exit code {code}" in result.stderr
+    assert f"| {reason}" in result.stderr
+    assert_ended((deploy_folder(tmp_path) / "pids").read_text())
+
+
+def test_a_dead_server_in_the_foreground_gives_its_code(run: Run, arguments: list[str]) -> None:
+    result = run("stages=[export,deploy]", LOCAL, *arguments, SERVER="dies_later")
+    assert result.returncode == 9
+    assert "failed with exit code 9" in result.stderr
+
+
+def test_a_failing_evaluation_stops_the_server(
+    run: Run, arguments: list[str], tmp_path: Path
+) -> None:
+    result = run("stages=[export,deploy,evaluate]", LOCAL, *arguments, EVALUATE_EXITS="5")
+    assert result.returncode == 5
+    assert_ended((deploy_folder(tmp_path) / "pids").read_text())
