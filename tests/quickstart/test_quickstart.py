@@ -94,9 +94,9 @@ def test_missing_items_fail(results_dir: Path, capsys: pytest.CaptureFixture[str
 def test_paths_survive_hydras_command_line(tmp_path: Path) -> None:
     nasty = tmp_path / "a 'b' \\c\\'d, $(e) ${f}=[g]\\"
     parser = OverridesParser.create()
-    arguments = dict(
-        (argument.partition("=")[0], argument) for argument in quickstart.command(nasty, nasty)
-    )
+    arguments = {
+        argument.partition("=")[0]: argument for argument in quickstart.command(nasty, nasty)
+    }
     for key in ("base_results_dir", "export.model.checkpoint_path"):
         value = str(parser.parse_override(arguments[key]).value())
         assert OmegaConf.create({"path": value}).path == str(nasty)
