@@ -1,12 +1,15 @@
 # make quickstart   set up everything and run the main job on a real model
 # make check        set up everything and run what CI runs: format, lint, types, tests
 # make setup        .venv in this checkout (make setup TORCH=... for a machine's own torch)
+# make cluster      start a two-node Slurm on this machine, for tests and trials (NODES=4 for four);
+#                   make cluster-stop ends it
 # make format       bring the code into the format that make check asks for
 
 PYTHON_DIRS = main.py launcher_scripts stages tests benchmarks
 BIN = .venv/bin
+CLUSTER = $(CURDIR)/results/cluster
 
-.PHONY: setup quickstart check format clean
+.PHONY: setup quickstart check cluster cluster-stop format clean
 
 setup:
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" sh requirements/install.sh
@@ -19,6 +22,12 @@ check: setup
 	$(BIN)/ruff check $(PYTHON_DIRS)
 	$(BIN)/mypy
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python3 -m pytest -m "not slow and not gpu" -n 2
+
+cluster:
+	@$(or $(PYTHON),python3) -m tests.slurm.cluster start --root $(CLUSTER) --nodes $(or $(NODES),2)
+
+cluster-stop:
+	@$(or $(PYTHON),python3) -m tests.slurm.cluster stop --root $(CLUSTER)
 
 format: setup
 	$(BIN)/ruff format $(PYTHON_DIRS)

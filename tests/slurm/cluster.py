@@ -1,0 +1,299 @@
+"""A real Slurm cluster of virtual nodes on this machine, for tests.
+
+    python3 -m tests.slurm.cluster start --root /tmp/cluster --nodes 2
+    export SLURM_CONF=/tmp/cluster/etc/slurm.conf
+    srun --nodes=2 hostname
+    python3 -m tests.slurm.cluster stop --root /tmp/cluster
+
+Everything lies under --root; several clusters can run side by side. Needs Debian's slurm-wlm,
+munge, libpmix-dev, libslurm-dev and gcc; no privileges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.slurm.configuration import Paths, write_configuration
+
+PACKAGES = "slurm-wlm munge libpmix-dev libslurm-dev gcc libc6-dev"
+_SPANK_SOURCE = Path(__file__).parent / "spank" / "pyxis_double.c"
+_PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "gcc")
+_SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+
+
+class ClusterFailure(Exception):
+    """The cluster did not do what it should; the message has the daemons' last words."""
+
+
+def missing_requirements() -> list[str]:
+    """What this machine lacks for a cluster; empty when there is nothing."""
+    missing = [name for name in _PROGRAMS if shutil.which(name, path=_SEARCH_PATH) is None]
+    if not Path("/usr/include/slurm/spank.h").exists():
+        missing.append("slurm/spank.h")
+    return missing
+
+
+def started_nodes(root: Path) -> int:
+    """How many nodes the cluster under `root` was started with; 0 for none."""
+    return len(list((root / "run").glob("slurmd-*.pid")))
+
+
+@dataclass(frozen=True)
+class TestCluster:
+    """A cluster under `root` with nodes n1, n2, ... that pretend to have `gpus` GPUs each."""
+
+    __test__ = False
+
+    root: Path
+    nodes: int = 2
+    gpus: int = 8
+
+    @property
+    def paths(self) -> Paths:
+        return Paths(self.root)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment in which Slurm's commands speak to this cluster."""
+        outside = ("SLURM_", "SBATCH_", "SRUN_")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(outside)}
+        return {**kept, "SLURM_CONF": str(self.paths.slurm_conf)}
+
+    @property
+    def daemons(self) -> list[str]:
+        """The daemons in the order in which they start."""
+        return ["munged", "slurmctld", *(f"slurmd-n{n}" for n in range(1, self.nodes + 1))]
+
+    def run(self, *argv: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run a command against this cluster; its output comes back as text."""
+        options = {"env": self.environment, "timeout": 120, **options}
+        return subprocess.run(argv, capture_output=True, text=True, check=False, **options)
+
+    def start(self, timeout: float = 30) -> None:
+        """Bring every daemon up and wait until all nodes are idle; does nothing when they are."""
+        missing = missing_requirements()
+        if missing:
+            raise ClusterFailure(
+                f"this machine lacks {', '.join(missing)}: apt-get install {PACKAGES}"
+            )
+        if self.is_up():
+            return
+        if len(bytes(self.paths.munge_socket)) > _LONGEST_SOCKET_PATH:
+            raise ClusterFailure(f"{self.root} is too long a path for sockets: choose another root")
+        self.stop()
+        write_configuration(self.paths, self.nodes, self.gpus)
+        self._build_spank_plugin()
+        try:
+            for daemon in self.daemons:
+                self._start_daemon(daemon)
+            _wait_until(self.is_up, timeout, lambda: f"no idle nodes: {self._last_words()}")
+        except ClusterFailure:
+            self.stop()
+            raise
+
+    def is_up(self) -> bool:
+        """Whether every daemon runs and every node takes jobs."""
+        if not all(self.pid(daemon) for daemon in self.daemons):
+            return False
+        states = self.run("sinfo", "--noheader", "--Node", "--format=%N %T", "--partition=batch")
+        fine = [line for line in states.stdout.splitlines() if line.split()[1] in _USABLE]
+        return states.returncode == 0 and len(fine) == self.nodes
+
+    def stop(self, timeout: float = 20) -> None:
+        """End jobs, then daemons; whatever does not end in time is killed."""
+        if self.pid("slurmctld") and self.pid("munged"):
+            self.cancel_all(timeout / 2)
+        # In this order: slurmd, slurmctld, munged.
+        for path in sorted((self.root / "run").glob("*.pid"), reverse=True):
+            _end(self.pid(path.stem), timeout)
+            path.unlink(missing_ok=True)
+        for pid in [*self.step_daemons(), *self.job_processes()]:
+            _end(pid, timeout=0)
+
+    def cancel_all(self, timeout: float = 20) -> None:
+        """Cancel every job and wait until nothing of them runs, or until the time is over."""
+        self.run("scancel", "--user", str(os.getuid()))
+        deadline = time.monotonic() + timeout
+        while self.step_daemons() and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def wait(self, job_id: str, timeout: float = 60) -> dict[str, str]:
+        """Wait for a job's end; returns its fields as scontrol shows them."""
+        deadline = time.monotonic() + timeout
+        while True:
+            shown = self.run("scontrol", "--oneliner", "show", "job", job_id)
+            fields = dict(item.split("=", 1) for item in shown.stdout.split() if "=" in item)
+            if fields.get("JobState") not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+                return fields
+            if time.monotonic() > deadline:
+                raise ClusterFailure(f"job {job_id} does not end: {shown.stdout}")
+            time.sleep(0.1)
+
+    def pid(self, daemon: str) -> int | None:
+        """The daemon's process id; None when it does not run, whatever its pid file says."""
+        try:
+            pid = int(self.paths.pid_file(daemon).read_text())
+        except (OSError, ValueError):
+            return None
+        name = _read(Path(f"/proc/{pid}/comm")).decode().strip()
+        return pid if _alive(pid) and name == daemon.split("-")[0] else None
+
+    def step_daemons(self) -> list[int]:
+        """The slurmstepd processes of this cluster: those that have its spank plugin loaded."""
+        plugin = str(self.paths.pyxis_double)
+        return [
+            pid
+            for pid, folder in _processes()
+            if _read(folder / "comm").startswith(b"slurmstepd")
+            and plugin.encode() in _read(folder / "maps")
+        ]
+
+    def job_processes(self, job_id: str | None = None) -> list[int]:
+        """The processes of this cluster's jobs, or of one job: what a clean end leaves none of."""
+        conf = f"SLURM_CONF={self.paths.slurm_conf}".encode()
+        job = b"SLURM_JOB_ID=" + (job_id or "").encode()
+        found = []
+        for pid, folder in _processes():
+            variables = _read(folder / "environ").split(b"\0")
+            ours = conf in variables and any(item.startswith(job) for item in variables)
+            if ours and (job_id is None or job in variables):
+                found.append(pid)
+        return found
+
+    def pyxis_record(self) -> list[dict[str, Any]]:
+        """What the SPANK test double has seen so far."""
+        path = self.paths.pyxis_record
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def _build_spank_plugin(self) -> None:
+        target = self.paths.pyxis_double
+        command = ["gcc", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", str(target)]
+        built = subprocess.run(
+            [*command, str(_SPANK_SOURCE)], capture_output=True, text=True, check=False
+        )
+        if built.returncode != 0:
+            raise ClusterFailure(f"{_SPANK_SOURCE.name} does not compile:\n{built.stderr}")
+
+    def _start_daemon(self, daemon: str) -> None:
+        paths = self.paths
+        program, _, node = daemon.partition("-")
+        argv = {
+            # --force: the folder of the socket need not be open to other users.
+            "munged": [
+                "munged",
+                "--force",
+                f"--key-file={paths.munge_key}",
+                f"--socket={paths.munge_socket}",
+                f"--pid-file={paths.pid_file(daemon)}",
+                f"--log-file={paths.log(daemon)}",
+                f"--seed-file={paths.root}/run/munged.seed",
+                "--num-threads=2",
+            ],
+            "slurmctld": ["slurmctld"],
+            "slurmd": ["slurmd", "-N", node],
+        }[program]
+        started = self.run(*argv, env={**self.environment, "PATH": _SEARCH_PATH})
+        if started.returncode != 0:
+            raise ClusterFailure(f"{daemon} does not start: {started.stderr}{self._last_words()}")
+        _wait_until(
+            lambda: self.pid(daemon) is not None,
+            10,
+            lambda: f"{daemon} ended at once: {self._last_words()}",
+        )
+
+    def _last_words(self) -> str:
+        """The errors in the daemons' logs."""
+        words = []
+        for path in sorted((self.root / "log").glob("*.log")):
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            errors = [line for line in lines if "error" in line.lower() or "fatal" in line]
+            words += [f"{path.name}: {line}" for line in errors[-5:]]
+        return "\n".join(["", *words])
+
+
+_LONGEST_SOCKET_PATH = 107
+_USABLE = ("idle", "mixed", "allocated", "completing")
+
+
+def _processes() -> list[tuple[int, Path]]:
+    return [(int(f.name), f) for f in Path("/proc").iterdir() if f.name.isdecimal()]
+
+
+def _read(path: Path) -> bytes:
+    """The content of a file in /proc; nothing when the process is gone or not ours to see."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process still runs; one that nobody has waited for has no command line."""
+    return bool(_read(Path(f"/proc/{pid}/cmdline")))
+
+
+def _end(pid: int | None, timeout: float) -> None:
+    """Ask a process to end, and kill it when it has not done so in time."""
+    if pid is None:
+        return
+    deadline = time.monotonic() + timeout
+    try:
+        os.kill(pid, signal.SIGTERM)
+        while time.monotonic() < deadline and _alive(pid):
+            time.sleep(0.05)
+        if _alive(pid):
+            os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _wait_until(
+    condition: Callable[[], bool], timeout: float, complaint: Callable[[], str]
+) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise ClusterFailure(complaint())
+        time.sleep(0.1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tests.slurm.cluster", description=__doc__)
+    parser.add_argument("action", choices=("start", "stop", "status"))
+    parser.add_argument("--root", type=Path, required=True, help="folder of the cluster")
+    parser.add_argument("--nodes", type=int, default=2, help="number of virtual nodes")
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs each node pretends to have")
+    options = parser.parse_args(argv)
+    root = options.root.absolute()
+    nodes = options.nodes if options.action == "start" else started_nodes(root)
+    cluster = TestCluster(root, nodes, options.gpus)
+    if options.action == "stop":
+        cluster.stop()
+        return 0
+    try:
+        if options.action == "start":
+            cluster.start()
+    except ClusterFailure as error:
+        print(error, file=sys.stderr)
+        return 1
+    running = cluster.nodes > 0 and cluster.is_up()
+    print(f"{'up' if running else 'down'}: {cluster.nodes} nodes under {cluster.root}")
+    if running:
+        print(f"export SLURM_CONF={cluster.paths.slurm_conf}")
+    return 0 if running else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

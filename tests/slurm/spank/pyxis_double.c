@@ -1,0 +1,316 @@
+/*
+ * A test double of the pyxis SPANK plugin: the same command-line options, no containers.
+ *
+ * Loaded by the real srun, sbatch and slurmstepd through plugstack.conf:
+ *
+ *     required /path/pyxis_double.so record=/path/pyxis.jsonl
+ *
+ * It registers pyxis's documented options in every context, so a misspelled option is refused by
+ * Slurm itself; appends one JSON line per phase (srun, sbatch, task) with every option's value; and
+ * lets a step fail as pyxis does: status 1 and "pyxis: ..." on the step's stderr when the image,
+ * a mount source or the working directory is missing. The task itself runs on the host.
+ *
+ * An image may have a file <image>.env beside it, with lines NAME=value: the image's environment,
+ * which wins over the job's except for the names in --container-env, as it does in pyxis.
+ */
+#include <ctype.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <slurm/spank.h>
+
+SPANK_PLUGIN(pyxis_double, 1)
+
+enum {
+    IMAGE, MOUNTS, WORKDIR, NAME, SAVE, ENV,
+    MOUNT_HOME, REMAP_ROOT, ENTRYPOINT, WRITABLE, ENTRYPOINT_LOG,
+    SETTINGS
+};
+
+static const char *const setting_names[SETTINGS] = {
+    "image", "mounts", "workdir", "name", "save", "env",
+    "mount_home", "remap_root", "entrypoint", "writable", "entrypoint_log",
+};
+
+/* An option's val is its setting, plus this when the option switches the setting off. */
+#define OFF 100
+
+static char *values[SETTINGS];
+static char *record_path;
+
+/* Slurm may deliver the same option twice; only a different second value is a mistake. */
+static int take(int val, const char *argument, int remote)
+{
+    int setting = val % OFF;
+    const char *value = argument != NULL ? argument : (val >= OFF ? "no" : "yes");
+
+    (void)remote;
+    if (*value == '\0') {
+        slurm_error("pyxis: --container-%s: argument required", setting_names[setting]);
+        return -1;
+    }
+    if (values[setting] != NULL && strcmp(values[setting], value) != 0) {
+        slurm_error("pyxis: --container-%s given twice: %s and %s", setting_names[setting],
+                    values[setting], value);
+        return -1;
+    }
+    if (values[setting] == NULL)
+        values[setting] = strdup(value);
+    return 0;
+}
+
+/* Each entry of --container-mounts is SRC[:DST[:FLAGS]]; SRC is a path, "tmpfs" or "umount". */
+static int take_mounts(int val, const char *argument, int remote)
+{
+    char *copy, *rest, *entry;
+    int result = 0;
+
+    if (take(val, argument, remote) != 0)
+        return -1;
+    rest = copy = strdup(argument);
+    while (result == 0 && (entry = strsep(&rest, ",")) != NULL) {
+        char *fields = entry, *source = strsep(&fields, ":");
+        char *target = fields != NULL ? strsep(&fields, ":") : source;
+        int special = strcmp(source, "tmpfs") == 0 || strcmp(source, "umount") == 0;
+
+        if (*source == '\0' || *target == '\0') {
+            slurm_error("pyxis: --container-mounts: invalid format: %s", argument);
+            result = -1;
+        } else if ((!special && strspn(source, "./") == 0) || strspn(target, "./") == 0) {
+            slurm_error("pyxis: --container-mounts: source and target must be paths: %s:%s",
+                        source, target);
+            result = -1;
+        }
+    }
+    free(copy);
+    return result;
+}
+
+/* --container-name is NAME[:auto|create|exec|no_exec]. */
+static int take_name(int val, const char *argument, int remote)
+{
+    const char *flag = strchr(argument, ':');
+
+    if (take(val, argument, remote) != 0)
+        return -1;
+    if (flag == argument || strchr(argument, '/') != NULL ||
+        (flag != NULL && strcmp(flag, ":auto") != 0 && strcmp(flag, ":create") != 0 &&
+         strcmp(flag, ":exec") != 0 && strcmp(flag, ":no_exec") != 0)) {
+        slurm_error("pyxis: --container-name: invalid name or flag: %s", argument);
+        return -1;
+    }
+    return 0;
+}
+
+static struct spank_option options[] = {
+    {"container-image", "IMAGE|PATH", "[pyxis double] container image", 1, IMAGE, take},
+    {"container-mounts", "SRC:DST[:FLAGS][,...]", "[pyxis double] mounts", 1, MOUNTS, take_mounts},
+    {"container-workdir", "PATH", "[pyxis double] working directory", 1, WORKDIR, take},
+    {"container-name", "NAME", "[pyxis double] container name", 1, NAME, take_name},
+    {"container-save", "PATH", "[pyxis double] save the container", 1, SAVE, take},
+    {"container-env", "NAME[,...]", "[pyxis double] names the image may not set", 1, ENV, take},
+    {"container-mount-home", NULL, "[pyxis double] mount home", 0, MOUNT_HOME, take},
+    {"no-container-mount-home", NULL, "[pyxis double] no home", 0, MOUNT_HOME + OFF, take},
+    {"container-remap-root", NULL, "[pyxis double] be root", 0, REMAP_ROOT, take},
+    {"no-container-remap-root", NULL, "[pyxis double] be oneself", 0, REMAP_ROOT + OFF, take},
+    {"container-entrypoint", NULL, "[pyxis double] run the entrypoint", 0, ENTRYPOINT, take},
+    {"no-container-entrypoint", NULL, "[pyxis double] no entrypoint", 0, ENTRYPOINT + OFF, take},
+    {"container-entrypoint-log", NULL, "[pyxis double] entrypoint log", 0, ENTRYPOINT_LOG, take},
+    {"container-writable", NULL, "[pyxis double] writable root", 0, WRITABLE, take},
+    {"container-readonly", NULL, "[pyxis double] read-only root", 0, WRITABLE + OFF, take},
+    SPANK_OPTIONS_TABLE_END
+};
+
+int slurm_spank_init(spank_t spank, int argc, char **argv)
+{
+    spank_context_t context = spank_context();
+
+    for (int i = 0; i < argc; i++)
+        if (strncmp(argv[i], "record=", 7) == 0)
+            record_path = strdup(argv[i] + 7);
+    if (context != S_CTX_LOCAL && context != S_CTX_ALLOCATOR && context != S_CTX_REMOTE)
+        return 0;
+    for (int i = 0; options[i].name != NULL; i++)
+        if (spank_option_register(spank, &options[i]) != ESPANK_SUCCESS)
+            return -1;
+    return 0;
+}
+
+static void write_json_string(FILE *line, const char *text)
+{
+    fputc('"', line);
+    for (; *text != '\0'; text++) {
+        unsigned char c = (unsigned char)*text;
+
+        if (c == '"' || c == '\\')
+            fprintf(line, "\\%c", c);
+        else if (c < 0x20)
+            fprintf(line, "\\u%04x", c);
+        else
+            fputc(c, line);
+    }
+    fputc('"', line);
+}
+
+/* Appends one line in a single write, so that lines of concurrent tasks never mix. */
+static void record(const char *phase, const char *numbers)
+{
+    char *text = NULL;
+    size_t size = 0;
+    FILE *line;
+    int file;
+
+    if (record_path == NULL || (line = open_memstream(&text, &size)) == NULL)
+        return;
+    fprintf(line, "{\"phase\": \"%s\"%s", phase, numbers);
+    for (int i = 0; i < SETTINGS; i++) {
+        fprintf(line, ", \"%s\": ", setting_names[i]);
+        if (values[i] == NULL)
+            fputs("null", line);
+        else
+            write_json_string(line, values[i]);
+    }
+    fputs("}\n", line);
+    fclose(line);
+    file = open(record_path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+    if (file >= 0) {
+        if (write(file, text, size) != (ssize_t)size)
+            slurm_error("pyxis: cannot write %s", record_path);
+        close(file);
+    }
+    free(text);
+}
+
+static int used(void)
+{
+    return values[IMAGE] != NULL || values[NAME] != NULL;
+}
+
+int slurm_spank_init_post_opt(spank_t spank, int argc, char **argv)
+{
+    spank_context_t context = spank_context();
+
+    (void)spank, (void)argc, (void)argv;
+    if (context == S_CTX_LOCAL || context == S_CTX_ALLOCATOR) {
+        record(context == S_CTX_LOCAL ? "srun" : "sbatch", "");
+        if (!used() && (values[MOUNTS] != NULL || values[WORKDIR] != NULL))
+            slurm_error("pyxis: options ignored: neither --container-image nor "
+                        "--container-name is set");
+    }
+    return 0;
+}
+
+static int fail(const char *format, ...)
+{
+    char text[PATH_MAX + 256];
+    va_list arguments;
+
+    va_start(arguments, format);
+    vsnprintf(text, sizeof(text), format, arguments);
+    va_end(arguments);
+    slurm_error("pyxis: %s", text);
+    slurm_error("pyxis: couldn't start container");
+    return -1;
+}
+
+/* The names in --container-env keep the job's value. */
+static int kept(const char *name)
+{
+    size_t length = strlen(name);
+    const char *at = values[ENV];
+
+    while (at != NULL && *at != '\0') {
+        size_t span = strcspn(at, ",");
+
+        if (span == length && strncmp(at, name, length) == 0)
+            return 1;
+        at += span + (at[span] == ',');
+    }
+    return 0;
+}
+
+static void apply_image_environment(spank_t spank, const char *image)
+{
+    char path[PATH_MAX], line[4096];
+    FILE *file;
+
+    snprintf(path, sizeof(path), "%s.env", image);
+    if ((file = fopen(path, "r")) == NULL)
+        return;
+    while (fgets(line, sizeof(line), file) != NULL) {
+        char *value = strchr(line, '=');
+
+        line[strcspn(line, "\n")] = '\0';
+        if (value == NULL)
+            continue;
+        *value++ = '\0';
+        if (!kept(line))
+            spank_setenv(spank, line, value, 1);
+    }
+    fclose(file);
+}
+
+static int check_image(void)
+{
+    struct stat status;
+    const char *image = values[IMAGE];
+
+    if (image == NULL)
+        return fail("a container name without an image: %s does not exist", values[NAME]);
+    if (strspn(image, "./") == 0)
+        return fail("failed to import docker image: docker://%s", image);
+    if (stat(image, &status) != 0)
+        return fail("No such file or directory: %s", image);
+    if (!S_ISREG(status.st_mode))
+        return fail("Invalid image format: %s", image);
+    return 0;
+}
+
+static int check_mounts(void)
+{
+    char *copy, *rest, *entry;
+    int result = 0;
+
+    if (values[MOUNTS] == NULL)
+        return 0;
+    rest = copy = strdup(values[MOUNTS]);
+    while (result == 0 && (entry = strsep(&rest, ",")) != NULL) {
+        char *source = strsep(&entry, ":");
+
+        if (strspn(source, "./") > 0 && access(source, F_OK) != 0)
+            result = fail("failed to mount: %s: %s", source, strerror(errno));
+    }
+    free(copy);
+    return result;
+}
+
+int slurm_spank_task_init(spank_t spank, int argc, char **argv)
+{
+    uint32_t job = 0, step = 0, node = 0, rank = 0;
+    char numbers[160];
+
+    (void)argc, (void)argv;
+    if (!used())
+        return 0;
+    spank_get_item(spank, S_JOB_ID, &job);
+    spank_get_item(spank, S_JOB_STEPID, &step);
+    spank_get_item(spank, S_JOB_NODEID, &node);
+    spank_get_item(spank, S_TASK_GLOBAL_ID, &rank);
+    snprintf(numbers, sizeof(numbers), ", \"job\": %u, \"step\": %u, \"node\": %u, \"rank\": %u",
+             job, step, node, rank);
+    record("task", numbers);
+    if (check_image() != 0 || check_mounts() != 0)
+        return -1;
+    if (values[WORKDIR] != NULL && chdir(values[WORKDIR]) != 0)
+        return fail("couldn't chdir to %s: %s", values[WORKDIR], strerror(errno));
+    apply_image_environment(spank, values[IMAGE]);
+    return 0;
+}

@@ -1,0 +1,122 @@
+"""The SPANK test double takes pyxis's options, records them, and fails where pyxis fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import TestCluster
+
+
+def test_every_option_is_recorded_in_both_spellings(slurm: TestCluster, image: Path) -> None:
+    before = len(slurm.pyxis_record())
+    ran = slurm.run(
+        "srun",
+        "--nodes=2",
+        f"--container-image={image}",
+        "--container-mounts",
+        f"/tmp,{image.parent}:{image.parent}:ro",
+        "--container-workdir=/tmp",
+        "--container-name",
+        "some:create",
+        "--container-env=A,B",
+        "--container-save=/tmp/saved.sqsh",
+        "--no-container-mount-home",
+        "--container-remap-root",
+        "--no-container-entrypoint",
+        "--container-readonly",
+        "pwd",
+    )
+    assert (ran.returncode, ran.stdout.splitlines()) == (0, ["/tmp", "/tmp"]), ran.stderr
+    client, *tasks = slurm.pyxis_record()[before:]
+    assert client["phase"] == "srun"
+    assert [task["phase"] for task in tasks] == ["task", "task"]
+    assert sorted((task["node"], task["rank"]) for task in tasks) == [(0, 0), (1, 1)]
+    options = {
+        "image": str(image),
+        "mounts": f"/tmp,{image.parent}:{image.parent}:ro",
+        "workdir": "/tmp",
+        "name": "some:create",
+        "env": "A,B",
+        "save": "/tmp/saved.sqsh",
+        "mount_home": "no",
+        "remap_root": "yes",
+        "entrypoint": "no",
+        "entrypoint_log": None,
+        "writable": "no",
+    }
+    for entry in (client, *tasks):
+        assert options.items() <= entry.items()
+
+
+def test_awkward_values_arrive_as_they_are(slurm: TestCluster, tmp_path: Path) -> None:
+    folder = tmp_path / 'a "b" $(touch x) \\ c\td'
+    folder.mkdir()
+    image = folder / "image.sqsh"
+    image.touch()
+    ran = slurm.run("srun", f"--container-image={image}", f"--container-workdir={folder}", "pwd")
+    assert ran.stdout.rstrip("\n") == str(folder), ran.stderr
+    assert slurm.pyxis_record()[-1]["image"] == str(image)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--container-image={folder}/absent.sqsh"], "No such file or directory"),
+        (["--container-image=image.sqsh"], "failed to import docker image: docker://image.sqsh"),
+        (["--container-image={folder}"], "Invalid image format"),
+        (["--container-name=some"], "a container name without an image"),
+        (
+            ["--container-image={image}", "--container-mounts={folder}/absent:/data"],
+            "failed to mount: {folder}/absent",
+        ),
+        (
+            ["--container-image={image}", "--container-workdir={folder}/absent"],
+            "couldn't chdir to {folder}/absent",
+        ),
+    ],
+)
+def test_a_step_fails_on_what_is_missing(
+    slurm: TestCluster, image: Path, options: list[str], message: str
+) -> None:
+    names = {"folder": str(image.parent), "image": str(image)}
+    argv = [option.format(**names) for option in options]
+    ran = slurm.run("srun", *argv, "echo", "it ran", cwd=image.parent)
+    assert ran.returncode == 1
+    assert "pyxis: " + message.format(**names) in ran.stderr
+    assert "it ran" not in ran.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--container-image="],
+        ["--container-image=/a", "--container-image=/b"],
+        ["--container-mounts=:/x"],
+        ["--container-mounts=data:/data"],
+        ["--container-name=a:sometimes"],
+        ["--container-writable", "--container-readonly"],
+    ],
+)
+def test_contradictions_never_leave_the_client(slurm: TestCluster, options: list[str]) -> None:
+    ran = slurm.run("srun", *options, "true")
+    assert ran.returncode != 0
+    assert "pyxis: --container-" in ran.stderr
+
+
+def test_the_image_s_variables_win_except_for_the_named_ones(
+    slurm: TestCluster, image: Path
+) -> None:
+    Path(f"{image}.env").write_text("MINE=image\nYOURS=image\n")
+    environment = {**slurm.environment, "MINE": "job", "YOURS": "job", "OTHER": "job"}
+    ran = slurm.run(
+        "srun",
+        f"--container-image={image}",
+        "--container-env=MINE",
+        "bash",
+        "-c",
+        'echo "$MINE $YOURS $OTHER"',
+        env=environment,
+    )
+    assert ran.stdout.strip() == "job image job", ran.stderr
