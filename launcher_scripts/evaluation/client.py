@@ -45,9 +45,11 @@ class HttpConnection:
 
     def __init__(self, address: str, request_timeout: float) -> None:
         import gevent
+        from gevent.pool import Group
         from tritonclient import http
 
         self._module = http
+        self._pending = Group()
         self._client = http.InferenceServerClient(
             address,
             concurrency=MOST_IN_FLIGHT,
@@ -66,19 +68,22 @@ class HttpConnection:
     def submit(
         self, model_name: str, tensors: Tensors, outputs: Sequence[str]
     ) -> Callable[[], Tensors]:
-        pending = self._client.async_infer(
+        pending = self._pending.spawn(
+            self._client.infer,
             model_name,
             _infer_inputs(self._module, tensors),
             outputs=[self._module.InferRequestedOutput(name) for name in outputs],
         )
 
         def answer() -> Tensors:
-            result = pending.get_result()
+            result = pending.get()
             return {name: result.as_numpy(name) for name in outputs}
 
         return answer
 
     def close(self) -> None:
+        """Give up what is still in flight, which the client's own close would wait for."""
+        self._pending.kill()
         self._client.close()
 
 

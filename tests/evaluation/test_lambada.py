@@ -1,0 +1,166 @@
+"""LAMBADA's measures by values worked out by hand, and item by item against transformers."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launcher_scripts.errors import ConfigError, ServerError
+from launcher_scripts.evaluation.tasks import TASKS, lambada
+from launcher_scripts.evaluation.tasks.lambada import Item, ItemResult
+from launcher_scripts.settings import TASK_NAMES, TaskSettings
+from tests.evaluation.fake_server import FAVOUR, VOCAB, logits_after
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = ROOT / "launcher_scripts" / "evaluation" / "data" / "lambada_first200.jsonl"
+REFERENCE = SHIPPED.with_name("smollm2_lambada_first200_reference.json")
+
+
+class Letters:
+    """A tokenizer of letters: a is 0, b is 1, ...; a blank and its letter are one token."""
+
+    def encode(self, text):
+        return [ord(letter) - ord("a") for letter in text if letter != " "]
+
+
+class Counting:
+    """The fake server's model, without a server."""
+
+    def score(self, rows, in_flight=8):
+        self.in_flight = in_flight
+        return (logits_after(row) for row in rows)
+
+
+def write_items(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def test_the_target_is_the_last_word_with_its_blank():
+    assert lambada.split_target('he said "no, Jim"') == ('he said "no,', ' Jim"')
+
+
+def test_tokens_are_split_where_the_context_alone_ends():
+    def characters(text):
+        return [ord(character) for character in text]
+
+    tokens, target_length = lambada.encode_pair(characters, "ab ", " c")
+    assert tokens == tuple(map(ord, "ab  c"))
+    assert target_length == 3  # the context's own blanks belong to the target
+
+
+def test_an_item_is_right_when_all_its_target_tokens_are_the_likeliest():
+    # abc: the model expects b after a and c after b.
+    log_p = FAVOUR - math.log(math.exp(FAVOUR) + VOCAB - 1)
+    other = -math.log(math.exp(FAVOUR) + VOCAB - 1)
+    cases = [
+        ((0, 1, 2), 2, True, 2 * log_p, True),
+        ((0, 5, 6), 2, False, other + log_p, True),
+        ((0, 1, 5), 2, False, log_p + other, False),
+        ((4, 0, 1), 1, True, log_p, True),
+    ]
+    for tokens, length, correct, log_likelihood, last in cases:
+        item = Item(index=7, target=" x", tokens=tokens, target_length=length)
+        result = lambada.score_item(item, logits_after(tokens[:-1]))
+        assert result.log_likelihood == pytest.approx(log_likelihood)
+        assert (result.index, result.correct, result.last_token_correct) == (7, correct, last)
+
+
+def test_large_logits_do_not_overflow():
+    logits = np.array([[4e4, 4e4 - 1]], np.float32)
+    result = lambada.score_item(Item(0, " b", (0, 1), 1), logits)
+    assert result.log_likelihood == pytest.approx(-1 - math.log1p(math.exp(-1)))
+
+
+def test_summary_of_three_items():
+    results = [
+        ItemResult(0, "", correct, log_likelihood, last)
+        for correct, log_likelihood, last in [(1, -1.0, 1), (0, -2.0, 1), (0, -6.0, 1)]
+    ]
+    metrics = lambada.summarise(results)
+    # Deviations of (-1, -2, -6) from -3 are 2, 1 and -3: variance 7, standard error sqrt(7 / 3).
+    half_width = 1.959964 * math.sqrt(7 / 3)
+    assert metrics["perplexity"].value == pytest.approx(math.exp(3))
+    assert metrics["perplexity"].low == pytest.approx(math.exp(3 - half_width), rel=1e-5)
+    assert metrics["perplexity"].high == pytest.approx(math.exp(3 + half_width), rel=1e-5)
+    # One of three: variance 1/3, standard error 1/3; the interval ends at 0 and below 1.
+    accuracy = metrics["accuracy"]
+    assert (accuracy.value, accuracy.low) == (pytest.approx(1 / 3), 0.0)
+    assert accuracy.high == pytest.approx(1 / 3 + 1.959964 / 3, rel=1e-5)
+    last = metrics["last_token_accuracy"]
+    assert (last.value, last.low, last.high) == (1.0, 1.0, 1.0)
+
+
+def test_one_item_has_no_interval():
+    metrics = lambada.summarise([ItemResult(0, "", True, -1.0, True)])
+    assert [metric.low for metric in metrics.values()] == [None, None, None]
+
+
+def test_run_reads_scores_and_sums_up(tmp_path):
+    file = write_items(tmp_path / "items.jsonl", ["a b", "c d e", "a f", "g h"])
+    seen = []
+    model = Counting()
+    result = TASKS["lambada"](
+        TaskSettings("lambada", str(file), limit=3, batch_size=2),
+        Letters(),
+        model,
+        lambda done, total: seen.append((done, total)),
+    )
+    assert [item["correct"] for item in result.items] == [True, True, False]
+    assert [item["target"] for item in result.items] == [" b", " e", " f"]
+    assert result.metrics["accuracy"].value == pytest.approx(2 / 3)
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert model.in_flight == 2
+
+
+def test_missing_positions_are_an_error_of_the_server():
+    with pytest.raises(ServerError, match="logits at 1 positions of LAMBADA's item 0, which has 2"):
+        list(lambada.measure([Item(0, " c", (0, 1, 2), 1)], [logits_after([0])]))
+
+
+def test_bad_items_are_all_named(tmp_path):
+    file = tmp_path / "items.jsonl"
+    file.write_text('{"text": "a b"}\nnonsense\n{"text": "word"}\n{"text": "a "}\n{"other": 1}\n')
+    with pytest.raises(ConfigError) as error:
+        lambada.read_texts(file)
+    message = str(error.value)
+    assert "4 problems" in message
+    for number in (2, 3, 4, 5):
+        assert f"line {number} " in message
+    assert lambada.read_texts(file, limit=1) == ["a b"]
+
+
+def test_a_missing_or_empty_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"items.jsonl.*change evaluate.tasks.lambada.data_file"):
+        lambada.read_texts(tmp_path / "items.jsonl")
+    (tmp_path / "items.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="the file is empty"):
+        lambada.read_texts(tmp_path / "items.jsonl")
+
+
+def test_the_settings_know_exactly_the_tasks_there_are():
+    assert set(TASK_NAMES) == set(TASKS)
+
+
+def test_the_shipped_items_are_those_of_the_reference():
+    reference = json.loads(REFERENCE.read_text(encoding="utf-8"))
+    texts = lambada.read_texts(SHIPPED)
+    assert len(texts) == 200
+    assert [lambada.split_target(text)[1] for text in texts] == [
+        item["target"] for item in reference["items"]
+    ]
+    metrics = lambada.summarise([ItemResult(**item) for item in reference["items"]])
+    assert {name: dataclasses.asdict(metric) for name, metric in metrics.items()} == {
+        name: pytest.approx(metric) for name, metric in reference["metrics"].items()
+    }
+    assert metrics["accuracy"].value == 0.34
+    assert round(metrics["perplexity"].value, 2) == 44.14
+    assert metrics["last_token_accuracy"].value == 0.51
+
+
+def test_the_shipped_items_are_the_data_sets_first(shared_dir):
+    whole = (shared_dir / "data" / "lambada" / "lambada_test.jsonl").read_text(encoding="utf-8")
+    assert SHIPPED.read_text(encoding="utf-8").splitlines() == whole.splitlines()[:200]

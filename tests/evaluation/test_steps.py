@@ -1,0 +1,132 @@
+"""Both measuring steps as commands, against a server over real sockets."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.settings import (
+    BenchmarkSettings,
+    EvaluateSettings,
+    TaskSettings,
+    write_settings,
+)
+from launcher_scripts.steps import measure_accuracy, measure_speed
+from tests.evaluation.fake_server import VOCAB, FakeServer
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A folder with items, a tokenizer of the letters a to k, and settings to measure both."""
+    vocab = {letter: index for index, letter in enumerate("abcdefghijk")}
+    assert len(vocab) == VOCAB
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": ""},
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    texts = ["ab cd", "b f", "k a"]
+    (tmp_path / "items.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    return tmp_path
+
+
+def settings_file(job, **changes):
+    values = {
+        "ready_file": str(job / "ready.json"),
+        "results_dir": str(job / "results"),
+        "model_name": "counting",
+        "tokenizer_dir": str(job),
+        "tasks": (TaskSettings("lambada", str(job / "items.jsonl"), batch_size=2),),
+        "benchmark": BenchmarkSettings(batch_sizes=(1, 2), lengths=((4, 3),), requests=2, warmup=1),
+        "ready_timeout": 5.0,
+    }
+    write_settings(EvaluateSettings(**(values | changes)), job / "settings.yaml")
+    return str(job / "settings.yaml")
+
+
+def announce(job, server):
+    ready = {"http": server.address, "models": ["counting"], "versions": {}, "ranks": []}
+    (job / "ready.json").write_text(json.dumps(ready))
+
+
+def test_both_steps_fill_one_report(job, capsys):
+    arguments = ["--settings", settings_file(job)]
+    with FakeServer() as server:
+        announce(job, server)
+        assert measure_accuracy.main(arguments) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].split() == ["lambada", "(3", "items)", "value", "95", "%", "interval"]
+        assert lines[1].split()[:3] == ["accuracy", "66.7", "%"]
+        assert lines[-1] == f"report: {job / 'results' / 'report.html'}"
+        scored = [tensors["input_ids"].tolist() for tensors in server.received]
+        assert sorted(scored) == [[[0, 1, 2]], [[1]], [[10]]]  # no token before the text's own
+        assert measure_speed.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[1:3]] == [["1", "4", "3"], ["2", "4", "3"]]
+    assert lines[-1] == f"report: {job / 'results' / 'report.html'}"
+    report = json.loads((job / "results" / "report.json").read_text())
+    assert [item["correct"] for item in report["tasks"]["lambada"]["items"]] == [True, False, True]
+    assert len(report["speed"]["rows"]) == 2
+    assert len(server.received) == 3 + 2 * 3
+
+
+def test_progress_comes_in_tenths(capsys):
+    progress = measure_accuracy.log_progress("lambada")
+    for done in range(1, 201):
+        progress(done, 200)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "lambada: 20 of 200 items" and lines[-1] == "lambada: 200 of 200 items"
+    assert len(lines) == 10
+
+
+@pytest.mark.parametrize(
+    ("step", "changes", "says"),
+    [
+        (measure_accuracy, {"ready_timeout": 0.0}, "ready.json is not there"),
+        (measure_accuracy, {"tokenizer_dir": "/nowhere"}, "change evaluate.tokenizer_dir"),
+        (measure_accuracy, {"tasks": ()}, "no task to measure; choices: lambada"),
+        (measure_speed, {"benchmark": None}, "no speed to measure; change evaluate.benchmark"),
+    ],
+)
+def test_errors_are_one_line_and_leave_no_report(job, capsys, step, changes, says):
+    assert step.main(["--settings", settings_file(job, **changes)]) == 1
+    captured = capsys.readouterr()
+    assert says in captured.err and "Traceback" not in captured.err
+    assert captured.out == "" and not (job / "results").exists()
+
+
+def test_batches_that_the_model_does_not_take_are_refused_before_measuring(job, capsys):
+    with FakeServer(max_batch_size=1) as server:
+        announce(job, server)
+        assert measure_speed.main(["--settings", settings_file(job)]) == 1
+        assert server.received == []
+    assert "takes at most 1 rows in one request; got [2]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_waiting_step_at_once(job, number, status):
+    command = [sys.executable, "-m", "launcher_scripts.steps.measure_accuracy", "--settings"]
+    with FakeServer(delay=60) as server:
+        announce(job, server)
+        step = subprocess.Popen(
+            [*command, settings_file(job)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            deadline = time.monotonic() + 30
+            while len(server.received) < 2 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            step.send_signal(number)
+            _, errors = step.communicate(timeout=10)
+        finally:
+            step.kill()
+            step.communicate()
+    assert (step.returncode, errors) == (status, "")
+    assert not (job / "results").exists()

@@ -1,0 +1,103 @@
+"""Requests as tensors and back, beyond what the client's tests send."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from launcher_scripts.errors import RequestError
+from launcher_scripts.evaluation import tensors
+from launcher_scripts.evaluation.tensors import request_tensors, row_outputs, word_lists
+from launcher_scripts.protocol import GPT_INPUTS, GenerateRequest, SamplingParameters
+
+# A value other than the contract's default for every field of a request.
+SAMPLING = SamplingParameters(
+    top_k=4,
+    top_p=0.5,
+    temperature=0.7,
+    repetition_penalty=1.3,
+    presence_penalty=0.2,
+    min_length=3,
+    random_seed=2**40,
+    top_p_decay=0.9,
+    top_p_min=0.01,
+    top_p_reset_id=5,
+    beam_width=2,
+    len_penalty=0.6,
+    beam_search_diversity_rate=0.1,
+)
+REQUEST = GenerateRequest(
+    (1, 2),
+    output_len=4,
+    sampling=SAMPLING,
+    start_id=8,
+    end_id=9,
+    bad_words=((5, 6), (7,)),
+    stop_words=((3,),),
+    return_log_probs=True,
+    return_context_logits=True,
+)
+
+
+def test_every_field_of_a_request_becomes_a_tensor_of_the_contract():
+    sent = request_tensors([REQUEST])
+    contract = {tensor.name: tensor for tensor in GPT_INPUTS}
+    fields = len(dataclasses.fields(SamplingParameters)) + len(dataclasses.fields(REQUEST))
+    assert len(sent) == fields + 1 - 1  # the prompt is two tensors; `sampling` itself is none
+    for name, array in sent.items():
+        tensor = contract[name]
+        assert array.dtype == tensors.NUMPY_TYPES[tensor.dtype], name
+        assert array.ndim == 1 + len(tensor.dims), name
+        fixed = [size for size in tensor.dims if size != -1]
+        assert [size for size in array.shape[1:] if size in fixed][: len(fixed)] == fixed, name
+    assert sent["random_seed"].tolist() == [[2**40]]
+    assert sent["top_p_reset_ids"].tolist() == [[5]]
+
+
+def test_defaults_are_left_out():
+    assert request_tensors([GenerateRequest((1,), 1)]).keys() == {
+        "input_ids",
+        "input_lengths",
+        "request_output_len",
+    }
+
+
+def test_rows_must_agree_on_leaving_a_value_to_the_checkpoint():
+    rows = [GenerateRequest((1,), 1, end_id=2), GenerateRequest((1,), 1)]
+    with pytest.raises(RequestError, match=r"say end_id or none; got \[2, None\]"):
+        request_tensors(rows)
+
+
+def test_word_lists_are_packed_as_the_contract_packs_them():
+    packed = word_lists([[(5, 6), (7,)], [], [(1,)]])
+    assert packed.dtype == np.int32
+    assert packed.tolist() == [
+        [[5, 6, 7], [2, 3, -1]],
+        [[0, 0, 0], [-1, -1, -1]],
+        [[1, 0, 0], [1, -1, -1]],
+    ]
+    assert word_lists([[]]).tolist() == [[[0], [-1]]]
+
+
+def test_outputs_are_cut_to_each_rows_length_and_best_beam():
+    rows = [
+        GenerateRequest((1, 2, 3), 2, return_log_probs=True, return_context_logits=True),
+        GenerateRequest((4,), 2),
+    ]
+    logits = np.arange(2 * 3 * 2, dtype=np.float32).reshape(2, 3, 2)
+    first, second = row_outputs(
+        rows,
+        {
+            "output_ids": np.array(
+                [[[1, 2, 3, 7, 0], [9] * 5], [[4, 5, 6, 0, 0], [9] * 5]], np.uint32
+            ),
+            "sequence_length": np.array([[4, 5], [3, 5]], np.int32),
+            "cum_log_probs": np.array([[-0.5, -9], [-1, -9]], np.float32),
+            "output_log_probs": np.array([[[-0.5, 0], [-9, -9]]] * 2, np.float32),
+            "context_logits": logits,
+        },
+    )
+    assert (first.output_ids, second.output_ids) == ((7,), (5, 6))
+    assert (first.cum_log_probs, first.output_log_probs) == (-0.5, (-0.5,))
+    np.testing.assert_array_equal(first.context_logits, logits[0])
+    assert second.context_logits is None and second.cum_log_probs is None
