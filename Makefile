@@ -5,7 +5,6 @@
 #                   make cluster-stop ends it
 # make format       bring the code into the format that make check asks for
 
-PYTHON_DIRS = main.py launcher_scripts stages tests benchmarks
 BIN = .venv/bin
 CLUSTER = $(CURDIR)/results/cluster
 
@@ -18,9 +17,9 @@ quickstart: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" exec $(BIN)/python3 -m launcher_scripts.steps.quickstart
 
 check: setup
-	$(BIN)/ruff format --check $(PYTHON_DIRS)
-	$(BIN)/ruff check $(PYTHON_DIRS)
-	$(BIN)/mypy
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/python3 -m mypy
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python3 -m pytest -m "not slow and not gpu" -n 2
 
 cluster:
@@ -30,8 +29,8 @@ cluster-stop:
 	@$(or $(PYTHON),python3) -m tests.slurm.cluster stop --root $(CLUSTER)
 
 format: setup
-	$(BIN)/ruff format $(PYTHON_DIRS)
-	$(BIN)/ruff check --fix $(PYTHON_DIRS)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
 
 clean:
 	rm -rf .venv results outputs .mypy_cache .ruff_cache .pytest_cache .hypothesis
