@@ -28,8 +28,8 @@ from launcher_scripts.checkpoint.manifest import (
     read_manifest,
 )
 from launcher_scripts.errors import CheckpointError, Problems, problem
-from launcher_scripts.models.family import WeightSpec
-from launcher_scripts.models.gpt import GPTConfig, weights
+from launcher_scripts.models import family_of
+from launcher_scripts.models.family import ModelConfig, WeightSpec
 
 DTYPES = {"fp32": np.dtype("<f4"), "fp16": np.dtype("<f2")}
 
@@ -47,9 +47,9 @@ class WeightFile:
         return self.spec.file_name(self.layer, self.tp_rank)
 
 
-def weight_files(config: GPTConfig, tp_size: int) -> Iterator[WeightFile]:
+def weight_files(config: ModelConfig, tp_size: int) -> Iterator[WeightFile]:
     """Every .bin file of a checkpoint cut for `tp_size` ranks."""
-    for spec in weights(config):
+    for spec in family_of(config).weights(config):
         for layer in spec.layer_numbers(config):
             for tp_rank in range(tp_size if spec.partition.per_rank else 1):
                 yield WeightFile(spec, layer, tp_rank)
@@ -64,7 +64,7 @@ class FTCheckpoint:
     """
 
     folder: Path
-    config: GPTConfig
+    config: ModelConfig
     tp_size: int
     weight_data_type: str
     manifest: Manifest | None = None
@@ -110,6 +110,7 @@ class FTCheckpoint:
             file.name: math.prod(file.spec.shape_on(self.config, self.tp_size))
             * self.dtype.itemsize
             for file in weight_files(self.config, self.tp_size)
+            if file.spec.required or (self.folder / file.name).exists()
         }
         entries: Mapping[str, FileEntry] = {}
         if self.manifest is not None:
@@ -138,7 +139,7 @@ class FTWriter:
     def __init__(
         self,
         folder: Path,
-        config: GPTConfig,
+        config: ModelConfig,
         tp_size: int,
         weight_data_type: str,
         *,
@@ -219,15 +220,18 @@ class FTWriter:
             self._entries[entry.name] = entry
 
     def _commit(self) -> None:
-        expected = {file.name for file in weight_files(self.config, self.tp_size)}
+        files = weight_files(self.config, self.tp_size)
+        expected = {file.name for file in files if file.spec.required}
         missing = sorted(expected - self._entries.keys())
         if missing:
             shutil.rmtree(self.partial, ignore_errors=True)
             raise CheckpointError(problem("not every weight was written", got=missing))
         text = config_ini.format_config(self.config, self.tp_size, self.weight_data_type)
         self.copy(text.encode(), config_ini.FILE_NAME)
-        files = tuple(self._entries.values())
-        Manifest("gpt", self.tp_size, self.weight_data_type, files, self.source).write(self.partial)
+        entries = tuple(self._entries.values())
+        family = family_of(self.config).name
+        manifest = Manifest(family, self.tp_size, self.weight_data_type, entries, self.source)
+        manifest.write(self.partial)
         replace_folder(self.partial, self.folder)
 
 

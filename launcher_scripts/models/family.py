@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Partition(str, Enum):
@@ -122,5 +122,5 @@ class Family:
     """
 
     name: str
-    config_type: type
-    weights: object
+    config_type: type[Any]
+    weights: Callable[[Any], list[WeightSpec]]

@@ -1,0 +1,172 @@
+"""config.ini of every family: what is written is read back, and the original's files are read."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher_scripts.checkpoint import config_ini
+from launcher_scripts.errors import CheckpointError
+from launcher_scripts.models import FAMILIES, family_of
+from launcher_scripts.models.agm import AgmConfig
+from launcher_scripts.models.bart import BartConfig
+from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.t5 import T5Config
+
+T5 = {
+    "vocab_size": 100,
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "head_size": 8,
+    "ffn_size": 32,
+    "num_decoder_layers": 3,
+}
+BART = {
+    "vocab_size": 100,
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "ffn_size": 32,
+    "num_decoder_layers": 3,
+    "num_decoder_heads": 2,
+    "decoder_ffn_size": 24,
+    "max_positions": 20,
+}
+AGM = {"vocab_size": 100, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "ffn_size": 64}
+GPT = {
+    "vocab_size": 100,
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_size": 6,
+    "ffn_size": 32,
+    "max_positions": 20,
+}
+CONFIGS: list[Any] = [
+    T5Config(**T5),
+    T5Config(**T5, logits_scale=0.25, start_id=5, end_id=7, pad_id=None, encoder_only=False),
+    T5Config(**{**T5, "num_decoder_layers": 0}, encoder_only=True),
+    T5Config(
+        **T5,
+        position_embedding="learned",
+        max_positions=77,
+        normalization="layernorm",
+        norm_eps=1e-5,
+        activation="gelu_erf",
+        gated=True,
+        bias=True,
+        logits_bias=False,
+        attention_scale=8**-0.5,
+        tied_embeddings=False,
+        shared_embeddings=False,
+        relative_bias_layer_scaling=True,
+        cross_attention_relative_bias=True,
+    ),
+    BartConfig(**BART),
+    BartConfig(**BART, norm_placement="pre", activation="relu", tied_embeddings=False, pad_id=3),
+    AgmConfig(**AGM),
+    AgmConfig(**AGM, attention_scale=1.0, activation="gelu", logits_bias=False, pad_id=None),
+    AgmConfig(**AGM, attention_scale=8**-0.5),
+    GPTConfig(**GPT),
+    GPTConfig(**GPT, position_embedding="rope", gated=True, activation="silu", pad_id=4),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: family_of(config).name)
+@pytest.mark.parametrize("weight_data_type", ["fp32", "bf16"])
+def test_what_is_written_is_read_back(tmp_path: Path, config: Any, weight_data_type: str) -> None:
+    text = config_ini.format_config(config, 2, weight_data_type)
+    (tmp_path / "config.ini").write_text(text)
+    assert config_ini.read_config(tmp_path) == config_ini.ConfigIni(config, 2, weight_data_type)
+
+
+def test_every_family_has_a_format() -> None:
+    assert set(config_ini.FORMATS) == set(FAMILIES)
+
+
+def test_the_nemo_t5_keys_are_those_of_the_original_in_its_order() -> None:
+    config = T5Config(
+        **T5,
+        position_embedding="learned",
+        max_positions=32,
+        normalization="layernorm",
+        activation="gelu",
+        bias=True,
+        logits_bias=True,
+        attention_scale=8**-0.5,
+        start_id=60,
+        end_id=61,
+        pad_id=62,
+    )
+    text = config_ini.format_config(config, 4, "fp16", "t5-tiny")
+    assert text.startswith(
+        """[encoder]
+_name_or_path = t5-tiny
+model_type = T5
+weight_data_type = fp16
+tensor_para_size = 4
+vocab_size = 100
+feed_forward_proj = gelu
+d_ff = 32
+d_model = 16
+d_kv = 8
+relative_attention_num_buckets_or_max_pos_seq_len = 32
+num_heads = 4
+num_layers = 2
+
+[decoder]
+_name_or_path = t5-tiny
+model_type = T5
+weight_data_type = fp16
+tensor_para_size = 4
+vocab_size = 100
+decoder_start_token_id = 60
+eos_token_id = 61
+pad_id = 62
+feed_forward_proj = gelu
+d_ff = 32
+d_model = 16
+d_kv = 8
+relative_attention_num_buckets_or_max_pos_seq_len = 32
+num_heads = 4
+num_layers = 3
+tie_word_embeddings = False
+
+[structure]
+t5_with_bias = True
+position_embedding_type = absolute
+use_gated_activation = False
+
+[extension]
+"""
+    )
+
+
+def test_an_unknown_family_is_answered_with_the_marks_of_the_known(tmp_path: Path) -> None:
+    (tmp_path / "config.ini").write_text("[encoder]\nd_model = 3\n")
+    with pytest.raises(CheckpointError, match=r"choices: \[gpt\], \[structure\] t5_with_bias"):
+        config_ini.read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("hf_t5_v10_to1", {"logits_scale": 0.25, "gated": False, "num_buckets": 8}),
+        ("nemo_t5_tp1_to4", {"bias": True, "max_positions": 32, "start_id": 60, "pad_id": 62}),
+        ("hf_t5_encoder_to1", {"encoder_only": True, "num_decoder_layers": 0}),
+        ("hf_bloom_to1", {"position_embedding": "alibi", "embedding_norm": True}),
+        ("megatron_v3_tp1_to2", {"norm_eps": 1e-5, "ffn_size": 64}),
+    ],
+)
+def test_files_of_the_original_are_read(
+    shared_dir: Path, tmp_path: Path, case: str, expected: dict[str, Any]
+) -> None:
+    folder = tmp_path / "4-gpu"
+    folder.mkdir()
+    shutil.copy(shared_dir / "golden" / case / "config.ini", folder)
+    config = config_ini.read_config(folder).config
+    assert {key: dataclasses.asdict(config)[key] for key in expected} == expected
