@@ -14,6 +14,9 @@ from launcher_scripts.parallel import Parallelism
 
 LOOPBACK = "127.0.0.1"
 
+# Newer releases of torch give the operation this name and warn at the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Communicator:
     """One rank alone: every exchange is the identity."""
@@ -121,7 +124,7 @@ class ProcessGroupCommunicator(Communicator):
             return tensor
         rows, part = tensor.shape
         gathered = tensor.new_empty(self.tp_size * rows, part)
-        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self._tp_group)
+        _all_gather(gathered, tensor.contiguous(), group=self._tp_group)
         return gathered.view(self.tp_size, rows, part).transpose(0, 1).reshape(rows, -1)
 
     def to_next_stage(self, tensor: Tensor) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from launcher_scripts.checkpoint.fastertransformer import FTWriter, weight_files
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.loading import assemble_runner
 from launcher_scripts.engine.runner import Runner
 from launcher_scripts.engine.weights import DTYPES, WeightLoader
+from launcher_scripts.models.family import Partition, WeightSpec
 from launcher_scripts.models.gpt import GPTConfig, weights
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
@@ -49,6 +51,58 @@ def random_tensors(config: GPTConfig, seed: int = 0) -> dict[str, np.ndarray]:
                 values += 1
             tensors[spec.tensor_name(layer)] = values
     return tensors
+
+
+def write_checkpoint(
+    folder: Path, config: GPTConfig, tensors: Mapping[str, np.ndarray], tp_size: int
+) -> Path:
+    """The whole tensors as a checkpoint folder cut for `tp_size` ranks."""
+    with FTWriter(folder, config, tp_size, "fp32") as writer:
+        for file in weight_files(config, tp_size):
+            whole = tensors[file.spec.tensor_name(file.layer)]
+            part = rank_part(file.spec, config, whole, tp_size, file.tp_rank)
+            writer.write(file, [np.ascontiguousarray(part)])
+    return folder
+
+
+def rank_part(
+    spec: WeightSpec, config: GPTConfig, whole: np.ndarray, tp_size: int, tp_rank: int
+) -> np.ndarray:
+    """One rank's part of a whole tensor."""
+    if spec.partition is Partition.ROW_PARALLEL:
+        return np.split(whole, tp_size, axis=0)[tp_rank]
+    if spec.partition is not Partition.COLUMN_PARALLEL:
+        return whole
+    if not spec.blocks:
+        return np.split(whole, tp_size, axis=-1)[tp_rank]
+    query, key, value = np.split(
+        whole, [config.q_size, config.q_size + config.kv_size], axis=-1
+    )
+    heads = (*whole.shape[:-1], config.num_kv_heads, config.head_size)
+    copies = config.kv_copies(tp_size)
+    key, value = (
+        np.repeat(part.reshape(heads), copies, axis=-2).reshape(*whole.shape[:-1], -1)
+        for part in (key, value)
+    )
+    return np.concatenate(
+        [np.split(part, tp_size, axis=-1)[tp_rank] for part in (query, key, value)], axis=-1
+    )
+
+
+def load_engine(
+    folder: Path, config: GPTConfig, tensors: Mapping[str, np.ndarray], tp: int, pp: int, **more
+) -> Engine:
+    """An engine of tp x pp processes over a checkpoint written into `folder`."""
+    checkpoint = folder / f"{tp}-gpu"
+    if not checkpoint.exists():
+        write_checkpoint(checkpoint, config, tensors, tp)
+    return Engine.load(
+        EngineSettings(
+            checkpoint,
+            parallelism=Parallelism(tp, pp),
+            **{"device": "cpu", "max_batch_size": 8, **more},
+        )
+    )
 
 
 def runner_for(

@@ -1,0 +1,77 @@
+"""The parameters of config.pbtxt as engine settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.engine.engine import EngineSettings
+from launcher_scripts.errors import ConfigError, Problems
+from launcher_scripts.parallel import Parallelism
+
+MODEL_TYPES = ("GPT",)
+WHERE = "parameters in config.pbtxt"
+
+
+def engine_settings(
+    config: Mapping[str, Any], model_dir: Path, version: str, device: str
+) -> EngineSettings:
+    """What config.pbtxt (as Triton's JSON) asks for; wrong values raise one ConfigError.
+
+    A relative model_checkpoint_path is looked for in the version's folder, then in the model's;
+    without one it is `<version>/<tensor_para_size>-gpu`.
+    """
+    values = {
+        name: value["string_value"].strip()
+        for name, value in config.get("parameters", {}).items()
+        if "string_value" in value
+    }
+    problems = Problems("the model's config.pbtxt")
+    numbers = {
+        name: _integer(values, name, least, default, problems)
+        for name, least, default in (
+            ("tensor_para_size", 1, None),
+            ("pipeline_para_size", 1, "1"),
+            ("int8_mode", 0, "0"),
+            ("enable_custom_all_reduce", 0, "0"),
+        )
+    }
+    model_type = values.get("model_type", "GPT")
+    if model_type not in MODEL_TYPES:
+        problems.add("unknown model_type", got=model_type, choices=MODEL_TYPES, change=WHERE)
+    problems.raise_if_any(ConfigError)
+    parallelism = Parallelism(numbers["tensor_para_size"], numbers["pipeline_para_size"])
+    return EngineSettings(
+        checkpoint_dir=_checkpoint_dir(
+            values.get("model_checkpoint_path", ""), model_dir, version, parallelism.tp_size
+        ),
+        data_type=values.get("data_type", "fp32"),
+        parallelism=parallelism,
+        device=device,
+        max_batch_size=max(1, int(config.get("max_batch_size", 1))),
+        int8_mode=numbers["int8_mode"],
+        enable_custom_all_reduce=bool(numbers["enable_custom_all_reduce"]),
+    )
+
+
+def _integer(
+    values: Mapping[str, str], name: str, least: int, default: str | None, problems: Problems
+) -> int:
+    text = values.get(name, default)
+    if text is None:
+        problems.add(f"{name} is missing", change=WHERE)
+        return least
+    if not text.isdigit() or int(text) < least:
+        problems.add(f"{name} must be a number of at least {least}", got=text, change=WHERE)
+        return least
+    return int(text)
+
+
+def _checkpoint_dir(path: str, model_dir: Path, version: str, tp_size: int) -> Path:
+    if not path:
+        return model_dir / version / f"{tp_size}-gpu"
+    if Path(path).is_absolute():
+        return Path(path)
+    inside_version = model_dir / version / path
+    return inside_version if inside_version.is_dir() else model_dir / path

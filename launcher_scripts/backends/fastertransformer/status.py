@@ -1,0 +1,55 @@
+"""What the server may know of a model: one small file, written whole.
+
+The server names a folder in LAUNCHER_STATUS_DIR; without it nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from launcher_scripts.engine.messages import RankInfo
+
+STATUS_DIR_VARIABLE = "LAUNCHER_STATUS_DIR"
+DEVICE_VARIABLE = "LAUNCHER_DEVICE"
+
+
+class StatusFile:
+    """`<folder>/<model>.json`: state loading, ready or failed, with the reason."""
+
+    def __init__(self, folder: Path | None, model: str) -> None:
+        self._path = None if folder is None else folder / f"{model}.json"
+
+    @classmethod
+    def of_server(cls, model: str) -> StatusFile:
+        folder = os.environ.get(STATUS_DIR_VARIABLE)
+        return cls(Path(folder) if folder else None, model)
+
+    def write(
+        self, state: str, *, reason: str | None = None, ranks: Sequence[RankInfo] = ()
+    ) -> None:
+        if self._path is None:
+            return
+        status = {
+            "state": state,
+            "reason": reason,
+            "ranks": [asdict(rank) for rank in ranks],
+            "versions": versions(),
+        }
+        partial = self._path.with_name(self._path.name + ".partial")
+        partial.write_text(json.dumps(status), encoding="utf-8")
+        partial.replace(self._path)
+
+
+def versions() -> dict[str, str]:
+    """What the engine runs on."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    return found
