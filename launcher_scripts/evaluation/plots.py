@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, ScalarFormatter
 
 # Okabe and Ito's colours, which people with colour blindness can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -23,6 +23,7 @@ STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.color": "#dddddd",
     "legend.frameon": False,
 }
@@ -72,7 +73,7 @@ def _speed_plot(rows: Sequence[Mapping[str, Any]], value: str, label: str) -> st
                 low, high = ([row[f"latency_{p}_ms"] for row in chosen] for p in ("p50", "p90"))
                 axes.fill_between(sizes, low, high, color=colour, alpha=0.2, linewidth=0)
         _batch_axis(axes, sorted({row["batch_size"] for row in rows}))
-        axes.set_ylim(bottom=0)
+        _value_axis(axes, [row[value] for row in rows])
         axes.set_title(label, loc="left", fontsize=10)
         figure.legend(loc="outside lower left", ncols=2)
         return _svg(figure)
@@ -85,6 +86,15 @@ def _batch_axis(axes: Axes, sizes: Sequence[int]) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel("rows in a request (batch size)")
+
+
+def _value_axis(axes: Axes, values: Sequence[float]) -> None:
+    """From 0, or logarithmic where the values are too far apart to be read that way."""
+    if max(values) <= 10 * min(values):
+        axes.set_ylim(bottom=0)
+        return
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _figure() -> tuple[Figure, Axes]:
