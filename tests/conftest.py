@@ -9,6 +9,12 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite tests/golden after a wanted change"
+    )
+
+
 @pytest.fixture(scope="session")
 def checkout() -> Path:
     """The root of this checkout."""

@@ -1,0 +1,27 @@
+#!/bin/bash
+# deploy: deploy_gpt3_126m
+#SBATCH --exclusive
+#SBATCH --gpus-per-node=8
+#SBATCH --job-name=nemo-megatron-deploy_gpt3_126m
+#SBATCH --mem=0
+#SBATCH --no-requeue
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output=/mount/results/gpt3_126m/jobs/001/log-deploy_gpt3_126m_%j.out
+#SBATCH --time=1-00:00:00
+
+# The first command that fails ends the job, and its exit code is the job's.
+set -euo pipefail
+
+export PYTHONPATH=/opt/NeMo-Megatron-Launcher
+export PYTHONUNBUFFERED=1
+export CUDA_VISIBLE_DEVICES=0,1
+export TRANSFORMERS_OFFLINE=1
+
+# Step 1 of 1: start_server
+exec srun \
+    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
+    --kill-on-bad-exit=1 --overlap --mpi=pmix \
+    --chdir=/mount/results/gpt3_126m/jobs/001 \
+    python3 -m launcher_scripts.steps.start_server --settings /mount/results/gpt3_126m/jobs/001/deploy_gpt3_126m_hydra.yaml

@@ -1,0 +1,33 @@
+#!/bin/bash
+# evaluate: evaluate_gpt3_126m
+#SBATCH --exclusive
+#SBATCH --gpus-per-node=8
+#SBATCH --job-name=nemo-megatron-evaluate_gpt3_126m
+#SBATCH --mem=0
+#SBATCH --no-requeue
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output=/mount/results/gpt3_126m/jobs/001/log-evaluate_gpt3_126m_%j.out
+#SBATCH --time=2:00:00
+
+# The first command that fails ends the job, and its exit code is the job's.
+set -euo pipefail
+
+export PYTHONPATH=/opt/NeMo-Megatron-Launcher
+export PYTHONUNBUFFERED=1
+export TRANSFORMERS_OFFLINE=1
+
+# Step 1 of 2: measure_accuracy
+srun \
+    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
+    --kill-on-bad-exit=1 --overlap --mpi=none \
+    --chdir=/mount/results/gpt3_126m/jobs/001 \
+    python3 -m launcher_scripts.steps.measure_accuracy --settings /mount/results/gpt3_126m/jobs/001/evaluate_gpt3_126m_hydra.yaml
+
+# Step 2 of 2: measure_speed
+exec srun \
+    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
+    --kill-on-bad-exit=1 --overlap --mpi=none \
+    --chdir=/mount/results/gpt3_126m/jobs/001 \
+    python3 -m launcher_scripts.steps.measure_speed --settings /mount/results/gpt3_126m/jobs/001/evaluate_gpt3_126m_hydra.yaml

@@ -1,0 +1,37 @@
+#!/bin/bash
+# deploy: deploy $(touch x) "it's" ü
+#SBATCH --account=4711
+#SBATCH --comment='it is "#1"'
+#SBATCH --gpus-per-node=8
+#SBATCH --job-name='nemo-megatron-deploy $(touch x) "it'"'"'s" ü'
+#SBATCH --mem=0
+#SBATCH --nodelist='n[1-2]'
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output='/mount/results/gpt3_126m/jobs/001/log-deploy $(touch x) "it'"'"'s" ü_%j.out'
+#SBATCH --partition=luna
+#SBATCH --qos=high
+#SBATCH --requeue
+#SBATCH --time=1-00:00:00
+
+# The first command that fails ends the job, and its exit code is the job's.
+set -euo pipefail
+
+export PYTHONPATH=/opt/NeMo-Megatron-Launcher
+export PYTHONUNBUFFERED=1
+export NCCL_DEBUG='INFO; rm -rf $HOME'
+export TRANSFORMERS_OFFLINE=1
+
+# Step 1 of 1: start_server
+exec srun \
+    --nodes=2 --ntasks=2 --ntasks-per-node=1 \
+    --kill-on-bad-exit=1 --overlap --mpi=pmix --label \
+    --container-image='/images/launcher inference.sqsh' \
+    --container-name="launcher_${SLURM_JOB_ID}" \
+    --container-mounts=/models/gpt:/models:ro,/lustre:/lustre,/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
+    --container-workdir=/mount/results/gpt3_126m/jobs/001 \
+    --no-container-mount-home \
+    --container-env=PYTHONPATH,PYTHONUNBUFFERED,NCCL_DEBUG,TRANSFORMERS_OFFLINE \
+    --container-writable \
+    python3 -m launcher_scripts.steps.start_server --settings '/mount/results/gpt3_126m/jobs/001/deploy $(touch x) "it'"'"'s" ü_hydra.yaml'

@@ -1,0 +1,50 @@
+#!/bin/bash
+# export: export_gpt3_126m
+#SBATCH --account=4711
+#SBATCH --comment='it is "#1"'
+#SBATCH --gpus-per-node=8
+#SBATCH --job-name=nemo-megatron-export_gpt3_126m
+#SBATCH --mem=0
+#SBATCH --nodelist='n[1-2]'
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output=/mount/results/gpt3_126m/jobs/001/log-export_gpt3_126m_%j.out
+#SBATCH --partition=luna
+#SBATCH --qos=high
+#SBATCH --requeue
+#SBATCH --time=2:00:00
+
+# The first command that fails ends the job, and its exit code is the job's.
+set -euo pipefail
+
+export PYTHONPATH=/opt/NeMo-Megatron-Launcher
+export PYTHONUNBUFFERED=1
+export NCCL_DEBUG='INFO; rm -rf $HOME'
+export TRANSFORMERS_OFFLINE=1
+
+# Step 1 of 2: convert_checkpoint
+srun \
+    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
+    --kill-on-bad-exit=1 --overlap --mpi=none \
+    --container-image='/images/launcher inference.sqsh' \
+    --container-name="launcher_${SLURM_JOB_ID}" \
+    --container-mounts=/models/gpt:/models:ro,/lustre:/lustre,/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
+    --container-workdir=/mount/results/gpt3_126m/jobs/001 \
+    --no-container-mount-home \
+    --container-env=PYTHONPATH,PYTHONUNBUFFERED,NCCL_DEBUG,TRANSFORMERS_OFFLINE \
+    --container-writable \
+    python3 -m launcher_scripts.steps.convert_checkpoint --settings /mount/results/gpt3_126m/jobs/001/export_gpt3_126m_hydra.yaml
+
+# Step 2 of 2: write_model_repository
+exec srun \
+    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
+    --kill-on-bad-exit=1 --overlap --mpi=none \
+    --container-image='/images/launcher inference.sqsh' \
+    --container-name="launcher_${SLURM_JOB_ID}" \
+    --container-mounts=/models/gpt:/models:ro,/lustre:/lustre,/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
+    --container-workdir=/mount/results/gpt3_126m/jobs/001 \
+    --no-container-mount-home \
+    --container-env=PYTHONPATH,PYTHONUNBUFFERED,NCCL_DEBUG,TRANSFORMERS_OFFLINE \
+    --container-writable \
+    python3 -m launcher_scripts.steps.write_model_repository --settings /mount/results/gpt3_126m/jobs/001/export_gpt3_126m_hydra.yaml
