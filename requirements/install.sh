@@ -112,6 +112,9 @@ install_torch
 pip_install -c requirements/constraints.txt -r requirements/login.txt -r requirements/job.txt \
     -r requirements/quickstart.txt -r requirements/dev.txt
 pip_install --no-deps -r requirements/no-deps.txt
+if ! .venv/bin/python -c 'import triton' 2>/dev/null; then
+    pip_install -c requirements/constraints.txt -r requirements/triton.txt
+fi
 if [ -n "${TORCH:-}" ]; then
     echo "$TORCH" >"$own_torch"
 fi
