@@ -110,8 +110,8 @@ class ServerProcess:
             if entry.name.isdigit() and int(entry.name) != os.getpid():
                 # Processes end while we look, and other users' do not show their environment.
                 with contextlib.suppress(OSError):
-                    alive = not _is_zombie(entry)
-                    if alive and mark in (entry / "environ").read_bytes().split(b"\0"):
+                    marked = mark in (entry / "environ").read_bytes().split(b"\0")
+                    if marked and is_alive(int(entry.name)):
                         found.append(int(entry.name))
         return found
 
@@ -149,9 +149,13 @@ class ServerProcess:
                 sys.stdout.flush()
 
 
-def _is_zombie(entry: Path) -> bool:
-    """Whether the process has ended and only waits for its parent to notice."""
-    return (entry / "stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that only waits to be noticed by its parent does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
 
 
 def _end_with_parent() -> Callable[[], None]:

@@ -24,7 +24,7 @@ from launcher_scripts.server.health import (
 )
 from launcher_scripts.server.installation import find_installation
 from launcher_scripts.server.ports import Ports, ports_in_use, reserved_ports
-from launcher_scripts.server.process import ServerProcess
+from launcher_scripts.server.process import ServerProcess, is_alive
 from launcher_scripts.settings import DeploySettings
 
 _POLL_SECONDS = 0.2
@@ -156,7 +156,7 @@ class Service:
         while self._stop.received is None:
             self._check()
             for pid, what in self._watched.items():
-                if not Path(f"/proc/{pid}").exists():
+                if not is_alive(pid):
                     # The backend may know why; its status file is the better reason.
                     time.sleep(_POLL_SECONDS)
                     self._check()

@@ -1,0 +1,194 @@
+"""A real tritonserver with small stand-in models: ready, stopped, and every way to fail."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.server.processes import running, wait_for
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("pytriton") is None,
+    reason="the pip-installable tritonserver is not there",
+)
+
+CONFIG = """
+name: "standin"
+backend: "python"
+max_batch_size: 0
+input [ { name: "IN" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] } ]
+instance_group [ { count: 1 kind: KIND_CPU } ]
+"""
+
+# A model that does what the backend does around its life: status files, and a rank of its own
+# that has left the server's session.
+MODEL = """
+import json, os, subprocess, sys, time
+from pathlib import Path
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.rank = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        {initialize}
+
+    def status(self, state, reason=None):
+        ranks = [{{"rank": 1, "pid": self.rank.pid, "host": "localhost", "device": "cpu"}}]
+        facts = {{"state": state, "reason": reason, "ranks": ranks, "versions": {{"standin": "1"}}}}
+        path = Path(os.environ["LAUNCHER_STATUS_DIR"]) / "standin.json"
+        path.with_suffix(".partial").write_text(json.dumps(facts))
+        path.with_suffix(".partial").rename(path)
+
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([]) for _ in requests]
+"""
+
+
+def make_repository(folder: Path, initialize: str = "self.status('ready')") -> Path:
+    version = folder / "repository" / "standin" / "1"
+    version.mkdir(parents=True)
+    (version.parent / "config.pbtxt").write_text(CONFIG)
+    (version / "model.py").write_text(MODEL.format(initialize=initialize))
+    return folder / "repository"
+
+
+def assert_clean_failure(step, *reasons: str) -> None:
+    """Exit code 1, the reasons on stderr without a traceback, and nothing left."""
+    assert step.wait() == 1, step.out
+    for reason in reasons:
+        assert reason in step.err
+    assert "Traceback" not in step.err
+    assert step.survivors() == []
+    assert not step.settings.ready_file.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ready_then_stopped(tmp_path: Path, number: int) -> None:
+    with running(tmp_path / "job", make_repository(tmp_path)) as step:
+        ready = step.wait_until_ready()
+        host, _, port = ready["http"].partition(":")
+        assert host == "127.0.0.1"
+        with socket.create_connection((host, int(port)), timeout=5):
+            pass
+        assert ready["models"] == ["standin"]
+        assert set(ready["versions"]) == {"tritonserver", "standin"}
+        assert [rank["model"] for rank in ready["ranks"]] == ["standin"]
+        assert len({ready["http"], ready["grpc"], ready["metrics"]}) == 3
+        assert step.shared_memory()
+        assert step.stop(number) == 0, step.err
+        assert step.survivors() == []
+        assert not step.settings.ready_file.exists()
+        assert f"stopping the server: {signal.Signals(number).name}" in step.out
+        assert step.shared_memory() == []
+
+
+def test_stopped_while_loading(tmp_path: Path) -> None:
+    repository = make_repository(tmp_path, "self.status('loading'); time.sleep(600)")
+    with running(tmp_path / "job", repository, stop_timeout=2.0) as step:
+        wait_for(lambda: any("sleep 600" in command for _, command in step.survivors()), 30)
+        assert step.stop() == 0, step.err
+        assert step.survivors() == []
+
+
+def test_a_model_that_does_not_load_is_the_reason(tmp_path: Path) -> None:
+    repository = make_repository(
+        tmp_path, "self.status('failed', 'no weights'); raise ValueError('no weights at all')"
+    )
+    with running(tmp_path / "job", repository) as step:
+        assert_clean_failure(step, "model standin failed: no weights", "end of the server's log")
+
+
+def test_the_log_of_a_server_that_gives_up_is_shown(tmp_path: Path) -> None:
+    repository = make_repository(tmp_path, "raise ValueError('the disk is made of cheese')")
+    with running(tmp_path / "job", repository) as step:
+        assert_clean_failure(step, "the server ended with exit code 1", "made of cheese")
+
+
+def test_a_server_that_is_never_ready(tmp_path: Path) -> None:
+    repository = make_repository(tmp_path, "self.status('loading'); time.sleep(600)")
+    with running(tmp_path / "job", repository, ready_timeout=4.0, stop_timeout=1.0) as step:
+        assert_clean_failure(step, "not ready within 4 s", "deploy.server.ready_timeout")
+
+
+def test_a_killed_server(tmp_path: Path) -> None:
+    with running(tmp_path / "job", make_repository(tmp_path)) as step:
+        os.kill(step.wait_until_ready()["pid"], signal.SIGKILL)
+        assert_clean_failure(step, "the server was killed by SIGKILL")
+
+
+def test_a_killed_rank(tmp_path: Path) -> None:
+    with running(tmp_path / "job", make_repository(tmp_path)) as step:
+        rank = step.wait_until_ready()["ranks"][0]
+        os.kill(rank["pid"], signal.SIGKILL)
+        assert_clean_failure(step, f"rank 1 of model standin (process {rank['pid']}) died")
+
+
+def test_a_killed_python_worker(tmp_path: Path) -> None:
+    with running(tmp_path / "job", make_repository(tmp_path)) as step:
+        step.wait_until_ready()
+        stub = next(pid for pid, command in step.survivors() if "python_backend_stub" in command)
+        os.kill(stub, signal.SIGKILL)
+        assert_clean_failure(step, f"Python backend (process {stub}) died")
+
+
+def test_a_model_that_fails_later(tmp_path: Path) -> None:
+    later = (
+        "self.status('ready'); threading.Timer(4, self.status, ('failed', 'rank 1 died')).start()"
+    )
+    with running(tmp_path / "job", make_repository(tmp_path, "import threading; " + later)) as step:
+        step.wait_until_ready()
+        assert_clean_failure(step, "model standin failed: rank 1 died")
+
+
+def test_the_server_does_not_outlive_the_step(tmp_path: Path) -> None:
+    with running(tmp_path / "job", make_repository(tmp_path)) as step:
+        ready = step.wait_until_ready()
+        step.process.kill()
+        wait_for(lambda: not Path(f"/proc/{ready['pid']}").exists(), 15)
+
+
+def test_ports_in_use_are_all_named_before_anything_starts(tmp_path: Path) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as two,
+    ):
+        ports = one.getsockname()[1], two.getsockname()[1]
+        started = time.monotonic()
+        more = {"http_port": ports[0], "metrics_port": ports[1]}
+        with running(tmp_path / "job", make_repository(tmp_path), **more) as step:
+            assert_clean_failure(
+                step,
+                f"got {ports[0]}; change deploy.server.http_port",
+                f"got {ports[1]}; change deploy.server.metrics_port",
+            )
+            assert "tritonserver" not in step.out
+        assert time.monotonic() - started < 5
+
+
+def test_a_missing_repository(tmp_path: Path) -> None:
+    with running(tmp_path / "job", tmp_path / "absent") as step:
+        assert_clean_failure(step, "absent (no folder)", "deploy.model_repository")
+
+
+def test_a_server_program_that_does_not_exist(tmp_path: Path) -> None:
+    repository = make_repository(tmp_path)
+    with running(tmp_path / "job", repository, tritonserver="/nowhere/tritonserver") as step:
+        assert_clean_failure(step, "/nowhere/tritonserver", "deploy.server.tritonserver")
+
+
+def test_an_old_ready_file_is_removed_at_once(tmp_path: Path) -> None:
+    results = tmp_path / "job" / "results"
+    results.mkdir(parents=True)
+    (results / "ready.json").write_text(json.dumps({"http": "elsewhere:1"}))
+    repository = make_repository(tmp_path, "self.status('loading'); time.sleep(600)")
+    with running(tmp_path / "job", repository, stop_timeout=1.0) as step:
+        wait_for(lambda: not step.settings.ready_file.exists(), 20)
+        assert step.stop() == 0
