@@ -20,6 +20,12 @@ from launcher_scripts.evaluation.tensors import (
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
 MOST_IN_FLIGHT = 256
+# Logits outgrow the usual limits, and the server is no one's to reach through a proxy.
+GRPC_ARGUMENTS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.enable_http_proxy", 0),
+]
 
 Tensors = dict[str, NDArray[Any]]
 
@@ -95,7 +101,7 @@ class GrpcConnection:
 
         self._module = grpc
         self._timeout = request_timeout
-        self._client = grpc.InferenceServerClient(address)
+        self._client = grpc.InferenceServerClient(address, channel_args=GRPC_ARGUMENTS)
 
     def is_ready(self, model_name: str) -> bool:
         return bool(
