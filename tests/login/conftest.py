@@ -19,6 +19,7 @@ import main as entry
 from stages.plan import Plan, make_plan
 
 STEPS = Path(__file__).parent / "stand_in_steps"
+PROGRAMS = Path(__file__).parent / "stand_in_programs"
 
 Compose = Callable[..., dict[str, Any]]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -108,12 +109,19 @@ def run(checkout: Path, tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder at the front of PATH for stand-in programs."""
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand-ins for the clusters' programs on PATH, and the file that they note their calls in."""
     folder = tmp_path / "programs"
     folder.mkdir()
+    for source in PROGRAMS.iterdir():
+        program = folder / source.stem
+        text = source.read_text(encoding="utf-8")
+        head = f"#!{sys.executable}\n" if source.suffix == ".py" else ""
+        program.write_text(head + text, encoding="utf-8")
+        program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    return folder
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    return tmp_path / "calls"
 
 
 @pytest.fixture

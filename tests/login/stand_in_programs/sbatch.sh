@@ -1,0 +1,12 @@
+#!/bin/bash
+# Stands in for sbatch: notes its arguments in the file $CALLS, keeps the script, gives an id.
+# REFUSE makes it fail; it also fails when it inherits the variables of a job.
+printf '%s\n' "$*" >> "$CALLS"
+for script in "$@"; do :; done
+cp "$script" "$CALLS.$(wc -l < "$CALLS").sh"
+if [ -n "${REFUSE:-}" ]; then
+    echo "sbatch: error: invalid partition specified" >&2
+    exit 1
+fi
+[ -z "${SLURM_NTASKS:-}" ] || exit 3
+echo "Submitted batch job $((100 + $(wc -l < "$CALLS")))"

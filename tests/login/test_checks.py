@@ -1,0 +1,283 @@
+"""What is answered before any job starts."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.errors import ConfigError
+from stages.plan import Plan
+from tests.login.conftest import write_nemo
+
+Planner = Callable[..., Plan]
+LOCAL = "cluster_type=interactive"
+
+
+@pytest.fixture
+def problems(plan: Planner, arguments: list[str]) -> Callable[..., tuple[str, ...]]:
+    """The problems that some overrides of a good configuration have."""
+
+    def found(*overrides: str) -> tuple[str, ...]:
+        with pytest.raises(ConfigError) as raised:
+            plan(LOCAL, *arguments, *overrides)
+        return raised.value.problems
+
+    return found
+
+
+Finder = Callable[..., tuple[str, ...]]
+
+
+def write_repository(folder: Path, name: str, tp_size: int, pp_size: int = 1) -> None:
+    model = folder / name
+    (model / "1" / f"{tp_size}-gpu").mkdir(parents=True)
+    (model / "config.pbtxt").write_text(
+        f"""name: "{name}"
+backend: "fastertransformer"
+parameters {{ key: "tensor_para_size" value: {{ string_value: "{tp_size}" }} }}
+parameters {{
+  key: "pipeline_para_size"
+  value: {{
+    string_value: "{pp_size}"
+  }}
+}}
+parameters {{ key: "model_checkpoint_path" value: {{ string_value: "1/{tp_size}-gpu" }} }}
+"""
+    )
+
+
+def test_a_good_configuration_has_none(plan: Planner, arguments: list[str]) -> None:
+    stages = plan(LOCAL, "stages=[evaluate,deploy,export]", *arguments).stages
+    assert [stage.name for stage in stages] == ["export", "deploy", "evaluate"]
+
+
+def test_heads_are_divided_by_the_tensor_parallel_size(problems: Finder) -> None:
+    (found,) = problems("export.model.tensor_model_parallel_size=3")
+    assert "4 attention heads" in found
+    assert "got 3; choices: 1, 2, 4" in found
+    assert found.endswith("change export.model.tensor_model_parallel_size")
+
+
+def test_there_are_as_many_layers_as_pipeline_stages(problems: Finder) -> None:
+    (found,) = problems("export.triton_deployment.pipeline_model_parallel_size=3")
+    assert "2 layers, fewer than pipeline stages; got 3; choices: 1-2" in found
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+def test_the_sizes_of_every_kind_of_checkpoint_are_seen(
+    problems: Finder, tmp_path: Path, mode: str
+) -> None:
+    path = write_nemo(tmp_path / "other.nemo", mode, num_layers=2, num_attention_heads=6)
+    for checkpoint in (path, tmp_path / "other_content"):
+        (found,) = problems(
+            f"export.model.checkpoint_path={checkpoint}",
+            "export.model.tensor_model_parallel_size=4",
+        )
+        assert "got 4; choices: 1, 2" in found
+
+
+def test_a_folder_with_one_checkpoint_stands_for_it(
+    plan: Planner, arguments: list[str], nemo_file: Path
+) -> None:
+    folder = nemo_file.parent / "checkpoints"
+    folder.mkdir()
+    nemo_file.rename(folder / nemo_file.name)
+    data = f"evaluate.tasks.lambada.data_file={folder}"
+    made = plan(LOCAL, *arguments, f"export.model.checkpoint_path={folder}", data)
+    assert made.stages[0].settings.checkpoint_path == str(folder / nemo_file.name)
+
+
+def test_a_folder_with_two_checkpoints_is_ambiguous(problems: Finder, nemo_file: Path) -> None:
+    (nemo_file.parent / "second.nemo").touch()
+    (found,) = problems(f"export.model.checkpoint_path={nemo_file.parent}")
+    assert "name one of them: model.nemo, second.nemo" in found
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"no tar at all", "cannot read"),
+        (None, "has no model_config.yaml"),
+    ],
+)
+def test_a_broken_checkpoint_is_named(
+    problems: Finder, tmp_path: Path, content: bytes | None, reason: str
+) -> None:
+    path = tmp_path / "broken.nemo"
+    if content is None:
+        with tarfile.open(path, "w") as archive:
+            archive.add(__file__, "something.py")
+    else:
+        path.write_bytes(content)
+    (found,) = problems(f"export.model.checkpoint_path={path}")
+    assert reason in found
+    assert str(path) in found
+
+
+def test_an_earlier_export_is_not_replaced(
+    problems: Finder, plan: Planner, arguments: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "the results/tiny/export_tp2_pp1_fp16_fp16/model_repo/tiny/1/2-gpu"
+    folder.mkdir(parents=True)
+    (found,) = problems()
+    assert str(folder) in found
+    assert "export.model.overwrite=True" in found
+    assert plan(LOCAL, *arguments, "export.model.overwrite=True").stages
+
+
+def test_the_folder_has_the_name_of_the_model(problems: Finder) -> None:
+    (found,) = problems("export.triton_deployment.triton_model_dir=/tmp/other")
+    assert "must be called tiny; got '/tmp/other'" in found
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("export.model.checkpoint_path=/nowhere/x.nemo", "the checkpoint is not there"),
+        ("launcher_scripts_path=/nowhere/launcher_scripts", "the step convert_checkpoint"),
+        ("export.run.time_limit=soon", "days-hours:minutes:seconds"),
+        ("export.run.model_type=t5", "choices: gpt3; change export.run.model_type"),
+        ("export.run.name=a/b", "part of file names"),
+        ("export.model.weight_data_type=bf16", "choices: fp32, fp16"),
+        ("export.triton_deployment.data_type=int4", "choices: fp32, fp16, bf16"),
+        ("export.model.processes=0", "processes must be at least 1"),
+        ("export.model.processes=many", "export.model.processes must be a whole number"),
+        ("export.model.tensor_model_parallel_size=0", "must be at least 1"),
+        ("export.model.overwrite=2", "export.model.overwrite must be True or False"),
+        ("export.model.tokenizer=mine", "a mapping with library"),
+        ("export.model.tokenizer={vocab_file:/nowhere/v,merge_file:/nowhere/m}", "vocab_file is"),
+        ("export.model.tokenizer={library:megatron}", "names its files"),
+        ("export.model.tokenizer={model:x,start:1}", "no key start"),
+        ("+env_vars.A-B=1", "no name of an environment variable; got 'A-B'"),
+        ("container_mounts=[/a:/b:/c:/d]", "a mount is source"),
+        ("container_mounts=['/a,b']", "without comma and colon"),
+        ("container_mounts=[relative]", "must be absolute"),
+    ],
+)
+def test_one_answer_for_one_mistake(problems: Finder, override: str, answer: str) -> None:
+    assert any(answer in found for found in problems("stages=[export]", override))
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("deploy.server.http_port=70000", "1-65535; change deploy.server.http_port"),
+        ("deploy.server.grpc_port=8000", "two of the server's ports are equal"),
+        ("deploy.server.device=tpu", "choices: auto, cpu, cuda"),
+        ("deploy.server.tritonserver=/nowhere/tritonserver", "the server is not there"),
+        ("deploy.run.nodes=0", "nodes must be at least 1"),
+        ("deploy.run.nodes=2", "2 ranks need 2 nodes, and this cluster type has 1"),
+        ("cluster.gpus_per_node=1", "2 ranks need 2 nodes, and this cluster type has 1"),
+        ("evaluate.tasks.lambada.data_file=/nowhere/x", "the data of lambada is not there"),
+        ("evaluate.tasks.lambada.limit=0", "limit must be at least 1"),
+        ("+evaluate.tasks.squid={data_file:/x}", "unknown evaluation task; got 'squid'"),
+        ("evaluate.model_name=large", "no such model; got 'large'; choices: tiny"),
+        ("evaluate.benchmark.batch_sizes=[0]", "batch_sizes must hold numbers of at least 1"),
+        ("evaluate.benchmark.lengths=[[60]]", "lengths[0] must have 2 members"),
+        ("evaluate.protocol=ftp", "choices: http, grpc"),
+    ],
+)
+def test_one_answer_for_one_mistake_in_serving(
+    problems: Finder, override: str, answer: str
+) -> None:
+    found = problems("stages=[export,deploy,evaluate]", override)
+    assert any(answer in message for message in found), found
+
+
+def test_nothing_to_measure(problems: Finder) -> None:
+    (found,) = problems(
+        "stages=[export,deploy,evaluate]", "evaluate.tasks.lambada=null", "evaluate.benchmark=null"
+    )
+    assert "nothing to measure; change evaluate.tasks or evaluate.benchmark" in found
+
+
+def test_a_task_or_the_benchmark_can_be_left_out(plan: Planner, arguments: list[str]) -> None:
+    stages = "stages=[export,deploy,evaluate]"
+    made = plan(LOCAL, stages, *arguments, "evaluate.tasks.lambada=null")
+    assert made.stages[2].step_names() == ("measure_speed",)
+    made = plan(LOCAL, stages, *arguments, "evaluate.benchmark=null")
+    assert made.stages[2].step_names() == ("measure_accuracy",)
+
+
+def test_every_stage_speaks_at_once(problems: Finder) -> None:
+    found = problems(
+        "stages=[export,deploy,evaluate]",
+        "export.model.processes=0",
+        "deploy.server.http_port=-1",
+        "evaluate.tasks.lambada.batch_size=0",
+        "export.run.time_limit=soon",
+    )
+    text = "\n".join(found)
+    for part in ("processes", "http_port", "batch_size", "export.run.time_limit"):
+        assert part in text
+    assert len(found) == len(set(found))
+
+
+def test_ranks_fill_the_nodes(plan: Planner, arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match="3 ranks cannot be divided evenly over 2 nodes"):
+        plan(
+            *("stages=[export,deploy]", "dry_run=True", "cluster.gpus_per_node=2", *arguments),
+            "export.model.checkpoint_path=/nowhere",
+            "export.model.tensor_model_parallel_size=3",
+        )
+    with pytest.raises(ConfigError, match="2 ranks on 1 nodes need 2 GPUs on each; got 1"):
+        plan(
+            *("stages=[export,deploy]", "dry_run=True", "cluster.gpus_per_node=1", *arguments),
+            "deploy.run.nodes=1",
+        )
+
+
+def test_deploying_needs_a_repository(problems: Finder, tmp_path: Path) -> None:
+    (found,) = problems("stages=[deploy]")
+    assert "the model repository (stages=[export,deploy] writes it first) is not there" in found
+    (tmp_path / "empty").mkdir()
+    (found,) = problems("stages=[deploy]", f"deploy.model_repository={tmp_path / 'empty'}")
+    assert "no model of the repository names the fastertransformer backend" in found
+
+
+def test_another_repository_brings_its_own_sizes(
+    plan: Planner, arguments: list[str], tmp_path: Path
+) -> None:
+    repository = tmp_path / "other"
+    write_repository(repository, "big", 4, 2)
+    write_repository(repository, "small", 2)
+    made = plan(
+        *("cluster_type=bcm", "dry_run=True", "stages=[deploy,evaluate]", *arguments),
+        f"deploy.model_repository={repository}",
+        "cluster.gpus_per_node=4",
+        "evaluate.model_name=small",
+    )
+    deploy, evaluate = made.stages
+    assert deploy.resources().nodes == 2
+    assert evaluate.settings.tokenizer_dir == str(repository / "small/1/2-gpu")
+
+
+def test_a_repository_without_sizes_is_named(problems: Finder, tmp_path: Path) -> None:
+    model = tmp_path / "other" / "odd"
+    model.mkdir(parents=True)
+    (model / "config.pbtxt").write_text('backend: "fastertransformer"')
+    found = problems("stages=[deploy]", f"deploy.model_repository={model.parent}")
+    assert any("must say tensor_para_size" in message for message in found)
+
+
+def test_evaluating_alone_needs_a_running_server(problems: Finder, tmp_path: Path) -> None:
+    write_repository(tmp_path / "repository", "tiny", 2)
+    (found,) = problems("stages=[evaluate]", f"deploy.model_repository={tmp_path / 'repository'}")
+    assert "the ready file of a running server" in found
+    assert "change evaluate.ready_file" in found
+
+
+def test_paths_in_the_container_are_looked_for_on_the_host(
+    plan: Planner, arguments: list[str], nemo_file: Path
+) -> None:
+    made = plan(
+        *("dry_run=True", *arguments),
+        f"container_mounts=['{nemo_file.parent}:/models:ro']",
+        "container=image",
+        "export.model.checkpoint_path=/models/model.nemo",
+    )
+    assert not any("checkpoint" in note and "/models" in note for note in made.absent)
+    assert "/models:ro" in made.preview()

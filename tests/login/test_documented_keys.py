@@ -1,0 +1,165 @@
+"""The documented configuration: keys, defaults and command lines of the original, verbatim."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose
+from omegaconf import OmegaConf
+
+from stages.plan import make_plan
+from tests.login.conftest import Compose, Run
+
+EXPORT_RUN = """
+run:
+  name: export_${.model_train_name}
+  time_limit: "2:00:00"
+  model_train_name: "gpt3_5b"
+  training_dir: ${base_results_dir}/${.model_train_name}
+  config_summary: tp${export.model.tensor_model_parallel_size}_pp${export.triton_deployment.pipeline_model_parallel_size}_${export.model.weight_data_type}_${export.triton_deployment.data_type}
+  results_dir: ${base_results_dir}/${.model_train_name}/export_${.config_summary}
+  model_type: "gpt3"
+"""  # noqa: E501
+
+EXPORT_MODEL = """
+model:
+  checkpoint_path: ${export.run.training_dir}/checkpoints
+  # FT checkpoint will be saved in ${.triton_model_dir}/1/${.tensor_model_parallel_size}-gpu
+  tensor_model_parallel_size: 8
+  weight_data_type: fp16   # fp32|fp16
+  processes: 16
+  load_checkpoints_to_cpu: False
+"""
+
+EXPORT_TRITON_DEPLOYMENT = """
+triton_deployment:
+  triton_model_dir: ${export.run.results_dir}/model_repo/${export.run.model_train_name}
+  max_batch_size: 1
+  pipeline_model_parallel_size: 1
+  int8_mode: False
+  enable_custom_all_reduce: False
+  data_type: fp16  # fp32|fp16|bf16
+"""
+
+CLUSTER = """
+partition: null
+account: null
+exclusive: True
+gpus_per_task: null
+gpus_per_node: 8
+mem: 0
+overcommit: False
+job_name_prefix: "nemo-megatron-"
+"""
+
+BCP_ARGUMENTS = (
+    "stages=[export]",
+    "cluster_type=bcp",
+    "launcher_scripts_path=/opt/NeMo-Megatron-Launcher/launcher_scripts",
+    "data_dir=/mount/data/the_pile_gpt3",
+    "base_results_dir=/mount/results",
+    "export.run.model_train_name=gpt3_126m",
+    "export.model.tensor_model_parallel_size=2",
+    "export.triton_deployment.pipeline_model_parallel_size=1",
+)
+
+NODES = [
+    (1, 1, 1, "0"),
+    (2, 1, 1, "0,1"),
+    (4, 1, 1, "0,1,2,3"),
+    (8, 1, 1, None),
+    (8, 2, 2, None),
+    (16, 1, 2, None),
+    (8, 3, 3, None),
+    (8, 4, 4, None),
+    (16, 2, 4, None),
+]
+
+
+@pytest.mark.parametrize("block", [EXPORT_RUN, EXPORT_MODEL, EXPORT_TRITON_DEPLOYMENT])
+def test_the_export_block_has_the_documented_keys_and_values(
+    hydra_config: Compose, block: str
+) -> None:
+    hydra_config()
+    config = OmegaConf.to_container(compose("config").export, resolve=False)
+    for name, documented in yaml.safe_load(block).items():
+        assert documented.items() <= config[name].items()
+
+
+def test_the_cluster_file_has_the_documented_keys_and_values(checkout: Path) -> None:
+    config = yaml.safe_load((checkout / "conf/cluster/bcm.yaml").read_text())
+    assert yaml.safe_load(CLUSTER).items() <= config.items()
+
+
+def test_the_documented_interpolations(hydra_config: Compose) -> None:
+    values = hydra_config("base_results_dir=/mount/results")
+    results = "/mount/results/gpt3_5b/export_tp8_pp1_fp16_fp16"
+    assert values["export"]["run"]["results_dir"] == results
+    assert values["export"]["run"]["name"] == "export_gpt3_5b"
+    folder = values["export"]["triton_deployment"]["triton_model_dir"]
+    assert folder == f"{results}/model_repo/gpt3_5b"
+    assert values["deploy"]["model_repository"] == f"{results}/model_repo"
+
+
+@pytest.mark.parametrize("cluster", ["bcm", "bcp", "interactive"])
+def test_the_cluster_type_selects_its_file_and_stays_a_string(
+    hydra_config: Compose, cluster: str
+) -> None:
+    values = hydra_config(f"cluster_type={cluster}")
+    assert values["cluster_type"] == cluster
+    assert values["cluster"]["type"] == cluster
+
+
+def test_slurm_is_the_default_and_export_the_only_stage(hydra_config: Compose) -> None:
+    values = hydra_config()
+    assert values["cluster_type"] == "bcm"
+    assert values["stages"] == ["export"]
+
+
+def test_the_launcher_scripts_of_this_checkout_are_the_default(
+    hydra_config: Compose, checkout: Path
+) -> None:
+    assert hydra_config()["launcher_scripts_path"] == str(checkout / "launcher_scripts")
+
+
+def test_int8_mode_false_is_zero(hydra_config: Compose) -> None:
+    for given, expected in (("False", 0), ("True", 1), ("2", 2)):
+        override = f"export.triton_deployment.int8_mode={given}"
+        plan = make_plan(hydra_config("dry_run=True", override))
+        assert plan.stages[0].settings.int8_mode == expected
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size", "nodes", "devices"), NODES)
+def test_the_documented_table_of_nodes_and_devices(
+    hydra_config: Compose, tp_size: int, pp_size: int, nodes: int, devices: str | None
+) -> None:
+    plan = make_plan(
+        hydra_config(
+            "dry_run=True",
+            "stages=[export,deploy]",
+            f"export.model.tensor_model_parallel_size={tp_size}",
+            f"export.triton_deployment.pipeline_model_parallel_size={pp_size}",
+        )
+    )
+    deploy = plan.stages[1]
+    assert deploy.resources().nodes == nodes
+    assert deploy.env().get("CUDA_VISIBLE_DEVICES") == devices
+    assert f"#SBATCH --nodes={nodes}\n" in plan.preview()
+
+
+def test_the_documented_bcp_command_acts_from_any_directory(
+    run: Run, tmp_path: Path, checkout: Path
+) -> None:
+    shown = []
+    for script in (checkout / "main.py", checkout / "launcher_scripts" / "main.py"):
+        for cwd in (tmp_path, checkout):
+            result = run(*BCP_ARGUMENTS, "dry_run=True", script=script, cwd=cwd)
+            assert result.returncode == 0, result.stderr
+            shown.append(result.stdout)
+    assert len(set(shown)) == 1
+    assert "bcprun \\\n    --nnodes 1 --npernode 1" in shown[0]
+    settings = "/mount/results/gpt3_126m/export_tp2_pp1_fp16_fp16/jobs/001/export_gpt3_126m_hydra"
+    assert f"--settings {settings}.yaml" in shown[0]
+    assert "checkpoint_path: /mount/results/gpt3_126m/checkpoints" in shown[0]

@@ -1,0 +1,124 @@
+"""The command line as Hydra's users know it: help, configuration, completion, mistakes, speed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.login.conftest import Run
+
+HEAVY = ("torch", "triton", "tritonclient", "numpy", "transformers")
+BLOCKER = f"""
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {HEAVY!r}:
+            raise ImportError("blocked: " + name)
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def test_help(run: Run) -> None:
+    started = time.monotonic()
+    result = run("--help")
+    assert time.monotonic() - started < 5.0
+    assert result.returncode == 0, result.stderr
+    assert "cluster_type: bcm, bcp, interactive" in result.stdout
+    assert "dry_run=True" in result.stdout
+    assert "tensor_model_parallel_size: 8" in result.stdout
+
+
+def test_the_configuration_can_be_shown(run: Run, checkout: Path) -> None:
+    result = run("--cfg", "job", "--resolve", "cluster_type=bcp")
+    assert result.returncode == 0, result.stderr
+    assert "cluster_type: bcp" in result.stdout
+    assert f"launcher_scripts_path: {checkout}/launcher_scripts" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("cluster_type=", {"cluster_type=bcm", "cluster_type=bcp", "cluster_type=interactive"}),
+        ("export.model.pro", {"export.model.processes="}),
+    ],
+)
+def test_tab_completion(run: Run, typed: str, offered: set[str]) -> None:
+    line = f"python main.py {typed}"
+    env = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_CWORD": "2"}
+    result = run("-sc", "query=bash", **env)
+    assert result.returncode == 0, result.stderr
+    assert offered <= set(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("mistake", "answers"),
+    [
+        ("cluster_type=slurm", ("cluster_type/slurm", "bcm", "interactive")),
+        ("export=gpt3/export", ("export/gpt3/export",)),
+        ("export.model.proceses=2", ("proceses",)),
+        ("stages=[exprot]", ("unknown stages", "'exprot'", "deploy, evaluate, export")),
+        ("stages=export", ("stages must be a list", "'export'", "stages=[...]")),
+        ("stages=[]", ("no stages", "export")),
+        ("+cluster.partitoin=luna", ("unknown key cluster.partitoin", "partition, python")),
+        ("+export.model.tp=2", ("unknown key export.model.tp", "tensor_model_parallel_size")),
+        ("+dry=True", ("unknown key dry", "dry_run")),
+        ("data_dir=???", ("data_dir",)),
+        ("data_dir=${nowhere}", ("nowhere",)),
+    ],
+)
+def test_a_mistake_gets_one_clear_answer(run: Run, mistake: str, answers: tuple[str, ...]) -> None:
+    result = run(mistake)
+    assert result.returncode == 1
+    for answer in answers:
+        assert answer in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_nothing_is_written_by_a_dry_run(run: Run, arguments: list[str], tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    result = run("stages=[export,deploy,evaluate]", "dry_run=True", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert [path for path in sorted(tmp_path.rglob("*")) if path not in before] == []
+    for part in ("export_tiny_hydra.yaml", "deploy_tiny_submission.sh", "#SBATCH", "metrics_port"):
+        assert part in result.stdout
+
+
+def test_a_dry_run_says_what_is_missing_here(run: Run, bare_path: Path) -> None:  # noqa: ARG001
+    result = run("stages=[export]", "dry_run=True", "base_results_dir=/nowhere")
+    assert result.returncode == 0, result.stderr
+    assert "the checkpoint is not there; got '/nowhere/gpt3_5b/checkpoints'" in result.stdout
+    assert "sbatch is not on the PATH" in result.stdout
+
+
+def test_the_working_directory_stays_clean(run: Run, arguments: list[str], tmp_path: Path) -> None:
+    cwd = tmp_path / "cwd"
+    cwd.mkdir()
+    result = run("stages=[export]", "cluster_type=interactive", *arguments, cwd=cwd)
+    assert result.returncode == 0, result.stderr
+    assert list(cwd.iterdir()) == []
+
+
+def test_the_login_half_needs_no_heavy_package(checkout: Path, tmp_path: Path) -> None:
+    program = BLOCKER + (
+        "import runpy\n"
+        f"sys.path.insert(0, {str(checkout)!r})\n"
+        "import main\n"
+        "sys.argv[1:] = ['stages=[export,deploy,evaluate]', 'dry_run=True']\n"
+        f"runpy.run_path({str(checkout / 'main.py')!r}, run_name='__main__')\n"
+        f"assert not set({HEAVY!r}) & set(sys.modules)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": "/nowhere"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "#SBATCH" in result.stdout

@@ -1,0 +1,94 @@
+"""The quoting filters, and templates that lack a value."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import jinja2
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher_scripts import render as rendering
+from launcher_scripts.cluster import Cluster
+from launcher_scripts.cluster.bcp import BcpCluster, BcpOptions
+from launcher_scripts.cluster.interactive import InteractiveCluster, InteractiveOptions
+from launcher_scripts.cluster.job import Job, JobFolder, Step
+from launcher_scripts.cluster.slurm import SlurmCluster, SlurmOptions
+from launcher_scripts.render import pbtxt, quote, render
+
+NASTY = [
+    "plain",
+    "two words",
+    "it's",
+    'say "x"',
+    "$(touch pwned)",
+    "`touch pwned`",
+    "$HOME ${PATH}",
+    "a\nb",
+    "ends in \\",
+    "; rm -rf x",
+    "*?[a]",
+    "ünïcödé 模型",
+    "-n",
+    "",
+    "#no comment",
+    "!history",
+    "~",
+]
+
+
+def printed(command: str) -> str:
+    """What bash makes of a command, byte for byte."""
+    result = subprocess.run(["bash", "-c", command], capture_output=True, check=True)
+    return result.stdout.decode()
+
+
+@pytest.mark.parametrize("value", NASTY)
+def test_a_quoted_value_is_one_word(value: str) -> None:
+    assert printed(f"printf '%s|' {quote(value)} end") == f"{value}|end|"
+
+
+CLUSTERS: tuple[Cluster, ...] = (
+    SlurmCluster(SlurmOptions()),
+    BcpCluster(BcpOptions()),
+    InteractiveCluster(InteractiveOptions()),
+)
+SHOW = "import os, sys; print(os.getcwd(), os.environ['NASTY'], sys.argv[1:])"
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda cluster: cluster.type)
+@pytest.mark.parametrize("value", NASTY)
+def test_scripts_hand_every_value_to_the_step_unchanged(
+    calls: Path, tmp_path: Path, cluster: Cluster, value: str
+) -> None:
+    root = tmp_path / "a $(touch pwned) 'folder'"
+    root.mkdir()
+    step = Step("show", ("python3", "-c", SHOW, value))
+    job = Job("export", JobFolder(root, "job"), None, (step, step), env={"NASTY": value})
+    assert printed(cluster.render(job)) == f"{root} {value} {[value]!r}\n" * 2
+    assert [*tmp_path.rglob("pwned"), *Path.cwd().glob("pwned")] == []
+    assert calls.exists() == (cluster.type == "bcp")
+
+
+def test_a_missing_value_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "TEMPLATES", tmp_path)
+    (tmp_path / "x.j2").write_text("{{ absent }}")
+    with pytest.raises(jinja2.UndefinedError):
+        render("x.j2")
+
+
+@given(st.text())
+def test_pbtxt_is_read_back(value: str) -> None:
+    text_format = pytest.importorskip("google.protobuf.text_format")
+    wrappers = pytest.importorskip("google.protobuf.wrappers_pb2")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return
+    assert text_format.Parse(f"value: {pbtxt(value)}", wrappers.StringValue()).value == value
+
+
+def test_pbtxt_literally() -> None:
+    assert pbtxt('a "b" \\ ü\n') == '"a \\"b\\" \\\\ \\303\\274\\n"'

@@ -1,0 +1,59 @@
+"""Submission to Slurm, with a stand-in for sbatch; rendering is in test_golden.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.cluster.slurm import SlurmOptions
+from launcher_scripts.errors import ConfigError
+from tests.login.conftest import Run
+
+
+def test_stages_are_chained(run: Run, arguments: list[str], calls: Path, tmp_path: Path) -> None:
+    result = run("stages=[export,deploy,evaluate]", *arguments, SLURM_NTASKS="4")
+    assert result.returncode == 0, result.stderr
+    export, deploy, evaluate = calls.read_text().splitlines()
+    assert export == str(tmp_path / "the results/tiny") + (
+        "/export_tp2_pp1_fp16_fp16/jobs/001/export_tiny_submission.sh"
+    )
+    assert deploy.startswith("--dependency=afterok:101 --kill-on-invalid-dep=yes /")
+    assert evaluate.startswith("--dependency=after:102 --kill-on-invalid-dep=yes /")
+    assert "submitted deploy_tiny as Slurm job 102" in result.stdout
+    folder = tmp_path / "the results/tiny/deploy_tp2_pp1_fp16_fp16/jobs/001"
+    record = json.loads((folder / "job.json").read_text())
+    assert (record["job_id"], record["after"]) == ("102", "101")
+    assert record["log"] == "log-deploy_tiny_102.out"
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"deploy_tiny_hydra.yaml", "deploy_tiny_submission.sh", "job.json"}
+    assert "--mpi=pmix" in Path(f"{calls}.2.sh").read_text()
+
+
+def test_a_refusal_is_one_message(run: Run, arguments: list[str], calls: Path) -> None:
+    result = run("stages=[export,deploy]", *arguments, REFUSE="1")
+    assert result.returncode == 1
+    assert "sbatch refused the export job" in result.stderr
+    assert "invalid partition specified" in result.stderr
+    assert "export_tiny_submission.sh" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(calls.read_text().splitlines()) == 1
+
+
+def test_a_machine_without_slurm_is_told_so(
+    run: Run, arguments: list[str], bare_path: Path, tmp_path: Path
+) -> None:
+    assert not (bare_path / "sbatch").exists()
+    result = run("stages=[export]", *arguments)
+    assert result.returncode == 1
+    assert "sbatch is not on the PATH" in result.stderr
+    assert not (tmp_path / "the results").exists()
+
+
+@pytest.mark.parametrize(
+    "options", [{"mpi": "openmpi"}, {"comment": "two\nlines"}, {"gpus_per_node": 0}]
+)
+def test_options_that_a_script_cannot_hold(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=f"cluster.{next(iter(options))}"):
+        SlurmOptions(**options)  # type: ignore[arg-type]
