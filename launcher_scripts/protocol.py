@@ -121,26 +121,26 @@ POSTPROCESSING_OUTPUTS = (
     _array("OUTPUT", "STRING", (-1, -1), "[beam, 1]: prompt and generated text"),
 )
 
-# The ensemble's own tensors; every optional input of the model follows them under its own name.
+# The ensemble makes these itself, or has no output for what they ask for.
+_NOT_IN_ENSEMBLE = (
+    "bad_words_list",
+    "stop_words_list",
+    "is_return_context_embeddings",
+    "is_return_context_logits",
+)
+
+# The ensemble's own tensors; the optional inputs of the model follow them under their own names.
 ENSEMBLE_INPUTS = (
     _text("INPUT_0", "the prompt", optional=False),
     _array("INPUT_1", "UINT32", (-1,), "how many tokens to generate", optional=False),
     _text("INPUT_2", "comma separated words that are never generated"),
     _text("INPUT_3", "comma separated words that end the text"),
-    *(
-        tensor
-        for tensor in GPT_INPUTS
-        if tensor.optional and tensor.name not in ("bad_words_list", "stop_words_list")
-    ),
+    *(t for t in GPT_INPUTS if t.optional and t.name not in _NOT_IN_ENSEMBLE),
 )
 
 ENSEMBLE_OUTPUTS = (
     _array("OUTPUT_0", "STRING", (-1, -1), "[beam, 1]: prompt and generated text"),
-    *(
-        tensor
-        for tensor in GPT_OUTPUTS
-        if tensor.name in ("sequence_length", "cum_log_probs", "output_log_probs")
-    ),
+    *(t for t in GPT_OUTPUTS if t.name in ("sequence_length", "cum_log_probs", "output_log_probs")),
 )
 
 

@@ -1,0 +1,268 @@
+"""The folder Triton is given: the exported model, and the text models around it.
+
+    <repository>/
+      <model>/config.pbtxt, 1/<tp>-gpu/   token ids in and out, backend `fastertransformer`
+      preprocessing/                      text -> ids, with the checkpoint's own tokenizer
+      postprocessing/                     ids -> text
+      ensemble/                           text -> text: the three above in a row
+
+Everything refers to everything else by relative path or by name, so the folder may be copied.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher_scripts import backends, tokenizer
+from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
+from launcher_scripts.errors import CheckpointError, ConfigError, lookup, problem
+from launcher_scripts.protocol import (
+    ENSEMBLE_INPUTS,
+    ENSEMBLE_OUTPUTS,
+    GPT_INPUTS,
+    GPT_OUTPUTS,
+    POSTPROCESSING_INPUTS,
+    POSTPROCESSING_OUTPUTS,
+    PREPROCESSING_INPUTS,
+    PREPROCESSING_OUTPUTS,
+)
+from launcher_scripts.render import pbtxt, render
+from launcher_scripts.settings import ExportSettings
+from launcher_scripts.tokenizer import TokenizerError, load_tokenizer, tokenizer_files
+
+# What the user's `model_type` is called in config.pbtxt.
+BACKEND_MODEL_TYPES = {"gpt3": "GPT"}
+
+TEXT_MODELS = ("preprocessing", "postprocessing", "ensemble")
+
+# The engine takes what waits whenever it is free, so a request never waits for company.
+MAX_QUEUE_DELAY_MICROSECONDS = 0
+
+
+@dataclass(frozen=True)
+class ModelRepository:
+    """A Triton model repository at `root`."""
+
+    root: Path
+
+    def write(self, settings: ExportSettings) -> list[str]:
+        """Describe the exported checkpoint to Triton; returns the names of the models written.
+
+        The checkpoint must already lie in settings.checkpoint_dir. Everything is checked and
+        rendered first and set in place by renaming, the model's own config.pbtxt last.
+        Raises CheckpointError or ConfigError, and then leaves the repository as it was.
+        """
+        model_dir = Path(settings.triton_model_dir)
+        check_model_name(settings)
+        names = text_model_names(self, settings.model_name)
+        checkpoint = FTCheckpoint.open(settings.checkpoint_dir, verify=False)
+        text_models = settings.tokenizer.source != "none"
+        targets = [model_dir / "config.pbtxt"]
+        if text_models:
+            check_tokenizer(checkpoint)
+            targets += [self.root / name for name in names.values()]
+        if not settings.overwrite:
+            refuse_existing(targets)
+        config = model_config(settings)
+        staging = self.root.with_name(self.root.name + ".partial")
+        shutil.rmtree(staging, ignore_errors=True)
+        try:
+            if text_models:
+                write_text_models(staging / "new", settings, checkpoint, names)
+                for name in names.values():
+                    replace_folder(staging / "new" / name, self.root / name, staging / "old")
+            partial = model_dir / "config.pbtxt.partial"
+            partial.write_text(config, encoding="utf-8")
+            partial.replace(model_dir / "config.pbtxt")
+        except OSError as error:
+            raise CheckpointError(f"cannot write the model repository: {error}") from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        return [settings.model_name, *(names.values() if text_models else ())]
+
+
+def check_model_name(settings: ExportSettings) -> None:
+    """Triton wants a model's name to be its folder's, and the text models keep theirs."""
+    folder = Path(settings.triton_model_dir).name
+    if folder != settings.model_name:
+        raise ConfigError(
+            problem(
+                "the last folder of triton_model_dir must be the model's name",
+                got=folder,
+                choices=[settings.model_name],
+                change="export.triton_deployment.triton_model_dir or export.run.model_train_name",
+            )
+        )
+    if settings.model_name in TEXT_MODELS:
+        raise ConfigError(
+            problem(
+                "the model's name is that of a text model",
+                got=settings.model_name,
+                change="export.run.model_train_name",
+            )
+        )
+
+
+def text_model_names(repository: ModelRepository, model_name: str) -> dict[str, str]:
+    """role -> folder of the text models around `model_name`.
+
+    They have their plain names unless the repository's plain ensemble belongs to another model;
+    then they carry the model's name in front.
+    """
+    ensemble = repository.root / "ensemble" / "config.pbtxt"
+    taken = ensemble.is_file() and f"model_name: {pbtxt(model_name)}\n" not in ensemble.read_text(
+        encoding="utf-8"
+    )
+    prefix = f"{model_name}_" if taken else ""
+    return {role: prefix + role for role in TEXT_MODELS}
+
+
+def check_tokenizer(checkpoint: FTCheckpoint) -> None:
+    """The tokenizer beside the weights must exist and fit the vocabulary."""
+    change = "export.model.tokenizer (a mapping with its files, or none)"
+    try:
+        size = load_tokenizer(checkpoint.folder).vocab_size
+    except TokenizerError as error:
+        raise CheckpointError(problem(str(error), change=change)) from error
+    if size > checkpoint.config.vocab_size:
+        raise CheckpointError(
+            problem(
+                f"the tokenizer has more tokens than the model's {checkpoint.config.vocab_size}",
+                got=size,
+                change=change,
+            )
+        )
+
+
+def refuse_existing(targets: Iterable[Path]) -> None:
+    existing = [str(path) for path in targets if path.exists()]
+    if existing:
+        raise CheckpointError(
+            problem(
+                "the model repository already holds " + ", ".join(existing),
+                change="export.model.overwrite=True to replace it, or export.run.results_dir",
+            )
+        )
+
+
+def model_config(settings: ExportSettings) -> str:
+    """config.pbtxt of the model itself."""
+    model_type = lookup(BACKEND_MODEL_TYPES, settings.model_type, "export.run.model_type")
+    checkpoint_path = settings.checkpoint_dir.relative_to(settings.triton_model_dir)
+    return render(
+        "model.pbtxt.j2",
+        name=settings.model_name,
+        max_batch_size=settings.max_batch_size,
+        max_queue_delay_microseconds=MAX_QUEUE_DELAY_MICROSECONDS,
+        inputs=GPT_INPUTS,
+        outputs=GPT_OUTPUTS,
+        parameters={
+            "tensor_para_size": settings.parallelism.tp_size,
+            "pipeline_para_size": settings.parallelism.pp_size,
+            "data_type": settings.data_type,
+            "model_type": model_type,
+            "model_checkpoint_path": checkpoint_path.as_posix(),
+            "int8_mode": settings.int8_mode,
+            "enable_custom_all_reduce": int(settings.enable_custom_all_reduce),
+        },
+    )
+
+
+def write_text_models(
+    folder: Path, settings: ExportSettings, checkpoint: FTCheckpoint, names: dict[str, str]
+) -> None:
+    """The three text models as they will stand in the repository, inside `folder`."""
+    config = checkpoint.config
+    pad_id = config.end_id if config.pad_id is None else config.pad_id
+    configs = {
+        "preprocessing": render(
+            "text_model.pbtxt.j2",
+            name=names["preprocessing"],
+            max_batch_size=settings.max_batch_size,
+            inputs=PREPROCESSING_INPUTS,
+            outputs=PREPROCESSING_OUTPUTS,
+            parameters={"pad_id": pad_id},
+        ),
+        "postprocessing": render(
+            "text_model.pbtxt.j2",
+            name=names["postprocessing"],
+            max_batch_size=settings.max_batch_size,
+            inputs=POSTPROCESSING_INPUTS,
+            outputs=POSTPROCESSING_OUTPUTS,
+            parameters={},
+        ),
+        "ensemble": ensemble_config(settings, names),
+    }
+    for role, text in configs.items():
+        version_dir = folder / names[role] / "1"
+        version_dir.mkdir(parents=True)
+        (folder / names[role] / "config.pbtxt").write_text(text, encoding="utf-8")
+        if role != "ensemble":
+            for path in text_model_files(role, checkpoint.folder):
+                shutil.copyfile(path, version_dir / path.name)
+
+
+def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:
+    """What the version folder of a text model holds."""
+    room = Path(backends.__file__).parent
+    return [
+        room / role / "model.py",
+        room / "text_tensors.py",
+        Path(tokenizer.__file__),
+        *tokenizer_files(checkpoint_dir),
+    ]
+
+
+def ensemble_config(settings: ExportSettings, names: dict[str, str]) -> str:
+    """config.pbtxt of the ensemble; names that begin with _ stay between its steps."""
+    text_inputs = {"INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3"}
+    passed_on = {t.name: t.name for t in ENSEMBLE_INPUTS if t.name not in text_inputs}
+    returned = {t.name: t.name for t in ENSEMBLE_OUTPUTS if t.name != "OUTPUT_0"}
+    steps = [
+        {
+            "model": names["preprocessing"],
+            "inputs": {
+                "QUERY": "INPUT_0",
+                "REQUEST_OUTPUT_LEN": "INPUT_1",
+                "BAD_WORDS_DICT": "INPUT_2",
+                "STOP_WORDS_DICT": "INPUT_3",
+            },
+            "outputs": {t.name: f"_{t.name}" for t in PREPROCESSING_OUTPUTS},
+        },
+        {
+            "model": settings.model_name,
+            "inputs": {
+                "input_ids": "_INPUT_ID",
+                "input_lengths": "_REQUEST_INPUT_LEN",
+                "request_output_len": "_REQUEST_OUTPUT_LEN",
+                "bad_words_list": "_BAD_WORDS_IDS",
+                "stop_words_list": "_STOP_WORDS_IDS",
+                **passed_on,
+            },
+            "outputs": {"output_ids": "_TOKENS_BATCH", **returned},
+        },
+        {
+            "model": names["postprocessing"],
+            "inputs": {"TOKENS_BATCH": "_TOKENS_BATCH", "sequence_length": "sequence_length"},
+            "outputs": {"OUTPUT": "OUTPUT_0"},
+        },
+    ]
+    return render(
+        "ensemble.pbtxt.j2",
+        name=names["ensemble"],
+        max_batch_size=settings.max_batch_size,
+        inputs=ENSEMBLE_INPUTS,
+        outputs=ENSEMBLE_OUTPUTS,
+        steps=steps,
+    )
+
+
+def replace_folder(new: Path, target: Path, attic: Path) -> None:
+    """Put `new` where `target` is; what was there goes to the attic."""
+    if target.exists():
+        attic.mkdir(parents=True, exist_ok=True)
+        target.rename(attic / target.name)
+    new.rename(target)

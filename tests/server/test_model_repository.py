@@ -1,0 +1,226 @@
+"""What an exported repository holds, byte for byte, and when it is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher_scripts.checkpoint.model_repository import ModelRepository
+from launcher_scripts.errors import CheckpointError, ConfigError, LauncherError
+from launcher_scripts.models.repository import served_models
+from launcher_scripts.parallel import Parallelism
+from launcher_scripts.protocol import GPT_INPUTS, GPT_OUTPUTS
+from launcher_scripts.settings import TokenizerSettings, write_settings
+from launcher_scripts.steps import write_model_repository
+from tests.server.repositories import export, export_settings, text_config, write_weights
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "model_repository"
+TEXT_MODELS = ("ensemble", "postprocessing", "preprocessing")
+
+
+def parse(path: Path) -> Any:
+    """The ModelConfig message of a config.pbtxt, read by protobuf itself."""
+    pytest.importorskip("google.protobuf")
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2
+
+    return text_format.Parse(path.read_text(), model_config_pb2.ModelConfig())
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize("model", ["tiny", *TEXT_MODELS])
+def test_configurations_are_the_golden_ones(tmp_path: Path, model: str) -> None:
+    settings = export(tmp_path, tp=2, pp=2, data_type="bf16")
+    text = (settings.model_repository / model / "config.pbtxt").read_text()
+    assert text == (GOLDEN / f"{model}.pbtxt").read_text()
+
+
+def test_the_model_is_what_the_contract_says(tmp_path: Path) -> None:
+    settings = export(tmp_path, tp=2, enable_custom_all_reduce=True, max_batch_size=5)
+    config = parse(settings.model_repository / "tiny" / "config.pbtxt")
+    assert (config.name, config.backend, config.max_batch_size) == ("tiny", "fastertransformer", 5)
+    assert [tensor.name for tensor in config.input] == [spec.name for spec in GPT_INPUTS]
+    assert [tensor.name for tensor in config.output] == [spec.name for spec in GPT_OUTPUTS]
+    for tensor, spec in zip(config.input, GPT_INPUTS, strict=True):
+        assert tuple(tensor.dims) == spec.dims
+        assert tensor.HasField("reshape") == spec.scalar
+        assert list(tensor.reshape.shape) == []
+        assert (tensor.optional, tensor.allow_ragged_batch) == (spec.optional, spec.ragged)
+    (shape,) = config.batch_input
+    assert shape.Kind.Name(shape.kind) == "BATCH_ITEM_SHAPE"
+    assert list(shape.target_name) == ["input_ids_item_shape"]
+    assert list(shape.source_input) == ["input_ids"]
+    (group,) = config.instance_group
+    assert (group.count, group.Kind.Name(group.kind)) == (1, "KIND_CPU")
+    assert config.HasField("dynamic_batching")
+    assert {key: value.string_value for key, value in config.parameters.items()} == {
+        "tensor_para_size": "2",
+        "pipeline_para_size": "1",
+        "data_type": "fp32",
+        "model_type": "GPT",
+        "model_checkpoint_path": "1/2-gpu",
+        "int8_mode": "0",
+        "enable_custom_all_reduce": "1",
+    }
+
+
+def test_every_step_of_the_ensemble_exists_and_fits(tmp_path: Path) -> None:
+    root = export(tmp_path).model_repository
+    ensemble = parse(root / "ensemble" / "config.pbtxt")
+    known = {tensor.name: tensor.data_type for tensor in ensemble.input}
+    for step in ensemble.ensemble_scheduling.step:
+        config = parse(root / step.model_name / "config.pbtxt")
+        assert config.name == step.model_name
+        inputs = {tensor.name: tensor for tensor in config.input}
+        outputs = {tensor.name: tensor for tensor in config.output}
+        required = {name for name, tensor in inputs.items() if not tensor.optional}
+        assert required <= set(step.input_map)
+        for name, source in step.input_map.items():
+            assert inputs[name].data_type == known[source], (step.model_name, name)
+        known |= {target: outputs[name].data_type for name, target in step.output_map.items()}
+    assert all(known[tensor.name] == tensor.data_type for tensor in ensemble.output)
+
+
+def test_the_login_side_reads_what_was_written(tmp_path: Path) -> None:
+    settings = export(tmp_path, tp=2, pp=2)
+    (model,) = served_models(settings.model_repository)
+    assert model.name == "tiny"
+    assert model.parallelism == Parallelism(2, 2)
+    assert model.checkpoint_dir == settings.checkpoint_dir
+
+
+def test_text_models_carry_the_tokenizer_and_its_code(tmp_path: Path) -> None:
+    root = export(tmp_path).model_repository
+    files = ["merges.txt", "model.py", "text_tensors.py", "tokenizer.py", "vocab.json"]
+    for role in ("preprocessing", "postprocessing"):
+        version = root / role / "1"
+        assert sorted(path.name for path in version.iterdir()) == files
+    assert list((root / "ensemble" / "1").iterdir()) == []
+    assert sorted(path.name for path in root.iterdir()) == [*TEXT_MODELS, "tiny"]
+
+
+@pytest.mark.parametrize(("pad_id", "expected"), [(None, "0"), (7, "7")])
+def test_prompts_are_padded_as_the_checkpoint_says(
+    tmp_path: Path, pad_id: int | None, expected: str
+) -> None:
+    root = export(tmp_path, text_config(pad_id=pad_id)).model_repository
+    config = parse(root / "preprocessing" / "config.pbtxt")
+    assert config.parameters["pad_id"].string_value == expected
+
+
+def test_no_text_models_without_a_tokenizer(tmp_path: Path) -> None:
+    root = export(tmp_path, tokenizer=TokenizerSettings("none")).model_repository
+    assert [path.name for path in root.iterdir()] == ["tiny"]
+
+
+def test_a_second_model_gets_text_models_of_its_own(tmp_path: Path) -> None:
+    root = export(tmp_path).model_repository
+    first = tree(root)
+    export(tmp_path, name="other")
+    assert first.items() <= tree(root).items()
+    mine = {f"other_{role}" for role in TEXT_MODELS}
+    assert {path.name for path in root.iterdir()} == {*TEXT_MODELS, "tiny", "other", *mine}
+    steps = parse(root / "other_ensemble" / "config.pbtxt").ensemble_scheduling.step
+    assert [step.model_name for step in steps] == [
+        "other_preprocessing",
+        "other",
+        "other_postprocessing",
+    ]
+
+
+def test_an_existing_repository_is_refused_and_left_alone(tmp_path: Path) -> None:
+    settings = export(tmp_path)
+    before = tree(settings.model_repository)
+    with pytest.raises(CheckpointError, match=r"export\.model\.overwrite") as caught:
+        ModelRepository(settings.model_repository).write(settings)
+    for name in ("tiny/config.pbtxt", *TEXT_MODELS):
+        assert str(settings.model_repository / name) in str(caught.value)
+    assert tree(settings.model_repository) == before
+
+
+def test_overwrite_replaces_everything(tmp_path: Path) -> None:
+    settings = export(tmp_path)
+    before = tree(settings.model_repository)
+    stale = settings.model_repository / "preprocessing" / "1" / "stale.txt"
+    stale.write_text("from before")
+    again = export_settings(tmp_path, overwrite=True, max_batch_size=3)
+    ModelRepository(again.model_repository).write(again)
+    after = tree(again.model_repository)
+    assert after.keys() == before.keys()
+    assert b"max_batch_size: 3" in after["ensemble/config.pbtxt"]
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_tokenizer_too_large_for_the_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"490; got 491; change export.model.tokenizer"):
+        export(tmp_path, text_config(vocab_size=490))
+    assert not (tmp_path / "model_repo" / "tiny" / "config.pbtxt").exists()
+
+
+def test_a_checkpoint_without_tokenizer(tmp_path: Path) -> None:
+    settings = export_settings(tmp_path)
+    write_weights(settings, tokenizer=None)
+    with pytest.raises(CheckpointError, match=r"no tokenizer in .*export.model.tokenizer"):
+        ModelRepository(settings.model_repository).write(settings)
+    assert [path.name for path in settings.model_repository.iterdir()] == ["tiny"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"name": "ensemble"}, "that of a text model"),
+        ({"model_type": "gpt4"}, "unknown export.run.model_type; got 'gpt4'; choices: gpt3"),
+        ({"triton_model_dir": "/x/other"}, "must be the model's name; got 'other'; choices: tiny"),
+    ],
+)
+def test_settings_that_cannot_work(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    name = changes.pop("name", "tiny")
+    settings = export_settings(tmp_path, name=name)
+    write_weights(settings)
+    values = {key: getattr(settings, key) for key in settings.__dataclass_fields__}
+    settings = type(settings)(**{**values, **changes})
+    with pytest.raises(ConfigError, match=reason):
+        ModelRepository(settings.model_repository).write(settings)
+
+
+def test_a_failure_leaves_the_repository_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = export(tmp_path)
+    before = tree(settings.model_repository)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    again = export_settings(tmp_path, overwrite=True)
+    with pytest.raises(LauncherError, match="No space left"):
+        ModelRepository(again.model_repository).write(again)
+    assert tree(settings.model_repository) == before
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_step_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = export_settings(tmp_path)
+    write_weights(settings)
+    write_settings(settings, tmp_path / "settings.yaml")
+    arguments = ["--settings", str(tmp_path / "settings.yaml")]
+    assert write_model_repository.main(arguments) == 0
+    assert "tiny, preprocessing, postprocessing, ensemble" in capsys.readouterr().out
+    assert write_model_repository.main(arguments) == 1
+    assert "already holds" in capsys.readouterr().err
+
+
+def test_text_model_code_compiles(tmp_path: Path) -> None:
+    version = export(tmp_path).model_repository / "preprocessing" / "1"
+    for path in version.glob("*.py"):
+        assert importlib.util.spec_from_file_location(path.stem, path) is not None
+        compile(path.read_text(), str(path), "exec")
