@@ -75,9 +75,7 @@ def rank_part(
         return whole
     if not spec.blocks:
         return np.split(whole, tp_size, axis=-1)[tp_rank]
-    query, key, value = np.split(
-        whole, [config.q_size, config.q_size + config.kv_size], axis=-1
-    )
+    query, key, value = np.split(whole, [config.q_size, config.q_size + config.kv_size], axis=-1)
     heads = (*whole.shape[:-1], config.num_kv_heads, config.head_size)
     copies = config.kv_copies(tp_size)
     key, value = (
