@@ -76,7 +76,7 @@ class BartConfig:
 
 
 def weights(config: BartConfig) -> list[WeightSpec]:
-    """One row per tensor; dialect "bart", and "bart_scaled" for models that scale embeddings."""
+    """One row per tensor; dialect "bart", with "bart_scaled" for models that scale embeddings."""
     table = ("vocab_size", "hidden_size")
     head = "shared.weight" if config.tied_embeddings else "lm_head.weight"
     specs = [
@@ -155,5 +155,4 @@ def _row(
     layout = "transposed" if partition.per_rank else "as_is"
     source = source or Source((name,), layout)
     layers = "num_decoder_layers" if name.startswith("decoder.") else "num_layers"
-    sources = {"bart": source, "bart_scaled": source}
-    return WeightSpec(name, shape, partition, blocks, sources, layers=layers, prefix="")
+    return WeightSpec(name, shape, partition, blocks, {"bart": source}, layers=layers, prefix="")

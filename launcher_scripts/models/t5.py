@@ -9,7 +9,8 @@ docs/checkpoint-format.md describes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import gcd
 
 from launcher_scripts.errors import CheckpointError, Problems
@@ -151,12 +152,13 @@ def _embeddings(config: T5Config) -> list[WeightSpec]:
 def _encoder_layer(config: T5Config) -> list[WeightSpec]:
     stem, nemo = "encoder.block.*.layer", "encoder.model.layers.*"
     specs = _norm(config, f"{stem}.0.layer_norm", f"{nemo}.input_layernorm")
-    for part, layout in (("q", "query_of_heads"), ("k", "key_of_heads"), ("v", "value_of_heads")):
+    for part, layout in (("q", "query"), ("k", "key"), ("v", "value")):
         specs += _column(
             config,
             f"{stem}.0.SelfAttention.{part}",
             "inner_size",
-            nemo=Source((f"{nemo}.self_attention.query_key_value",), layout),
+            nemo=f"{nemo}.self_attention.query_key_value",
+            layouts={"nemo": f"{layout}_of_heads", "nemo_legacy": f"{layout}_in_blocks"},
         )
     specs += _output(config, f"{stem}.0.SelfAttention.o", f"{nemo}.self_attention.dense")
     specs += _norm(config, f"{stem}.1.layer_norm", f"{nemo}.post_attention_layernorm")
@@ -173,20 +175,22 @@ def _decoder_layer(config: T5Config) -> list[WeightSpec]:
         "qkv_size",
         blocks=("inner_size",) * 3,
         huggingface=Source(tuple(f"{attention}.{part}" for part in "qkv"), "transposed_columns"),
-        nemo=Source((f"{nemo}.self_attention.query_key_value",), "qkv_of_heads"),
+        nemo=f"{nemo}.self_attention.query_key_value",
+        layouts={"nemo": "qkv_of_heads", "nemo_legacy": "qkv_in_blocks"},
     )
     specs += _output(config, f"{attention}.o", f"{nemo}.self_attention.dense")
     specs += _norm(config, f"{stem}.1.layer_norm", f"{nemo}.post_attention_layernorm")
-    for part, key, layout in (
-        ("q", "query", "transposed"),
-        ("k", "key_value", "key_of_key_value_heads"),
-        ("v", "key_value", "value_of_key_value_heads"),
+    for part, key, layouts in (
+        ("q", "query", {"nemo": "transposed"}),
+        ("k", "key_value", {"nemo": "first_of_two_heads", "nemo_legacy": "first_half"}),
+        ("v", "key_value", {"nemo": "second_of_two_heads", "nemo_legacy": "second_half"}),
     ):
         specs += _column(
             config,
             f"{stem}.1.EncDecAttention.{part}",
             "inner_size",
-            nemo=Source((f"{nemo}.inter_attention.{key}",), layout),
+            nemo=f"{nemo}.inter_attention.{key}",
+            layouts=layouts,
         )
     specs += _output(config, f"{stem}.1.EncDecAttention.o", f"{nemo}.inter_attention.dense")
     specs += _norm(config, f"{stem}.2.layer_norm", f"{nemo}.post_inter_attention_layernorm")
@@ -195,14 +199,19 @@ def _decoder_layer(config: T5Config) -> list[WeightSpec]:
 
 def _mlp(config: T5Config, stem: str, nemo: str) -> list[WeightSpec]:
     specs = []
-    names = (("wi", "wi_0", ""), ("wi2", "wi_1", "_2")) if config.gated else (("wi", "wi", ""),)
-    for name, huggingface, suffix in names:
+    up = f"{nemo}.dense_h_to_4h"
+    names = (("wi", "wi", up, ""),)
+    if config.gated:
+        names = (("wi", "wi_0", up, "first_half"), ("wi2", "wi_1", f"{up}_2", "second_half"))
+    for name, huggingface, key, half in names:
         specs += _column(
             config,
             f"{stem}.{name}",
             "ffn_size",
             huggingface=Source((f"{stem}.{huggingface}",), "transposed"),
-            nemo=Source((f"{nemo}.dense_h_to_4h{suffix}",), "transposed"),
+            nemo=key,
+            layouts={"nemo": "transposed"},
+            fused=Source((up,), half) if half else None,
         )
     return specs + _output(config, f"{stem}.wo", f"{nemo}.dense_4h_to_h", "ffn_size")
 
@@ -212,12 +221,21 @@ def _column(
     stem: str,
     width: str,
     *,
-    nemo: Source,
+    nemo: str,
+    layouts: Mapping[str, str],
     huggingface: Source | None = None,
+    fused: Source | None = None,
     blocks: tuple[str, ...] = (),
 ) -> list[WeightSpec]:
-    """A linear layer [hidden, width] whose outputs the ranks share, and its bias."""
-    huggingface = huggingface or Source((stem,), "transposed")
+    """A linear layer [hidden, width] whose outputs the ranks share, and its bias.
+
+    nemo, layouts: the key in NeMo's checkpoints, and its layout in each of their dialects
+    fused:         where dialect "nemo_fused_gate" has it, both halves of a gate in one matrix
+    """
+    sources = {"huggingface": huggingface or Source((stem,), "transposed")}
+    sources |= {dialect: Source((nemo,), layout) for dialect, layout in layouts.items()}
+    if fused is not None:
+        sources["nemo_fused_gate"] = fused
     return [
         WeightSpec(
             f"{stem}.{part}",
@@ -226,7 +244,7 @@ def _column(
             blocks,
             {
                 dialect: Source(tuple(f"{key}.{part}" for key in source.keys), source.layout)
-                for dialect, source in (("huggingface", huggingface), ("nemo", nemo))
+                for dialect, source in sources.items()
             },
             layers=_layers(stem),
             prefix="",
@@ -255,10 +273,13 @@ def _output(config: T5Config, stem: str, nemo: str, width: str = "inner_size") -
 
 def _norm(config: T5Config, stem: str, nemo: str) -> list[WeightSpec]:
     parts = ("weight", "bias") if config.normalization == "layernorm" else ("weight",)
-    return [
+    specs = [
         _row(f"{stem}.{part}", ("hidden_size",), f"{stem}.{part}", f"{nemo}.{part}")
         for part in parts
     ]
+    plus_one = {"nemo_plus_one": Source((f"{nemo}.weight",), "plus_one")}
+    specs[0] = replace(specs[0], sources={**specs[0].sources, **plus_one})
+    return specs
 
 
 def _relative_bias(side: str, attention: str, nemo: str) -> WeightSpec:
