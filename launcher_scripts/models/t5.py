@@ -200,7 +200,7 @@ def _decoder_layer(config: T5Config) -> list[WeightSpec]:
 def _mlp(config: T5Config, stem: str, nemo: str) -> list[WeightSpec]:
     specs = []
     up = f"{nemo}.dense_h_to_4h"
-    names = (("wi", "wi", up, ""),)
+    names: tuple[tuple[str, str, str, str], ...] = (("wi", "wi", up, ""),)
     if config.gated:
         names = (("wi", "wi_0", up, "first_half"), ("wi2", "wi_1", f"{up}_2", "second_half"))
     for name, huggingface, key, half in names:
