@@ -208,7 +208,7 @@ class Client:
         """
         waiting: deque[Callable[[], list[GenerateOutput]]] = deque()
         for row in rows:
-            request = GenerateRequest(tuple(row), output_len=1, return_context_logits=True)
+            request = GenerateRequest(tuple(row), output_len=0, return_context_logits=True)
             waiting.append(self._submit([request]))
             if len(waiting) >= min(in_flight, MOST_IN_FLIGHT):
                 yield waiting.popleft()()[0].context_logits
