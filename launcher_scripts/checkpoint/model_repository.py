@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher_scripts import backends, tokenizer
+from launcher_scripts import tokenizer
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
 from launcher_scripts.errors import CheckpointError, ConfigError, lookup, problem
 from launcher_scripts.protocol import (
@@ -207,7 +207,7 @@ def write_text_models(
 
 def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:
     """What the version folder of a text model holds."""
-    room = Path(backends.__file__).parent
+    room = Path(__file__).resolve().parent.parent / "backends"
     return [
         room / role / "model.py",
         room / "text_tensors.py",
