@@ -1,0 +1,227 @@
+"""The rules of the house: who may import whom, complete tables, readable sizes.
+
+A message names the file and what to do about it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launcher_scripts.cluster import CLUSTERS
+from launcher_scripts.settings import TASK_NAMES
+from stages import STAGES
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted(
+    path.relative_to(ROOT)
+    for pattern in ("main.py", "stages/**/*.py", "launcher_scripts/**/*.py")
+    for path in ROOT.glob(pattern)
+)
+TESTS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py"))
+TEXTS = sorted(
+    path.relative_to(ROOT)
+    for pattern in ("conf/**/*.yaml", "templates/*", "docs/**/*.md", "*.md", "Makefile", ".ci/*")
+    for path in ROOT.glob(pattern)
+    if path.is_file()
+)
+
+FILE_LINES = 300
+FUNCTION_LINES = 60
+
+FLOOR = frozenset({"errors", "schema", "parallel", "models", "protocol", "render", "settings"})
+# room -> the rooms that it may import besides itself
+MAY_IMPORT = {
+    "main": {"stages", "errors"},
+    "stages": {"cluster"} | FLOOR,
+    "cluster": FLOOR,
+    "errors": set(),
+    "schema": {"errors"},
+    "parallel": {"errors"},
+    "protocol": {"errors"},
+    "render": {"errors"},
+    "models": {"errors", "parallel"},
+    "settings": {"errors", "parallel", "schema"},
+    "tokenizer": set(),
+    "checkpoint": FLOOR | {"tokenizer"},
+    "kernels": {"errors", "parallel"},
+    "engine": {"kernels", "checkpoint"} | FLOOR,
+    "backends": {"engine", "checkpoint", "tokenizer"} | FLOOR,
+    "server": FLOOR,
+    "evaluation": {"tokenizer"} | FLOOR,
+    "steps": {"server", "evaluation", "checkpoint", "tokenizer"} | FLOOR,
+    "launcher_scripts.main": set(),
+}
+# dependency -> the only places that may import it
+DOORS = {
+    "submitit": ("launcher_scripts/cluster/slurm.py",),
+    "jinja2": ("launcher_scripts/render.py",),
+    "hydra": ("main.py", "stages/"),
+    "omegaconf": ("main.py", "stages/"),
+    "triton_python_backend_utils": ("launcher_scripts/backends/",),
+    "tritonclient": ("launcher_scripts/server/health.py", "launcher_scripts/evaluation/client.py"),
+    "triton": ("launcher_scripts/kernels/",),
+    "torch": (
+        "launcher_scripts/kernels/",
+        "launcher_scripts/engine/",
+        "launcher_scripts/backends/fastertransformer/",
+    ),
+}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"), str(path))
+
+
+def module_name(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in SOURCES}
+
+
+def imported(path: Path, *, at_start: bool = False) -> Iterator[str]:
+    """Names of imported modules; `at_start` leaves out imports inside of functions."""
+    nodes = tree(path).body if at_start else ast.walk(tree(path))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from names
+            if not all(map(ours, names)):
+                yield node.module
+
+
+def room(module: str) -> str:
+    """The room that one of our modules belongs to."""
+    if module == "launcher_scripts.main":
+        return module
+    parts = module.split(".")
+    return parts[1] if parts[0] == "launcher_scripts" and len(parts) > 1 else parts[0]
+
+
+def ours(module: str) -> bool:
+    return module in MODULES
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_rooms_import_only_their_neighbours(path: Path) -> None:
+    own = room(module_name(path))
+    if own == "launcher_scripts":
+        return
+    assert own in MAY_IMPORT, f"{path}: give the room {own} a line in MAY_IMPORT"
+    for module in filter(ours, imported(path)):
+        other = room(module)
+        allowed = MAY_IMPORT[own] | {own, "launcher_scripts"}
+        assert other in allowed, f"{path} may not import {module}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_every_dependency_has_one_door(path: Path) -> None:
+    for module in imported(path):
+        doors = DOORS.get(module.partition(".")[0])
+        if doors is not None:
+            assert str(path).startswith(doors), f"{path} may not import {module}: see {doors}"
+
+
+def test_imports_have_no_cycle() -> None:
+    graph = {
+        name: {other for other in imported(path, at_start=True) if ours(other) and other != name}
+        for name, path in MODULES.items()
+    }
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way[way.index(name) :], name))
+        if name not in done:
+            for other in graph[name]:
+                visit(other, (*way, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_sizes(path: Path) -> None:
+    lines = len((ROOT / path).read_text(encoding="utf-8").splitlines())
+    assert lines <= FILE_LINES, f"{path} has {lines} lines: split it by noun"
+    for node in ast.walk(tree(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= FUNCTION_LINES, f"{path}: {node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_modules_say_what_they_are(path: Path) -> None:
+    assert path.name not in ("utils.py", "triton.py")
+    text = (ROOT / path).read_text(encoding="utf-8")
+    if path.name == "__init__.py":
+        nodes = list(ast.walk(tree(path)))
+        assert not any(isinstance(node, ast.ClassDef) for node in nodes), f"{path}: only a table"
+    if text.strip():
+        assert ast.get_docstring(tree(path)), f"{path} has no docstring"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_habits(path: Path) -> None:
+    for node in ast.walk(tree(path)):
+        assert not isinstance(node, ast.Assert), f"{path}:{node.lineno}: raise an error instead"
+        if isinstance(node, ast.keyword) and node.arg == "shell":
+            pytest.fail(f"{path}:{node.lineno}: no shell, an argument list")
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("eval", "exec", "os.system"):
+            pytest.fail(f"{path}:{node.lineno}: no {ast.unparse(node.func)}")
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *TESTS, *TEXTS], ids=str)
+def test_texts_hold_no_machine_paths_and_no_promises(path: Path) -> None:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    machine = re.search(r"(?<![\w.$}])/(?:work|root|home)/\w+", text)
+    assert machine is None, f"{path}: {machine and machine.group()}"
+    promise = re.search(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b", text)
+    assert promise is None, f"{path}: {promise and promise.group()}"
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_is_complete(name: str) -> None:
+    stage = STAGES[name]
+    assert stage.name == name
+    assert list((ROOT / "conf" / name).rglob("*.yaml")), f"conf/{name} has no YAML"
+    for module in stage.modules:
+        path = ROOT / "launcher_scripts" / "steps" / f"{module}.py"
+        assert path.exists(), f"the stage {name} names the step {module}, which does not exist"
+    for cluster in CLUSTERS:
+        golden = ROOT / "tests" / "golden" / cluster / f"{name}.sh"
+        assert golden.exists(), f"{golden.relative_to(ROOT)} is missing"
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_cluster_is_complete(name: str) -> None:
+    assert CLUSTERS[name].type == name
+    group = (ROOT / "conf" / "cluster_type" / f"{name}.yaml").read_text(encoding="utf-8")
+    assert group.startswith("# @package _global_\n")
+    assert yaml.safe_load((ROOT / "conf" / "cluster" / f"{name}.yaml").read_text())["type"] == name
+
+
+def test_every_template_is_used() -> None:
+    templates = list((ROOT / "templates").iterdir())
+    files = [*templates, *(ROOT / path for path in SOURCES)]
+    sources = "".join(path.read_text(encoding="utf-8") for path in files)
+    for template in templates:
+        assert f'"{template.name}"' in sources, f"no code renders templates/{template.name}"
+
+
+def test_the_evaluation_tasks_have_one_list() -> None:
+    tasks = pytest.importorskip("launcher_scripts.evaluation.tasks").TASKS
+    assert set(tasks) == set(TASK_NAMES), "settings.TASK_NAMES and evaluation.tasks.TASKS differ"
+    for path in (ROOT / "conf" / "evaluate").rglob("*.yaml"):
+        assert set(yaml.safe_load(path.read_text())["tasks"]) <= set(TASK_NAMES), path
