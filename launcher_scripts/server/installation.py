@@ -62,14 +62,17 @@ class Installation:
         for path in self.backends_dir.iterdir():
             if path.name not in ("python", OUR_BACKEND.name):
                 (folder / path.name).symlink_to(path.resolve())
+        # Copies: Triton refuses a library that resolves to outside of the backends' folder.
         for path in (self.backends_dir / "python").iterdir():
-            if path.name not in (STUB, "__pycache__"):
-                (folder / "python" / path.name).symlink_to(path.resolve())
+            if path.is_file() and path.name != STUB:
+                shutil.copyfile(path, folder / "python" / path.name)
         # Wheels lose the run bit with some installers, and their folder may be read-only.
         stub = folder / "python" / STUB
         shutil.copyfile(self.stub, stub)
         stub.chmod(0o755)
         (folder / OUR_BACKEND.name).symlink_to(OUR_BACKEND)
+        # The stub's Python ignores PYTHONPATH since 3.11; this folder is on its path.
+        (folder / "python" / "launcher_scripts").symlink_to(CHECKOUT / "launcher_scripts")
         self.check_stub(stub)
 
     def check_stub(self, stub: Path) -> None:
