@@ -57,6 +57,9 @@ def _write(
     writer.add_context_length(16)
     writer.add_rope_freq_base(100000.0)
     writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_token_list(list("abcdefghij"))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
     writer.add_tensor("token_embd.weight", np.ones((VOCAB, HIDDEN), np.float32))
     writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
     for layer in range(LAYERS):
@@ -125,6 +128,7 @@ def test_the_configuration_describes_the_padded_model(llama: GGUFLlama) -> None:
     assert config["rotary_base"] == 100000.0
     assert config["share_embeddings_and_output_weights"] is True
     assert config["tokenizer"]["model"] == "nemo:abc_tokenizer.json"
+    assert config["tokenizer"]["special_tokens"] == {"bos_token": "b", "eos_token": "c"}
 
 
 def test_fewer_groups_than_the_file_has_are_refused(llama: GGUFLlama) -> None:
