@@ -42,16 +42,18 @@ def answer_each(requests: Sequence[Any], answer: Callable[[Any], list[Any]]) -> 
         try:
             responses.append(pb_utils.InferenceResponse(answer(request)))
         except BadRequestError as error:
-            responses.append(_failure(str(error)))
+            responses.append(_failure(str(error), pb_utils.TritonError.INVALID_ARG))
         except Exception as error:
             # The other requests of the batch go on; the log keeps where this one broke.
             traceback.print_exc()
-            responses.append(_failure(f"{type(error).__name__}: {error}"))
+            responses.append(
+                _failure(f"{type(error).__name__}: {error}", pb_utils.TritonError.INTERNAL)
+            )
     return responses
 
 
-def _failure(message: str) -> Any:
-    return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(message))
+def _failure(message: str, code: int) -> Any:
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
 
 
 def array(request: Any, name: str) -> np.ndarray | None:

@@ -1,0 +1,83 @@
+"""Requests as any client of Triton would send them, over HTTP or gRPC."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+TYPES = {"u4": "UINT32", "u8": "UINT64", "f4": "FP32", "i4": "INT32", "b1": "BOOL", "O": "BYTES"}
+NUMPY_TYPES = {
+    "random_seed": np.uint64,
+    "temperature": np.float32,
+    "runtime_top_p": np.float32,
+    "repetition_penalty": np.float32,
+    "is_return_log_probs": np.bool_,
+    "is_return_context_logits": np.bool_,
+    "bad_words_list": np.int32,
+    "stop_words_list": np.int32,
+}
+
+
+class Client:
+    """tritonclient over one of its two transports, with plain values for tensors."""
+
+    def __init__(self, ready: dict[str, Any], transport: str) -> None:
+        self._module = importlib.import_module(f"tritonclient.{transport}")
+        self._client = self._module.InferenceServerClient(ready[transport])
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def infer(
+        self, model: str, outputs: Sequence[str] | None = None, **tensors: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        inputs = []
+        for name, value in tensors.items():
+            kind = TYPES["O" if value.dtype == object else value.dtype.str[1:]]
+            inputs.append(self._module.InferInput(name, list(value.shape), kind))
+            inputs[-1].set_data_from_numpy(value)
+        wanted = outputs and [self._module.InferRequestedOutput(name) for name in outputs]
+        result = (
+            self._client.infer(model, inputs, outputs=wanted, client_timeout=60)
+            if (self._module.__name__.endswith("grpc"))
+            else self._client.infer(model, inputs, outputs=wanted)
+        )
+        answer = result.get_response()
+        names = (
+            [output["name"] for output in answer["outputs"]]
+            if isinstance(answer, dict)
+            else [output.name for output in answer.outputs]
+        )
+        return {name: result.as_numpy(name) for name in names}
+
+
+def ids_request(rows: Sequence[Sequence[int]], output_len: int, **more: Any) -> dict[str, Any]:
+    """Tensors of one request; every further value is given to each row."""
+    width = max(map(len, rows))
+    padded = [[*row, *[0] * (width - len(row))] for row in rows]
+    tensors = {
+        "input_ids": np.array(padded, np.uint32),
+        "input_lengths": np.array([[len(row)] for row in rows], np.uint32),
+        "request_output_len": np.full((len(rows), 1), output_len, np.uint32),
+    }
+    for name, value in more.items():
+        row = np.atleast_1d(np.asarray(value, NUMPY_TYPES.get(name, np.uint32)))
+        tensors[name] = np.stack([row] * len(rows))
+    return tensors
+
+
+def text_rows(*texts: str) -> np.ndarray:
+    return np.array([[text.encode()] for text in texts], dtype=object)
+
+
+def generated(answer: dict[str, np.ndarray], row: int = 0) -> list[int]:
+    """The generated ids of one row's first beam."""
+    start = int(answer["response_input_lengths"][row, 0])
+    end = int(answer["sequence_length"][row, 0])
+    return answer["output_ids"][row, 0, start:end].tolist()

@@ -1,0 +1,241 @@
+"""A tiny GPT through the whole way: repository, real tritonserver, ranks, clients."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from launcher_scripts.engine.engine import Engine
+from launcher_scripts.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.tokenizer import load_tokenizer
+from tests.engine.small_models import engine_for, random_tensors
+from tests.server.processes import running, wait_for
+from tests.server.repositories import END_ID, TOKENIZERS, export, text_config
+from tests.server.requests import Client, generated, ids_request, text_rows
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("pytriton") is None,
+    reason="the pip-installable tritonserver is not there",
+)
+
+PARALLELISM = [(1, 1), (2, 1), (1, 2)]
+SAMPLED = {"runtime_top_k": 40, "temperature": 1.7, "random_seed": 11}
+PROMPTS = [(5, 6, 7), (400,), (12, 13, 14, 15, 16, 17, 18, 19, 20), (490, 2), (33, 33, 33, 33)]
+
+
+@pytest.fixture(scope="module", params=PARALLELISM, ids=lambda sizes: "tp{}_pp{}".format(*sizes))
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Any]]:
+    """The ready file of a server whose repository was copied away from where it was exported."""
+    tp, pp = request.param
+    folder = tmp_path_factory.mktemp("served")
+    settings = export(folder / "exported", tp=tp, pp=pp)
+    shutil.copytree(settings.model_repository, folder / "copied")
+    shutil.rmtree(folder / "exported")
+    with running(folder / "job", folder / "copied") as step:
+        ready = step.wait_until_ready()
+        assert len(ready["ranks"]) == tp * pp
+        yield ready
+        assert step.stop() == 0, step.err
+        assert step.survivors() == []
+
+
+@pytest.fixture(params=["http", "grpc"])
+def client(served: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[Client]:
+    with Client(served, request.param) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """The same model on one rank in this process: what every served answer must be."""
+    config = text_config()
+    engine = engine_for(config, random_tensors(config))
+    yield engine
+    engine.close()
+
+
+def expected(engine: Engine, prompt: tuple[int, ...], output_len: int, **more: Any) -> Any:
+    return engine.submit(GenerateRequest(prompt, output_len, **more)).result(60)
+
+
+def test_sampled_tokens_and_log_probs(client: Client, engine: Engine) -> None:
+    answer = client.infer(
+        "tiny", **ids_request([PROMPTS[0]], 8, is_return_log_probs=True, **SAMPLED)
+    )
+    sampling = SamplingParameters(top_k=40, temperature=1.7, random_seed=11)
+    wanted = expected(engine, PROMPTS[0], 8, sampling=sampling, return_log_probs=True)
+    assert generated(answer) == list(wanted.output_ids)
+    assert len(set(wanted.output_ids)) > 2
+    assert answer["cum_log_probs"][0, 0] == pytest.approx(wanted.cum_log_probs, abs=1e-4)
+    np.testing.assert_allclose(answer["output_log_probs"][0, 0], wanted.output_log_probs, atol=1e-4)
+
+
+def test_rows_of_different_lengths_in_one_request(client: Client, engine: Engine) -> None:
+    answer = client.infer("tiny", **ids_request(PROMPTS, 6))
+    for row, prompt in enumerate(PROMPTS):
+        assert generated(answer, row) == list(expected(engine, prompt, 6).output_ids)
+        assert answer["output_ids"][row, 0, : len(prompt)].tolist() == list(prompt)
+
+
+def test_context_logits(client: Client, engine: Engine) -> None:
+    answer = client.infer("tiny", **ids_request([PROMPTS[2]], 1, is_return_context_logits=True))
+    wanted = expected(engine, PROMPTS[2], 1, return_context_logits=True).context_logits
+    assert answer["context_logits"].shape == (1, len(PROMPTS[2]), 491)
+    np.testing.assert_allclose(answer["context_logits"][0], np.asarray(wanted), atol=2e-4)
+
+
+def test_requests_at_once_are_answered_as_if_alone(served: dict[str, Any], engine: Engine) -> None:
+    """Ragged prompts and different parameters; every fourth request is wrong."""
+
+    def ask(number: int) -> Any:
+        prompt = PROMPTS[number % len(PROMPTS)]
+        wrong = number % 4 == 3
+        tensors = ids_request(
+            [(9999,) if wrong else prompt], 5 + number, runtime_top_k=20, random_seed=number
+        )
+        with Client(served, "grpc") as client:
+            try:
+                return generated(client.infer("tiny", **tensors))
+            except InferenceServerException as error:
+                return error
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(ask, range(16)))
+    for number, answer in enumerate(answers):
+        if number % 4 == 3:
+            assert isinstance(answer, InferenceServerException)
+            assert "outside of the vocabulary" in str(answer)
+        else:
+            sampling = SamplingParameters(top_k=20, random_seed=number)
+            prompt = PROMPTS[number % len(PROMPTS)]
+            wanted = expected(engine, prompt, 5 + number, sampling=sampling)
+            assert answer == list(wanted.output_ids)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"input_ids": np.array([[491]], np.uint32)}, "outside of the vocabulary"),
+        ({"request_output_len": np.array([[500]], np.uint32)}, "positions"),
+        ({"input_lengths": np.array([[7]], np.uint32)}, "input_lengths"),
+        ({"temperature": np.array([[np.nan]], np.float32)}, "temperature"),
+    ],
+)
+def test_a_wrong_request_has_its_own_error(
+    client: Client, changes: dict[str, np.ndarray], reason: str
+) -> None:
+    with pytest.raises(InferenceServerException, match=reason):
+        client.infer("tiny", **{**ids_request([(1,)], 2), **changes})
+    assert len(generated(client.infer("tiny", **ids_request([(1,)], 2)))) == 2
+
+
+def test_text_through_the_ensemble(client: Client, engine: Engine) -> None:
+    tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
+    texts = ["The quick brown fox", "Hello"]
+    answer = client.infer(
+        "ensemble",
+        INPUT_0=text_rows(*texts),
+        INPUT_1=np.array([[6], [4]], np.uint32),
+        is_return_log_probs=np.array([[True], [True]]),
+    )
+    assert set(answer) == {"OUTPUT_0", "sequence_length", "cum_log_probs", "output_log_probs"}
+    assert answer["OUTPUT_0"].shape == (2, 1, 1)
+    for row, (text, output_len) in enumerate(zip(texts, (6, 4), strict=True)):
+        prompt = tuple(tokenizer.encode(text))
+        ids = expected(engine, prompt, output_len).output_ids
+        assert answer["OUTPUT_0"][row, 0, 0].decode() == text + tokenizer.decode(ids)
+        assert answer["sequence_length"][row, 0] == len(prompt) + len(ids)
+
+
+def test_words_lists_are_each_rows_own(client: Client, engine: Engine) -> None:
+    tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
+    ids = tuple(tokenizer.encode("Hello"))
+    first = expected(engine, ids, 6).output_ids[0]
+    word = tokenizer.decode([first])
+    assert tokenizer.encode(word) == [first]
+    answer = client.infer(
+        "ensemble",
+        ["OUTPUT_0", "sequence_length"],
+        INPUT_0=text_rows("Hello", "Hello", "Hello"),
+        INPUT_1=np.full((3, 1), 6, np.uint32),
+        INPUT_2=text_rows("", f"Rose,{word}", ""),
+        INPUT_3=text_rows("", "", f"{word}"),
+    )
+    texts = [text.decode() for text in answer["OUTPUT_0"][:, 0, 0]]
+    banned = expected(engine, ids, 6, bad_words=(tuple(tokenizer.encode("Rose")), (first,)))
+    assert texts[0] == "Hello" + tokenizer.decode(expected(engine, ids, 6).output_ids)
+    assert texts[1] == "Hello" + tokenizer.decode(banned.output_ids)
+    assert not texts[1].startswith("Hello" + word)
+    assert answer["sequence_length"][2, 0] == len(ids) + 1
+
+
+def test_an_empty_prompt_starts_with_the_start_token(client: Client, engine: Engine) -> None:
+    tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
+    answer = client.infer(
+        "ensemble", ["OUTPUT_0"], INPUT_0=text_rows(""), INPUT_1=np.array([[4]], np.uint32)
+    )
+    wanted = expected(engine, (END_ID,), 4).output_ids
+    assert answer["OUTPUT_0"][0, 0, 0].decode() == tokenizer.decode(wanted)
+
+
+def test_text_that_is_no_text(client: Client) -> None:
+    query = np.array([[b"\xff\xfe"]], dtype=object)
+    with pytest.raises(InferenceServerException, match="QUERY is not UTF-8"):
+        client.infer("ensemble", INPUT_0=query, INPUT_1=np.array([[4]], np.uint32))
+    two = text_rows("one", "two").reshape(1, 2)
+    with pytest.raises(InferenceServerException, match="one text per row"):
+        client.infer("ensemble", INPUT_0=two, INPUT_1=np.array([[4]], np.uint32))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_everything_with_the_reason(tmp_path: Path, rank: int) -> None:
+    """The request on its way is answered with an error, and the job says who died."""
+    settings = export(tmp_path, text_config(max_positions=16384), tp=2)
+    outcome: list[Any] = []
+
+    def ask(ready: dict[str, Any]) -> None:
+        try:
+            with Client(ready, "http") as client:
+                outcome.append(client.infer("tiny", **ids_request([(1, 2)], 16000)))
+        except Exception as error:
+            outcome.append(error)
+
+    with running(tmp_path / "job", settings.model_repository) as step:
+        ready = step.wait_until_ready()
+        asking = threading.Thread(target=ask, args=(ready,))
+        asking.start()
+        wait_for(lambda: not outcome, 1)
+        victim = next(facts for facts in ready["ranks"] if facts["rank"] == rank)
+        os.kill(victim["pid"], signal.SIGKILL)
+        assert step.wait() == 1, step.out
+        asking.join(20)
+        assert step.survivors() == []
+        assert not step.settings.ready_file.exists()
+        assert str(victim["pid"]) in step.err or f"rank {rank}" in step.err
+        assert "Traceback" not in step.err
+    assert isinstance(outcome[0], Exception), outcome
+
+
+def test_an_altered_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    settings = export(tmp_path)
+    weight = settings.checkpoint_dir / "model.wte.bin"
+    content = bytearray(weight.read_bytes())
+    content[100] ^= 1
+    weight.write_bytes(content)
+    with running(tmp_path / "job", settings.model_repository) as step:
+        assert step.wait() == 1
+        assert "model.wte.bin" in step.err
+        assert step.survivors() == []
