@@ -1,0 +1,5 @@
+"""Checkpoints: the formats that can be exported, by name."""
+
+from launcher_scripts.checkpoint.nemo import NemoCheckpoint
+
+SOURCES = {"nemo": NemoCheckpoint}

@@ -168,14 +168,7 @@ class FTWriter:
         self._created: list[Path] = []
 
     def __enter__(self) -> FTWriter:
-        if self.folder.exists() and not self.overwrite:
-            raise CheckpointError(
-                problem(
-                    "the output already exists",
-                    got=str(self.folder),
-                    change="export.run.triton_model_dir, or remove it, or set overwrite",
-                )
-            )
+        refuse_existing(self.folder, self.overwrite)
         if self.partial.exists():
             shutil.rmtree(self.partial)
         missing = [path for path in self.folder.parents if not path.exists()]
@@ -233,6 +226,18 @@ class FTWriter:
         manifest = Manifest(family, self.tp_size, self.weight_data_type, entries, self.source)
         manifest.write(self.partial)
         replace_folder(self.partial, self.folder)
+
+
+def refuse_existing(folder: Path, overwrite: bool) -> None:
+    """Raises CheckpointError when there is something at `folder` that may not be replaced."""
+    if folder.exists() and not overwrite:
+        raise CheckpointError(
+            problem(
+                "the output already exists",
+                got=str(folder),
+                change="export.model.overwrite to replace it",
+            )
+        )
 
 
 def replace_folder(new: Path, target: Path) -> None:

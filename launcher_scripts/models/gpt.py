@@ -12,7 +12,7 @@ from math import gcd
 
 from launcher_scripts.errors import CheckpointError, Problems
 from launcher_scripts.models import gpt_dialects
-from launcher_scripts.models.family import Partition, Source, WeightSpec
+from launcher_scripts.models.family import Partition, WeightSpec
 from launcher_scripts.parallel import divisors
 
 POSITION_EMBEDDINGS = ("learned", "rope", "alibi", "none")
@@ -200,10 +200,4 @@ def _spec(
     partition: Partition = Partition.REPLICATED,
     blocks: tuple[str, ...] = (),
 ) -> WeightSpec:
-    sources = {**gpt_dialects.sources(name), **SOURCES.get(name, {})}
-    return WeightSpec(name, shape, partition, blocks, sources)
-
-
-# Source tensors of every stored tensor, by dialect. Keys are as in the state dict, without the
-# dialect's common prefix ("model.language_model." for nemo, "model." for mcore).
-SOURCES: dict[str, dict[str, Source]] = {}
+    return WeightSpec(name, shape, partition, blocks, gpt_dialects.sources(name))

@@ -1,14 +1,15 @@
 """Where the tensors of a GPT lie in the checkpoints of other makers.
 
 One dialect per maker: canonical name -> source keys and layout. A name without `.weight` stands
-for a layer's weight and bias. Keys are as in the state dict, without the common prefix
-("transformer." or "model.").
+for a layer's weight and bias; one with it goes before. Keys are as in the state dict, without the
+common prefix ("transformer." or "model.").
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from launcher_scripts.models import gpt_nemo
 from launcher_scripts.models.family import Source
 
 _WHOLE = ("wte", "wpe", "lm_head.weight")
@@ -129,6 +130,7 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "xglm_scaled": _xglm("scaled_by_root_hidden"),
     "llama": LLAMA,
     "gguf_llama": GGUF_LLAMA,
+    **gpt_nemo.DIALECTS,
 }
 
 
@@ -137,8 +139,9 @@ def sources(name: str) -> dict[str, Source]:
     stem, part = (name, None) if name in _WHOLE else name.rsplit(".", 1)
     found = {}
     for dialect, table in DIALECTS.items():
-        source = table.get(stem)
-        if source is not None:
-            keys = source.keys if part is None else tuple(f"{key}.{part}" for key in source.keys)
-            found[dialect] = Source(keys, source.layout)
+        if name in table:
+            found[dialect] = table[name]
+        elif stem in table:
+            source = table[stem]
+            found[dialect] = Source(tuple(f"{key}.{part}" for key in source.keys), source.layout)
     return found

@@ -1,0 +1,210 @@
+"""A checkpoint's files, read in place: a tar archive, a gzipped one, or an unpacked folder.
+
+Nothing is extracted. A plain tar is mapped into memory and its members are views of it; a gzipped
+one is decompressed once into an unnamed temporary file, which vanishes with the process. Whatever
+could make a reader leave the archive, or could mean two things, is refused: links, devices,
+absolute names, `..`, and two members of one name.
+"""
+
+from __future__ import annotations
+
+import gzip
+import mmap
+import os
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+import numpy as np
+
+from launcher_scripts.errors import CheckpointError, Problems, problem
+
+_BLOCK = 512
+_GZIP_MAGIC = b"\x1f\x8b"
+_COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Region:
+    """Bytes of a mapped file: where they are, and the mapping that holds them."""
+
+    buffer: mmap.mmap
+    offset: int
+    size: int
+
+    def part(self, offset: int, size: int) -> Region:
+        """A part, its bounds checked."""
+        if offset < 0 or size < 0 or offset + size > self.size:
+            raise CheckpointError(
+                problem("data lies outside of its file", got=(offset, size), choices=[self.size])
+            )
+        return Region(self.buffer, self.offset + offset, size)
+
+    def bytes(self) -> bytes:
+        return self.buffer[self.offset : self.offset + self.size]
+
+    def array(self, dtype: np.dtype, count: int) -> np.ndarray:
+        """`count` items as a read-only view of the file, shape [count]."""
+        self.part(0, count * dtype.itemsize)
+        return np.frombuffer(self.buffer, dtype, count, self.offset)
+
+
+class Archive:
+    """The regular files of a checkpoint by name, `/` between folders, no leading `./`."""
+
+    def __init__(self, path: Path, scratch: Path | None = None) -> None:
+        """Open `path`; `scratch` is where a gzipped archive is decompressed (default: TMPDIR).
+
+        Raises CheckpointError for whatever is no archive, is damaged or cut short, or is refused.
+        """
+        self.path = Path(path)
+        if self.path.is_dir():
+            self.container = "folder"
+            self._files = dict(_folder_files(self.path))
+            self._members: dict[str, Region] = {}
+            self._buffers: list[mmap.mmap] = []
+            return
+        self._files = {}
+        with _opened(self.path) as file:
+            if file.read(2) == _GZIP_MAGIC:
+                self.container = "tar.gz"
+                with _decompressed(self.path, scratch) as plain:
+                    self._members = _tar_members(self.path, plain)
+            else:
+                self.container = "tar"
+                self._members = _tar_members(self.path, file)
+        self._buffers = [next(region.buffer for region in self._members.values())]
+
+    def names(self) -> list[str]:
+        """Names of all files, sorted."""
+        return sorted({*self._members, *self._files})
+
+    def region(self, name: str) -> Region:
+        """The content of one file, mapped."""
+        if name not in self._members:
+            if name not in self._files:
+                raise CheckpointError(problem(f"{self.path} has no such file", got=name))
+            with _opened(self._files[name]) as file:
+                self._members[name] = _mapped(file)
+            self._buffers.append(self._members[name].buffer)
+        return self._members[name]
+
+    def read(self, name: str) -> bytes:
+        """The content of one (small) file."""
+        return self.region(name).bytes()
+
+    def forget(self, values: np.ndarray) -> None:
+        """Let the system take the pages behind a view back; a later look reads them again."""
+        first = values.__array_interface__["data"][0]
+        spans = zip(values.shape, values.strides, strict=True)
+        last = first + sum((n - 1) * step for n, step in spans) + values.itemsize
+        for buffer in self._buffers:
+            start = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+            if start <= first and last <= start + len(buffer):
+                low = -(-(first - start) // mmap.PAGESIZE) * mmap.PAGESIZE
+                high = (last - start) // mmap.PAGESIZE * mmap.PAGESIZE
+                if low < high:
+                    buffer.madvise(mmap.MADV_DONTNEED, low, high - low)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise CheckpointError(f"cannot read the checkpoint {path}: {error.strerror}") from error
+
+
+def _mapped(file: IO[bytes]) -> Region:
+    size = os.fstat(file.fileno()).st_size
+    buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else mmap.mmap(-1, 1)
+    return Region(buffer, 0, size)
+
+
+def _folder_files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Every file below `folder`; one that a link takes out of the folder is refused."""
+    root = folder.resolve()
+    problems = Problems(f"the checkpoint {folder}")
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() and not path.resolve().is_relative_to(root):
+            problems.add("a link leads out of the folder", got=str(path))
+        elif path.is_file():
+            yield path.relative_to(folder).as_posix(), path
+    problems.raise_if_any(CheckpointError)
+
+
+def _decompressed(path: Path, scratch: Path | None) -> IO[bytes]:
+    """The plain content of a gzip file, in a temporary file without a name."""
+    target = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 the caller closes it
+    try:
+        with gzip.open(path, "rb") as source:
+            while piece := source.read(_COPY_BYTES):
+                target.write(piece)
+        target.flush()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        target.close()
+        raise CheckpointError(f"{path} is damaged or was cut short: {error}") from error
+    except BaseException:
+        target.close()
+        raise
+    return target
+
+
+def _tar_members(path: Path, file: IO[bytes]) -> dict[str, Region]:
+    """The regular files of a tar archive, checked as a whole before any is read."""
+    whole = _mapped(file)
+    problems = Problems(f"the archive {path}")
+    members: dict[str, Region] = {}
+    file.seek(0)
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            for member in tar:
+                name = _checked_name(member, members, problems)
+                if member.offset_data + member.size > whole.size:
+                    raise tarfile.ReadError(f"{member.name} ends beyond the file")
+                if name is not None:
+                    members[name] = whole.part(member.offset_data, member.size)
+            end = tar.offset
+    except (tarfile.TarError, EOFError, UnicodeError) as error:
+        raise CheckpointError(
+            f"{path} is no .nemo file (a tar archive), is damaged or was cut short: {error}"
+        ) from error
+    if not _ends_properly(whole, end):
+        raise CheckpointError(f"{path} was cut short: the archive has no end mark")
+    problems.raise_if_any(CheckpointError)
+    return members
+
+
+def _ends_properly(whole: Region, end: int) -> bool:
+    """Whether the block of zeros that ends a tar archive is there.
+
+    tarfile's offset is behind that block or in front of it, as its versions please.
+    """
+    places = (end, end - _BLOCK)
+    zeros = bytes(_BLOCK)
+    return any(
+        place >= 0 and whole.buffer[place : place + _BLOCK] == zeros
+        for place in places
+        if place + _BLOCK <= whole.size
+    )
+
+
+def _checked_name(
+    member: tarfile.TarInfo, members: dict[str, Region], problems: Problems
+) -> str | None:
+    """The member's plain name; None for a folder or for what is refused (a problem is noted)."""
+    name = PurePosixPath(member.name)
+    if name.is_absolute() or ".." in name.parts:
+        problems.add("a member's name leads out of the archive", got=member.name)
+    elif member.isdir():
+        return None
+    elif not member.isreg() or member.issparse():
+        problems.add("a member is a link or no plain file", got=member.name)
+    elif str(name) in members:
+        problems.add("two members have one name", got=member.name)
+    else:
+        return str(name)
+    return None

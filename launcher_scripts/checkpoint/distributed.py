@@ -1,0 +1,175 @@
+"""Megatron-LM core's distributed checkpoints: one folder of global tensors, in two backends.
+
+zarr:       a folder per tensor with `.zarray` (zarr version 2) and one raw file per chunk
+torch_dist: `.metadata`, a pickle that says which part of which tensor lies at which place of
+            which `.distcp` file; each part is a torch.save file
+
+Layers of one kind are stacked along a leading axis; here every layer is a tensor of its own
+again, under the name a Megatron-LM core state dict gives it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from launcher_scripts.checkpoint import pickles, torch_file
+from launcher_scripts.checkpoint.archive import Archive
+from launcher_scripts.checkpoint.dtypes import BFLOAT16
+from launcher_scripts.checkpoint.pickles import Record
+from launcher_scripts.checkpoint.source_tensor import Piece, SourceTensor
+from launcher_scripts.errors import CheckpointError, Problems, lookup, problem
+
+METADATA = "metadata.json"
+EXTRA_STATE = "_extra_state"
+
+_STACK = re.compile(r"(?P<stem>(?:.*\.)?layers\.)(?P<rest>\D.*)")
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+
+
+def read_tensors(archive: Archive, folder: str) -> dict[str, SourceTensor]:
+    """Name -> tensor of the distributed checkpoint below `folder` (which ends in `/`).
+
+    Raises CheckpointError for an unknown backend and for missing or damaged parts.
+    """
+    try:
+        metadata = json.loads(archive.read(folder + METADATA))
+        backend = str(metadata["sharded_backend"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}{METADATA} of {archive.path} is damaged") from error
+    read = lookup(_BACKENDS, backend, "sharded_backend")
+    return _unstacked(read(archive, folder))
+
+
+def _unstacked(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+    found: dict[str, SourceTensor] = {}
+    for name, tensor in tensors.items():
+        match = _STACK.fullmatch(name)
+        if match is None or not tensor.shape:
+            found[name] = tensor
+            continue
+        for layer in range(tensor.shape[0]):
+            found[f"{match['stem']}{layer}.{match['rest']}"] = tensor.layer(layer)
+    return found
+
+
+def _read_zarr(archive: Archive, folder: str) -> dict[str, SourceTensor]:
+    suffix = "/.zarray"
+    problems = Problems(f"the distributed checkpoint {archive.path}")
+    names = set(archive.names())
+    found = {}
+    for path in sorted(names):
+        if not (path.startswith(folder) and path.endswith(suffix)):
+            continue
+        name = path[len(folder) : -len(suffix)]
+        try:
+            found[name] = _zarr_tensor(archive, path, name, names, problems)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            problems.add(f"{path} is damaged: {error}")
+    problems.raise_if_any(CheckpointError)
+    return found
+
+
+def _zarr_tensor(
+    archive: Archive, path: str, name: str, names: set[str], problems: Problems
+) -> SourceTensor:
+    values = json.loads(archive.read(path))
+    shape, chunks = tuple(values["shape"]), tuple(values["chunks"])
+    for key, plain in (("compressor", None), ("filters", None), ("order", "C")):
+        if values.get(key) != plain:
+            raise ValueError(f"{key} {values[key]!r} is not supported, only {plain!r}")
+    if any(chunk < 1 for chunk in chunks) or len(shape) != len(chunks):
+        raise ValueError(f"impossible chunks {chunks} of shape {shape}")
+    dtype = BFLOAT16 if values["dtype"] == "bfloat16" else np.dtype(values["dtype"])
+    separator = values.get("dimension_separator", ".")
+    pieces = []
+    counts = (range(-(-size // chunk)) for size, chunk in zip(shape, chunks, strict=True))
+    for index in product(*counts):
+        file = path.removesuffix(".zarray") + (separator.join(map(str, index)) or "0")
+        if file not in names:
+            problems.add("a chunk is missing", got=file)
+            continue
+        region = archive.region(file)
+        if region.size != math.prod(chunks) * dtype.itemsize:
+            problems.add("a chunk has another size", got=f"{file}: {region.size} bytes")
+            continue
+        chunk_values = region.array(dtype, math.prod(chunks)).reshape(chunks)
+        start = tuple(i * chunk for i, chunk in zip(index, chunks, strict=True))
+        inside = tuple(slice(0, size - at) for size, at in zip(shape, start, strict=True))
+        pieces.append(Piece(start, chunk_values[inside]))
+    if problems.messages:
+        return SourceTensor(shape, dtype, ())
+    return SourceTensor.of_pieces(shape, pieces, name)
+
+
+def _read_torch_dist(archive: Archive, folder: str) -> dict[str, SourceTensor]:
+    path = f"{folder}.metadata"
+    origin = f"{path} of {archive.path}"
+    metadata = pickles.load(archive.read(path), origin, _METADATA_GLOBALS)
+    pieces: dict[str, list[Piece]] = {}
+    try:
+        shapes = {
+            name: tuple(entry["size"])
+            for name, entry in metadata["state_dict_metadata"].items()
+            if isinstance(entry, _TensorEntry)
+        }
+        for index, place in metadata["storage_data"].items():
+            name = index["fqn"]
+            if name in shapes and EXTRA_STATE not in name:
+                start = index["offset"] if index["offset"] is not None else (0,) * len(shapes[name])
+                values = _stored_part(archive, folder, place, name)
+                pieces.setdefault(name, []).append(Piece(tuple(start), values))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{origin} is damaged: {error!r}") from error
+    missing = sorted(name for name in shapes.keys() - pieces.keys() if EXTRA_STATE not in name)
+    if missing:
+        raise CheckpointError(problem(f"{origin} says no place for some tensors", got=missing))
+    return {
+        name: SourceTensor.of_pieces(shapes[name], parts, name) for name, parts in pieces.items()
+    }
+
+
+def _stored_part(archive: Archive, folder: str, place: Any, name: str) -> np.ndarray:
+    if place.get("transform_descriptors"):
+        raise CheckpointError(f"{name} is stored compressed or encrypted, which is not supported")
+    file = folder + str(place["relative_path"])
+    region = archive.region(file).part(int(place["offset"]), int(place["length"]))
+    values = torch_file.load(region, f"{name} in {file}")
+    if not isinstance(values, np.ndarray):
+        raise CheckpointError(f"{name} in {file} is no tensor")
+    return values
+
+
+_BACKENDS = {"zarr": _read_zarr, "torch_dist": _read_torch_dist}
+
+
+class _TensorEntry(Record):
+    """torch's TensorStorageMetadata: `size`, the whole shape."""
+
+
+class _Index(Record):
+    """torch's MetadataIndex: `fqn`, `offset`. Is a key, so it is hashed as the object it is."""
+
+
+_METADATA_GLOBALS: pickles.Globals = {
+    (_METADATA_MODULE, "Metadata"): Record,
+    (_METADATA_MODULE, "TensorStorageMetadata"): _TensorEntry,
+    (_METADATA_MODULE, "BytesStorageMetadata"): Record,
+    (_METADATA_MODULE, "ChunkStorageMetadata"): Record,
+    (_METADATA_MODULE, "TensorProperties"): Record,
+    (_METADATA_MODULE, "MetadataIndex"): _Index,
+    (_METADATA_MODULE, "StorageMeta"): Record,
+    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): Record,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
+    ("torch.serialization", "_get_layout"): pickles.Opaque,
+    ("torch", "Size"): torch_file.shape_of,
+    ("pathlib", "PosixPath"): pickles.Opaque,
+    ("pathlib", "PurePosixPath"): pickles.Opaque,
+    **{("torch", name): dtype for name, dtype in torch_file.TORCH_DTYPES.items()},
+}

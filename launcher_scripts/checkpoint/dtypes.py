@@ -1,0 +1,28 @@
+"""Element types of checkpoints, bfloat16 among them, and exact conversion between them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+# numpy has no bfloat16: its bits travel under this name, so that they are not taken for integers.
+BFLOAT16 = np.dtype([("bfloat16", "<u2")])
+
+FLOATS = (np.dtype("<f8"), np.dtype("<f4"), np.dtype("<f2"), BFLOAT16)
+
+
+def dtype_name(dtype: np.dtype) -> str:
+    return "bfloat16" if dtype == BFLOAT16 else dtype.name
+
+
+def plain(array: np.ndarray) -> np.ndarray:
+    """The array with a dtype numpy can copy fast: bfloat16 as its bits."""
+    return array.view("<u2") if array.dtype == BFLOAT16 else array
+
+
+def widened(array: np.ndarray) -> np.ndarray:
+    """bfloat16 as float32, exactly; any other array as it is."""
+    if array.dtype != BFLOAT16:
+        return array
+    wide = array.view("<u2").astype("<u4")
+    wide <<= 16
+    return wide.view("<f4")

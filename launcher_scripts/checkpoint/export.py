@@ -1,0 +1,176 @@
+"""From a source checkpoint to FasterTransformer's shards: check, plan, then write.
+
+Tensors are independent, so threads share them: numpy, the hash and the operating system all work
+outside of Python's lock. Every thread holds one strip of one file in memory, and a copy of a
+tensor only where the source has it in pieces.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import numpy as np
+
+from launcher_scripts.checkpoint import SOURCES, tokenizer_files
+from launcher_scripts.checkpoint.archive import Archive
+from launcher_scripts.checkpoint.fastertransformer import (
+    DTYPES,
+    FTWriter,
+    WeightFile,
+    refuse_existing,
+    weight_files,
+)
+from launcher_scripts.checkpoint.plan import SourceCheckpoint, Task, make_plan
+from launcher_scripts.checkpoint.progress import Progress
+from launcher_scripts.checkpoint.reshard import rank_columns
+from launcher_scripts.checkpoint.streaming import strips
+from launcher_scripts.errors import CheckpointError, ConfigError, Problems, problem
+from launcher_scripts.models.gpt import GPTConfig, weights
+from launcher_scripts.settings import ExportSettings
+
+
+class Stopped(Exception):
+    """Another thread failed, or the user asked to stop."""
+
+
+def export(settings: ExportSettings) -> Path:
+    """Write settings.checkpoint_dir; returns it.
+
+    Raises CheckpointError or ConfigError. On any error, and when interrupted, nothing is left
+    under the final name and no partial folder.
+    """
+    target = settings.checkpoint_dir
+    refuse_existing(target, settings.overwrite)
+    path = Path(settings.checkpoint_path)
+    if not path.exists():
+        raise ConfigError(
+            problem(
+                "the checkpoint does not exist",
+                got=str(path),
+                change="export.model.checkpoint_path",
+            )
+        )
+    archive = Archive(path, scratch=_existing_parent(target))
+    checkpoint = open_source(archive)
+    for note in checkpoint.notes:
+        print(f"note: {note}", flush=True)
+    files = tokenizer_files.collect(settings.tokenizer, checkpoint.raw, archive, checkpoint.root)
+    config = tokenizer_files.with_token_ids(checkpoint.config, settings.tokenizer, files)
+    check_parallelism(settings, config)
+    tasks = make_plan(checkpoint, weights(config), f"the checkpoint {path}")
+    total = _check_space(settings, config, target)
+    writer = FTWriter(
+        target,
+        config,
+        settings.parallelism.tp_size,
+        settings.weight_data_type,
+        source=checkpoint.describe(),
+        overwrite=settings.overwrite,
+    )
+    with writer:
+        for name, content in files.items():
+            writer.copy(content, name)
+        progress = Progress(f"exporting {path.name}", total)
+        _write_all(tasks, writer, archive, progress, settings.processes)
+        progress.close()
+    return target
+
+
+def open_source(archive: Archive) -> SourceCheckpoint:
+    """The reader whose format the archive's content is."""
+    for source in SOURCES.values():
+        if source.matches(archive):
+            return source.open(archive)
+    raise CheckpointError(problem(f"{archive.path} is in no known format", choices=sorted(SOURCES)))
+
+
+def check_parallelism(settings: ExportSettings, config: GPTConfig) -> None:
+    """Raises ConfigError when the model cannot be divided as asked."""
+    problems = Problems("the export settings")
+    tp_size, pp_size = settings.parallelism.tp_size, settings.parallelism.pp_size
+    if tp_size not in config.tp_sizes():
+        problems.add(
+            f"tensor_model_parallel_size must divide {config.num_heads} attention heads and an "
+            f"MLP of {config.ffn_size}",
+            got=tp_size,
+            choices=config.tp_sizes(),
+            change="export.model.tensor_model_parallel_size",
+        )
+    if pp_size > config.num_layers:
+        problems.add(
+            "pipeline_model_parallel_size is larger than the number of layers",
+            got=pp_size,
+            choices=[f"1 to {config.num_layers}"],
+            change="export.triton_deployment.pipeline_model_parallel_size",
+        )
+    problems.raise_if_any(ConfigError)
+
+
+def _check_space(settings: ExportSettings, config: GPTConfig, target: Path) -> int:
+    """Bytes of all files to write, which must fit the disk."""
+    tp_size = settings.parallelism.tp_size
+    itemsize = DTYPES[settings.weight_data_type].itemsize
+    total = sum(
+        int(np.prod(file.spec.shape_on(config, tp_size))) * itemsize
+        for file in weight_files(config, tp_size)
+    )
+    free = shutil.disk_usage(_existing_parent(target)).free
+    if total > free:
+        raise CheckpointError(
+            problem(f"{target} needs {total} bytes", got=f"{free} bytes free on that disk")
+        )
+    return total
+
+
+def _existing_parent(target: Path) -> Path:
+    return next(path for path in target.absolute().parents if path.is_dir())
+
+
+def _write_all(
+    tasks: list[Task], writer: FTWriter, archive: Archive, progress: Progress, processes: int
+) -> None:
+    """Largest tensors first, on no more threads than there are processors to run them."""
+    stop = threading.Event()
+    workers = min(processes, len(os.sched_getaffinity(0)), len(tasks))
+
+    def run(task: Task) -> None:
+        _write_task(task, writer, stop, progress)
+        for tensor in task.tensors:
+            for piece in tensor.pieces:
+                archive.forget(piece.values)
+
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            ordered = sorted(tasks, key=lambda task: task.nbytes, reverse=True)
+            futures = [pool.submit(run, task) for task in ordered]
+            wait(futures, return_when=FIRST_EXCEPTION)
+            failed = next((f for f in futures if f.done() and f.exception() is not None), None)
+            if failed is not None:
+                failed.result()
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+
+
+def _write_task(task: Task, writer: FTWriter, stop: threading.Event, progress: Progress) -> None:
+    spec, tp_size = task.spec, writer.tp_size
+    blocks = task.blocks()
+    for tp_rank in range(tp_size if spec.partition.per_rank else 1):
+        columns = rank_columns(spec, task.config, tp_size, tp_rank, blocks)
+        pieces = strips(columns, writer.dtype, task.name)
+        writer.write(WeightFile(spec, task.layer, tp_rank), _watched(pieces, stop, progress))
+
+
+def _watched(
+    pieces: Iterator[np.ndarray], stop: threading.Event, progress: Progress
+) -> Iterator[np.ndarray]:
+    for piece in pieces:
+        if stop.is_set():
+            raise Stopped
+        yield piece
+        progress.add(piece.nbytes)

@@ -1,0 +1,99 @@
+"""How source tensors become the stored form: every layout that a row of the weight table names.
+
+A layout takes the source tensors of one row and returns blocks of units (see reshard.py), or the
+whole stored tensor, [in, out] or [out]. Sources are torch's: a linear weight is [out, in], so the
+head or half a layout looks for lies along its first axis. All but the arithmetic ones make views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from launcher_scripts.checkpoint.dtypes import widened
+from launcher_scripts.checkpoint.reshard import Blocks
+
+Result = Blocks | np.ndarray
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A row of LAYOUTS.
+
+    apply:    (source tensors, config) -> the stored form
+    sections: how many matrices are stacked along the source's first axis, of each of which a
+              tensor-parallel rank of the source holds a part
+    """
+
+    apply: Callable[[Sequence[np.ndarray], Any], Result]
+    sections: int = 1
+
+
+def as_is(tensors: Sequence[np.ndarray], _config: Any) -> np.ndarray:
+    (tensor,) = tensors
+    return tensor
+
+
+def transposed(tensors: Sequence[np.ndarray], _config: Any) -> np.ndarray:
+    """[out, in] -> [in, out]; a bias stays as it is."""
+    (tensor,) = tensors
+    return tensor.T
+
+
+def plus_one(tensors: Sequence[np.ndarray], _config: Any) -> np.ndarray:
+    """A scale that is stored as its distance from one (NeMo's layernorm1p), in float32."""
+    (tensor,) = tensors
+    return widened(tensor).astype(np.float32) + np.float32(1)
+
+
+def first_half(tensors: Sequence[np.ndarray], _config: Any) -> np.ndarray:
+    """The activated matrix of a fused gated MLP [2 ffn, in]."""
+    (tensor,) = tensors
+    return tensor[: len(tensor) // 2].T
+
+
+def second_half(tensors: Sequence[np.ndarray], _config: Any) -> np.ndarray:
+    """The multiplied matrix of a fused gated MLP [2 ffn, in]."""
+    (tensor,) = tensors
+    return tensor[len(tensor) // 2 :].T
+
+
+def qkv_of_heads(tensors: Sequence[np.ndarray], config: Any) -> Blocks:
+    """Rows (head, [query, key, value], dimension): Megatron's since version 3, BLOOM's."""
+    (tensor,) = tensors
+    rows = tensor.reshape(config.num_heads, 3, config.head_size, *tensor.shape[1:])
+    return [[head[part].T for head in rows] for part in range(3)]
+
+
+def qkv_of_groups(tensors: Sequence[np.ndarray], config: Any) -> Blocks:
+    """Rows (group, [the group's queries, key, value], dimension): Megatron-LM core's."""
+    (tensor,) = tensors
+    queries = config.num_heads // config.num_kv_heads
+    rows = tensor.reshape(config.num_kv_heads, queries + 2, config.head_size, *tensor.shape[1:])
+    return [
+        [group[head].T for group in rows for head in range(queries)],
+        [group[queries].T for group in rows],
+        [group[queries + 1].T for group in rows],
+    ]
+
+
+def qkv_in_blocks(tensors: Sequence[np.ndarray], config: Any) -> Blocks:
+    """Rows ([query, key, value], head, dimension): NeMo's megatron_legacy."""
+    (tensor,) = tensors
+    rows = tensor.reshape(3, config.num_heads, config.head_size, *tensor.shape[1:])
+    return [[head.T for head in part] for part in rows]
+
+
+LAYOUTS: dict[str, Layout] = {
+    "as_is": Layout(as_is),
+    "transposed": Layout(transposed),
+    "plus_one": Layout(plus_one),
+    "first_half": Layout(first_half, sections=2),
+    "second_half": Layout(second_half, sections=2),
+    "qkv_of_heads": Layout(qkv_of_heads),
+    "qkv_of_groups": Layout(qkv_of_groups),
+    "qkv_in_blocks": Layout(qkv_in_blocks, sections=3),
+}

@@ -1,0 +1,193 @@
+"""model_config.yaml of a NeMo GPT: its hyperparameters and the dialect of its weights.
+
+Absent keys take NeMo's own defaults. What changed between NeMo's releases is told apart by
+`nemo_version`; a file without one is from before 1.18.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launcher_scripts.errors import CheckpointError, Problems
+
+# Classic GPTs honour megatron_legacy and know ALiBi since this release.
+LEGACY_AND_ALIBI_SINCE = (1, 20)
+
+# activation -> (function, gated); "gelu" is settled by _gelu.
+ACTIVATIONS = {
+    "gelu": ("gelu", False),
+    "geglu": ("gelu", True),
+    "fast-geglu": ("gelu", True),
+    "reglu": ("relu", True),
+    "fast-reglu": ("relu", True),
+    "swiglu": ("silu", True),
+    "fast-swiglu": ("silu", True),
+    "squared-relu": ("squared_relu", False),
+}
+NORMALIZATIONS = {
+    "layernorm": "layernorm",
+    "layernorm1p": "layernorm",
+    "low_precision_layernorm": "layernorm",
+    "rmsnorm": "rmsnorm",
+}
+POSITIONS = {"learned_absolute": "learned", "rope": "rope", "alibi": "alibi", "none": "none"}
+BLOCK_TYPES = {"pre_ln": "pre", "post_ln": "post"}
+
+# Keys whose other values change the network in ways this project does not know, with the only
+# values it does know (None: absent or null).
+_KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
+    "headscale": (None, False),
+    "normalize_attention_scores": (None, True),
+    "attention_type": (None, "multihead"),
+    "num_moe_experts": (None, 0, 1),
+    "qk_layernorm": (None, False),
+    "rotary_interleaved": (None, False),
+    "scale_positional_embedding": (None, False),
+    "apply_embedding_scaling": (None, False),
+    "window_size": (None,),
+    "virtual_pipeline_model_parallel_size": (None, 1),
+}
+
+
+@dataclass(frozen=True)
+class NemoGPT:
+    """What a model_config.yaml says.
+
+    fields:   GPTConfig's fields but vocab_size (the table's rows) and the token ids
+    dialects: dialects of the weight table, the first that has a row wins
+    notes:    what a user should know about the model, if anything
+    """
+
+    fields: Mapping[str, Any]
+    dialects: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def read_gpt(raw: Mapping[str, Any], *, core: bool, local_norms: bool) -> NemoGPT:
+    """Translate `raw`.
+
+    core:        the weights are Megatron-LM core's
+    local_norms: the core's norms are modules of their own
+    Raises CheckpointError with everything that is missing or cannot be represented.
+    """
+    problems = Problems("model_config.yaml")
+    _refuse_unknown(raw, problems, core)
+    function, gated = _choice(raw, "activation", "gelu", ACTIVATIONS, problems)
+    positions = str(
+        _choice(raw, "position_embedding_type", "learned_absolute", POSITIONS, problems)
+    )
+    placement = _choice(raw, "transformer_block_type", "pre_ln", BLOCK_TYPES, problems)
+    normalization = str(raw.get("normalization") or "layernorm").lower()
+    notes = []
+    if positions == "alibi" and not core and nemo_version(raw) < LEGACY_AND_ALIBI_SINCE:
+        positions = "none"
+        notes.append("this release of NeMo had no ALiBi: the model was trained without positions")
+    heads = _size(raw, "num_attention_heads", problems)
+    hidden = _size(raw, "hidden_size", problems)
+    bias = _flag(raw, "bias", True)
+    length = raw.get("max_position_embeddings") or raw.get("encoder_seq_length")
+    fields = {
+        "num_layers": _size(raw, "num_layers", problems),
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": raw.get("num_query_groups") or heads,
+        "head_size": raw.get("kv_channels") or hidden // heads,
+        "ffn_size": raw.get("ffn_hidden_size") or 4 * hidden,
+        "max_positions": length or _size(raw, "max_position_embeddings", problems),
+        "position_embedding": positions,
+        "rotary_percentage": float(raw.get("rotary_percentage") or 1.0),
+        "rotary_base": float(raw.get("rotary_base") or 10000.0),
+        "rotary_interpolation_factor": float(raw.get("seq_len_interpolation_factor") or 1.0),
+        "alibi_layer_scaling": positions == "alibi"
+        and _flag(raw, "apply_query_key_layer_scaling", True),
+        "normalization": _choice(raw, "normalization", "layernorm", NORMALIZATIONS, problems),
+        "norm_eps": float(raw.get("layernorm_epsilon") or 1e-5),
+        "norm_placement": placement,
+        "final_norm": placement == "pre",
+        "activation": _gelu(raw) if function == "gelu" else function,
+        "gated": gated,
+        "attention_bias": bias,
+        "mlp_bias": bias,
+        "tied_embeddings": _flag(raw, "share_embeddings_and_output_weights", True),
+    }
+    problems.raise_if_any(CheckpointError)
+    plus_one = normalization == "layernorm1p" or _flag(raw, "layernorm_zero_centered_gamma", False)
+    dialects = _core_dialects(gated, local_norms, plus_one) if core else _dialects(raw, plus_one)
+    return NemoGPT(fields, dialects, tuple(notes))
+
+
+def nemo_version(raw: Mapping[str, Any]) -> tuple[int, int]:
+    """(major, minor) of the release that wrote the file; (0, 0) when it does not say."""
+    match = re.match(r"(\d+)\.(\d+)", str(raw.get("nemo_version") or ""))
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def _dialects(raw: Mapping[str, Any], plus_one: bool) -> tuple[str, ...]:
+    """Variants first: a row of theirs goes before the plain dialect's."""
+    found = []
+    if str(raw.get("activation") or "").startswith("fast-"):
+        found.append("nemo_fused_gate")
+    if _flag(raw, "megatron_legacy", False) and nemo_version(raw) >= LEGACY_AND_ALIBI_SINCE:
+        found.append("nemo_legacy")
+    if plus_one:
+        found.append("nemo_plus_one")
+    return (*found, "nemo")
+
+
+def _core_dialects(gated: bool, local_norms: bool, plus_one: bool) -> tuple[str, ...]:
+    found = ["mcore_fused_gate"] if gated else []
+    local = "mcore_local" if local_norms else "mcore"
+    if plus_one:
+        found.append(f"{local}_plus_one")
+    if local_norms:
+        found.append(local)
+    return (*found, "mcore")
+
+
+def _gelu(raw: Mapping[str, Any]) -> str:
+    """The fused kernel and openai_gelu are the tanh form, torch's own is the exact one."""
+    fused = _flag(raw, "bias_activation_fusion", _flag(raw, "bias_gelu_fusion", True))
+    return "gelu" if fused or _flag(raw, "openai_gelu", False) else "gelu_erf"
+
+
+def _refuse_unknown(raw: Mapping[str, Any], problems: Problems, core: bool) -> None:
+    for key, values in _KNOWN_VALUES.items():
+        if raw.get(key) not in values:
+            problems.add(f"{key} is not supported", got=raw[key], choices=values)
+    groups, heads = raw.get("num_query_groups"), raw.get("num_attention_heads")
+    if not core and groups not in (None, heads):
+        problems.add("num_query_groups needs mcore_gpt", got=groups, choices=[None, heads])
+    if not core and raw.get("transformer_engine"):
+        problems.add("transformer_engine without mcore_gpt is not supported", got=True)
+    if core and raw.get("position_embedding_type") == "alibi":
+        problems.add("mcore_gpt has no ALiBi", got="alibi", choices=["learned_absolute", "rope"])
+    if core and raw.get("transformer_block_type") not in (None, "pre_ln"):
+        problems.add("mcore_gpt has no other blocks than pre_ln", got=raw["transformer_block_type"])
+    if raw.get("add_qkv_bias") and not _flag(raw, "bias", True):
+        problems.add("biases of query, key and value alone are not supported", got="add_qkv_bias")
+
+
+def _choice(
+    raw: Mapping[str, Any], key: str, default: str, table: Mapping[str, Any], problems: Problems
+) -> Any:
+    value = str(raw.get(key) or default).lower()
+    if value not in table:
+        problems.add(f"{key} is not supported", got=value, choices=sorted(table))
+        return table[default]
+    return table[value]
+
+
+def _size(raw: Mapping[str, Any], key: str, problems: Problems) -> int:
+    value = raw.get(key)
+    if isinstance(value, int) and value > 0:
+        return value
+    problems.add(f"{key} must be a positive number", got=value)
+    return 1
+
+
+def _flag(raw: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = raw.get(key)
+    return default if value is None else bool(value)

@@ -1,0 +1,170 @@
+"""What an export will do, settled before anything is written.
+
+Every row of the weight table claims its source tensors. A required row whose tensors are not
+there, a source tensor no row claims, and a shape that does not fit are all reported at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from launcher_scripts.checkpoint.dtypes import FLOATS, dtype_name
+from launcher_scripts.checkpoint.layouts import LAYOUTS, Layout
+from launcher_scripts.checkpoint.reshard import Blocks, whole_blocks
+from launcher_scripts.checkpoint.source_tensor import SourceTensor
+from launcher_scripts.errors import CheckpointError, Problems, lookup
+from launcher_scripts.models.family import ModelConfig, Partition, Source, WeightSpec
+
+_SHOWN = 20
+
+
+class SourceCheckpoint(Protocol):
+    """What a reader of some format offers to the export."""
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def dialects(self) -> tuple[str, ...]: ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know about the model."""
+        ...
+
+    @property
+    def raw(self) -> Mapping[str, Any]:
+        """The source's own configuration."""
+        ...
+
+    @property
+    def root(self) -> str:
+        """Folder of the archive that holds the configuration, "" or ending in `/`."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What the manifest records about the source."""
+        ...
+
+    def names(self) -> set[str]: ...
+
+    def find(self, name: str, partition: Partition, sections: int = 1) -> SourceTensor | None: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """One tensor to export: a row of the table, its layer, and the source tensors it is made of."""
+
+    spec: WeightSpec
+    layer: int | None
+    config: ModelConfig
+    layout: Layout
+    tensors: tuple[SourceTensor, ...]
+
+    @property
+    def name(self) -> str:
+        return self.spec.tensor_name(self.layer)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def blocks(self) -> Blocks:
+        """The stored form, still whole, as views of the source where possible."""
+        return self._applied([tensor.read() for tensor in self.tensors])
+
+    def check(self, problems: Problems) -> None:
+        """Note source tensors that are no floats, and a stored form of another shape."""
+        for tensor in self.tensors:
+            if tensor.dtype not in FLOATS:
+                problems.add(f"{self.name} is made of {dtype_name(tensor.dtype)} values")
+                return
+        # The layout is tried on arrays of the same shapes that take no memory.
+        hollow = [np.broadcast_to(np.zeros((), t.dtype), t.shape) for t in self.tensors]
+        expected = self.spec.shape_on(self.config, 1)
+        try:
+            blocks = self._applied(hollow)
+            sizes = [sum(unit.shape[-1] for unit in block) for block in blocks]
+            found = (*blocks[0][0].shape[:-1], sum(sizes))
+        except (ValueError, IndexError) as error:
+            found = (str(error),)
+        if found != expected:
+            problems.add(
+                f"{self.name} has another shape than the hyperparameters say",
+                got=[tensor.shape for tensor in self.tensors],
+                choices=[f"what makes {expected}"],
+            )
+
+    def _applied(self, values: Sequence[np.ndarray]) -> Blocks:
+        result = self.layout.apply(values, self.config)
+        if isinstance(result, np.ndarray):
+            return whole_blocks(self.spec, self.config, result)
+        return result
+
+
+def make_plan(checkpoint: SourceCheckpoint, specs: Iterable[WeightSpec], origin: str) -> list[Task]:
+    """One task per tensor to write.
+
+    origin: what the checkpoint is, for errors
+    Raises CheckpointError with every tensor that is missing, unclaimed or of a wrong shape.
+    """
+    problems = Problems(origin)
+    tasks: list[Task] = []
+    claimed: set[str] = set()
+    unread: list[str] = []
+    for spec in specs:
+        source = _source(spec, checkpoint.dialects)
+        if source is None:
+            unread.append(spec.name)
+            continue
+        for layer in spec.layer_numbers(checkpoint.config):
+            task, keys = _task(checkpoint, spec, layer, source, problems)
+            claimed.update(keys)
+            if task is not None:
+                task.check(problems)
+                tasks.append(task)
+    for name in unread:
+        problems.add(f"{'/'.join(checkpoint.dialects)} has no row for {name}")
+    _note_unclaimed(checkpoint.names() - claimed, problems)
+    problems.raise_if_any(CheckpointError)
+    return tasks
+
+
+def _source(spec: WeightSpec, dialects: Sequence[str]) -> Source | None:
+    return next((spec.sources[name] for name in dialects if name in spec.sources), None)
+
+
+def _task(
+    checkpoint: SourceCheckpoint,
+    spec: WeightSpec,
+    layer: int | None,
+    source: Source,
+    problems: Problems,
+) -> tuple[Task | None, list[str]]:
+    layout = lookup(LAYOUTS, source.layout, "layout")
+    keys = [key if layer is None else key.replace("*", str(layer)) for key in source.keys]
+    found = []
+    for key in keys:
+        try:
+            found.append(checkpoint.find(key, spec.partition, layout.sections))
+        except CheckpointError as error:
+            problems.add(f"{key}: {error}")
+            return None, keys
+    missing = [key for key, tensor in zip(keys, found, strict=True) if tensor is None]
+    if missing and (spec.required or len(missing) < len(keys)):
+        problems.add(f"{', '.join(missing)} is missing")
+    if missing:
+        return None, keys
+    tensors = tuple(tensor for tensor in found if tensor is not None)
+    return Task(spec, layer, checkpoint.config, layout, tensors), keys
+
+
+def _note_unclaimed(names: set[str], problems: Problems) -> None:
+    for name in sorted(names)[:_SHOWN]:
+        problems.add(f"{name} is a tensor this model should not have")
+    if len(names) > _SHOWN:
+        problems.add(f"and {len(names) - _SHOWN} more tensors it should not have")

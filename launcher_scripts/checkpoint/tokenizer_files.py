@@ -1,0 +1,150 @@
+"""The tokenizer that goes with an exported checkpoint: its files, and its start, end and pad ids.
+
+The checkpoint's own files lie in its archive, where model_config.yaml names them. NeMo's
+resharding script loses them, so a configuration can name others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from launcher_scripts.checkpoint.archive import Archive
+from launcher_scripts.errors import CheckpointError, Problems, problem
+from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.settings import TokenizerSettings
+from launcher_scripts.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+
+KEY = "export.model.tokenizer"
+_ADVICE = f"{KEY}: name the files (model, or vocab_file and merge_file), or none"
+
+# Key of model_config.yaml and of the settings -> stem of the exported file, and what the file is
+# usually called.
+_ROLES = {
+    "model": ("tokenizer", "*.model"),
+    "vocab_file": ("vocab", "*vocab*"),
+    "merge_file": ("merges", "*merge*.txt"),
+}
+_COMPANIONS = ("special_tokens_map.json", "tokenizer_config.json")
+
+
+def collect(
+    settings: TokenizerSettings, raw: Mapping[str, Any], archive: Archive, root: str
+) -> dict[str, bytes]:
+    """Exported name -> content of the tokenizer's files; {} for `none`.
+
+    raw:  model_config.yaml
+    root: the folder of the archive that holds it
+    Raises CheckpointError, naming the key that helps, when the files are not to be had.
+    """
+    if settings.source == "none":
+        return {}
+    if settings.source == "files":
+        return _named_files(settings)
+    section = raw.get("tokenizer")
+    return _own_files(section if isinstance(section, dict) else {}, archive, root)
+
+
+def with_token_ids(
+    config: GPTConfig, settings: TokenizerSettings, files: Mapping[str, bytes]
+) -> GPTConfig:
+    """`config` with the tokenizer's start, end and pad ids, or those the settings say.
+
+    Without a tokenizer the defaults stay, which are GPT-2's as in FasterTransformer's converter.
+    A tokenizer without a start token starts with its end token, as GPT-2's does.
+    """
+    tokenizer = _loaded(files) if files else None
+    end_id = _first(settings.end_id, tokenizer and tokenizer.end_id)
+    start_id = _first(settings.start_id, tokenizer and tokenizer.start_id, end_id)
+    if tokenizer is not None and end_id is None:
+        raise CheckpointError(
+            problem("the tokenizer has no token that ends a sequence", change=f"{KEY}.end_id")
+        )
+    return dataclasses.replace(
+        config,
+        start_id=_first(start_id, config.start_id),
+        end_id=_first(end_id, config.end_id),
+        pad_id=_first(settings.pad_id, tokenizer and tokenizer.pad_id, config.pad_id),
+    )
+
+
+def _first(*values: int | None) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _loaded(files: Mapping[str, bytes]) -> Tokenizer:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file, content in files.items():
+            (folder / file).write_bytes(content)
+        try:
+            return load_tokenizer(folder)
+        except TokenizerError as error:
+            reason = str(error).replace(str(folder), "the checkpoint")
+            raise CheckpointError(problem(reason, change=_ADVICE)) from error
+
+
+def _named_files(settings: TokenizerSettings) -> dict[str, bytes]:
+    problems = Problems("the tokenizer's files")
+    files: dict[str, bytes] = {}
+    for role, (stem, _) in _ROLES.items():
+        name = getattr(settings, role)
+        if not name:
+            continue
+        path = Path(name)
+        try:
+            files[stem + path.suffix] = path.read_bytes()
+        except OSError as error:
+            problems.add(f"cannot read it: {error.strerror}", got=name, change=f"{KEY}.{role}")
+            continue
+        for companion in _COMPANIONS:
+            beside = path.with_name(companion)
+            if path.name == "tokenizer.json" and beside.is_file():
+                files[companion] = beside.read_bytes()
+    if not files and not problems.messages:
+        problems.add("no file is named", change=_ADVICE)
+    problems.raise_if_any(CheckpointError)
+    return files
+
+
+def _own_files(section: Mapping[str, Any], archive: Archive, root: str) -> dict[str, bytes]:
+    """The artifacts the section names; a name that leads nowhere is looked for by its kind."""
+    files, lost = {}, []
+    for role, (stem, pattern) in _ROLES.items():
+        value = section.get(role)
+        if not isinstance(value, str) or not value:
+            continue
+        member = _artifact(value, pattern, archive, root)
+        if member is None:
+            lost.append(value)
+        else:
+            files[stem + PurePosixPath(member).suffix] = archive.read(member)
+    if lost or not files:
+        kind = section.get("type") or section.get("library") or "unknown"
+        raise CheckpointError(
+            problem(
+                f"{archive.path} does not hold its tokenizer's files ({kind})",
+                got=lost or "no file is named",
+                change=_ADVICE,
+            )
+        )
+    return files
+
+
+def _artifact(value: str, pattern: str, archive: Archive, root: str) -> str | None:
+    """The member of the archive meant by `value`: never a file outside of the archive."""
+    base = PurePosixPath(value.removeprefix("nemo:")).name
+    places = [
+        name
+        for name in archive.names()
+        if name.startswith(root) and "/" not in name.removeprefix(root)
+    ]
+    for wanted in (base, f"*_{base}", pattern):
+        found = [name for name in places if fnmatch.fnmatchcase(name.removeprefix(root), wanted)]
+        if len(found) == 1:
+            return found[0]
+    return None

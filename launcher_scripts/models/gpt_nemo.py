@@ -1,0 +1,109 @@
+"""Where the tensors of a GPT lie in NeMo's checkpoints, classic and Megatron-LM core.
+
+Keys are as in the state dict, without the common prefix ("model.language_model." or "model.").
+Variants of a dialect hold only the rows in which they differ.
+"""
+
+from __future__ import annotations
+
+from launcher_scripts.models.family import Source
+
+_LAYER = "encoder.layers.*"
+_CORE = "decoder.layers.*"
+
+NEMO = {
+    "wte": Source(("embedding.word_embeddings.weight",)),
+    "wpe": Source(("embedding.position_embeddings.weight",)),
+    "lm_head.weight": Source(("output_layer.weight",)),
+    "final_layernorm": Source(("encoder.final_layernorm",)),
+    "layers.*.input_layernorm": Source((f"{_LAYER}.input_layernorm",)),
+    "layers.*.attention.query_key_value": Source(
+        (f"{_LAYER}.self_attention.query_key_value",), "qkv_of_heads"
+    ),
+    "layers.*.attention.dense": Source((f"{_LAYER}.self_attention.dense",), "transposed"),
+    "layers.*.post_attention_layernorm": Source((f"{_LAYER}.post_attention_layernorm",)),
+    "layers.*.mlp.dense_h_to_4h": Source((f"{_LAYER}.mlp.dense_h_to_4h",), "transposed"),
+    "layers.*.mlp.dense_h_to_4h_2": Source((f"{_LAYER}.mlp.dense_h_to_4h_2",), "transposed"),
+    "layers.*.mlp.dense_4h_to_h": Source((f"{_LAYER}.mlp.dense_4h_to_h",), "transposed"),
+}
+
+# activation fast-geglu, fast-swiglu, fast-reglu: one matrix holds both halves.
+NEMO_FUSED_GATE = {
+    "layers.*.mlp.dense_h_to_4h": Source((f"{_LAYER}.mlp.dense_h_to_4h",), "first_half"),
+    "layers.*.mlp.dense_h_to_4h_2": Source((f"{_LAYER}.mlp.dense_h_to_4h",), "second_half"),
+}
+
+# megatron_legacy
+NEMO_LEGACY = {
+    "layers.*.attention.query_key_value": Source(
+        (f"{_LAYER}.self_attention.query_key_value",), "qkv_in_blocks"
+    ),
+}
+
+# Norms inside of Transformer Engine's linears.
+MCORE = {
+    "wte": Source(("embedding.word_embeddings.weight",)),
+    "wpe": Source(("embedding.position_embeddings.weight",)),
+    "lm_head.weight": Source(("output_layer.weight",)),
+    "final_layernorm": Source(("decoder.final_layernorm",)),
+    "layers.*.input_layernorm.weight": Source(
+        (f"{_CORE}.self_attention.linear_qkv.layer_norm_weight",)
+    ),
+    "layers.*.input_layernorm.bias": Source(
+        (f"{_CORE}.self_attention.linear_qkv.layer_norm_bias",)
+    ),
+    "layers.*.attention.query_key_value": Source(
+        (f"{_CORE}.self_attention.linear_qkv",), "qkv_of_groups"
+    ),
+    "layers.*.attention.dense": Source((f"{_CORE}.self_attention.linear_proj",), "transposed"),
+    "layers.*.post_attention_layernorm.weight": Source(
+        (f"{_CORE}.mlp.linear_fc1.layer_norm_weight",)
+    ),
+    "layers.*.post_attention_layernorm.bias": Source((f"{_CORE}.mlp.linear_fc1.layer_norm_bias",)),
+    "layers.*.mlp.dense_h_to_4h": Source((f"{_CORE}.mlp.linear_fc1",), "transposed"),
+    "layers.*.mlp.dense_4h_to_h": Source((f"{_CORE}.mlp.linear_fc2",), "transposed"),
+}
+
+MCORE_FUSED_GATE = {
+    "layers.*.mlp.dense_h_to_4h": Source((f"{_CORE}.mlp.linear_fc1",), "first_half"),
+    "layers.*.mlp.dense_h_to_4h_2": Source((f"{_CORE}.mlp.linear_fc1",), "second_half"),
+}
+
+# Norms as modules of their own (the core's local layer specification).
+MCORE_LOCAL = {
+    f"layers.*.{name}.{part}": Source((f"{_CORE}.{key}.{part}",))
+    for name, key in (
+        ("input_layernorm", "input_layernorm"),
+        ("post_attention_layernorm", "pre_mlp_layernorm"),
+    )
+    for part in ("weight", "bias")
+}
+
+_SCALES = (
+    "final_layernorm.weight",
+    "layers.*.input_layernorm.weight",
+    "layers.*.post_attention_layernorm.weight",
+)
+
+
+def _plus_one(table: dict[str, Source]) -> dict[str, Source]:
+    """The norms' scales of a dialect, stored as their distance from one (layernorm1p)."""
+    found = {}
+    for name in _SCALES:
+        stem, part = name.rsplit(".", 1)
+        keys = table[name].keys if name in table else (f"{table[stem].keys[0]}.{part}",)
+        found[name] = Source(keys, "plus_one")
+    return found
+
+
+DIALECTS: dict[str, dict[str, Source]] = {
+    "nemo": NEMO,
+    "nemo_fused_gate": NEMO_FUSED_GATE,
+    "nemo_legacy": NEMO_LEGACY,
+    "nemo_plus_one": _plus_one(NEMO),
+    "mcore": MCORE,
+    "mcore_fused_gate": MCORE_FUSED_GATE,
+    "mcore_local": MCORE_LOCAL,
+    "mcore_plus_one": _plus_one(MCORE),
+    "mcore_local_plus_one": _plus_one({**MCORE, **MCORE_LOCAL}),
+}
