@@ -1,0 +1,42 @@
+"""Mounts: their notation, and what a job sees of the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.errors import ConfigError
+from stages.mounts import Mount, host_path, mounts_for
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("/a", "/a:/a"), ("/a:/b", "/a:/b"), ("/a b:/c:ro+rbind", "/a b:/c:ro+rbind")],
+)
+def test_notations(text: str, shown: str) -> None:
+    assert str(Mount.parse(text)) == shown
+
+
+@pytest.mark.parametrize("text", ["", "a", "/a:b", "/a::ro", "/a:/b:ro:x", "/a,b", "/a\nb"])
+def test_what_pyxis_cannot_take(text: str) -> None:
+    with pytest.raises(ConfigError, match="container_mounts"):
+        Mount.parse(text)
+
+
+def test_the_innermost_mount_decides_where_a_path_lies() -> None:
+    mounts = [Mount.parse("/host/models:/models"), Mount.parse("/fast:/models/big")]
+    assert host_path(Path("/models/a.nemo"), mounts) == Path("/host/models/a.nemo")
+    assert host_path(Path("/models/big/b.nemo"), mounts) == Path("/fast/b.nemo")
+    assert host_path(Path("/modelsx/a.nemo"), mounts) == Path("/modelsx/a.nemo")
+
+
+def test_a_job_sees_all_of_its_paths_and_no_more() -> None:
+    given = [Mount.parse("/host/models:/models:ro")]
+    paths = ["/models/a.nemo", "/results/x/jobs/001", "/elsewhere/b/c.json", "/elsewhere/b/d"]
+    mounts = mounts_for(map(Path, paths), [Path("/results"), Path("/data")], given)
+    assert [str(mount) for mount in mounts] == [
+        "/host/models:/models:ro",
+        "/results:/results",
+        "/elsewhere/b:/elsewhere/b",
+    ]

@@ -1,0 +1,70 @@
+"""The look at a checkpoint's hyperparameters."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.errors import CheckpointError
+from launcher_scripts.models.nemo_config import NemoSizes, find_checkpoint, read_sizes
+from tests.login.conftest import write_nemo
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+def test_sizes_of_a_file_and_a_folder(tmp_path: Path, mode: str) -> None:
+    sizes = {"num_layers": 3, "num_attention_heads": 12, "ffn_hidden_size": 64}
+    path = write_nemo(tmp_path / "model.nemo", mode, **sizes)
+    assert read_sizes(path) == read_sizes(tmp_path / "model_content") == NemoSizes(3, 12, 64)
+
+
+def test_tensor_parallel_sizes_divide_heads_and_mlp() -> None:
+    assert NemoSizes(1, 12, 64).tp_sizes() == [1, 2, 4]
+    assert NemoSizes(1, 6, None).tp_sizes() == [1, 2, 3, 6]
+    assert NemoSizes(1, None, 64).tp_sizes() is None
+
+
+def test_what_a_configuration_leaves_open_is_not_checked(tmp_path: Path) -> None:
+    path = write_nemo(tmp_path / "m.nemo", num_layers="${x}", ffn_hidden_size=-1, encoder={"a": 1})
+    assert read_sizes(path) == NemoSizes(None, None, None)
+
+
+def test_a_folder_that_is_no_nemo_checkpoint_is_left_to_the_converter(tmp_path: Path) -> None:
+    assert read_sizes(tmp_path) is None
+    assert find_checkpoint(tmp_path) == tmp_path
+
+
+@pytest.mark.parametrize("kind", ["link", "bomb", "list", "pickle"])
+def test_a_configuration_that_is_none(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "model.nemo"
+    member = tarfile.TarInfo("./model_config.yaml")
+    content = {"list": b"- 1", "pickle": b"!!python/object/apply:os.system [true]"}.get(kind, b"")
+    with tarfile.open(path, "w") as archive:
+        if kind == "link":
+            member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        elif kind == "bomb":
+            content = bytes(17 * 2**20)
+        member.size = len(content)
+        archive.addfile(member, io.BytesIO(content))
+    with pytest.raises(CheckpointError, match=r"model_config\.yaml of"):
+        read_sizes(path)
+
+
+@pytest.mark.parametrize("keep", [0, 100, 3000])
+def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
+    path = write_nemo(tmp_path / "model.nemo", "w:gz", num_layers=1, text="x" * 9)
+    path.write_bytes(path.read_bytes()[: min(keep, path.stat().st_size // 2)])
+    with pytest.raises(CheckpointError, match=r"model\.nemo"):
+        read_sizes(path)
+
+
+def test_checkpoints_of_nemo(shared_dir: Path) -> None:
+    for folder in sorted((shared_dir / "fixtures" / "nemo").glob("*gpt_*")):
+        for path in folder.glob("*.nemo"):
+            sizes = read_sizes(path)
+            assert sizes is not None
+            if not folder.name.startswith(("gpt_p", "gpt_ia3", "gpt_adapter", "peft_")):
+                assert sizes.tp_sizes() is not None, folder.name
+                assert sizes.num_layers in (2, 4, 8), folder.name
