@@ -1,0 +1,304 @@
+"""How long one request takes at batch 1: the engine beside its peers, on random bfloat16 weights.
+
+    python3 -m benchmarks.generate --out generate.json [--shapes 126m 1.3b 5b 20b] [--peers ...]
+
+Every time is a whole request: prompt, every decode step with its embedding, logits and argmax, and
+the tokens on the host. Floors are the bytes of the weights over the read bandwidth measured in the
+same run. Greedy, so no end token can cut a request short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.plain_torch import PlainTorchGPT
+from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.engine.engine import Engine, EngineSettings
+from launcher_scripts.engine.loading import assemble_runner, prepare_process
+from launcher_scripts.engine.weights import GPTWeights, WeightLoader
+from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.parallel import Parallelism
+from launcher_scripts.protocol import GenerateRequest
+
+VOCABULARY = 51200
+POSITIONS = 2048
+DEVICE = torch.device("cuda", 0)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a GPT-2-like model."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+
+    def config(self) -> GPTConfig:
+        return GPTConfig(
+            vocab_size=VOCABULARY,
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_size=self.hidden_size // self.num_heads,
+            ffn_size=4 * self.hidden_size,
+            max_positions=POSITIONS,
+            end_id=VOCABULARY,
+            start_id=0,
+        )
+
+
+SHAPES = {
+    "126m": Shape(768, 12, 12),
+    "1.3b": Shape(2048, 24, 16),
+    "5b": Shape(4096, 24, 32),
+    "20b": Shape(6144, 44, 48),
+}
+LENGTHS = ((60, 20), (200, 200))
+
+# prompt [T] and output length -> generated ids
+Generator = Callable[[list[int], int], list[int]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("there is no CUDA device; the shapes are far beyond a CPU", file=sys.stderr)
+        return 1
+    report = {"machine": machine(), "bandwidth": bandwidths(), "rows": []}
+    print(json.dumps(report["machine"]), json.dumps(report["bandwidth"]), flush=True)
+    print(f"{'model':6} {'in/out':8} {'floor':>9} {'engine':>9} ms/token", *arguments.peers)
+    for name in arguments.shapes:
+        for row in measure(name, arguments, report["bandwidth"]["read_tb_per_s"]):
+            report["rows"].append(row)
+            peers = [f"{peer} {row['peers'][peer]:.1f} ms" for peer in row["peers"]]
+            print(
+                f"{name:6} {row['input']}/{row['output']:<5} {row['floor_ms']:9.2f} "
+                f"{row['engine_ms']:9.2f} {row['engine_ms_per_token']:8.4f} ",
+                *peers,
+                flush=True,
+            )
+            if arguments.out:
+                arguments.out.write_text(json.dumps(report, indent=2), encoding="utf-8")
+    return 0
+
+
+def measure(name: str, arguments: argparse.Namespace, read_tb_per_s: float) -> list[dict]:
+    """One row per pair of lengths, all on one model in memory."""
+    weights = random_weights(SHAPES[name].config())
+    floor = weights.bytes() / (read_tb_per_s * 1e12) * 1e3
+    engine = engine_over(weights)
+    rows = []
+    for prompt_len, output_len in LENGTHS:
+        rows.append(
+            {
+                "model": name,
+                "input": prompt_len,
+                "output": output_len,
+                "weight_bytes": weights.bytes(),
+                "floor_ms": floor * output_len,
+                "engine_ms": latency(engine_generator(engine), prompt_len, output_len, arguments),
+                "peers": {},
+            }
+        )
+    for row in rows:
+        row["engine_ms_per_token"] = per_token_ms(rows)
+    engine.close()
+    del engine
+    for peer in arguments.peers:
+        release()
+        generator = PEERS[peer](weights)
+        if generator is None:
+            continue
+        for row in rows:
+            row["peers"][peer] = latency(generator, row["input"], row["output"], arguments)
+        del generator
+    for row in rows:
+        row["ratios"] = {
+            peer: round(value / row["engine_ms"], 2) for peer, value in row["peers"].items()
+        }
+    del weights
+    release()
+    return rows
+
+
+def per_token_ms(rows: list[dict]) -> float:
+    """Milliseconds per token between the shortest and the longest measured request."""
+    short, long = rows[0], rows[-1]
+    return (long["engine_ms"] - short["engine_ms"]) / (long["output"] - short["output"])
+
+
+def latency(
+    generate: Generator, prompt_len: int, output_len: int, arguments: argparse.Namespace
+) -> float:
+    """Median milliseconds of a request, after two that warm up."""
+    prompt = [(37 * index + 11) % 50000 for index in range(prompt_len)]
+    times = []
+    for _ in range(arguments.repeat + 2):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        tokens = generate(prompt, output_len)
+        times.append((time.perf_counter() - start) * 1e3)
+        if len(tokens) != output_len:
+            raise RuntimeError(f"{len(tokens)} tokens came, {output_len} were asked for")
+    return statistics.median(times[2:])
+
+
+def random_weights(config: GPTConfig) -> GPTWeights:
+    """Weights of a size that keeps activations in range, made on the device."""
+    torch.manual_seed(0)
+
+    class DeviceLoader(WeightLoader):
+        def _table(self, name: str) -> torch.Tensor:
+            return self._random(self._specs[name].shape_on(config, 1), torch.bfloat16)
+
+        def _tensor(self, name: str, dtype: torch.dtype, _: int | None = None) -> torch.Tensor:
+            spec = self._specs[name]
+            values = self._random(spec.shape_on(config, 1), dtype)
+            is_gain = "layernorm" in spec.name and spec.name.endswith("weight")
+            return values.add_(1) if is_gain else values
+
+        def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=DEVICE).normal_(0, 0.02)
+
+    def nothing_to_read(spec, layer):
+        raise RuntimeError(f"{spec.name} of layer {layer} should have been random")
+
+    return DeviceLoader(config, Parallelism(), 0, torch.bfloat16, DEVICE, nothing_to_read).load()
+
+
+def engine_over(weights: GPTWeights) -> Engine:
+    settings = EngineSettings(
+        Path("random"), data_type="bf16", device="cuda", max_batch_size=8, max_tokens=4096
+    )
+
+    def build():
+        prepare_process(settings, DEVICE)
+        return assemble_runner(weights, settings, Communicator(), DEVICE)
+
+    return Engine.from_runner(settings, build)
+
+
+def engine_generator(engine: Engine) -> Generator:
+    def generate(prompt: list[int], output_len: int) -> list[int]:
+        return list(engine.submit(GenerateRequest(tuple(prompt), output_len)).result().output_ids)
+
+    return generate
+
+
+def plain_torch_generator(weights: GPTWeights) -> Generator:
+    model = PlainTorchGPT(weights, max_tokens=max(sum(pair) for pair in LENGTHS) + 1)
+
+    def generate(prompt: list[int], output_len: int) -> list[int]:
+        return model.generate(torch.tensor(prompt, device=DEVICE), output_len)
+
+    return generate
+
+
+def transformers_generator(weights: GPTWeights) -> Generator | None:
+    """transformers' GPT-2 of the same sizes, with random weights of its own."""
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    import transformers
+
+    config = weights.config
+    with DEVICE:
+        model = transformers.GPT2LMHeadModel._from_config(
+            transformers.GPT2Config(
+                vocab_size=config.vocab_size,
+                n_positions=config.max_positions,
+                n_embd=config.hidden_size,
+                n_layer=config.num_layers,
+                n_head=config.num_heads,
+                bos_token_id=0,
+                eos_token_id=None,
+            ),
+            dtype=torch.bfloat16,
+        ).eval()
+
+    def generate(prompt: list[int], output_len: int) -> list[int]:
+        ids = torch.tensor([prompt], device=DEVICE)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=output_len,
+            min_new_tokens=output_len,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        return out[0, len(prompt) :].tolist()
+
+    return generate
+
+
+PEERS: dict[str, Callable[[GPTWeights], Generator | None]] = {
+    "torch_graph": plain_torch_generator,
+    "transformers": transformers_generator,
+}
+
+
+def bandwidths() -> dict[str, float]:
+    """TB/s of a device-to-device copy (bytes read and written) and of a matrix-vector product."""
+    source = torch.randn(1 << 30, device=DEVICE, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    copied = _seconds(lambda: target.copy_(source))
+    matrix = source.view(-1, 16384)
+    vector = torch.randn(16384, device=DEVICE, dtype=torch.bfloat16)
+    read = _seconds(lambda: torch.mv(matrix, vector))
+    size = source.numel() * source.element_size()
+    return {
+        "copy_tb_per_s": round(2 * size / copied / 1e12, 2),
+        "read_tb_per_s": round(size / read / 1e12, 2),
+    }
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    """Median seconds of a launch, by events on the device."""
+    times = []
+    for _ in range(12):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times[2:])
+
+
+def machine() -> dict[str, str]:
+    return {
+        "device": torch.cuda.get_device_name(DEVICE),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        **{
+            name: importlib.import_module(name).__version__
+            for name in ("triton", "transformers")
+            if importlib.util.find_spec(name) is not None
+        },
+    }
+
+
+def release() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

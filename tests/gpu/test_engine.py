@@ -1,0 +1,164 @@
+"""The engine on CUDA against the engine on the CPU: same float32 tokens, whatever runs beside."""
+
+from __future__ import annotations
+
+from concurrent.futures import wait
+
+import pytest
+import torch
+
+from launcher_scripts.protocol import GenerateRequest, SamplingParameters
+from tests.engine.small_models import (
+    context_logits,
+    engine_for,
+    generate,
+    load_engine,
+    random_tensors,
+    small_config,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
+
+PROMPTS = [tuple((7 * i + j * j) % 61 for j in range(3 + 5 * i)) for i in range(8)]
+LENGTHS = [30, 3, 17, 24, 9, 30, 1, 12]
+MODERN = {
+    "position_embedding": "rope",
+    "normalization": "rmsnorm",
+    "activation": "silu",
+    "gated": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tied_embeddings": False,
+    "num_kv_heads": 2,
+}
+VARIANTS = [
+    {},
+    MODERN,
+    {"position_embedding": "rope", "rotary_percentage": 0.5, "activation": "gelu_erf"},
+    {"position_embedding": "alibi", "embedding_norm": True, "num_kv_heads": 1},
+    {"norm_placement": "post", "activation": "squared_relu"},
+]
+
+
+def wider(**changes):
+    """Large enough for every tile of the kernels to be in use."""
+    sizes = {
+        "hidden_size": 192,
+        "num_heads": 6,
+        "head_size": 32,
+        "ffn_size": 600,
+        "max_positions": 1200,
+        "vocab_size": 515,
+        "end_id": 2,
+    }
+    changes = dict(changes)
+    changes.setdefault("num_kv_heads", 6)
+    return small_config(**{**sizes, **changes})
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_float32_tokens_equal_the_cpu_alone_and_together(changes):
+    config = wider(**changes)
+    tensors = random_tensors(config)
+    reference = engine_for(config, tensors)
+    expected = [
+        generate(reference, prompt, length) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)
+    ]
+    logits = context_logits(reference, PROMPTS[5])
+    reference.close()
+    engine = engine_for(config, tensors, device="cuda")
+    alone = [
+        generate(engine, prompt, length) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)
+    ]
+    assert alone == expected
+    for _ in range(3):  # a shape's first step runs eagerly, its second is recorded
+        futures = [
+            engine.submit(GenerateRequest(prompt, length))
+            for prompt, length in zip(PROMPTS, LENGTHS, strict=True)
+        ]
+        wait(futures)
+        assert [list(future.result().output_ids) for future in futures] == expected
+    assert (context_logits(engine, PROMPTS[5]) - logits).abs().max() <= 2e-4
+    engine.close()
+
+
+def test_long_contexts_cross_the_splits():
+    config = wider(end_id=1000, **MODERN)
+    tensors = random_tensors(config)
+    prompt = tuple((j * j + 3) % 509 for j in range(1000))
+    reference, engine = (engine_for(config, tensors, device=device) for device in ("cpu", "cuda"))
+    assert generate(engine, prompt, 100) == generate(reference, prompt, 100)
+    short = PROMPTS[1]
+    assert generate(engine, short, 400) == generate(reference, short, 400)
+    reference.close()
+    engine.close()
+
+
+def test_sampling_equals_the_cpu_row_by_row():
+    config = wider()
+    tensors = random_tensors(config)
+    parameters = [
+        SamplingParameters(top_k=40, random_seed=1, temperature=0.8),
+        SamplingParameters(top_p=0.9, random_seed=2, top_p_decay=0.9, top_p_min=0.2),
+        SamplingParameters(repetition_penalty=1.3),
+        SamplingParameters(),
+        SamplingParameters(presence_penalty=0.7, min_length=8, top_k=5, top_p=0.5, random_seed=9),
+    ]
+    requests = [
+        GenerateRequest(
+            prompt, 20, sampling=sampling, bad_words=((4,), (9, 8)), return_log_probs=True
+        )
+        for prompt, sampling in zip(PROMPTS, parameters, strict=False)
+    ]
+    answers = []
+    for device in ("cpu", "cuda"):
+        engine = engine_for(config, tensors, device=device)
+        answers.append([future.result() for future in [engine.submit(r) for r in requests]])
+        engine.close()
+    for reference, got in zip(*answers, strict=True):
+        assert got.output_ids == reference.output_ids
+        assert got.cum_log_probs == pytest.approx(reference.cum_log_probs, abs=1e-3)
+        assert got.output_log_probs == pytest.approx(reference.output_log_probs, abs=1e-3)
+
+
+@pytest.mark.parametrize("data_type", ["bf16", "fp16"])
+def test_low_precision_is_near(data_type):
+    config = wider(**MODERN)
+    tensors = random_tensors(config)
+    reference = engine_for(config, tensors)
+    engine = engine_for(config, tensors, device="cuda", data_type=data_type)
+    want = context_logits(reference, PROMPTS[6])
+    error = (context_logits(engine, PROMPTS[6]) - want).norm() / want.norm()
+    assert error < 0.03
+    tokens = generate(engine, PROMPTS[3], 12)
+    again = context_logits(engine, (*PROMPTS[3], *tokens))
+    start = len(PROMPTS[3]) - 1
+    picked = again[start:-1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert (again[start:-1].max(-1).values - picked).max() < 0.15 * again.std()
+    reference.close()
+    engine.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_two_gpus_equal_the_cpu(tmp_path, tp, pp):
+    config = wider(**MODERN)
+    tensors = random_tensors(config)
+    reference = engine_for(config, tensors)
+    expected = [
+        generate(reference, prompt, length) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)
+    ]
+    logits = context_logits(reference, PROMPTS[5])
+    reference.close()
+    engine = load_engine(tmp_path, config, tensors, tp, pp, device="cuda")
+    for _ in range(3):
+        futures = [
+            engine.submit(GenerateRequest(prompt, length))
+            for prompt, length in zip(PROMPTS, LENGTHS, strict=True)
+        ]
+        assert [list(future.result(60).output_ids) for future in futures] == expected
+    assert (context_logits(engine, PROMPTS[5]) - logits).abs().max() <= 2e-4
+    sampling = SamplingParameters(top_k=20, random_seed=3)
+    drawn = [generate(engine, PROMPTS[2], 15, sampling=sampling) for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    engine.close()
