@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 from gguf import GGUFReader, ReaderTensor, dequantize
 
-from launcher_scripts.checkpoint.gguf_tokenizer import tokenizer_metadata
+from launcher_scripts.checkpoint.gguf_tokenizer import special_tokens, tokenizer_metadata
 from launcher_scripts.checkpoint.nemo_writer import Weight
 from launcher_scripts.errors import CheckpointError, Problems, problem
 
@@ -222,15 +222,7 @@ def nemo_config(llama: GGUFLlama, tokenizer: str, query_groups: int) -> dict[str
     config["tokenizer"] |= {
         "library": "huggingface",
         "model": f"nemo:{tokenizer}",
-        "special_tokens": _special_tokens(llama.reader),
+        "special_tokens": special_tokens(tokenizer_metadata(llama.reader)),
     }
     config["data"]["seq_length"] = shape.max_positions
     return config
-
-
-def _special_tokens(reader: GGUFReader) -> dict[str, str]:
-    """NeMo's names of the tokens that start, end and pad a sequence -> those tokens."""
-    metadata = tokenizer_metadata(reader)
-    roles = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
-    ids = {role: metadata.get(f"{name}_token_id") for role, name in roles.items()}
-    return {role: metadata["tokens"][index] for role, index in ids.items() if index is not None}
