@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.checkpoint import huggingface_configs as configs
-from launcher_scripts.checkpoint.huggingface_configs import RawConfig
-from launcher_scripts.errors import CheckpointError, Problems, problem
-from launcher_scripts.models.family import ModelConfig
+import numpy as np
 
+from launcher_scripts.checkpoint import huggingface_configs as configs
+from launcher_scripts.checkpoint import safetensors_file, torch_file
+from launcher_scripts.checkpoint.archive import Archive
+from launcher_scripts.checkpoint.dtypes import plain
+from launcher_scripts.checkpoint.huggingface_configs import RawConfig
+from launcher_scripts.checkpoint.source_tensor import SourceTensor
+from launcher_scripts.errors import CheckpointError, Problems, problem
+from launcher_scripts.models.family import ModelConfig, Partition
+
+CONFIG_NAME = "config.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 PREFIXES = ("transformer.", "model.")
 BUFFERS = (
@@ -31,15 +38,15 @@ class Architecture:
     family:   the row of FAMILIES
     read:     RawConfig -> hyperparameters
     dialect:  the dialect of the weight table
-    variant:  RawConfig -> what to add to the dialect's name
-    tied:     name of a tensor -> names it may be stored under instead, or twice
+    tied:     name of a tensor -> names it may be stored under instead, or again
+    variant:  RawConfig -> what the name of a variant adds to the dialect's
     """
 
     family: str
     read: Callable[[RawConfig], ModelConfig]
     dialect: str
+    tied: Mapping[str, tuple[str, ...]]
     variant: Callable[[RawConfig], str] | None = None
-    tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def _scaled(raw: RawConfig) -> str:
@@ -50,34 +57,87 @@ def _projected(raw: RawConfig) -> str:
     return "_projected" if "decoder.project_in.weight" in raw.keys else ""
 
 
-_STACKS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-_SHARED = {"shared.weight": (*_STACKS, "lm_head.weight")}
-_HEAD = {"embed_tokens.weight": ("lm_head.weight",)}
+_HEAD = "lm_head.weight"
+_SHARED = {"shared.weight": ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", _HEAD)}
 
 ARCHITECTURES = {
-    "gpt2": Architecture("gpt", configs.gpt2, "gpt2"),
-    "bloom": Architecture("gpt", configs.bloom, "bloom"),
+    "gpt2": Architecture("gpt", configs.gpt2, "gpt2", {"wte.weight": (_HEAD,)}),
+    "bloom": Architecture("gpt", configs.bloom, "bloom", {"word_embeddings.weight": (_HEAD,)}),
     "opt": Architecture(
-        "gpt",
-        configs.opt,
-        "opt",
-        _projected,
-        {"decoder.embed_tokens.weight": ("lm_head.weight",)},
+        "gpt", configs.opt, "opt", {"decoder.embed_tokens.weight": (_HEAD,)}, _projected
     ),
-    "xglm": Architecture("gpt", configs.xglm, "xglm", _scaled, _HEAD),
-    "llama": Architecture("gpt", configs.llama, "llama"),
-    "mistral": Architecture("gpt", configs.llama, "llama"),
-    "t5": Architecture("t5", configs.t5, "huggingface", tied=_SHARED),
-    "mt5": Architecture("t5", configs.t5, "huggingface", tied=_SHARED),
-    "bart": Architecture("bart", configs.bart, "bart", _scaled, _SHARED),
-    "mbart": Architecture("bart", configs.bart, "bart", _scaled, _SHARED),
+    "xglm": Architecture("gpt", configs.xglm, "xglm", {"embed_tokens.weight": (_HEAD,)}, _scaled),
+    "llama": Architecture("gpt", configs.llama, "llama", {"embed_tokens.weight": (_HEAD,)}),
+    "mistral": Architecture("gpt", configs.llama, "llama", {"embed_tokens.weight": (_HEAD,)}),
+    "t5": Architecture("t5", configs.t5, "huggingface", _SHARED),
+    "mt5": Architecture("t5", configs.t5, "huggingface", _SHARED),
+    "bart": Architecture("bart", configs.bart, "bart", _SHARED, _scaled),
+    "mbart": Architecture("bart", configs.bart, "bart", _SHARED, _scaled),
     "agm": Architecture(
         "agm",
         configs.agm,
         "agm",
-        tied={"shared.weight": ("lm_head.decoder.weight", "decoder.embed_tokens.weight")},
+        {"shared.weight": ("decoder.embed_tokens.weight", "lm_head.decoder.weight")},
     ),
 }
+
+
+@dataclass(frozen=True)
+class HuggingFaceCheckpoint:
+    """An opened folder.
+
+    raw:      config.json
+    dialects: dialects of the weight table, the first that has a row wins
+    tensors:  name without prefix -> tensor
+    """
+
+    archive: Archive
+    raw: Mapping[str, Any]
+    config: ModelConfig
+    dialects: tuple[str, ...]
+    tensors: Mapping[str, SourceTensor]
+    notes: tuple[str, ...] = ()
+    root: str = ""
+
+    @classmethod
+    def matches(cls, archive: Archive) -> bool:
+        """Whether the folder looks like one of transformers."""
+        return CONFIG_NAME in archive.names()
+
+    @classmethod
+    def open(cls, archive: Archive) -> HuggingFaceCheckpoint:
+        """Raises CheckpointError for what is damaged, incomplete or not supported."""
+        raw = _read_config(archive)
+        row = architecture(raw, archive.path / CONFIG_NAME)
+        tensors = _read_weights(archive)
+        _untied(tensors, row.tied)
+        values = RawConfig(raw, tensors.keys(), archive.path / CONFIG_NAME)
+        variants = (f"{row.dialect}{row.variant(values)}",) if row.variant else ()
+        try:
+            config = row.read(values)
+        except CheckpointError:
+            values.problems.raise_if_any(CheckpointError)
+            raise
+        values.problems.raise_if_any(CheckpointError)
+        return cls(archive, raw, config, (*variants, row.dialect), tensors)
+
+    def names(self) -> set[str]:
+        """Every tensor that must find its place in the target."""
+        return set(self.tensors)
+
+    def find(self, name: str, _partition: Partition, _sections: int = 1) -> SourceTensor | None:
+        """One tensor, which is never cut here; None if it is not there."""
+        return self.tensors.get(name)
+
+    def describe(self) -> dict[str, Any]:
+        """What the manifest records about the source."""
+        return {
+            "path": str(self.archive.path),
+            "format": "huggingface",
+            "model_type": self.raw.get("model_type"),
+            "transformers_version": self.raw.get("transformers_version"),
+            "dialects": list(self.dialects),
+        }
 
 
 def architecture(raw: Mapping[str, Any], path: Path) -> Architecture:
@@ -91,24 +151,69 @@ def architecture(raw: Mapping[str, Any], path: Path) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def weight_files(folder: Path) -> list[Path]:
+def _read_config(archive: Archive) -> Mapping[str, Any]:
+    try:
+        raw = json.loads(archive.read(CONFIG_NAME))
+    except ValueError as error:
+        raise CheckpointError(f"{CONFIG_NAME} of {archive.path} is damaged: {error}") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{CONFIG_NAME} of {archive.path} holds no mapping")
+    return raw
+
+
+def _weight_files(archive: Archive) -> list[str]:
     """The files that hold the weights, safetensors first; all missing shards are one error."""
+    names = set(archive.names())
     for name in WEIGHT_FILES:
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            return _shards(index)
-        if (folder / name).is_file():
-            return [folder / name]
-    names = list(WEIGHT_FILES) + [f"{name}.index.json" for name in WEIGHT_FILES]
-    raise CheckpointError(problem(f"no weights in {folder}", choices=names))
+        if f"{name}.index.json" in names:
+            return _shards(archive, f"{name}.index.json")
+        if name in names:
+            return [name]
+    choices = [*WEIGHT_FILES, *(f"{name}.index.json" for name in WEIGHT_FILES)]
+    raise CheckpointError(problem(f"{archive.path} holds no weights", choices=choices))
 
 
-def _shards(index: Path) -> list[Path]:
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    paths = [index.parent / name for name in names]
-    problems = Problems(str(index))
-    for path in paths:
-        if path.parent != index.parent or not path.is_file():
-            problems.add("shard is missing", got=path.name)
+def _shards(archive: Archive, index: str) -> list[str]:
+    try:
+        found = sorted(set(json.loads(archive.read(index))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} of {archive.path} is damaged: {error!r}") from error
+    problems = Problems(f"{index} of {archive.path}")
+    for name in found:
+        if name not in archive.names():
+            problems.add("a shard is missing", got=name)
     problems.raise_if_any(CheckpointError)
-    return paths
+    return found
+
+
+def _read_weights(archive: Archive) -> dict[str, SourceTensor]:
+    """Name without prefix -> tensor, of all files; buffers are left out."""
+    tensors: dict[str, SourceTensor] = {}
+    for file in _weight_files(archive):
+        load = safetensors_file.load if file.endswith(".safetensors") else torch_file.load
+        loaded = load(archive.region(file), f"{file} of {archive.path}")
+        for name, values in loaded.items():
+            plain = next((name.removeprefix(p) for p in PREFIXES if name.startswith(p)), str(name))
+            if isinstance(values, np.ndarray) and not plain.endswith(BUFFERS):
+                tensors[plain] = SourceTensor.whole(values)
+    return tensors
+
+
+def _untied(tensors: dict[str, SourceTensor], tied: Mapping[str, tuple[str, ...]]) -> None:
+    """Keep tied tensors once, under their usual name, whatever name the checkpoint gave them."""
+    for name, others in tied.items():
+        for other in others:
+            if other in tensors and name not in tensors:
+                tensors[name] = tensors[other]
+            if other in tensors and _equal(tensors[other], tensors[name]):
+                del tensors[other]
+
+
+def _equal(one: SourceTensor, other: SourceTensor) -> bool:
+    """Whether two tensors hold the same values; one storage is told without reading it."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    first, second = plain(one.read()), plain(other.read())
+    if first.__array_interface__["data"] == second.__array_interface__["data"]:
+        return True
+    return all(np.array_equal(*rows) for rows in zip(first, second, strict=True))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from launcher_scripts.checkpoint import combining_layouts as combining
 from launcher_scripts.checkpoint.dtypes import widened
 from launcher_scripts.checkpoint.reshard import Blocks
 
@@ -26,10 +27,13 @@ class Layout:
     apply:    (source tensors, config) -> the stored form
     sections: how many matrices are stacked along the source's first axis, of each of which a
               tensor-parallel rank of the source holds a part
+    whole:    every tensor-parallel rank of the source holds the whole tensor, although the
+              target's ranks share it
     """
 
     apply: Callable[[Sequence[np.ndarray], Any], Result]
     sections: int = 1
+    whole: bool = False
 
 
 def as_is(tensors: Sequence[np.ndarray], _config: Any) -> np.ndarray:
@@ -96,4 +100,22 @@ LAYOUTS: dict[str, Layout] = {
     "qkv_of_heads": Layout(qkv_of_heads),
     "qkv_of_groups": Layout(qkv_of_groups),
     "qkv_in_blocks": Layout(qkv_in_blocks, sections=3),
+    "qkv_innermost": Layout(combining.qkv_innermost),
+    "query_of_heads": Layout(combining.part_of_heads(0, 3)),
+    "key_of_heads": Layout(combining.part_of_heads(1, 3)),
+    "value_of_heads": Layout(combining.part_of_heads(2, 3)),
+    "query_in_blocks": Layout(combining.part_of_blocks(0, 3), sections=3),
+    "key_in_blocks": Layout(combining.part_of_blocks(1, 3), sections=3),
+    "value_in_blocks": Layout(combining.part_of_blocks(2, 3), sections=3),
+    "first_of_two_heads": Layout(combining.part_of_heads(0, 2)),
+    "second_of_two_heads": Layout(combining.part_of_heads(1, 2)),
+    "transposed_whole": Layout(transposed, whole=True),
+    "transposed_columns": Layout(combining.transposed_columns),
+    "heads_side_by_side": Layout(combining.heads_side_by_side),
+    "interleaved_heads_side_by_side": Layout(combining.interleaved_heads_side_by_side),
+    "scaled_by_root_hidden": Layout(combining.scaled_by_root_hidden),
+    "without_padding_rows": Layout(combining.without_padding_rows),
+    "projected_in": Layout(combining.projected_in),
+    "projected_out": Layout(combining.projected_out),
+    "sinusoidal_positions": Layout(combining.sinusoidal_positions),
 }

@@ -119,7 +119,7 @@ def make_plan(checkpoint: SourceCheckpoint, specs: Iterable[WeightSpec], origin:
     for spec in specs:
         source = _source(spec, checkpoint.dialects)
         if source is None:
-            unread.append(spec.name)
+            unread += [spec.name] if spec.required else []
             continue
         for layer in spec.layer_numbers(checkpoint.config):
             task, keys = _task(checkpoint, spec, layer, source, problems)
@@ -150,7 +150,8 @@ def _task(
     found = []
     for key in keys:
         try:
-            found.append(checkpoint.find(key, spec.partition, layout.sections))
+            partition = Partition.REPLICATED if layout.whole else spec.partition
+            found.append(checkpoint.find(key, partition, layout.sections))
         except CheckpointError as error:
             problems.add(f"{key}: {error}")
             return None, keys

@@ -8,19 +8,19 @@ from __future__ import annotations
 import json
 import math
 import struct
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from launcher_scripts.checkpoint.archive import Region
+from launcher_scripts.checkpoint.dtypes import BFLOAT16
 from launcher_scripts.errors import CheckpointError, problem
 
-# bfloat16 has no numpy type: its bits are read as uint16.
 DTYPES = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
+    "BF16": BFLOAT16,
     "I64": np.dtype("<i8"),
     "I32": np.dtype("<i4"),
     "I16": np.dtype("<i2"),
@@ -28,54 +28,40 @@ DTYPES = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
-MAX_HEADER = 100 * 1024 * 1024
+_SIZE = struct.Struct("<Q")
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a file: where its bytes are, and what they mean."""
-
-    path: Path
-    offset: int
-    dtype: str
-    shape: tuple[int, ...]
-
-    def read(self) -> np.ndarray:
-        """A read-only view of the file; bfloat16 as its bits in uint16."""
-        if 0 in self.shape:
-            return np.empty(self.shape, DTYPES[self.dtype])
-        return np.memmap(self.path, DTYPES[self.dtype], "r", self.offset, self.shape)
-
-
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Name -> tensor of a .safetensors file, checked against its length.
+def load(region: Region, origin: str) -> dict[str, np.ndarray]:
+    """Name -> read-only view of the mapped file.
 
     Raises CheckpointError when the header is damaged, a dtype unknown, or the file cut short.
     """
-    length = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        size = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
-        if not 0 <= size <= min(MAX_HEADER, length - 8):
-            raise CheckpointError(f"{path} is no safetensors file, or was cut short")
-        try:
-            header = json.loads(file.read(size))
-        except ValueError as error:
-            raise CheckpointError(f"the header of {path} is damaged: {error}") from error
-    header.pop("__metadata__", None)
-    return {name: _tensor(path, 8 + size, length, name, entry) for name, entry in header.items()}
+    if region.size < _SIZE.size:
+        raise CheckpointError(f"{origin} is no safetensors file, or was cut short")
+    (size,) = _SIZE.unpack(region.part(0, _SIZE.size).bytes())
+    if size > region.size - _SIZE.size:
+        raise CheckpointError(f"{origin} is no safetensors file, or was cut short")
+    try:
+        header = json.loads(region.part(_SIZE.size, size).bytes())
+        header.pop("__metadata__", None)
+        start = _SIZE.size + size
+        data = region.part(start, region.size - start)
+        return {name: _tensor(data, name, entry, origin) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"the header of {origin} is damaged: {error}") from error
 
 
-def _tensor(path: Path, start: int, length: int, name: str, entry: dict) -> StoredTensor:
+def _tensor(data: Region, name: str, entry: dict[str, Any], origin: str) -> np.ndarray:
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     first, last = entry["data_offsets"]
     if dtype not in DTYPES:
         raise CheckpointError(
-            problem(f"{name} of {path} has an unknown dtype", got=dtype, choices=DTYPES)
+            problem(f"{name} of {origin} has an unknown dtype", got=dtype, choices=DTYPES)
         )
-    expected = math.prod(shape) * DTYPES[dtype].itemsize
-    if last - first != expected or start + last > length:
+    count = math.prod(shape)
+    fits = 0 <= first <= last <= data.size and min(shape, default=0) >= 0
+    if not fits or last - first != count * DTYPES[dtype].itemsize:
         raise CheckpointError(
-            problem(f"{path} was cut short or damaged at {name}", got=f"{length} bytes")
+            problem(f"{origin} was cut short or damaged at {name}", got=f"{data.size} bytes")
         )
-    return StoredTensor(path, start + first, dtype, shape)
+    return data.part(first, last - first).array(DTYPES[dtype], count).reshape(shape)

@@ -1,8 +1,9 @@
 """Files of torch.save, read in place and without torch.
 
 Since torch 1.6 such a file is a zip archive of uncompressed entries: `<root>/data.pkl` describes
-the object, and `<root>/data/<key>` holds the bytes of one storage. Every tensor becomes a
-read-only view of the file. bfloat16, which numpy lacks, is carried as the dtype BFLOAT16.
+the object, and `<root>/data/<key>` holds the bytes of one storage. Files from before are
+torch_legacy's. Every tensor becomes a read-only view of the file. bfloat16, which numpy lacks, is
+carried as the dtype BFLOAT16.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+from collections import ChainMap
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from launcher_scripts.checkpoint import pickles
+from launcher_scripts.checkpoint import pickles, torch_legacy
 from launcher_scripts.checkpoint.archive import Region
 from launcher_scripts.checkpoint.dtypes import BFLOAT16
 from launcher_scripts.errors import CheckpointError, problem
@@ -46,23 +48,21 @@ TORCH_DTYPES = {
     "bool": np.dtype("?"),
 }
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
-_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
-def load(region: Region, origin: str) -> Any:
+def load(region: Region, origin: str, allowed: pickles.Globals | None = None) -> Any:
     """The object in a torch.save file; tensors are read-only arrays on the mapped file.
 
-    Raises CheckpointError when the file is damaged, compressed, in torch's format from before
-    1.6, or asks for anything but tensors and plain containers.
+    allowed: what else may stand in the file, as pickles.load wants it
+
+    Raises CheckpointError when the file is damaged, compressed, or asks for anything but tensors
+    and plain containers.
     """
-    if region.size >= len(_LEGACY_MAGIC):
-        start = region.part(0, len(_LEGACY_MAGIC)).bytes()
-        if start == _LEGACY_MAGIC:
-            raise CheckpointError(
-                f"{origin} is in torch's format from before version 1.6; load and save it again "
-                "with a newer torch"
-            )
-    return _TorchFile(region, origin).load()
+    names = ChainMap(_GLOBALS, allowed or {})
+    magic = torch_legacy.MAGIC
+    if region.size >= len(magic) and region.part(0, len(magic)).bytes() == magic:
+        return torch_legacy.load(region, origin, names)
+    return _TorchFile(region, origin).load(names)
 
 
 class _TorchFile:
@@ -81,7 +81,7 @@ class _TorchFile:
             raise CheckpointError(f"{origin} is no file of torch.save")
         self._root = roots[0]
 
-    def load(self) -> Any:
+    def load(self, names: pickles.Globals) -> Any:
         if f"{self._root}byteorder" in self._entries:
             order = self._entry("byteorder").bytes()
             if order != b"little":
@@ -89,7 +89,7 @@ class _TorchFile:
                     problem(f"{self._origin}: unknown byte order", got=order, choices=["little"])
                 )
         data = self._entry("data.pkl").bytes()
-        return pickles.load(data, self._origin, _GLOBALS, self._storage)
+        return pickles.load(data, self._origin, names, self._storage)
 
     def _entry(self, name: str) -> Region:
         """The bytes of one entry, in place."""

@@ -59,7 +59,7 @@ LLAMA = {
     "final_layernorm": Source(("norm",)),
     "layers.*.input_layernorm": Source(("layers.*.input_layernorm",)),
     "layers.*.attention.query_key_value": Source(
-        tuple(f"layers.*.self_attn.{part}_proj" for part in "qkv"), "transposed_columns"
+        tuple(f"layers.*.self_attn.{part}_proj" for part in "qkv"), "heads_side_by_side"
     ),
     "layers.*.attention.dense": Source(("layers.*.self_attn.o_proj",), "transposed"),
     "layers.*.post_attention_layernorm": Source(("layers.*.post_attention_layernorm",)),
@@ -74,7 +74,7 @@ GGUF_LLAMA = {
     "final_layernorm": Source(("output_norm",)),
     "layers.*.input_layernorm": Source(("blk.*.attn_norm",)),
     "layers.*.attention.query_key_value": Source(
-        ("blk.*.attn_q", "blk.*.attn_k", "blk.*.attn_v"), "interleaved_rotary_columns"
+        ("blk.*.attn_q", "blk.*.attn_k", "blk.*.attn_v"), "interleaved_heads_side_by_side"
     ),
     "layers.*.attention.dense": Source(("blk.*.attn_output",), "transposed"),
     "layers.*.post_attention_layernorm": Source(("blk.*.ffn_norm",)),
@@ -101,20 +101,18 @@ def _opt() -> dict[str, Source]:
     return _fairseq("decoder.", "final_layer_norm", top)
 
 
-def _opt_projected() -> dict[str, Source]:
-    """OPT whose embeddings are narrower than its layers: the projections go into the tables."""
-    table = "decoder.embed_tokens.weight"
-    return {
-        **_opt(),
-        "wte": Source((table, "decoder.project_in.weight"), "projected_in"),
-        "lm_head.weight": Source((table, "decoder.project_out.weight"), "projected_out"),
-    }
+# OPT whose embeddings are narrower than its layers: the projections go into the tables.
+_TABLE = "decoder.embed_tokens.weight"
+OPT_PROJECTED = {
+    "wte": Source((_TABLE, "decoder.project_in.weight"), "projected_in"),
+    "lm_head.weight": Source((_TABLE, "decoder.project_out.weight"), "projected_out"),
+}
 
 
-def _xglm(layout: str) -> dict[str, Source]:
+def _xglm() -> dict[str, Source]:
     """XGLM: positions are computed, the head is the table before scaling."""
     top = {
-        "wte": Source(("embed_tokens.weight",), layout),
+        "wte": Source(("embed_tokens.weight",)),
         "wpe": Source((), "sinusoidal_positions"),
         "lm_head.weight": Source(("embed_tokens.weight",)),
     }
@@ -125,9 +123,9 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "gpt2": GPT2,
     "bloom": BLOOM,
     "opt": _opt(),
-    "opt_projected": _opt_projected(),
-    "xglm": _xglm("as_is"),
-    "xglm_scaled": _xglm("scaled_by_root_hidden"),
+    "opt_projected": OPT_PROJECTED,
+    "xglm": _xglm(),
+    "xglm_scaled": {"wte": Source(("embed_tokens.weight",), "scaled_by_root_hidden")},
     "llama": LLAMA,
     "gguf_llama": GGUF_LLAMA,
     **gpt_nemo.DIALECTS,
