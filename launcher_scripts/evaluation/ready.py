@@ -12,6 +12,7 @@ from launcher_scripts.evaluation.client import Client
 from launcher_scripts.settings import EvaluateSettings
 
 POLL_SECONDS = 0.2
+PROBE_SECONDS = 10.0  # how long a server may take to say that it is ready
 
 
 def connect(settings: EvaluateSettings) -> tuple[Client, dict[str, Any]]:
@@ -25,15 +26,10 @@ def connect(settings: EvaluateSettings) -> tuple[Client, dict[str, Any]]:
     while True:
         reason, ready = _read_ready_file(ready_file, settings)
         if ready is not None:
-            client = Client(
-                ready[settings.protocol],
-                settings.model_name,
-                protocol=settings.protocol,
-                request_timeout=settings.request_timeout,
-            )
-            if client.is_ready():
-                return client, ready
-            client.close()
+            with _client(ready, settings, PROBE_SECONDS) as probe:
+                answers = probe.is_ready()
+            if answers:
+                return _client(ready, settings, settings.request_timeout), ready
             reason = f"{ready[settings.protocol]}, which {ready_file} names, does not answer ready"
         if time.monotonic() >= deadline:
             raise ServerError(
@@ -43,6 +39,15 @@ def connect(settings: EvaluateSettings) -> tuple[Client, dict[str, Any]]:
                 )
             )
         time.sleep(POLL_SECONDS)
+
+
+def _client(ready: dict[str, Any], settings: EvaluateSettings, request_timeout: float) -> Client:
+    return Client(
+        ready[settings.protocol],
+        settings.model_name,
+        protocol=settings.protocol,
+        request_timeout=request_timeout,
+    )
 
 
 def _read_ready_file(path: Path, settings: EvaluateSettings) -> tuple[str, dict[str, Any] | None]:

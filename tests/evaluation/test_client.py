@@ -153,3 +153,14 @@ def test_connect_gives_up_with_the_reason(tmp_path, ready, says):
         (tmp_path / "ready.json").write_text(json.dumps(ready))
     with pytest.raises(ServerError, match=rf"within 0\.3 s: .*{says}.*change evaluate\.ready_time"):
         connect(evaluate_settings(tmp_path, ready_timeout=0.3))
+
+
+def test_a_server_that_never_answers_does_not_hold_connect_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("launcher_scripts.evaluation.ready.PROBE_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        (tmp_path / "ready.json").write_text(json.dumps({"http": address, "models": ["counting"]}))
+        started = time.monotonic()
+        with pytest.raises(ServerError, match="does not answer ready"):
+            connect(evaluate_settings(tmp_path, ready_timeout=0.3, request_timeout=60))
+        assert time.monotonic() - started < 10

@@ -11,7 +11,7 @@ import pytest
 from launcher_scripts.errors import ConfigError, ServerError
 from launcher_scripts.evaluation.tasks import TASKS, lambada
 from launcher_scripts.evaluation.tasks.lambada import Item, ItemResult
-from launcher_scripts.settings import TASK_NAMES, TaskSettings
+from launcher_scripts.settings import TaskSettings
 from tests.evaluation.fake_server import FAVOUR, VOCAB, logits_after
 
 ROOT = Path(__file__).parents[2]
@@ -139,10 +139,6 @@ def test_a_missing_or_empty_file_is_named(tmp_path):
     (tmp_path / "items.jsonl").write_text("")
     with pytest.raises(ConfigError, match="the file is empty"):
         lambada.read_texts(tmp_path / "items.jsonl")
-
-
-def test_the_settings_know_exactly_the_tasks_there_are():
-    assert set(TASK_NAMES) == set(TASKS)
 
 
 def test_the_shipped_items_are_those_of_the_reference():
