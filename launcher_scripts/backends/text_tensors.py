@@ -30,8 +30,8 @@ def require_working_arrays() -> None:
     if returned.tolist() != known.tolist():
         raise pb_utils.TritonModelException(
             "this server's Python backend was built for numpy 1 and cannot carry text with "
-            f"numpy {np.__version__}; install 'numpy<2' for the server's Python (or put it first "
-            "on PYTHONPATH), or export with export.model.tokenizer=none to serve token ids only"
+            f"numpy {np.__version__}; install 'numpy<2' for the server's Python, or export with "
+            "export.model.tokenizer=none to serve token ids only"
         )
 
 

@@ -50,6 +50,7 @@ class ServerProcess:
         self._process = subprocess.Popen(
             arguments,
             env={**os.environ, **installation.environment(), **own},
+            cwd=folder,  # the Python backend imports from here first
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -66,9 +67,12 @@ class ServerProcess:
     def _arguments(
         self, settings: DeploySettings, installation: Installation, ports: Ports
     ) -> list[str]:
+        repository = settings.model_repository
+        if not is_remote(repository):
+            repository = str(Path(repository).absolute())
         arguments = [
-            str(installation.executable),
-            f"--model-repository={settings.model_repository}",
+            str(installation.executable.absolute()),
+            f"--model-repository={repository}",
             f"--backend-directory={self._folder / 'backends'}",
             f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
             "--disable-auto-complete-config",
@@ -147,6 +151,11 @@ class ServerProcess:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.write(line)
                 sys.stdout.flush()
+
+
+def is_remote(repository: str) -> bool:
+    """Whether Triton fetches the repository itself, from s3://, gs:// or as://."""
+    return "://" in repository
 
 
 def is_alive(pid: int) -> bool:

@@ -24,7 +24,7 @@ from launcher_scripts.server.health import (
 )
 from launcher_scripts.server.installation import find_installation
 from launcher_scripts.server.ports import Ports, ports_in_use, reserved_ports
-from launcher_scripts.server.process import ServerProcess, is_alive
+from launcher_scripts.server.process import ServerProcess, is_alive, is_remote
 from launcher_scripts.settings import DeploySettings
 
 _POLL_SECONDS = 0.2
@@ -88,7 +88,7 @@ def serve(settings: DeploySettings) -> None:
 
 def check_repository(repository: str) -> None:
     """A local repository must hold models; Triton itself looks at one in a cloud storage."""
-    if "://" in repository:
+    if is_remote(repository):
         return
     folder = Path(repository)
     models = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
