@@ -57,8 +57,8 @@ def rotate_and_store(
             sine = tl.load(sines + token * HALF + pair, mask=turns, other=0.0)
             out = out * cosine + tl.where(upper, other, -other) * sine
     if head < HEADS:
-        place = query + (token * HEADS + head) * SIZE + features
-        tl.store(place, out.to(query.dtype.element_ty), mask=held)
+        target = query + (token * HEADS + head) * SIZE + features
+        tl.store(target, out.to(query.dtype.element_ty), mask=held)
     else:
         pool_head = (head - HEADS) % KV_HEADS
         slot = tl.load(slots + token).to(tl.int64)
