@@ -1,5 +1,6 @@
 """report.json and report.html: what is in them, how sections meet, and what people see."""
 
+import dataclasses
 import html.parser
 import json
 import re
@@ -7,6 +8,7 @@ import re
 import pytest
 
 from launcher_scripts.errors import ConfigError
+from launcher_scripts.evaluation import plots
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.speed import SpeedRow
 from launcher_scripts.evaluation.tables import speed_table, task_table
@@ -143,6 +145,15 @@ def test_a_page_of_speed_alone(tmp_path):
     report = Report(tmp_path, "gpt")
     report.add_speed(BenchmarkSettings(), SPEED[:1], environment(tmp_path))
     assert Page(report.html_file.read_text(encoding="utf-8")).text.count("speed") == 1
+
+
+def test_latencies_far_apart_are_drawn_on_a_logarithmic_axis():
+    rows = [dataclasses.asdict(row) for row in (SPEED[0], SPEED[2])]
+    linear, _ = plots.speed(rows)
+    rows[1]["latency_p50_ms"] = rows[1]["latency_p90_ms"] = 100_000.0
+    logarithmic, _ = plots.speed(rows)
+    assert {"100", "1000", "10000", "100000"} <= set(Page(logarithmic).text)
+    assert {"0", "200", "400"} <= set(Page(linear).text)
 
 
 def test_tables_line_up():
