@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.errors import CheckpointError, Problems, problem
-from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.settings import TokenizerSettings
 from launcher_scripts.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
@@ -30,37 +30,49 @@ _ROLES = {
     "merge_file": ("merges", "*merge*.txt"),
 }
 _COMPANIONS = ("special_tokens_map.json", "tokenizer_config.json")
+# Name in a folder -> exported name, best set first. XGLM's and mBART's sentencepiece.bpe.model is
+# not among them: its ids are not the model's.
+_PLAIN_SETS = (
+    {"tokenizer.json": "tokenizer.json"},
+    {"spiece.model": "tokenizer.model"},
+    {"tokenizer.model": "tokenizer.model"},
+    {"vocab.json": "vocab.json", "merges.txt": "merges.txt"},
+    {"gpt2-vocab.json": "vocab.json", "gpt2-merges.txt": "merges.txt"},
+)
 
 
 def collect(
-    settings: TokenizerSettings, raw: Mapping[str, Any], archive: Archive, root: str
+    settings: TokenizerSettings, own_files: Callable[[], dict[str, bytes]]
 ) -> dict[str, bytes]:
     """Exported name -> content of the tokenizer's files; {} for `none`.
 
-    raw:  model_config.yaml
-    root: the folder of the archive that holds it
+    own_files: gives those of the checkpoint
     Raises CheckpointError, naming the key that helps, when the files are not to be had.
     """
     if settings.source == "none":
         return {}
-    if settings.source == "files":
-        return _named_files(settings)
-    section = raw.get("tokenizer")
-    return _own_files(section if isinstance(section, dict) else {}, archive, root)
+    return _named_files(settings) if settings.source == "files" else own_files()
 
 
 def with_token_ids(
-    config: GPTConfig, settings: TokenizerSettings, files: Mapping[str, bytes]
-) -> GPTConfig:
+    config: Any,
+    settings: TokenizerSettings,
+    files: Mapping[str, bytes],
+    *,
+    known: bool = False,
+) -> Any:
     """`config` with the tokenizer's start, end and pad ids, or those the settings say.
 
     Without a tokenizer the defaults stay, which are GPT-2's as in FasterTransformer's converter.
     A tokenizer without a start token starts with its end token, as GPT-2's does.
+
+    known: config has the model's own ids, and only the settings may change them
     """
     tokenizer = _loaded(files) if files else None
-    end_id = _first(settings.end_id, tokenizer and tokenizer.end_id)
-    start_id = _first(settings.start_id, tokenizer and tokenizer.start_id, end_id)
-    if tokenizer is not None and end_id is None:
+    said = None if known else tokenizer
+    end_id = _first(settings.end_id, said and said.end_id)
+    start_id = _first(settings.start_id, said and said.start_id, None if known else end_id)
+    if said is not None and end_id is None:
         raise CheckpointError(
             problem("the tokenizer has no token that ends a sequence", change=f"{KEY}.end_id")
         )
@@ -68,7 +80,7 @@ def with_token_ids(
         config,
         start_id=_first(start_id, config.start_id),
         end_id=_first(end_id, config.end_id),
-        pad_id=_first(settings.pad_id, tokenizer and tokenizer.pad_id, config.pad_id),
+        pad_id=_first(settings.pad_id, said and said.pad_id, config.pad_id),
     )
 
 
@@ -111,8 +123,15 @@ def _named_files(settings: TokenizerSettings) -> dict[str, bytes]:
     return files
 
 
-def _own_files(section: Mapping[str, Any], archive: Archive, root: str) -> dict[str, bytes]:
-    """The artifacts the section names; a name that leads nowhere is looked for by its kind."""
+def nemo_files(raw: Mapping[str, Any], archive: Archive, root: str) -> dict[str, bytes]:
+    """The artifacts that section `tokenizer` names; a lost one is looked for by its kind.
+
+    raw:  model_config.yaml
+    root: the folder of the archive that holds it
+    """
+    section = raw.get("tokenizer")
+    if not isinstance(section, dict):
+        section = {}
     files, lost = {}, []
     for role, (stem, pattern) in _ROLES.items():
         value = section.get(role)
@@ -132,6 +151,9 @@ def _own_files(section: Mapping[str, Any], archive: Archive, root: str) -> dict[
                 change=_ADVICE,
             )
         )
+    special = section.get("special_tokens")
+    if "tokenizer.json" in files and isinstance(special, dict):
+        files[_COMPANIONS[0]] = json.dumps(special).encode()
     return files
 
 
@@ -148,3 +170,20 @@ def _artifact(value: str, pattern: str, archive: Archive, root: str) -> str | No
         if len(found) == 1:
             return found[0]
     return None
+
+
+def plain_files(archive: Archive) -> dict[str, bytes]:
+    """The files of a Hugging Face or Megatron-LM folder, by their usual names."""
+    names = archive.names()
+    for wanted in _PLAIN_SETS:
+        if all(name in names for name in wanted):
+            files = {exported: archive.read(name) for name, exported in wanted.items()}
+            companions = [name for name in _COMPANIONS if name in names]
+            return files | {name: archive.read(name) for name in companions}
+    raise CheckpointError(
+        problem(
+            f"{archive.path} holds no tokenizer",
+            choices=[" + ".join(wanted) for wanted in _PLAIN_SETS],
+            change=_ADVICE,
+        )
+    )
