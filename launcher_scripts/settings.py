@@ -18,7 +18,8 @@ from launcher_scripts.parallel import Parallelism
 from launcher_scripts.schema import build
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
-WEIGHT_DATA_TYPES = ("fp32", "fp16")
+WEIGHT_DATA_TYPES = ("fp32", "fp16", "bf16")
+SOURCES = ("auto", "nemo", "megatron", "huggingface", "gguf")
 DEVICES = ("auto", "cpu", "cuda")
 PROTOCOLS = ("http", "grpc")
 TASK_NAMES = ("lambada",)
@@ -71,9 +72,11 @@ class ExportSettings:
     int8_mode: int = 0
     enable_custom_all_reduce: bool = False
     data_type: str = "fp32"
+    source: str = "auto"
 
     def __post_init__(self) -> None:
         problems = Problems("the export settings")
+        _check_choice(problems, "source", self.source, SOURCES, "export.model.source")
         _check_choice(
             problems,
             "weight_data_type",

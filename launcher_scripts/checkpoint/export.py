@@ -29,8 +29,9 @@ from launcher_scripts.checkpoint.plan import SourceCheckpoint, Task, make_plan
 from launcher_scripts.checkpoint.progress import Progress
 from launcher_scripts.checkpoint.reshard import rank_columns
 from launcher_scripts.checkpoint.streaming import strips
-from launcher_scripts.errors import CheckpointError, ConfigError, Problems, problem
-from launcher_scripts.models.gpt import GPTConfig, weights
+from launcher_scripts.errors import CheckpointError, ConfigError, Problems, lookup, problem
+from launcher_scripts.models import family_of
+from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.settings import ExportSettings
 
 
@@ -56,13 +57,15 @@ def export(settings: ExportSettings) -> Path:
             )
         )
     archive = Archive(path, scratch=_existing_parent(target))
-    checkpoint = open_source(archive)
+    checkpoint = open_source(archive, settings.source)
     for note in checkpoint.notes:
         print(f"note: {note}", flush=True)
-    files = tokenizer_files.collect(settings.tokenizer, checkpoint.raw, archive, checkpoint.root)
-    config = tokenizer_files.with_token_ids(checkpoint.config, settings.tokenizer, files)
+    files = tokenizer_files.collect(settings.tokenizer, checkpoint.tokenizer_files)
+    config = tokenizer_files.with_token_ids(
+        checkpoint.config, settings.tokenizer, files, known=checkpoint.knows_token_ids
+    )
     check_parallelism(settings, config)
-    tasks = make_plan(checkpoint, weights(config), f"the checkpoint {path}")
+    tasks = make_plan(checkpoint, family_of(config).weights(config), f"the checkpoint {path}")
     total = _check_space(settings, config, target)
     writer = FTWriter(
         target,
@@ -81,15 +84,18 @@ def export(settings: ExportSettings) -> Path:
     return target
 
 
-def open_source(archive: Archive) -> SourceCheckpoint:
-    """The reader whose format the archive's content is."""
-    for source in SOURCES.values():
+def open_source(archive: Archive, name: str = "auto") -> SourceCheckpoint:
+    """The reader called `name`; by default the one whose format the archive's content is."""
+    if name != "auto":
+        return lookup(SOURCES, name, "export.model.source").open(archive)
+    for name, source in SOURCES.items():
         if source.matches(archive):
+            print(f"found a checkpoint of {name}", flush=True)
             return source.open(archive)
     raise CheckpointError(problem(f"{archive.path} is in no known format", choices=sorted(SOURCES)))
 
 
-def check_parallelism(settings: ExportSettings, config: GPTConfig) -> None:
+def check_parallelism(settings: ExportSettings, config: ModelConfig) -> None:
     """Raises ConfigError when the model cannot be divided as asked."""
     problems = Problems("the export settings")
     tp_size, pp_size = settings.parallelism.tp_size, settings.parallelism.pp_size
@@ -111,7 +117,7 @@ def check_parallelism(settings: ExportSettings, config: GPTConfig) -> None:
     problems.raise_if_any(ConfigError)
 
 
-def _check_space(settings: ExportSettings, config: GPTConfig, target: Path) -> int:
+def _check_space(settings: ExportSettings, config: ModelConfig, target: Path) -> int:
     """Bytes of all files to write, which must fit the disk."""
     tp_size = settings.parallelism.tp_size
     itemsize = DTYPES[settings.weight_data_type].itemsize

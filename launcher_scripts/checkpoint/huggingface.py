@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from launcher_scripts.checkpoint import huggingface_configs as configs
-from launcher_scripts.checkpoint import safetensors_file, torch_file
+from launcher_scripts.checkpoint import safetensors_file, tokenizer_files, torch_file
 from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.dtypes import plain
 from launcher_scripts.checkpoint.huggingface_configs import RawConfig
@@ -128,6 +128,15 @@ class HuggingFaceCheckpoint:
     def find(self, name: str, _partition: Partition, _sections: int = 1) -> SourceTensor | None:
         """One tensor, which is never cut here; None if it is not there."""
         return self.tensors.get(name)
+
+    @property
+    def knows_token_ids(self) -> bool:
+        """config.json has them."""
+        return True
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """Exported name -> content of the checkpoint's own tokenizer."""
+        return tokenizer_files.plain_files(self.archive)
 
     def describe(self) -> dict[str, Any]:
         """What the manifest records about the source."""

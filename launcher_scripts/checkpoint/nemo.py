@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from launcher_scripts.checkpoint import distributed, torch_file
+from launcher_scripts.checkpoint import distributed, tokenizer_files, torch_file
 from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.nemo_gpt import read_gpt
 from launcher_scripts.checkpoint.source_tensor import SourceTensor, concatenated
@@ -106,6 +106,15 @@ class NemoCheckpoint:
             return shards[0]
         axis = 1 if partition is Partition.ROW_PARALLEL else 0
         return concatenated(shards, axis, sections)
+
+    @property
+    def knows_token_ids(self) -> bool:
+        """NeMo leaves the ids to the tokenizer."""
+        return False
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """Exported name -> content of the checkpoint's own tokenizer."""
+        return tokenizer_files.nemo_files(self.raw, self.archive, self.root)
 
     def describe(self) -> dict[str, Any]:
         """What the manifest records about the source."""

@@ -6,7 +6,7 @@ there, a source tensor no row claims, and a shape that does not fit are all repo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,13 +37,12 @@ class SourceCheckpoint(Protocol):
         ...
 
     @property
-    def raw(self) -> Mapping[str, Any]:
-        """The source's own configuration."""
+    def knows_token_ids(self) -> bool:
+        """Whether start, end and pad id of `config` are the model's own, not defaults."""
         ...
 
-    @property
-    def root(self) -> str:
-        """Folder of the archive that holds the configuration, "" or ending in `/`."""
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """Exported name -> content of the checkpoint's own tokenizer; an error if it has none."""
         ...
 
     def describe(self) -> dict[str, Any]:
