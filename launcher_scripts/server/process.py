@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,12 @@ TAIL_LINES = 60
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1
+_MOST_ERRORS = 5
+# An error in Triton's log: level and time, process, place, and the message, mostly in quotes.
+_ERROR_LINE = re.compile(r'E\d{4} [\d:.]+ \d+ \S+\] "?(?P<message>.*?)"?$')
+
+# Logged as an error on every machine without a GPU.
+_HARMLESS = "CudaDriverHelper has not been initialized"
 
 
 class ServerProcess:
@@ -44,6 +51,7 @@ class ServerProcess:
         installation.make_backends(folder / "backends")
         self._shm_prefix = f"{folder.name}_"
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._errors: list[str] = []
         arguments = self._arguments(settings, installation, ports)
         own = {STATUS_DIR_VARIABLE: str(self.status_dir), DEVICE_VARIABLE: settings.device}
         print("starting " + " ".join(arguments), flush=True)
@@ -106,6 +114,12 @@ class ServerProcess:
             self._reader.join(timeout=1)
         return "\n".join(self._tail)
 
+    def errors(self) -> list[str]:
+        """The first different errors in the server's log, without the Python stack below them."""
+        if self.exit_code() is not None:
+            self._reader.join(timeout=1)
+        return list(self._errors)
+
     def members(self) -> list[int]:
         """Process ids of the server and of everything it started that is still alive."""
         mark = f"{STATUS_DIR_VARIABLE}={self.status_dir}".encode()
@@ -147,10 +161,18 @@ class ServerProcess:
         """Repeat the server's log as this job's output and remember its end."""
         for line in log:
             self._tail.append(line.rstrip("\n"))
+            self._note_error(line.rstrip("\n"))
             # A closed terminal must not stop the reading: the server would block on a full pipe.
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.write(line)
                 sys.stdout.flush()
+
+    def _note_error(self, line: str) -> None:
+        found = _ERROR_LINE.match(line)
+        if found and len(self._errors) < _MOST_ERRORS:
+            message = found["message"].split("\\n\\nAt:")[0].replace("\\n", "\n").strip()
+            if message not in self._errors and not message.startswith(_HARMLESS):
+                self._errors.append(message)
 
 
 def is_remote(repository: str) -> bool:

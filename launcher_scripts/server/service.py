@@ -184,12 +184,12 @@ class Service:
         statuses = read_statuses(self._process.status_dir)
         failed = failures(statuses)
         if ended:
-            failed = [f"the server {self._process.end_reason()}", *failed]
+            failed = [f"the server {self._process.end_reason()}", *failed, *self._process.errors()]
             for name, port in ports_in_use(self._settings.host, self._ports).items():
                 key = f"deploy.server.{name}_port (0: a free one)"
                 failed.append(problem("a port is in use", got=port, change=key))
         if failed:
-            raise self._error("; ".join(failed))
+            raise self._error("\n".join(failed))
         return statuses
 
     def _error(self, reason: str) -> ServerError:

@@ -109,7 +109,12 @@ def test_a_model_that_does_not_load_is_the_reason(tmp_path: Path) -> None:
 def test_the_log_of_a_server_that_gives_up_is_shown(tmp_path: Path) -> None:
     repository = make_repository(tmp_path, "raise ValueError('the disk is made of cheese')")
     with running(tmp_path / "job", repository) as step:
-        assert_clean_failure(step, "the server ended with exit code 1", "made of cheese")
+        assert_clean_failure(
+            step,
+            "the server ended with exit code 1\n"
+            "ERROR: Failed to create instance: ValueError: the disk is made of cheese\n",
+            "the end of the server's log",
+        )
 
 
 def test_a_server_that_is_never_ready(tmp_path: Path) -> None:
