@@ -23,11 +23,10 @@ from launcher_scripts.errors import CheckpointError, Problems, problem
 ARCHITECTURE = "llama"
 CONFIG = Path(__file__).with_name("nemo_llama_config.yaml")
 
+VOCABULARY_MULTIPLE = 128  # make_vocab_size_divisible_by of nemo_llama_config.yaml
+
+EMBEDDING, OUTPUT, FINAL_NORM = "token_embd.weight", "output.weight", "output_norm.weight"
 # mcore key -> GGUF tensor, where one is the other.
-WHOLE = {
-    "embedding.word_embeddings.weight": "token_embd.weight",
-    "decoder.final_layernorm.weight": "output_norm.weight",
-}
 PER_LAYER = {
     "self_attention.linear_qkv.layer_norm_weight": "attn_norm.weight",
     "mlp.linear_fc1.layer_norm_weight": "ffn_norm.weight",
@@ -70,7 +69,7 @@ class GGUFLlama:
     @property
     def tied_embeddings(self) -> bool:
         """Whether the output layer is the embedding table."""
-        return "output.weight" not in self.tensors
+        return OUTPUT not in self.tensors
 
     def weights(self, query_groups: int | None = None) -> dict[str, Weight]:
         """The mcore GPT state dict, keys without the prefix `model.`.
@@ -88,9 +87,12 @@ class GGUFLlama:
                     choices=(f"{self.shape.num_kv_heads} or more",),
                 )
             )
-        weights = {key: self._weight(name) for key, name in WHOLE.items()}
+        weights = {
+            "embedding.word_embeddings.weight": self._vocabulary(EMBEDDING),
+            "decoder.final_layernorm.weight": self._weight(FINAL_NORM),
+        }
         if not self.tied_embeddings:
-            weights["output_layer.weight"] = self._weight("output.weight")
+            weights["output_layer.weight"] = self._vocabulary(OUTPUT)
         for layer in range(self.shape.num_layers):
             for key, value in self._layer(f"blk.{layer}", groups).items():
                 weights[f"decoder.layers.{layer}.{key}"] = value
@@ -123,6 +125,15 @@ class GGUFLlama:
         tensor = self.tensors[name]
         shape = tuple(int(size) for size in reversed(tensor.shape))
         return Weight(shape, partial(self.read, name))
+
+    def _vocabulary(self, name: str) -> Weight:
+        """A table with a row per token, filled up with zeros to a multiple as NeMo does."""
+        rows = self.shape.vocab_size
+        padding = -rows % VOCABULARY_MULTIPLE
+        return Weight(
+            (rows + padding, self.shape.hidden_size),
+            lambda: np.pad(self.read(name), ((0, padding), (0, 0))) if padding else self.read(name),
+        )
 
     def _qkv(self, block: str, groups: int) -> np.ndarray:
         """[groups * (heads of a group + 2) * head_size, hidden]: q.. k v of every group."""
@@ -179,7 +190,7 @@ class GGUFLlama:
         return shape
 
     def _check_tensors(self) -> None:
-        names = set(WHOLE.values())
+        names = {EMBEDDING, FINAL_NORM}
         parts = [*PER_LAYER.values()]
         parts += [f"attn_{part}.weight" for part in ("q", "k", "v", "output")]
         parts += [f"ffn_{part}.weight" for part in ("gate", "up")]
@@ -188,7 +199,7 @@ class GGUFLlama:
         problems = Problems(f"the GGUF file {self.path}")
         for name in sorted(names - self.tensors.keys()):
             problems.add(f"missing tensor {name}")
-        for name in sorted(self.tensors.keys() - names - {"output.weight"}):
+        for name in sorted(self.tensors.keys() - names - {OUTPUT}):
             problems.add(f"unknown tensor {name}")
         problems.raise_if_any(CheckpointError)
 

@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     results_dir: Path = parser.parse_args(argv).results_dir.absolute()
     try:
-        checkpoint = write_checkpoint(results_dir / f"{MODEL_NAME}.nemo")
+        checkpoint = write_nemo_file(gguf_file(), results_dir / f"{MODEL_NAME}.nemo")
+        # What is shown in the end must be of this run.
+        (results_dir / "evaluate" / "report.json").unlink(missing_ok=True)
         code = run(command(checkpoint, results_dir))
         if code:
             return code
@@ -71,9 +73,8 @@ def gguf_file() -> Path:
     raise ConfigError(f"{PACKAGE} {distribution.version} carries no GGUF file; run: make setup")
 
 
-def write_checkpoint(path: Path) -> Path:
-    """Write the model as a .nemo file, in place of an earlier one."""
-    source = gguf_file()
+def write_nemo_file(source: Path, path: Path) -> Path:
+    """Write a GGUF file as a .nemo file, in place of an earlier one."""
     print(f"Writing {source.name} as the NeMo checkpoint {path}", flush=True)
     llama = GGUFLlama(source)
     tokenizer = build_tokenizer(tokenizer_metadata(llama.reader)).to_str(pretty=True).encode()
