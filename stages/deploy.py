@@ -14,6 +14,8 @@ from launcher_scripts.settings import DeploySettings
 from stages.export import Export
 from stages.stage import Launch, Stage, absolute
 
+CLEANUP_SECONDS = 20.0
+
 
 @dataclass(frozen=True)
 class DeployRun:
@@ -99,7 +101,9 @@ class Deploy(Stage):
 
     def service(self) -> Service:
         settings = self.settings
-        return Service(settings.ready_file, settings.ready_timeout, settings.stop_timeout)
+        # The server ends its requests within stop_timeout; then its processes are put away.
+        stop_timeout = settings.stop_timeout + CLEANUP_SECONDS
+        return Service(settings.ready_file, settings.ready_timeout, stop_timeout)
 
     def env(self) -> dict[str, str]:
         """Hide the GPUs of a node that no rank needs: a server takes all that it sees."""
