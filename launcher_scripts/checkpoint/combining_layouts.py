@@ -76,6 +76,12 @@ def qkv_innermost(tensors: Sequence[np.ndarray], config: Any) -> Blocks:
     return [[head[:, part].T for head in rows] for part in range(3)]
 
 
+def flattened(tensors: Sequence[np.ndarray], _config: Any) -> np.ndarray:
+    """A vector stored as a matrix of one row."""
+    (tensor,) = tensors
+    return tensor.reshape(-1)
+
+
 def scaled_by_root_hidden(tensors: Sequence[np.ndarray], config: Any) -> np.ndarray:
     """Embeddings times sqrt(hidden_size), in float32."""
     (tensor,) = tensors

@@ -88,7 +88,8 @@ def weights(config: AgmConfig) -> list[WeightSpec]:
         _row("lm_head.decoder.weight", table, vocab, Source((head,))),
     ]
     if config.logits_bias:
-        specs.append(_row("final_logits_bias", ("vocab_size",), vocab))
+        bias = Source(("final_logits_bias",), "flattened")
+        specs.append(_row("final_logits_bias", ("vocab_size",), vocab, bias))
     for norm in ("decoder.layernorm_output", f"{layer}.self_attn_layer_norm"):
         specs += [_row(f"{norm}.{part}", hidden) for part in ("weight", "bias")]
     queries = tuple(f"{attention}.{part}.weight" for part in "qkv")

@@ -93,7 +93,8 @@ def weights(config: BartConfig) -> list[WeightSpec]:
         _row("lm_head.weight", table, Partition.VOCAB_PARALLEL, Source((head,))),
     ]
     if config.logits_bias:
-        specs.append(_row("final_logits_bias", ("vocab_size",), Partition.VOCAB_PARALLEL))
+        bias = Source(("final_logits_bias",), "flattened")
+        specs.append(_row("final_logits_bias", ("vocab_size",), Partition.VOCAB_PARALLEL, bias))
     for side in ("encoder", "decoder"):
         name = f"{side}.embed_positions.weight"
         positions = Source((name,), "without_padding_rows")

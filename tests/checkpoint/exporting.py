@@ -1,0 +1,39 @@
+"""Export a checkpoint in a test, and open what came out for the plain forward passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.checkpoint.export import export
+from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
+from launcher_scripts.models import family_of
+from launcher_scripts.parallel import Parallelism
+from launcher_scripts.settings import ExportSettings, TokenizerSettings
+from tests.checkpoint.reference_weights import StoredWeights
+
+
+def export_folder(
+    checkpoint: Path, target: Path, tp_size: int = 1, data_type: str = "fp32", **more: Any
+) -> Path:
+    """Export without a tokenizer, unless `more` says otherwise; the folder of the shards."""
+    values = {"tokenizer": TokenizerSettings("none"), "processes": 2, **more}
+    settings = ExportSettings(
+        model_name="m",
+        model_type="gpt3",
+        checkpoint_path=str(checkpoint),
+        triton_model_dir=str(target / "m"),
+        parallelism=Parallelism(tp_size, 1),
+        weight_data_type=data_type,
+        **values,
+    )
+    return export(settings)
+
+
+def open_weights(folder: Path) -> tuple[StoredWeights, Any]:
+    """The rebuilt tensors of an exported folder, and its hyperparameters."""
+    checkpoint = FTCheckpoint.open(folder)
+    config = checkpoint.config
+    specs = family_of(config).weights(config)
+    weights = StoredWeights(folder, config, specs, checkpoint.tp_size, checkpoint.weight_data_type)
+    return weights, config
