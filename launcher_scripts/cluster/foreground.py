@@ -146,8 +146,8 @@ class ForegroundCluster(ABC):
     def submit(self, job: Job, after: Submitted | None = None) -> Submitted:
         """Run the job to its end; a service is started, and is ready before the next job runs."""
         job.write(self.render(job))
-        submitted = Submitted(job, str(os.getpid()))
-        submitted.write_record(self.type, after)
+        submitted = Submitted(job, str(os.getpid()), after)
+        submitted.write_record(self.type)
         if self._foreground is None:
             self._foreground = Foreground()
         if self._serving is not None:

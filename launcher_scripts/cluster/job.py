@@ -157,23 +157,24 @@ class Job:
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job that a cluster has taken."""
+    """A job that a cluster has taken. after: the job that it waits for."""
 
     job: Job
     job_id: str
+    after: Submitted | None = None
 
     @property
     def log(self) -> Path:
         return self.job.folder.log(self.job_id)
 
-    def write_record(self, cluster_type: str, after: Submitted | None = None) -> None:
+    def write_record(self, cluster_type: str) -> None:
         """Note in the job folder under which id the job runs, for people and for tools."""
         content = {
             "stage": self.job.stage,
             "name": self.job.name,
             "cluster_type": cluster_type,
             "job_id": self.job_id,
-            "after": after.job_id if after else None,
+            "after": self.after.job_id if self.after else None,
             "settings": self.job.folder.settings.name,
             "script": self.job.folder.script.name,
             "log": self.log.name,

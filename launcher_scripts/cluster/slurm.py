@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -128,10 +129,16 @@ class ScriptExecutor(SlurmExecutor):
         return ["sbatch", *dependency, str(submission_file_path)]
 
     def submit_script(self) -> str:
-        """Submit the script in the job folder; returns the job id."""
+        """Submit the script in the job folder; returns the job id.
+
+        Variables of a job in which this process may run are kept from the new one; SLURM_CONF is
+        none of them: it says which cluster this is.
+        """
         command = self._make_submission_command(self.job.folder.script)
+        conf = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
         with clean_env():
-            output = utils.CommandFunction(command, verbose=False)()
+            environment = {**os.environ, **conf}
+        output = utils.CommandFunction(command, verbose=False, env=environment)()
         return self._get_job_id_from_submission_command(output)
 
 
@@ -170,10 +177,9 @@ class SlurmCluster:
     def submit(self, job: Job, after: Submitted | None = None) -> Submitted:
         executor = ScriptExecutor(job, self.options)
         job.write(executor.script())
-        if after is not None:
-            executor.dependency = f"{'after' if after.job.service else 'afterok'}:{after.job_id}"
+        executor.dependency = _dependency(after)
         try:
-            submitted = Submitted(job, executor.submit_script())
+            submitted = Submitted(job, executor.submit_script(), after)
         except (utils.FailedJobError, utils.FailedSubmissionError, OSError) as error:
             raise ClusterError(
                 problem(
@@ -182,7 +188,7 @@ class SlurmCluster:
                     change="cluster.*",
                 )
             ) from error
-        submitted.write_record(self.type, after)
+        submitted.write_record(self.type)
         print(f"{job.stage}: submitted {job.name} as Slurm job {submitted.job_id}")
         print(f"  log: {submitted.log}", flush=True)
         return submitted
@@ -192,3 +198,15 @@ class SlurmCluster:
 
     def close(self) -> None:
         """Nothing runs on this machine."""
+
+
+def _dependency(after: Submitted | None) -> str | None:
+    """What sbatch --dependency says: finished jobs must have worked, a service must have started.
+
+    A cancelled job counts as started for Slurm, so what a service waits for is waited for as well.
+    """
+    conditions = []
+    while after is not None:
+        conditions.append(f"{'after' if after.job.service else 'afterok'}:{after.job_id}")
+        after = after.after if after.job.service else None
+    return ",".join(conditions) or None

@@ -20,7 +20,7 @@ def test_stages_are_chained(run: Run, arguments: list[str], calls: Path, tmp_pat
         "/export_tp2_pp1_fp16_fp16/jobs/001/export_tiny_submission.sh"
     )
     assert deploy.startswith("--dependency=afterok:101 --kill-on-invalid-dep=yes /")
-    assert evaluate.startswith("--dependency=after:102 --kill-on-invalid-dep=yes /")
+    assert evaluate.startswith("--dependency=after:102,afterok:101 --kill-on-invalid-dep=yes /")
     assert "submitted deploy_tiny as Slurm job 102" in result.stdout
     folder = tmp_path / "the results/tiny/deploy_tp2_pp1_fp16_fp16/jobs/001"
     record = json.loads((folder / "job.json").read_text())

@@ -77,7 +77,7 @@ def write_configuration(paths: Paths, nodes: int, gpus: int) -> None:
     ]
     paths.slurm_conf.write_text(
         _slurm_conf(paths, controller_port) + "\n".join(node_lines) + "\n"
-        f"PartitionName=batch Nodes=n[1-{nodes}] Default=YES MaxTime=1:00:00 State=UP\n"
+        f"PartitionName=batch Nodes=n[1-{nodes}] Default=YES MaxTime=INFINITE State=UP\n"
         f"PartitionName=single Nodes=n1 MaxTime=1:00:00 State=UP\n",
         encoding="utf-8",
     )

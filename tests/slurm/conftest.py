@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.login.conftest import Run, arguments, launcher, nemo_file, run
 from tests.slurm.cluster import PACKAGES, TestCluster, missing_requirements
+
+__all__ = ["arguments", "launcher", "nemo_file", "run"]
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +46,37 @@ def slurm(running_slurm: TestCluster, monkeypatch: pytest.MonkeyPatch) -> Iterat
             monkeypatch.setenv(name, value)
     yield running_slurm
     running_slurm.cancel_all()
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Runs the launcher with cluster_type=bcm, and finds the jobs that it left behind."""
+
+    run: Run
+    arguments: list[str]
+    results: Path
+
+    def __call__(self, *more: str, check: bool = True, **env: str) -> Any:
+        """Submit; `more` are further arguments, `env` goes through sbatch to the jobs."""
+        ran = self.run("cluster_type=bcm", *self.arguments, *more, **env)
+        assert not check or ran.returncode == 0, ran.stdout + ran.stderr
+        return ran
+
+    def record(self, stage: str, number: int = 1) -> dict[str, Any]:
+        """The job's record, with its folder under the key `folder`."""
+        (path,) = self.results.glob(f"{stage}_*/jobs/{number:03d}/job.json")
+        return {**json.loads(path.read_text()), "folder": path.parent}
+
+    def log(self, stage: str, number: int = 1) -> str:
+        record = self.record(stage, number)
+        return Path(record["folder"] / record["log"]).read_text()
+
+
+@pytest.fixture
+def submit(slurm: TestCluster, run: Run, arguments: list[str], tmp_path: Path) -> Submit:  # noqa: ARG001
+    """The launcher on the cluster, with stand-ins for the steps."""
+    python = f"cluster.python={sys.executable}"
+    return Submit(run, [*arguments, python], tmp_path / "the results" / "tiny")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Stands in for the evaluation: needs the server's ready file."""
+"""Stands in for the evaluation: needs the server's ready file, waits for it where asked."""
 
 import os
 import sys
@@ -8,6 +8,9 @@ from pathlib import Path
 import yaml
 
 settings = yaml.safe_load(Path(sys.argv[sys.argv.index("--settings") + 1]).read_text())
+patience = time.monotonic() + float(os.environ.get("EVALUATE_WAITS", "0"))
+while not Path(settings["ready_file"]).exists() and time.monotonic() < patience:
+    time.sleep(0.05)
 print("measuring at", Path(settings["ready_file"]).read_text(), flush=True)
 time.sleep(float(os.environ.get("EVALUATE_SECONDS", "0")))
 sys.exit(int(os.environ.get("EVALUATE_EXITS", "0")))

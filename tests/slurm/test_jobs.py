@@ -1,0 +1,131 @@
+"""The launcher's jobs on a real Slurm, with small stand-ins for the steps."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import TestCluster
+from tests.slurm.conftest import Submit
+
+
+def wait_for(path: Path, seconds: float = 30) -> str:
+    deadline = time.monotonic() + seconds
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.05)
+    return path.read_text()
+
+
+def ended(slurm: TestCluster, submit: Submit, stage: str, number: int = 1) -> tuple[str, str]:
+    """State and exit code of a stage's job."""
+    fields = slurm.wait(submit.record(stage, number)["job_id"])
+    return fields["JobState"], fields["ExitCode"]
+
+
+def test_an_export_runs_its_steps_and_keeps_everything_in_one_folder(
+    slurm: TestCluster, submit: Submit
+) -> None:
+    submit("stages=[export]")
+    assert ended(slurm, submit, "export") == ("COMPLETED", "0:0"), submit.log("export")
+    record = submit.record("export")
+    folder = record["folder"]
+    assert record["cluster_type"] == "bcm"
+    assert (folder / "ran").read_text() == "convert_checkpoint\nwrite_model_repository\n"
+    assert "converting tiny" in submit.log("export")
+    assert "writing the repository" in submit.log("export")
+    assert (folder / record["settings"]).exists()
+    assert os.access(folder / record["script"], os.X_OK)
+
+
+def test_a_second_run_overwrites_nothing(slurm: TestCluster, submit: Submit) -> None:
+    submit("stages=[export]")
+    assert ended(slurm, submit, "export")[0] == "COMPLETED"
+    folder = submit.record("export")["folder"]
+    first = {path: path.read_bytes() for path in folder.iterdir()}
+    submit("stages=[export]")
+    assert ended(slurm, submit, "export", 2)[0] == "COMPLETED"
+    assert {
+        path: path.read_bytes() for path in submit.record("export")["folder"].iterdir()
+    } == first
+    assert submit.record("export")["job_id"] != submit.record("export", 2)["job_id"]
+
+
+def test_a_failing_step_fails_its_job_and_nothing_follows(
+    slurm: TestCluster, submit: Submit
+) -> None:
+    submit("stages=[export,deploy,evaluate]", EXPORT_EXITS="23")
+    assert ended(slurm, submit, "export") == ("FAILED", "23:0")
+    assert (submit.record("export")["folder"] / "ran").read_text() == "convert_checkpoint\n"
+    for stage in ("deploy", "evaluate"):
+        assert ended(slurm, submit, stage)[0] == "CANCELLED"
+        record = submit.record(stage)
+        assert not (record["folder"] / record["log"]).exists()
+
+
+def test_evaluation_starts_beside_the_server_and_cancelling_stops_it_in_order(
+    slurm: TestCluster, submit: Submit
+) -> None:
+    submit("stages=[export,deploy,evaluate]", EVALUATE_WAITS="30")
+    assert ended(slurm, submit, "evaluate") == ("COMPLETED", "0:0"), submit.log("evaluate")
+    assert 'measuring at {"http": "127.0.0.1:8000"}' in submit.log("evaluate")
+    job_id = submit.record("deploy")["job_id"]
+    slurm.run("scancel", job_id)
+    assert ended(slurm, submit, "deploy")[0] == "CANCELLED"
+    slurm.cancel_all()
+    assert slurm.job_processes(job_id) == []
+    assert "server stopped in order" in submit.log("deploy")
+
+
+def test_a_dead_server_fails_its_job_with_its_code(slurm: TestCluster, submit: Submit) -> None:
+    submit("stages=[export,deploy]", SERVER="dies_early")
+    assert ended(slurm, submit, "deploy") == ("FAILED", "7:0")
+    assert "the port is in use" in submit.log("deploy")
+
+
+def test_steps_run_in_the_container_that_was_asked_for(
+    slurm: TestCluster, submit: Submit, image: Path
+) -> None:
+    before = len(slurm.pyxis_record())
+    Path(f"{image}.env").write_text("PYTHONPATH=/of/the/image\n")
+    submit("stages=[export]", f"container='{image}'")
+    assert ended(slurm, submit, "export") == ("COMPLETED", "0:0"), submit.log("export")
+    seen = slurm.pyxis_record()[before:]
+    assert [entry["phase"] for entry in seen] == ["sbatch", "srun", "task", "srun", "task"]
+    assert seen[0]["image"] is None
+    folder = submit.record("export")["folder"]
+    for entry in seen[1:]:
+        assert entry["image"] == str(image)
+        assert entry["workdir"] == str(folder)
+        assert entry["mount_home"] == "no"
+        assert "PYTHONPATH" in entry["env"].split(",")
+        mounted = [Path(mount.split(":")[1]) for mount in entry["mounts"].split(",")]
+        assert any(folder.is_relative_to(target) for target in mounted)
+
+
+def test_a_missing_mount_fails_the_job_and_says_so(
+    slurm: TestCluster, submit: Submit, image: Path
+) -> None:
+    submit("stages=[export]", f"container='{image}'", "container_mounts=[/no/such/folder:/data]")
+    assert ended(slurm, submit, "export") == ("FAILED", "1:0")
+    assert "pyxis: failed to mount: /no/such/folder" in submit.log("export")
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("cluster.partition=absent", "invalid partition"),
+        ("cluster.gpus_per_node=9", "Requested node configuration is not available"),
+        ("cluster.nodelist=n7", "Invalid node name"),
+        ("cluster.reservation=absent", "Requested reservation is invalid"),
+    ],
+)
+def test_what_sbatch_refuses_is_one_clear_error(submit: Submit, option: str, reason: str) -> None:
+    ran = submit("stages=[export]", option, check=False)
+    assert ran.returncode == 1
+    assert "sbatch refused the export job" in ran.stderr
+    assert reason in ran.stderr
+    assert "Traceback" not in ran.stderr
