@@ -37,6 +37,7 @@ class ExportModel:
     processes: int
     load_checkpoints_to_cpu: bool
     tokenizer: str | Mapping[str, Any] | None
+    source: str
     overwrite: bool
 
 
@@ -85,6 +86,7 @@ class Export(Stage):
             int8_mode=int(deployment.int8_mode),
             enable_custom_all_reduce=deployment.enable_custom_all_reduce,
             data_type=deployment.data_type,
+            source=model.source,
         )
 
     def parallelism(self) -> Parallelism:

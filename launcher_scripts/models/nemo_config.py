@@ -75,6 +75,8 @@ def read_sizes(path: Path) -> NemoSizes | None:
 
 
 def _read_config(path: Path) -> bytes | None:
+    if path.suffix != ".nemo" and path.is_file():
+        return None
     if path.is_dir():
         file = path / CONFIG_NAME
         return file.read_bytes() if file.exists() else None

@@ -141,7 +141,7 @@ def test_the_folder_has_the_name_of_the_model(problems: Finder) -> None:
         ("export.run.time_limit=soon", "days-hours:minutes:seconds"),
         ("export.run.model_type=t5", "choices: gpt3; change export.run.model_type"),
         ("export.run.name=a/b", "part of file names"),
-        ("export.model.weight_data_type=bf16", "choices: fp32, fp16"),
+        ("export.model.weight_data_type=int8", "choices: fp32, fp16"),
         ("export.triton_deployment.data_type=int4", "choices: fp32, fp16, bf16"),
         ("export.model.processes=0", "processes must be at least 1"),
         ("export.model.processes=many", "export.model.processes must be a whole number"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,13 @@ import yaml
 from hydra import compose
 from omegaconf import OmegaConf
 
+from launcher_scripts.settings import (
+    BenchmarkSettings,
+    DeploySettings,
+    EvaluateSettings,
+    ExportSettings,
+    TaskSettings,
+)
 from stages.plan import make_plan
 from tests.login.conftest import Compose, Run
 
@@ -122,6 +130,29 @@ def test_the_launcher_scripts_of_this_checkout_are_the_default(
     hydra_config: Compose, checkout: Path
 ) -> None:
     assert hydra_config()["launcher_scripts_path"] == str(checkout / "launcher_scripts")
+
+
+def test_every_setting_of_the_server_has_a_key(hydra_config: Compose) -> None:
+    fields = {field.name for field in dataclasses.fields(DeploySettings)}
+    server = hydra_config()["deploy"]["server"]
+    assert set(server) == fields - {"model_repository", "results_dir"}
+
+
+def test_every_setting_of_the_export_has_a_key(hydra_config: Compose) -> None:
+    export = hydra_config()["export"]
+    keys = {*export["run"], *export["model"], *export["triton_deployment"]}
+    fields = {field.name for field in dataclasses.fields(ExportSettings)}
+    assert fields - keys == {"model_name", "parallelism"}
+
+
+def test_every_setting_of_the_evaluation_has_a_key(hydra_config: Compose) -> None:
+    fields = {field.name for field in dataclasses.fields(EvaluateSettings)}
+    evaluate = hydra_config()["evaluate"]
+    assert set(evaluate) - {"run"} == fields - {"results_dir"}
+    benchmark = {field.name for field in dataclasses.fields(BenchmarkSettings)}
+    assert set(evaluate["benchmark"]) == benchmark
+    task = {field.name for field in dataclasses.fields(TaskSettings)} - {"name"}
+    assert set(evaluate["tasks"]["lambada"]) == task
 
 
 def test_int8_mode_false_is_zero(hydra_config: Compose) -> None:

@@ -31,9 +31,11 @@ def test_what_a_configuration_leaves_open_is_not_checked(tmp_path: Path) -> None
     assert read_sizes(path) == NemoSizes(None, None, None)
 
 
-def test_a_folder_that_is_no_nemo_checkpoint_is_left_to_the_converter(tmp_path: Path) -> None:
-    assert read_sizes(tmp_path) is None
-    assert find_checkpoint(tmp_path) == tmp_path
+def test_what_is_no_nemo_checkpoint_is_left_to_the_converter(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for path in (tmp_path, tmp_path / "model.gguf"):
+        assert read_sizes(path) is None
+        assert find_checkpoint(path) == path
 
 
 @pytest.mark.parametrize("kind", ["link", "bomb", "list", "pickle"])
