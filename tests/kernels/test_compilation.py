@@ -56,7 +56,7 @@ def test_normalize(kind):
     assert compile_kernel(row_kernels.normalize, pointers, numbers, {"KIND": kind, "BLOCK": 1024})
 
 
-@pytest.mark.parametrize(("dtype", "half"), list(itertools.product(TYPES, (0, 8, 32)))))
+@pytest.mark.parametrize(("dtype", "half"), list(itertools.product(TYPES, (0, 8, 32))))
 def test_rotate_and_store(dtype, half):
     pointers = dict.fromkeys(("qkv", "query", "keys", "values"), dtype)
     pointers |= {"slots": "i64", "cosines": "fp32", "sines": "fp32"}
@@ -64,7 +64,7 @@ def test_rotate_and_store(dtype, half):
     assert compile_kernel(row_kernels.rotate_and_store, pointers, {"pool_tokens": "i32"}, constants)
 
 
-@pytest.mark.parametrize(("dtype", "splits"), list(itertools.product(TYPES, (1, 4)))))
+@pytest.mark.parametrize(("dtype", "splits"), list(itertools.product(TYPES, (1, 4))))
 def test_attention(dtype, splits):
     pointers = dict.fromkeys(("query", "keys", "values", "out"), dtype)
     pointers |= dict.fromkeys(("starts", "lengths"), "i64")
