@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from launcher_scripts.checkpoint.dtypes import BFLOAT16
 from launcher_scripts.kernels.operands import Linear, Norm
 from launcher_scripts.models.family import WeightSpec
 from launcher_scripts.models.gpt import GPTConfig, weights
@@ -175,5 +176,8 @@ class WeightLoader:
 
 def _tensor(array: np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A copy of a (possibly read-only, memory-mapped) array on the device in `dtype`."""
-    host = torch.from_numpy(np.array(array))
+    if array.dtype == BFLOAT16:
+        host = torch.from_numpy(np.array(array.view("<i2"))).view(torch.bfloat16)
+    else:
+        host = torch.from_numpy(np.array(array))
     return host.to(device=device, dtype=dtype)
