@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -129,3 +130,48 @@ def test_what_sbatch_refuses_is_one_clear_error(submit: Submit, option: str, rea
     assert "sbatch refused the export job" in ran.stderr
     assert reason in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+NASTY = """a 'b' "c" $(touch made) `touch made` % %j ; & | {x} ~ #é !"""
+DUMP = """
+import os
+from pathlib import Path
+Path("variable").write_text(os.environ["NASTY"])
+"""
+
+
+def test_nasty_names_arrive_as_they_are(
+    slurm: TestCluster, submit: Submit, launcher: Path, tmp_path: Path, image: Path
+) -> None:
+    (launcher / "steps" / "convert_checkpoint.py").write_text(DUMP)
+    before = len(slurm.pyxis_record())
+    folder = tmp_path / NASTY
+    folder.mkdir()
+    nasty_image = image.rename(folder / "image.sqsh")
+    submit(
+        "stages=[export]",
+        f"container={in_hydra(nasty_image)}",
+        f"export.run.results_dir={in_hydra(folder / 'results')}",
+        f"export.run.name={in_hydra(NASTY)}",
+        f"+env_vars.NASTY={in_hydra(NASTY)}",
+        f"cluster.comment={in_hydra(NASTY)}",
+    )
+    (record_file,) = (folder / "results").glob("jobs/001/job.json")
+    record = json.loads(record_file.read_text())
+    state = slurm.wait(record["job_id"])["JobState"]
+    log = record_file.parent / record["log"]
+    assert log.name == f"log-{NASTY}_{record['job_id']}.out"
+    assert state == "COMPLETED", log.read_text()
+    assert (record_file.parent / "variable").read_text() == NASTY
+    tasks = [entry for entry in slurm.pyxis_record()[before:] if entry["phase"] == "task"]
+    assert {entry["image"] for entry in tasks} == {str(nasty_image)}
+    assert {entry["workdir"] for entry in tasks} == {str(record_file.parent)}
+    shown = slurm.run("scontrol", "show", "job", record["job_id"]).stdout
+    assert f"Comment={NASTY}" in shown
+    assert f"JobName=nemo-megatron-{NASTY}" in shown
+    assert list(tmp_path.rglob("made")) == []
+
+
+def in_hydra(value: object) -> str:
+    """A value in single quotes, as Hydra's command line reads it."""
+    return "'" + str(value).replace("'", "\\'") + "'"
