@@ -120,7 +120,7 @@ class WeightLoader:
     def _head(self, table: Tensor | None) -> Linear:
         weight = table if self.config.tied_embeddings else self._table("lm_head.weight")
         final_norm = self._norm("final_layernorm") if self.config.final_norm else None
-        return self._finished(Linear(weight, norm=final_norm))
+        return Linear(weight, norm=final_norm)
 
     def _layer(self, layer: int) -> LayerWeights:
         input_norm = self._norm("layers.*.input_layernorm", layer)
@@ -147,7 +147,7 @@ class WeightLoader:
         bias = None
         if f"{name}.bias" in self._specs:
             bias = self._tensor(f"{name}.bias", self.dtype, layer)
-        return self._finished(Linear(weight.t().contiguous(), bias, norm))
+        return Linear(weight.t().contiguous(), bias, norm)
 
     def _norm(self, name: str, layer: int | None = None) -> Norm:
         bias = None
@@ -155,9 +155,6 @@ class WeightLoader:
             bias = self._tensor(f"{name}.bias", torch.float32, layer)
         weight = self._tensor(f"{name}.weight", torch.float32, layer)
         return Norm(self.config.normalization, weight, bias, self.config.norm_eps)
-
-    def _finished(self, linear: Linear) -> Linear:
-        return linear.folded() if self.device.type == "cuda" else linear
 
     def _table(self, name: str) -> Tensor:
         """This rank's rows of a vocabulary table; rows past the vocabulary are zero."""

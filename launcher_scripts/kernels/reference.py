@@ -161,6 +161,11 @@ def logits(x: Tensor, head: Linear) -> Tensor:
     return functional.linear(_normalized(x, head).float(), head.weight.float())
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """The largest logit's id of every row, int64 [N]; the lowest id of equal ones."""
+    return logits.argmax(-1)
+
+
 def _normalized(x: Tensor, linear: Linear) -> Tensor:
     if linear.norm is None:
         return x.to(linear.weight.dtype)

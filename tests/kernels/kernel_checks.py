@@ -16,7 +16,7 @@ from launcher_scripts.kernels.operands import Heads, LayerCache, Linear, Norm  #
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-SIZES = ((48, 40), (33, 21)) if INTERPRETED else ((768, 2304), (1000, 515), (6144, 700))
+SIZES = ((48, 40), (33, 21), (1030, 3)) if INTERPRETED else ((768, 2304), (1000, 515), (6144, 700))
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2}
 
 pytestmark = pytest.mark.skipif(
@@ -107,6 +107,26 @@ def test_logits_are_float32(rows, dtype):
     got = fused.logits(x, head)
     assert got.dtype == torch.float32
     assert_close(got, reference.logits(x, head), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embed_gives_zeros_for_ids_of_other_ranks(dtype):
+    table = random(11, 21, dtype=dtype)
+    ids = torch.tensor([5, 15, 16, 4, 9], device=DEVICE)
+    got, want = fused.embed(ids, table, 5), reference.embed(ids, table, 5)
+    assert torch.equal(got, want)
+    assert got[[2, 3]].abs().sum() == 0
+
+
+@pytest.mark.parametrize("vocab", [5, 1024, 2500])
+def test_argmax_takes_the_first_of_equal_ones(vocab):
+    logits = random(3, vocab + 3)[:, :vocab]
+    logits[0, [1, 3]] = 9.0
+    logits[1, [vocab - 1]] = 9.0
+    got = fused.argmax(logits)
+    assert got.dtype == torch.int64
+    assert got.tolist() == reference.argmax(logits).tolist()
+    assert got[:2].tolist() == [1, vocab - 1]
 
 
 @pytest.mark.parametrize("rotary_size", [0, 4, 12])
