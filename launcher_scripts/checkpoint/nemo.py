@@ -18,6 +18,7 @@ import yaml
 
 from launcher_scripts.checkpoint import distributed, tokenizer_files, torch_file
 from launcher_scripts.checkpoint.archive import Archive
+from launcher_scripts.checkpoint.hints import Hints
 from launcher_scripts.checkpoint.nemo_gpt import read_gpt
 from launcher_scripts.checkpoint.shards import StateDict, find_whole, merged_stages, rank_files
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
@@ -67,7 +68,7 @@ class NemoCheckpoint:
         return any(PurePosixPath(name).name == CONFIG_NAME for name in archive.names())
 
     @classmethod
-    def open(cls, archive: Archive) -> NemoCheckpoint:
+    def open(cls, archive: Archive, _hints: Hints) -> NemoCheckpoint:
         """Raises CheckpointError for what is damaged, incomplete or not supported."""
         root = _root(archive)
         raw = _read_yaml(archive, root + CONFIG_NAME)
@@ -107,6 +108,10 @@ class NemoCheckpoint:
     def tokenizer_files(self) -> dict[str, bytes]:
         """Exported name -> content of the checkpoint's own tokenizer."""
         return tokenizer_files.nemo_files(self.raw, self.archive, self.root)
+
+    def extra_files(self) -> dict[str, bytes]:
+        """Other files to put beside the weights."""
+        return {}
 
     def describe(self) -> dict[str, Any]:
         """What the manifest records about the source."""
