@@ -180,23 +180,27 @@ class FTWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._commit()
-            return
-        shutil.rmtree(self.partial, ignore_errors=True)
-        for path in self._created:
-            if path.is_dir() and not any(path.iterdir()):
-                path.rmdir()
+        try:
+            if kind is None:
+                self._commit()
+        finally:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            for path in self._created:
+                if path.is_dir() and not any(path.iterdir()):
+                    path.rmdir()
 
     def write(self, file: WeightFile, chunks: Iterable[np.ndarray]) -> None:
         """Write one weight from its consecutive pieces, each contiguous and of the right dtype."""
         digest, size = hashlib.sha256(), 0
-        with (self.partial / file.name).open("wb", buffering=0) as out:
-            for chunk in chunks:
-                data = memoryview(chunk).cast("B")
-                _write_all(out.fileno(), data)
-                digest.update(data)
-                size += len(data)
+        try:
+            with (self.partial / file.name).open("wb", buffering=0) as out:
+                for chunk in chunks:
+                    data = memoryview(chunk).cast("B")
+                    _write_all(out.fileno(), data)
+                    digest.update(data)
+                    size += len(data)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.partial / file.name}: {error}") from error
         shape = file.spec.shape_on(self.config, self.tp_size)
         expected = math.prod(shape) * self.dtype.itemsize
         if size != expected:
@@ -220,7 +224,6 @@ class FTWriter:
         expected = {file.name for file in files if file.spec.required}
         missing = sorted(expected - self._entries.keys())
         if missing:
-            shutil.rmtree(self.partial, ignore_errors=True)
             raise CheckpointError(problem("not every weight was written", got=missing))
         text = config_ini.format_config(self.config, self.tp_size, self.weight_data_type)
         self.copy(text.encode(), config_ini.FILE_NAME)
