@@ -87,7 +87,7 @@ class MegatronCheckpoint:
             raise CheckpointError(
                 problem(f"{archive.path}: unknown version", got=version, choices=_VERSIONS)
             )
-        args = vars(first["args"]) if isinstance(first.get("args"), _Namespace) else {}
+        args = first["args"].state if isinstance(first.get("args"), _Namespace) else {}
         shards = merged_stages(
             [
                 [
@@ -133,7 +133,9 @@ class MegatronCheckpoint:
 
     def extra_files(self) -> dict[str, bytes]:
         """args.txt: a line `name:value` per training argument."""
-        text = "".join(f"{name}:{value}\n" for name, value in self.args.items())
+        plain = (str, int, float, bool, list, tuple, type(None))
+        said = {name: value for name, value in self.args.items() if isinstance(value, plain)}
+        text = "".join(f"{name}:{value}\n" for name, value in said.items())
         return {"args.txt": text.encode()} if text else {}
 
     def describe(self) -> dict[str, Any]:
@@ -172,11 +174,7 @@ def _root(archive: Archive) -> str:
 
 
 class _Namespace(pickles.Record):
-    """argparse.Namespace: the training's arguments as attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.arguments
+    """argparse.Namespace: the training's arguments."""
 
 
 class _Inert(Mapping[tuple[str, str], Any]):
