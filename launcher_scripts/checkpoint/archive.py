@@ -83,7 +83,7 @@ class Archive:
             else:
                 self.container = "tar"
                 self._members = _tar_members(self.path, file)
-        self._buffers = [next(region.buffer for region in self._members.values())]
+        self._buffers = [region.buffer for region in list(self._members.values())[:1]]
 
     def names(self) -> list[str]:
         """Names of all files, sorted."""
