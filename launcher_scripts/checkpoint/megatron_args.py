@@ -104,17 +104,21 @@ def _measured(shards: Shards, vocab: int, hints: Hints, problems: Problems) -> M
     The epsilon is FasterTransformer's.
     """
     positions = shards.get("embedding.position_embeddings.weight")
+    up = shards.get("encoder.layers.0.mlp.dense_h_to_4h.weight")
     layers = {int(found[1]) for name in shards if (found := re.search(r"layers\.(\d+)\.", name))}
-    if positions is None:
-        problems.add("the position embeddings are missing")
+    if positions is None or up is None:
+        problems.add("the position embeddings or the first MLP are missing")
+        problems.raise_if_any(CheckpointError)
+    max_positions, hidden = positions[0].shape
     heads = hints.num_heads or 0
-    if heads < 1:
+    if heads < 1 or hidden % heads:
         problems.add(
             "this version of Megatron-LM does not store the number of attention heads",
+            got=hints.num_heads,
+            choices=[f"a divisor of {hidden}"],
             change="export.model.num_attention_heads",
         )
     problems.raise_if_any(CheckpointError)
-    max_positions, hidden = positions[0].shape
     config = GPTConfig(
         vocab_size=vocab,
         num_layers=len(layers),
@@ -122,7 +126,7 @@ def _measured(shards: Shards, vocab: int, hints: Hints, problems: Problems) -> M
         num_heads=heads,
         num_kv_heads=heads,
         head_size=hidden // heads,
-        ffn_size=4 * hidden,
+        ffn_size=sum(part.shape[0] for part in up),
         max_positions=max_positions,
         norm_eps=1e-6,
     )
