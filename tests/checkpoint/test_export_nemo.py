@@ -76,6 +76,15 @@ def test_every_tensor_arrives(case: str, tp_size: int, tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[name], values, err_msg=name)
 
 
+@pytest.mark.parametrize(("ranks", "tp_size"), [(3, 2), (6, 4), (2, 3), (3, 12)])
+def test_sizes_need_not_divide_each_other(ranks: int, tp_size: int, tmp_path: Path) -> None:
+    config = small_config(num_heads=12, num_kv_heads=12, ffn_size=48)
+    stored = make_nemo(tmp_path / "source.nemo", config, Variant(tp_size=ranks))
+    found = rebuilt(FTCheckpoint.open(export_folder(tmp_path / "source.nemo", tmp_path, tp_size)))
+    for name, values in stored.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
 def test_fp16_is_numpys_rounding(tmp_path: Path) -> None:
     stored = make_nemo(tmp_path / "source.nemo", small_config())
     folder = export_folder(tmp_path / "source.nemo", tmp_path, 2, "fp16")
