@@ -132,23 +132,19 @@ def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:
     return checkpoint
 
 
-def load_runner(
-    settings: EngineSettings,
-    checkpoint: FTCheckpoint,
-    communicator: Communicator,
-    device: torch.device,
-) -> Runner:
-    """Read this rank's weights, plan its cache, and put the decoder together."""
-    tp_rank = communicator.tp_rank
-    weights = WeightLoader(
+def load_weights(
+    settings: EngineSettings, checkpoint: FTCheckpoint, rank: int, device: torch.device
+) -> GPTWeights:
+    """This rank's weights on its device; needs no other rank, so whatever fails, fails alone."""
+    tp_rank = settings.parallelism.tp_rank(rank)
+    return WeightLoader(
         checkpoint.config,
         settings.parallelism,
-        communicator.rank,
+        rank,
         DTYPES[settings.data_type],
         device,
         lambda spec, layer: checkpoint.read(spec, layer, tp_rank),
     ).load()
-    return assemble_runner(weights, settings, communicator, device)
 
 
 def assemble_runner(
@@ -157,7 +153,7 @@ def assemble_runner(
     communicator: Communicator,
     device: torch.device,
 ) -> Runner:
-    """A runner over weights that are on the device already."""
+    """Plan the cache, as all ranks agree, and put the decoder together."""
     config = weights.config
     dtype = DTYPES[settings.data_type]
     heads = local_heads(config, communicator.tp_size)

@@ -94,6 +94,13 @@ class Runner:
             self._decode(plan, result)
         return result
 
+    def close(self) -> None:
+        """Finish what was launched and leave the other ranks."""
+        if self._graphs is not None:
+            torch.cuda.synchronize(self.device)
+            self._graphs.clear()
+        self.communicator.close()
+
     def _prefill(self, parts: Sequence[PrefillPart], result: StepResult) -> None:
         rows = [self._rows[part.slot] for part in parts]
         ids = [
