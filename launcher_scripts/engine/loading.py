@@ -21,10 +21,12 @@ from launcher_scripts.engine.kv_cache import (
 from launcher_scripts.engine.messages import RankInfo
 from launcher_scripts.engine.runner import Runner
 from launcher_scripts.engine.weights import DTYPES, GPTWeights, WeightLoader
-from launcher_scripts.errors import ConfigError, Problems, ServerError
+from launcher_scripts.errors import ConfigError, Problems, ServerError, problem
 from launcher_scripts.kernels import kernels_for
+from launcher_scripts.models import family_of
 from launcher_scripts.parallel import Parallelism
 
+SERVED_FAMILIES = ("gpt",)
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
 
@@ -117,6 +119,15 @@ def rank_info(rank: int, device: torch.device) -> RankInfo:
 def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:
     """The checkpoint, checked against the parallelism it must serve."""
     checkpoint = FTCheckpoint.open(Path(settings.checkpoint_dir), verify=verify)
+    family = family_of(checkpoint.config).name
+    if family not in SERVED_FAMILIES:
+        raise ConfigError(
+            problem(
+                f"the engine cannot run the checkpoint in {checkpoint.folder}",
+                got=f"family {family}",
+                choices=SERVED_FAMILIES,
+            )
+        )
     wanted = settings.parallelism
     if checkpoint.tp_size != wanted.tp_size:
         raise ConfigError(
