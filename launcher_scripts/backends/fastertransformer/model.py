@@ -39,6 +39,8 @@ class TritonPythonModel:
                 args["model_version"],
                 os.environ.get(DEVICE_VARIABLE, "auto"),
             )
+            if settings.enable_custom_all_reduce:
+                print("enable_custom_all_reduce: ranks sum over NCCL, with the same result")
             self._engine = Engine.load(settings)
             self._engine.warm_up()
         except LauncherError as error:
