@@ -128,14 +128,6 @@ def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:
                 choices=SERVED_FAMILIES,
             )
         )
-    if not isinstance(checkpoint.config, GPTConfig):
-        raise ConfigError(
-            problem(
-                f"the engine does not run the model in {checkpoint.folder}",
-                got=family_of(checkpoint.config).name,
-                choices=("gpt",),
-            )
-        )
     wanted = settings.parallelism
     if checkpoint.tp_size != wanted.tp_size:
         raise ConfigError(
