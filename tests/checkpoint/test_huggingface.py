@@ -1,5 +1,6 @@
 """Exports of tiny transformers models: the files alone give the logits of transformers."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -105,6 +106,25 @@ def test_sharded_and_torch_files_give_the_same_bytes(tmp_path: Path) -> None:
     }
     expected = contents(exports["whole"])
     assert all(contents(folder) == expected for folder in exports.values())
+
+
+def test_torch_files_in_shards(tmp_path: Path) -> None:
+    model = DECODERS["bloom"].make()
+    model.save_pretrained(tmp_path / "whole")
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    shutil.copy(tmp_path / "whole" / "config.json", folder)
+    names = sorted(model.transformer.state_dict())
+    places = {}
+    for number, part in enumerate((names[::2], names[1::2])):
+        file = f"pytorch_model-{number}.bin"
+        state = model.transformer.state_dict()
+        torch.save({name: state[name] for name in part}, folder / file)
+        places |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": 1}, "weight_map": places}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    expected = contents(export_folder(tmp_path / "whole", tmp_path / "a", 2))
+    assert contents(export_folder(folder, tmp_path / "b", 2)) == expected
 
 
 def contents(folder: Path) -> dict[str, bytes]:
