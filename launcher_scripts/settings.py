@@ -75,6 +75,8 @@ class ExportSettings:
     source: str = "auto"
     num_attention_heads: int | None = None
     encoder_only: bool = False
+    training_checkpoint: str = "last"
+    verify: bool = False
 
     def __post_init__(self) -> None:
         problems = Problems("the export settings")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from launcher_scripts.checkpoint import SOURCES, tokenizer_files
+from launcher_scripts.checkpoint import SOURCES, nemo_training, tokenizer_files
 from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.fastertransformer import (
     DTYPES,
@@ -57,14 +57,19 @@ def export(settings: ExportSettings) -> Path:
                 change="export.model.checkpoint_path",
             )
         )
+    path, wanted = nemo_training.locate(path, settings.training_checkpoint)
     archive = Archive(path, scratch=_existing_parent(target))
-    hints = Hints(settings.num_attention_heads, settings.encoder_only)
+    hints = Hints(settings.num_attention_heads, settings.encoder_only, wanted)
     checkpoint = open_source(archive, settings.source, hints)
     for note in checkpoint.notes:
         print(f"note: {note}", flush=True)
     files = tokenizer_files.collect(settings.tokenizer, checkpoint.tokenizer_files)
     config = tokenizer_files.with_token_ids(
-        checkpoint.config, settings.tokenizer, files, known=checkpoint.knows_token_ids
+        checkpoint.config,
+        settings.tokenizer,
+        files,
+        known=checkpoint.knows_token_ids,
+        rule=checkpoint.token_rule,
     )
     check_parallelism(settings, config)
     tasks = make_plan(checkpoint, family_of(config).weights(config), f"the checkpoint {path}")

@@ -16,6 +16,7 @@ from launcher_scripts.checkpoint.dtypes import FLOATS, dtype_name
 from launcher_scripts.checkpoint.layouts import LAYOUTS, Layout
 from launcher_scripts.checkpoint.reshard import Blocks, whole_blocks
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.tokenizer_files import TokenRule
 from launcher_scripts.errors import CheckpointError, Problems, lookup
 from launcher_scripts.models.family import ModelConfig, Partition, Source, WeightSpec
 
@@ -39,6 +40,11 @@ class SourceCheckpoint(Protocol):
     @property
     def knows_token_ids(self) -> bool:
         """Whether start, end and pad id of `config` are the model's own, not defaults."""
+        ...
+
+    @property
+    def token_rule(self) -> TokenRule | None:
+        """The ids the model was trained with, given its tokenizer; None: the tokenizer's own."""
         ...
 
     def tokenizer_files(self) -> dict[str, bytes]:
