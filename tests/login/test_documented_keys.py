@@ -145,6 +145,15 @@ def test_every_setting_of_the_export_has_a_key(hydra_config: Compose) -> None:
     assert fields - keys == {"model_name", "parallelism"}
 
 
+@pytest.mark.parametrize("kind", ["t5", "mt5"])
+def test_every_model_type_has_the_same_keys(kind: str, hydra_config: Compose) -> None:
+    gpt, other = hydra_config()["export"], hydra_config(f"export={kind}/export_{kind}")["export"]
+    assert other["run"]["model_type"] == kind
+    for section in ("run", "model", "triton_deployment"):
+        assert list(other[section]) == list(gpt[section])
+    assert other["model"]["checkpoint_path"].endswith(f"/{kind}_3b/checkpoints")
+
+
 def test_every_setting_of_the_evaluation_has_a_key(hydra_config: Compose) -> None:
     fields = {field.name for field in dataclasses.fields(EvaluateSettings)}
     evaluate = hydra_config()["evaluate"]
