@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher_scripts.cluster import CLUSTERS
@@ -11,7 +11,6 @@ from launcher_scripts.cluster.cluster import Cluster
 from launcher_scripts.cluster.job import Job, JobFolder, Submitted
 from launcher_scripts.errors import ConfigError, Problems, lookup
 from launcher_scripts.schema import build
-from launcher_scripts.settings import settings_text
 from stages import STAGES
 from stages.checks import Checks
 from stages.stage import Launch, LauncherConfig, Stage
@@ -26,9 +25,23 @@ class Plan:
     dry_run: bool
     absent: tuple[str, ...] = ()
 
+    def jobs(self, folder_of: Callable[[Stage], JobFolder]) -> Iterator[Job]:
+        """The jobs in order, each made when it is asked for."""
+        server: Job | None = None
+        stages = list(self.stages)
+        while stages:
+            stage = stages.pop(0)
+            job = stage.job(folder_of(stage), server)
+            if job.service is not None:
+                if stages and self.cluster.hosts_clients and stages[0].joins(job):
+                    client = stages.pop(0)
+                    job = replace(job, client=client.job(folder_of(client), job))
+                server = job
+            yield job
+
     def preview(self) -> str:
         """Every file that the jobs would be started with; nothing is written or started."""
-        parts = [_preview(job, self.cluster.render(job)) for job in map(_next_job, self.stages)]
+        parts = [_preview(job, self.cluster.render(job)) for job in self.jobs(_next_folder)]
         if self.absent:
             notes = "\n".join(f"- {note}" for note in self.absent)
             parts.append(
@@ -40,9 +53,8 @@ class Plan:
         """Hand over the jobs in order; what runs on this machine ends with this call."""
         previous: Submitted | None = None
         try:
-            for stage in self.stages:
-                folder = JobFolder.reserve(stage.results_dir, stage.block.run.name)
-                previous = self.cluster.submit(stage.job(folder), previous)
+            for job in self.jobs(_reserved_folder):
+                previous = self.cluster.submit(job, previous)
             self.cluster.finish()
         finally:
             self.cluster.close()
@@ -100,19 +112,20 @@ def _checked_stages(launch: Launch) -> tuple[Stage, ...]:
         with launch.checks.problems.collecting():
             stage = STAGES[name](launch)
             stage.check()
-            launch.cluster.render(_next_job(stage))
+            launch.cluster.render(stage.job(_next_folder(stage)))
             stages.append(stage)
     return tuple(stages)
 
 
-def _next_job(stage: Stage) -> Job:
-    return stage.job(JobFolder.next(stage.results_dir, stage.block.run.name))
+def _next_folder(stage: Stage) -> JobFolder:
+    return JobFolder.next(stage.results_dir, stage.block.run.name)
+
+
+def _reserved_folder(stage: Stage) -> JobFolder:
+    return JobFolder.reserve(stage.results_dir, stage.block.run.name)
 
 
 def _preview(job: Job, script: str) -> str:
-    files: Mapping[str, str] = {
-        f"{job.folder.settings}": settings_text(job.settings),
-        f"{job.folder.script}": script,
-    }
+    files = {**job.settings_files(), job.folder.script: script}
     head = f"# {job.stage}: {job.name}, job folder {job.folder.root}\n"
     return head + "".join(f"\n# ---- {path}\n{text}" for path, text in files.items())

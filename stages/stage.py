@@ -85,6 +85,14 @@ class Stage(ABC):
     def settings(self) -> Any:
         """What the steps of the job read."""
 
+    def joins(self, server: Job) -> bool:  # noqa: ARG002
+        """Whether the stage's steps run in the job of this server."""
+        return False
+
+    def job_settings(self, folder: JobFolder, server: Job | None) -> Any:  # noqa: ARG002
+        """The settings with what is only known of a certain job."""
+        return self.settings
+
     @abstractmethod
     def check_own(self) -> None:
         """Find what cannot work with this stage's settings."""
@@ -128,18 +136,22 @@ class Stage(ABC):
         if self.launch.cluster.in_container and image and image.endswith((".sqsh", ".squashfs")):
             checks.exists("the container image", absolute(image), "container")
 
-    def job(self, folder: JobFolder) -> Job:
-        """The job that does the stage's work, with its files in `folder`."""
+    def job(self, folder: JobFolder, server: Job | None = None) -> Job:
+        """The job that does the stage's work, with its files in `folder`.
+
+        server: the job of the server that the same command line starts before
+        """
         resources = self.resources()
         return Job(
             stage=self.name,
             folder=folder,
-            settings=self.settings,
+            settings=self.job_settings(folder, server),
             steps=tuple(self._step(module, folder, resources) for module in self.step_names()),
             resources=resources,
             env=self._env(),
             container=self._container(folder),
             service=self.service(),
+            server=server,
         )
 
     def _step(self, module: str, folder: JobFolder, resources: Resources) -> Step:

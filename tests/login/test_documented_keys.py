@@ -135,7 +135,7 @@ def test_the_launcher_scripts_of_this_checkout_are_the_default(
 def test_every_setting_of_the_server_has_a_key(hydra_config: Compose) -> None:
     fields = {field.name for field in dataclasses.fields(DeploySettings)}
     server = hydra_config()["deploy"]["server"]
-    assert set(server) == fields - {"model_repository", "results_dir"}
+    assert set(server) == fields - {"model_repository", "results_dir", "job_folder"}
 
 
 def test_every_setting_of_the_export_has_a_key(hydra_config: Compose) -> None:
@@ -157,7 +157,8 @@ def test_every_model_type_has_the_same_keys(kind: str, hydra_config: Compose) ->
 def test_every_setting_of_the_evaluation_has_a_key(hydra_config: Compose) -> None:
     fields = {field.name for field in dataclasses.fields(EvaluateSettings)}
     evaluate = hydra_config()["evaluate"]
-    assert set(evaluate) - {"run"} == fields - {"results_dir"}
+    of_the_stage = {"run", "in_deploy_job", "stop_server"}
+    assert set(evaluate) - of_the_stage == fields - {"results_dir", "server_job_folder"}
     benchmark = {field.name for field in dataclasses.fields(BenchmarkSettings)}
     assert set(evaluate["benchmark"]) == benchmark
     task = {field.name for field in dataclasses.fields(TaskSettings)} - {"name"}
