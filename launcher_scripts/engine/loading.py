@@ -24,6 +24,7 @@ from launcher_scripts.engine.weights import DTYPES, GPTWeights, WeightLoader
 from launcher_scripts.errors import ConfigError, Problems, ServerError, problem
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.models import family_of
+from launcher_scripts.models.learned_parts import NO_PARTS
 from launcher_scripts.parallel import Parallelism
 
 SERVED_FAMILIES = ("gpt",)
@@ -128,7 +129,7 @@ def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:
                 choices=SERVED_FAMILIES,
             )
         )
-    parts = checkpoint.config.parts.names
+    parts = getattr(checkpoint.config, "parts", NO_PARTS).names
     if parts:
         raise ConfigError(
             problem(
