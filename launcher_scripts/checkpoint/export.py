@@ -120,9 +120,15 @@ def _name(
         "config": repr(config),
         "tp_size": settings.parallelism.tp_size,
         "weight_data_type": settings.weight_data_type,
+        "ia3_in_place": settings.ia3_in_place,
         "tool": TOOL_VERSION,
     }
-    return identity(values, [path])
+    parts = (
+        *settings.prompt_checkpoints,
+        *settings.ia3_checkpoints,
+        *settings.adapter_checkpoints,
+    )
+    return identity(values, [path, *map(Path, parts)])
 
 
 def open_source(
