@@ -9,7 +9,7 @@ from typing import Any
 from launcher_scripts.cluster import CLUSTERS
 from launcher_scripts.cluster.cluster import Cluster
 from launcher_scripts.cluster.job import Job, JobFolder, Submitted
-from launcher_scripts.errors import ConfigError, Problems, lookup
+from launcher_scripts.errors import ClusterError, ConfigError, Problems, lookup
 from launcher_scripts.schema import build
 from stages import STAGES
 from stages.checks import Checks
@@ -41,13 +41,42 @@ class Plan:
 
     def preview(self) -> str:
         """Every file that the jobs would be started with; nothing is written or started."""
-        parts = [_preview(job, self.cluster.render(job)) for job in self.jobs(_next_folder)]
+        parts = [
+            _preview(job, self.cluster.render(job)) + self._surroundings(job)
+            for job in self.jobs(_next_folder)
+        ]
         if self.absent:
             notes = "\n".join(f"- {note}" for note in self.absent)
             parts.append(
                 f"# Not found on this machine; without a dry run this is an error:\n{notes}\n"
             )
         return "\n".join(parts)
+
+    def ask_scheduler(self) -> str:
+        """What the scheduler, where there is one, would do with every job; nothing is queued.
+
+        Raises ClusterError with everything that it would refuse.
+        """
+        refused = Problems("the scheduler's answers")
+        answers = []
+        for job in self.jobs(_next_folder):
+            with refused.collecting():
+                said = self.cluster.test(job)
+                answers += [f"# The scheduler on {job.name}: {said}"] if said is not None else []
+        refused.raise_if_any(ClusterError)
+        return "\n".join(answers)
+
+    def _surroundings(self, job: Job) -> str:
+        """The container, the mounts and the variables of a job, and where they come from."""
+        stage = next(stage for stage in self.stages if stage.name == job.stage)
+        lines = [f"# ---- surroundings of {job.name}"]
+        if job.container is not None:
+            lines.append(f"container {job.container.image}")
+            mounts = job.container.mounts
+            lines += [f"mount {mount}  # {stage.mount_origin(mount)}" for mount in mounts]
+        env = job.env.items()
+        lines += [f"env {name}={value!r}  # {stage.env_origin(name)}" for name, value in env]
+        return "\n" + "\n".join(lines) + "\n"
 
     def submit(self) -> None:
         """Hand over the jobs in order; what runs on this machine ends with this call."""

@@ -164,6 +164,20 @@ class Stage(ABC):
             mpi=self.service() is not None,
         )
 
+    def env_origin(self, name: str) -> str:
+        """Where a variable of the job comes from."""
+        given = self.launch.config.env_vars.get(name) is not None
+        if name == "PYTHONPATH":
+            return "launcher_scripts_path" + (", env_vars" if given else "")
+        if given:
+            return "env_vars"
+        return f"the {self.name} stage" if name in self.env() else "the launcher"
+
+    def mount_origin(self, mount: str) -> str:
+        """Whether a mount was asked for, or is there because the job uses paths below it."""
+        given = [str(mount) for mount in self.launch.config.mounts()]
+        return "container_mounts" if mount in given else f"paths of the {self.name} stage"
+
     def _env(self) -> dict[str, str]:
         """The stage's variables, and over them the user's; the launcher is always importable."""
         config = self.launch.config

@@ -151,11 +151,11 @@ class SlurmCluster:
         return ScriptExecutor(job, self.options).script()
 
     def test(self, job: Job) -> str | None:
-        """What sbatch says to the script without queueing it; None without Slurm.
+        """What sbatch says to the script without queueing it; None where no Slurm answers.
 
         Raises ClusterError when it refuses the script.
         """
-        if shutil.which("sbatch") is None:
+        if not _slurm_answers():
             return None
         tried = subprocess.run(
             ["sbatch", "--test-only"],
@@ -196,6 +196,14 @@ class SlurmCluster:
 
     def close(self) -> None:
         """Nothing runs on this machine."""
+
+
+def _slurm_answers() -> bool:
+    """Whether this machine has Slurm's commands and its controller can be reached."""
+    if shutil.which("sbatch") is None or shutil.which("scontrol") is None:
+        return False
+    asked = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, check=False)
+    return asked.returncode == 0 and " UP" in asked.stdout
 
 
 def submission_environment() -> dict[str, str]:
