@@ -24,10 +24,11 @@ export TRANSFORMERS_OFFLINE=1
 # the command as well; this shell outlives it to remove the container.
 in_container() {
     set -euo pipefail
-    local name="launcher_${SLURM_JOB_ID}_${SLURM_STEP_ID}_${SLURM_PROCID}" folder variable code=0
-    trap 'enroot remove --force "$name" || true' EXIT
+    container="launcher_${SLURM_JOB_ID}_${SLURM_STEP_ID}_${SLURM_PROCID}"
+    local folder variable code=0
+    trap 'enroot remove --force "$container" || true' EXIT
     trap : HUP INT TERM
-    enroot create --name "$name" /images/inference.sqsh
+    enroot create --name "$container" /images/inference.sqsh
 
     # Rank and rendezvous of the task, as the hooks of enroot for PMI and PyTorch would give them.
     MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)}
@@ -51,7 +52,7 @@ in_container() {
         --mount /models:/models:none:x-create=auto,rbind,ro,nosuid \
         --mount /opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher:none:x-create=auto,rbind \
         --mount /mount/results:/mount/results:none:x-create=auto,rbind \
-        "$name" sh -c 'cd "$1" && shift && exec "$@"' sh /mount/results/jobs/deploy "$@" || code=$?
+        "$container" sh -c 'cd "$1" && shift && exec "$@"' sh /mount/results/jobs/deploy "$@" || code=$?
     return "$code"
 }
 export -f in_container

@@ -35,10 +35,11 @@ mkdir -p /mount/results/images
 # the command as well; this shell outlives it to remove the container.
 in_container() {
     set -euo pipefail
-    local name="launcher_${SLURM_JOB_ID}_${SLURM_STEP_ID}_${SLURM_PROCID}" folder variable code=0
-    trap 'enroot remove --force "$name" || true' EXIT
+    container="launcher_${SLURM_JOB_ID}_${SLURM_STEP_ID}_${SLURM_PROCID}"
+    local folder variable code=0
+    trap 'enroot remove --force "$container" || true' EXIT
     trap : HUP INT TERM
-    enroot create --name "$name" /mount/results/images/nvcr.io+nvidia+nemo+23.sqsh
+    enroot create --name "$container" /mount/results/images/nvcr.io+nvidia+nemo+23.sqsh
 
     # Rank and rendezvous of the task, as the hooks of enroot for PMI and PyTorch would give them.
     MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)}
@@ -61,7 +62,7 @@ in_container() {
     enroot start "${options[@]}" \
         --mount /opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher:none:x-create=auto,rbind \
         --mount /mount/results:/mount/results:none:x-create=auto,rbind \
-        "$name" sh -c 'cd "$1" && shift && exec "$@"' sh /mount/results/jobs/deploy "$@" || code=$?
+        "$container" sh -c 'cd "$1" && shift && exec "$@"' sh /mount/results/jobs/deploy "$@" || code=$?
     return "$code"
 }
 export -f in_container
