@@ -1,0 +1,168 @@
+"""Checkpoints of real shapes for benchmarks/export.py, with as few layers as the disk can take.
+
+Values repeat one block of random numbers: an export neither compresses nor skips anything.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from safetensors.torch import save_file
+
+Tensors = dict[str, torch.Tensor]
+GPT = {"hidden": 1024, "heads": 16, "ffn": 4096, "vocab": 50304, "positions": 1024}
+T5_3B = {"d_model": 1024, "d_kv": 128, "num_heads": 32, "d_ff": 16384, "vocab_size": 32128}
+PROMPT_TOKENS = 100
+_BLOCK = np.random.default_rng(0).standard_normal(1 << 22, np.float32) * np.float32(0.02)
+
+
+@dataclass(frozen=True)
+class BenchmarkSource:
+    """A checkpoint on disk: its path, the largest tensor in bytes, more settings to export it."""
+
+    path: Path
+    largest: int
+    settings: dict[str, Any]
+
+
+def tensor(*shape: int) -> torch.Tensor:
+    return torch.from_numpy(np.resize(_BLOCK, shape))
+
+
+def gpt_345m(folder: Path, layers: int) -> BenchmarkSource:
+    """A classic NeMo GPT of one rank, as one plain tar (345M parameters with 24 layers)."""
+    return _nemo(folder, layers, tp_size=1, pp_size=1)
+
+
+def gpt_tp2_pp2(folder: Path, layers: int) -> BenchmarkSource:
+    """The same, written by 2 x 2 ranks."""
+    return _nemo(folder, layers, tp_size=2, pp_size=2)
+
+
+def gpt_with_prompts(folder: Path, layers: int) -> BenchmarkSource:
+    """The first one with a prompt table of two tasks."""
+    source = gpt_345m(folder, layers)
+    part = folder / "prompts.nemo"
+    names = ("one", "two")
+    state = {
+        "prompt_table": {
+            f"prompt_table.{name}.prompt_embeddings.weight": tensor(PROMPT_TOKENS, GPT["hidden"])
+            for name in names
+        }
+    }
+    templates = [{"taskname": name, "total_virtual_tokens": PROMPT_TOKENS} for name in names]
+    config = {
+        "virtual_prompt_style": "prompt-tuning",
+        "existing_tasks": list(names),
+        "new_tasks": [],
+        "task_templates": templates,
+    }
+    _archive(part, config, {"model_weights.ckpt": state})
+    settings = {"prompt_checkpoints": [str(part)]}
+    return BenchmarkSource(source.path, source.largest, settings)
+
+
+def t5_3b(folder: Path, layers: int) -> BenchmarkSource:
+    """A T5-3B of Hugging Face, one safetensors file (2.9 billion parameters with 24 layers)."""
+    path = folder / "t5_3b"
+    path.mkdir()
+    more = {"num_layers": layers, "num_decoder_layers": layers, "model_type": "t5"}
+    (path / "config.json").write_text(json.dumps({**T5_3B, **more, "tie_word_embeddings": True}))
+    save_file(dict(_t5_tensors(layers)), path / "model.safetensors")
+    return BenchmarkSource(path, T5_3B["vocab_size"] * T5_3B["d_model"] * 4, {})
+
+
+SOURCES: dict[str, Callable[[Path, int], BenchmarkSource]] = {
+    "gpt": gpt_345m,
+    "gpt_tp2_pp2": gpt_tp2_pp2,
+    "gpt_prompts": gpt_with_prompts,
+    "t5_3b": t5_3b,
+}
+
+
+def _nemo(folder: Path, layers: int, tp_size: int, pp_size: int) -> BenchmarkSource:
+    path = folder / "gpt.nemo"
+    config = {
+        "num_layers": layers,
+        "hidden_size": GPT["hidden"],
+        "ffn_hidden_size": GPT["ffn"],
+        "num_attention_heads": GPT["heads"],
+        "max_position_embeddings": GPT["positions"],
+        "tensor_model_parallel_size": tp_size,
+        "pipeline_model_parallel_size": pp_size,
+        "nemo_version": "1.18.1",
+    }
+    states = {}
+    for stage in range(pp_size):
+        for rank in range(tp_size):
+            ranks = f"tp_rank_{rank:02}_pp_rank_{stage:03}/" if pp_size > 1 else ""
+            state = dict(_gpt_tensors(layers // pp_size, tp_size, stage, pp_size))
+            states[f"{ranks}model_weights.ckpt"] = state
+    _archive(path, config, states)
+    return BenchmarkSource(path, GPT["vocab"] * GPT["hidden"] * 4, {})
+
+
+def _archive(path: Path, config: dict[str, Any], states: dict[str, dict[str, Any]]) -> None:
+    tree = path.with_suffix(".tree")
+    for name, state in states.items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, tree / name)
+    (tree / "model_config.yaml").write_text(yaml.safe_dump(config))
+    with tarfile.open(path, "w") as archive:
+        archive.add(tree, "./")
+    shutil.rmtree(tree)
+
+
+def _gpt_tensors(
+    layers: int, ranks: int, stage: int, stages: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What one rank of one stage holds."""
+    stem, hidden, ffn = "model.language_model.", GPT["hidden"], GPT["ffn"] // ranks
+    if stage == 0:
+        yield f"{stem}embedding.word_embeddings.weight", tensor(GPT["vocab"] // ranks, hidden)
+        yield f"{stem}embedding.position_embeddings.weight", tensor(GPT["positions"], hidden)
+    elif stage == stages - 1:
+        yield "model.word_embeddings.weight", tensor(GPT["vocab"] // ranks, hidden)
+    for layer in range(layers):
+        for name, shape in (
+            ("input_layernorm", (hidden,)),
+            ("self_attention.query_key_value", (3 * hidden // ranks, hidden)),
+            ("self_attention.dense", (hidden, hidden // ranks)),
+            ("post_attention_layernorm", (hidden,)),
+            ("mlp.dense_h_to_4h", (ffn, hidden)),
+            ("mlp.dense_4h_to_h", (hidden, ffn)),
+        ):
+            yield f"{stem}encoder.layers.{layer}.{name}.weight", tensor(*shape)
+            yield f"{stem}encoder.layers.{layer}.{name}.bias", tensor(shape[0])
+    if stage == stages - 1:
+        for part in ("weight", "bias"):
+            yield f"{stem}encoder.final_layernorm.{part}", tensor(hidden)
+
+
+def _t5_tensors(layers: int) -> Iterator[tuple[str, torch.Tensor]]:
+    width, inner, ffn = T5_3B["d_model"], T5_3B["d_kv"] * T5_3B["num_heads"], T5_3B["d_ff"]
+    yield "shared.weight", tensor(T5_3B["vocab_size"], width)
+    for stack, attentions in (("encoder", ("Self",)), ("decoder", ("Self", "EncDec"))):
+        yield f"{stack}.final_layer_norm.weight", tensor(width)
+        bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        yield bias, tensor(32, T5_3B["num_heads"])
+        for layer in range(layers):
+            stem = f"{stack}.block.{layer}.layer"
+            for place, kind in enumerate(attentions):
+                for name in "qkv":
+                    yield f"{stem}.{place}.{kind}Attention.{name}.weight", tensor(inner, width)
+                yield f"{stem}.{place}.{kind}Attention.o.weight", tensor(width, inner)
+                yield f"{stem}.{place}.layer_norm.weight", tensor(width)
+            place = len(attentions)
+            yield f"{stem}.{place}.DenseReluDense.wi.weight", tensor(ffn, width)
+            yield f"{stem}.{place}.DenseReluDense.wo.weight", tensor(width, ffn)
+            yield f"{stem}.{place}.layer_norm.weight", tensor(width)
