@@ -21,12 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.nn import functional
 
 from benchmarks.plain_torch import PlainTorchGPT
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.loading import assemble_runner, prepare_process
 from launcher_scripts.engine.weights import GPTWeights, WeightLoader
+from launcher_scripts.kernels import kernels_for
+from launcher_scripts.kernels.operands import Linear
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.protocol import GenerateRequest
@@ -254,13 +257,19 @@ PEERS: dict[str, Callable[[GPTWeights], Generator | None]] = {
 
 
 def bandwidths() -> dict[str, float]:
-    """TB/s of a device-to-device copy (bytes read and written) and of a matrix-vector product."""
+    """TB/s of a device-to-device copy (bytes read and written), and of reading: the larger of what
+    torch's and the engine's matrix-vector products of 2 GB reach.
+    """
     source = torch.randn(1 << 30, device=DEVICE, dtype=torch.bfloat16)
     target = torch.empty_like(source)
     copied = _seconds(lambda: target.copy_(source))
     matrix = source.view(-1, 16384)
-    vector = torch.randn(16384, device=DEVICE, dtype=torch.bfloat16)
-    read = _seconds(lambda: torch.mv(matrix, vector))
+    vector = torch.randn(1, 16384, device=DEVICE, dtype=torch.bfloat16)
+    linear = Linear(matrix)
+    read = min(
+        _seconds(lambda: functional.linear(vector, matrix)),
+        _seconds(lambda: kernels_for("cuda").project(vector, linear)),
+    )
     size = source.numel() * source.element_size()
     return {
         "copy_tb_per_s": round(2 * size / copied / 1e12, 2),

@@ -56,7 +56,7 @@ class ExportSettings:
     """Turn one checkpoint into a model repository.
 
     triton_model_dir is the model's folder inside the repository; shards go to
-    <triton_model_dir>/1/<tp_size>-gpu.
+    <triton_model_dir>/1/<tp_size>-gpu. num_attention_heads is for checkpoints that do not say it.
     """
 
     model_name: str
@@ -73,6 +73,8 @@ class ExportSettings:
     enable_custom_all_reduce: bool = False
     data_type: str = "fp32"
     source: str = "auto"
+    num_attention_heads: int | None = None
+    encoder_only: bool = False
 
     def __post_init__(self) -> None:
         problems = Problems("the export settings")

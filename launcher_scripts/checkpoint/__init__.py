@@ -1,6 +1,13 @@
 """Checkpoints: the formats that can be exported, by name."""
 
+from launcher_scripts.checkpoint.gguf_checkpoint import GGUFCheckpoint
 from launcher_scripts.checkpoint.huggingface import HuggingFaceCheckpoint
+from launcher_scripts.checkpoint.megatron import MegatronCheckpoint
 from launcher_scripts.checkpoint.nemo import NemoCheckpoint
 
-SOURCES = {"nemo": NemoCheckpoint, "huggingface": HuggingFaceCheckpoint}
+SOURCES = {
+    "nemo": NemoCheckpoint,
+    "megatron": MegatronCheckpoint,
+    "huggingface": HuggingFaceCheckpoint,
+    "gguf": GGUFCheckpoint,
+}

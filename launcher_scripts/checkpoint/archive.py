@@ -1,9 +1,9 @@
 """A checkpoint's files, read in place: a tar archive, a gzipped one, or an unpacked folder.
 
 Nothing is extracted. A plain tar is mapped into memory and its members are views of it; a gzipped
-one is decompressed once into an unnamed temporary file, which vanishes with the process. Whatever
-could make a reader leave the archive, or could mean two things, is refused: links, devices,
-absolute names, `..`, and two members of one name.
+one is decompressed once into an unnamed temporary file, which vanishes with the process. A single
+GGUF file stands for itself. Whatever could make a reader leave the archive, or could mean two
+things, is refused: links, devices, absolute names, `..`, and two members of one name.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from launcher_scripts.errors import CheckpointError, Problems, problem
 
 _BLOCK = 512
 _GZIP_MAGIC = b"\x1f\x8b"
+GGUF_MAGIC = b"GGUF"
 _COPY_BYTES = 1 << 20
 
 
@@ -70,14 +71,19 @@ class Archive:
             return
         self._files = {}
         with _opened(self.path) as file:
-            if file.read(2) == _GZIP_MAGIC:
+            start = file.read(4)
+            if start == GGUF_MAGIC:
+                self.container = "gguf"
+                self._files = {self.path.name: self.path}
+                self._members = {}
+            elif start.startswith(_GZIP_MAGIC):
                 self.container = "tar.gz"
                 with _decompressed(self.path, scratch) as plain:
                     self._members = _tar_members(self.path, plain)
             else:
                 self.container = "tar"
                 self._members = _tar_members(self.path, file)
-        self._buffers = [next(region.buffer for region in self._members.values())]
+        self._buffers = [region.buffer for region in list(self._members.values())[:1]]
 
     def names(self) -> list[str]:
         """Names of all files, sorted."""

@@ -167,6 +167,8 @@ _METADATA_GLOBALS: pickles.Globals = {
     (_METADATA_MODULE, "StorageMeta"): Record,
     (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): Record,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
+    # How Python 3.11.0 to 3.11.3 pickle the member of an enumeration.
+    ("builtins", "getattr"): pickles.Opaque,
     ("torch.serialization", "_get_layout"): pickles.Opaque,
     ("torch", "Size"): torch_file.shape_of,
     ("pathlib", "PosixPath"): pickles.Opaque,

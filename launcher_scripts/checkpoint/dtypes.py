@@ -19,6 +19,17 @@ def plain(array: np.ndarray) -> np.ndarray:
     return array.view("<u2") if array.dtype == BFLOAT16 else array
 
 
+def to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """Floats rounded to the nearest bfloat16, ties to even; values beyond its range to infinity."""
+    with np.errstate(over="ignore"):
+        wide = np.ascontiguousarray(values, "<f4")
+    bits = wide.view("<u4")
+    rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
+    # Rounding would carry the bits of a NaN into its sign; it stays a NaN, made quiet.
+    kept = np.where(np.isnan(wide), (bits >> 16) | 0x40, rounded)
+    return kept.astype("<u2").view(BFLOAT16)
+
+
 def widened(array: np.ndarray) -> np.ndarray:
     """bfloat16 as float32, exactly; any other array as it is."""
     if array.dtype != BFLOAT16:

@@ -25,6 +25,7 @@ from launcher_scripts.checkpoint.fastertransformer import (
     refuse_existing,
     weight_files,
 )
+from launcher_scripts.checkpoint.hints import Hints
 from launcher_scripts.checkpoint.plan import SourceCheckpoint, Task, make_plan
 from launcher_scripts.checkpoint.progress import Progress
 from launcher_scripts.checkpoint.reshard import rank_columns
@@ -57,7 +58,8 @@ def export(settings: ExportSettings) -> Path:
             )
         )
     archive = Archive(path, scratch=_existing_parent(target))
-    checkpoint = open_source(archive, settings.source)
+    hints = Hints(settings.num_attention_heads, settings.encoder_only)
+    checkpoint = open_source(archive, settings.source, hints)
     for note in checkpoint.notes:
         print(f"note: {note}", flush=True)
     files = tokenizer_files.collect(settings.tokenizer, checkpoint.tokenizer_files)
@@ -76,7 +78,7 @@ def export(settings: ExportSettings) -> Path:
         overwrite=settings.overwrite,
     )
     with writer:
-        for name, content in files.items():
+        for name, content in (files | checkpoint.extra_files()).items():
             writer.copy(content, name)
         progress = Progress(f"exporting {path.name}", total)
         _write_all(tasks, writer, archive, progress, settings.processes)
@@ -84,15 +86,34 @@ def export(settings: ExportSettings) -> Path:
     return target
 
 
-def open_source(archive: Archive, name: str = "auto") -> SourceCheckpoint:
-    """The reader called `name`; by default the one whose format the archive's content is."""
-    if name != "auto":
-        return lookup(SOURCES, name, "export.model.source").open(archive)
-    for name, source in SOURCES.items():
-        if source.matches(archive):
-            print(f"found a checkpoint of {name}", flush=True)
-            return source.open(archive)
-    raise CheckpointError(problem(f"{archive.path} is in no known format", choices=sorted(SOURCES)))
+def open_source(
+    archive: Archive, name: str = "auto", hints: Hints | None = None
+) -> SourceCheckpoint:
+    """The checkpoint, read by the source called `name`; by default by the one that knows it.
+
+    A hint that contradicts the checkpoint is a CheckpointError.
+    """
+    hints = hints or Hints()
+    if name == "auto":
+        found = (key for key, source in SOURCES.items() if source.matches(archive))
+        name = next(found, "")
+        if not name:
+            raise CheckpointError(
+                problem(f"{archive.path} is in no known format", choices=sorted(SOURCES))
+            )
+        print(f"found a checkpoint of {name}", flush=True)
+    checkpoint = lookup(SOURCES, name, "export.model.source").open(archive, hints)
+    heads = checkpoint.config.num_heads
+    if hints.num_heads not in (None, heads):
+        raise CheckpointError(
+            problem(
+                "the checkpoint has another number of attention heads",
+                got=hints.num_heads,
+                choices=[heads],
+                change="export.model.num_attention_heads",
+            )
+        )
+    return checkpoint
 
 
 def check_parallelism(settings: ExportSettings, config: ModelConfig) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from launcher_scripts.checkpoint import config_ini
+from launcher_scripts.checkpoint.dtypes import BFLOAT16, dtype_name
 from launcher_scripts.checkpoint.manifest import (
     FileEntry,
     Manifest,
@@ -31,7 +32,7 @@ from launcher_scripts.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, WeightSpec
 
-DTYPES = {"fp32": np.dtype("<f4"), "fp16": np.dtype("<f2")}
+DTYPES = {"fp32": np.dtype("<f4"), "fp16": np.dtype("<f2"), "bf16": BFLOAT16}
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def weight_files(config: ModelConfig, tp_size: int) -> Iterator[WeightFile]:
 class FTCheckpoint:
     """An opened checkpoint: every file is there and has the size its tensor needs.
 
-    weight_data_type: fp32 or fp16, of all files
+    weight_data_type: fp32, fp16 or bf16, of all files
     manifest:         None for a folder the original converter wrote
     """
 
@@ -95,6 +96,8 @@ class FTCheckpoint:
 
     def read(self, spec: WeightSpec, layer: int | None = None, tp_rank: int = 0) -> np.ndarray:
         """One file as a read-only memory map of shape spec.shape_on(config, tp_size).
+
+        bfloat16 has the dtype dtypes.BFLOAT16; its bits are `.view("<u2")`.
 
         layer: global layer number, None for a tensor outside of the layers
         """
@@ -177,30 +180,34 @@ class FTWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._commit()
-            return
-        shutil.rmtree(self.partial, ignore_errors=True)
-        for path in self._created:
-            if path.is_dir() and not any(path.iterdir()):
-                path.rmdir()
+        try:
+            if kind is None:
+                self._commit()
+        finally:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            for path in self._created:
+                if path.is_dir() and not any(path.iterdir()):
+                    path.rmdir()
 
     def write(self, file: WeightFile, chunks: Iterable[np.ndarray]) -> None:
         """Write one weight from its consecutive pieces, each contiguous and of the right dtype."""
         digest, size = hashlib.sha256(), 0
-        with (self.partial / file.name).open("wb", buffering=0) as out:
-            for chunk in chunks:
-                data = memoryview(chunk).cast("B")
-                _write_all(out.fileno(), data)
-                digest.update(data)
-                size += len(data)
+        try:
+            with (self.partial / file.name).open("wb", buffering=0) as out:
+                for chunk in chunks:
+                    data = memoryview(chunk).cast("B")
+                    _write_all(out.fileno(), data)
+                    digest.update(data)
+                    size += len(data)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.partial / file.name}: {error}") from error
         shape = file.spec.shape_on(self.config, self.tp_size)
         expected = math.prod(shape) * self.dtype.itemsize
         if size != expected:
             raise CheckpointError(
                 problem(f"{file.name} has another size", got=size, choices=[expected])
             )
-        self._add(FileEntry(file.name, size, digest.hexdigest(), shape, self.dtype.name))
+        self._add(FileEntry(file.name, size, digest.hexdigest(), shape, dtype_name(self.dtype)))
 
     def copy(self, content: bytes, name: str) -> None:
         """Write a file that is no weight, such as the tokenizer's."""
@@ -217,7 +224,6 @@ class FTWriter:
         expected = {file.name for file in files if file.spec.required}
         missing = sorted(expected - self._entries.keys())
         if missing:
-            shutil.rmtree(self.partial, ignore_errors=True)
             raise CheckpointError(problem("not every weight was written", got=missing))
         text = config_ini.format_config(self.config, self.tp_size, self.weight_data_type)
         self.copy(text.encode(), config_ini.FILE_NAME)

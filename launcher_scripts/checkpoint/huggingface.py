@@ -14,12 +14,14 @@ from launcher_scripts.checkpoint import huggingface_configs as configs
 from launcher_scripts.checkpoint import safetensors_file, tokenizer_files, torch_file
 from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.dtypes import plain
+from launcher_scripts.checkpoint.hints import Hints
 from launcher_scripts.checkpoint.huggingface_configs import RawConfig
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
 from launcher_scripts.errors import CheckpointError, Problems, problem
 from launcher_scripts.models.family import ModelConfig, Partition
 
 CONFIG_NAME = "config.json"
+DECODER = ("decoder.", "lm_head.")
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 PREFIXES = ("transformer.", "model.")
 BUFFERS = (
@@ -105,11 +107,15 @@ class HuggingFaceCheckpoint:
         return CONFIG_NAME in archive.names()
 
     @classmethod
-    def open(cls, archive: Archive) -> HuggingFaceCheckpoint:
+    def open(cls, archive: Archive, hints: Hints) -> HuggingFaceCheckpoint:
         """Raises CheckpointError for what is damaged, incomplete or not supported."""
         raw = _read_config(archive)
         row = architecture(raw, archive.path / CONFIG_NAME)
         tensors = _read_weights(archive)
+        if hints.encoder_only:
+            tensors = {
+                name: tensor for name, tensor in tensors.items() if not name.startswith(DECODER)
+            }
         _untied(tensors, row.tied)
         values = RawConfig(raw, tensors.keys(), archive.path / CONFIG_NAME)
         variants = (f"{row.dialect}{row.variant(values)}",) if row.variant else ()
@@ -137,6 +143,10 @@ class HuggingFaceCheckpoint:
     def tokenizer_files(self) -> dict[str, bytes]:
         """Exported name -> content of the checkpoint's own tokenizer."""
         return tokenizer_files.plain_files(self.archive)
+
+    def extra_files(self) -> dict[str, bytes]:
+        """Other files to put beside the weights."""
+        return {}
 
     def describe(self) -> dict[str, Any]:
         """What the manifest records about the source."""

@@ -18,9 +18,11 @@ import yaml
 
 from launcher_scripts.checkpoint import distributed, tokenizer_files, torch_file
 from launcher_scripts.checkpoint.archive import Archive
+from launcher_scripts.checkpoint.hints import Hints
 from launcher_scripts.checkpoint.nemo_gpt import read_gpt
-from launcher_scripts.checkpoint.source_tensor import SourceTensor, concatenated
-from launcher_scripts.errors import CheckpointError, Problems, problem
+from launcher_scripts.checkpoint.shards import StateDict, find_whole, merged_stages, rank_files
+from launcher_scripts.checkpoint.source_tensor import SourceTensor
+from launcher_scripts.errors import CheckpointError, problem
 from launcher_scripts.models.family import Partition
 from launcher_scripts.models.gpt import GPTConfig
 
@@ -34,13 +36,10 @@ _RANK_FOLDERS = (
     re.compile(r"mp_rank_(?P<tp>\d+)/" + re.escape(WEIGHTS_NAME)),
     re.compile(re.escape(WEIGHTS_NAME)),
 )
-_LAYER = re.compile(r"((?:encoder|decoder)\.layers\.)(\d+)(\..+)")
 _PREFIX = re.compile(r"^model\.(?:module\.)?(?:language_model\.)?")
 # Buffers and states no inference needs, and the last stage's copy of a tied table.
 _IGNORED = re.compile(r"(.+[./])?_extra_state(/.*)?|(.+\.)?inv_freq|word_embeddings\.weight")
 _CHUNK = re.compile(r"model\d+")
-
-StateDict = Mapping[str, SourceTensor]
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class NemoCheckpoint:
         return any(PurePosixPath(name).name == CONFIG_NAME for name in archive.names())
 
     @classmethod
-    def open(cls, archive: Archive) -> NemoCheckpoint:
+    def open(cls, archive: Archive, _hints: Hints) -> NemoCheckpoint:
         """Raises CheckpointError for what is damaged, incomplete or not supported."""
         root = _root(archive)
         raw = _read_yaml(archive, root + CONFIG_NAME)
@@ -78,7 +77,7 @@ class NemoCheckpoint:
             ranks = [[_stripped(tensors)]]
         else:
             ranks = _read_ranks(archive, root)
-        shards = _merged_stages(ranks)
+        shards = merged_stages(ranks)
         core = any(name.startswith("decoder.") for name in shards)
         local_norms = any(".pre_mlp_layernorm." in name for name in shards)
         gpt = read_gpt(raw, core=core, local_norms=local_norms)
@@ -99,13 +98,7 @@ class NemoCheckpoint:
 
         sections: see Layout. The source's weights are [out, in], the transpose of the stored form.
         """
-        shards = self.shards.get(name)
-        if shards is None:
-            return None
-        if partition is Partition.REPLICATED:
-            return shards[0]
-        axis = 1 if partition is Partition.ROW_PARALLEL else 0
-        return concatenated(shards, axis, sections)
+        return find_whole(self.shards, name, partition, sections)
 
     @property
     def knows_token_ids(self) -> bool:
@@ -115,6 +108,10 @@ class NemoCheckpoint:
     def tokenizer_files(self) -> dict[str, bytes]:
         """Exported name -> content of the checkpoint's own tokenizer."""
         return tokenizer_files.nemo_files(self.raw, self.archive, self.root)
+
+    def extra_files(self) -> dict[str, bytes]:
+        """Other files to put beside the weights."""
+        return {}
 
     def describe(self) -> dict[str, Any]:
         """What the manifest records about the source."""
@@ -148,40 +145,14 @@ def _read_yaml(archive: Archive, name: str) -> Mapping[str, Any]:
 
 def _read_ranks(archive: Archive, root: str) -> list[list[StateDict]]:
     """The state dicts, [pipeline stage][tensor-parallel rank]."""
-    files: dict[tuple[int, int], str] = {}
-    for name in archive.names():
-        for pattern in _RANK_FOLDERS:
-            match = pattern.fullmatch(name.removeprefix(root)) if name.startswith(root) else None
-            if match is None:
-                continue
-            places = match.groupdict()
-            place = (int(places.get("pp") or 0), int(places.get("tp") or 0))
-            if place in files:
-                raise CheckpointError(
-                    problem(f"{archive.path} has two files of one rank", got=[files[place], name])
-                )
-            files[place] = name
-    stages = 1 + max((pp for pp, _ in files), default=-1)
-    ranks = 1 + max((tp for _, tp in files), default=-1)
-    if not files:
-        raise CheckpointError(
-            problem(
-                f"{archive.path} holds no weights",
-                choices=[
-                    WEIGHTS_NAME,
-                    f"mp_rank_00/{WEIGHTS_NAME}",
-                    f"tp_rank_00_pp_rank_000/{WEIGHTS_NAME}",
-                    DISTRIBUTED_FOLDER + distributed.METADATA,
-                ],
-            )
-        )
-    problems = Problems(f"the checkpoint {archive.path}")
-    for pp in range(stages):
-        for tp in range(ranks):
-            if (pp, tp) not in files:
-                problems.add(f"the file of tensor-parallel rank {tp}, stage {pp} is missing")
-    problems.raise_if_any(CheckpointError)
-    return [[_state_dict(archive, files[pp, tp]) for tp in range(ranks)] for pp in range(stages)]
+    choices = [
+        WEIGHTS_NAME,
+        f"mp_rank_00/{WEIGHTS_NAME}",
+        f"tp_rank_00_pp_rank_000/{WEIGHTS_NAME}",
+        DISTRIBUTED_FOLDER + distributed.METADATA,
+    ]
+    files = rank_files(archive, root, _RANK_FOLDERS, choices)
+    return [[_state_dict(archive, name) for name in ranks] for ranks in files]
 
 
 def _state_dict(archive: Archive, name: str) -> StateDict:
@@ -213,29 +184,3 @@ def _stripped(tensors: StateDict) -> StateDict:
     """Names without their common prefix, without what inference does not need."""
     stripped = {_PREFIX.sub("", name): tensor for name, tensor in tensors.items()}
     return {name: tensor for name, tensor in stripped.items() if not _IGNORED.fullmatch(name)}
-
-
-def _merged_stages(stages: list[list[StateDict]]) -> dict[str, tuple[SourceTensor, ...]]:
-    """Name -> shards, with the layers of all pipeline stages numbered through.
-
-    Stages start counting at 0; a stage begins where the one before it ended. A tensor that
-    several stages hold (a tied table) is taken from the first.
-    """
-    merged: dict[str, tuple[SourceTensor, ...]] = {}
-    first = 0
-    for ranks in stages:
-        count = 0
-        for name in {name: None for rank in ranks for name in rank}:
-            match = _LAYER.fullmatch(name)
-            target = name
-            if match:
-                count = max(count, int(match[2]) + 1)
-                target = f"{match[1]}{first + int(match[2])}{match[3]}"
-            shards = tuple(rank[name] for rank in ranks if name in rank)
-            if len(shards) < len(ranks):
-                raise CheckpointError(
-                    problem(f"{name} is missing on a tensor-parallel rank", got=len(shards))
-                )
-            merged.setdefault(target, shards)
-        first += count
-    return merged

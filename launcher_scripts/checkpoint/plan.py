@@ -45,6 +45,10 @@ class SourceCheckpoint(Protocol):
         """Exported name -> content of the checkpoint's own tokenizer; an error if it has none."""
         ...
 
+    def extra_files(self) -> dict[str, bytes]:
+        """Name -> content of other files to put beside the weights."""
+        ...
+
     def describe(self) -> dict[str, Any]:
         """What the manifest records about the source."""
         ...

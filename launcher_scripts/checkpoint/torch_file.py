@@ -58,7 +58,7 @@ def load(region: Region, origin: str, allowed: pickles.Globals | None = None) ->
     Raises CheckpointError when the file is damaged, compressed, or asks for anything but tensors
     and plain containers.
     """
-    names = ChainMap(_GLOBALS, allowed or {})
+    names = ChainMap(_GLOBALS, {} if allowed is None else allowed)
     magic = torch_legacy.MAGIC
     if region.size >= len(magic) and region.part(0, len(magic)).bytes() == magic:
         return torch_legacy.load(region, origin, names)

@@ -29,13 +29,19 @@ class Stopped(ClusterError):
 
 @dataclass
 class StopRequest:
-    """The first signal that asks to stop; later ones are noticed but change nothing."""
+    """The first signal that asks to stop; a second one asks not to wait for a clean end."""
 
     received: int | None = None
+    again: bool = False
 
     def __call__(self, received: int, _frame: FrameType | None) -> None:
         if self.received is None:
             self.received = received
+        else:
+            self.again = True
+
+    def hurry(self) -> bool:
+        return self.again
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
@@ -98,7 +104,7 @@ class Foreground:
         except Stopped as stopped:
             print(f"{stopped}: the {process.name} is ending", flush=True)
         self._services.remove(process)
-        process.stop(process.service.stop_timeout)
+        process.stop(process.service.stop_timeout, self._stop.hurry)
         process.show_log()
         _check_exit(process)
 
@@ -106,7 +112,7 @@ class Foreground:
         """End the services, newest first, and give the signal handlers back."""
         while self._services:
             process = self._services.pop()
-            process.stop(process.service.stop_timeout)
+            process.stop(process.service.stop_timeout, self._stop.hurry)
         self._exit.close()
 
     def _wait(

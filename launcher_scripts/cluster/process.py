@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from launcher_scripts.cluster.job import Service, Submitted
@@ -69,20 +70,17 @@ class Process:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(f"  | {line}" for line in lines[-_LOG_TAIL_LINES:])
 
-    def stop(self, leader_seconds: float) -> None:
+    def stop(self, leader_seconds: float, hurry: Callable[[], bool] = lambda: False) -> None:
         """End the script and all of its group.
 
-        The leader is asked first and has `leader_seconds` to end its children in order; what is
-        left of the group is asked then, and killed when that does not help.
+        The leader is asked first and has `leader_seconds` to end its children in order, or until
+        `hurry` says otherwise; what is left of the group is asked then, and killed at last.
         """
-        if self.exit_code() is None:
+        if not self.ended():
             self._popen.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._popen.wait(leader_seconds)
+            _wait_for(self.ended, leader_seconds, hurry)
         self._signal_group(signal.SIGTERM)
-        deadline = time.monotonic() + _GROUP_SECONDS
-        while self._group_lives() and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+        _wait_for(lambda: not self._group_lives(), _GROUP_SECONDS, hurry)
         self._signal_group(signal.SIGKILL)
         self._popen.wait()
 
@@ -113,6 +111,12 @@ class ServiceProcess(Process):
 
     def ready(self) -> bool:
         return _stamp(self.service.ready_file) not in (None, self._leftover)
+
+
+def _wait_for(done: Callable[[], bool], seconds: float, hurry: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + seconds
+    while not (done() or hurry()) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

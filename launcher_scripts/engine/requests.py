@@ -1,4 +1,4 @@
-"""Whether the engine can do what a request asks; a wrong one is answered before it costs anything."""
+"""Whether the engine can do what a request asks; a wrong one is answered before it is run."""
 
 from __future__ import annotations
 

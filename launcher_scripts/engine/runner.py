@@ -213,7 +213,7 @@ class Runner:
 
     def _greedy_step(self, batch: SamplingBatch, slots: Tensor, bounds: Bounds) -> Tensor:
         logits = self._forward_step(slots, bounds)
-        return self._finish(_argmax(logits), slots, batch).tokens
+        return self._finish(self._greedy(logits), slots, batch).tokens
 
     def _forward_step(self, slots: Tensor, bounds: Bounds) -> Tensor | None:
         """One token of every row through this stage; logits [B, vocab] on the last one."""
@@ -233,10 +233,15 @@ class Runner:
         if logits is None:
             sampled = None
         elif batch.greedy:
-            sampled = _argmax(logits)
+            sampled = self._greedy(logits)
         else:
             sampled = sample(logits, batch, self.states, self.decoder.cache.ids, longest)
         return self._finish(sampled, batch.slots, batch)
+
+    def _greedy(self, logits: Tensor | None) -> Sampled | None:
+        if logits is None:
+            return None
+        return Sampled(self.decoder.kernels.argmax(logits), None)
 
     def _finish(self, sampled: Sampled | None, slots: Tensor, batch: SamplingBatch) -> Sampled:
         """The last stage's choice on every stage, kept as the rows' next tokens."""
@@ -253,10 +258,6 @@ class Runner:
 
     def _to_device(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
-
-
-def _argmax(logits: Tensor | None) -> Sampled | None:
-    return None if logits is None else Sampled(logits.argmax(-1), None)
 
 
 def _padding_row(slot: int) -> RowStart:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from launcher_scripts.checkpoint.dtypes import BFLOAT16
 from launcher_scripts.kernels.operands import Linear, Norm
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, WeightSpec
@@ -120,7 +121,7 @@ class WeightLoader:
     def _head(self, table: Tensor | None) -> Linear:
         weight = table if self.config.tied_embeddings else self._table("lm_head.weight")
         final_norm = self._norm("final_layernorm") if self.config.final_norm else None
-        return self._finished(Linear(weight, norm=final_norm))
+        return Linear(weight, norm=final_norm)
 
     def _layer(self, layer: int) -> LayerWeights:
         input_norm = self._norm("layers.*.input_layernorm", layer)
@@ -147,7 +148,7 @@ class WeightLoader:
         bias = None
         if f"{name}.bias" in self._specs:
             bias = self._tensor(f"{name}.bias", self.dtype, layer)
-        return self._finished(Linear(weight.t().contiguous(), bias, norm))
+        return Linear(weight.t().contiguous(), bias, norm)
 
     def _norm(self, name: str, layer: int | None = None) -> Norm:
         bias = None
@@ -155,9 +156,6 @@ class WeightLoader:
             bias = self._tensor(f"{name}.bias", torch.float32, layer)
         weight = self._tensor(f"{name}.weight", torch.float32, layer)
         return Norm(self.config.normalization, weight, bias, self.config.norm_eps)
-
-    def _finished(self, linear: Linear) -> Linear:
-        return linear.folded() if self.device.type == "cuda" else linear
 
     def _table(self, name: str) -> Tensor:
         """This rank's part of a vocabulary table or vector; what is past the vocabulary is zero."""
@@ -176,5 +174,8 @@ class WeightLoader:
 
 def _tensor(array: np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A copy of a (possibly read-only, memory-mapped) array on the device in `dtype`."""
-    host = torch.from_numpy(np.array(array))
+    if array.dtype == BFLOAT16:
+        host = torch.from_numpy(np.array(array.view("<i2"))).view(torch.bfloat16)
+    else:
+        host = torch.from_numpy(np.array(array))
     return host.to(device=device, dtype=dtype)

@@ -1,8 +1,8 @@
 """The operations of reference.py for CUDA, most of them as one kernel in the Triton language.
 
-A step of one row is bound by reading the weights once: there each projection is one kernel that
-normalizes, multiplies, adds and activates (gemv.py). Steps of more rows leave the products to
-cuBLAS, which reads the weights once for all rows.
+A step of one row is bound by reading the weights: there each projection is one kernel that
+multiplies, adds and activates (gemv_kernel.py), behind a norm of its own. Steps of more rows leave
+the products to cuBLAS, which reads the weights once for all rows.
 """
 
 from __future__ import annotations
@@ -13,24 +13,37 @@ from torch import Tensor
 from torch.nn import functional
 
 from launcher_scripts.kernels import reference
-from launcher_scripts.kernels.attention_kernels import attend, merge_splits
+from launcher_scripts.kernels.attention_kernels import attend, attention_shape, merge_splits
 from launcher_scripts.kernels.gemv_kernel import gemv, gemv_shape
 from launcher_scripts.kernels.operands import Heads, LayerCache, Linear, Norm, RelativeBias
-from launcher_scripts.kernels.row_kernels import normalize, rotate_and_store
+from launcher_scripts.kernels.row_kernels import (
+    block_argmax,
+    final_argmax,
+    look_up,
+    normalize,
+    rotate_and_store,
+)
 
 ACTIVATIONS = reference.ACTIVATIONS
-NORM_CODES = {None: 0, "layernorm": 1, "rmsnorm": 2}
+NORM_CODES = {"layernorm": 1, "rmsnorm": 2}
 ACTIVATION_CODES = {None: 0, "gelu": 1, "gelu_erf": 2, "relu": 3, "silu": 4, "squared_relu": 5}
-TOKENS_PER_TILE = 64
-TOKENS_PER_SPLIT = 256
-MOST_SPLITS = 32
+ARGMAX_BLOCK = 1024
 
-embed = reference.embed
 add_residual = reference.add_residual
 rotary_table = reference.rotary_table
 context_attention = reference.context_attention
 source_attention = reference.source_attention
 source_attention_weights = reference.source_attention_weights
+
+
+def embed(ids: Tensor, table: Tensor, first_id: int) -> Tensor:
+    """See reference.embed."""
+    size = table.shape[1]
+    out = torch.empty(ids.shape[0], size, device=table.device)
+    look_up[(ids.shape[0],)](
+        ids, table, out, first_id, table.shape[0], size, BLOCK=triton.next_power_of_2(size)
+    )
+    return out
 
 
 def norm(x: Tensor, weights: Norm, dtype: torch.dtype) -> Tensor:
@@ -123,7 +136,7 @@ def decode_attention(
 ) -> Tensor:
     """See reference.decode_attention. Long contexts are split over programs and merged."""
     rows, num_heads, size = query.shape
-    splits = min(MOST_SPLITS, -(-longest // TOKENS_PER_SPLIT))
+    splits, tile, warps = attention_shape(longest)
     out = torch.empty(rows, num_heads * size, dtype=query.dtype, device=query.device)
     # [rows, heads, splits]: unnormalized outputs, then largest score and sum of weights
     partial = torch.empty(rows, num_heads, splits, size, device=query.device)
@@ -152,8 +165,8 @@ def decode_attention(
         GROUP=num_heads // cache.keys.shape[0],
         ALIBI=slopes is not None,
         RELATIVE=relative is not None,
-        TILE=TOKENS_PER_TILE,
-        num_warps=4,
+        TILE=tile,
+        num_warps=warps,
         **shape,
     )
     if splits > 1:
@@ -175,6 +188,22 @@ def logits(x: Tensor, head: Linear) -> Tensor:
     return out if head.bias is None else out + head.bias
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """See reference.argmax. Two kernels: of blocks, then of the blocks' results."""
+    rows, size = logits.shape
+    blocks = triton.cdiv(size, ARGMAX_BLOCK)
+    values = torch.empty(rows, blocks, device=logits.device)
+    places = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    block_argmax[(rows, blocks)](
+        logits, values, places, logits.stride(0), size, BLOCK=ARGMAX_BLOCK, num_warps=4
+    )
+    final_argmax[(rows,)](
+        values, places, out, blocks, BLOCK=triton.next_power_of_2(blocks), num_warps=1
+    )
+    return out
+
+
 def _normalized(x: Tensor, linear: Linear) -> Tensor:
     if linear.norm is None:
         return x.to(linear.weight.dtype)
@@ -192,29 +221,22 @@ def _gemv(
 ) -> Tensor:
     """One row through a projection: [1, out] of `dtype`."""
     out_size, in_size = linear.weight.shape
-    linear = _folded(linear)
-    gate = linear if gate is None else _folded(gate)
+    x = _normalized(x, linear)
     out = torch.empty(1, out_size, dtype=dtype, device=x.device)
     rows, block, warps = gemv_shape(in_size)
-    kind = None if linear.norm is None else linear.norm.kind
     gemv[(triton.cdiv(out_size, rows),)](
         x,
         linear.weight,
-        gate.weight,
-        x if linear.norm is None else linear.norm.weight,
-        x if linear.column_sums is None else linear.column_sums,
-        x if gate.column_sums is None else gate.column_sums,
-        x if linear.offsets is None else linear.offsets,
-        x if gate.offsets is None else gate.offsets,
+        linear.weight if gate is None else gate.weight,
+        x if linear.bias is None else linear.bias,
+        x if gate is None or gate.bias is None else gate.bias,
         x if residual is None else residual,
         out,
         out_size,
-        0.0 if linear.norm is None else linear.norm.eps,
         IN=in_size,
-        NORM=NORM_CODES[kind],
-        OFFSET=linear.offsets is not None,
+        BIAS=linear.bias is not None,
         ACTIVATION=ACTIVATION_CODES[activation],
-        GATED=gate is not linear,
+        GATED=gate is not None,
         RESIDUAL=residual is not None,
         ROWS=rows,
         BLOCK=block,
@@ -222,13 +244,3 @@ def _gemv(
         num_stages=1,
     )
     return out
-
-
-def _folded(linear: Linear) -> Linear:
-    """The projection with what one pass needs; weights loaded for CUDA have it already."""
-    lacks_sums = linear.norm is not None and linear.norm.kind == "layernorm"
-    if (lacks_sums and linear.column_sums is None) or (
-        linear.bias is not None and linear.offsets is None
-    ):
-        return linear.folded()
-    return linear

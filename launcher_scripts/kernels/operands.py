@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -24,38 +23,16 @@ class Norm:
 
 @dataclass(frozen=True)
 class Linear:
-    """y = x W^T + b, optionally of a normalized x.
+    """y = x W^T + b, of a normalized x where there is a norm.
 
-    weight:      [out, in] in the compute type
-    bias:        [out] in the compute type
-    norm:        applied to x first
-    column_sums: float32 [out], W g: what a mean of one contributes (layer norm only)
-    offsets:     float32 [out], W beta + b
-    The last two let one pass over x give both its statistics and the product:
-    W norm(x) + b = (W (g x) - mean W g) / std + (W beta + b).
+    weight: [out, in] in the compute type
+    bias:   [out] in the compute type
+    norm:   applied to x first
     """
 
     weight: Tensor
     bias: Tensor | None = None
     norm: Norm | None = None
-    column_sums: Tensor | None = None
-    offsets: Tensor | None = None
-
-    def folded(self) -> Linear:
-        """The same projection with column_sums and offsets filled in; exact up to rounding."""
-        offsets = None if self.bias is None else self.bias.float()
-        column_sums = None
-        if self.norm is not None and self.norm.kind == "layernorm":
-            column_sums = _times(self.weight, self.norm.weight)
-            if self.norm.bias is not None:
-                shift = _times(self.weight, self.norm.bias)
-                offsets = shift if offsets is None else offsets + shift
-        return replace(self, column_sums=column_sums, offsets=offsets)
-
-
-def _times(weight: Tensor, vector: Tensor) -> Tensor:
-    """W v in float32, a few rows at a time so that no float32 copy of W is ever whole."""
-    return torch.cat([part.float() @ vector for part in weight.split(4096)])
 
 
 @dataclass(frozen=True)

@@ -241,6 +241,11 @@ def _scale(scale: float | None, head_size: int) -> float:
     return head_size**-0.5 if scale is None else scale
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """The largest logit's id of every row, int64 [N]; the lowest id of equal ones."""
+    return logits.argmax(-1)
+
+
 def _normalized(x: Tensor, linear: Linear) -> Tensor:
     if linear.norm is None:
         return x.to(linear.weight.dtype)

@@ -1,4 +1,4 @@
-"""Norms, and what happens to queries, keys and values before attention, in the Triton language."""
+"""Kernels of one program per row, in the Triton language: lookup, norm, rotary, argmax."""
 
 from __future__ import annotations
 
@@ -67,3 +67,39 @@ def rotate_and_store(
             tl.store(keys + place, out.to(keys.dtype.element_ty), mask=held)
         else:
             tl.store(values + place, out.to(values.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def look_up(ids, table, out, first_id, held, size, BLOCK: tl.constexpr):
+    """One program: the table's row of one id in float32, zeros for an id of another rank."""
+    token = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    local = tl.load(ids + token).to(tl.int64) - first_id
+    mine = (local >= 0) & (local < held)
+    inside = columns < size
+    values = tl.load(table + local * size + columns, mask=inside & mine, other=0.0)
+    tl.store(out + token.to(tl.int64) * size + columns, values.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def block_argmax(logits, values, places, stride, size, BLOCK: tl.constexpr):
+    """One program: the largest of one block of a row and where it is, the first of equal ones."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    row_logits = tl.load(logits + row * stride + columns, mask=columns < size, other=-float("inf"))
+    largest, where = tl.max(row_logits, 0, return_indices=True)
+    part = row * tl.num_programs(1) + block
+    tl.store(values + part, largest)
+    tl.store(places + part, block * BLOCK + where)
+
+
+@triton.jit
+def final_argmax(values, places, out, blocks, BLOCK: tl.constexpr):
+    """One program: the first of the largest blocks of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < blocks
+    largest = tl.load(values + row * blocks + columns, mask=inside, other=-float("inf"))
+    block = tl.argmax(largest, 0)
+    tl.store(out + row, tl.load(places + row * blocks + block).to(tl.int64))

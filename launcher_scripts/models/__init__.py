@@ -1,11 +1,11 @@
 """The model families: one row each."""
 
-from launcher_scripts.models import agm, bart, gpt, t5
+from launcher_scripts.models import agm, bart, gpt, t5, t5_weights
 from launcher_scripts.models.family import Family, ModelConfig
 
 FAMILIES = {
     "gpt": Family("gpt", gpt.GPTConfig, gpt.weights),
-    "t5": Family("t5", t5.T5Config, t5.weights),
+    "t5": Family("t5", t5.T5Config, t5_weights.weights),
     "bart": Family("bart", bart.BartConfig, bart.weights),
     "agm": Family("agm", agm.AgmConfig, agm.weights),
 }

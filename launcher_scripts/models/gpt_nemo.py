@@ -40,6 +40,13 @@ NEMO_LEGACY = {
     ),
 }
 
+# Megatron-LM's checkpoint version 1
+MEGATRON_INNERMOST = {
+    "layers.*.attention.query_key_value": Source(
+        (f"{_LAYER}.self_attention.query_key_value",), "qkv_innermost"
+    ),
+}
+
 # Norms inside of Transformer Engine's linears.
 MCORE = {
     "wte": Source(("embedding.word_embeddings.weight",)),
@@ -101,6 +108,7 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "nemo_fused_gate": NEMO_FUSED_GATE,
     "nemo_legacy": NEMO_LEGACY,
     "nemo_plus_one": _plus_one(NEMO),
+    "megatron_innermost": MEGATRON_INNERMOST,
     "mcore": MCORE,
     "mcore_fused_gate": MCORE_FUSED_GATE,
     "mcore_local": MCORE_LOCAL,

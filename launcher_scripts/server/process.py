@@ -25,7 +25,6 @@ DEVICE_VARIABLE = "LAUNCHER_DEVICE"
 TAIL_LINES = 60
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 10.0
-_UNLOAD_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
 _MOST_ERRORS = 5
 # An error in Triton's log: level and time, process, place, and the message, mostly in quotes.
@@ -135,14 +134,11 @@ class ServerProcess:
         return found
 
     def stop(self, timeout: float) -> None:
-        """Ask the server to end, give it `timeout` seconds, then end whatever is left of it.
-
-        The server has the same number of seconds to finish its requests, and some more to unload.
-        """
+        """Ask the server to end, give it `timeout` seconds, then end whatever is left of it."""
         if self.exit_code() is None:
             self._process.terminate()
             try:
-                self._process.wait(timeout + _UNLOAD_SECONDS)
+                self._process.wait(timeout)
             except subprocess.TimeoutExpired:
                 print(f"the server did not end within {timeout:g} s and is killed", flush=True)
         self._kill_members()

@@ -28,6 +28,9 @@ from launcher_scripts.server.process import ServerProcess, is_alive, is_remote
 from launcher_scripts.settings import DeploySettings
 
 _POLL_SECONDS = 0.2
+# What a server needs to unload its models after its last request, and what one gets that is broken.
+_UNLOAD_SECONDS = 5.0
+_FAILED_SECONDS = 5.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EVERY_ADDRESS = ("0.0.0.0", "::", "")
 
@@ -41,6 +44,10 @@ class StopRequest:
     def __call__(self, received: int, _frame: FrameType | None) -> None:
         if self.received is None:
             self.received = received
+
+    @property
+    def name(self) -> str:
+        return "nobody asked" if self.received is None else signal.Signals(self.received).name
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -60,8 +67,7 @@ def serve(settings: DeploySettings) -> None:
     """
     check_repository(settings.model_repository)
     installation = find_installation(settings.tritonserver)
-    settings.ready_file.parent.mkdir(parents=True, exist_ok=True)
-    settings.ready_file.unlink(missing_ok=True)
+    prepare_results(settings)
     stop = StopRequest()
     with (
         stop.listening(),
@@ -70,20 +76,31 @@ def serve(settings: DeploySettings) -> None:
     ):
         ports = held.enter_context(reserved_ports(settings))
         process = ServerProcess(settings, installation, ports, Path(folder))
-        patience = settings.stop_timeout
+        patience = settings.stop_timeout + _UNLOAD_SECONDS
         try:
             service = Service(settings, process, ports, stop)
             if service.wait_until_ready():
                 held.close()
                 service.announce()
                 service.watch()
-            print(f"stopping the server: {signal.Signals(stop.received or 0).name}", flush=True)
+            print(f"stopping the server: {stop.name}", flush=True)
         except ServerError:
-            patience = min(patience, 10.0)
+            patience = min(patience, _FAILED_SECONDS)
             raise
         finally:
             settings.ready_file.unlink(missing_ok=True)
             process.stop(patience)
+
+
+def prepare_results(settings: DeploySettings) -> None:
+    """Make the folder of the ready file, and remove an older server's."""
+    try:
+        settings.ready_file.parent.mkdir(parents=True, exist_ok=True)
+        settings.ready_file.unlink(missing_ok=True)
+    except OSError as error:
+        raise ServerError(
+            problem(f"cannot write the ready file: {error}", change="deploy.run.results_dir")
+        ) from error
 
 
 def check_repository(repository: str) -> None:
@@ -213,8 +230,11 @@ def public_host(settings: DeploySettings, ports: Ports) -> str:
 def write_json(path: Path, value: Any) -> None:
     """Write a file that readers see whole or not at all."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ServerError(f"cannot write {path}: {error}") from error
 
 
 def _address(host: str, port: int) -> str:

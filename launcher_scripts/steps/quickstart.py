@@ -102,6 +102,7 @@ def command(checkpoint: Path, results_dir: Path) -> list[str]:
         "export.triton_deployment.data_type=fp32",
         "export.triton_deployment.max_batch_size=8",
         f"deploy.run.results_dir={_quote(results_dir / 'deploy')}",
+        f"deploy.server.device={device()}",
         "deploy.server.host=127.0.0.1",
         "deploy.server.http_port=0",
         "deploy.server.grpc_port=0",
@@ -111,6 +112,13 @@ def command(checkpoint: Path, results_dir: Path) -> list[str]:
         "evaluate.benchmark.requests=3",
         "evaluate.benchmark.warmup=1",
     ]
+
+
+def device() -> str:
+    """CUDA where each of the two ranks has a device of its own, else the CPU."""
+    import torch
+
+    return "cuda" if torch.cuda.device_count() >= 2 else "cpu"
 
 
 def _quote(path: Path) -> str:

@@ -17,13 +17,17 @@ def export_folder(
     checkpoint: Path, target: Path, tp_size: int = 1, data_type: str = "fp32", **more: Any
 ) -> Path:
     """Export without a tokenizer, unless `more` says otherwise; the folder of the shards."""
-    values = {"tokenizer": TokenizerSettings("none"), "processes": 2, **more}
+    values = {
+        "tokenizer": TokenizerSettings("none"),
+        "processes": 2,
+        "parallelism": Parallelism(tp_size, 1),
+        **more,
+    }
     settings = ExportSettings(
         model_name="m",
         model_type="gpt3",
         checkpoint_path=str(checkpoint),
         triton_model_dir=str(target / "m"),
-        parallelism=Parallelism(tp_size, 1),
         weight_data_type=data_type,
         **values,
     )

@@ -64,3 +64,19 @@ class StoredWeights:
             array = (array.astype("<u4") << 16).view("<f4")
         shape = self.rows[name][0].shape_on(self.config, self.tp_size)
         return torch.from_numpy(array.astype(np.float32)).reshape(shape)
+
+
+class Cached:
+    """Tensors of `weights`, read once."""
+
+    def __init__(self, weights: StoredWeights) -> None:
+        self._weights = weights
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors or name in self._weights
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._tensors:
+            self._tensors[name] = self._weights[name]
+        return self._tensors[name]

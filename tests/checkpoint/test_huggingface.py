@@ -1,10 +1,14 @@
 """Exports of tiny transformers models: the files alone give the logits of transformers."""
 
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from launcher_scripts.errors import CheckpointError, ConfigError
 from tests.checkpoint import reference_forward_bart, reference_forward_gpt, reference_forward_t5
 from tests.checkpoint.exporting import export_folder, open_weights
 from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS
@@ -50,3 +54,106 @@ def test_key_value_heads_are_copied_where_there_are_more_ranks(tmp_path: Path) -
         expected = model(IDS).logits
     found = reference_forward_gpt.logits(weights, config, IDS)
     assert (found - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama", "t5_v1_1"])
+def test_bfloat16_files_hold_what_torch_rounds_to(tmp_path: Path, name: str) -> None:
+    (DECODERS | ENCODER_DECODERS)[name].save(tmp_path / "hf")
+    exact, _ = open_weights(export_folder(tmp_path / "hf", tmp_path / "fp32", 2))
+    folder = export_folder(tmp_path / "hf", tmp_path / "bf16", 2, "bf16")
+    rounded, _ = open_weights(folder)
+    assert "weight_data_type = bf16" in (folder / "config.ini").read_text()
+    for tensor in rounded.rows:
+        assert torch.equal(rounded[tensor], exact[tensor].bfloat16().float()), tensor
+
+
+def test_a_bfloat16_source_is_kept_bit_by_bit(tmp_path: Path) -> None:
+    model = DECODERS["opt"].make().bfloat16()
+    model.save_pretrained(tmp_path / "hf")
+    folder = export_folder(tmp_path / "hf", tmp_path, 1, "bf16")
+    stored = np.fromfile(folder / "model.layers.0.mlp.dense_h_to_4h.weight.0.bin", "<i2")
+    expected = model.model.decoder.layers[0].fc1.weight.T.contiguous().view(torch.int16)
+    assert np.array_equal(stored, expected.numpy().reshape(-1))
+
+
+def test_values_beyond_fp16_are_refused_by_name(tmp_path: Path) -> None:
+    model = DECODERS["gpt2"].make()
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_fc.weight[3, 5] = -1e5
+    model.save_pretrained(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match=r"1\.mlp\.dense_h_to_4h\.weight .*100000.*bf16"):
+        export_folder(tmp_path / "hf", tmp_path, 1, "fp16")
+    assert not list(tmp_path.glob("m/1/*"))
+
+
+def test_sharded_and_torch_files_give_the_same_bytes(tmp_path: Path) -> None:
+    model = ENCODER_DECODERS["t5_v1_0"].make()
+    model.save_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="5KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
+    for name, zipped in (("new", True), ("old", False)):
+        folder = tmp_path / name
+        folder.mkdir()
+        shutil.copy(tmp_path / "whole" / "config.json", folder)
+        # torch files keep tied tensors under every name.
+        state = model.state_dict() | {"lm_head.weight": model.shared.weight}
+        torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    exports = {
+        name: export_folder(tmp_path / name, tmp_path / f"{name}-out", 2)
+        for name in ("whole", "sharded", "new", "old")
+    }
+    expected = contents(exports["whole"])
+    assert all(contents(folder) == expected for folder in exports.values())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".json"}
+
+
+def test_tied_tensors_are_found_under_any_of_their_names(tmp_path: Path) -> None:
+    model = ENCODER_DECODERS["bart"].make()
+    model.save_pretrained(tmp_path / "usual")
+    shutil.copytree(tmp_path / "usual", tmp_path / "other")
+    state = load_file(tmp_path / "usual" / "model.safetensors")
+    state["model.encoder.embed_tokens.weight"] = state.pop("model.shared.weight")
+    save_file(state, tmp_path / "other" / "model.safetensors")
+    usual = export_folder(tmp_path / "usual", tmp_path / "a")
+    assert contents(export_folder(tmp_path / "other", tmp_path / "b")) == contents(usual)
+
+
+def test_missing_unknown_and_misshapen_tensors_are_one_error(tmp_path: Path) -> None:
+    DECODERS["gpt2"].make().save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    state = load_file(path)
+    state["transformer.h.0.attn.extra"] = torch.ones(2)
+    state["transformer.h.0.ln_1.weight"] = torch.ones(3)
+    del state["transformer.ln_f.bias"]
+    save_file(state, path)
+    with pytest.raises(CheckpointError) as caught:
+        export_folder(tmp_path / "hf", tmp_path)
+    for part in ("h.0.attn.extra is a", "0.input_layernorm.weight has", "ln_f.bias is missing"):
+        assert part in str(caught.value)
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    DECODERS["opt"].make().save_pretrained(tmp_path / "hf", max_shard_size="5KB")
+    lost = sorted((tmp_path / "hf").glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(CheckpointError, match=f"shard is missing; got '{lost.name}'"):
+        export_folder(tmp_path / "hf", tmp_path)
+
+
+def test_sizes_that_do_not_divide_are_answered_with_those_that_do(tmp_path: Path) -> None:
+    ENCODER_DECODERS["bart"].make().save_pretrained(tmp_path / "hf")
+    with pytest.raises(ConfigError, match="got 4; choices: 1, 2; "):
+        export_folder(tmp_path / "hf", tmp_path, 4)
+
+
+def test_the_source_can_be_named(tmp_path: Path) -> None:
+    DECODERS["gpt2"].make().save_pretrained(tmp_path / "hf")
+    export_folder(tmp_path / "hf", tmp_path, source="huggingface")
+    with pytest.raises(CheckpointError, match=r"must hold one model_config\.yaml"):
+        export_folder(tmp_path / "hf", tmp_path / "b", source="nemo")
+    with pytest.raises(ConfigError, match="unknown source; got 'onnx'; choices: auto, nemo, "):
+        export_folder(tmp_path / "hf", tmp_path / "c", source="onnx")

@@ -129,7 +129,7 @@ def test_low_precision_is_near(data_type):
     engine = engine_for(config, tensors, device="cuda", data_type=data_type)
     want = context_logits(reference, PROMPTS[6])
     error = (context_logits(engine, PROMPTS[6]) - want).norm() / want.norm()
-    assert error < 0.03
+    assert error < 0.06
     tokens = generate(engine, PROMPTS[3], 12)
     again = context_logits(engine, (*PROMPTS[3], *tokens))
     start = len(PROMPTS[3]) - 1

@@ -27,26 +27,33 @@ def compile_kernel(kernel, pointers: dict[str, str], numbers: dict[str, str], co
     return triton.compile(source, target=HOPPER).asm["ptx"]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "norm", "gated"), list(itertools.product(TYPES[:2], (0, 1, 2), (False, True)))
-)
-def test_gemv(dtype, norm, gated):
-    pointers = dict.fromkeys(("gain", "sums", "gate_sums", "residual"), "fp32")
-    pointers |= dict.fromkeys(("offsets", "gate_offsets"), "fp32")
-    pointers |= {"x": "fp32" if norm else dtype, "weight": dtype, "gate_weight": dtype}
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_gemv(dtype, gated):
+    pointers = dict.fromkeys(("x", "weight", "gate_weight", "bias", "gate_bias"), dtype)
+    pointers |= {"residual": "fp32", "out": "fp32"}
     constants = {
         "IN": 768,
-        "NORM": norm,
-        "OFFSET": norm != 2,
-        "ACTIVATION": 2 * norm,
+        "BIAS": True,
+        "ACTIVATION": 2,
         "GATED": gated,
-        "RESIDUAL": norm == 0,
+        "RESIDUAL": not gated,
         "ROWS": 2,
         "BLOCK": 256,
     }
-    numbers = {"out_size": "i32", "eps": "fp32"}
-    ptx = compile_kernel(gemv_kernel.gemv, pointers | {"out": dtype}, numbers, constants)
+    ptx = compile_kernel(gemv_kernel.gemv, pointers, {"out_size": "i32"}, constants)
     assert ".visible .entry gemv" in ptx
+
+
+def test_look_up_and_argmax():
+    pointers = {"ids": "i64", "table": "bf16", "out": "fp32"}
+    numbers = dict.fromkeys(("first_id", "held", "size"), "i32")
+    assert compile_kernel(row_kernels.look_up, pointers, numbers, {"BLOCK": 64})
+    pointers = {"logits": "fp32", "values": "fp32", "places": "i32"}
+    numbers = dict.fromkeys(("stride", "size"), "i32")
+    assert compile_kernel(row_kernels.block_argmax, pointers, numbers, {"BLOCK": 1024})
+    pointers = {"values": "fp32", "places": "i32", "out": "i64"}
+    assert compile_kernel(row_kernels.final_argmax, pointers, {"blocks": "i32"}, {"BLOCK": 64})
 
 
 @pytest.mark.parametrize("kind", [1, 2])
@@ -56,7 +63,7 @@ def test_normalize(kind):
     assert compile_kernel(row_kernels.normalize, pointers, numbers, {"KIND": kind, "BLOCK": 1024})
 
 
-@pytest.mark.parametrize(("dtype", "half"), list(itertools.product(TYPES, (0, 8, 32)))))
+@pytest.mark.parametrize(("dtype", "half"), list(itertools.product(TYPES, (0, 8, 32))))
 def test_rotate_and_store(dtype, half):
     pointers = dict.fromkeys(("qkv", "query", "keys", "values"), dtype)
     pointers |= {"slots": "i64", "cosines": "fp32", "sines": "fp32"}
@@ -64,14 +71,16 @@ def test_rotate_and_store(dtype, half):
     assert compile_kernel(row_kernels.rotate_and_store, pointers, {"pool_tokens": "i32"}, constants)
 
 
-@pytest.mark.parametrize(("dtype", "splits"), list(itertools.product(TYPES, (1, 4)))))
-def test_attention(dtype, splits):
+@pytest.mark.parametrize(
+    ("dtype", "splits", "relative"), list(itertools.product(TYPES, (1, 4), (False, True)))
+)
+def test_attention(dtype, splits, relative):
     pointers = dict.fromkeys(("query", "keys", "values", "out"), dtype)
-    pointers |= dict.fromkeys(("starts", "lengths"), "i64")
-    pointers |= dict.fromkeys(("slopes", "partial", "weights"), "fp32")
+    pointers |= dict.fromkeys(("starts", "lengths", "positions"), "i64")
+    pointers |= dict.fromkeys(("slopes", "bias", "partial", "weights"), "fp32")
     shape = {"HEADS": 8, "SIZE": 48, "BLOCK": 64, "SPLITS": splits}
-    constants = shape | {"GROUP": 4, "ALIBI": splits > 1, "TILE": 64}
-    numbers = {"pool_tokens": "i32", "scale": "fp32"}
+    constants = shape | {"GROUP": 4, "ALIBI": splits > 1, "RELATIVE": relative, "TILE": 64}
+    numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32"}
     assert compile_kernel(attention_kernels.attend, pointers, numbers, constants)
     merged = {"partial": "fp32", "weights": "fp32", "out": dtype}
     assert compile_kernel(

@@ -137,15 +137,27 @@ def test_a_server_in_the_foreground_ends_cleanly(start: Start, tmp_path: Path, n
     assert_ended(pids)
 
 
-@pytest.mark.parametrize("behaviour", ["deaf", "leaves_child"])
-def test_no_process_outlives_a_server_that_ends_badly(
-    start: Start, tmp_path: Path, behaviour: str
-) -> None:
-    process = start("stages=[export,deploy]", "deploy.server.stop_timeout=1", SERVER=behaviour)
+def test_no_process_outlives_a_server_that_forgets_them(start: Start, tmp_path: Path) -> None:
+    process = start("stages=[export,deploy]", SERVER="leaves_child")
     wait_for(deploy_folder(tmp_path) / "ready.json")
     process.terminate()
     process.communicate(timeout=30)
-    assert process.returncode == (128 + signal.SIGKILL if behaviour == "deaf" else 0)
+    assert process.returncode == 0
+    assert_ended((deploy_folder(tmp_path) / "pids").read_text())
+
+
+def test_a_second_signal_ends_a_server_that_does_not_listen(start: Start, tmp_path: Path) -> None:
+    process = start("stages=[export,deploy]", SERVER="deaf")
+    wait_for(deploy_folder(tmp_path) / "ready.json")
+    started = time.monotonic()
+    process.terminate()
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.terminate()
+    output, _ = process.communicate(timeout=30)
+    assert time.monotonic() - started < 15
+    assert "stopped by SIGTERM: the deploy job deploy_tiny is ending" in output
+    assert process.returncode == 128 + signal.SIGKILL
     assert_ended((deploy_folder(tmp_path) / "pids").read_text())
 
 

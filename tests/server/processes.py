@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,6 +92,8 @@ class RunningStep:
         self.process.wait()
         for region in self.shared_memory():
             region.unlink(missing_ok=True)
+        if backends := re.search(r"--backend-directory=(\S+)", self.out):
+            shutil.rmtree(Path(backends[1]).parent, ignore_errors=True)
         self._out.close()
         self._err.close()
 

@@ -24,9 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.slurm import accounting
 from tests.slurm.configuration import Paths, write_configuration
+from tests.slurm.processes import alive, end, processes, read
 
-PACKAGES = "slurm-wlm munge libpmix-dev libslurm-dev gcc libc6-dev"
+_PACKAGES = "slurm-wlm munge libpmix-dev libslurm-dev gcc libc6-dev"
 _SPANK_SOURCE = Path(__file__).parent / "spank" / "pyxis_double.c"
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "gcc")
 _SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
@@ -36,12 +38,16 @@ class ClusterFailure(Exception):
     """The cluster did not do what it should; the message has the daemons' last words."""
 
 
-def missing_requirements() -> list[str]:
-    """What this machine lacks for a cluster; empty when there is nothing."""
-    missing = [name for name in _PROGRAMS if shutil.which(name, path=_SEARCH_PATH) is None]
+def missing_requirements(with_accounting: bool = False) -> str:
+    """What this machine lacks for a cluster, and what to do about it; empty for nothing."""
+    if not any(Path("/sys/fs/cgroup").glob("*")):
+        return "this machine has no cgroup file system at /sys/fs/cgroup, which slurmd wants"
+    programs = [*_PROGRAMS, *(accounting.PROGRAMS if with_accounting else ())]
+    missing = [name for name in programs if shutil.which(name, path=_SEARCH_PATH) is None]
     if not Path("/usr/include/slurm/spank.h").exists():
         missing.append("slurm/spank.h")
-    return missing
+    packages = f"{_PACKAGES} {accounting.PACKAGES}" if with_accounting else _PACKAGES
+    return f"this machine lacks {', '.join(missing)}: apt-get install {packages}" if missing else ""
 
 
 def started_nodes(root: Path) -> int:
@@ -51,13 +57,17 @@ def started_nodes(root: Path) -> int:
 
 @dataclass(frozen=True)
 class TestCluster:
-    """A cluster under `root` with nodes n1, n2, ... that pretend to have `gpus` GPUs each."""
+    """A cluster under `root` with nodes n1, n2, ... that pretend to have `gpus` GPUs each.
+
+    accounting: whether sacct knows the jobs, through slurmdbd and a database
+    """
 
     __test__ = False
 
     root: Path
     nodes: int = 2
     gpus: int = 8
+    accounting: bool = False
 
     @property
     def paths(self) -> Paths:
@@ -73,7 +83,9 @@ class TestCluster:
     @property
     def daemons(self) -> list[str]:
         """The daemons in the order in which they start."""
-        return ["munged", "slurmctld", *(f"slurmd-n{n}" for n in range(1, self.nodes + 1))]
+        accounting = ["mariadbd", "slurmdbd"] if self.accounting else []
+        slurmds = [f"slurmd-n{number}" for number in range(1, self.nodes + 1)]
+        return ["munged", *accounting, "slurmctld", *slurmds]
 
     def run(self, *argv: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run a command against this cluster; its output comes back as text."""
@@ -82,21 +94,23 @@ class TestCluster:
 
     def start(self, timeout: float = 30) -> None:
         """Bring every daemon up and wait until all nodes are idle; does nothing when they are."""
-        missing = missing_requirements()
+        missing = missing_requirements(self.accounting)
         if missing:
-            raise ClusterFailure(
-                f"this machine lacks {', '.join(missing)}: apt-get install {PACKAGES}"
-            )
+            raise ClusterFailure(missing)
         if self.is_up():
             return
         if len(bytes(self.paths.munge_socket)) > _LONGEST_SOCKET_PATH:
             raise ClusterFailure(f"{self.root} is too long a path for sockets: choose another root")
         self.stop()
         write_configuration(self.paths, self.nodes, self.gpus)
+        if self.accounting:
+            accounting.write_accounting(self.paths)
         self._build_spank_plugin()
         try:
             for daemon in self.daemons:
                 self._start_daemon(daemon)
+                if daemon == "slurmdbd":
+                    self._register()
             _wait_until(self.is_up, timeout, lambda: f"no idle nodes: {self._last_words()}")
         except ClusterFailure:
             self.stop()
@@ -112,13 +126,13 @@ class TestCluster:
 
     def stop(self, timeout: float = 20) -> None:
         """End jobs, then daemons; whatever does not end in time is killed."""
+        run = self.root / "run"
         if self.pid("slurmctld") and self.pid("munged"):
             self.cancel_all(timeout / 2)
         # In this order: slurmd, slurmctld, munged.
         for path in sorted((self.root / "run").glob("*.pid"), reverse=True):
-            _end(self.pid(path.stem), timeout)
-            path.unlink(missing_ok=True)
-        for pid in [*self.step_daemons(), *self.job_processes()]:
+            X
+        for pid in [*self.step_daemons(), *self.jobprocesses()]:
             _end(pid, timeout=0)
 
     def cancel_all(self, timeout: float = 20) -> None:
@@ -146,17 +160,17 @@ class TestCluster:
             pid = int(self.paths.pid_file(daemon).read_text())
         except (OSError, ValueError):
             return None
-        name = _read(Path(f"/proc/{pid}/comm")).decode().strip()
-        return pid if _alive(pid) and name == daemon.split("-")[0] else None
+        name = read(Path(f"/proc/{pid}/comm")).decode().strip()
+        return pid if alive(pid) and name == daemon.split("-")[0] else None
 
     def step_daemons(self) -> list[int]:
         """The slurmstepd processes of this cluster: those that have its spank plugin loaded."""
         plugin = str(self.paths.pyxis_double)
         return [
             pid
-            for pid, folder in _processes()
-            if _read(folder / "comm").startswith(b"slurmstepd")
-            and plugin.encode() in _read(folder / "maps")
+            for pid, folder in processes()
+            if read(folder / "comm").startswith(b"slurmstepd")
+            and plugin.encode() in read(folder / "maps")
         ]
 
     def job_processes(self, job_id: str | None = None) -> list[int]:
@@ -164,8 +178,8 @@ class TestCluster:
         conf = f"SLURM_CONF={self.paths.slurm_conf}".encode()
         job = b"SLURM_JOB_ID=" + (job_id or "").encode()
         found = []
-        for pid, folder in _processes():
-            variables = _read(folder / "environ").split(b"\0")
+        for pid, folder in processes():
+            variables = read(folder / "environ").split(b"\0")
             ours = conf in variables and any(item.startswith(job) for item in variables)
             if ours and (job_id is None or job in variables):
                 found.append(pid)
@@ -185,6 +199,14 @@ class TestCluster:
         )
         if built.returncode != 0:
             raise ClusterFailure(f"{_SPANK_SOURCE.name} does not compile:\n{built.stderr}")
+
+    def _register(self) -> None:
+        """Make the cluster known to the accounting daemon, which takes a moment to listen."""
+        _wait_until(
+            lambda: self.run("sacctmgr", "--immediate", "add", "cluster", "test").returncode == 0,
+            20,
+            lambda: f"slurmdbd does not answer: {self._last_words()}",
+        )
 
     def _start_daemon(self, daemon: str) -> None:
         paths = self.paths
@@ -225,38 +247,6 @@ class TestCluster:
 
 _LONGEST_SOCKET_PATH = 107
 _USABLE = ("idle", "mixed", "allocated", "completing")
-
-
-def _processes() -> list[tuple[int, Path]]:
-    return [(int(f.name), f) for f in Path("/proc").iterdir() if f.name.isdecimal()]
-
-
-def _read(path: Path) -> bytes:
-    """The content of a file in /proc; nothing when the process is gone or not ours to see."""
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
-
-
-def _alive(pid: int) -> bool:
-    """Whether a process still runs; one that nobody has waited for has no command line."""
-    return bool(_read(Path(f"/proc/{pid}/cmdline")))
-
-
-def _end(pid: int | None, timeout: float) -> None:
-    """Ask a process to end, and kill it when it has not done so in time."""
-    if pid is None:
-        return
-    deadline = time.monotonic() + timeout
-    try:
-        os.kill(pid, signal.SIGTERM)
-        while time.monotonic() < deadline and _alive(pid):
-            time.sleep(0.05)
-        if _alive(pid):
-            os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def _wait_until(

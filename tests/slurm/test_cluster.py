@@ -65,9 +65,9 @@ def test_test_only_checks_without_submitting(slurm: TestCluster, tmp_path: Path)
 def test_a_signal_reaches_the_step_and_lets_it_end_by_itself(
     slurm: TestCluster, tmp_path: Path
 ) -> None:
-    body = "trap 'echo stopped; kill $!; exit 0' TERM; sleep 60 & echo started; wait"
+    body = "trap 'echo stopped; exit 0' TERM; echo started; while true; do sleep 0.1; done"
     script = tmp_path / "job.sh"
-    script.write_text(f'#!/bin/bash\nsrun bash -c "{body.replace("$", chr(92) + "$")}"\n')
+    script.write_text(f'#!/bin/bash\nsrun bash -c "{body}"\n')
     log = tmp_path / "job.log"
     job_id = _submit(slurm, script, f"--output={log}")
     _wait_for_text(log, "started")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.login.conftest import Run
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
 
@@ -106,6 +109,33 @@ def test_steps_run_in_the_container_that_was_asked_for(
         assert any(folder.is_relative_to(target) for target in mounted)
 
 
+@pytest.mark.parametrize(
+    ("container", "reason"),
+    [
+        ("/no/such/image", "pyxis: No such file or directory: /no/such/image"),
+        (
+            "nvcr.io#nvidia/nemo:23",
+            "failed to import docker image: docker://nvcr.io#nvidia/nemo:23",
+        ),
+    ],
+)
+def test_a_missing_image_fails_the_job_and_says_so(
+    slurm: TestCluster, submit: Submit, container: str, reason: str
+) -> None:
+    submit("stages=[export]", f"container={in_hydra(container)}")
+    assert ended(slurm, submit, "export") == ("FAILED", "1:0")
+    assert reason in submit.log("export")
+    assert not (submit.record("export")["folder"] / "ran").exists()
+
+
+def test_a_relative_image_is_no_registry_name(
+    slurm: TestCluster, submit: Submit, image: Path
+) -> None:
+    submit("stages=[export]", f"container={image.name}")
+    assert ended(slurm, submit, "export") == ("COMPLETED", "0:0"), submit.log("export")
+    assert slurm.pyxis_record()[-1]["image"] == str(image)
+
+
 def test_a_missing_mount_fails_the_job_and_says_so(
     slurm: TestCluster, submit: Submit, image: Path
 ) -> None:
@@ -129,3 +159,104 @@ def test_what_sbatch_refuses_is_one_clear_error(submit: Submit, option: str, rea
     assert "sbatch refused the export job" in ran.stderr
     assert reason in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+RANKS = """
+import os
+print("rank", *(os.environ.get(n) for n in ("SLURM_PROCID", "PMIX_RANK", "SLURMD_NODENAME")))
+"""
+
+
+@pytest.mark.parametrize(("mpi", "rank"), [("pmix", "{}"), ("none", "None")])
+def test_one_server_task_per_node_finds_its_rank(
+    slurm: TestCluster, submit: Submit, launcher: Path, mpi: str, rank: str
+) -> None:
+    (launcher / "steps" / "start_server.py").write_text(RANKS)
+    submit("stages=[export,deploy]", "deploy.run.nodes=2", f"cluster.mpi={mpi}")
+    assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0"), submit.log("deploy")
+    assert sorted(submit.log("deploy").splitlines()) == [
+        f"{task}: rank {task} {rank.format(task)} n{task + 1}" for task in range(2)
+    ]
+
+
+def test_one_dead_task_ends_the_other(slurm: TestCluster, submit: Submit, launcher: Path) -> None:
+    (launcher / "steps" / "start_server.py").write_text(
+        "import os, sys, time\n"
+        "if os.environ['SLURM_PROCID'] == '1': sys.exit('rank 1 found no GPU')\n"
+        "time.sleep(300)\n"
+    )
+    submit("stages=[export,deploy]", "deploy.run.nodes=2")
+    assert ended(slurm, submit, "deploy")[0] == "FAILED"
+    assert "1: rank 1 found no GPU" in submit.log("deploy")
+    assert slurm.job_processes(submit.record("deploy")["job_id"]) == []
+
+
+def test_the_documented_command_line(
+    slurm: TestCluster, run: Run, launcher: Path, checkout: Path, nemo_file: Path, tmp_path: Path
+) -> None:
+    results = tmp_path / "mount" / "results"
+    (results / "gpt3_126m" / "checkpoints").mkdir(parents=True)
+    nemo_file.rename(results / "gpt3_126m" / "checkpoints" / "megatron_gpt.nemo")
+    ran = run(
+        "stages=[export]",
+        "cluster_type=bcm",
+        f"launcher_scripts_path='{launcher}'",
+        f"data_dir={tmp_path}/mount/data/the_pile_gpt3",
+        f"base_results_dir={results}",
+        "export.run.model_train_name=gpt3_126m",
+        "export.model.tensor_model_parallel_size=2",
+        "export.triton_deployment.pipeline_model_parallel_size=1",
+        script=checkout / "launcher_scripts" / "main.py",
+        PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    )
+    assert ran.returncode == 0, ran.stderr
+    (record_file,) = results.glob("gpt3_126m/export_tp2_pp1_fp16_fp16/jobs/001/job.json")
+    record = json.loads(record_file.read_text())
+    log = record_file.parent / record["log"]
+    assert slurm.wait(record["job_id"])["JobState"] == "COMPLETED", log.read_text()
+    assert "converting gpt3_126m" in log.read_text()
+
+
+NASTY = """a 'b' "c" $(touch made) `touch made` % %j ; & | {x} ~ #é !"""
+DUMP = """
+import os
+from pathlib import Path
+Path("variable").write_text(os.environ["NASTY"])
+"""
+
+
+def test_nasty_names_arrive_as_they_are(
+    slurm: TestCluster, submit: Submit, launcher: Path, tmp_path: Path, image: Path
+) -> None:
+    (launcher / "steps" / "convert_checkpoint.py").write_text(DUMP)
+    before = len(slurm.pyxis_record())
+    folder = tmp_path / NASTY
+    folder.mkdir()
+    nasty_image = image.rename(folder / "image.sqsh")
+    submit(
+        "stages=[export]",
+        f"container={in_hydra(nasty_image)}",
+        f"export.run.results_dir={in_hydra(folder / 'results')}",
+        f"export.run.name={in_hydra(NASTY)}",
+        f"+env_vars.NASTY={in_hydra(NASTY)}",
+        f"cluster.comment={in_hydra(NASTY)}",
+    )
+    (record_file,) = (folder / "results").glob("jobs/001/job.json")
+    record = json.loads(record_file.read_text())
+    state = slurm.wait(record["job_id"])["JobState"]
+    log = record_file.parent / record["log"]
+    assert log.name == f"log-{NASTY}_{record['job_id']}.out"
+    assert state == "COMPLETED", log.read_text()
+    assert (record_file.parent / "variable").read_text() == NASTY
+    tasks = [entry for entry in slurm.pyxis_record()[before:] if entry["phase"] == "task"]
+    assert {entry["image"] for entry in tasks} == {str(nasty_image)}
+    assert {entry["workdir"] for entry in tasks} == {str(record_file.parent)}
+    shown = slurm.run("scontrol", "show", "job", record["job_id"]).stdout
+    assert f"Comment={NASTY}" in shown
+    assert f"JobName=nemo-megatron-{NASTY}" in shown
+    assert list(tmp_path.rglob("made")) == []
+
+
+def in_hydra(value: object) -> str:
+    """A value in single quotes, as Hydra's command line reads it."""
+    return "'" + str(value).replace("'", "\\'") + "'"

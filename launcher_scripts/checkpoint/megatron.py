@@ -1,0 +1,233 @@
+"""Megatron-LM GPT checkpoints: `model_optim_rng.pt` per rank, of every checkpoint version.
+
+Names are those of NeMo's classic GPTs, which descend from these: the weight table's dialect is
+"nemo", and only the order of query, key and value differs between the versions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from launcher_scripts.checkpoint import pickles, tokenizer_files, torch_file
+from launcher_scripts.checkpoint.archive import Archive
+from launcher_scripts.checkpoint.hints import Hints
+from launcher_scripts.checkpoint.megatron_args import read_args
+from launcher_scripts.checkpoint.shards import (
+    Shards,
+    StateDict,
+    find_whole,
+    merged_stages,
+    rank_files,
+)
+from launcher_scripts.checkpoint.source_tensor import SourceTensor
+from launcher_scripts.errors import CheckpointError, problem
+from launcher_scripts.models.family import Partition
+from launcher_scripts.models.gpt import GPTConfig
+
+WEIGHTS_NAME = "model_optim_rng.pt"
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+TABLE = "embedding.word_embeddings.weight"
+
+_FOLDERS = (
+    re.compile(r"mp_rank_(?P<tp>\d+)/" + re.escape(WEIGHTS_NAME)),
+    re.compile(r"mp_rank_(?P<tp>\d+)_(?P<pp>\d+)/" + re.escape(WEIGHTS_NAME)),
+    re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)/" + re.escape(WEIGHTS_NAME)),
+    re.compile(re.escape(WEIGHTS_NAME)),
+)
+# checkpoint_version -> the dialect that differs from "nemo" by the order of the rows of query, key
+# and value (Megatron-LM, fix_query_key_value_ordering).
+_VERSIONS = {0: ("nemo_legacy",), 1: ("megatron_innermost",), 2: (), 3: ()}
+# The last stage's copy of a tied table, and heads that generate nothing.
+_IGNORED = ("word_embeddings_for_head", "lm_head.", "rotary_pos_emb.", "_extra_state")
+# Modules whose objects may lie beside the weights; they are never looked at.
+_INERT_MODULES = ("megatron", "numpy", "apex", "deepspeed", "transformer_engine", "torch.optim")
+
+
+@dataclass(frozen=True)
+class MegatronCheckpoint:
+    """An opened checkpoint.
+
+    version:  how the rows of query, key and value are ordered
+    args:     the training's arguments, {} where the checkpoint has none
+    config:   the hyperparameters; token ids still GPTConfig's defaults
+    dialects: dialects of the weight table, the first that has a row wins
+    shards:   name -> the tensor on every tensor-parallel rank
+    """
+
+    archive: Archive
+    root: str
+    version: float
+    args: Mapping[str, Any]
+    config: GPTConfig
+    dialects: tuple[str, ...]
+    shards: Shards
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def matches(cls, archive: Archive) -> bool:
+        """Whether the folder looks like Megatron-LM's."""
+        return any(PurePosixPath(name).name == WEIGHTS_NAME for name in archive.names())
+
+    @classmethod
+    def open(cls, archive: Archive, hints: Hints) -> MegatronCheckpoint:
+        """Raises CheckpointError for what is damaged, incomplete or not supported."""
+        root = _root(archive)
+        choices = [f"mp_rank_00/{WEIGHTS_NAME}", f"mp_rank_00_000/{WEIGHTS_NAME}"]
+        files = rank_files(archive, root, _FOLDERS, choices)
+        loaded = [[_load(archive, name) for name in ranks] for ranks in files]
+        first = loaded[0][0]
+        version = float(first.get("checkpoint_version") or 0)
+        if int(version) not in _VERSIONS:
+            raise CheckpointError(
+                problem(f"{archive.path}: unknown version", got=version, choices=_VERSIONS)
+            )
+        args = first["args"].state if isinstance(first.get("args"), _Namespace) else {}
+        shards = merged_stages(
+            [
+                [
+                    _tensors(rank, f"{file} of {archive.path}")
+                    for rank, file in zip(*stage, strict=True)
+                ]
+                for stage in zip(loaded, files, strict=True)
+            ]
+        )
+        if TABLE not in shards:
+            raise CheckpointError(problem(f"{archive.path} lacks the word embeddings", got=TABLE))
+        said = read_args(args, shards, hints, f"the checkpoint {archive.path}")
+        return cls(
+            archive,
+            root,
+            version,
+            args,
+            said.config,
+            (*_VERSIONS[int(version)], *said.variants, "nemo"),
+            shards,
+            said.notes,
+        )
+
+    def names(self) -> set[str]:
+        """Every tensor that must find its place in the target."""
+        return set(self.shards)
+
+    def find(self, name: str, partition: Partition, sections: int = 1) -> SourceTensor | None:
+        """One whole tensor, merged from its shards as `partition` says; None if it is not there.
+
+        sections: see Layout. The source's weights are [out, in], the transpose of the stored form.
+        """
+        return find_whole(self.shards, name, partition, sections)
+
+    @property
+    def knows_token_ids(self) -> bool:
+        """Megatron-LM leaves the ids to the tokenizer."""
+        return False
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """Exported name -> content of a tokenizer that lies in the checkpoint's folder."""
+        return tokenizer_files.plain_files(self.archive)
+
+    def extra_files(self) -> dict[str, bytes]:
+        """args.txt: a line `name:value` per training argument."""
+        plain = (str, int, float, bool, list, tuple, type(None))
+        said = {name: value for name, value in self.args.items() if isinstance(value, plain)}
+        text = "".join(f"{name}:{value}\n" for name, value in said.items())
+        return {"args.txt": text.encode()} if text else {}
+
+    def describe(self) -> dict[str, Any]:
+        """What the manifest records about the source."""
+        return {
+            "path": str(self.archive.path),
+            "format": "megatron",
+            "checkpoint_version": self.version,
+            "dialects": list(self.dialects),
+        }
+
+
+def _root(archive: Archive) -> str:
+    """The folder of the ranks: the one the tracker file names, or the only one there is."""
+    roots = set()
+    for name in archive.names():
+        path = PurePosixPath(name)
+        if path.name == WEIGHTS_NAME:
+            in_rank = re.match(r"(mp|tp)_rank_\d", path.parent.name)
+            root = path.parent.parent if in_rank else path.parent
+            roots.add("" if root == PurePosixPath(".") else f"{root}/")
+    if len(roots) > 1 and TRACKER_NAME in archive.names():
+        step = archive.read(TRACKER_NAME).decode(errors="replace").strip()
+        latest = f"{step}/" if step == "release" else f"iter_{step:0>7}/"
+        if latest in roots:
+            return latest
+    if len(roots) != 1:
+        raise CheckpointError(
+            problem(
+                f"{archive.path} must hold one checkpoint",
+                got=sorted(roots) or "none",
+                change="export.model.checkpoint_path, naming one of them",
+            )
+        )
+    return roots.pop()
+
+
+class _Namespace(pickles.Record):
+    """argparse.Namespace: the training's arguments."""
+
+
+class _Inert(Mapping[tuple[str, str], Any]):
+    """Names of _INERT_MODULES: whatever is called, nothing is imported and nothing happens."""
+
+    def __getitem__(self, name: tuple[str, str]) -> Any:
+        if name == ("argparse", "Namespace"):
+            return _Namespace
+        if name[0].split(".")[0] in _INERT_MODULES or name[0].startswith(_INERT_MODULES):
+            return pickles.Opaque
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def _load(archive: Archive, name: str) -> Mapping[str, Any]:
+    origin = f"{name} of {archive.path}"
+    loaded = torch_file.load(archive.region(name), origin, _Inert())
+    if not isinstance(loaded, dict) or not isinstance(loaded.get("model"), dict):
+        virtual = isinstance(loaded, dict) and "model0" in loaded
+        raise CheckpointError(
+            f"{origin} was saved by a run with virtual pipeline stages, which is not supported"
+            if virtual
+            else f"{origin} holds no model"
+        )
+    return loaded
+
+
+def _tensors(loaded: Mapping[str, Any], origin: str) -> StateDict:
+    """Name -> tensor, with the names of NeMo's classic GPTs."""
+    model = loaded["model"]
+    found = {}
+    for name, values in _flat(model.get("language_model", model)):
+        name = re.sub(r"^transformer\.", "encoder.", name)
+        name = re.sub(r"(layers\.\d+)\.attention\.", r"\1.self_attention.", name)
+        if name.startswith(_IGNORED) or name.endswith(_IGNORED):
+            continue
+        if not isinstance(values, np.ndarray):
+            raise CheckpointError(
+                problem(f"{origin} holds something other than weights", got=f"{name}: {values!r}")
+            )
+        found[name] = SourceTensor.whole(values)
+    return found
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Names of nested dictionaries, joined by dots."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,0 +1,236 @@
+"""The weight table of a T5, with the dialects of Hugging Face and NeMo.
+
+Keys are as in the state dict; NeMo's without the common prefix "enc_dec_model.". Variants of
+NeMo's dialect ("nemo_legacy", "nemo_fused_gate", "nemo_plus_one") have only the rows that differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from launcher_scripts.models.family import Partition, Source, WeightSpec
+from launcher_scripts.models.t5 import T5Config
+
+
+def weights(config: T5Config) -> list[WeightSpec]:
+    """One row per tensor of a T5 with these hyperparameters; layer tensors come last."""
+    specs = _embeddings(config)
+    for side in ("encoder",) if config.encoder_only else ("encoder", "decoder"):
+        if config.position_embedding == "relative":
+            specs.append(_relative_bias(side, "layer.0.SelfAttention", side))
+        specs += _norm(config, f"{side}.final_layer_norm", f"{side}.model.final_layernorm")
+    if config.cross_attention_relative_bias:
+        specs.append(
+            _relative_bias("decoder", "layer.1.EncDecAttention", "decoder_cross_attention")
+        )
+    specs += _encoder_layer(config)
+    return specs if config.encoder_only else specs + _decoder_layer(config)
+
+
+def _embeddings(config: T5Config) -> list[WeightSpec]:
+    table = ("vocab_size", "hidden_size")
+    positions = ("max_positions", "hidden_size")
+    learned = config.position_embedding == "learned"
+    specs = [
+        _row("shared.weight_T", table, "shared.weight", "encoder_embedding.word_embeddings.weight"),
+        WeightSpec(
+            "shared.weight",
+            ("hidden_size", "vocab_size"),
+            sources={"huggingface": Source(("shared.weight",), "transposed")},
+            prefix="",
+            required=False,
+        ),
+    ]
+    if learned:
+        nemo = "encoder_embedding.position_embeddings.weight"
+        specs.append(_row("shared.ape", positions, None, nemo))
+    if config.encoder_only:
+        return specs
+    decoder = "decoder_embedding" if not config.shared_embeddings else "encoder_embedding"
+    if not config.shared_embeddings:
+        nemo = f"{decoder}.word_embeddings.weight"
+        specs.append(
+            _row("decoder.embed_tokens.weight", table, "decoder.embed_tokens.weight", nemo)
+        )
+        if learned:
+            nemo = f"{decoder}.position_embeddings.weight"
+            specs.append(_row("decoder.embed_positions.weight", positions, None, nemo))
+    head = ("shared.weight", f"{decoder}.word_embeddings.weight")
+    if not config.tied_embeddings:
+        head = ("lm_head.weight", "tokens_head.weight")
+    specs.append(_row("lm_head.weight", table, *head))
+    if config.logits_bias:
+        specs.append(_row("shared.bias", ("vocab_size",), None, "tokens_head.bias"))
+    return specs
+
+
+def _encoder_layer(config: T5Config) -> list[WeightSpec]:
+    stem, nemo = "encoder.block.*.layer", "encoder.model.layers.*"
+    specs = _norm(config, f"{stem}.0.layer_norm", f"{nemo}.input_layernorm")
+    for part, layout in (("q", "query"), ("k", "key"), ("v", "value")):
+        specs += _column(
+            config,
+            f"{stem}.0.SelfAttention.{part}",
+            "inner_size",
+            nemo=f"{nemo}.self_attention.query_key_value",
+            layouts={"nemo": f"{layout}_of_heads", "nemo_legacy": f"{layout}_in_blocks"},
+        )
+    specs += _output(config, f"{stem}.0.SelfAttention.o", f"{nemo}.self_attention.dense")
+    specs += _norm(config, f"{stem}.1.layer_norm", f"{nemo}.post_attention_layernorm")
+    return specs + _mlp(config, f"{stem}.1.DenseReluDense", f"{nemo}.mlp")
+
+
+def _decoder_layer(config: T5Config) -> list[WeightSpec]:
+    stem, nemo = "decoder.block.*.layer", "decoder.model.layers.*"
+    attention = f"{stem}.0.SelfAttention"
+    specs = _norm(config, f"{stem}.0.layer_norm", f"{nemo}.input_layernorm")
+    specs += _column(
+        config,
+        f"{attention}.qkv",
+        "qkv_size",
+        blocks=("inner_size",) * 3,
+        huggingface=Source(tuple(f"{attention}.{part}" for part in "qkv"), "transposed_columns"),
+        nemo=f"{nemo}.self_attention.query_key_value",
+        layouts={"nemo": "qkv_of_heads", "nemo_legacy": "qkv_in_blocks"},
+    )
+    specs += _output(config, f"{attention}.o", f"{nemo}.self_attention.dense")
+    specs += _norm(config, f"{stem}.1.layer_norm", f"{nemo}.post_attention_layernorm")
+    for part, key, layouts in (
+        ("q", "query", {"nemo": "transposed"}),
+        ("k", "key_value", {"nemo": "first_of_two_heads", "nemo_legacy": "first_half"}),
+        ("v", "key_value", {"nemo": "second_of_two_heads", "nemo_legacy": "second_half"}),
+    ):
+        specs += _column(
+            config,
+            f"{stem}.1.EncDecAttention.{part}",
+            "inner_size",
+            nemo=f"{nemo}.inter_attention.{key}",
+            layouts=layouts,
+        )
+    specs += _output(config, f"{stem}.1.EncDecAttention.o", f"{nemo}.inter_attention.dense")
+    specs += _norm(config, f"{stem}.2.layer_norm", f"{nemo}.post_inter_attention_layernorm")
+    return specs + _mlp(config, f"{stem}.2.DenseReluDense", f"{nemo}.mlp")
+
+
+def _mlp(config: T5Config, stem: str, nemo: str) -> list[WeightSpec]:
+    specs = []
+    up = f"{nemo}.dense_h_to_4h"
+    names: tuple[tuple[str, str, str, str], ...] = (("wi", "wi", up, ""),)
+    if config.gated:
+        names = (("wi", "wi_0", up, "first_half"), ("wi2", "wi_1", f"{up}_2", "second_half"))
+    for name, huggingface, key, half in names:
+        specs += _column(
+            config,
+            f"{stem}.{name}",
+            "ffn_size",
+            huggingface=Source((f"{stem}.{huggingface}",), "transposed"),
+            nemo=key,
+            layouts={"nemo": "transposed"},
+            fused=Source((up,), half) if half else None,
+        )
+    return specs + _output(config, f"{stem}.wo", f"{nemo}.dense_4h_to_h", "ffn_size")
+
+
+def _column(
+    config: T5Config,
+    stem: str,
+    width: str,
+    *,
+    nemo: str,
+    layouts: Mapping[str, str],
+    huggingface: Source | None = None,
+    fused: Source | None = None,
+    blocks: tuple[str, ...] = (),
+) -> list[WeightSpec]:
+    """A linear layer [hidden, width] whose outputs the ranks share, and its bias.
+
+    nemo, layouts: the key in NeMo's checkpoints, and its layout in each of their dialects
+    fused:         where dialect "nemo_fused_gate" has it, both halves of a gate in one matrix
+    """
+    sources = {"huggingface": huggingface or Source((stem,), "transposed")}
+    sources |= {dialect: Source((nemo,), layout) for dialect, layout in layouts.items()}
+    if fused is not None:
+        sources["nemo_fused_gate"] = fused
+    return [
+        WeightSpec(
+            f"{stem}.{part}",
+            ("hidden_size", width) if part == "weight" else (width,),
+            Partition.COLUMN_PARALLEL,
+            blocks,
+            {
+                dialect: Source(tuple(f"{key}.{part}" for key in source.keys), source.layout)
+                for dialect, source in sources.items()
+            },
+            layers=_layers(stem),
+            prefix="",
+        )
+        for part in _parts(config)
+    ]
+
+
+def _output(config: T5Config, stem: str, nemo: str, width: str = "inner_size") -> list[WeightSpec]:
+    """A linear layer [width, hidden] whose inputs the ranks share, and its bias, added once."""
+    return [
+        WeightSpec(
+            f"{stem}.{part}",
+            (width, "hidden_size") if part == "weight" else ("hidden_size",),
+            Partition.ROW_PARALLEL if part == "weight" else Partition.REPLICATED,
+            sources={
+                "huggingface": Source((f"{stem}.{part}",), "transposed"),
+                "nemo": Source((f"{nemo}.{part}",), "transposed"),
+            },
+            layers=_layers(stem),
+            prefix="",
+        )
+        for part in _parts(config)
+    ]
+
+
+def _norm(config: T5Config, stem: str, nemo: str) -> list[WeightSpec]:
+    parts = ("weight", "bias") if config.normalization == "layernorm" else ("weight",)
+    specs = [
+        _row(f"{stem}.{part}", ("hidden_size",), f"{stem}.{part}", f"{nemo}.{part}")
+        for part in parts
+    ]
+    plus_one = {"nemo_plus_one": Source((f"{nemo}.weight",), "plus_one")}
+    specs[0] = replace(specs[0], sources={**specs[0].sources, **plus_one})
+    return specs
+
+
+def _relative_bias(side: str, attention: str, nemo: str) -> WeightSpec:
+    """The table [heads, buckets] of the first layer, which all layers of a stack share."""
+    name = f"{side}.block.0.{attention}.relative_attention_bias.weight"
+    key = f"{nemo}_relative_position_embedding.relative_position_embedding.weight"
+    return WeightSpec(
+        name,
+        ("num_heads", "num_buckets"),
+        Partition.ROW_PARALLEL,
+        sources={
+            "huggingface": Source((name,), "transposed"),
+            "nemo": Source((key,), "transposed_whole"),
+        },
+        prefix="",
+    )
+
+
+def _row(name: str, shape: tuple[str, ...], huggingface: str | None, nemo: str) -> WeightSpec:
+    """A tensor stored as it is in the source, without parts per rank."""
+    table = shape[0] == "vocab_size"
+    sources = {"huggingface": huggingface, "nemo": nemo}
+    return WeightSpec(
+        name,
+        shape,
+        Partition.VOCAB_PARALLEL if table else Partition.REPLICATED,
+        sources={dialect: Source((key,)) for dialect, key in sources.items() if key},
+        layers=_layers(name),
+        prefix="",
+    )
+
+
+def _parts(config: T5Config) -> tuple[str, ...]:
+    return ("weight", "bias") if config.bias else ("weight",)
+
+
+def _layers(name: str) -> str:
+    return "num_decoder_layers" if name.startswith("decoder.") else "num_layers"

@@ -1,0 +1,268 @@
+"""What must not be exported: one clear error, and nothing left behind."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from launcher_scripts.checkpoint import export as export_module
+from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
+from launcher_scripts.errors import CheckpointError, ConfigError, LauncherError
+from launcher_scripts.parallel import Parallelism
+from launcher_scripts.settings import ExportSettings, TokenizerSettings
+from launcher_scripts.steps import convert_checkpoint
+from tests.checkpoint.exporting import export_folder
+from tests.checkpoint.test_torch_file import Evil
+from tests.checkpoint_maker import Variant, make_nemo, small_config
+
+STEM = "model.language_model."
+LAYER = f"{STEM}encoder.layers.1."
+
+
+def edited(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """The checkpoint of one rank with its state dict changed."""
+    with tarfile.open(path) as archive:
+        members = {m.name: archive.extractfile(m).read() for m in archive if m.isfile()}
+    name = next(name for name in members if name.endswith("model_weights.ckpt"))
+    state = torch.load(io.BytesIO(members[name]), weights_only=True)
+    state = change(state) or state
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    members[name] = buffer.getvalue()
+    with tarfile.open(path, "w") as archive:
+        for member, content in members.items():
+            info = tarfile.TarInfo(member)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def refused(source: Path, target: Path, message: str, tp_size: int = 1, **more: Any) -> str:
+    with pytest.raises(LauncherError, match=message) as caught:
+        export_folder(source, target, tp_size, **more)
+    assert not (target / "m").exists()
+    return str(caught.value)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source.nemo"
+    make_nemo(path, small_config())
+    return path
+
+
+def test_all_misses_come_in_one_error(source: Path, tmp_path: Path) -> None:
+    def change(state: dict[str, Any]) -> None:
+        del state[f"{LAYER}mlp.dense_h_to_4h.weight"]
+        del state[f"{STEM}encoder.final_layernorm.bias"]
+        state[f"{LAYER}self_attention.unknown.weight"] = torch.ones(2)
+        state[f"{LAYER}self_attention.dense.bias"] = torch.ones(5)
+        state[f"{LAYER}mlp.dense_4h_to_h.bias"] = torch.ones(32, dtype=torch.int64)
+
+    text = refused(edited(source, change), tmp_path, "5 problems")
+    for part in (
+        "encoder.layers.1.mlp.dense_h_to_4h.weight is missing",
+        "encoder.final_layernorm.bias is missing",
+        "encoder.layers.1.self_attention.unknown.weight is a tensor this model should not have",
+        "layers.1.attention.dense.bias has another shape",
+        "layers.1.mlp.dense_4h_to_h.bias is made of int64 values",
+    ):
+        assert part in text
+
+
+def test_a_malicious_checkpoint(source: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    refused(
+        edited(source, lambda state: {**state, "x": Evil(marker)}),
+        tmp_path,
+        "asks for posix.system",
+    )
+    assert not marker.exists()
+
+
+def test_a_truncated_checkpoint(source: Path, tmp_path: Path) -> None:
+    content = source.read_bytes()
+    source.write_bytes(content[: len(content) * 2 // 3])
+    refused(source, tmp_path, "cut short")
+
+
+def test_a_missing_rank(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    make_nemo(path, small_config(), Variant(tp_size=2, pp_size=2, container="folder"))
+    (path / "tp_rank_01_pp_rank_001" / "model_weights.ckpt").unlink()
+    refused(path, tmp_path, "tensor-parallel rank 1, stage 1 is missing")
+
+
+def test_missing_and_short_chunks(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    make_nemo(path, small_config(), Variant("zarr", container="folder"))
+    tensor = path / "model_weights" / "model.decoder.layers.mlp.linear_fc2.weight"
+    (tensor / "2.0.0").unlink()
+    (tensor / "1.0.0").write_bytes(b"short")
+    text = refused(path, tmp_path, "2 problems")
+    assert "linear_fc2.weight/2.0.0" in text
+    assert "linear_fc2.weight/1.0.0: 5 bytes" in text
+
+
+def test_virtual_pipeline_stages(source: Path, tmp_path: Path) -> None:
+    path = edited(source, lambda state: {"state_dict": {}, "model0": {"encoder": state}})
+    refused(path, tmp_path, "virtual pipeline stages")
+
+
+RAW = {
+    "transformer_block_type": ("normformer", "transformer_block_type is not supported"),
+    "headscale": (True, "headscale is not supported"),
+    "num_moe_experts": (8, "num_moe_experts is not supported"),
+    "activation": ("quick-gelu", "activation is not supported.*squared-relu"),
+    "position_embedding_type": ("kerple", "position_embedding_type is not supported"),
+    "num_query_groups": (2, "num_query_groups needs mcore_gpt"),
+    "num_attention_heads": (None, "num_attention_heads must be a positive number"),
+    "transformer_engine": (True, "transformer_engine without mcore_gpt"),
+    "virtual_pipeline_model_parallel_size": (2, "virtual_pipeline"),
+    "ffn_hidden_size": (44, "another shape"),
+}
+
+
+@pytest.mark.parametrize("key", RAW)
+def test_what_cannot_be_represented(key: str, tmp_path: Path) -> None:
+    value, message = RAW[key]
+    make_nemo(tmp_path / "s.nemo", small_config(), Variant(raw={key: value}))
+    refused(tmp_path / "s.nemo", tmp_path, message)
+
+
+def test_fp16_overflow_names_the_tensor(source: Path, tmp_path: Path) -> None:
+    def change(state: dict[str, Any]) -> None:
+        state[f"{LAYER}mlp.dense_4h_to_h.weight"][3, 4] = -70000.0
+
+    text = refused(edited(source, change), tmp_path, "does not fit fp16", data_type="fp16")
+    assert "layers.1.mlp.dense_4h_to_h.weight" in text
+    assert "70000" in text
+    folder = export_folder(source, tmp_path, data_type="fp32")
+    assert FTCheckpoint.open(folder).config.num_layers == 4
+
+
+def test_sizes_that_do_not_divide(source: Path, tmp_path: Path) -> None:
+    assert "choices: 1, 2, 4" in refused(source, tmp_path, "must divide 4 attention heads", 3)
+    settings = ExportSettings("m", "gpt3", str(source), str(tmp_path / "m"), Parallelism(1, 5))
+    with pytest.raises(ConfigError, match="larger than the number of layers"):
+        export_module.check_parallelism(settings, small_config())
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    refused(tmp_path / "no.nemo", tmp_path, "does not exist.*export.model.checkpoint_path")
+
+
+def test_existing_output(source: Path, tmp_path: Path) -> None:
+    folder = export_folder(source, tmp_path)
+    before = sorted(path.name for path in folder.iterdir())
+    (folder / "stray").write_text("from before")
+    with pytest.raises(CheckpointError, match=r"already exists.*overwrite"):
+        export_folder(source, tmp_path)
+    export_folder(source, tmp_path, overwrite=True)
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert [path.name for path in folder.parent.iterdir()] == ["1-gpu"]
+
+
+def test_a_failed_overwrite_keeps_what_was_there(source: Path, tmp_path: Path) -> None:
+    folder = export_folder(source, tmp_path)
+    content = source.read_bytes()
+    source.write_bytes(content[:4000])
+    with pytest.raises(CheckpointError):
+        export_folder(source, tmp_path, overwrite=True)
+    FTCheckpoint.open(folder)
+    assert [path.name for path in folder.parent.iterdir()] == ["1-gpu"]
+
+
+def test_lost_tokenizer_names_the_key(source: Path, tmp_path: Path) -> None:
+    refused(
+        source,
+        tmp_path,
+        "does not hold its tokenizer's files.*export.model.tokenizer",
+        tokenizer=TokenizerSettings("auto"),
+    )
+
+
+def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"free": 10})
+    monkeypatch.setattr(export_module.shutil, "disk_usage", lambda _: usage)
+    refused(source, tmp_path, "10 bytes free")
+
+
+def test_a_failing_thread_stops_the_others(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(_columns: Any, dtype: Any, name: str) -> Any:
+        if "layers.2" in name:
+            raise CheckpointError(f"{name} cannot be read")
+        yield np.zeros(0, dtype)
+
+    monkeypatch.setattr(export_module, "strips", failing)
+    with pytest.raises(CheckpointError):
+        export_folder(source, tmp_path)
+    assert not (tmp_path / "m").exists()
+
+
+def big_settings(source: Path, target: Path) -> Path:
+    path = target / "settings.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "model_name": "m",
+                "model_type": "gpt3",
+                "checkpoint_path": str(source),
+                "triton_model_dir": str(target / "m"),
+                "tokenizer": {"source": "none"},
+            }
+        )
+    )
+    return path
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_export_leaves_nothing(number: int, tmp_path: Path) -> None:
+    """A model large enough (300 MB) to be stopped in the middle of its files."""
+    config = small_config(hidden_size=1024, head_size=256, ffn_size=4096, num_layers=6)
+    make_nemo(tmp_path / "source.nemo", config)
+    settings = big_settings(tmp_path / "source.nemo", tmp_path)
+    command = [sys.executable, "-m", convert_checkpoint.__name__, "--settings", str(settings)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    partial = tmp_path / "m" / "1" / "1-gpu.partial"
+    deadline = time.monotonic() + 60
+    while process.poll() is None and not (partial.is_dir() and any(partial.iterdir())):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    assert process.poll() is None, "the export was over before it could be stopped"
+    os.kill(process.pid, number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert b"Traceback" not in error
+    assert not (tmp_path / "m").exists()
+
+
+def test_the_step(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = big_settings(source, tmp_path)
+    assert convert_checkpoint.main(["--settings", str(settings)]) == 0
+    FTCheckpoint.open(tmp_path / "m" / "1" / "1-gpu")
+    output = capfd.readouterr()
+    assert "100%" in output.err
+    assert convert_checkpoint.main(["--settings", str(settings)]) == 1
+    assert "already exists" in capfd.readouterr().err
+
+
+def test_no_torch() -> None:
+    code = "import launcher_scripts.steps.convert_checkpoint, sys; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "False\n", result.stderr

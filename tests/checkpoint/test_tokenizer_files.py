@@ -1,0 +1,120 @@
+"""Which tokenizer goes with an export, and which ids come with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
+from launcher_scripts.errors import CheckpointError
+from launcher_scripts.settings import TokenizerSettings
+from launcher_scripts.tokenizer import load_tokenizer
+from tests.checkpoint.exporting import export_folder
+from tests.checkpoint_maker import Variant, make_nemo, small_config
+
+BPE = {
+    "library": "megatron",
+    "type": "GPT2BPETokenizer",
+    "model": None,
+    "vocab_file": "nemo:0a1b_vocab.json",
+    "merge_file": "nemo:0a1b_merges.txt",
+}
+
+
+def bpe_files(data_dir: Path, prefix: str = "0a1b_") -> dict[str, bytes]:
+    folder = data_dir / "tokenizers" / "gpt2bpe"
+    return {
+        f"{prefix}{name}": (folder / name).read_bytes() for name in ("vocab.json", "merges.txt")
+    }
+
+
+def export(tmp_path: Path, tokenizer: TokenizerSettings, **variant: Any) -> FTCheckpoint:
+    make_nemo(tmp_path / "s.nemo", small_config(), Variant(**variant))
+    return FTCheckpoint.open(export_folder(tmp_path / "s.nemo", tmp_path, tokenizer=tokenizer))
+
+
+def test_auto_takes_the_checkpoints_own(data_dir: Path, tmp_path: Path) -> None:
+    files = bpe_files(data_dir)
+    checkpoint = export(tmp_path, TokenizerSettings(), raw={"tokenizer": BPE}, files=files)
+    assert (checkpoint.folder / "vocab.json").read_bytes() == files["0a1b_vocab.json"]
+    assert (checkpoint.folder / "merges.txt").read_bytes() == files["0a1b_merges.txt"]
+    tokenizer = load_tokenizer(checkpoint.folder)
+    config = checkpoint.config
+    ids = (config.start_id, config.end_id, config.pad_id)
+    assert ids == (tokenizer.start_id, tokenizer.end_id, tokenizer.pad_id)
+    assert config.end_id != 50256
+
+
+def test_auto_with_sentencepiece(data_dir: Path, tmp_path: Path) -> None:
+    model = (data_dir / "tokenizers" / "sentencepiece" / "tokenizer.model").read_bytes()
+    checkpoint = export(
+        tmp_path,
+        TokenizerSettings(),
+        raw={"tokenizer": {"library": "sentencepiece", "model": "nemo:ff_spm.model"}},
+        files={"ff_spm.model": model},
+    )
+    assert (checkpoint.folder / "tokenizer.model").read_bytes() == model
+    tokenizer = load_tokenizer(checkpoint.folder)
+    assert checkpoint.config.end_id == tokenizer.end_id
+
+
+@pytest.mark.parametrize("stem", ["/tmp/gone/0a1b_", "/artifacts/", "nemo:other_"])
+def test_a_name_that_leads_nowhere_is_looked_for(stem: str, data_dir: Path, tmp_path: Path) -> None:
+    section = {**BPE, "vocab_file": f"{stem}vocab.json", "merge_file": f"{stem}merges.txt"}
+    files = bpe_files(data_dir)
+    checkpoint = export(tmp_path, TokenizerSettings(), raw={"tokenizer": section}, files=files)
+    assert (checkpoint.folder / "vocab.json").read_bytes() == files["0a1b_vocab.json"]
+
+
+def test_a_file_outside_of_the_archive_is_never_read(data_dir: Path, tmp_path: Path) -> None:
+    """The configuration of a checkpoint may not choose files of this machine."""
+    folder = data_dir / "tokenizers" / "gpt2bpe"
+    section = {
+        **BPE,
+        "vocab_file": str(folder / "vocab.json"),
+        "merge_file": str(folder / "merges.txt"),
+    }
+    with pytest.raises(CheckpointError, match=r"does not hold.*export\.model\.tokenizer"):
+        export(tmp_path, TokenizerSettings(), raw={"tokenizer": section})
+
+
+def test_a_mapping_replaces_it(data_dir: Path, tmp_path: Path) -> None:
+    folder = data_dir / "tokenizers" / "gpt2bpe"
+    settings = TokenizerSettings(
+        "files",
+        library="megatron",
+        vocab_file=str(folder / "vocab.json"),
+        merge_file=str(folder / "merges.txt"),
+        start_id=5,
+        pad_id=7,
+    )
+    config = export(tmp_path, settings).config
+    assert (config.start_id, config.pad_id) == (5, 7)
+    assert config.end_id == load_tokenizer(folder).end_id
+
+
+def test_named_files_must_be_there(tmp_path: Path) -> None:
+    settings = TokenizerSettings("files", vocab_file="/no/vocab.json", merge_file="/no/merges.txt")
+    with pytest.raises(CheckpointError, match="2 problems") as caught:
+        export(tmp_path, settings)
+    assert "export.model.tokenizer.vocab_file" in str(caught.value)
+    with pytest.raises(CheckpointError, match="no file is named"):
+        export(tmp_path, TokenizerSettings("files"))
+
+
+def test_a_broken_tokenizer_is_found_before_writing(data_dir: Path, tmp_path: Path) -> None:
+    files = {**bpe_files(data_dir), "0a1b_vocab.json": b"{"}
+    with pytest.raises(CheckpointError, match=r"export\.model\.tokenizer"):
+        export(tmp_path, TokenizerSettings(), raw={"tokenizer": BPE}, files=files)
+    assert not (tmp_path / "m").exists()
+
+
+def test_none_keeps_gpt2s_ids(tmp_path: Path) -> None:
+    config = export(tmp_path, TokenizerSettings("none")).config
+    assert (config.start_id, config.end_id, config.pad_id) == (50256, 50256, None)
+    settings = TokenizerSettings("none", start_id=1, end_id=2, pad_id=3)
+    (tmp_path / "again").mkdir()
+    config = export(tmp_path / "again", settings).config
+    assert (config.start_id, config.end_id, config.pad_id) == (1, 2, 3)

@@ -1,0 +1,106 @@
+"""The text models' own rules, without a server: padding, words lists, and broken arrays."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from launcher_scripts import backends
+
+ROOM = Path(backends.__file__).parent
+LONE_MODULES = ("text_tensors", "tokenizer", "triton_python_backend_utils")
+
+
+class FakeTensor:
+    """What the text models use of pb_utils.Tensor; `broken` misreads as numpy 2's arrays are."""
+
+    broken = False
+
+    def __init__(self, name: str, values: np.ndarray) -> None:
+        self.name, self.values = name, values
+
+    def to_dlpack(self) -> np.ndarray:
+        return self.values
+
+    @classmethod
+    def from_dlpack(cls, name: str, values: np.ndarray) -> FakeTensor:
+        return cls(name, np.full_like(values, values.flat[0]) if cls.broken else values)
+
+    def as_numpy(self) -> np.ndarray:
+        return self.values
+
+
+@pytest.fixture
+def text_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Imports a text model as the server would: from a folder that holds its helpers."""
+    utils = types.ModuleType("triton_python_backend_utils")
+    utils.Tensor = type("Tensor", (FakeTensor,), {})
+    utils.TritonModelException = RuntimeError
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    monkeypatch.setattr(sys, "path", [str(ROOM), str(ROOM.parent), *sys.path])
+
+    def load(role: str) -> Any:
+        return importlib.import_module(f"launcher_scripts.backends.{role}.model")
+
+    yield load
+    for name in list(sys.modules):
+        if name in LONE_MODULES or name.startswith("launcher_scripts.backends.p"):
+            del sys.modules[name]
+
+
+class WordTokenizer:
+    """Ids as in the format's own example: "a b" is two tokens, "c" is one."""
+
+    ids: ClassVar = {"a b": [5, 6], "c": [7], " c": [8], "a,b": [9]}
+
+    def encode(self, text: str) -> list[int]:
+        return self.ids[text]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("a b,c", [[5, 6, 7], [2, 3, -1]]),
+        ("", [[0], [-1]]),
+        ("c", [[7], [1]]),
+        ("c, c", [[7, 8], [1, 2]]),
+        ('"a,b",c', [[9, 7], [1, 2]]),
+        (",,c,", [[7], [1]]),
+    ],
+)
+def test_words_lists(text_module: Any, line: str, expected: list[list[int]]) -> None:
+    model = text_module("preprocessing")
+    table = model.to_word_lists([line], WordTokenizer())
+    assert table.dtype == np.int32
+    assert table.tolist() == [expected]
+
+
+def test_words_lists_of_several_rows_have_one_width(text_module: Any) -> None:
+    table = text_module("preprocessing").to_word_lists(["c", "", "a b,c"], WordTokenizer())
+    assert table.tolist() == [
+        [[7, 0, 0], [1, -1, -1]],
+        [[0, 0, 0], [-1, -1, -1]],
+        [[5, 6, 7], [2, 3, -1]],
+    ]
+
+
+def test_prompts_are_padded_on_the_right(text_module: Any) -> None:
+    padded = text_module("preprocessing").pad_right([[1, 2], [], [3, 4, 5]], 9)
+    assert padded.dtype == np.uint32
+    assert padded.tolist() == [[1, 2, 9], [9, 9, 9], [3, 4, 5]]
+    assert text_module("preprocessing").pad_right([[]], 9).tolist() == [[9]]
+
+
+@pytest.mark.parametrize("role", ["preprocessing", "postprocessing"])
+def test_a_python_backend_that_misreads_arrays_is_refused(text_module: Any, role: str) -> None:
+    text_module(role).require_working_arrays()
+    sys.modules["triton_python_backend_utils"].Tensor.broken = True
+    with pytest.raises(RuntimeError, match=r"built for numpy 1 .*install 'numpy<2'"):
+        text_module(role).require_working_arrays()
