@@ -112,6 +112,10 @@ class TextContract:
     ensemble_outputs: tuple[Tensor, ...]
     model_inputs: Mapping[str, str]
 
+    def declared_ensemble_outputs(self, data_type: str) -> tuple[Tensor, ...]:
+        """The ensemble's outputs around a model that computes in `data_type`."""
+        return _declared(self.ensemble_outputs, data_type)
+
     @property
     def roles(self) -> tuple[str, ...]:
         """The text models there are."""
@@ -136,6 +140,11 @@ GPT_TEXT = TextContract(
         **_WORDS,
     },
 )
+
+
+def _declared(tensors: tuple[Tensor, ...], data_type: str) -> tuple[Tensor, ...]:
+    """The tensors, an encoder's own results with the type they are computed in."""
+    return _changed(tensors, ("output_hidden_state", "output_attentions"), dtype=data_type.upper())
 
 
 def _changed(
@@ -202,7 +211,6 @@ class Contract:
     text:         the text models around it
     encoder_only: only the encoder of an encoder-decoder is loaded
     batched:      Triton may merge requests, rows of different lengths included
-    computed:     outputs declared in the model's data_type instead of FP32
     text:         the text models around it
     """
 
@@ -212,14 +220,10 @@ class Contract:
     text: TextContract
     encoder_only: bool = False
     batched: bool = False
-    computed: tuple[str, ...] = ()
 
     def declared_outputs(self, data_type: str) -> tuple[Tensor, ...]:
         """The outputs as config.pbtxt declares them for a model that computes in `data_type`."""
-        return tuple(
-            replace(tensor, dtype=data_type.upper()) if tensor.name in self.computed else tensor
-            for tensor in self.outputs
-        )
+        return _declared(self.outputs, data_type)
 
 
 # model_type in config.pbtxt -> its contract
@@ -232,6 +236,5 @@ CONTRACTS = {
         T5_ENCODER_OUTPUTS,
         T5_ENCODER_TEXT,
         encoder_only=True,
-        computed=("output_hidden_state", "output_attentions"),
     ),
 }
