@@ -1,8 +1,8 @@
 # make quickstart   set up everything and run the main job on a real model
 # make check        set up everything and run what CI runs: format, lint, types, tests
 # make setup        .venv in this checkout (make setup TORCH=... for a machine's own torch)
-# make cluster      start a two-node Slurm on this machine, for tests and trials (NODES=4 for four);
-#                   make cluster-stop ends it
+# make cluster      start a two-node Slurm on this machine, for tests and trials (NODES=4: of four
+#                   nodes; ACCOUNTING=1: with slurmdbd); make cluster-stop ends it
 # make format       bring the code into the format that make check asks for
 
 BIN = .venv/bin
@@ -23,7 +23,8 @@ check: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python3 -m pytest -m "not slow and not gpu" -n 2
 
 cluster:
-	@$(or $(PYTHON),python3) -m tests.slurm.cluster start --root $(CLUSTER) --nodes $(or $(NODES),2)
+	@$(or $(PYTHON),python3) -m tests.slurm.cluster start --root $(CLUSTER) \
+		--nodes $(or $(NODES),2) $(if $(ACCOUNTING),--accounting)
 
 cluster-stop:
 	@$(or $(PYTHON),python3) -m tests.slurm.cluster stop --root $(CLUSTER)

@@ -38,6 +38,8 @@ class ExportModel:
     load_checkpoints_to_cpu: bool
     tokenizer: str | Mapping[str, Any] | None
     source: str
+    num_attention_heads: int | None
+    encoder_only: bool
     overwrite: bool
 
 
@@ -87,6 +89,8 @@ class Export(Stage):
             enable_custom_all_reduce=deployment.enable_custom_all_reduce,
             data_type=deployment.data_type,
             source=model.source,
+            num_attention_heads=model.num_attention_heads,
+            encoder_only=model.encoder_only,
         )
 
     def parallelism(self) -> Parallelism:

@@ -131,8 +131,13 @@ def _mapped(file: IO[bytes]) -> Region:
 
 
 def _folder_files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Every file below `folder`; one that a link takes out of the folder is refused."""
+    """Every file below `folder`; one that a link takes out of the folder is refused.
+
+    Hugging Face's cache is one folder per repository: snapshots/<revision>/ links into blobs/.
+    """
     root = folder.resolve()
+    if root.parent.name == "snapshots":
+        root = root.parent.parent
     problems = Problems(f"the checkpoint {folder}")
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() and not path.resolve().is_relative_to(root):

@@ -24,10 +24,15 @@ def to_bfloat16(values: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         wide = np.ascontiguousarray(values, "<f4")
     bits = wide.view("<u4")
-    rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
-    # Rounding would carry the bits of a NaN into its sign; it stays a NaN, made quiet.
-    kept = np.where(np.isnan(wide), (bits >> 16) | 0x40, rounded)
-    return kept.astype("<u2").view(BFLOAT16)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    halves = rounded.view("<u2").reshape(*wide.shape, 2)[..., 1].copy()
+    no_number = np.isnan(wide)
+    if no_number.any():  # the carry above may have made an infinity of it, or a zero
+        halves[no_number] = (bits[no_number] >> 16) | 0x40
+    return halves.view(BFLOAT16)
 
 
 def widened(array: np.ndarray) -> np.ndarray:

@@ -24,12 +24,17 @@ CONFIG_NAME = "config.json"
 DECODER = ("decoder.", "lm_head.")
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 PREFIXES = ("transformer.", "model.")
+_COMPARED_ROWS = 1024
+# Endings of names that are no weights; the last ones lie in the first T5s and BARTs, unused.
 BUFFERS = (
     ".attn.bias",
     ".attn.masked_bias",
     "rotary_emb.inv_freq",
     "embed_positions.weights",
+    "embed_positions._float_tensor",
     "position_ids",
+    ".EncDecAttention.relative_attention_bias.weight",
+    "coder.version",
 )
 
 
@@ -235,4 +240,8 @@ def _equal(one: SourceTensor, other: SourceTensor) -> bool:
     first, second = plain(one.read()), plain(other.read())
     if first.__array_interface__["data"] == second.__array_interface__["data"]:
         return True
-    return all(np.array_equal(*rows) for rows in zip(first, second, strict=True))
+    rows = range(0, len(first), _COMPARED_ROWS)
+    return all(
+        np.array_equal(first[row : row + _COMPARED_ROWS], second[row : row + _COMPARED_ROWS])
+        for row in rows
+    )

@@ -6,7 +6,11 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from queue import Empty, SimpleQueue
+
+import torch
+from torch.distributed import TCPStore
 
 from launcher_scripts.engine.communicator import (
     Communicator,
@@ -16,13 +20,14 @@ from launcher_scripts.engine.communicator import (
 from launcher_scripts.engine.loading import (
     PREFILL_TOKENS,
     EngineSettings,
-    load_runner,
+    assemble_runner,
+    load_weights,
     open_checkpoint,
     prepare_process,
     rank_device,
     rank_info,
 )
-from launcher_scripts.engine.messages import RankInfo
+from launcher_scripts.engine.messages import Loaded, RankInfo, Ready
 from launcher_scripts.engine.requests import check_request, parts, warm_up_request
 from launcher_scripts.engine.runner import Runner, StepResult
 from launcher_scripts.engine.scheduler import Row, Scheduler
@@ -33,6 +38,7 @@ from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
 STEPS_AHEAD = {"cpu": 0, "cuda": 1}
 NAMING_SECONDS = 3.0
+STOP_SECONDS = 20.0
 
 __all__ = ["Engine", "EngineSettings"]
 
@@ -56,6 +62,7 @@ class Engine:
         self._settled = threading.Event()  # loaded, or failed
         self._failure_callbacks: list[Callable[[ServerError], None]] = []
         self._workers: WorkerGroup | None = None
+        self._communicator: Communicator | None = None
         self._runner: Runner | None = None
         self._ranks: list[RankInfo] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -73,9 +80,11 @@ class Engine:
         def build(engine: Engine) -> Runner:
             device = rank_device(settings, 0)
             prepare_process(settings, device)
-            communicator = engine._connect()
-            runner = load_runner(settings, checkpoint, communicator, device)
-            engine._await_workers()
+            store = engine._start_workers()
+            weights = load_weights(settings, checkpoint, 0, device)
+            communicator = engine._meet(store, device)
+            runner = assemble_runner(weights, settings, communicator, device)
+            engine._await(Ready)
             return runner
 
         return cls._ready(cls(settings, build))
@@ -133,7 +142,10 @@ class Engine:
             callback(error)
 
     def close(self) -> None:
-        """Stop after the step in flight; rows that have not ended get ServerError."""
+        """Stop after the step in flight; rows that have not ended get ServerError.
+
+        The thread gets STOP_SECONDS: ranks that wait for each other must not hold up the end.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -141,9 +153,11 @@ class Engine:
             failed = self._error is not None
         self._inbox.put(None)
         if not failed:
-            self._thread.join()
+            self._thread.join(STOP_SECONDS)
         if self._workers is not None:
             self._workers.kill() if failed else self._workers.close()
+        if failed:
+            self._thread.join(NAMING_SECONDS)
         self._fail_pending(self._error or ServerError("the engine was closed"))
 
     @property
@@ -161,20 +175,34 @@ class Engine:
             raise error
         return engine
 
-    def _connect(self) -> Communicator:
-        """Start the other ranks and meet them."""
-        settings = self.settings
-        if settings.parallelism.world_size == 1:
-            return Communicator()
-        store = open_store(settings.start_timeout)
-        self._workers = WorkerGroup(settings, store.port, self._fail)
-        return ProcessGroupCommunicator(
-            settings.parallelism, 0, store, rank_device(settings, 0), settings.start_timeout
-        )
+    def _start_workers(self) -> TCPStore | None:
+        """Start the other ranks and open the place where they will meet."""
+        if self.settings.parallelism.world_size == 1:
+            return None
+        store = open_store(self.settings.start_timeout)
+        self._workers = WorkerGroup(self.settings, store.port, self._fail)
+        return store
 
-    def _await_workers(self) -> None:
-        if self._workers is not None and not self._workers.wait_ready(self.settings.start_timeout):
-            raise ServerError("a rank did not load in time")
+    def _meet(self, store: TCPStore | None, device: torch.device) -> Communicator:
+        """Join the other ranks once all have read their weights."""
+        if store is None:
+            return Communicator()
+        self._await(Loaded)
+        self._communicator = ProcessGroupCommunicator(
+            self.settings.parallelism, 0, store, device, self.settings.start_timeout
+        )
+        return self._communicator
+
+    def _await(self, message: type) -> None:
+        timeout = self.settings.start_timeout
+        if self._workers is not None and not self._workers.wait_for(message, timeout):
+            raise self._error or ServerError(f"the ranks did not load within {timeout:.0f} s")
+
+    def _leave_group(self) -> None:
+        """After a failure on the CPU; NCCL would wait for the lost rank, so it ends with us."""
+        if self._communicator is not None and self.settings.device_type == "cpu":
+            with suppress(RuntimeError):
+                self._communicator.close()
 
     def _run(self) -> None:
         try:
@@ -184,9 +212,12 @@ class Engine:
                 self._ranks += self._workers.infos
             self._settled.set()
             self._step_until_closed(self._runner)
-            self._runner.communicator.close()
+            if self._workers is not None:
+                self._workers.dismiss()
+            self._runner.close()
         except Exception as error:
             self._fail(self._named(error))
+            self._leave_group()
 
     def _step_until_closed(self, runner: Runner) -> None:
         scheduler = Scheduler(

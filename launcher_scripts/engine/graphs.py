@@ -72,3 +72,10 @@ class GraphCache:
             recorded.graph = graph
         recorded.graph.replay()
         return recorded.output
+
+    def clear(self) -> None:
+        """Forget every graph; a communicator cannot end while a graph holds its operations."""
+        for recorded in self._recorded.values():
+            if recorded.graph is not None:
+                recorded.graph.reset()
+        self._recorded.clear()

@@ -13,7 +13,7 @@ import torch
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
 from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.engine.communicator import Communicator
-from launcher_scripts.engine.families import engine_family
+from launcher_scripts.engine.families import FAMILIES, engine_family
 from launcher_scripts.engine.kv_cache import (
     KVCache,
     available_memory,
@@ -123,6 +123,15 @@ def rank_info(rank: int, device: torch.device) -> RankInfo:
 def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:
     """The checkpoint, checked against the parallelism it must serve."""
     checkpoint = FTCheckpoint.open(Path(settings.checkpoint_dir), verify=verify)
+    family = family_of(checkpoint.config).name
+    if family not in FAMILIES:
+        raise ConfigError(
+            problem(
+                f"the engine cannot run the checkpoint in {checkpoint.folder}",
+                got=f"family {family}",
+                choices=FAMILIES,
+            )
+        )
     wanted = settings.parallelism
     if checkpoint.tp_size != wanted.tp_size:
         raise ConfigError(
@@ -163,27 +172,23 @@ def served_part(config: Any, model_type: str | None) -> ModelConfig:
     return replace(config, encoder_only=True) if contract.encoder_only else config
 
 
-def load_runner(
-    settings: EngineSettings,
-    checkpoint: FTCheckpoint,
-    communicator: Communicator,
-    device: torch.device,
-) -> Runner:
-    """Read this rank's weights, plan its cache, and put the decoder together."""
-    tp_rank = communicator.tp_rank
-    weights = (
-        engine_family(checkpoint.config)
-        .loader(
-            checkpoint.config,
-            settings.parallelism,
-            communicator.rank,
-            DTYPES[settings.data_type],
-            device,
-            lambda spec, layer: checkpoint.read(spec, layer, tp_rank),
-        )
-        .load()
+def load_weights(
+    settings: EngineSettings, checkpoint: FTCheckpoint, rank: int, device: torch.device
+) -> Any:
+    """This rank's weights, as the family's loader gives them, on its device.
+
+    Needs no other rank, so whatever fails, fails alone.
+    """
+    tp_rank = settings.parallelism.tp_rank(rank)
+    loader = engine_family(checkpoint.config).loader(
+        checkpoint.config,
+        settings.parallelism,
+        rank,
+        DTYPES[settings.data_type],
+        device,
+        lambda spec, layer: checkpoint.read(spec, layer, tp_rank),
     )
-    return assemble_runner(weights, settings, communicator, device)
+    return loader.load()
 
 
 def assemble_runner(
@@ -192,7 +197,7 @@ def assemble_runner(
     communicator: Communicator,
     device: torch.device,
 ) -> Runner:
-    """A runner over weights (what the family's loader gives) that are on the device already."""
+    """Plan the cache, as all ranks agree, and put the decoder together."""
     config = weights.config
     family = engine_family(config)
     dtype = DTYPES[settings.data_type]

@@ -26,8 +26,13 @@ class RankInfo:
 
 
 @dataclass(frozen=True)
+class Loaded:
+    """A rank has read its weights and goes to meet the others."""
+
+
+@dataclass(frozen=True)
 class Ready:
-    """A rank has loaded its weights."""
+    """A rank waits for plans."""
 
     info: RankInfo
 

@@ -106,6 +106,13 @@ class Runner:
             self._decode(plan, result)
         return result
 
+    def close(self) -> None:
+        """Finish what was launched and leave the other ranks."""
+        if self._graphs is not None:
+            torch.cuda.synchronize(self.device)
+            self._graphs.clear()
+        self.communicator.close()
+
     def _encode(self, slots: Sequence[int], result: StepResult) -> None:
         rows = [self._rows[slot] for slot in slots]
         ids = [token for row in rows for token in row.source]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from launcher_scripts.engine.messages import (
     Beat,
     Failed,
+    Loaded,
     Ready,
     receive_message,
     send_message,
@@ -92,14 +93,15 @@ def _serve(link: _Link) -> None:
         if isinstance(plan, Stop):
             break
         runner.execute(plan)
-    runner.communicator.close()
+    runner.close()
 
 
 def _load(setup: WorkerSetup, link: _Link):
     """Imports here: torch takes seconds, and rank 0 hears of this one from the start."""
     from launcher_scripts.engine.communicator import ProcessGroupCommunicator, join_store
     from launcher_scripts.engine.loading import (
-        load_runner,
+        assemble_runner,
+        load_weights,
         open_checkpoint,
         prepare_process,
         rank_device,
@@ -109,12 +111,13 @@ def _load(setup: WorkerSetup, link: _Link):
     settings, rank = setup.settings, setup.rank
     device = rank_device(settings, rank)
     prepare_process(settings, device)
-    checkpoint = open_checkpoint(settings, verify=False)
+    weights = load_weights(settings, open_checkpoint(settings, verify=False), rank, device)
+    link.send(Loaded())
     store = join_store(setup.store_port, settings.start_timeout)
     communicator = ProcessGroupCommunicator(
         settings.parallelism, rank, store, device, settings.start_timeout
     )
-    runner = load_runner(settings, checkpoint, communicator, device)
+    runner = assemble_runner(weights, settings, communicator, device)
     link.send(Ready(rank_info(rank, device)))
     return runner
 

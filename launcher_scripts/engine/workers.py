@@ -18,8 +18,8 @@ from pathlib import Path
 
 from launcher_scripts.engine.loading import EngineSettings
 from launcher_scripts.engine.messages import (
-    Beat,
     Failed,
+    Loaded,
     RankInfo,
     Ready,
     receive_message,
@@ -70,7 +70,9 @@ class WorkerGroup:
         self._on_failure = on_failure
         self._workers: list[_Worker] = []
         self._started = threading.Event()
-        self._all_ready = threading.Event()
+        self._arrived: dict[type, set[int]] = {Loaded: set(), Ready: set()}
+        self._news = threading.Condition()
+        self._failed = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="engine-workers", daemon=True)
         self._thread.start()
@@ -80,21 +82,33 @@ class WorkerGroup:
     def infos(self) -> list[RankInfo]:
         return [worker.info for worker in self._workers if worker.info is not None]
 
-    def wait_ready(self, timeout: float) -> bool:
-        """Whether every rank has loaded within `timeout` seconds."""
-        return self._all_ready.wait(timeout)
+    def wait_for(self, message: type, timeout: float) -> bool:
+        """Whether every rank sends `message` (Loaded or Ready) within `timeout` seconds.
+
+        False at once when a rank fails.
+        """
+        everyone = len(self._workers)
+        with self._news:
+            self._news.wait_for(
+                lambda: self._failed or len(self._arrived[message]) == everyone, timeout
+            )
+            return not self._failed and len(self._arrived[message]) == everyone
 
     def send(self, message: object) -> None:
         """Tell every worker, in order."""
         for worker in self._workers:
             send_message(worker.connection, message)
 
+    def dismiss(self) -> None:
+        """Tell every worker to end; from now on one that ends is no failure."""
+        if not self._closing.is_set():
+            self._closing.set()
+            with suppress(OSError):
+                self.send(Stop())
+
     def close(self) -> None:
         """End every worker: told first, then terminated, then killed."""
-        self._closing.set()
-        for worker in self._workers:
-            with suppress(OSError):
-                send_message(worker.connection, Stop())
+        self.dismiss()
         deadline = time.monotonic() + STOP_SECONDS
         for worker in self._workers:
             self._end(worker, deadline)
@@ -132,6 +146,9 @@ class WorkerGroup:
         failure = self._until_failure()
         if failure is not None and not self._closing.is_set():
             self._on_failure(ServerError(failure))
+            with self._news:
+                self._failed = True
+                self._news.notify_all()
         for worker in self._workers:
             worker.process.wait()
 
@@ -182,10 +199,11 @@ class WorkerGroup:
             return f"{worker.label}: {message.reason}"
         if isinstance(message, Ready):
             worker.info = message.info
-            if all(one.info is not None for one in self._workers):
-                self._all_ready.set()
-        if isinstance(message, (Beat, Ready)):
-            worker.last_seen = time.monotonic()
+        if type(message) in self._arrived:
+            with self._news:
+                self._arrived[type(message)].add(worker.rank)
+                self._news.notify_all()
+        worker.last_seen = time.monotonic()
         return None
 
     def _check(self, worker: _Worker) -> str | None:

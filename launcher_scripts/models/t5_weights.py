@@ -1,6 +1,6 @@
 """The weight table of a T5, with the dialects of Hugging Face and NeMo.
 
-Keys are as in the state dict; NeMo's without the common prefix "enc_dec_model.". Variants of
+Keys are as in the state dict; NeMo's without "enc_dec_model.", however often it leads. Variants of
 NeMo's dialect ("nemo_legacy", "nemo_fused_gate", "nemo_plus_one") have only the rows that differ.
 """
 

@@ -85,8 +85,13 @@ def serve(settings: DeploySettings) -> None:
                 service.watch()
             print(f"stopping the server: {stop.name}", flush=True)
         except ServerError:
-            patience = min(patience, _FAILED_SECONDS)
-            raise
+            # The end of a job is told to all of its processes at once: the server may be gone
+            # a moment before this process hears of it.
+            time.sleep(_POLL_SECONDS)
+            if stop.received is None:
+                patience = min(patience, _FAILED_SECONDS)
+                raise
+            print(f"stopping the server: {stop.name}", flush=True)
         finally:
             settings.ready_file.unlink(missing_ok=True)
             process.stop(patience)

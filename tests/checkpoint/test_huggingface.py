@@ -1,5 +1,6 @@
 """Exports of tiny transformers models: the files alone give the logits of transformers."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import T5EncoderModel
 
 from launcher_scripts.errors import CheckpointError, ConfigError
 from tests.checkpoint import reference_forward_bart, reference_forward_gpt, reference_forward_t5
@@ -106,6 +108,25 @@ def test_sharded_and_torch_files_give_the_same_bytes(tmp_path: Path) -> None:
     assert all(contents(folder) == expected for folder in exports.values())
 
 
+def test_torch_files_in_shards(tmp_path: Path) -> None:
+    model = DECODERS["bloom"].make()
+    model.save_pretrained(tmp_path / "whole")
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    shutil.copy(tmp_path / "whole" / "config.json", folder)
+    names = sorted(model.transformer.state_dict())
+    places = {}
+    for number, part in enumerate((names[::2], names[1::2])):
+        file = f"pytorch_model-{number}.bin"
+        state = model.transformer.state_dict()
+        torch.save({name: state[name] for name in part}, folder / file)
+        places |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": 1}, "weight_map": places}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    expected = contents(export_folder(tmp_path / "whole", tmp_path / "a", 2))
+    assert contents(export_folder(folder, tmp_path / "b", 2)) == expected
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".json"}
 
@@ -157,3 +178,45 @@ def test_the_source_can_be_named(tmp_path: Path) -> None:
         export_folder(tmp_path / "hf", tmp_path / "b", source="nemo")
     with pytest.raises(ConfigError, match="unknown source; got 'onnx'; choices: auto, nemo, "):
         export_folder(tmp_path / "hf", tmp_path / "c", source="onnx")
+
+
+def test_a_snapshot_of_the_hubs_cache_is_read_through_its_links(tmp_path: Path) -> None:
+    DECODERS["gpt2"].make().save_pretrained(tmp_path / "hf")
+    repository = tmp_path / "models--a--b"
+    snapshot = repository / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for number, name in enumerate(("config.json", "model.safetensors")):
+        shutil.move(tmp_path / "hf" / name, repository / "blobs" / str(number))
+        (snapshot / name).symlink_to(Path("../../blobs") / str(number))
+    assert (export_folder(snapshot, tmp_path) / "model.wte.bin").is_file()
+    (tmp_path / "outside").touch()
+    (snapshot / "vocab.json").symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointError, match="a link leads out of the folder"):
+        export_folder(snapshot, tmp_path / "again")
+
+
+def test_the_encoder_of_a_t5_alone_or_cut_out(tmp_path: Path) -> None:
+    whole = ENCODER_DECODERS["t5_v1_1"].make()
+    whole.save_pretrained(tmp_path / "whole")
+    T5EncoderModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "encoder")
+    cut = export_folder(tmp_path / "whole", tmp_path / "a", 2, encoder_only=True)
+    alone = export_folder(tmp_path / "encoder", tmp_path / "b", 2)
+    assert {name: data for name, data in contents(cut).items() if name != "config.ini"} == {
+        name: data for name, data in contents(alone).items() if name != "config.ini"
+    }
+    weights, config = open_weights(alone)
+    with torch.no_grad():
+        expected = whole.encoder(IDS).last_hidden_state
+    found = reference_forward_t5.encode(weights, config, IDS)
+    assert (found - expected).abs().max() <= TOLERANCE
+
+
+def test_tensors_that_old_checkpoints_carry_unused_are_left_out(tmp_path: Path) -> None:
+    model = ENCODER_DECODERS["t5_v1_0"].make()
+    model.save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    table = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    expected = contents(export_folder(tmp_path / "hf", tmp_path / "a"))
+    save_file(load_file(path) | {table: torch.ones(8, 4)}, path)
+    assert contents(export_folder(tmp_path / "hf", tmp_path / "b")) == expected

@@ -90,6 +90,18 @@ def test_ready_then_stopped(tmp_path: Path, number: int) -> None:
         assert step.shared_memory() == []
 
 
+def test_a_stop_that_the_servers_processes_hear_first(tmp_path: Path) -> None:
+    with running(tmp_path / "job", make_repository(tmp_path)) as step:
+        step.wait_until_ready()
+        for pid, _ in step.survivors():
+            if pid != step.process.pid:
+                os.kill(pid, signal.SIGTERM)
+        time.sleep(0.1)
+        assert step.stop() == 0, step.err
+        assert "stopping the server: SIGTERM" in step.out
+        assert step.survivors() == []
+
+
 def test_stopped_while_loading(tmp_path: Path) -> None:
     repository = make_repository(tmp_path, "self.status('loading'); time.sleep(600)")
     with running(tmp_path / "job", repository, stop_timeout=2.0) as step:

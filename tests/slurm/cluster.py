@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -24,13 +23,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.slurm import accounting
+from tests.slurm.accounting import (
+    ACCOUNTING_PACKAGES,
+    ACCOUNTING_PROGRAMS,
+    start_database,
+    write_accounting,
+)
 from tests.slurm.configuration import Paths, write_configuration
 from tests.slurm.processes import alive, end, processes, read
 
 _PACKAGES = "slurm-wlm munge libpmix-dev libslurm-dev gcc libc6-dev"
 _SPANK_SOURCE = Path(__file__).parent / "spank" / "pyxis_double.c"
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "gcc")
+_LONGEST_SOCKET_PATH = 107
+_USABLE = ("idle", "mixed", "allocated", "completing")
 _SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
@@ -42,11 +48,11 @@ def missing_requirements(with_accounting: bool = False) -> str:
     """What this machine lacks for a cluster, and what to do about it; empty for nothing."""
     if not any(Path("/sys/fs/cgroup").glob("*")):
         return "this machine has no cgroup file system at /sys/fs/cgroup, which slurmd wants"
-    programs = [*_PROGRAMS, *(accounting.PROGRAMS if with_accounting else ())]
+    programs = [*_PROGRAMS, *(ACCOUNTING_PROGRAMS if with_accounting else ())]
     missing = [name for name in programs if shutil.which(name, path=_SEARCH_PATH) is None]
     if not Path("/usr/include/slurm/spank.h").exists():
         missing.append("slurm/spank.h")
-    packages = f"{_PACKAGES} {accounting.PACKAGES}" if with_accounting else _PACKAGES
+    packages = f"{_PACKAGES} {ACCOUNTING_PACKAGES}" if with_accounting else _PACKAGES
     return f"this machine lacks {', '.join(missing)}: apt-get install {packages}" if missing else ""
 
 
@@ -104,7 +110,7 @@ class TestCluster:
         self.stop()
         write_configuration(self.paths, self.nodes, self.gpus)
         if self.accounting:
-            accounting.write_accounting(self.paths)
+            write_accounting(self.paths)
         self._build_spank_plugin()
         try:
             for daemon in self.daemons:
@@ -129,11 +135,14 @@ class TestCluster:
         run = self.root / "run"
         if self.pid("slurmctld") and self.pid("munged"):
             self.cancel_all(timeout / 2)
-        # In this order: slurmd, slurmctld, munged.
-        for path in sorted((self.root / "run").glob("*.pid"), reverse=True):
-            X
-        for pid in [*self.step_daemons(), *self.jobprocesses()]:
-            _end(pid, timeout=0)
+        for program in ("slurmd", "slurmctld", "slurmdbd", "munged", "mariadbd"):
+            for path in [*run.glob(f"{program}.pid"), *run.glob(f"{program}-*.pid")]:
+                pid = self.pid(path.stem)
+                if pid is not None:
+                    end(pid, timeout)
+                path.unlink(missing_ok=True)
+        for pid in [*self.step_daemons(), *self.job_processes()]:
+            end(pid, timeout=0)
 
     def cancel_all(self, timeout: float = 20) -> None:
         """Cancel every job and wait until nothing of them runs, or until the time is over."""
@@ -202,37 +211,25 @@ class TestCluster:
 
     def _register(self) -> None:
         """Make the cluster known to the accounting daemon, which takes a moment to listen."""
-        _wait_until(
-            lambda: self.run("sacctmgr", "--immediate", "add", "cluster", "test").returncode == 0,
-            20,
-            lambda: f"slurmdbd does not answer: {self._last_words()}",
-        )
+
+        def known() -> bool:
+            self.run("sacctmgr", "--immediate", "add", "cluster", "test")
+            return "test" in self.run("sacctmgr", "--noheader", "show", "cluster").stdout
+
+        _wait_until(known, 20, lambda: f"slurmdbd does not answer: {self._last_words()}")
 
     def _start_daemon(self, daemon: str) -> None:
-        paths = self.paths
-        program, _, node = daemon.partition("-")
-        argv = {
-            # --force: the folder of the socket need not be open to other users.
-            "munged": [
-                "munged",
-                "--force",
-                f"--key-file={paths.munge_key}",
-                f"--socket={paths.munge_socket}",
-                f"--pid-file={paths.pid_file(daemon)}",
-                f"--log-file={paths.log(daemon)}",
-                f"--seed-file={paths.root}/run/munged.seed",
-                "--num-threads=2",
-            ],
-            "slurmctld": ["slurmctld"],
-            "slurmd": ["slurmd", "-N", node],
-        }[program]
-        started = self.run(*argv, env={**self.environment, "PATH": _SEARCH_PATH})
-        if started.returncode != 0:
-            raise ClusterFailure(f"{daemon} does not start: {started.stderr}{self._last_words()}")
+        environment = {**self.environment, "PATH": _SEARCH_PATH}
+        if daemon == "mariadbd":
+            start_database(self.paths, environment)
+        else:
+            started = self.run(*_daemon_argv(self.paths, daemon), env=environment)
+            if started.returncode != 0:
+                raise ClusterFailure(f"{daemon} ended: {started.stderr}{self._last_words()}")
         _wait_until(
             lambda: self.pid(daemon) is not None,
-            10,
-            lambda: f"{daemon} ended at once: {self._last_words()}",
+            20,
+            lambda: f"{daemon} did not start: {self._last_words()}",
         )
 
     def _last_words(self) -> str:
@@ -245,8 +242,23 @@ class TestCluster:
         return "\n".join(["", *words])
 
 
-_LONGEST_SOCKET_PATH = 107
-_USABLE = ("idle", "mixed", "allocated", "completing")
+def _daemon_argv(paths: Paths, daemon: str) -> list[str]:
+    """The command that puts a daemon into the background."""
+    program, _, node = daemon.partition("-")
+    if program == "slurmd":
+        return [program, "-N", node]
+    if program != "munged":
+        return [program]
+    return [
+        program,
+        "--force",  # the folder of the socket need not be open to other users
+        f"--key-file={paths.munge_key}",
+        f"--socket={paths.munge_socket}",
+        f"--pid-file={paths.pid_file(daemon)}",
+        f"--log-file={paths.log(daemon)}",
+        f"--seed-file={paths.root}/run/munged.seed",
+        "--num-threads=2",
+    ]
 
 
 def _wait_until(
@@ -265,10 +277,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, required=True, help="folder of the cluster")
     parser.add_argument("--nodes", type=int, default=2, help="number of virtual nodes")
     parser.add_argument("--gpus", type=int, default=8, help="GPUs each node pretends to have")
+    parser.add_argument("--accounting", action="store_true", help="with slurmdbd, for sacct")
     options = parser.parse_args(argv)
     root = options.root.absolute()
     nodes = options.nodes if options.action == "start" else started_nodes(root)
-    cluster = TestCluster(root, nodes, options.gpus)
+    cluster = TestCluster(root, nodes, options.gpus, options.accounting)
     if options.action == "stop":
         cluster.stop()
         return 0

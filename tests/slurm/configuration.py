@@ -36,10 +36,6 @@ class Paths:
         """What the SPANK test double saw, one JSON object per line."""
         return self.root / "log" / "pyxis.jsonl"
 
-    @property
-    def database_conf(self) -> Path:
-        return self.root / "etc" / "slurmdbd.conf"
-
     def pid_file(self, daemon: str) -> Path:
         return self.root / "run" / f"{daemon}.pid"
 
@@ -128,7 +124,6 @@ KillWait=5
 SlurmdTimeout=30
 MinJobAge=300
 JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
 """
 
 

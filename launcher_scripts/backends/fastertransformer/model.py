@@ -43,6 +43,8 @@ class TritonPythonModel:
             )
             self._contract = CONTRACTS[settings.model_type]
             self._conversion = CONVERSIONS[settings.model_type]
+            if settings.enable_custom_all_reduce:
+                print("enable_custom_all_reduce: ranks sum over NCCL, with the same result")
             self._engine = Engine.load(settings)
             self._engine.warm_up()
         except LauncherError as error:

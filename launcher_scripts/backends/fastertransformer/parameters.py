@@ -13,6 +13,9 @@ from launcher_scripts.parallel import Parallelism
 
 WHERE = "parameters in config.pbtxt"
 
+# max_batch_size bounds one request; rows of many requests run together whatever it is.
+ROWS_IN_FLIGHT = 32
+
 
 def engine_settings(
     config: Mapping[str, Any], model_dir: Path, version: str, device: str
@@ -50,7 +53,7 @@ def engine_settings(
         data_type=values.get("data_type", "fp32"),
         parallelism=parallelism,
         device=device,
-        max_batch_size=max(1, int(config.get("max_batch_size", 1))),
+        max_batch_size=max(ROWS_IN_FLIGHT, int(config.get("max_batch_size", 1))),
         int8_mode=numbers["int8_mode"],
         enable_custom_all_reduce=bool(numbers["enable_custom_all_reduce"]),
     )

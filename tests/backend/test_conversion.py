@@ -1,0 +1,165 @@
+"""The contract's tensors to rows and back, shapes and padding included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from launcher_scripts.backends.fastertransformer.conversion import to_requests, to_tensors
+from launcher_scripts.errors import RequestError
+from launcher_scripts.protocol import (
+    GPT_INPUTS,
+    GPT_OUTPUTS,
+    GenerateOutput,
+    GenerateRequest,
+    SamplingParameters,
+)
+
+DTYPES = {
+    "UINT32": torch.uint32,
+    "INT32": torch.int32,
+    "UINT64": torch.uint64,
+    "FP32": torch.float32,
+    "BOOL": torch.bool,
+    "FP16": torch.float16,
+}
+
+
+def tensors(**values: object) -> dict[str, torch.Tensor]:
+    """Contract tensors of the contract's types."""
+    kinds = {spec.name: DTYPES[spec.dtype] for spec in GPT_INPUTS}
+    return {name: torch.tensor(value).to(kinds[name]) for name, value in values.items()}
+
+
+def basic(**more: object) -> dict[str, torch.Tensor]:
+    return tensors(
+        **{
+            "input_ids": [[5, 6, 7, 8], [9, 3, 0, 0]],
+            "input_lengths": [4, 2],
+            "request_output_len": [[3], [6]],
+            **more,
+        }
+    )
+
+
+def test_rows_take_defaults_for_what_is_left_out():
+    assert to_requests(basic()) == [
+        GenerateRequest((5, 6, 7, 8), 3),
+        GenerateRequest((9, 3), 6),
+    ]
+
+
+def test_every_parameter_is_per_row():
+    rows = to_requests(
+        basic(
+            runtime_top_k=[1, 40],
+            runtime_top_p=[0.0, 0.5],
+            temperature=[1.0, 0.5],
+            repetition_penalty=[1.0, 1.25],
+            presence_penalty=[0.5, 0.0],
+            min_length=[0, 2],
+            top_p_decay=[1.0, 0.5],
+            top_p_min=[0.25, 0.125],
+            top_p_reset_ids=[7, 8],
+            beam_width=[1, 1],
+            len_penalty=[0.0, 1.0],
+            beam_search_diversity_rate=[0.0, 0.5],
+            start_id=[1, 2],
+            end_id=[3, 4],
+            is_return_log_probs=[False, True],
+            is_return_context_logits=[True, False],
+        )
+    )
+    second = SamplingParameters(
+        top_k=40,
+        top_p=0.5,
+        temperature=0.5,
+        repetition_penalty=1.25,
+        min_length=2,
+        top_p_decay=0.5,
+        top_p_min=0.125,
+        top_p_reset_id=8,
+        len_penalty=1.0,
+        beam_search_diversity_rate=0.5,
+    )
+    assert rows[1] == GenerateRequest(
+        (9, 3), 6, second, start_id=2, end_id=4, return_log_probs=True
+    )
+    assert rows[0].sampling.presence_penalty == 0.5
+    assert (rows[0].return_log_probs, rows[0].return_context_logits) == (False, True)
+
+
+def test_seeds_are_64_bits():
+    seed = (1 << 63) + 12345
+    sent = basic()
+    sent["random_seed"] = torch.tensor([seed - (1 << 64), 7]).view(torch.uint64)
+    assert [row.sampling.random_seed for row in to_requests(sent)] == [seed, 7]
+
+
+def test_scalars_may_keep_their_axis():
+    rows = to_requests(basic(input_lengths=[[4], [2]], runtime_top_k=[[2], [3]]))
+    assert [row.sampling.top_k for row in rows] == [2, 3]
+
+
+def test_word_lists_are_ids_and_end_offsets():
+    lists = [[[5, 6, 7, 0], [2, 3, -1, -1]], [[0, 0, 0, 0], [-1, -1, -1, -1]]]
+    rows = to_requests(basic(bad_words_list=lists))
+    assert [row.bad_words for row in rows] == [((5, 6), (7,)), ()]
+    shared = to_requests(basic(stop_words_list=lists[0]))
+    assert [row.stop_words for row in shared] == [((5, 6), (7,))] * 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"input_lengths": [4, 5]}, "input_lengths must be within input_ids; got 5"),
+        ({"input_lengths": [4, 5, 1]}, "input_lengths needs one value per row"),
+        ({"runtime_top_k": [[1, 2], [3, 4]]}, "runtime_top_k needs one value per row"),
+        ({"input_ids": [5, 6]}, r"input_ids must be \[batch, time\]; got \[2\]"),
+        ({"bad_words_list": [[1, 2], [3, 4], [5, 6]]}, r"bad_words_list must be \[2, 2, n\]"),
+        ({"bad_words_list": [[1, 2], [2, 1]]}, "ascending end offsets"),
+        ({"bad_words_list": [[1, 2], [1, 9]]}, "within its 2 ids"),
+        ({"request_prompt_lengths": [1, 1]}, "request_prompt_lengths is not supported"),
+        ({"request_prompt_type": [3, 0]}, "request_prompt_type is not supported"),
+        ({"is_return_context_embeddings": [True, False]}, "choices: is_return_context_logits"),
+    ],
+)
+def test_wrong_tensors_are_named(wrong, message):
+    with pytest.raises(RequestError, match=message):
+        to_requests(basic(**wrong))
+
+
+def test_what_asks_for_nothing_is_no_problem():
+    more = {"request_prompt_type": [0, 0], "is_return_context_embeddings": [False, False]}
+    assert len(to_requests(basic(**more))) == 2
+
+
+def test_output_ids_hold_prompt_generated_and_end_tokens():
+    requests = [GenerateRequest((5, 6, 7, 8), 3), GenerateRequest((9, 3), 6, end_id=4)]
+    outputs = [GenerateOutput((1, 2)), GenerateOutput((11, 12, 13, 14, 15, 16))]
+    answer = to_tensors(requests, outputs, width=4, default_end_id=99)
+    assert answer["output_ids"].tolist() == [
+        [[5, 6, 7, 8, 1, 2, 99, 99, 99, 99]],
+        [[9, 3, 11, 12, 13, 14, 15, 16, 4, 4]],
+    ]
+    assert answer["sequence_length"].tolist() == [[6], [8]]
+    assert answer["response_input_lengths"].tolist() == [[4], [2]]
+    assert set(answer) == {"output_ids", "sequence_length", "response_input_lengths"}
+
+
+def test_log_probs_and_context_logits_come_when_asked():
+    requests = [
+        GenerateRequest((5, 6), 2, return_log_probs=True),
+        GenerateRequest((9,), 1, return_context_logits=True),
+    ]
+    outputs = [
+        GenerateOutput((1, 2), -1.5, (-0.5, -1.0)),
+        GenerateOutput((3,), context_logits=torch.ones(1, 3)),
+    ]
+    answer = to_tensors(requests, outputs, width=2, default_end_id=0)
+    assert answer["cum_log_probs"].tolist() == [[-1.5], [0.0]]
+    assert answer["output_log_probs"].tolist() == [[[-0.5, -1.0]], [[0.0, 0.0]]]
+    assert answer["context_logits"].tolist() == [[[0, 0, 0]], [[1, 1, 1]]]
+    for spec in GPT_OUTPUTS:
+        if spec.name in answer:
+            assert answer[spec.name].dtype == DTYPES[spec.dtype], spec.name

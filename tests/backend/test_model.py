@@ -1,0 +1,204 @@
+"""The backend's own logic behind a stand-in of Triton's module; tests/server has the real one."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import threading
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from launcher_scripts.backends.fastertransformer.parameters import engine_settings
+from launcher_scripts.errors import ConfigError
+from launcher_scripts.parallel import Parallelism
+from tests.engine.small_models import (
+    engine_for,
+    generate,
+    random_tensors,
+    small_config,
+    write_checkpoint,
+)
+
+CONFIG = small_config(end_id=1000)
+
+
+class Tensor:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def to_dlpack(self):
+        return torch.utils.dlpack.to_dlpack(self.tensor)
+
+    @staticmethod
+    def from_dlpack(name, capsule):
+        return name, torch.utils.dlpack.from_dlpack(capsule)
+
+
+class TritonError(Exception):
+    INVALID_ARG, INTERNAL = "invalid", "internal"
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Response:
+    def __init__(self, tensors=(), error=None) -> None:
+        self.tensors, self.error = dict(tensors), error
+
+
+class Request:
+    """A request and its response sender in one."""
+
+    def __init__(self, inputs: dict[str, torch.Tensor], wanted: tuple[str, ...]) -> None:
+        self.inputs, self.wanted = inputs, wanted
+        self.answers: list[Response] = []
+        self.answered = threading.Event()
+
+    def requested_output_names(self):
+        return list(self.wanted)
+
+    def get_response_sender(self):
+        return self
+
+    def send(self, response, flags):
+        assert flags == "final"
+        self.answers.append(response)
+        self.answered.set()
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    stand_in = types.ModuleType("triton_python_backend_utils")
+    stand_in.Tensor = Tensor
+    stand_in.TritonError = TritonError
+    stand_in.InferenceResponse = Response
+    stand_in.TritonModelException = RuntimeError
+    stand_in.TRITONSERVER_RESPONSE_COMPLETE_FINAL = "final"
+    stand_in.get_input_tensor_by_name = lambda request, name: (
+        Tensor(request.inputs[name]) if name in request.inputs else None
+    )
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    name = "launcher_scripts.backends.fastertransformer.model"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(name)
+    sys.modules.pop(name, None)
+
+
+def request(ids, lengths, output_lens, *wanted: str, **more: torch.Tensor) -> Request:
+    inputs = {
+        "input_ids": torch.tensor(ids).to(torch.uint32),
+        "input_lengths": torch.tensor(lengths).to(torch.uint32),
+        "request_output_len": torch.tensor(output_lens).to(torch.uint32),
+        **more,
+    }
+    return Request(inputs, wanted or ("output_ids", "sequence_length"))
+
+
+def arguments(folder: Path, **parameters: str) -> dict[str, str]:
+    parameters = {"tensor_para_size": "1", "model_checkpoint_path": "1/1-gpu", **parameters}
+    config = {
+        "max_batch_size": 4,
+        "parameters": {name: {"string_value": value} for name, value in parameters.items()},
+    }
+    return {
+        "model_name": "tiny",
+        "model_config": json.dumps(config),
+        "model_repository": str(folder),
+        "model_version": "1",
+    }
+
+
+def test_requests_are_answered_each_on_its_own(backend, tmp_path, monkeypatch):
+    monkeypatch.setenv("LAUNCHER_STATUS_DIR", str(tmp_path))
+    monkeypatch.setenv("LAUNCHER_DEVICE", "cpu")
+    tensors = random_tensors(CONFIG)
+    write_checkpoint(tmp_path / "tiny" / "1" / "1-gpu", CONFIG, tensors, 1)
+    model = backend.TritonPythonModel()
+    model.initialize(arguments(tmp_path / "tiny"))
+    status = json.loads((tmp_path / "tiny.json").read_text())
+    assert (status["state"], status["reason"]) == ("ready", None)
+    assert status["ranks"][0]["device"] == "cpu"
+    assert status["versions"]["torch"] == torch.__version__
+    good = request([[3, 4, 5], [6, 7, 0]], [3, 2], [[2], [4]])
+    bad_row = request([[3, 4], [99, 0]], [2, 1], [[2], [2]])
+    bad_tensor = request([[3, 4]], [9], [[2]])
+    assert model.execute([good, bad_row, bad_tensor]) is None
+    for one in (good, bad_row, bad_tensor):
+        assert one.answered.wait(30)
+    model.finalize()
+    reference = engine_for(CONFIG, tensors)
+    expected = [generate(reference, (3, 4, 5), 2), generate(reference, (6, 7), 4)]
+    reference.close()
+    answer = good.answers[0].tensors
+    assert set(answer) == {"output_ids", "sequence_length"}
+    assert answer["output_ids"].dtype == torch.uint32
+    assert answer["output_ids"].tolist() == [
+        [[3, 4, 5, *expected[0], 1000, 1000]],
+        [[6, 7, *expected[1], 1000]],
+    ]
+    for one, text in ((bad_row, "outside of the vocabulary"), (bad_tensor, "input_lengths")):
+        assert len(one.answers) == 1
+        assert text in str(one.answers[0].error)
+        assert one.answers[0].error.code == "invalid"
+
+
+def test_a_model_that_cannot_load_says_why(backend, tmp_path, monkeypatch):
+    monkeypatch.setenv("LAUNCHER_STATUS_DIR", str(tmp_path))
+    model = backend.TritonPythonModel()
+    with pytest.raises(RuntimeError, match="the checkpoint is no folder"):
+        model.initialize(arguments(tmp_path / "tiny"))
+    status = json.loads((tmp_path / "tiny.json").read_text())
+    assert status["state"] == "failed"
+    assert "the checkpoint is no folder" in status["reason"]
+
+
+def settings(folder: Path, **parameters: str):
+    given = json.loads(arguments(folder, **parameters)["model_config"])
+    return engine_settings(given, folder, "3", "cpu")
+
+
+def test_parameters_become_settings(tmp_path):
+    got = settings(
+        tmp_path,
+        tensor_para_size="2",
+        pipeline_para_size="3",
+        data_type="bf16",
+        model_checkpoint_path="/elsewhere/2-gpu",
+        enable_custom_all_reduce="1",
+    )
+    assert got.parallelism == Parallelism(2, 3)
+    assert (got.data_type, got.device) == ("bf16", "cpu")
+    assert got.max_batch_size == 32  # rows in flight; the requests' own batches are smaller
+    assert got.checkpoint_dir == Path("/elsewhere/2-gpu")
+    assert got.enable_custom_all_reduce
+
+
+def test_the_checkpoint_path_is_relative_to_the_model(tmp_path):
+    (tmp_path / "3" / "inner").mkdir(parents=True)
+    assert settings(tmp_path, model_checkpoint_path="inner").checkpoint_dir == (
+        tmp_path / "3" / "inner"
+    )
+    assert settings(tmp_path, model_checkpoint_path="1/1-gpu").checkpoint_dir == (
+        tmp_path / "1" / "1-gpu"
+    )
+    assert settings(tmp_path, model_checkpoint_path="").checkpoint_dir == tmp_path / "3" / "1-gpu"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"tensor_para_size": "two"}, "tensor_para_size must be a number"),
+        ({"pipeline_para_size": "0"}, "pipeline_para_size must be a number of at least 1"),
+        ({"model_type": "Agm"}, "unknown model_type; got 'Agm'; choices: GPT"),
+        ({"data_type": "int4"}, "unknown data_type; got 'int4'; choices: fp32, fp16, bf16"),
+        ({"int8_mode": "1"}, "int8_mode is not supported; got 1"),
+    ],
+)
+def test_wrong_parameters_are_named(tmp_path, parameters, message):
+    with pytest.raises(ConfigError, match=message):
+        settings(tmp_path, **parameters)

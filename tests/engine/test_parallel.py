@@ -1,0 +1,198 @@
+"""Every TP x PP gives what one rank gives; a lost rank is named soon and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from launcher_scripts.engine.engine import Engine, EngineSettings
+from launcher_scripts.engine.loading import open_checkpoint
+from launcher_scripts.errors import CheckpointError, ConfigError, ServerError
+from launcher_scripts.parallel import Parallelism
+from launcher_scripts.protocol import GenerateRequest, SamplingParameters
+from tests.engine.small_models import (
+    context_logits,
+    engine_for,
+    load_engine,
+    random_tensors,
+    small_config,
+    write_checkpoint,
+)
+
+IDS = (5, 60, 11, 11, 2, 33, 47, 0, 9, 28)
+GPT2 = small_config(num_layers=3, vocab_size=65, end_id=3000, start_id=0)
+MODERN = small_config(
+    num_layers=3,
+    end_id=3000,
+    position_embedding="rope",
+    normalization="rmsnorm",
+    activation="silu",
+    gated=True,
+    attention_bias=False,
+    mlp_bias=False,
+    tied_embeddings=False,
+    num_kv_heads=2,
+)
+ALIBI = small_config(num_layers=2, position_embedding="alibi", norm_placement="post", end_id=3000)
+DRAWN = SamplingParameters(top_k=9, random_seed=77, repetition_penalty=1.2)
+
+
+@pytest.mark.parametrize(
+    ("config", "tp", "pp"),
+    [(GPT2, 2, 1), (GPT2, 1, 2), (MODERN, 4, 1), (MODERN, 2, 2), (GPT2, 1, 3), (ALIBI, 2, 1)],
+    ids=lambda value: value if isinstance(value, int) else "",
+)
+def test_ranks_agree_with_one(tmp_path: Path, config, tp, pp):
+    tensors = random_tensors(config)
+    alone = engine_for(config, tensors)
+    together = load_engine(tmp_path, config, tensors, tp, pp)
+    assert [info.rank for info in together.ranks] == list(range(tp * pp))
+    want, got = (context_logits(engine, IDS) for engine in (alone, together))
+    assert (want - got).abs().max() <= 2e-5
+    for sampling in (SamplingParameters(), DRAWN):
+        requests = [
+            GenerateRequest(IDS[:length], 12, sampling, return_log_probs=True)
+            for length in (3, 10, 1, 6)
+        ]
+        answers = []
+        for engine in (alone, together):
+            futures = [engine.submit(request) for request in requests]
+            answers.append([future.result(60) for future in futures])
+        for one, many in zip(*answers, strict=True):
+            assert one.output_ids == many.output_ids
+            assert one.output_log_probs == pytest.approx(many.output_log_probs, abs=1e-4)
+    alone.close()
+    together.close()
+
+
+def pids(engine: Engine) -> list[int]:
+    return [info.pid for info in engine.ranks[1:]]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+
+
+def wait_until_gone(processes: list[int], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while any(map(is_alive, processes)):
+        assert time.monotonic() < deadline, "a rank outlived its engine"
+        time.sleep(0.05)
+
+
+def long_request() -> GenerateRequest:
+    return GenerateRequest(IDS, output_len=80)
+
+
+@pytest.mark.parametrize("kind", ["killed", "stopped"])
+def test_a_lost_rank_fails_what_is_pending_and_what_comes(tmp_path: Path, kind):
+    engine = load_engine(
+        tmp_path, GPT2, random_tensors(GPT2), 2, 1, stall_timeout=3.0, max_batch_size=1
+    )
+    workers = pids(engine)
+    told: list[str] = []
+    noticed = threading.Event()
+    engine.on_failure(lambda error: (told.append(str(error)), noticed.set()))
+    futures = [engine.submit(long_request()) for _ in range(40)]
+    futures[0].result(60)
+    os.kill(workers[0], signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(ServerError) as raised:
+        futures[-1].result(20)
+    assert time.monotonic() - start < 10
+    assert f"rank 1 (pid {workers[0]})" in str(raised.value)
+    assert ("SIGKILL" if kind == "killed" else "no sign of life") in str(raised.value)
+    assert noticed.wait(5)
+    assert told == [str(raised.value)]
+    with pytest.raises(ServerError, match="rank 1"):
+        engine.submit(long_request()).result(5)
+    engine.close()
+    wait_until_gone(workers)
+
+
+def test_ranks_end_with_their_parent(tmp_path: Path):
+    write_checkpoint(tmp_path / "2-gpu", GPT2, random_tensors(GPT2), 2)
+    program = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from launcher_scripts.engine.engine import Engine, EngineSettings\n"
+        "from launcher_scripts.parallel import Parallelism\n"
+        "engine = Engine.load(EngineSettings(Path(sys.argv[1]), parallelism=Parallelism(2),\n"
+        "                                    device='cpu'))\n"
+        "print(engine.ranks[1].pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "2-gpu")], stdout=subprocess.PIPE, text=True
+    )
+    worker = int(parent.stdout.readline())
+    assert is_alive(worker)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_until_gone([worker])
+
+
+def test_a_checkpoint_for_other_ranks_is_refused(tmp_path: Path):
+    folder = write_checkpoint(tmp_path / "2-gpu", GPT2, random_tensors(GPT2), 2)
+    with pytest.raises(ConfigError, match="tensor_para_size 2; got 4"):
+        Engine.load(EngineSettings(folder, parallelism=Parallelism(4), device="cpu"))
+    with pytest.raises(ConfigError, match="pipeline_para_size 4 exceeds the model's 3 layers"):
+        Engine.load(EngineSettings(folder, parallelism=Parallelism(2, 4), device="cpu"))
+
+
+def test_an_altered_file_is_refused_before_any_rank_starts(tmp_path: Path):
+    folder = write_checkpoint(tmp_path / "2-gpu", GPT2, random_tensors(GPT2), 2)
+    target = folder / "model.layers.1.mlp.dense_h_to_4h.weight.1.bin"
+    content = bytearray(target.read_bytes())
+    content[100] ^= 1
+    target.write_bytes(content)
+    with pytest.raises(CheckpointError, match=target.name):
+        Engine.load(EngineSettings(folder, parallelism=Parallelism(2), device="cpu"))
+
+
+def test_a_rank_that_cannot_load_fails_the_load(tmp_path: Path, monkeypatch):
+    """A file of the second rank vanishes after rank 0 has looked."""
+    folder = write_checkpoint(tmp_path / "2-gpu", GPT2, random_tensors(GPT2), 2)
+    target = folder / "model.layers.1.mlp.dense_h_to_4h.weight.1.bin"
+
+    def open_then_remove(settings, *, verify):
+        checkpoint = open_checkpoint(settings, verify=verify)
+        target.unlink()
+        return checkpoint
+
+    monkeypatch.setattr("launcher_scripts.engine.engine.open_checkpoint", open_then_remove)
+    with pytest.raises(ServerError, match=rf"(?s)rank 1 .*{target.name}"):
+        Engine.load(EngineSettings(folder, parallelism=Parallelism(2), device="cpu"))
+
+
+def test_close_answers_what_is_pending(tmp_path: Path):
+    engine = load_engine(tmp_path, GPT2, random_tensors(GPT2), 2, 1, max_batch_size=1)
+    workers = pids(engine)
+    futures = [engine.submit(long_request()) for _ in range(30)]
+    engine.close()
+    with pytest.raises(ServerError, match="closed"):
+        futures[-1].result(5)
+    with pytest.raises(ServerError, match="closed"):
+        engine.submit(long_request()).result(5)
+    wait_until_gone(workers)
+
+
+def test_cuda_on_a_machine_without_is_refused(tmp_path: Path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    folder = write_checkpoint(tmp_path / "1-gpu", GPT2, random_tensors(GPT2), 1)
+    with pytest.raises(ServerError, match="no CUDA device"):
+        Engine.load(EngineSettings(folder, device="cuda"))

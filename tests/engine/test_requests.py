@@ -1,0 +1,91 @@
+"""A wrong request gets an error that says what is wrong; the others go on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from launcher_scripts.engine.requests import PENALTIES_EXCLUDE, check_request
+from launcher_scripts.errors import RequestError
+from launcher_scripts.protocol import GenerateRequest, SamplingParameters
+from tests.engine.small_models import engine_for, generate, random_tensors, small_config
+
+CONFIG = small_config()
+NAN = math.nan
+
+
+def request(ids=(1, 2, 3), output_len=5, **more) -> GenerateRequest:
+    outside = {"bad_words", "stop_words", "start_id", "end_id"}
+    fields = {name: value for name, value in more.items() if name in outside}
+    sampling = {name: value for name, value in more.items() if name not in outside}
+    return GenerateRequest(ids, output_len, SamplingParameters(**sampling), **fields)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (request((1, 67)), r"input_ids .*outside of the vocabulary; got \[67\]; choices: 0-66"),
+        (request((-1,)), "outside of the vocabulary"),
+        (request((), start_id=99), "start_id .*outside of the vocabulary"),
+        (request(output_len=-1), "request_output_len is negative"),
+        (request(output_len=95), "need 97 positions, and the model has 96"),
+        (request(output_len=1 << 31), "positions"),
+        (request(temperature=NAN), "temperature is out of range; got nan"),
+        (request(temperature=-1.0), "temperature is out of range"),
+        (request(temperature=math.inf), "temperature is out of range"),
+        (request(top_p=1.5), r"runtime_top_p is out of range; got 1.5; choices: \[0, 1\]"),
+        (request(top_p=NAN), "runtime_top_p"),
+        (request(top_p_decay=0.0), "top_p_decay is out of range"),
+        (request(top_p_min=2.0), "top_p_min"),
+        (request(repetition_penalty=0.0), "repetition_penalty is out of range"),
+        (request(repetition_penalty=NAN), "repetition_penalty"),
+        (request(presence_penalty=math.inf), "presence_penalty"),
+        (request(repetition_penalty=1.2, presence_penalty=0.1), PENALTIES_EXCLUDE),
+        (request(beam_width=4), "beam search is not supported; got 4; choices: beam_width 1"),
+        (request(bad_words=((1,), ())), "bad_words_list has an empty word"),
+        (request(stop_words=((70,),)), "stop_words_list has ids outside of the vocabulary"),
+    ],
+)
+def test_what_is_wrong_is_named(wrong, message):
+    with pytest.raises(RequestError, match=message):
+        check_request(wrong, CONFIG, cache_tokens=1000)
+
+
+def test_every_problem_is_named_at_once():
+    with pytest.raises(RequestError) as raised:
+        check_request(request((99,), top_p=2.0, temperature=NAN), CONFIG, 1000)
+    assert str(raised.value).startswith("3 problems in the request:")
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        request(output_len=94),
+        request(output_len=0),
+        request(()),
+        request(end_id=50256),
+        request(temperature=0.0, top_k=5000, top_p=1.0, random_seed=(1 << 64) - 1),
+        request(repetition_penalty=0.5),
+        request(presence_penalty=-1.0, top_p_min=0.0),
+    ],
+)
+def test_what_is_unusual_passes(right):
+    check_request(right, CONFIG, cache_tokens=1000)
+
+
+def test_rope_has_no_position_table_but_a_cache():
+    config = small_config(position_embedding="rope")
+    check_request(request(output_len=500), config, cache_tokens=1000)
+    with pytest.raises(RequestError, match="which holds 100"):
+        check_request(request(output_len=500), config, cache_tokens=100)
+
+
+def test_the_others_go_on():
+    engine = engine_for(CONFIG, random_tensors(CONFIG))
+    expected = generate(engine, (1, 2), 6)
+    futures = [engine.submit(request(ids)) for ids in ((1, 2), (99,), (1, 2), (-3,), (1, 2))]
+    answers = [future.exception(60) or future.result().output_ids[:5] for future in futures]
+    assert [type(answer) is RequestError for answer in answers] == [False, True, False, True, False]
+    assert answers[0] == answers[2] == answers[4] == tuple(expected[:5])
+    engine.close()

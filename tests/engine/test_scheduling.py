@@ -1,0 +1,268 @@
+"""Rows join and leave between steps; neighbours change nothing; what finds no room waits."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import Future, wait
+
+import pytest
+import torch
+
+from launcher_scripts.engine.kv_cache import ExtentAllocator, bytes_per_token, plan_capacity
+from launcher_scripts.engine.loading import PREFILL_TOKENS
+from launcher_scripts.engine.plan import Plan
+from launcher_scripts.engine.runner import StepResult, TokenResult
+from launcher_scripts.engine.scheduler import Row, Scheduler
+from launcher_scripts.errors import ServerError
+from launcher_scripts.kernels.operands import Heads
+from launcher_scripts.protocol import GenerateRequest, SamplingParameters
+from tests.engine.small_models import (
+    context_logits,
+    engine_for,
+    generate,
+    random_tensors,
+    run,
+    small_config,
+)
+
+CONFIG = small_config(end_id=1000, max_positions=200)
+TENSORS = random_tensors(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    loaded = engine_for(CONFIG, TENSORS, max_batch_size=4)
+    yield loaded
+    loaded.close()
+
+
+def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
+    source = random.Random(seed)
+    return [
+        tuple(source.randrange(67) for _ in range(source.randrange(1, 40))) for _ in range(count)
+    ]
+
+
+def test_a_long_request_does_not_hold_a_short_one(engine):
+    order: list[str] = []
+    long = engine.submit(GenerateRequest((1, 2, 3), 190))
+    long.add_done_callback(lambda _: order.append("long"))
+    short = engine.submit(GenerateRequest((4, 5), 2))
+    short.add_done_callback(lambda _: order.append("short"))
+    wait([long, short], 60)
+    assert order == ["short", "long"]
+
+
+def test_neighbours_do_not_change_results(engine):
+    requests = [
+        GenerateRequest(
+            prompt,
+            5 + 3 * index,
+            SamplingParameters(top_k=8 * (index % 3), random_seed=index, temperature=1.5),
+        )
+        for index, prompt in enumerate(prompts(12))
+    ]
+    alone = [engine.submit(request).result(60).output_ids for request in requests]
+    order = list(range(12))
+    random.Random(1).shuffle(order)
+    together = {index: engine.submit(requests[index]) for index in order}
+    wait(together.values(), 60)
+    assert [together[index].result().output_ids for index in range(12)] == alone
+
+
+def test_requests_from_many_threads(engine):
+    expected = [generate(engine, prompt, 10) for prompt in prompts(16, seed=3)]
+    answers: dict[int, list[int]] = {}
+
+    def ask(index: int, prompt: tuple[int, ...]) -> None:
+        answers[index] = generate(engine, prompt, 10)
+
+    threads = [
+        threading.Thread(target=ask, args=(index, prompt))
+        for index, prompt in enumerate(prompts(16, seed=3))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [answers[index] for index in range(16)] == expected
+
+
+def test_rows_wait_for_room_in_the_cache():
+    """A cache for two rows serves twelve, the longest of which needs all of it."""
+    engine = engine_for(CONFIG, TENSORS, max_batch_size=8, max_tokens=60)
+    wide = engine_for(CONFIG, TENSORS, max_batch_size=8)
+    lengths = [20, 25, 31, 5, 1, 31, 9, 28, 3, 30, 16, 22]
+    requests = [
+        GenerateRequest(tuple(range(30 if index == 2 else 10)), length)
+        for index, length in enumerate(lengths)
+    ]
+    futures = [engine.submit(request) for request in requests]
+    for request, future in zip(requests, futures, strict=True):
+        assert future.result(60) == wide.submit(request).result(60)
+    engine.close()
+    wide.close()
+
+
+def test_a_long_prompt_runs_in_pieces(monkeypatch):
+    monkeypatch.setitem(PREFILL_TOKENS, "cpu", 7)
+    pieces = engine_for(CONFIG, TENSORS)
+    prompt = tuple(range(60))
+    got = context_logits(pieces, prompt)
+    tokens = [generate(pieces, prompt[:length], 8) for length in (60, 7, 8, 1)]
+    pieces.close()
+    monkeypatch.undo()
+    whole = engine_for(CONFIG, TENSORS)
+    assert (context_logits(whole, prompt) - got).abs().max() < 1e-5
+    assert [generate(whole, prompt[:length], 8) for length in (60, 7, 8, 1)] == tokens
+    whole.close()
+
+
+def test_the_end_token_ends_a_row_and_stays_in_it(engine):
+    free = generate(engine, (1, 2, 3), 12)
+    end = free[4]
+    cut = generate(engine, (1, 2, 3), 12, end_id=end)
+    assert cut == free[: free.index(end) + 1]
+
+
+def test_stop_words_end_a_row_and_stay_in_it(engine):
+    free = generate(engine, (1, 2, 3), 12)
+    pair = (free[2], free[3])
+    first = next(i for i in range(11) if (free[i], free[i + 1]) == pair)
+    stopped = generate(engine, (1, 2, 3), 12, stop_words=((66, 66, 66), pair))
+    assert stopped == free[: first + 2]
+
+
+def test_a_stop_word_may_begin_in_the_prompt(engine):
+    first = generate(engine, (1, 2, 3), 12)[0]
+    assert generate(engine, (1, 2, 3), 12, stop_words=((2, 3, first),)) == [first]
+
+
+def test_an_empty_prompt_is_the_start_token(engine):
+    assert generate(engine, (), 5) == generate(engine, (CONFIG.start_id,), 5)
+    assert generate(engine, (), 5, start_id=7) == generate(engine, (7,), 5)
+    assert context_logits(engine, ()).shape == (0, CONFIG.vocab_size)
+
+
+def test_nothing_to_generate_is_an_answer(engine):
+    output = run(engine, (1, 2), 0, return_log_probs=True)
+    assert (output.output_ids, output.cum_log_probs, output.output_log_probs) == ((), 0, ())
+
+
+def test_cum_log_probs_is_the_sum_over_the_vocabulary(engine):
+    sampling = SamplingParameters(top_p=0.9, random_seed=4)
+    output = run(engine, (1, 2, 3), 6, sampling=sampling, return_log_probs=True)
+    logits = context_logits(engine, (1, 2, 3, *output.output_ids))[2:-1]
+    chosen = logits.log_softmax(-1).gather(1, torch.tensor(output.output_ids)[:, None])[:, 0]
+    assert output.output_log_probs == pytest.approx(chosen.tolist(), abs=1e-4)
+    assert output.cum_log_probs == pytest.approx(float(chosen.sum()), abs=1e-4)
+    assert run(engine, (1, 2, 3), 6, sampling=sampling).cum_log_probs is None
+
+
+def test_a_cancelled_row_leaves_its_place():
+    engine = engine_for(CONFIG, TENSORS, max_batch_size=1)
+    running = engine.submit(GenerateRequest((1, 2), 190))
+    waiting = engine.submit(GenerateRequest((1, 2), 190))
+    assert waiting.cancel()
+    time.sleep(0.02)
+    assert running.cancel()
+    start = time.monotonic()
+    expected = generate(engine, (5,), 3)
+    assert len(expected) == 3
+    assert time.monotonic() - start < 5
+    engine.close()
+
+
+def test_a_closed_engine_says_so():
+    engine = engine_for(CONFIG, TENSORS)
+    engine.close()
+    engine.close()
+    with pytest.raises(ServerError, match="closed"):
+        run(engine, (1,), 1)
+
+
+def row(prompt_len: int, output_len: int) -> Row:
+    prompt = tuple(range(prompt_len))
+    return Row(GenerateRequest(prompt, output_len), Future(), prompt, end_id=1000)
+
+
+def answer(plan: Plan, ends: set[int] = frozenset()) -> StepResult:
+    """A step result that gives every row of a plan token 5, or 1000 for slots in `ends`."""
+    slots = [part.slot for part in plan.prefill] + list(plan.decode)
+    tokens = [TokenResult(slot, 1000 if slot in ends else 5, None) for slot in slots]
+
+    class Known(StepResult):
+        def read(self):
+            return tokens
+
+    return Known()
+
+
+def test_a_step_may_be_launched_before_the_last_is_read():
+    """A slot given to a new row keeps the tokens of the row whose step was launched."""
+    scheduler = Scheduler(slots=1, cache_tokens=100, prefill_tokens=50)
+    first, second = row(3, 10), row(2, 2)
+    scheduler.add(first)
+    scheduler.add(second)
+    one = scheduler.plan()
+    two = scheduler.plan()
+    assert (one.prefill[0].count, two.decode) == (3, (0,))
+    scheduler.apply(answer(one, ends={0}))
+    assert first.future.result(0).output_ids == (1000,)
+    three = scheduler.plan()
+    assert three.starts[0].ids == second.prompt
+    scheduler.apply(answer(two))
+    scheduler.apply(answer(three))
+    assert second.tokens == [5]
+    scheduler.apply(answer(scheduler.plan()))
+    assert second.future.result(0).output_ids == (5, 5)
+    assert scheduler.plan() is None
+    assert scheduler.rows == []
+
+
+def test_no_row_is_launched_past_its_length():
+    scheduler = Scheduler(slots=2, cache_tokens=100, prefill_tokens=50)
+    scheduler.add(row(3, 3))
+    plans = [scheduler.plan() for _ in range(4)]
+    assert [len(plan.prefill) + len(plan.decode) for plan in plans[:3]] == [1, 1, 1]
+    assert plans[3] is None
+    assert [plan.longest for plan in plans[1:3]] == [4, 5]
+
+
+def test_extents_merge_when_freed():
+    extents = ExtentAllocator(10)
+    places = [extents.allocate(length) for length in (3, 3, 3)]
+    assert places == [0, 3, 6]
+    assert extents.allocate(2) is None
+    extents.free(0, 3)
+    extents.free(6, 3)
+    assert (extents.free_tokens, extents.allocate(5)) == (7, None)
+    extents.free(3, 3)
+    assert extents.allocate(10) == 0
+    extents.free(0, 10)
+    assert extents.allocate(10) == 0
+
+
+def test_extents_never_overlap():
+    source, extents = random.Random(5), ExtentAllocator(97)
+    held: list[tuple[int, int]] = []
+    for _ in range(2000):
+        if held and source.random() < 0.5:
+            extents.free(*held.pop(source.randrange(len(held))))
+            continue
+        length = source.randrange(1, 30)
+        start = extents.allocate(length)
+        if start is not None:
+            assert all(start + length <= s or s + n <= start for s, n in held)
+            assert start + length <= 97
+            held.append((start, length))
+        assert extents.free_tokens == 97 - sum(length for _, length in held)
+
+
+def test_the_cache_is_planned_from_memory():
+    heads = Heads(8, 2, 16)
+    assert bytes_per_token(range(3), heads, torch.float16) == 3 * 2 * 2 * 16 * 2
+    assert plan_capacity(1000, 10, 5000) == 500
+    assert plan_capacity(100, 10, 5000) == 100

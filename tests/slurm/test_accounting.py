@@ -1,0 +1,45 @@
+"""A test cluster with accounting: sacct knows how a job ended."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import TestCluster, missing_requirements
+
+
+@pytest.fixture
+def accounted() -> Iterator[TestCluster]:
+    """A cluster of one node with slurmdbd; its folder has a short path for the sockets in it."""
+    missing = missing_requirements(with_accounting=True)
+    if missing:
+        pytest.skip(f"no Slurm accounting to test with: {missing}")
+    root = Path(tempfile.mkdtemp(prefix="slurm-"))
+    cluster = TestCluster(root, nodes=1, accounting=True)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def test_sacct_knows_state_and_exit_code(accounted: TestCluster) -> None:
+    submitted = accounted.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=exit 3")
+    job_id = submitted.stdout.strip()
+    show = ("sacct", "-X", "--noheader", "--parsable2", "--format=State,ExitCode", "--jobs", job_id)
+    deadline = time.monotonic() + 30
+    while accounted.run(*show).stdout.strip() in ("", "PENDING|0:0", "RUNNING|0:0"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert accounted.run(*show).stdout.strip() == "FAILED|3:0"
+    etc = accounted.paths.slurm_conf.parent
+    for secret in ("slurmdbd.conf", "mariadb.sql", "munge.key"):
+        assert (etc / secret).stat().st_mode & 0o777 == 0o600
+    accounted.stop()
+    assert [daemon for daemon in accounted.daemons if accounted.pid(daemon)] == []
