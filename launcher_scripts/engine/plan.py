@@ -52,21 +52,24 @@ class Bounds(NamedTuple):
     source: int = 0
 
 
-NO_BOUNDS = Bounds()
-
-
 @dataclass(frozen=True)
 class Plan:
     """One step: rows that join, that are encoded, whose prompts run on, that run one token further.
 
-    bounds those of the rows in `decode`.
+    longest and longest_source bound the cache tokens of the rows in `decode`: prompt and generated
+    ones, the new one included; and those of the encoder's input, where there is one.
     """
 
     starts: tuple[RowStart, ...] = ()
     encode: tuple[int, ...] = ()
     prefill: tuple[PrefillPart, ...] = ()
     decode: tuple[int, ...] = ()
-    bounds: Bounds = NO_BOUNDS
+    longest: int = 0
+    longest_source: int = 0
+
+    @property
+    def bounds(self) -> Bounds:
+        return Bounds(self.longest, self.longest_source)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.kv_cache import ExtentAllocator
-from launcher_scripts.engine.plan import Bounds, Plan, PrefillPart, RowStart
+from launcher_scripts.engine.plan import Plan, PrefillPart, RowStart
 from launcher_scripts.engine.runner import EncodedRow, StepResult, TokenResult
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
@@ -112,10 +112,8 @@ class Scheduler:
             encode=tuple(row.slot for row in encode),
             prefill=tuple(prefill),
             decode=tuple(row.slot for row in decode),
-            bounds=Bounds(
-                max((row.cached for row in decode), default=0),
-                max((len(row.source) for row in decode), default=0),
-            ),
+            longest=max((row.cached for row in decode), default=0),
+            longest_source=max((len(row.source) for row in decode), default=0),
         )
 
     def apply(self, result: StepResult) -> None:
