@@ -57,6 +57,8 @@ class ExportSettings:
 
     triton_model_dir is the model's folder inside the repository; shards go to
     <triton_model_dir>/1/<tp_size>-gpu. num_attention_heads is for checkpoints that do not say it.
+    prompt_, ia3_ and adapter_checkpoints are added to the base in order; ia3_in_place folds IA3
+    into the weights.
     """
 
     model_name: str
@@ -75,6 +77,12 @@ class ExportSettings:
     source: str = "auto"
     num_attention_heads: int | None = None
     encoder_only: bool = False
+    prompt_checkpoints: tuple[str, ...] = ()
+    ia3_checkpoints: tuple[str, ...] = ()
+    ia3_in_place: bool = False
+    adapter_checkpoints: tuple[str, ...] = ()
+    training_checkpoint: str = "last"
+    verify: bool = False
 
     def __post_init__(self) -> None:
         problems = Problems("the export settings")

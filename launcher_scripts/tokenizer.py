@@ -147,6 +147,11 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._processor.decode([int(i) for i in ids if i < self.vocab_size]))
 
+    def token_id(self, token: str) -> int | None:
+        """The id of one piece; None where the vocabulary lacks it."""
+        found = int(self._processor.piece_to_id(token))
+        return found if self._processor.id_to_piece(found) == token else None
+
 
 class HuggingFaceTokenizer:
     """A fast tokenizer from tokenizer.json.

@@ -40,6 +40,10 @@ class ExportModel:
     source: str
     num_attention_heads: int | None
     encoder_only: bool
+    prompt_checkpoints: tuple[str, ...]
+    ia3_checkpoints: tuple[str, ...]
+    ia3_in_place: bool
+    adapter_checkpoints: tuple[str, ...]
     overwrite: bool
 
 
@@ -91,6 +95,10 @@ class Export(Stage):
             source=model.source,
             num_attention_heads=model.num_attention_heads,
             encoder_only=model.encoder_only,
+            prompt_checkpoints=_absolute(model.prompt_checkpoints),
+            ia3_checkpoints=_absolute(model.ia3_checkpoints),
+            ia3_in_place=model.ia3_in_place,
+            adapter_checkpoints=_absolute(model.adapter_checkpoints),
         )
 
     def parallelism(self) -> Parallelism:
@@ -122,6 +130,7 @@ class Export(Stage):
             Path(self.settings.checkpoint_path),
             Path(self.settings.triton_model_dir),
             *(Path(file) for file in files if file),
+            *(Path(path) for paths in self._learned_parts().values() for path in paths),
         ]
 
     def check_own(self) -> None:
@@ -137,10 +146,18 @@ class Export(Stage):
         key = "export.model.checkpoint_path"
         if checks.exists("the checkpoint", settings.checkpoint_path, key):
             self._check_sizes()
+        for name, paths in self._learned_parts().items():
+            for path in paths:
+                checks.exists("the checkpoint of learned parts", path, f"export.model.{name}")
         for name in ("model", "vocab_file", "merge_file"):
             file = getattr(settings.tokenizer, name)
             if file is not None:
                 checks.exists(f"the tokenizer's {name}", file, f"export.model.tokenizer.{name}")
+
+    def _learned_parts(self) -> dict[str, tuple[str, ...]]:
+        """Key below export.model -> the checkpoints that are added to the base."""
+        names = ("prompt_checkpoints", "ia3_checkpoints", "adapter_checkpoints")
+        return {name: getattr(self.settings, name) for name in names}
 
     def _check_folder(self) -> None:
         """Triton wants a model's folder to have the model's name; results are not replaced."""
@@ -186,6 +203,10 @@ class Export(Stage):
                 choices=(f"1-{sizes.num_layers}",),
                 change="export.triton_deployment.pipeline_model_parallel_size",
             )
+
+
+def _absolute(paths: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(absolute(path) for path in paths)
 
 
 def _tokenizer(value: str | Mapping[str, Any] | None) -> TokenizerSettings:

@@ -76,6 +76,11 @@ def qkv_innermost(tensors: Sequence[np.ndarray], config: Any) -> Blocks:
     return [[head[:, part].T for head in rows] for part in range(3)]
 
 
+def stacked_rows(tensors: Sequence[np.ndarray], _config: Any) -> np.ndarray:
+    """Vectors as the rows of a matrix."""
+    return np.stack(tensors)
+
+
 def flattened(tensors: Sequence[np.ndarray], _config: Any) -> np.ndarray:
     """A vector stored as a matrix of one row."""
     (tensor,) = tensors

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from launcher_scripts.checkpoint import config_ini_parts
 from launcher_scripts.checkpoint.ini_keys import IniKeys, Sections
 from launcher_scripts.models.gpt import GPTConfig
 
@@ -87,6 +88,10 @@ def sections(config: GPTConfig, tp_size: int, weight_data_type: str, name: str) 
             "has_post_decoder_layernorm": str(config.final_norm),
             "use_attention_linear_bias": str(config.position_embedding == "alibi"),
         }
+        | config_ini_parts.prompt_keys(config.parts)
+        | config_ini_parts.ia3_keys(config.parts)
+        | config_ini_parts.adapter_keys(config.parts),
+        **config_ini_parts.task_sections(config.parts),
     }
 
 
@@ -120,4 +125,4 @@ def values(sections: Mapping[str, IniKeys], folder: Path) -> dict[str, Any]:
         )
     if keys.boolean("has_adapters", False):
         keys.problems.add("adapter layers are not supported", got="has_adapters = True")
-    return values
+    return values | config_ini_parts.read_parts(sections, keys, keys)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from launcher_scripts.checkpoint import config_ini_parts
 from launcher_scripts.checkpoint.ini_keys import IniKeys, Sections
 from launcher_scripts.models.t5 import T5Config
 
@@ -60,10 +61,13 @@ def sections(config: T5Config, tp_size: int, weight_data_type: str, name: str) -
         "eos_token_id": str(config.end_id),
         "pad_id": str(config.pad_id),
     }
-    encoder = sizes | {"num_layers": str(config.num_layers)}
+    adapters = config_ini_parts.adapter_keys(config.parts)
+    encoder = sizes | {"num_layers": str(config.num_layers)} | adapters
+    encoder |= config_ini_parts.prompt_keys(config.parts)
     decoder = sizes | {
         "num_layers": str(config.num_decoder_layers),
         "tie_word_embeddings": str(config.logits_scale != 1.0),
+        **adapters,
     }
     return {
         "encoder": head | encoder | (ids if config.encoder_only else {}),
@@ -72,7 +76,9 @@ def sections(config: T5Config, tp_size: int, weight_data_type: str, name: str) -
             "t5_with_bias": str(config.bias),
             "position_embedding_type": _POSITION_TYPES[config.position_embedding],
             "use_gated_activation": str(config.gated),
+            **config_ini_parts.ia3_keys(config.parts),
         },
+        **config_ini_parts.task_sections(config.parts),
     }
 
 
@@ -119,6 +125,7 @@ def values(sections: Mapping[str, IniKeys], folder: Path) -> dict[str, Any]:
         "start_id": ids.number("decoder_start_token_id", 0),
         "end_id": ids.number("eos_token_id", 1),
         "pad_id": _pad_id(ids),
+        **config_ini_parts.read_parts(sections, encoder, structure),
     }
 
 

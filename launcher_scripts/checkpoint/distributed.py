@@ -28,6 +28,8 @@ from launcher_scripts.errors import CheckpointError, Problems, lookup, problem
 
 METADATA = "metadata.json"
 EXTRA_STATE = "_extra_state"
+# A training's checkpoint also holds the optimizer's tensors.
+_OPTIMIZER = "optimizer."
 
 _STACK = re.compile(r"(?P<stem>(?:.*\.)?layers\.)(?P<rest>\D.*)")
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
@@ -68,6 +70,8 @@ def _read_zarr(archive: Archive, folder: str) -> dict[str, SourceTensor]:
         if not (path.startswith(folder) and path.endswith(suffix)):
             continue
         name = path[len(folder) : -len(suffix)]
+        if name.startswith(_OPTIMIZER):
+            continue
         try:
             found[name] = _zarr_tensor(archive, path, name, names, problems)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -117,7 +121,7 @@ def _read_torch_dist(archive: Archive, folder: str) -> dict[str, SourceTensor]:
         shapes = {
             name: tuple(entry["size"])
             for name, entry in metadata["state_dict_metadata"].items()
-            if isinstance(entry, _TensorEntry)
+            if isinstance(entry, _TensorEntry) and not name.startswith(_OPTIMIZER)
         }
         for index, place in metadata["storage_data"].items():
             name = index["fqn"]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from launcher_scripts.checkpoint import SOURCES, tokenizer_files
+from launcher_scripts.checkpoint import SOURCES, nemo_training, tokenizer_files
 from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.fastertransformer import (
     DTYPES,
@@ -25,11 +25,16 @@ from launcher_scripts.checkpoint.fastertransformer import (
     refuse_existing,
     weight_files,
 )
+from launcher_scripts.checkpoint.forecast import Forecast
 from launcher_scripts.checkpoint.hints import Hints
+from launcher_scripts.checkpoint.journal import identity
+from launcher_scripts.checkpoint.learned import with_learned_parts
+from launcher_scripts.checkpoint.manifest import TOOL_VERSION
 from launcher_scripts.checkpoint.plan import SourceCheckpoint, Task, make_plan
 from launcher_scripts.checkpoint.progress import Progress
 from launcher_scripts.checkpoint.reshard import rank_columns
 from launcher_scripts.checkpoint.streaming import strips
+from launcher_scripts.checkpoint.verification import verify_export
 from launcher_scripts.errors import CheckpointError, ConfigError, Problems, lookup, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
@@ -43,8 +48,9 @@ class Stopped(Exception):
 def export(settings: ExportSettings) -> Path:
     """Write settings.checkpoint_dir; returns it.
 
-    Raises CheckpointError or ConfigError. On any error, and when interrupted, nothing is left
-    under the final name and no partial folder.
+    Raises CheckpointError or ConfigError. On any error nothing is left, neither under the final
+    name nor a partial folder; an interruption leaves the partial folder, and a repeated run
+    finishes what is missing.
     """
     target = settings.checkpoint_dir
     refuse_existing(target, settings.overwrite)
@@ -57,18 +63,31 @@ def export(settings: ExportSettings) -> Path:
                 change="export.model.checkpoint_path",
             )
         )
+    path, wanted = nemo_training.locate(path, settings.training_checkpoint)
     archive = Archive(path, scratch=_existing_parent(target))
-    hints = Hints(settings.num_attention_heads, settings.encoder_only)
-    checkpoint = open_source(archive, settings.source, hints)
+    hints = Hints(settings.num_attention_heads, settings.encoder_only, wanted)
+    base = open_source(archive, settings.source, hints)
+    learned = with_learned_parts(base, settings, _existing_parent(target))
+    checkpoint: SourceCheckpoint = learned or base
     for note in checkpoint.notes:
         print(f"note: {note}", flush=True)
     files = tokenizer_files.collect(settings.tokenizer, checkpoint.tokenizer_files)
     config = tokenizer_files.with_token_ids(
-        checkpoint.config, settings.tokenizer, files, known=checkpoint.knows_token_ids
+        checkpoint.config,
+        settings.tokenizer,
+        files,
+        known=checkpoint.knows_token_ids,
+        rule=checkpoint.token_rule,
     )
+    if learned:
+        config = learned.with_start_id(config)
     check_parallelism(settings, config)
     tasks = make_plan(checkpoint, family_of(config).weights(config), f"the checkpoint {path}")
+    if learned:
+        tasks = learned.fold(tasks)
     total = _check_space(settings, config, target)
+    source, free = checkpoint.describe()["format"], _free_space(target)
+    print(Forecast.of(source, family_of(config).name, tasks, total, free), flush=True)
     writer = FTWriter(
         target,
         config,
@@ -76,6 +95,7 @@ def export(settings: ExportSettings) -> Path:
         settings.weight_data_type,
         source=checkpoint.describe(),
         overwrite=settings.overwrite,
+        name=_name(settings, checkpoint, config, path),
     )
     with writer:
         for name, content in (files | checkpoint.extra_files()).items():
@@ -83,7 +103,25 @@ def export(settings: ExportSettings) -> Path:
         progress = Progress(f"exporting {path.name}", total)
         _write_all(tasks, writer, archive, progress, settings.processes)
         progress.close()
+        writer.seal()
+        if settings.verify:
+            verify_export(writer.partial, tasks, settings.processes)
+            print(f"verified {len(tasks)} tensors against {path}", flush=True)
     return target
+
+
+def _name(
+    settings: ExportSettings, checkpoint: SourceCheckpoint, config: ModelConfig, path: Path
+) -> str:
+    """What this export is, so that a later one can go on with its files."""
+    values = {
+        "source": checkpoint.describe(),
+        "config": repr(config),
+        "tp_size": settings.parallelism.tp_size,
+        "weight_data_type": settings.weight_data_type,
+        "tool": TOOL_VERSION,
+    }
+    return identity(values, [path])
 
 
 def open_source(
@@ -146,12 +184,16 @@ def _check_space(settings: ExportSettings, config: ModelConfig, target: Path) ->
         int(np.prod(file.spec.shape_on(config, tp_size))) * itemsize
         for file in weight_files(config, tp_size)
     )
-    free = shutil.disk_usage(_existing_parent(target)).free
+    free = _free_space(target)
     if total > free:
         raise CheckpointError(
             problem(f"{target} needs {total} bytes", got=f"{free} bytes free on that disk")
         )
     return total
+
+
+def _free_space(target: Path) -> int:
+    return shutil.disk_usage(_existing_parent(target)).free
 
 
 def _existing_parent(target: Path) -> Path:
@@ -186,11 +228,18 @@ def _write_all(
 
 def _write_task(task: Task, writer: FTWriter, stop: threading.Event, progress: Progress) -> None:
     spec, tp_size = task.spec, writer.tp_size
+    ranks = range(tp_size if spec.partition.per_rank else 1)
+    files = [WeightFile(spec, task.layer, tp_rank) for tp_rank in ranks]
+    missing = [file for file in files if not writer.holds(file)]
+    size = int(np.prod(spec.shape_on(task.config, tp_size))) * writer.dtype.itemsize
+    progress.add(size * (len(files) - len(missing)))
+    if not missing:
+        return
     blocks = task.blocks()
-    for tp_rank in range(tp_size if spec.partition.per_rank else 1):
-        columns = rank_columns(spec, task.config, tp_size, tp_rank, blocks)
+    for file in missing:
+        columns = rank_columns(spec, task.config, tp_size, file.tp_rank, blocks)
         pieces = strips(columns, writer.dtype, task.name)
-        writer.write(WeightFile(spec, task.layer, tp_rank), _watched(pieces, stop, progress))
+        writer.write(file, _watched(pieces, stop, progress))
 
 
 def _watched(

@@ -81,6 +81,10 @@ class GGUFCheckpoint:
         return self.tensors.get(name)
 
     @property
+    def token_rule(self) -> None:
+        """Special ids are the tokenizer's or the configuration's."""
+
+    @property
     def knows_token_ids(self) -> bool:
         """The file names them."""
         return True

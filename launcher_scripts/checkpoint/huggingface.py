@@ -141,6 +141,10 @@ class HuggingFaceCheckpoint:
         return self.tensors.get(name)
 
     @property
+    def token_rule(self) -> None:
+        """Special ids are the tokenizer's or the configuration's."""
+
+    @property
     def knows_token_ids(self) -> bool:
         """config.json has them."""
         return True

@@ -114,6 +114,7 @@ LAYOUTS: dict[str, Layout] = {
     "heads_side_by_side": Layout(combining.heads_side_by_side),
     "interleaved_heads_side_by_side": Layout(combining.interleaved_heads_side_by_side),
     "flattened": Layout(combining.flattened),
+    "stacked_rows": Layout(combining.stacked_rows),
     "scaled_by_root_hidden": Layout(combining.scaled_by_root_hidden),
     "without_padding_rows": Layout(combining.without_padding_rows),
     "projected_in": Layout(combining.projected_in),

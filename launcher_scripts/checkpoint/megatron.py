@@ -123,6 +123,10 @@ class MegatronCheckpoint:
         return find_whole(self.shards, name, partition, sections)
 
     @property
+    def token_rule(self) -> None:
+        """Special ids are the tokenizer's or the configuration's."""
+
+    @property
     def knows_token_ids(self) -> bool:
         """Megatron-LM leaves the ids to the tokenizer."""
         return False

@@ -1,7 +1,7 @@
-"""NeMo's Megatron GPT checkpoints: `.nemo` files and unpacked folders, however they are sharded.
+"""NeMo's Megatron checkpoints: `.nemo` files, unpacked ones and trainings, however sharded.
 
-Classic models and Megatron-LM core ones; one state dict per tensor- and pipeline-parallel rank, or
-one distributed checkpoint. Seen from outside, every tensor is whole and layers are numbered
+GPT, classic and of Megatron-LM core, and T5; one state dict per tensor- and pipeline-parallel rank,
+or one distributed checkpoint. Seen from outside, every tensor is whole and layers are numbered
 globally.
 """
 
@@ -10,84 +10,84 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
-import numpy as np
 import yaml
 
-from launcher_scripts.checkpoint import distributed, tokenizer_files, torch_file
+from launcher_scripts.checkpoint import distributed, nemo_training, tokenizer_files
 from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.hints import Hints
 from launcher_scripts.checkpoint.nemo_gpt import read_gpt
-from launcher_scripts.checkpoint.shards import StateDict, find_whole, merged_stages, rank_files
+from launcher_scripts.checkpoint.nemo_state import chunked_stages, stripped
+from launcher_scripts.checkpoint.nemo_t5 import read_t5, t5_token_ids
+from launcher_scripts.checkpoint.nemo_training import TrainingCheckpoint
+from launcher_scripts.checkpoint.shards import Shards, find_whole, merged_stages, rank_files
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
 from launcher_scripts.errors import CheckpointError, problem
-from launcher_scripts.models.family import Partition
+from launcher_scripts.models.family import ModelConfig, Partition
 from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.t5 import T5Config
 
 CONFIG_NAME = "model_config.yaml"
 WEIGHTS_NAME = "model_weights.ckpt"
 DISTRIBUTED_FOLDER = "model_weights/"
 TABLE = "embedding.word_embeddings.weight"
+T5_TABLE = "encoder_embedding.word_embeddings.weight"
 
 _RANK_FOLDERS = (
     re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)/" + re.escape(WEIGHTS_NAME)),
     re.compile(r"mp_rank_(?P<tp>\d+)/" + re.escape(WEIGHTS_NAME)),
     re.compile(re.escape(WEIGHTS_NAME)),
 )
-_PREFIX = re.compile(r"^model\.(?:module\.)?(?:language_model\.)?")
-# Buffers and states no inference needs, and the last stage's copy of a tied table.
-_IGNORED = re.compile(r"(.+[./])?_extra_state(/.*)?|(.+\.)?inv_freq|word_embeddings\.weight")
-_CHUNK = re.compile(r"model\d+")
 
 
 @dataclass(frozen=True)
 class NemoCheckpoint:
     """An opened checkpoint.
 
-    raw:      model_config.yaml
+    raw:      model_config.yaml, or what a training's hparams.yaml says in its place
     root:     folder of the archive that holds it, "" or ending in `/`
-    config:   the hyperparameters; token ids still GPTConfig's defaults
+    config:   the hyperparameters; token ids still the defaults
     dialects: dialects of the weight table, the first that has a row wins
     shards:   name without prefix -> the tensor on every tensor-parallel rank that has it
     notes:    what a user should know about the model
+    training: the checkpoint of a training that this is; None for a .nemo file
     """
 
     archive: Archive
     root: str
     raw: Mapping[str, Any]
-    config: GPTConfig
+    config: ModelConfig
     dialects: tuple[str, ...]
-    shards: Mapping[str, tuple[SourceTensor, ...]]
+    shards: Shards
     notes: tuple[str, ...] = ()
+    training: TrainingCheckpoint | None = None
 
     @classmethod
     def matches(cls, archive: Archive) -> bool:
         """Whether the archive looks like NeMo's."""
-        return any(PurePosixPath(name).name == CONFIG_NAME for name in archive.names())
+        if any(PurePosixPath(name).name == CONFIG_NAME for name in archive.names()):
+            return True
+        return nemo_training.is_training(archive)
 
     @classmethod
-    def open(cls, archive: Archive, _hints: Hints) -> NemoCheckpoint:
+    def open(cls, archive: Archive, hints: Hints) -> NemoCheckpoint:
         """Raises CheckpointError for what is damaged, incomplete or not supported."""
-        root = _root(archive)
-        raw = _read_yaml(archive, root + CONFIG_NAME)
-        if root + DISTRIBUTED_FOLDER + distributed.METADATA in archive.names():
-            tensors = distributed.read_tensors(archive, root + DISTRIBUTED_FOLDER)
-            ranks = [[_stripped(tensors)]]
+        training, notes = None, ()
+        if nemo_training.is_training(archive) and not _roots(archive):
+            training = nemo_training.find_checkpoint(archive, hints.training_checkpoint)
+            root, raw = "", training.raw
+            shards = _read_training(archive, training)
+            notes = (f"the checkpoint of the training: {training.name}",)
         else:
-            ranks = _read_ranks(archive, root)
-        shards = merged_stages(ranks)
-        core = any(name.startswith("decoder.") for name in shards)
-        local_norms = any(".pre_mlp_layernorm." in name for name in shards)
-        gpt = read_gpt(raw, core=core, local_norms=local_norms)
-        rows = sum(shard.shape[0] for shard in shards.get(TABLE, ()) if shard.shape)
-        if not rows:
-            raise CheckpointError(problem(f"{archive.path} lacks the word embeddings", got=TABLE))
-        if gpt.fields["tied_embeddings"]:
-            shards.pop("output_layer.weight", None)
-        config = GPTConfig(vocab_size=rows, **gpt.fields)
-        return cls(archive, root, raw, config, gpt.dialects, shards, gpt.notes)
+            root = _root(archive)
+            raw = _read_yaml(archive, root + CONFIG_NAME)
+            shards = _read_weights(archive, root, raw)
+        read = _t5 if T5_TABLE in shards else _gpt
+        config, dialects, more = read(archive, raw, shards)
+        return cls(archive, root, raw, config, dialects, shards, (*notes, *more), training)
 
     def names(self) -> set[str]:
         """Every tensor that must find its place in the target."""
@@ -105,9 +105,19 @@ class NemoCheckpoint:
         """NeMo leaves the ids to the tokenizer."""
         return False
 
+    @property
+    def token_rule(self) -> tokenizer_files.TokenRule | None:
+        """T5's decoder starts with another token than the tokenizer's own, by model."""
+        if not isinstance(self.config, T5Config):
+            return None
+        return partial(t5_token_ids, self.raw)
+
     def tokenizer_files(self) -> dict[str, bytes]:
         """Exported name -> content of the checkpoint's own tokenizer."""
-        return tokenizer_files.nemo_files(self.raw, self.archive, self.root)
+        find = partial(tokenizer_files.archived, self.archive, self.root)
+        if self.training is not None:
+            find = partial(tokenizer_files.beside, self.training.folder)
+        return tokenizer_files.nemo_files(self.raw, self.archive.path, find)
 
     def extra_files(self) -> dict[str, bytes]:
         """Other files to put beside the weights."""
@@ -118,14 +128,20 @@ class NemoCheckpoint:
         return {
             "path": str(self.archive.path),
             "format": "nemo",
-            "container": self.archive.container,
+            "container": "training" if self.training else self.archive.container,
+            **({"checkpoint": self.training.name} if self.training else {}),
             "nemo_version": self.raw.get("nemo_version"),
             "dialects": list(self.dialects),
         }
 
 
+def _roots(archive: Archive) -> list[str]:
+    """Every model_config.yaml of the archive."""
+    return [name for name in archive.names() if PurePosixPath(name).name == CONFIG_NAME]
+
+
 def _root(archive: Archive) -> str:
-    found = [name for name in archive.names() if PurePosixPath(name).name == CONFIG_NAME]
+    found = _roots(archive)
     if len(found) != 1:
         raise CheckpointError(
             problem(f"{archive.path} must hold one {CONFIG_NAME}", got=found or "none")
@@ -143,8 +159,13 @@ def _read_yaml(archive: Archive, name: str) -> Mapping[str, Any]:
     return raw
 
 
-def _read_ranks(archive: Archive, root: str) -> list[list[StateDict]]:
-    """The state dicts, [pipeline stage][tensor-parallel rank]."""
+def _read_weights(
+    archive: Archive, root: str, raw: Mapping[str, Any]
+) -> dict[str, tuple[SourceTensor, ...]]:
+    """Name -> shards of what lies beside model_config.yaml."""
+    if root + DISTRIBUTED_FOLDER + distributed.METADATA in archive.names():
+        tensors = distributed.read_tensors(archive, root + DISTRIBUTED_FOLDER)
+        return merged_stages([[stripped(tensors)]])
     choices = [
         WEIGHTS_NAME,
         f"mp_rank_00/{WEIGHTS_NAME}",
@@ -152,35 +173,48 @@ def _read_ranks(archive: Archive, root: str) -> list[list[StateDict]]:
         DISTRIBUTED_FOLDER + distributed.METADATA,
     ]
     files = rank_files(archive, root, _RANK_FOLDERS, choices)
-    return [[_state_dict(archive, name) for name in ranks] for ranks in files]
+    return merged_stages(chunked_stages(archive, files, raw))
 
 
-def _state_dict(archive: Archive, name: str) -> StateDict:
-    origin = f"{name} of {archive.path}"
-    loaded = torch_file.load(archive.region(name), origin)
-    if not isinstance(loaded, dict):
-        raise CheckpointError(f"{origin} holds no state dict")
-    state = loaded.get("state_dict", loaded)
-    if any(isinstance(key, str) and _CHUNK.fullmatch(key) for key in loaded):
-        raise CheckpointError(
-            f"{origin} was saved by a run with virtual pipeline stages, which is not supported"
-        )
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{origin} holds no state dict")
-    tensors = {key: value for key, value in state.items() if isinstance(value, np.ndarray)}
-    others = [str(key) for key in state if key not in tensors and not _IGNORED.fullmatch(str(key))]
-    if others:
-        raise CheckpointError(
-            problem(
-                f"{origin} holds something other than a model's weights; prompts and adapters are "
-                "no models of their own",
-                got=others[:3],
-            )
-        )
-    return _stripped({str(key): SourceTensor.whole(value) for key, value in tensors.items()})
+def _read_training(
+    archive: Archive, training: TrainingCheckpoint
+) -> dict[str, tuple[SourceTensor, ...]]:
+    """Name -> shards of one checkpoint of a training."""
+    if training.distributed:
+        tensors = distributed.read_tensors(archive, f"{training.name}/")
+        return merged_stages([[stripped(tensors)]])
+    files = rank_files(archive, "", training.patterns, [f"{training.name}.ckpt"])
+    return merged_stages(chunked_stages(archive, files, training.raw, lightning=True))
 
 
-def _stripped(tensors: StateDict) -> StateDict:
-    """Names without their common prefix, without what inference does not need."""
-    stripped = {_PREFIX.sub("", name): tensor for name, tensor in tensors.items()}
-    return {name: tensor for name, tensor in stripped.items() if not _IGNORED.fullmatch(name)}
+def _gpt(
+    archive: Archive, raw: Mapping[str, Any], shards: dict[str, Any]
+) -> tuple[GPTConfig, tuple[str, ...], tuple[str, ...]]:
+    """Hyperparameters, dialects and notes; what a tied model stores twice leaves `shards`."""
+    core = any(name.startswith("decoder.") for name in shards)
+    local_norms = any(".pre_mlp_layernorm." in name for name in shards)
+    gpt = read_gpt(raw, core=core, local_norms=local_norms)
+    rows = _rows(archive, shards, TABLE)
+    if gpt.fields["tied_embeddings"]:
+        shards.pop("output_layer.weight", None)
+    return GPTConfig(vocab_size=rows, **gpt.fields), gpt.dialects, gpt.notes
+
+
+def _t5(
+    archive: Archive, raw: Mapping[str, Any], shards: dict[str, Any]
+) -> tuple[T5Config, tuple[str, ...], tuple[str, ...]]:
+    """As _gpt. The decoder's copy of a shared embedding is the encoder's."""
+    t5 = read_t5(raw)
+    rows = _rows(archive, shards, T5_TABLE)
+    if t5.fields["shared_embeddings"]:
+        for name in [name for name in shards if name.startswith("decoder_embedding.")]:
+            del shards[name]
+    return T5Config(vocab_size=rows, **t5.fields), t5.dialects, ()
+
+
+def _rows(archive: Archive, shards: Shards, table: str) -> int:
+    """Rows of the vocabulary table, over all ranks."""
+    rows = sum(shard.shape[0] for shard in shards.get(table, ()) if shard.shape)
+    if not rows:
+        raise CheckpointError(problem(f"{archive.path} lacks the word embeddings", got=table))
+    return rows

@@ -6,33 +6,24 @@ Absent keys take NeMo's own defaults. What changed between NeMo's releases is to
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from launcher_scripts.checkpoint.nemo_options import (
+    ACTIVATIONS,
+    NORMALIZATIONS,
+    choice,
+    flag,
+    gelu,
+    nemo_version,
+    size,
+)
 from launcher_scripts.errors import CheckpointError, Problems
 
 # Classic GPTs honour megatron_legacy and know ALiBi since this release.
 LEGACY_AND_ALIBI_SINCE = (1, 20)
 
-# activation -> (function, gated); "gelu" is settled by _gelu.
-ACTIVATIONS = {
-    "gelu": ("gelu", False),
-    "geglu": ("gelu", True),
-    "fast-geglu": ("gelu", True),
-    "reglu": ("relu", True),
-    "fast-reglu": ("relu", True),
-    "swiglu": ("silu", True),
-    "fast-swiglu": ("silu", True),
-    "squared-relu": ("squared_relu", False),
-}
-NORMALIZATIONS = {
-    "layernorm": "layernorm",
-    "layernorm1p": "layernorm",
-    "low_precision_layernorm": "layernorm",
-    "rmsnorm": "rmsnorm",
-}
 POSITIONS = {"learned_absolute": "learned", "rope": "rope", "alibi": "alibi", "none": "none"}
 BLOCK_TYPES = {"pre_ln": "pre", "post_ln": "post"}
 
@@ -48,7 +39,6 @@ _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
     "scale_positional_embedding": (None, False),
     "apply_embedding_scaling": (None, False),
     "window_size": (None,),
-    "virtual_pipeline_model_parallel_size": (None, 1),
 }
 
 
@@ -75,54 +65,46 @@ def read_gpt(raw: Mapping[str, Any], *, core: bool, local_norms: bool) -> NemoGP
     """
     problems = Problems("model_config.yaml")
     _refuse_unknown(raw, problems, core)
-    function, gated = _choice(raw, "activation", "gelu", ACTIVATIONS, problems)
-    positions = str(
-        _choice(raw, "position_embedding_type", "learned_absolute", POSITIONS, problems)
-    )
-    placement = _choice(raw, "transformer_block_type", "pre_ln", BLOCK_TYPES, problems)
+    function, gated = choice(raw, "activation", "gelu", ACTIVATIONS, problems)
+    positions = str(choice(raw, "position_embedding_type", "learned_absolute", POSITIONS, problems))
+    placement = choice(raw, "transformer_block_type", "pre_ln", BLOCK_TYPES, problems)
     normalization = str(raw.get("normalization") or "layernorm").lower()
     notes = []
     if positions == "alibi" and not core and nemo_version(raw) < LEGACY_AND_ALIBI_SINCE:
         positions = "none"
         notes.append("this release of NeMo had no ALiBi: the model was trained without positions")
-    heads = _size(raw, "num_attention_heads", problems)
-    hidden = _size(raw, "hidden_size", problems)
-    bias = _flag(raw, "bias", True)
+    heads = size(raw, "num_attention_heads", problems)
+    hidden = size(raw, "hidden_size", problems)
+    bias = flag(raw, "bias", True)
     length = raw.get("max_position_embeddings") or raw.get("encoder_seq_length")
     fields = {
-        "num_layers": _size(raw, "num_layers", problems),
+        "num_layers": size(raw, "num_layers", problems),
         "hidden_size": hidden,
         "num_heads": heads,
         "num_kv_heads": raw.get("num_query_groups") or heads,
         "head_size": raw.get("kv_channels") or hidden // heads,
         "ffn_size": raw.get("ffn_hidden_size") or 4 * hidden,
-        "max_positions": length or _size(raw, "max_position_embeddings", problems),
+        "max_positions": length or size(raw, "max_position_embeddings", problems),
         "position_embedding": positions,
         "rotary_percentage": float(raw.get("rotary_percentage") or 1.0),
         "rotary_base": float(raw.get("rotary_base") or 10000.0),
         "rotary_interpolation_factor": float(raw.get("seq_len_interpolation_factor") or 1.0),
         "alibi_layer_scaling": positions == "alibi"
-        and _flag(raw, "apply_query_key_layer_scaling", True),
-        "normalization": _choice(raw, "normalization", "layernorm", NORMALIZATIONS, problems),
+        and flag(raw, "apply_query_key_layer_scaling", True),
+        "normalization": choice(raw, "normalization", "layernorm", NORMALIZATIONS, problems),
         "norm_eps": float(raw.get("layernorm_epsilon") or 1e-5),
         "norm_placement": placement,
         "final_norm": placement == "pre",
-        "activation": _gelu(raw) if function == "gelu" else function,
+        "activation": gelu(raw) if function == "gelu" else function,
         "gated": gated,
         "attention_bias": bias,
         "mlp_bias": bias,
-        "tied_embeddings": _flag(raw, "share_embeddings_and_output_weights", True),
+        "tied_embeddings": flag(raw, "share_embeddings_and_output_weights", True),
     }
     problems.raise_if_any(CheckpointError)
-    plus_one = normalization == "layernorm1p" or _flag(raw, "layernorm_zero_centered_gamma", False)
+    plus_one = normalization == "layernorm1p" or flag(raw, "layernorm_zero_centered_gamma", False)
     dialects = _core_dialects(gated, local_norms, plus_one) if core else _dialects(raw, plus_one)
     return NemoGPT(fields, dialects, tuple(notes))
-
-
-def nemo_version(raw: Mapping[str, Any]) -> tuple[int, int]:
-    """(major, minor) of the release that wrote the file; (0, 0) when it does not say."""
-    match = re.match(r"(\d+)\.(\d+)", str(raw.get("nemo_version") or ""))
-    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _dialects(raw: Mapping[str, Any], plus_one: bool) -> tuple[str, ...]:
@@ -130,7 +112,7 @@ def _dialects(raw: Mapping[str, Any], plus_one: bool) -> tuple[str, ...]:
     found = []
     if str(raw.get("activation") or "").startswith("fast-"):
         found.append("nemo_fused_gate")
-    if _flag(raw, "megatron_legacy", False) and nemo_version(raw) >= LEGACY_AND_ALIBI_SINCE:
+    if flag(raw, "megatron_legacy", False) and nemo_version(raw) >= LEGACY_AND_ALIBI_SINCE:
         found.append("nemo_legacy")
     if plus_one:
         found.append("nemo_plus_one")
@@ -147,12 +129,6 @@ def _core_dialects(gated: bool, local_norms: bool, plus_one: bool) -> tuple[str,
     return (*found, "mcore")
 
 
-def _gelu(raw: Mapping[str, Any]) -> str:
-    """The fused kernel and openai_gelu are the tanh form, torch's own is the exact one."""
-    fused = _flag(raw, "bias_activation_fusion", _flag(raw, "bias_gelu_fusion", True))
-    return "gelu" if fused or _flag(raw, "openai_gelu", False) else "gelu_erf"
-
-
 def _refuse_unknown(raw: Mapping[str, Any], problems: Problems, core: bool) -> None:
     for key, values in _KNOWN_VALUES.items():
         if raw.get(key) not in values:
@@ -166,28 +142,5 @@ def _refuse_unknown(raw: Mapping[str, Any], problems: Problems, core: bool) -> N
         problems.add("mcore_gpt has no ALiBi", got="alibi", choices=["learned_absolute", "rope"])
     if core and raw.get("transformer_block_type") not in (None, "pre_ln"):
         problems.add("mcore_gpt has no other blocks than pre_ln", got=raw["transformer_block_type"])
-    if raw.get("add_qkv_bias") and not _flag(raw, "bias", True):
+    if raw.get("add_qkv_bias") and not flag(raw, "bias", True):
         problems.add("biases of query, key and value alone are not supported", got="add_qkv_bias")
-
-
-def _choice(
-    raw: Mapping[str, Any], key: str, default: str, table: Mapping[str, Any], problems: Problems
-) -> Any:
-    value = str(raw.get(key) or default).lower()
-    if value not in table:
-        problems.add(f"{key} is not supported", got=value, choices=sorted(table))
-        return table[default]
-    return table[value]
-
-
-def _size(raw: Mapping[str, Any], key: str, problems: Problems) -> int:
-    value = raw.get(key)
-    if isinstance(value, int) and value > 0:
-        return value
-    problems.add(f"{key} must be a positive number", got=value)
-    return 1
-
-
-def _flag(raw: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = raw.get(key)
-    return default if value is None else bool(value)

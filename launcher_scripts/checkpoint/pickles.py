@@ -44,6 +44,41 @@ class Record:
         return self.state.get(name)
 
 
+class Ignored(Opaque):
+    """Stands for an object of any class: whatever is put into it is forgotten."""
+
+    def __call__(self, *_: object) -> Ignored:
+        return self
+
+    def __setitem__(self, _: object, __: object) -> None:
+        pass
+
+    def append(self, _: object) -> None:
+        pass
+
+    def extend(self, _: object) -> None:
+        pass
+
+    def add(self, _: object) -> None:
+        pass
+
+
+class AnyGlobal(dict[tuple[str, str], Any]):
+    """Allows every name, and gives none a meaning but that of the plainest containers.
+
+    For files that carry a training's state (optimizers, loops, hyperparameters) beside its weights.
+    """
+
+    def __init__(self) -> None:
+        super().__init__({("__builtin__", kind.__name__): kind for kind in (dict, list, int)})
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+    def __missing__(self, _: tuple[str, str]) -> Any:
+        return Ignored
+
+
 PLAIN_GLOBALS: Globals = {
     ("collections", "OrderedDict"): OrderedDict,
     ("_io", "BytesIO"): Opaque,

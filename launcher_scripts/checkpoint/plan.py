@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from launcher_scripts.checkpoint.dtypes import FLOATS, dtype_name
+from launcher_scripts.checkpoint.dtypes import FLOATS, dtype_name, widened
 from launcher_scripts.checkpoint.layouts import LAYOUTS, Layout
 from launcher_scripts.checkpoint.reshard import Blocks, whole_blocks
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.tokenizer_files import TokenRule
 from launcher_scripts.errors import CheckpointError, Problems, lookup
 from launcher_scripts.models.family import ModelConfig, Partition, Source, WeightSpec
 
@@ -41,6 +42,11 @@ class SourceCheckpoint(Protocol):
         """Whether start, end and pad id of `config` are the model's own, not defaults."""
         ...
 
+    @property
+    def token_rule(self) -> TokenRule | None:
+        """The ids the model was trained with, given its tokenizer; None: the tokenizer's own."""
+        ...
+
     def tokenizer_files(self) -> dict[str, bytes]:
         """Exported name -> content of the checkpoint's own tokenizer; an error if it has none."""
         ...
@@ -59,14 +65,49 @@ class SourceCheckpoint(Protocol):
 
 
 @dataclass(frozen=True)
+class Scale:
+    """A vector that multiplies a stored tensor: one block of its columns, or its rows.
+
+    block: which block of the columns (see reshard.py); None: the rows
+    """
+
+    vector: SourceTensor
+    block: int | None
+
+    def apply(self, blocks: Blocks) -> Blocks:
+        """The blocks, scaled in float32."""
+        values = widened(self.vector.read()).astype(np.float32)
+        if self.block is None:
+            return [[_float32(unit) * values[:, None] for unit in block] for block in blocks]
+        scaled, start = [], 0
+        for unit in blocks[self.block]:
+            stop = start + unit.shape[-1]
+            scaled.append(_float32(unit) * values[start:stop])
+            start = stop
+        # Columns that stand side by side in one file have one type.
+        return [
+            scaled if number == self.block else [_float32(unit) for unit in block]
+            for number, block in enumerate(blocks)
+        ]
+
+
+def _float32(values: np.ndarray) -> np.ndarray:
+    return widened(values).astype(np.float32, copy=False)
+
+
+@dataclass(frozen=True)
 class Task:
-    """One tensor to export: a row of the table, its layer, and the source tensors it is made of."""
+    """One tensor to export: a row of the table, its layer, and the source tensors it is made of.
+
+    scales: what multiplies the stored form, in order
+    """
 
     spec: WeightSpec
     layer: int | None
     config: ModelConfig
     layout: Layout
     tensors: tuple[SourceTensor, ...]
+    scales: tuple[Scale, ...] = ()
 
     @property
     def name(self) -> str:
@@ -78,7 +119,10 @@ class Task:
 
     def blocks(self) -> Blocks:
         """The stored form, still whole, as views of the source where possible."""
-        return self._applied([tensor.read() for tensor in self.tensors])
+        blocks = self._applied([tensor.read() for tensor in self.tensors])
+        for scale in self.scales:
+            blocks = scale.apply(blocks)
+        return blocks
 
     def check(self, problems: Problems) -> None:
         """Note source tensors that are no floats, and a stored form of another shape."""

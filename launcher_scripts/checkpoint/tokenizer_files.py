@@ -11,6 +11,7 @@ import fnmatch
 import json
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -41,6 +42,21 @@ _PLAIN_SETS = (
 )
 
 
+@dataclass(frozen=True)
+class TokenIds:
+    """Special ids; None where there is no such token."""
+
+    start_id: int | None
+    end_id: int | None
+    pad_id: int | None
+
+
+# What a checkpoint may know better than its tokenizer: which ids the model was trained with.
+TokenRule = Callable[[Tokenizer], TokenIds]
+# (value in the configuration, what such a file is usually called) -> name and content
+Find = Callable[[str, str], tuple[str, bytes] | None]
+
+
 def collect(
     settings: TokenizerSettings, own_files: Callable[[], dict[str, bytes]]
 ) -> dict[str, bytes]:
@@ -60,6 +76,7 @@ def with_token_ids(
     files: Mapping[str, bytes],
     *,
     known: bool = False,
+    rule: TokenRule | None = None,
 ) -> Any:
     """`config` with the tokenizer's start, end and pad ids, or those the settings say.
 
@@ -67,9 +84,12 @@ def with_token_ids(
     A tokenizer without a start token starts with its end token, as GPT-2's does.
 
     known: config has the model's own ids, and only the settings may change them
+    rule:  the ids that the model was trained with, given the tokenizer; default: the tokenizer's
     """
     tokenizer = _loaded(files) if files else None
-    said = None if known else tokenizer
+    said = None
+    if tokenizer is not None and not known:
+        said = (rule or _own_ids)(tokenizer)
     end_id = _first(settings.end_id, said and said.end_id)
     start_id = _first(settings.start_id, said and said.start_id, None if known else end_id)
     if said is not None and end_id is None:
@@ -82,6 +102,10 @@ def with_token_ids(
         end_id=_first(end_id, config.end_id),
         pad_id=_first(settings.pad_id, said and said.pad_id, config.pad_id),
     )
+
+
+def _own_ids(tokenizer: Tokenizer) -> TokenIds:
+    return TokenIds(tokenizer.start_id, tokenizer.end_id, tokenizer.pad_id)
 
 
 def _first(*values: int | None) -> Any:
@@ -123,11 +147,12 @@ def _named_files(settings: TokenizerSettings) -> dict[str, bytes]:
     return files
 
 
-def nemo_files(raw: Mapping[str, Any], archive: Archive, root: str) -> dict[str, bytes]:
-    """The artifacts that section `tokenizer` names; a lost one is looked for by its kind.
+def nemo_files(raw: Mapping[str, Any], origin: Path, find: Find) -> dict[str, bytes]:
+    """The files that section `tokenizer` names.
 
-    raw:  model_config.yaml
-    root: the folder of the archive that holds it
+    raw:    model_config.yaml
+    origin: the checkpoint, for errors
+    find:   gets such a file, see archived and beside
     """
     section = raw.get("tokenizer")
     if not isinstance(section, dict):
@@ -137,16 +162,16 @@ def nemo_files(raw: Mapping[str, Any], archive: Archive, root: str) -> dict[str,
         value = section.get(role)
         if not isinstance(value, str) or not value:
             continue
-        member = _artifact(value, pattern, archive, root)
-        if member is None:
+        found = find(value, pattern)
+        if found is None:
             lost.append(value)
         else:
-            files[stem + PurePosixPath(member).suffix] = archive.read(member)
+            files[stem + PurePosixPath(found[0]).suffix] = found[1]
     if lost or not files:
         kind = section.get("type") or section.get("library") or "unknown"
         raise CheckpointError(
             problem(
-                f"{archive.path} does not hold its tokenizer's files ({kind})",
+                f"{origin} does not hold its tokenizer's files ({kind})",
                 got=lost or "no file is named",
                 change=_ADVICE,
             )
@@ -157,8 +182,11 @@ def nemo_files(raw: Mapping[str, Any], archive: Archive, root: str) -> dict[str,
     return files
 
 
-def _artifact(value: str, pattern: str, archive: Archive, root: str) -> str | None:
-    """The member of the archive meant by `value`: never a file outside of the archive."""
+def archived(archive: Archive, root: str, value: str, pattern: str) -> tuple[str, bytes] | None:
+    """The member below `root` meant by `value`, lost ones by their kind: name and content.
+
+    Never a file outside of the archive.
+    """
     base = PurePosixPath(value.removeprefix("nemo:")).name
     places = [
         name
@@ -168,7 +196,15 @@ def _artifact(value: str, pattern: str, archive: Archive, root: str) -> str | No
     for wanted in (base, f"*_{base}", pattern):
         found = [name for name in places if fnmatch.fnmatchcase(name.removeprefix(root), wanted)]
         if len(found) == 1:
-            return found[0]
+            return found[0], archive.read(found[0])
+    return None
+
+
+def beside(folder: Path, value: str, _pattern: str) -> tuple[str, bytes] | None:
+    """The file that a training's hyperparameters in `folder` name: where it was, or beside them."""
+    for path in (folder / value, folder / PurePosixPath(value).name):
+        if path.is_file():
+            return path.name, path.read_bytes()
     return None
 
 

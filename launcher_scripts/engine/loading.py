@@ -132,6 +132,15 @@ def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:
                 choices=FAMILIES,
             )
         )
+    parts = checkpoint.config.parts.names
+    if parts:
+        raise ConfigError(
+            problem(
+                f"the engine cannot run the checkpoint in {checkpoint.folder}",
+                got=parts,
+                choices=["a model without learned parts", "LoRA and IA3 folded into the weights"],
+            )
+        )
     wanted = settings.parallelism
     if checkpoint.tp_size != wanted.tp_size:
         raise ConfigError(

@@ -43,7 +43,7 @@ class WeightSpec:
     """One tensor of a family.
 
     name:       canonical name and target file stem, `*` for the layer number
-    shape:      axis sizes as names of ModelConfig attributes, whole (not per rank)
+    shape:      axis sizes as names of ModelConfig attributes, whole (not per rank), or numbers
     partition:  how ranks share it
     blocks:     sizes (attribute names) of the blocks that make up a COLUMN_PARALLEL last axis,
                 each of which is split separately (query | key | value)
@@ -72,7 +72,7 @@ class WeightSpec:
 
     def shape_on(self, config: ModelConfig, tp_size: int) -> tuple[int, ...]:
         """Shape of one file: the whole tensor, or one rank's part where ranks have their own."""
-        sizes = [int(getattr(config, axis)) for axis in self.shape]
+        sizes = [int(axis) if axis.isdigit() else int(getattr(config, axis)) for axis in self.shape]
         if self.partition is Partition.COLUMN_PARALLEL:
             sizes[-1] = config.local_size(self.shape[-1], tp_size)
         elif self.partition is Partition.ROW_PARALLEL:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from math import gcd
 
 from launcher_scripts.errors import CheckpointError, Problems
-from launcher_scripts.models import gpt_dialects
+from launcher_scripts.models import gpt_dialects, learned_parts
 from launcher_scripts.models.family import Partition, WeightSpec
+from launcher_scripts.models.learned_parts import NO_PARTS, LearnedParts, LearnedPartSizes
 from launcher_scripts.parallel import divisors
 
 POSITION_EMBEDDINGS = ("learned", "rope", "alibi", "none")
@@ -22,7 +23,7 @@ ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu", "squared_relu")
 
 
 @dataclass(frozen=True)
-class GPTConfig:
+class GPTConfig(LearnedPartSizes):
     """Hyperparameters of a GPT.
 
     head_size is independent of hidden_size / num_heads. `activation` "gelu" is the tanh form,
@@ -57,6 +58,7 @@ class GPTConfig:
     start_id: int = 50256
     end_id: int = 50256
     pad_id: int | None = None
+    parts: LearnedParts = NO_PARTS
 
     def __post_init__(self) -> None:
         problems = Problems("the GPT hyperparameters")
@@ -98,7 +100,7 @@ class GPTConfig:
         return int(self.head_size * self.rotary_percentage)
 
     def tp_sizes(self) -> list[int]:
-        return divisors(gcd(self.num_heads, self.ffn_size))
+        return divisors(gcd(self.num_heads, self.ffn_size, self.adapter_size))
 
     def kv_copies(self, tp_size: int) -> int:
         """How many ranks' worth of copies of each key/value head `tp_size` ranks need.
@@ -137,7 +139,7 @@ def weights(config: GPTConfig) -> list[WeightSpec]:
         specs.append(
             _spec("lm_head.weight", ("vocab_size", "hidden_size"), Partition.VOCAB_PARALLEL)
         )
-    return specs + _layer(config)
+    return specs + _layer(config) + learned_parts.weights("gpt", config.parts)
 
 
 def _layer(config: GPTConfig) -> list[WeightSpec]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from launcher_scripts.errors import CheckpointError, Problems
+from launcher_scripts.models.learned_parts import NO_PARTS, LearnedParts, LearnedPartSizes
 from launcher_scripts.parallel import divisors
 
 POSITION_EMBEDDINGS = ("relative", "learned")
@@ -21,7 +22,7 @@ ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu", "squared_relu")
 
 
 @dataclass(frozen=True)
-class T5Config:
+class T5Config(LearnedPartSizes):
     """Hyperparameters of a T5.
 
     num_layers counts the encoder's layers. head_size is independent of hidden_size / num_heads.
@@ -60,6 +61,7 @@ class T5Config:
     start_id: int = 0
     end_id: int = 1
     pad_id: int | None = 0
+    parts: LearnedParts = NO_PARTS
 
     def __post_init__(self) -> None:
         problems = Problems("the T5 hyperparameters")
@@ -88,7 +90,7 @@ class T5Config:
         return 3 * self.inner_size
 
     def tp_sizes(self) -> list[int]:
-        return divisors(gcd(self.num_heads, self.ffn_size))
+        return divisors(gcd(self.num_heads, self.ffn_size, self.adapter_size))
 
     def local_size(self, axis: str, tp_size: int) -> int:
         whole: int = getattr(self, axis)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from launcher_scripts.models import learned_parts
 from launcher_scripts.models.family import Partition, Source, WeightSpec
 from launcher_scripts.models.t5 import T5Config
 
@@ -25,7 +26,9 @@ def weights(config: T5Config) -> list[WeightSpec]:
             _relative_bias("decoder", "layer.1.EncDecAttention", "decoder_cross_attention")
         )
     specs += _encoder_layer(config)
-    return specs if config.encoder_only else specs + _decoder_layer(config)
+    if not config.encoder_only:
+        specs += _decoder_layer(config)
+    return specs + learned_parts.weights("t5", config.parts, not config.encoder_only)
 
 
 def _embeddings(config: T5Config) -> list[WeightSpec]:

@@ -15,6 +15,7 @@ import argparse
 import importlib.metadata
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -115,10 +116,14 @@ def command(checkpoint: Path, results_dir: Path) -> list[str]:
 
 
 def device() -> str:
-    """CUDA where each of the two ranks has a device of its own, else the CPU."""
-    import torch
-
-    return "cuda" if torch.cuda.device_count() >= 2 else "cpu"
+    """`auto` (CUDA where torch has it) where both ranks can have a GPU of their own, else `cpu`."""
+    if shutil.which("nvidia-smi") is None:
+        return "cpu"
+    listed = subprocess.run(
+        ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False
+    )
+    gpus = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    return "auto" if len(gpus) >= 2 else "cpu"
 
 
 def _quote(path: Path) -> str:

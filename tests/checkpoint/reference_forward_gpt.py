@@ -8,39 +8,57 @@ import torch
 from torch.nn import functional
 
 from launcher_scripts.models.gpt import GPTConfig
+from tests.checkpoint.reference_forward_parts import adapted, embedded, scaled
 from tests.checkpoint.reference_forward_t5 import ACTIVATIONS
 from tests.checkpoint.reference_weights import StoredWeights
 
 
-def logits(w: StoredWeights, config: GPTConfig, ids: torch.Tensor) -> torch.Tensor:
-    """Logits [B, S, V] of ids [B, S]."""
-    x = w["wte"][ids]
+def logits(
+    w: StoredWeights,
+    config: GPTConfig,
+    ids: torch.Tensor,
+    *,
+    prompt: str | None = None,
+    ia3: int | None = None,
+) -> torch.Tensor:
+    """Logits [B, S, V] of ids [B, S]. prompt, ia3: the tasks whose learned parts are used."""
+    x = embedded(w, config, "wte", ids, prompt)
     if config.position_embedding == "learned":
         x = x + w["wpe"][: ids.shape[1]]
     if config.embedding_norm:
         x = _norm(w, config, "pre_decoder_layernorm", x)
     for i in range(config.num_layers):
-        x = _layer(w, config, f"layers.{i}", x)
+        x = _layer(w, config, f"layers.{i}", x, ia3)
     if config.final_norm:
         x = _norm(w, config, "final_layernorm", x)
     return x @ w["wte" if config.tied_embeddings else "lm_head.weight"].T
 
 
-def _layer(w, config, stem, x):
+def _layer(w, config, stem, x, ia3):
     before, after = f"{stem}.input_layernorm", f"{stem}.post_attention_layernorm"
     if config.norm_placement == "pre":
-        x = x + _attention(w, config, stem, _norm(w, config, before, x))
-        return x + _mlp(w, config, stem, _norm(w, config, after, x))
-    x = _norm(w, config, before, x + _attention(w, config, stem, x))
-    return _norm(w, config, after, x + _mlp(w, config, stem, x))
+        out, bias = _attention(w, config, stem, _norm(w, config, before, x), ia3)
+        x = adapted(w, config, f"{stem}.after_attention_adapter", x, out, bias)
+        out, bias = _mlp(w, config, stem, _norm(w, config, after, x), ia3)
+        return adapted(w, config, f"{stem}.after_ffn_adapter", x, out, bias)
+    x = _norm(w, config, before, x + sum(_attention(w, config, stem, x, ia3)))
+    return _norm(w, config, after, x + sum(_mlp(w, config, stem, x, ia3)))
 
 
-def _attention(w, config, stem, x):
+def _attention(w, config, stem, x, ia3):
+    """The output without its bias, and the bias."""
     qkv = _linear(w, f"{stem}.attention.query_key_value", x)
     # [B, S, heads * head_size] -> [B, heads, S, head_size]; a shard set may hold kv copies.
     heads = qkv.unflatten(-1, (-1, config.head_size)).transpose(1, 2)
     kv_heads = (heads.shape[1] - config.num_heads) // 2
     q, k, v = heads.split((config.num_heads, kv_heads, kv_heads), dim=1)
+    # [B, kv heads, S, head_size] -> [B, S, kv_size] and back
+    k, v = (
+        scaled(w, f"{stem}.attention.{name}", part.transpose(1, 2).flatten(-2), ia3)
+        .unflatten(-1, (-1, config.head_size))
+        .transpose(1, 2)
+        for name, part in (("k", k), ("v", v))
+    )
     k, v = (part.repeat_interleave(config.num_heads // kv_heads, dim=1) for part in (k, v))
     if config.position_embedding == "rope":
         q, k = _rotate(config, q), _rotate(config, k)
@@ -51,14 +69,20 @@ def _attention(w, config, stem, x):
         scores = scores + _slopes(config.num_heads)[:, None, None] * distance
     scores = scores + torch.full((length, length), -torch.inf).triu(1)
     out = (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)
-    return _linear(w, f"{stem}.attention.dense", out)
+    return _without_bias(w, f"{stem}.attention.dense", out)
 
 
-def _mlp(w, config, stem, x):
+def _mlp(w, config, stem, x, ia3):
+    """The output without its bias, and the bias."""
     inner = ACTIVATIONS[config.activation](_linear(w, f"{stem}.mlp.dense_h_to_4h", x))
     if config.gated:
         inner = inner * _linear(w, f"{stem}.mlp.dense_h_to_4h_2", x)
-    return _linear(w, f"{stem}.mlp.dense_4h_to_h", inner)
+    return _without_bias(w, f"{stem}.mlp.dense_4h_to_h", scaled(w, f"{stem}.mlp", inner, ia3))
+
+
+def _without_bias(w, name, x):
+    bias = w[f"{name}.bias"] if f"{name}.bias" in w else torch.zeros(())
+    return x @ w[f"{name}.weight"], bias
 
 
 def _linear(w, name, x):

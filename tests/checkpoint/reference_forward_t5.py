@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from launcher_scripts.models.t5 import T5Config
+from tests.checkpoint.reference_forward_parts import adapted, embedded, scaled
 from tests.checkpoint.reference_weights import StoredWeights
 
 ACTIVATIONS = {
@@ -18,9 +19,19 @@ ACTIVATIONS = {
 }
 
 
-def encode(w: StoredWeights, config: T5Config, ids: torch.Tensor) -> torch.Tensor:
-    """Encoder states [B, S, d] of ids [B, S] without padding."""
-    x = w["shared.weight_T"][ids]
+def encode(
+    w: StoredWeights,
+    config: T5Config,
+    ids: torch.Tensor,
+    *,
+    prompt: str | None = None,
+    ia3: int | None = None,
+) -> torch.Tensor:
+    """Encoder states [B, S, d] of ids [B, S] without padding.
+
+    prompt, ia3: the tasks whose learned parts are used
+    """
+    x = embedded(w, config, "shared.weight_T", ids, prompt)
     if config.position_embedding == "learned":
         x = x + w["shared.ape"][: ids.shape[1]]
     bias = _bias(w, config, "encoder", "layer.0.SelfAttention", ids.shape[1], ids.shape[1], True)
@@ -29,17 +40,36 @@ def encode(w: StoredWeights, config: T5Config, ids: torch.Tensor) -> torch.Tenso
         attention = f"{stem}.0.SelfAttention"
         normed = _norm(w, config, f"{stem}.0.layer_norm", x)
         q, k, v = (_linear(w, f"{attention}.{part}", normed) for part in "qkv")
-        x = x + _attend(w, config, attention, (q, k, v), bias, layer=i)
-        x = x + _mlp(w, config, f"{stem}.1", x)
+        k, v = scaled(w, f"{attention}.k", k, ia3), scaled(w, f"{attention}.v", v, ia3)
+        out = _attend(w, config, attention, (q, k, v), bias, layer=i)
+        block = f"encoder.block.{i}"
+        x = adapted(w, config, f"{block}.after_attention_adapter", x, *out)
+        out = _mlp(w, config, f"{stem}.1", x, ia3)
+        x = adapted(w, config, f"{block}.after_ffn_adapter", x, *out)
     return _norm(w, config, "encoder.final_layer_norm", x)
 
 
-def logits(w: StoredWeights, config: T5Config, ids: torch.Tensor, targets: torch.Tensor):
+def logits(
+    w: StoredWeights,
+    config: T5Config,
+    ids: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    prompt: str | None = None,
+    ia3: int | None = None,
+) -> torch.Tensor:
     """Logits [B, T, V] after each of the decoder's input ids `targets` [B, T]."""
-    return decode(w, config, encode(w, config, ids), targets)
+    return decode(w, config, encode(w, config, ids, prompt=prompt, ia3=ia3), targets, ia3=ia3)
 
 
-def decode(w: StoredWeights, config: T5Config, memory: torch.Tensor, targets: torch.Tensor):
+def decode(
+    w: StoredWeights,
+    config: T5Config,
+    memory: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    ia3: int | None = None,
+) -> torch.Tensor:
     name = "shared.weight_T" if config.shared_embeddings else "decoder.embed_tokens.weight"
     x = w[name][targets]
     steps, length = targets.shape[1], memory.shape[1]
@@ -54,13 +84,18 @@ def decode(w: StoredWeights, config: T5Config, memory: torch.Tensor, targets: to
     for i in range(config.num_decoder_layers):
         stem = f"decoder.block.{i}.layer"
         normed = _norm(w, config, f"{stem}.0.layer_norm", x)
-        qkv = _linear(w, f"{stem}.0.SelfAttention.qkv", normed).chunk(3, dim=-1)
-        x = x + _attend(w, config, f"{stem}.0.SelfAttention", qkv, own, causal, layer=i)
+        attention, block = f"{stem}.0.SelfAttention", f"decoder.block.{i}"
+        q, k, v = _linear(w, f"{attention}.qkv", normed).chunk(3, dim=-1)
+        k, v = scaled(w, f"{attention}.k", k, ia3), scaled(w, f"{attention}.v", v, ia3)
+        out = _attend(w, config, attention, (q, k, v), own, causal, layer=i)
+        x = adapted(w, config, f"{block}.after_attention_adapter", x, *out)
         attention = f"{stem}.1.EncDecAttention"
         q = _linear(w, f"{attention}.q", _norm(w, config, f"{stem}.1.layer_norm", x))
         k, v = (_linear(w, f"{attention}.{part}", memory) for part in "kv")
-        x = x + _attend(w, config, attention, (q, k, v), cross, layer=i)
-        x = x + _mlp(w, config, f"{stem}.2", x)
+        k, v = scaled(w, f"{attention}.k", k, ia3), scaled(w, f"{attention}.v", v, ia3)
+        x = x + sum(_attend(w, config, attention, (q, k, v), cross, layer=i))
+        out = _mlp(w, config, f"{stem}.2", x, ia3)
+        x = adapted(w, config, f"{block}.after_ffn_adapter", x, *out)
     x = _norm(w, config, "decoder.final_layer_norm", x)
     out = x @ w["lm_head.weight"].T * config.logits_scale
     return out + w["shared.bias"] if config.logits_bias else out
@@ -76,19 +111,27 @@ def greedy(w: StoredWeights, config: T5Config, ids: list[int], max_tokens: int) 
 
 
 def _attend(w, config, name, qkv, bias, mask=0.0, *, layer: int):
+    """The output without its bias, and the bias."""
     # [B, S, h*d] -> [B, h, S, d]
     q, k, v = (x.unflatten(-1, (config.num_heads, -1)).transpose(1, 2) for x in qkv)
     factor = layer + 1 if config.relative_bias_layer_scaling else 1
     scores = q @ k.transpose(-1, -2) * config.attention_scale + bias * factor + mask
-    return _linear(w, f"{name}.o", (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+    return _without_bias(w, f"{name}.o", (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
 
 
-def _mlp(w, config, stem, x):
+def _mlp(w, config, stem, x, ia3):
+    """The output without its bias, and the bias."""
     x = _norm(w, config, f"{stem}.layer_norm", x)
     inner = ACTIVATIONS[config.activation](_linear(w, f"{stem}.DenseReluDense.wi", x))
     if config.gated:
         inner = inner * _linear(w, f"{stem}.DenseReluDense.wi2", x)
-    return _linear(w, f"{stem}.DenseReluDense.wo", inner)
+    inner = scaled(w, f"{stem}.DenseReluDense", inner, ia3)
+    return _without_bias(w, f"{stem}.DenseReluDense.wo", inner)
+
+
+def _without_bias(w, name, x):
+    bias = w[f"{name}.bias"] if f"{name}.bias" in w else torch.zeros(())
+    return x @ w[f"{name}.weight"], bias
 
 
 def _linear(w, name, x):

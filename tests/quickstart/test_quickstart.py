@@ -102,6 +102,25 @@ def test_paths_survive_hydras_command_line(tmp_path: Path) -> None:
         assert OmegaConf.create({"path": value}).path == str(nasty)
 
 
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (1, "cpu"), (2, "auto")])
+def test_two_ranks_want_two_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, device: str
+) -> None:
+    lines = "".join(f"echo 'GPU {number}: NVIDIA H200 (UUID: GPU-0)'\n" for number in range(gpus))
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{lines}")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert quickstart.device() == device
+
+
+def test_without_a_driver_the_ranks_run_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert quickstart.device() == "cpu"
+
+
 def test_the_shipped_model_is_the_one_described() -> None:
     llama = GGUFLlama(quickstart.gguf_file())
     shape = llama.shape

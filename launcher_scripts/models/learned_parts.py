@@ -1,0 +1,216 @@
+"""What is learned on top of a finished model: prompt tables, IA3 vectors, adapters.
+
+Their rows are added to the weight table of the family. File names and shapes are those of
+FasterTransformer's T5; a GPT takes the same below its own layer names, since FasterTransformer's
+GPT has no IA3 and other adapters. LoRA leaves no rows: it is merged into the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from launcher_scripts.errors import CheckpointError, problem
+from launcher_scripts.models.family import Partition, Source, WeightSpec
+
+# The dialect of the rows below.
+DIALECT = "learned_parts"
+NORM_POSITIONS = ("pre", "post")
+ADAPTER_NORM_EPS = 1e-5
+ATTENTION_ADAPTER, FFN_ADAPTER = "after_attention_adapter", "after_ffn_adapter"
+
+
+@dataclass(frozen=True)
+class PromptTask:
+    """A prompt table: the task's name and how many virtual tokens it has."""
+
+    name: str
+    length: int
+
+
+@dataclass(frozen=True)
+class LearnedParts:
+    """What a checkpoint has besides its model.
+
+    prompt_start_id:       token ids from here on are rows of a task's prompt table
+    ia3_num_tasks:         rows of every IA3 vector
+    ia3_adapted:           IA3 is folded into the weights
+    adapter_size:          width of the adapters' bottleneck, 0 without adapters
+    adapter_norm_position: the adapter's layer norm is before or after its bottleneck
+
+    An adapter is given the output of self-attention or MLP, before its bias and the residual, and
+    is added to it; it is silu(norm(x) @ wi) @ wo.
+    """
+
+    prompt_tasks: tuple[PromptTask, ...] = ()
+    prompt_start_id: int = 0
+    ia3_num_tasks: int = 0
+    ia3_adapted: bool = False
+    adapter_size: int = 0
+    adapter_norm_position: str = "pre"
+
+    def __post_init__(self) -> None:
+        if self.adapter_norm_position not in NORM_POSITIONS:
+            raise CheckpointError(
+                problem(
+                    "unknown adapter_norm_position",
+                    got=self.adapter_norm_position,
+                    choices=NORM_POSITIONS,
+                )
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """What there is that changes how the model computes."""
+        found = {
+            "prompt tables": self.prompt_tasks,
+            "IA3 vectors": self.ia3_num_tasks,
+            "adapters": self.adapter_size,
+        }
+        return [name for name, value in found.items() if value]
+
+
+NO_PARTS = LearnedParts()
+
+
+class LearnedPartSizes:
+    """Axes of the rows below, for a config with a field `parts`."""
+
+    parts: LearnedParts
+
+    @property
+    def ia3_num_tasks(self) -> int:
+        return self.parts.ia3_num_tasks
+
+    @property
+    def adapter_size(self) -> int:
+        return self.parts.adapter_size
+
+
+@dataclass(frozen=True)
+class IA3Site:
+    """A vector per layer that scales keys, values or the MLP's inner activations.
+
+    name:   the vector's row, `*` for the layer
+    axis:   its size, an attribute of the config
+    target: stem of the linear layer it can be folded into
+    block:  which block of the target's columns it scales; None: the rows of its weight
+    """
+
+    name: str
+    axis: str
+    target: str
+    block: int | None
+
+
+def ia3_sites(family: str, decoder: bool = True) -> tuple[IA3Site, ...]:
+    """Every place of IA3 in one layer of each stack. decoder: whether there is one."""
+    if family == "gpt":
+        attention, mlp = "layers.*.attention", "layers.*.mlp"
+        return (
+            IA3Site(f"{attention}.k.ia3.weight", "kv_size", f"{attention}.query_key_value", 1),
+            IA3Site(f"{attention}.v.ia3.weight", "kv_size", f"{attention}.query_key_value", 2),
+            IA3Site(f"{mlp}.ia3.weight", "ffn_size", f"{mlp}.dense_4h_to_h", None),
+        )
+    own, layers = "layer.0.SelfAttention", "encoder.block.*"
+    sites = [
+        *_t5_keys_and_values(f"{layers}.{own}", fused=False),
+        _t5_mlp(f"{layers}.layer.1.DenseReluDense"),
+    ]
+    if decoder:
+        layers = "decoder.block.*"
+        sites += [
+            *_t5_keys_and_values(f"{layers}.{own}", fused=True),
+            *_t5_keys_and_values(f"{layers}.layer.1.EncDecAttention", fused=False),
+            _t5_mlp(f"{layers}.layer.2.DenseReluDense"),
+        ]
+    return tuple(sites)
+
+
+def adapter_stems(family: str, decoder: bool = True) -> tuple[str, ...]:
+    """Where adapters lie in one layer of each stack."""
+    stacks = ["layers.*"]
+    if family != "gpt":
+        stacks = ["encoder.block.*", "decoder.block.*"] if decoder else ["encoder.block.*"]
+    return tuple(f"{stack}.{name}" for stack in stacks for name in (ATTENTION_ADAPTER, FFN_ADAPTER))
+
+
+def weights(family: str, parts: LearnedParts, decoder: bool = True) -> list[WeightSpec]:
+    """The rows of `parts`, to be added to the family's."""
+    prefix = "model." if family == "gpt" else ""
+    specs = [
+        WeightSpec(
+            f"prompt_table.{task.name}.weight",
+            (str(task.length), "hidden_size"),
+            sources=_sources((f"prompt_table.{task.name}.weight",), "as_is"),
+            prefix="model.",
+        )
+        for task in parts.prompt_tasks
+    ]
+    if parts.ia3_num_tasks:
+        specs += [
+            WeightSpec(
+                site.name,
+                ("ia3_num_tasks", site.axis),
+                Partition.COLUMN_PARALLEL,
+                (site.axis,) if site.axis == "kv_size" else (),
+                _sources(ia3_keys(site, parts.ia3_num_tasks), "stacked_rows"),
+                layers=_layers(site.name),
+                prefix=prefix,
+            )
+            for site in ia3_sites(family, decoder)
+        ]
+    if parts.adapter_size:
+        for stem in adapter_stems(family, decoder):
+            specs += _adapter(stem, prefix)
+    return specs
+
+
+def ia3_keys(site: IA3Site, tasks: int) -> tuple[str, ...]:
+    """The names under which the vectors of all tasks are found."""
+    return tuple(f"{task}:{site.name}" for task in range(tasks))
+
+
+def _adapter(stem: str, prefix: str) -> list[WeightSpec]:
+    rows: Iterable[tuple[str, tuple[str, ...], Partition]] = (
+        ("layer_norm.weight", ("hidden_size",), Partition.REPLICATED),
+        ("layer_norm.bias", ("hidden_size",), Partition.REPLICATED),
+        ("DenseSiluDense.wi.weight", ("hidden_size", "adapter_size"), Partition.COLUMN_PARALLEL),
+        ("DenseSiluDense.wo.weight", ("adapter_size", "hidden_size"), Partition.ROW_PARALLEL),
+    )
+    return [
+        WeightSpec(
+            f"{stem}.{name}",
+            shape,
+            partition,
+            sources=_sources((f"{stem}.{name}",), "transposed"),
+            layers=_layers(stem),
+            prefix=prefix,
+        )
+        for name, shape, partition in rows
+    ]
+
+
+def _t5_keys_and_values(attention: str, *, fused: bool) -> list[IA3Site]:
+    """fused: query, key and value are columns of one matrix."""
+    return [
+        IA3Site(
+            f"{attention}.{part}.ia3.weight",
+            "inner_size",
+            f"{attention}.qkv" if fused else f"{attention}.{part}",
+            block if fused else 0,
+        )
+        for part, block in (("k", 1), ("v", 2))
+    ]
+
+
+def _t5_mlp(stem: str) -> IA3Site:
+    return IA3Site(f"{stem}.ia3.weight", "ffn_size", f"{stem}.wo", None)
+
+
+def _sources(keys: tuple[str, ...], layout: str) -> dict[str, Source]:
+    return {DIALECT: Source(keys, layout)}
+
+
+def _layers(name: str) -> str:
+    return "num_decoder_layers" if name.startswith("decoder.") else "num_layers"
