@@ -22,6 +22,7 @@ from launcher_scripts.checkpoint.fastertransformer import (
     DTYPES,
     FTWriter,
     WeightFile,
+    partial_folder,
     refuse_existing,
     weight_files,
 )
@@ -193,7 +194,10 @@ def _check_space(settings: ExportSettings, config: ModelConfig, target: Path) ->
 
 
 def _free_space(target: Path) -> int:
-    return shutil.disk_usage(_existing_parent(target)).free
+    """Bytes of the disk, and of what an interrupted run left, which is used or removed."""
+    partial = partial_folder(target)
+    left = sum(file.stat().st_size for file in partial.iterdir()) if partial.is_dir() else 0
+    return shutil.disk_usage(_existing_parent(target)).free + left
 
 
 def _existing_parent(target: Path) -> Path:

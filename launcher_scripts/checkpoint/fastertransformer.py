@@ -20,6 +20,7 @@ import numpy as np
 
 from launcher_scripts.checkpoint import config_ini
 from launcher_scripts.checkpoint.dtypes import BFLOAT16, dtype_name
+from launcher_scripts.checkpoint.journal import Journal
 from launcher_scripts.checkpoint.manifest import (
     FileEntry,
     Manifest,
@@ -135,8 +136,9 @@ class FTCheckpoint:
 class FTWriter:
     """Makes a checkpoint folder: everything goes to `<name>.partial`, renamed when complete.
 
-    Use as a context manager; leaving it by an exception removes what was written. `write` may be
-    called by several threads at once.
+    Use as a context manager; leaving it by an exception removes what was written. With a `name`
+    (see journal.identity) an interruption leaves the finished files in place instead, and the next
+    writer of that name goes on. `write` may be called by several threads at once.
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class FTWriter:
         *,
         source: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        name: str = "",
     ) -> None:
         if tp_size not in config.tp_sizes():
             raise CheckpointError(
@@ -165,29 +168,40 @@ class FTWriter:
         self.dtype = DTYPES[weight_data_type]
         self.source = dict(source or {})
         self.overwrite = overwrite
-        self.partial = self.folder.with_name(self.folder.name + ".partial")
+        self.partial = partial_folder(self.folder)
+        self.name = name
+        self._journal: Journal | None = None
+        self._sealed = False
         self._entries: dict[str, FileEntry] = {}
         self._lock = threading.Lock()
         self._created: list[Path] = []
 
     def __enter__(self) -> FTWriter:
         refuse_existing(self.folder, self.overwrite)
-        if self.partial.exists():
+        if self.partial.exists() and not self.name:
             shutil.rmtree(self.partial)
-        missing = [path for path in self.folder.parents if not path.exists()]
-        self._created = missing
-        self.partial.mkdir(parents=True)
+        self._created = [path for path in self.folder.parents if not path.exists()]
+        self.partial.mkdir(parents=True, exist_ok=True)
+        if self.name:
+            self._journal = Journal(self.partial, self.name)
+            self._entries = self._journal.restart()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        interrupted = kind is not None and not issubclass(kind, Exception)
+        keep = interrupted and self.name != "" and not self._sealed
         try:
             if kind is None:
                 self._commit()
         finally:
-            shutil.rmtree(self.partial, ignore_errors=True)
-            for path in self._created:
-                if path.is_dir() and not any(path.iterdir()):
-                    path.rmdir()
+            if self._journal is not None:
+                self._journal.close(remove=not keep)
+            if not keep:
+                self._remove()
+
+    def holds(self, file: WeightFile) -> bool:
+        """Whether an interrupted run has already written this file."""
+        return file.name in self._entries
 
     def write(self, file: WeightFile, chunks: Iterable[np.ndarray]) -> None:
         """Write one weight from its consecutive pieces, each contiguous and of the right dtype."""
@@ -218,8 +232,11 @@ class FTWriter:
     def _add(self, entry: FileEntry) -> None:
         with self._lock:
             self._entries[entry.name] = entry
+            if self._journal is not None:
+                self._journal.add(entry)
 
-    def _commit(self) -> None:
+    def seal(self) -> None:
+        """Write config.ini and the manifest: the partial folder is a checkpoint from here on."""
         files = weight_files(self.config, self.tp_size)
         expected = {file.name for file in files if file.spec.required}
         missing = sorted(expected - self._entries.keys())
@@ -231,7 +248,27 @@ class FTWriter:
         family = family_of(self.config).name
         manifest = Manifest(family, self.tp_size, self.weight_data_type, entries, self.source)
         manifest.write(self.partial)
+        self._sealed = True
+
+    def _commit(self) -> None:
+        if not self._sealed:
+            self.seal()
+        if self._journal is not None:
+            self._journal.close(remove=True)
+            self._journal = None
         replace_folder(self.partial, self.folder)
+
+    def _remove(self) -> None:
+        """What is left of the partial folder, and the folders made for it."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+        for path in self._created:
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+
+
+def partial_folder(folder: Path) -> Path:
+    """The name of a checkpoint's folder until it is complete."""
+    return folder.with_name(folder.name + ".partial")
 
 
 def refuse_existing(folder: Path, overwrite: bool) -> None:

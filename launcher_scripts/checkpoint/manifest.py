@@ -76,7 +76,7 @@ def read_manifest(folder: Path) -> Manifest | None:
             raise CheckpointError(
                 problem(f"{path} has another format", choices=[f"{FORMAT} {VERSION}"])
             )
-        values["files"] = tuple(_entry(entry) for entry in values["files"])
+        values["files"] = tuple(file_entry(entry) for entry in values["files"])
         return Manifest(**values)
     except FileNotFoundError:
         return None
@@ -122,6 +122,7 @@ def check_size(path: Path, size: int, problems: Problems) -> bool:
     return got == size
 
 
-def _entry(values: Mapping[str, Any]) -> FileEntry:
+def file_entry(values: Mapping[str, Any]) -> FileEntry:
+    """An entry from its JSON form."""
     shape = values.get("shape")
     return FileEntry(**{**values, "shape": None if shape is None else tuple(shape)})

@@ -121,7 +121,21 @@ def read_parts(path: Path, scratch: Path | None = None) -> PartFile:
         raise CheckpointError(f"{found[0]} of {path} is damaged: {error}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{found[0]} of {path} holds no mapping")
-    return _sorted(path, raw, merged_stages(_read_ranks(archive, root)))
+    ranks = _read_ranks(archive, root)
+    if len(ranks) > 1 and selects_layers(raw):
+        # Stages count their layers from 0: only full stages tell where the next one begins.
+        raise CheckpointError(
+            f"{path} has parts for some layers only, and several pipeline stages; their layers "
+            "cannot be told apart"
+        )
+    return _sorted(path, raw, merged_stages(ranks))
+
+
+def selects_layers(raw: Mapping[str, Any]) -> bool:
+    """Whether the parts were learned for some layers only (`layer_selection`)."""
+    peft = raw.get("peft")
+    tunings = peft.values() if isinstance(peft, Mapping) else ()
+    return any(isinstance(tuning, Mapping) and tuning.get("layer_selection") for tuning in tunings)
 
 
 def _read_ranks(archive: Archive, root: str) -> list[list[dict[str, SourceTensor]]]:

@@ -233,8 +233,11 @@ def big_settings(source: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_export_leaves_nothing(number: int, tmp_path: Path) -> None:
-    """A model large enough (300 MB) to be stopped in the middle of its files."""
+def test_an_interrupted_export_leaves_no_checkpoint(number: int, tmp_path: Path) -> None:
+    """A model large enough (300 MB) to be stopped in the middle of its files.
+
+    What it wrote is kept under another name, and the next run finishes it.
+    """
     config = small_config(hidden_size=1024, head_size=256, ffn_size=4096, num_layers=6)
     make_nemo(tmp_path / "source.nemo", config)
     settings = big_settings(tmp_path / "source.nemo", tmp_path)
@@ -250,7 +253,10 @@ def test_an_interrupted_export_leaves_nothing(number: int, tmp_path: Path) -> No
     _, error = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert b"Traceback" not in error
-    assert not (tmp_path / "m").exists()
+    assert [path.name for path in partial.parent.iterdir()] == ["1-gpu.partial"]
+    assert convert_checkpoint.main(["--settings", str(settings)]) == 0
+    assert [path.name for path in partial.parent.iterdir()] == ["1-gpu"]
+    FTCheckpoint.open(tmp_path / "m" / "1" / "1-gpu")
 
 
 def test_the_step(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
