@@ -40,6 +40,7 @@ def main(config: DictConfig) -> None:
         plan = read(config)
         if plan.dry_run:
             print(plan.preview())
+            print(plan.ask_scheduler())
         else:
             plan.submit()
     except LauncherError as error:

@@ -127,6 +127,7 @@ class DeploySettings:
     """Serve one model repository until stopped. Port 0 means a free one.
 
     public_host is the address that the ready file gives to clients; None: the node's own name.
+    job_folder tells this run of a server from every other one.
     """
 
     model_repository: str
@@ -140,6 +141,7 @@ class DeploySettings:
     public_host: str | None = None
     ready_timeout: float = 1800.0
     stop_timeout: float = 30.0
+    job_folder: str | None = None
 
     def __post_init__(self) -> None:
         problems = Problems("the deploy settings")
@@ -211,7 +213,10 @@ class BenchmarkSettings:
 
 @dataclass(frozen=True)
 class EvaluateSettings:
-    """Measure the model served at the address in `ready_file`; reports go to results_dir."""
+    """Measure the model served at the address in `ready_file`; reports go to results_dir.
+
+    server_job_folder is that of the run of the server that is meant; None: whoever is ready.
+    """
 
     ready_file: str
     results_dir: str
@@ -222,6 +227,7 @@ class EvaluateSettings:
     ready_timeout: float = 1800.0
     request_timeout: float = 600.0
     protocol: str = "http"
+    server_job_folder: str | None = None
 
     def __post_init__(self) -> None:
         problems = Problems("the evaluate settings")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from launcher_scripts.cluster.job import Resources, Service
+from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
 from launcher_scripts.errors import CheckpointError
 from launcher_scripts.models.repository import ServedModel, served_models
 from launcher_scripts.parallel import Parallelism
@@ -63,6 +63,9 @@ class Deploy(Stage):
             results_dir=str(self.results_dir),
             **asdict(self.block.server),
         )
+
+    def job_settings(self, folder: JobFolder, server: Job | None) -> DeploySettings:  # noqa: ARG002
+        return replace(self.settings, job_folder=str(folder.root))
 
     @property
     def repository(self) -> Path:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from launcher_scripts.cluster.job import Job, JobFolder
 from launcher_scripts.errors import ConfigError, Problems, problem
 from launcher_scripts.settings import BenchmarkSettings, EvaluateSettings, TaskSettings
 from stages.deploy import Deploy
@@ -32,6 +33,8 @@ class EvaluateBlock:
     """The `evaluate` block of the configuration."""
 
     run: EvaluateRun
+    in_deploy_job: bool
+    stop_server: bool
     ready_file: str
     model_name: str
     tokenizer_dir: str | None
@@ -65,6 +68,22 @@ class Evaluate(Stage):
             request_timeout=block.request_timeout,
             protocol=block.protocol,
         )
+
+    def job(self, folder: JobFolder, server: Job | None = None) -> Job:
+        """With a server of the same command line, the job ends with it and may stop it."""
+        server = server if self.uses(server) else None
+        return replace(super().job(folder, server), stops_server=self.block.stop_server)
+
+    def joins(self, server: Job) -> bool:
+        return self.block.in_deploy_job and self.uses(server)
+
+    def uses(self, server: Job | None) -> bool:
+        """Whether it is this server's ready file that the evaluation waits for."""
+        ready_file = server.service.ready_file if server and server.service else None
+        return ready_file == Path(self.settings.ready_file)
+
+    def job_settings(self, folder: JobFolder, server: Job | None) -> EvaluateSettings:  # noqa: ARG002
+        return replace(self.settings, server_job_folder=str(server.folder.root) if server else None)
 
     def _tasks(self) -> tuple[TaskSettings, ...]:
         problems = Problems("the evaluation tasks")
@@ -115,9 +134,20 @@ class Evaluate(Stage):
         if "deploy" not in self.launch.stages:
             what = "the ready file of a running server (stages=[deploy,evaluate] starts one)"
             checks.exists(what, settings.ready_file, "evaluate.ready_file")
+        if self.block.in_deploy_job:
+            self._check_deploy_job()
         if "export" not in self.launch.stages:
             what = "the folder of tokenizer files"
             checks.exists(what, settings.tokenizer_dir, "evaluate.tokenizer_dir")
         for task in settings.tasks:
             key = f"evaluate.tasks.{task.name}.data_file"
             checks.exists(f"the data of {task.name}", task.data_file, key)
+
+    def _check_deploy_job(self) -> None:
+        deploys = "deploy" in self.launch.stages
+        if not deploys or str(Deploy(self.launch).settings.ready_file) != self.settings.ready_file:
+            self.launch.checks.problems.add(
+                "no deploy job of this command line to run in",
+                got=list(self.launch.stages),
+                change="evaluate.in_deploy_job, stages=[deploy,evaluate] or evaluate.ready_file",
+            )

@@ -15,7 +15,7 @@ from launcher_scripts.schema import build
 from launcher_scripts.settings import ExportSettings, TokenizerSettings
 from stages.stage import Launch, Stage, absolute
 
-MODEL_TYPES = ("gpt3",)
+MODEL_TYPES = ("gpt3", "t5", "mt5")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class ExportRun:
 @dataclass(frozen=True)
 class ExportModel:
     checkpoint_path: str
+    training_checkpoint: str
     tensor_model_parallel_size: int
     weight_data_type: str
     processes: int
@@ -44,6 +45,7 @@ class ExportModel:
     ia3_checkpoints: tuple[str, ...]
     ia3_in_place: bool
     adapter_checkpoints: tuple[str, ...]
+    verify: bool
     overwrite: bool
 
 
@@ -86,6 +88,8 @@ class Export(Stage):
             parallelism=self.parallelism(),
             weight_data_type=model.weight_data_type,
             processes=model.processes,
+            training_checkpoint=model.training_checkpoint,
+            verify=model.verify,
             overwrite=model.overwrite,
             tokenizer=_tokenizer(model.tokenizer),
             max_batch_size=deployment.max_batch_size,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher_scripts.cluster import CLUSTERS
 from launcher_scripts.cluster.cluster import Cluster
 from launcher_scripts.cluster.job import Job, JobFolder, Submitted
-from launcher_scripts.errors import ConfigError, Problems, lookup
+from launcher_scripts.errors import ClusterError, ConfigError, Problems, lookup
 from launcher_scripts.schema import build
-from launcher_scripts.settings import settings_text
 from stages import STAGES
 from stages.checks import Checks
 from stages.stage import Launch, LauncherConfig, Stage
@@ -26,9 +25,26 @@ class Plan:
     dry_run: bool
     absent: tuple[str, ...] = ()
 
+    def jobs(self, folder_of: Callable[[Stage], JobFolder]) -> Iterator[Job]:
+        """The jobs in order, each made when it is asked for."""
+        server: Job | None = None
+        stages = list(self.stages)
+        while stages:
+            stage = stages.pop(0)
+            job = stage.job(folder_of(stage), server)
+            if job.service is not None:
+                if stages and self.cluster.hosts_clients and stages[0].joins(job):
+                    client = stages.pop(0)
+                    job = replace(job, client=client.job(folder_of(client), job))
+                server = job
+            yield job
+
     def preview(self) -> str:
         """Every file that the jobs would be started with; nothing is written or started."""
-        parts = [_preview(job, self.cluster.render(job)) for job in map(_next_job, self.stages)]
+        parts = [
+            _preview(job, self.cluster.render(job)) + self._surroundings(job)
+            for job in self.jobs(_next_folder)
+        ]
         if self.absent:
             notes = "\n".join(f"- {note}" for note in self.absent)
             parts.append(
@@ -36,13 +52,38 @@ class Plan:
             )
         return "\n".join(parts)
 
+    def ask_scheduler(self) -> str:
+        """What the scheduler, where there is one, would do with every job; nothing is queued.
+
+        Raises ClusterError with everything that it would refuse.
+        """
+        refused = Problems("the scheduler's answers")
+        answers = []
+        for job in self.jobs(_next_folder):
+            with refused.collecting():
+                said = self.cluster.test(job)
+                answers += [f"# The scheduler on {job.name}: {said}"] if said is not None else []
+        refused.raise_if_any(ClusterError)
+        return "\n".join(answers)
+
+    def _surroundings(self, job: Job) -> str:
+        """The container, the mounts and the variables of a job, and where they come from."""
+        stage = next(stage for stage in self.stages if stage.name == job.stage)
+        lines = [f"# ---- surroundings of {job.name}"]
+        if job.container is not None:
+            lines.append(f"container {job.container.image}")
+            mounts = job.container.mounts
+            lines += [f"mount {mount}  # {stage.mount_origin(mount)}" for mount in mounts]
+        env = job.env.items()
+        lines += [f"env {name}={value!r}  # {stage.env_origin(name)}" for name, value in env]
+        return "\n" + "\n".join(lines) + "\n"
+
     def submit(self) -> None:
         """Hand over the jobs in order; what runs on this machine ends with this call."""
         previous: Submitted | None = None
         try:
-            for stage in self.stages:
-                folder = JobFolder.reserve(stage.results_dir, stage.block.run.name)
-                previous = self.cluster.submit(stage.job(folder), previous)
+            for job in self.jobs(_reserved_folder):
+                previous = self.cluster.submit(job, previous)
             self.cluster.finish()
         finally:
             self.cluster.close()
@@ -100,19 +141,20 @@ def _checked_stages(launch: Launch) -> tuple[Stage, ...]:
         with launch.checks.problems.collecting():
             stage = STAGES[name](launch)
             stage.check()
-            launch.cluster.render(_next_job(stage))
+            launch.cluster.render(stage.job(_next_folder(stage)))
             stages.append(stage)
     return tuple(stages)
 
 
-def _next_job(stage: Stage) -> Job:
-    return stage.job(JobFolder.next(stage.results_dir, stage.block.run.name))
+def _next_folder(stage: Stage) -> JobFolder:
+    return JobFolder.next(stage.results_dir, stage.block.run.name)
+
+
+def _reserved_folder(stage: Stage) -> JobFolder:
+    return JobFolder.reserve(stage.results_dir, stage.block.run.name)
 
 
 def _preview(job: Job, script: str) -> str:
-    files: Mapping[str, str] = {
-        f"{job.folder.settings}": settings_text(job.settings),
-        f"{job.folder.script}": script,
-    }
+    files = {**job.settings_files(), job.folder.script: script}
     head = f"# {job.stage}: {job.name}, job folder {job.folder.root}\n"
     return head + "".join(f"\n# ---- {path}\n{text}" for path, text in files.items())

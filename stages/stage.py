@@ -85,6 +85,14 @@ class Stage(ABC):
     def settings(self) -> Any:
         """What the steps of the job read."""
 
+    def joins(self, server: Job) -> bool:  # noqa: ARG002
+        """Whether the stage's steps run in the job of this server."""
+        return False
+
+    def job_settings(self, folder: JobFolder, server: Job | None) -> Any:  # noqa: ARG002
+        """The settings with what is only known of a certain job."""
+        return self.settings
+
     @abstractmethod
     def check_own(self) -> None:
         """Find what cannot work with this stage's settings."""
@@ -128,18 +136,22 @@ class Stage(ABC):
         if self.launch.cluster.in_container and image and image.endswith((".sqsh", ".squashfs")):
             checks.exists("the container image", absolute(image), "container")
 
-    def job(self, folder: JobFolder) -> Job:
-        """The job that does the stage's work, with its files in `folder`."""
+    def job(self, folder: JobFolder, server: Job | None = None) -> Job:
+        """The job that does the stage's work, with its files in `folder`.
+
+        server: the job of the server that the same command line starts before
+        """
         resources = self.resources()
         return Job(
             stage=self.name,
             folder=folder,
-            settings=self.settings,
+            settings=self.job_settings(folder, server),
             steps=tuple(self._step(module, folder, resources) for module in self.step_names()),
             resources=resources,
             env=self._env(),
             container=self._container(folder),
             service=self.service(),
+            server=server,
         )
 
     def _step(self, module: str, folder: JobFolder, resources: Resources) -> Step:
@@ -151,6 +163,20 @@ class Stage(ABC):
             tasks_per_node=resources.tasks_per_node,
             mpi=self.service() is not None,
         )
+
+    def env_origin(self, name: str) -> str:
+        """Where a variable of the job comes from."""
+        given = self.launch.config.env_vars.get(name) is not None
+        if name == "PYTHONPATH":
+            return "launcher_scripts_path" + (", env_vars" if given else "")
+        if given:
+            return "env_vars"
+        return f"the {self.name} stage" if name in self.env() else "the launcher"
+
+    def mount_origin(self, mount: str) -> str:
+        """Whether a mount was asked for, or is there because the job uses paths below it."""
+        given = [str(mount) for mount in self.launch.config.mounts()]
+        return "container_mounts" if mount in given else f"paths of the {self.name} stage"
 
     def _env(self) -> dict[str, str]:
         """The stage's variables, and over them the user's; the launcher is always importable."""

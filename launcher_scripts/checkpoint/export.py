@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -73,13 +74,7 @@ def export(settings: ExportSettings) -> Path:
     for note in checkpoint.notes:
         print(f"note: {note}", flush=True)
     files = tokenizer_files.collect(settings.tokenizer, checkpoint.tokenizer_files)
-    config = tokenizer_files.with_token_ids(
-        checkpoint.config,
-        settings.tokenizer,
-        files,
-        known=checkpoint.knows_token_ids,
-        rule=checkpoint.token_rule,
-    )
+    config = _with_token_ids(settings, checkpoint, files)
     if learned:
         config = learned.with_start_id(config)
     check_parallelism(settings, config)
@@ -111,6 +106,18 @@ def export(settings: ExportSettings) -> Path:
     return target
 
 
+def _with_token_ids(
+    settings: ExportSettings, checkpoint: SourceCheckpoint, files: Mapping[str, bytes]
+) -> Any:
+    return tokenizer_files.with_token_ids(
+        checkpoint.config,
+        settings.tokenizer,
+        files,
+        known=checkpoint.knows_token_ids,
+        rule=checkpoint.token_rule,
+    )
+
+
 def _name(
     settings: ExportSettings, checkpoint: SourceCheckpoint, config: ModelConfig, path: Path
 ) -> str:
@@ -120,9 +127,15 @@ def _name(
         "config": repr(config),
         "tp_size": settings.parallelism.tp_size,
         "weight_data_type": settings.weight_data_type,
+        "ia3_in_place": settings.ia3_in_place,
         "tool": TOOL_VERSION,
     }
-    return identity(values, [path])
+    parts = (
+        *settings.prompt_checkpoints,
+        *settings.ia3_checkpoints,
+        *settings.adapter_checkpoints,
+    )
+    return identity(values, [path, *map(Path, parts)])
 
 
 def open_source(

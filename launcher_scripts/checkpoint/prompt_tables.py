@@ -43,13 +43,13 @@ def read_tables(part: PartFile, number: int) -> dict[str, SourceTensor]:
         elif not _ENCODER.fullmatch(name):
             problems.add(f"{name} is no part of prompt learning")
     if any("ptuning_adapter." in name for name in part.others):
-        tables[f"task_{number}"] = _computed(part, problems)
+        _compute(part, f"task_{number}", tables, problems)
     templates = _templates(part.raw)
     empty = [
         task for task in templates if task not in tables or not widened(tables[task].read()).any()
     ]
-    if len(empty) == 1:
-        tables[empty[0]] = _computed(part, problems)
+    if len(empty) == 1 and empty[0] in (part.raw.get("new_tasks") or empty):
+        _compute(part, empty[0], tables, problems)
     elif empty:
         problems.add(
             "no prompt table is filled for these tasks; let NeMo finish their training, which "
@@ -84,8 +84,28 @@ def _check(
             )
 
 
-def _computed(part: PartFile, problems: Problems) -> SourceTensor:
-    """The encoder's output, in float32."""
+def _compute(
+    part: PartFile, task: str, tables: dict[str, SourceTensor], problems: Problems
+) -> None:
+    """Add the encoder's output as the table of `task`, in float32."""
+    try:
+        values = _encoded(part)
+    except (KeyError, ValueError, CheckpointError) as error:
+        problems.add(f"the prompt encoder is damaged: {error}")
+        return
+    if values is None:
+        problems.add(
+            f"the prompt table of {task} is not filled and cannot be computed from this encoder; "
+            "let NeMo finish the training, which fills it",
+            got=sorted(part.others)[:3],
+            choices=["a filled prompt_table", "an mlp or tpmlp encoder"],
+        )
+        return
+    tables[task] = SourceTensor.whole(np.ascontiguousarray(values, np.float32))
+
+
+def _encoded(part: PartFile) -> Any:
+    """[virtual tokens, hidden]; None for an encoder that is not a pair of linear layers."""
     found = part.others
     parallel = next(filter(None, map(_PARALLEL.fullmatch, found)), None)
     embeddings = next(
@@ -98,26 +118,18 @@ def _computed(part: PartFile, problems: Problems) -> SourceTensor:
     )
     recurrent = any("lstm_head" in name for name in found)
     if embeddings is None or recurrent or not (parallel or f"{_CLASSIC[0]}.weight" in found):
-        problems.add(
-            "the prompt table is not filled and cannot be computed from this encoder; let NeMo "
-            "finish the training, which fills it",
-            got=sorted(found)[:3],
-            choices=["a filled prompt_table", "an mlp or tpmlp encoder"],
-        )
-        return SourceTensor.whole(np.zeros((0, 0), np.float32))
+        return None
     values = _float32(embeddings)
     if parallel:
         # Ranks share the inner axis.
         first, second = f"{parallel['stem']}first", f"{parallel['stem']}second"
         inner = _gelu(values @ _joined(found, first, "weight", 0).T + _joined(found, first, "bias"))
-        out = inner @ _joined(found, second, "weight", 1).T + _float32(found[f"{second}.bias"][0])
-    else:
-        (first, first_bias), (second, second_bias) = (
-            (_float32(found[f"{stem}.weight"][0]), _float32(found[f"{stem}.bias"][0]))
-            for stem in _CLASSIC
-        )
-        out = np.maximum(values @ first.T + first_bias, 0) @ second.T + second_bias
-    return SourceTensor.whole(np.ascontiguousarray(out, np.float32))
+        return inner @ _joined(found, second, "weight", 1).T + _float32(found[f"{second}.bias"][0])
+    (first, first_bias), (second, second_bias) = (
+        (_float32(found[f"{stem}.weight"][0]), _float32(found[f"{stem}.bias"][0]))
+        for stem in _CLASSIC
+    )
+    return np.maximum(values @ first.T + first_bias, 0) @ second.T + second_bias
 
 
 def _joined(

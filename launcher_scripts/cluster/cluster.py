@@ -16,11 +16,17 @@ class Cluster(Protocol):
     gpus_per_node: GPUs that a job gets on every node; None where that is not known
     python:        the interpreter that runs the steps
     max_nodes:     how many nodes a job can have; None without a limit
+    in_container:  whether jobs run in the configured container
+    hosts_clients: whether a server's job can hold its client too; a foreground cluster runs both
+                   on the same machine anyway
     """
 
     type: ClassVar[str]
-    in_container: ClassVar[bool]
     max_nodes: ClassVar[int | None]
+    hosts_clients: ClassVar[bool]
+
+    @property
+    def in_container(self) -> bool: ...
 
     @property
     def gpus_per_node(self) -> int | None: ...
@@ -39,6 +45,10 @@ class Cluster(Protocol):
 
     def render(self, job: Job) -> str:
         """The job's script."""
+        ...
+
+    def test(self, job: Job) -> str | None:
+        """What the scheduler would say to a job; None where there is none. Raises on a refusal."""
         ...
 
     def submit(self, job: Job, after: Submitted | None = None) -> Submitted:

@@ -138,8 +138,9 @@ class ForegroundCluster(ABC):
     """Runs jobs here and now, in the order of submission."""
 
     type: ClassVar[str]
-    in_container: ClassVar[bool] = False
+    in_container: bool = False
     max_nodes: ClassVar[int | None] = None
+    hosts_clients: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._foreground: Foreground | None = None
@@ -148,6 +149,10 @@ class ForegroundCluster(ABC):
     @abstractmethod
     def render(self, job: Job) -> str:
         """The job's script."""
+
+    def test(self, job: Job) -> str | None:  # noqa: ARG002
+        """There is no scheduler to ask."""
+        return None
 
     def submit(self, job: Job, after: Submitted | None = None) -> Submitted:
         """Run the job to its end; a service is started, and is ready before the next job runs."""

@@ -94,8 +94,23 @@ class JobFolder:
         """The job's id and cluster, as JSON."""
         return self.root / "job.json"
 
+    @property
+    def id_file(self) -> Path:
+        """The job's id alone, for scripts."""
+        return self.root / "job_id"
+
+    @property
+    def log_stem(self) -> str:
+        """The log's path up to `_<job id>.out`."""
+        return str(self.root / f"log-{self.name}")
+
     def log(self, job_id: str) -> Path:
-        return self.root / f"log-{self.name}_{job_id}.out"
+        return Path(f"{self.log_stem}_{job_id}.out")
+
+    @property
+    def server_log_stem(self) -> str:
+        """The same for a server that shares its job with its client."""
+        return str(self.root / f"server-{self.name}")
 
     @classmethod
     def next(cls, results_dir: Path, name: str) -> JobFolder:
@@ -123,7 +138,13 @@ class JobFolder:
 
 @dataclass(frozen=True)
 class Job:
-    """Steps that run one after another on the same nodes, and the settings that they read."""
+    """Steps that run one after another on the same nodes, and the settings that they read.
+
+    service:      set where the steps do not end by themselves
+    server:       the job of the server that this one talks to
+    stops_server: whether that server is stopped when this job ends
+    client:       a job that runs beside this service, on the same nodes; its result is the job's
+    """
 
     stage: str
     folder: JobFolder
@@ -133,6 +154,9 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
     container: Container | None = None
     service: Service | None = None
+    server: Job | None = None
+    stops_server: bool = False
+    client: Job | None = None
 
     def __post_init__(self) -> None:
         problems = Problems(f"the {self.stage} job")
@@ -147,25 +171,34 @@ class Job:
     def name(self) -> str:
         return self.folder.name
 
+    def settings_files(self) -> dict[Path, str]:
+        """The settings files by their paths, with that of a client in the same job."""
+        own = {self.folder.settings: settings_text(self.settings)}
+        return own if self.client is None else {**own, **self.client.settings_files()}
+
     def write(self, script: str) -> None:
         """Put the settings file and the script into the job folder."""
-        files = {self.folder.settings: settings_text(self.settings), self.folder.script: script}
-        for path, text in files.items():
+        for path, text in {**self.settings_files(), self.folder.script: script}.items():
             _write(path, text)
         self.folder.script.chmod(0o755)
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job that a cluster has taken. after: the job that it waits for."""
+    """A job that a cluster has taken.
+
+    after:  the job that it waits for
+    within: the job whose client it is, and in whose log it writes
+    """
 
     job: Job
     job_id: str
     after: Submitted | None = None
+    within: Job | None = None
 
     @property
     def log(self) -> Path:
-        return self.job.folder.log(self.job_id)
+        return (self.within or self.job).folder.log(self.job_id)
 
     def write_record(self, cluster_type: str) -> None:
         """Note in the job folder under which id the job runs, for people and for tools."""
@@ -176,11 +209,15 @@ class Submitted:
             "job_id": self.job_id,
             "after": self.after.job_id if self.after else None,
             "settings": self.job.folder.settings.name,
-            "script": self.job.folder.script.name,
-            "log": self.log.name,
+            "script": (self.within or self.job).folder.script.name,
+            "log": self.log.name if self.within is None else str(self.log),
             "ready_file": str(self.job.service.ready_file) if self.job.service else None,
         }
         _write(self.job.folder.record, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        _write(self.job.folder.id_file, f"{self.job_id}\n")
+        if self.job.client is not None:
+            client = Submitted(self.job.client, self.job_id, self.after, within=self.job)
+            client.write_record(cluster_type)
 
 
 def _write(path: Path, text: str) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
+import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,75 +14,15 @@ from submitit.core import utils
 from submitit.helpers import clean_env
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
+from launcher_scripts.cluster.enroot import EnrootImage, check_enroot, enroot_mount
 from launcher_scripts.cluster.job import Job, Submitted
-from launcher_scripts.errors import ClusterError, ConfigError, Problems, problem
+from launcher_scripts.cluster.slurm_options import SlurmOptions, file_pattern
+from launcher_scripts.errors import ClusterError, Problems, problem
 from launcher_scripts.render import render
 from launcher_scripts.schema import build
 
-_OWN_KEYS = ("type", "job_name_prefix", "mpi", "srun_args", "python", "requeue")
-_MPI_TYPES = ("pmix", "pmi2", "none")
-
-
-@dataclass(frozen=True)
-class SlurmOptions:
-    """conf/cluster/bcm.yaml: sbatch's options by their names, and our own keys.
-
-    mpi:       how the tasks of a server find each other (srun --mpi)
-    srun_args: further arguments of every srun
-    python:    interpreter that runs the steps, as seen in the container
-    requeue:   whether Slurm may run the job again after a node failure or preemption
-    """
-
-    type: str = "bcm"
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    nodelist: str | None = None
-    exclude: str | None = None
-    reservation: str | None = None
-    comment: str | None = None
-    exclusive: bool = True
-    overcommit: bool = False
-    gpus_per_task: int | None = None
-    gpus_per_node: int | None = 8
-    cpus_per_task: int | None = None
-    mem: str | None = "0"
-    job_name_prefix: str = "nemo-megatron-"
-    mpi: str = "pmix"
-    srun_args: tuple[str, ...] = ()
-    python: str = "python3"
-    requeue: bool = False
-
-    def __post_init__(self) -> None:
-        problems = Problems("the Slurm options")
-        if not self.mpi.startswith(_MPI_TYPES):
-            problems.add("unknown mpi", got=self.mpi, choices=_MPI_TYPES, change="cluster.mpi")
-        for name, value in asdict(self).items():
-            if not str(value).isprintable():
-                problems.add("not on one line", got=value, change=f"cluster.{name}")
-        if self.gpus_per_node is not None and self.gpus_per_node < 1:
-            problems.add(
-                "gpus_per_node must be at least 1, or null for a cluster without GPUs",
-                got=self.gpus_per_node,
-                change="cluster.gpus_per_node",
-            )
-        problems.raise_if_any(ConfigError)
-
-    def sbatch(self, job: Job) -> dict[str, Any]:
-        """The parameters of the submission, in submitit's spelling."""
-        own = {key: value for key, value in asdict(self).items() if key not in _OWN_KEYS}
-        log = str(job.folder.root).replace("%", "%%") + f"/log-{job.name.replace('%', '%%')}_%j.out"
-        return {
-            "job_name": self.job_name_prefix + job.name,
-            "nodes": job.resources.nodes,
-            "ntasks_per_node": job.resources.tasks_per_node,
-            "time": job.resources.time_limit,
-            **own,
-            "output": log,
-            "open-mode": "append",
-            "requeue" if self.requeue else "no-requeue": True,
-        }
+# How often a client's job asks for the state of its server's job.
+_CHECK_SECONDS = 10
 
 
 class ScriptExecutor(SlurmExecutor):
@@ -120,6 +61,44 @@ class ScriptExecutor(SlurmExecutor):
             sbatch=dict(sorted(flags.items())),
             mpi=self.options.mpi,
             srun_args=self.options.srun_args,
+            runtime=self.options.container_runtime,
+            remove_containers=self.options.container_scope == "global"
+            and self.options.container_runtime == "pyxis",
+            server_log=file_pattern(self.job.folder.server_log_stem),
+            enroot=self._enroot(),
+            beside=self._beside(),
+        )
+
+    def _enroot(self) -> str:
+        """The functions of the script that run a step in a container without pyxis."""
+        container = self.job.container
+        if container is None or self.options.container_runtime != "enroot":
+            return ""
+        check_enroot(self.job)
+        mounts = container.mounts
+        if self.job.client is not None and self.job.client.container is not None:
+            mounts = tuple(dict.fromkeys([*mounts, *self.job.client.container.mounts]))
+        return render(
+            "enroot.sh.j2",
+            image=EnrootImage.find(container.image, self.options.image_cache),
+            mounts=[enroot_mount(mount) for mount in mounts],
+            env=tuple(self.job.env),
+            workdir=self.job.folder.root,
+        )
+
+    def _beside(self) -> str:
+        """The functions of the script that run a client as long as its server runs."""
+        server = self.job if self.job.client is not None else self.job.server
+        if server is None or server.service is None:
+            return ""
+        return render(
+            "beside_server.sh.j2",
+            job=self.job,
+            server_log_stem=self.job.folder.server_log_stem,
+            check_seconds=1 if self.job.client is not None else _CHECK_SECONDS,
+            stop_seconds=math.ceil(server.service.stop_timeout),
+            remove_containers=self.options.container_scope == "global"
+            and self.options.container_runtime == "pyxis",
         )
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
@@ -129,16 +108,9 @@ class ScriptExecutor(SlurmExecutor):
         return ["sbatch", *dependency, str(submission_file_path)]
 
     def submit_script(self) -> str:
-        """Submit the script in the job folder; returns the job id.
-
-        Variables of a job in which this process may run are kept from the new one; SLURM_CONF is
-        none of them: it says which cluster this is.
-        """
+        """Submit the script in the job folder; returns the job id."""
         command = self._make_submission_command(self.job.folder.script)
-        conf = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
-        with clean_env():
-            environment = {**os.environ, **conf}
-        output = utils.CommandFunction(command, verbose=False, env=environment)()
+        output = utils.CommandFunction(command, verbose=False, env=submission_environment())()
         return self._get_job_id_from_submission_command(output)
 
 
@@ -146,8 +118,8 @@ class SlurmCluster:
     """Queues jobs; they run after this process has ended."""
 
     type: ClassVar[str] = "bcm"
-    in_container: ClassVar[bool] = True
     max_nodes: ClassVar[int | None] = None
+    hosts_clients: ClassVar[bool] = True
 
     def __init__(self, options: SlurmOptions) -> None:
         self.options = options
@@ -155,6 +127,10 @@ class SlurmCluster:
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> SlurmCluster:
         return cls(build(SlurmOptions, values, "the cluster's configuration", key="cluster"))
+
+    @property
+    def in_container(self) -> bool:
+        return self.options.container_runtime != "none"
 
     @property
     def gpus_per_node(self) -> int | None:
@@ -173,6 +149,28 @@ class SlurmCluster:
 
     def render(self, job: Job) -> str:
         return ScriptExecutor(job, self.options).script()
+
+    def test(self, job: Job) -> str | None:
+        """What sbatch says to the script without queueing it; None where no Slurm answers.
+
+        Raises ClusterError when it refuses the script.
+        """
+        if not _slurm_answers():
+            return None
+        tried = subprocess.run(
+            ["sbatch", "--test-only"],
+            input=self.render(job),
+            capture_output=True,
+            text=True,
+            check=False,
+            env=submission_environment(),
+        )
+        said = (tried.stderr or tried.stdout).strip()
+        if tried.returncode:
+            raise ClusterError(
+                problem(f"sbatch would refuse the {job.stage} job: {said}", change="cluster.*")
+            )
+        return said
 
     def submit(self, job: Job, after: Submitted | None = None) -> Submitted:
         executor = ScriptExecutor(job, self.options)
@@ -198,6 +196,25 @@ class SlurmCluster:
 
     def close(self) -> None:
         """Nothing runs on this machine."""
+
+
+def _slurm_answers() -> bool:
+    """Whether this machine has Slurm's commands and its controller can be reached."""
+    if shutil.which("sbatch") is None or shutil.which("scontrol") is None:
+        return False
+    asked = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, check=False)
+    return asked.returncode == 0 and " UP" in asked.stdout
+
+
+def submission_environment() -> dict[str, str]:
+    """The environment of sbatch.
+
+    Variables of a job in which this process may run are kept from the new one; SLURM_CONF is none
+    of them: it says which cluster this is.
+    """
+    conf = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
+    with clean_env():
+        return {**os.environ, **conf}
 
 
 def _dependency(after: Submitted | None) -> str | None:

@@ -27,6 +27,7 @@ from launcher_scripts.errors import ConfigError, Problems, ServerError, lookup, 
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.learned_parts import NO_PARTS
 from launcher_scripts.parallel import Parallelism
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}
@@ -132,7 +133,7 @@ def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:
                 choices=FAMILIES,
             )
         )
-    parts = checkpoint.config.parts.names
+    parts = getattr(checkpoint.config, "parts", NO_PARTS).names
     if parts:
         raise ConfigError(
             problem(

@@ -58,6 +58,10 @@ def _read_ready_file(path: Path, settings: EvaluateSettings) -> tuple[str, dict[
             return f"{path} gives no {settings.protocol} address", None
         if settings.model_name not in ready.get("models", [settings.model_name]):
             return f"{path} names models {ready['models']}, not {settings.model_name}", None
+        wanted = settings.server_job_folder
+        folder = ready.get("job", {}).get("folder")
+        if wanted is not None and folder != wanted:
+            return f"{path} is of the server of {folder}, not of {wanted}", None
     except FileNotFoundError:
         return f"{path} is not there", None
     except (OSError, ValueError) as error:

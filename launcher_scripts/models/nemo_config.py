@@ -67,6 +67,9 @@ def read_sizes(path: Path) -> NemoSizes | None:
         raise CheckpointError(f"{CONFIG_NAME} of {path} is no YAML: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{CONFIG_NAME} of {path} holds no mapping")
+    if isinstance(config.get("encoder"), dict):
+        # Both stacks of a T5 are divided alike.
+        config = config["encoder"]
     return NemoSizes(
         _size(config, "num_layers"),
         _size(config, "num_attention_heads"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import tempfile
@@ -169,6 +170,7 @@ class Service:
             },
             "ranks": [{"model": s.model, **rank} for s in statuses for rank in s.ranks],
             "pid": self._process.pid,
+            "job": _job(self._settings),
         }
         write_json(self._settings.ready_file, facts)
         print(f"ready: {json.dumps(facts)}", flush=True)
@@ -240,6 +242,15 @@ def write_json(path: Path, value: Any) -> None:
         partial.replace(path)
     except OSError as error:
         raise ServerError(f"cannot write {path}: {error}") from error
+
+
+def _job(settings: DeploySettings) -> dict[str, Any]:
+    """Which run of a server this is: its job folder, and Slurm's job id and number of restarts."""
+    return {
+        "folder": settings.job_folder,
+        "id": os.environ.get("SLURM_JOB_ID"),
+        "restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+    }
 
 
 def _address(host: str, port: int) -> str:

@@ -1,4 +1,4 @@
-"""What every step has in common: one settings file in, one exit status out."""
+"""What every step has in common: settings in, by a file or by flags, and one exit status out."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from types import FrameType
 
 from launcher_scripts.errors import LauncherError
 from launcher_scripts.settings import Settings, read_settings
+from launcher_scripts.steps.flags import FlagTable
 
 
 def run_step(
@@ -18,20 +19,21 @@ def run_step(
     kind: type[Settings],
     body: Callable[[Settings], None],
     argv: Sequence[str] | None = None,
+    flags: FlagTable | None = None,
 ) -> int:
     """Read the settings that argv names, do `body` with them, and return the exit status.
 
+    With `flags`, argv may say the settings itself instead of naming a file.
     A LauncherError is printed without a traceback and gives 1. Ctrl-C and SIGTERM unwind the body
     like an exception and give the shell's 130 and 143.
     """
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument(
-        "--settings", type=Path, required=True, help="YAML file that the stage wrote"
-    )
-    arguments = parser.parse_args(argv)
+    given = _parsed(description, sys.argv[1:] if argv is None else argv, flags)
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        body(read_settings(kind, arguments.settings))
+        if flags is None or "settings" in given:
+            body(read_settings(kind, given.settings))
+        else:
+            body(flags.settings(given))
     except LauncherError as error:
         print(error, file=sys.stderr)
         return 1
@@ -42,6 +44,23 @@ def run_step(
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0
+
+
+def _parsed(description: str, argv: Sequence[str], flags: FlagTable | None) -> argparse.Namespace:
+    """The arguments: --settings alone, or the flags alone where a step has some."""
+    by_file = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    by_file.add_argument(
+        "--settings", type=Path, required=True, metavar="FILE", help="YAML that the stage wrote"
+    )
+    if flags is None or any(word.partition("=")[0] == "--settings" for word in argv):
+        return by_file.parse_args(argv)
+    by_flags = argparse.ArgumentParser(
+        description=description,
+        allow_abbrev=False,
+        usage=f"{by_file.prog} --settings FILE\n       {by_file.prog} FLAGS",
+    )
+    flags.add_to(by_flags)
+    return by_flags.parse_args(argv)
 
 
 class _Terminated(SystemExit):

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from launcher_scripts.checkpoint.export import export
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
+from launcher_scripts.errors import LauncherError
 from launcher_scripts.models import family_of
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.settings import ExportSettings, TokenizerSettings
@@ -41,3 +44,11 @@ def open_weights(folder: Path) -> tuple[StoredWeights, Any]:
     specs = family_of(config).weights(config)
     weights = StoredWeights(folder, config, specs, checkpoint.tp_size, checkpoint.weight_data_type)
     return weights, config
+
+
+def refused_export(source: Path, target: Path, message: str, tp_size: int = 1, **more: Any) -> str:
+    """The error of an export that must fail with `message` and leave nothing behind."""
+    with pytest.raises(LauncherError, match=message) as caught:
+        export_folder(source, target / "out", tp_size, **more)
+    assert not (target / "out").exists()
+    return str(caught.value)

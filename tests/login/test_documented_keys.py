@@ -135,7 +135,7 @@ def test_the_launcher_scripts_of_this_checkout_are_the_default(
 def test_every_setting_of_the_server_has_a_key(hydra_config: Compose) -> None:
     fields = {field.name for field in dataclasses.fields(DeploySettings)}
     server = hydra_config()["deploy"]["server"]
-    assert set(server) == fields - {"model_repository", "results_dir"}
+    assert set(server) == fields - {"model_repository", "results_dir", "job_folder"}
 
 
 def test_every_setting_of_the_export_has_a_key(hydra_config: Compose) -> None:
@@ -145,10 +145,20 @@ def test_every_setting_of_the_export_has_a_key(hydra_config: Compose) -> None:
     assert fields - keys == {"model_name", "parallelism"}
 
 
+@pytest.mark.parametrize("kind", ["t5", "mt5"])
+def test_every_model_type_has_the_same_keys(kind: str, hydra_config: Compose) -> None:
+    gpt, other = hydra_config()["export"], hydra_config(f"export={kind}/export_{kind}")["export"]
+    assert other["run"]["model_type"] == kind
+    for section in ("run", "model", "triton_deployment"):
+        assert list(other[section]) == list(gpt[section])
+    assert other["model"]["checkpoint_path"].endswith(f"/{kind}_3b/checkpoints")
+
+
 def test_every_setting_of_the_evaluation_has_a_key(hydra_config: Compose) -> None:
     fields = {field.name for field in dataclasses.fields(EvaluateSettings)}
     evaluate = hydra_config()["evaluate"]
-    assert set(evaluate) - {"run"} == fields - {"results_dir"}
+    of_the_stage = {"run", "in_deploy_job", "stop_server"}
+    assert set(evaluate) - of_the_stage == fields - {"results_dir", "server_job_folder"}
     benchmark = {field.name for field in dataclasses.fields(BenchmarkSettings)}
     assert set(evaluate["benchmark"]) == benchmark
     task = {field.name for field in dataclasses.fields(TaskSettings)} - {"name"}

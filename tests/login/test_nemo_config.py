@@ -26,6 +26,12 @@ def test_tensor_parallel_sizes_divide_heads_and_mlp() -> None:
     assert NemoSizes(1, None, 64).tp_sizes() is None
 
 
+def test_sizes_of_a_t5(tmp_path: Path) -> None:
+    sizes = {"num_layers": 3, "num_attention_heads": 12, "ffn_hidden_size": 64}
+    path = write_nemo(tmp_path / "t5.nemo", encoder=sizes, decoder=sizes)
+    assert read_sizes(path) == NemoSizes(3, 12, 64)
+
+
 def test_what_a_configuration_leaves_open_is_not_checked(tmp_path: Path) -> None:
     path = write_nemo(tmp_path / "m.nemo", num_layers="${x}", ffn_hidden_size=-1, encoder={"a": 1})
     assert read_sizes(path) == NemoSizes(None, None, None)

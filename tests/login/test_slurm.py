@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.cluster.slurm import SlurmOptions
+from launcher_scripts.cluster.slurm_options import SlurmOptions
 from launcher_scripts.errors import ConfigError
 from tests.login.conftest import Run
 
@@ -27,7 +27,8 @@ def test_stages_are_chained(run: Run, arguments: list[str], calls: Path, tmp_pat
     assert (record["job_id"], record["after"]) == ("102", "101")
     assert record["log"] == "log-deploy_tiny_102.out"
     names = {path.name for path in folder.iterdir()}
-    assert names == {"deploy_tiny_hydra.yaml", "deploy_tiny_submission.sh", "job.json"}
+    assert names == {"deploy_tiny_hydra.yaml", "deploy_tiny_submission.sh", "job.json", "job_id"}
+    assert (folder / "job_id").read_text() == "102\n"
     assert "--mpi=pmix" in Path(f"{calls}.2.sh").read_text()
 
 

@@ -72,7 +72,8 @@ def test_a_failing_step_fails_its_job_and_nothing_follows(
 def test_evaluation_starts_beside_the_server_and_cancelling_stops_it_in_order(
     slurm: TestCluster, submit: Submit
 ) -> None:
-    submit("stages=[export,deploy,evaluate]", EVALUATE_WAITS="30")
+    keeps = "evaluate.stop_server=False"
+    submit("stages=[export,deploy,evaluate]", keeps, EVALUATE_WAITS="30")
     assert ended(slurm, submit, "evaluate") == ("COMPLETED", "0:0"), submit.log("evaluate")
     assert 'measuring at {"http": "127.0.0.1:8000"}' in submit.log("evaluate")
     job_id = submit.record("deploy")["job_id"]

@@ -56,7 +56,7 @@ def main_job(slurm: TestCluster, run: Run, image: Path, tmp_path: Path) -> Submi
 
 def test_export_deploy_and_evaluate(slurm: TestCluster, main_job: Submit) -> None:
     before = len(slurm.pyxis_record())
-    main_job("stages=[export,deploy,evaluate]")
+    main_job("stages=[export,deploy,evaluate]", "evaluate.stop_server=False")
     for stage in ("export", "evaluate"):
         fields = slurm.wait(main_job.record(stage)["job_id"], timeout=300)
         log = main_job.log(stage) + main_job.log("deploy")

@@ -13,6 +13,7 @@
 #SBATCH --partition=luna
 #SBATCH --qos=high
 #SBATCH --requeue
+#SBATCH --signal=B:USR1@60
 #SBATCH --time=1-00:00:00
 
 # The first command that fails ends the job, and its exit code is the job's.
@@ -23,8 +24,13 @@ export PYTHONUNBUFFERED=1
 export NCCL_DEBUG='INFO; rm -rf $HOME'
 export TRANSFORMERS_OFFLINE=1
 
+# A time limit, a preemption or a person ends the server in order: it finishes its requests.
+# The server runs in the background because only a shell that waits hears a signal.
+signalled=
+trap 'signalled=1; scancel --quiet --signal=TERM "$SLURM_JOB_ID" || true' USR1 TERM
+
 # Step 1 of 1: start_server
-exec srun \
+srun \
     --nodes=2 --ntasks=2 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=pmix --label \
     --container-image='/images/launcher inference.sqsh' \
@@ -34,4 +40,9 @@ exec srun \
     --no-container-mount-home \
     --container-env=PYTHONPATH,PYTHONUNBUFFERED,NCCL_DEBUG,TRANSFORMERS_OFFLINE \
     --container-writable \
-    python3 -m launcher_scripts.steps.start_server --settings '/mount/results/gpt3_126m/jobs/001/deploy $(touch x) "it'"'"'s" ü_hydra.yaml'
+    python3 -m launcher_scripts.steps.start_server --settings '/mount/results/gpt3_126m/jobs/001/deploy $(touch x) "it'"'"'s" ü_hydra.yaml' &
+server=$!
+
+# A signal interrupts the waiting, not the server.
+while signalled= code=0; wait "$server" || code=$?; [ -n "$signalled" ]; do :; done
+exit "$code"

@@ -1,0 +1,76 @@
+#!/bin/bash
+# deploy: deploy_gpt3_126m
+#SBATCH --exclusive
+#SBATCH --gpus-per-node=8
+#SBATCH --job-name=nemo-megatron-deploy_gpt3_126m
+#SBATCH --mem=0
+#SBATCH --no-requeue
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output=/mount/results/jobs/deploy/log-deploy_gpt3_126m_%j.out
+#SBATCH --signal=B:USR1@60
+#SBATCH --time=1-00:00:00
+
+# The first command that fails ends the job, and its exit code is the job's.
+set -euo pipefail
+
+export PYTHONPATH=/opt/NeMo-Megatron-Launcher
+export PYTHONUNBUFFERED=1
+export CUDA_VISIBLE_DEVICES=0,1
+export TRANSFORMERS_OFFLINE=1
+
+# Run a command in a container of this task's own, which is removed at the end. A signal reaches
+# the command as well; this shell outlives it to remove the container.
+in_container() {
+    set -euo pipefail
+    container="launcher_${SLURM_JOB_ID}_${SLURM_STEP_ID}_${SLURM_PROCID}"
+    local folder variable code=0
+    trap 'enroot remove --force "$container" || true' EXIT
+    trap : HUP INT TERM
+    enroot create --name "$container" /images/inference.sqsh
+
+    # Rank and rendezvous of the task, as the hooks of enroot for PMI and PyTorch would give them.
+    MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)}
+    MASTER_PORT=${MASTER_PORT:-$((61000 + SLURM_JOB_ID % 4536))}
+    WORLD_SIZE=${WORLD_SIZE:-$SLURM_NTASKS} RANK=${RANK:-$SLURM_PROCID}
+    LOCAL_RANK=${LOCAL_RANK:-$SLURM_LOCALID}
+    export MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK
+    local options=()
+    for variable in MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK PYTHONPATH PYTHONUNBUFFERED CUDA_VISIBLE_DEVICES TRANSFORMERS_OFFLINE \
+        $(compgen -e | grep -E '^(SLURM|PMIX|PMI)_|^SLURMD_NODENAME$'); do
+        options+=(--env "$variable")
+    done
+    for folder in "${PMIX_SERVER_TMPDIR:-}" \
+        "${PMIX_SYSTEM_TMPDIR:-/tmp}"/spmix_appdir_*"${SLURM_JOB_ID}.${SLURM_STEP_ID}"; do
+        if [ -d "$folder" ]; then
+            options+=(--mount "$folder:$folder:none:x-create=dir,rbind")
+        fi
+    done
+
+    enroot start "${options[@]}" \
+        --mount /models:/models:none:x-create=auto,rbind,ro,nosuid \
+        --mount /opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher:none:x-create=auto,rbind \
+        --mount /mount/results:/mount/results:none:x-create=auto,rbind \
+        "$container" sh -c 'cd "$1" && shift && exec "$@"' sh /mount/results/jobs/deploy "$@" || code=$?
+    return "$code"
+}
+export -f in_container
+
+# A time limit, a preemption or a person ends the server in order: it finishes its requests.
+# The server runs in the background because only a shell that waits hears a signal.
+signalled=
+trap 'signalled=1; scancel --quiet --signal=TERM "$SLURM_JOB_ID" || true' USR1 TERM
+
+# Step 1 of 1: start_server
+srun \
+    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
+    --kill-on-bad-exit=1 --overlap --mpi=pmix \
+    --chdir=/mount/results/jobs/deploy \
+    bash -c 'in_container "$@"' bash \
+    python3 -m launcher_scripts.steps.start_server --settings /mount/results/jobs/deploy/deploy_gpt3_126m_hydra.yaml &
+server=$!
+
+# A signal interrupts the waiting, not the server.
+while signalled= code=0; wait "$server" || code=$?; [ -n "$signalled" ]; do :; done
+exit "$code"

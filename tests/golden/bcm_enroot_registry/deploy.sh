@@ -1,0 +1,155 @@
+#!/bin/bash
+# deploy: deploy_gpt3_126m
+#SBATCH --exclusive
+#SBATCH --gpus-per-node=8
+#SBATCH --job-name=nemo-megatron-deploy_gpt3_126m
+#SBATCH --mem=0
+#SBATCH --no-requeue
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output=/mount/results/jobs/deploy/log-deploy_gpt3_126m_%j.out
+#SBATCH --signal=B:USR1@60
+#SBATCH --time=1-00:00:00
+
+# The first command that fails ends the job, and its exit code is the job's.
+set -euo pipefail
+
+export PYTHONPATH=/opt/NeMo-Megatron-Launcher
+export PYTHONUNBUFFERED=1
+export CUDA_VISIBLE_DEVICES=0,1
+export TRANSFORMERS_OFFLINE=1
+
+# The image is fetched once for all nodes and jobs.
+mkdir -p /mount/results/images
+(
+    flock 9
+    if [ ! -e /mount/results/images/nvcr.io+nvidia+nemo+23.sqsh ]; then
+        rm -f /mount/results/images/nvcr.io+nvidia+nemo+23.sqsh.partial
+        enroot import --output /mount/results/images/nvcr.io+nvidia+nemo+23.sqsh.partial 'docker://nvcr.io#nvidia/nemo:23'
+        mv /mount/results/images/nvcr.io+nvidia+nemo+23.sqsh.partial /mount/results/images/nvcr.io+nvidia+nemo+23.sqsh
+    fi
+) 9> /mount/results/images/nvcr.io+nvidia+nemo+23.sqsh.lock
+
+# Run a command in a container of this task's own, which is removed at the end. A signal reaches
+# the command as well; this shell outlives it to remove the container.
+in_container() {
+    set -euo pipefail
+    container="launcher_${SLURM_JOB_ID}_${SLURM_STEP_ID}_${SLURM_PROCID}"
+    local folder variable code=0
+    trap 'enroot remove --force "$container" || true' EXIT
+    trap : HUP INT TERM
+    enroot create --name "$container" /mount/results/images/nvcr.io+nvidia+nemo+23.sqsh
+
+    # Rank and rendezvous of the task, as the hooks of enroot for PMI and PyTorch would give them.
+    MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)}
+    MASTER_PORT=${MASTER_PORT:-$((61000 + SLURM_JOB_ID % 4536))}
+    WORLD_SIZE=${WORLD_SIZE:-$SLURM_NTASKS} RANK=${RANK:-$SLURM_PROCID}
+    LOCAL_RANK=${LOCAL_RANK:-$SLURM_LOCALID}
+    export MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK
+    local options=()
+    for variable in MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK PYTHONPATH PYTHONUNBUFFERED CUDA_VISIBLE_DEVICES TRANSFORMERS_OFFLINE \
+        $(compgen -e | grep -E '^(SLURM|PMIX|PMI)_|^SLURMD_NODENAME$'); do
+        options+=(--env "$variable")
+    done
+    for folder in "${PMIX_SERVER_TMPDIR:-}" \
+        "${PMIX_SYSTEM_TMPDIR:-/tmp}"/spmix_appdir_*"${SLURM_JOB_ID}.${SLURM_STEP_ID}"; do
+        if [ -d "$folder" ]; then
+            options+=(--mount "$folder:$folder:none:x-create=dir,rbind")
+        fi
+    done
+
+    enroot start "${options[@]}" \
+        --mount /opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher:none:x-create=auto,rbind \
+        --mount /mount/results:/mount/results:none:x-create=auto,rbind \
+        "$container" sh -c 'cd "$1" && shift && exec "$@"' sh /mount/results/jobs/deploy "$@" || code=$?
+    return "$code"
+}
+export -f in_container
+
+# The server is a step of this job; the result of the client is the result of the job.
+server_log=/mount/results/jobs/deploy/server-deploy_gpt3_126m_"$SLURM_JOB_ID".out
+server_state() {
+    if kill -0 "$server" 2> /dev/null; then echo RUNNING; else echo ENDED; fi
+}
+signal_server() {
+    if [ "$1" = KILL ]; then
+        # A signal to srun kills its tasks.
+        kill "$server" 2> /dev/null || true
+    else
+        # To every step: which of them is the server's is not known from their numbers.
+        scancel --quiet --signal="$1" "$SLURM_JOB_ID" || true
+    fi
+}
+server_runs() {
+    [[ $(server_state) =~ ^(RUNNING|PENDING|CONFIGURING|COMPLETING|SUSPENDED|REQUEUED|UNKNOWN)$ ]]
+}
+explain() {
+    echo "error: $1 (server: $(server_state)); the end of its log $server_log:"
+    tail -n 20 "$server_log" | sed 's/^/  | /'
+} >&2
+
+# Run a command while the server runs; the server's end is the end of the command as well.
+client=
+beside_server() {
+    local checked=$SECONDS code=0
+    "$@" &
+    client=$!
+    while kill -0 "$client" 2> /dev/null; do
+        if ((SECONDS - checked >= 1)); then
+            checked=$SECONDS
+            if ! server_runs && kill -0 "$client" 2> /dev/null; then
+                explain "the server ended before the evaluation did"
+                exit 1
+            fi
+        fi
+        sleep 0.5
+    done
+    wait "$client" || code=$?
+    client=
+    if [ "$code" != 0 ]; then
+        explain "the evaluation failed with exit code $code"
+        exit "$code"
+    fi
+}
+
+# At the end, whatever the reason: no client is left, and the server is stopped in order.
+clean_up() {
+    trap '' USR1 TERM
+    if [ -n "$client" ]; then kill "$client" 2> /dev/null || true; fi
+    signal_server TERM
+    for ((second = 0; second < 50; second++)); do
+        server_runs || break
+        sleep 1
+    done
+    if server_runs; then signal_server KILL; fi
+}
+trap clean_up EXIT
+trap 'echo "error: the time limit or a preemption ends this job" >&2; exit 1' USR1
+trap 'exit 143' TERM
+
+# The server
+srun \
+    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
+    --kill-on-bad-exit=1 --overlap --mpi=pmi2 \
+    --output=/mount/results/jobs/deploy/server-deploy_gpt3_126m_%j.out --open-mode=append \
+    --chdir=/mount/results/jobs/deploy \
+    bash -c 'in_container "$@"' bash \
+    python3 -m launcher_scripts.steps.start_server --settings /mount/results/jobs/deploy/deploy_gpt3_126m_hydra.yaml &
+server=$!
+
+# Step 1 of 2: measure_accuracy
+beside_server srun \
+    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
+    --kill-on-bad-exit=1 --overlap --mpi=none \
+    --chdir=/mount/results/jobs/evaluate \
+    bash -c 'in_container "$@"' bash \
+    python3 -m launcher_scripts.steps.measure_accuracy --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml
+
+# Step 2 of 2: measure_speed
+beside_server srun \
+    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
+    --kill-on-bad-exit=1 --overlap --mpi=none \
+    --chdir=/mount/results/jobs/evaluate \
+    bash -c 'in_container "$@"' bash \
+    python3 -m launcher_scripts.steps.measure_speed --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml

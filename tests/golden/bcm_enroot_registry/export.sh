@@ -1,0 +1,82 @@
+#!/bin/bash
+# export: export_gpt3_126m
+#SBATCH --exclusive
+#SBATCH --gpus-per-node=8
+#SBATCH --job-name=nemo-megatron-export_gpt3_126m
+#SBATCH --mem=0
+#SBATCH --no-requeue
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output=/mount/results/jobs/export/log-export_gpt3_126m_%j.out
+#SBATCH --time=2:00:00
+
+# The first command that fails ends the job, and its exit code is the job's.
+set -euo pipefail
+
+export PYTHONPATH=/opt/NeMo-Megatron-Launcher
+export PYTHONUNBUFFERED=1
+export TRANSFORMERS_OFFLINE=1
+
+# The image is fetched once for all nodes and jobs.
+mkdir -p /mount/results/images
+(
+    flock 9
+    if [ ! -e /mount/results/images/nvcr.io+nvidia+nemo+23.sqsh ]; then
+        rm -f /mount/results/images/nvcr.io+nvidia+nemo+23.sqsh.partial
+        enroot import --output /mount/results/images/nvcr.io+nvidia+nemo+23.sqsh.partial 'docker://nvcr.io#nvidia/nemo:23'
+        mv /mount/results/images/nvcr.io+nvidia+nemo+23.sqsh.partial /mount/results/images/nvcr.io+nvidia+nemo+23.sqsh
+    fi
+) 9> /mount/results/images/nvcr.io+nvidia+nemo+23.sqsh.lock
+
+# Run a command in a container of this task's own, which is removed at the end. A signal reaches
+# the command as well; this shell outlives it to remove the container.
+in_container() {
+    set -euo pipefail
+    container="launcher_${SLURM_JOB_ID}_${SLURM_STEP_ID}_${SLURM_PROCID}"
+    local folder variable code=0
+    trap 'enroot remove --force "$container" || true' EXIT
+    trap : HUP INT TERM
+    enroot create --name "$container" /mount/results/images/nvcr.io+nvidia+nemo+23.sqsh
+
+    # Rank and rendezvous of the task, as the hooks of enroot for PMI and PyTorch would give them.
+    MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)}
+    MASTER_PORT=${MASTER_PORT:-$((61000 + SLURM_JOB_ID % 4536))}
+    WORLD_SIZE=${WORLD_SIZE:-$SLURM_NTASKS} RANK=${RANK:-$SLURM_PROCID}
+    LOCAL_RANK=${LOCAL_RANK:-$SLURM_LOCALID}
+    export MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK
+    local options=()
+    for variable in MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK PYTHONPATH PYTHONUNBUFFERED TRANSFORMERS_OFFLINE \
+        $(compgen -e | grep -E '^(SLURM|PMIX|PMI)_|^SLURMD_NODENAME$'); do
+        options+=(--env "$variable")
+    done
+    for folder in "${PMIX_SERVER_TMPDIR:-}" \
+        "${PMIX_SYSTEM_TMPDIR:-/tmp}"/spmix_appdir_*"${SLURM_JOB_ID}.${SLURM_STEP_ID}"; do
+        if [ -d "$folder" ]; then
+            options+=(--mount "$folder:$folder:none:x-create=dir,rbind")
+        fi
+    done
+
+    enroot start "${options[@]}" \
+        --mount /opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher:none:x-create=auto,rbind \
+        --mount /mount/results:/mount/results:none:x-create=auto,rbind \
+        "$container" sh -c 'cd "$1" && shift && exec "$@"' sh /mount/results/jobs/export "$@" || code=$?
+    return "$code"
+}
+export -f in_container
+
+# Step 1 of 2: convert_checkpoint
+srun \
+    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
+    --kill-on-bad-exit=1 --overlap --mpi=none \
+    --chdir=/mount/results/jobs/export \
+    bash -c 'in_container "$@"' bash \
+    python3 -m launcher_scripts.steps.convert_checkpoint --settings /mount/results/jobs/export/export_gpt3_126m_hydra.yaml
+
+# Step 2 of 2: write_model_repository
+exec srun \
+    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
+    --kill-on-bad-exit=1 --overlap --mpi=none \
+    --chdir=/mount/results/jobs/export \
+    bash -c 'in_container "$@"' bash \
+    python3 -m launcher_scripts.steps.write_model_repository --settings /mount/results/jobs/export/export_gpt3_126m_hydra.yaml

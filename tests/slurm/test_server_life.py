@@ -1,0 +1,103 @@
+"""A server and its client on a real Slurm: which server is meant, who ends whom, and how."""
+
+from __future__ import annotations
+
+import time
+
+from tests.slurm.cluster import TestCluster
+from tests.slurm.conftest import Submit
+from tests.slurm.test_jobs import ended, wait_for
+
+CHAIN = "stages=[export,deploy,evaluate]"
+TOGETHER = "evaluate.in_deploy_job=True"
+
+
+def test_the_evaluation_stops_the_server_that_was_started_for_it(
+    slurm: TestCluster, submit: Submit
+) -> None:
+    submit(CHAIN, EVALUATE_WAITS="30")
+    assert ended(slurm, submit, "evaluate") == ("COMPLETED", "0:0"), submit.log("evaluate")
+    assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0"), submit.log("deploy")
+    assert "server stopped in order" in submit.log("deploy")
+    assert slurm.job_processes(submit.record("deploy")["job_id"]) == []
+
+
+def test_a_failed_evaluation_keeps_its_code_and_stops_the_server(
+    slurm: TestCluster, submit: Submit
+) -> None:
+    submit(CHAIN, EVALUATE_WAITS="30", EVALUATE_EXITS="5")
+    assert ended(slurm, submit, "evaluate") == ("FAILED", "5:0")
+    assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0")
+    assert "the evaluation failed with exit code 5 (server: RUNNING)" in submit.log("evaluate")
+
+
+def test_a_server_that_dies_ends_the_evaluation_with_the_reason(
+    slurm: TestCluster, submit: Submit
+) -> None:
+    submit(CHAIN, SERVER="dies_early", EVALUATE_WAITS="300")
+    assert ended(slurm, submit, "deploy") == ("FAILED", "7:0")
+    assert ended(slurm, submit, "evaluate") == ("FAILED", "1:0")
+    log = submit.log("evaluate")
+    assert "the server ended before the evaluation did (server: FAILED)" in log
+    assert "  | the port is in use" in log
+    assert slurm.job_processes(submit.record("evaluate")["job_id"]) == []
+
+
+def test_client_and_server_share_a_job(slurm: TestCluster, submit: Submit) -> None:
+    submit(CHAIN, TOGETHER, "deploy.run.nodes=2", EVALUATE_WAITS="30")
+    assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0"), submit.log("deploy")
+    deploy, evaluate = submit.record("deploy"), submit.record("evaluate")
+    assert deploy["job_id"] == evaluate["job_id"]
+    assert evaluate["log"] == str(deploy["folder"] / deploy["log"])
+    assert "measuring at" in submit.log("deploy")
+    assert "measured the speed" in submit.log("deploy")
+    (server_log,) = deploy["folder"].glob("server-*.out")
+    assert server_log.name == f"server-deploy_tiny_{deploy['job_id']}.out"
+    assert "server stopped in order" in server_log.read_text()
+    assert slurm.job_processes(deploy["job_id"]) == []
+
+
+def test_the_client_s_result_is_the_job_s(slurm: TestCluster, submit: Submit) -> None:
+    submit(CHAIN, TOGETHER, EVALUATE_WAITS="30", EVALUATE_EXITS="5")
+    assert ended(slurm, submit, "deploy") == ("FAILED", "5:0")
+    assert "the evaluation failed with exit code 5" in submit.log("deploy")
+
+
+def test_a_dead_server_fails_the_job_that_it_shares(slurm: TestCluster, submit: Submit) -> None:
+    submit(CHAIN, TOGETHER, SERVER="dies_early", EVALUATE_WAITS="300")
+    assert ended(slurm, submit, "deploy") == ("FAILED", "1:0")
+    assert "the server ended before the evaluation did" in submit.log("deploy")
+    assert "  | the port is in use" in submit.log("deploy")
+    assert slurm.job_processes(submit.record("deploy")["job_id"]) == []
+
+
+def test_a_server_that_does_not_listen_is_killed(slurm: TestCluster, submit: Submit) -> None:
+    short = "deploy.server.stop_timeout=0"
+    started = time.monotonic()
+    submit(CHAIN, TOGETHER, short, SERVER="deaf", EVALUATE_WAITS="30")
+    assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0"), submit.log("deploy")
+    assert 20 < time.monotonic() - started < 60
+    assert slurm.job_processes(submit.record("deploy")["job_id"]) == []
+
+
+def test_a_signal_before_the_time_limit_ends_the_server_in_order(
+    slurm: TestCluster, submit: Submit
+) -> None:
+    submit("stages=[export,deploy]")
+    job_id = submit.record("deploy")["job_id"]
+    wait_for(submit.record("deploy")["folder"].parent.parent / "ready.json")
+    slurm.run("scancel", "--batch", "--signal=USR1", job_id)
+    assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0"), submit.log("deploy")
+    assert "server stopped in order" in submit.log("deploy")
+    assert slurm.job_processes(job_id) == []
+
+
+def test_requeueing_starts_the_server_again(slurm: TestCluster, submit: Submit) -> None:
+    submit("stages=[export,deploy]", "cluster.requeue=True")
+    record = submit.record("deploy")
+    ready_file = record["folder"].parent.parent / "ready.json"
+    wait_for(ready_file)
+    slurm.run("scontrol", "requeue", record["job_id"])
+    shown = slurm.run("scontrol", "--oneliner", "show", "job", record["job_id"]).stdout
+    assert "Restarts=1" in shown
+    assert "Requeue=1" in shown
