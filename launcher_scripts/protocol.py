@@ -1,8 +1,9 @@
 """The serving contract: every tensor once, and the request and answer objects made of them.
 
 config.pbtxt, the backend and the client read this table, so the three cannot disagree. Names,
-types and shapes are those of the FasterTransformer backend's gpt model; rows marked `extension`
-are this project's own optional additions, which clients of the original never see.
+types and shapes are those of the FasterTransformer backend's gpt model (contracts.py has the
+others); rows marked `extension` are this project's own optional additions, which clients of the
+original never see.
 """
 
 from __future__ import annotations
@@ -35,54 +36,56 @@ class Tensor:
     meaning: str = ""
 
 
-def _array(name: str, dtype: str, dims: tuple[int, ...], meaning: str, **more: Any) -> Tensor:
+def array(name: str, dtype: str, dims: tuple[int, ...], meaning: str, **more: Any) -> Tensor:
+    """A tensor with axes of its own."""
     return Tensor(name, dtype, dims, scalar=False, meaning=meaning, **more)
 
 
-def _scalar(name: str, dtype: str, default: Any, meaning: str, **more: Any) -> Tensor:
+def scalar(name: str, dtype: str, default: Any, meaning: str, **more: Any) -> Tensor:
+    """One value per row."""
     return Tensor(name, dtype, default=default, meaning=meaning, **more)
 
 
 GPT_INPUTS = (
-    _array(
+    array(
         "input_ids", "UINT32", (-1,), "prompt token ids, right-padded", optional=False, ragged=True
     ),
-    _scalar("input_lengths", "UINT32", None, "prompt length of the row", optional=False),
-    _array("request_output_len", "UINT32", (-1,), "how many tokens to generate", optional=False),
-    _scalar("runtime_top_k", "UINT32", 0, "sample among the k likeliest tokens; 0: see top_p"),
-    _scalar("runtime_top_p", "FP32", 0.0, "sample from the nucleus of mass p; 0 with k 0: greedy"),
-    _scalar("beam_search_diversity_rate", "FP32", 0.0, "added per sibling rank in beam search"),
-    _scalar("temperature", "FP32", 1.0, "divides the logits"),
-    _scalar("len_penalty", "FP32", 0.0, "exponent of the length in beam scores"),
-    _scalar("repetition_penalty", "FP32", 1.0, "divides or multiplies logits of seen tokens"),
-    _scalar("random_seed", "UINT64", 0, "seed of the row's own random stream"),
-    _scalar("is_return_log_probs", "BOOL", False, "return cum_log_probs and output_log_probs"),
-    _scalar("is_return_context_embeddings", "BOOL", False, "return context_embeddings"),
-    _scalar("beam_width", "UINT32", 1, "number of beams; 1: sampling"),
-    _scalar("start_id", "UINT32", None, "token that starts an empty prompt; config.ini's"),
-    _scalar("end_id", "UINT32", None, "token that ends a sequence; config.ini's"),
-    _array("stop_words_list", "INT32", (2, -1), "words that end a sequence: ids, end offsets"),
-    _array("bad_words_list", "INT32", (2, -1), "words never generated: ids, end offsets"),
-    _scalar("prompt_learning_task_name_ids", "UINT32", None, "which loaded prompt table to use"),
-    _array("request_prompt_embedding", "FP16", (-1, -1), "prompt embeddings of this request"),
-    _scalar("request_prompt_lengths", "UINT32", None, "rows of request_prompt_embedding in use"),
-    _scalar("request_prompt_type", "UINT32", None, "0 none, 1 soft, 2 prefix, 3 p/prompt tuning"),
-    _scalar("top_p_decay", "FP32", 1.0, "factor of top_p after every token"),
-    _scalar("top_p_min", "FP32", 1e-6, "lower bound of the decaying top_p"),
-    _scalar("top_p_reset_ids", "UINT32", None, "token that resets the decaying top_p"),
-    _scalar("presence_penalty", "FP32", 0.0, "subtracted from logits of seen tokens"),
-    _scalar("min_length", "UINT32", 0, "tokens to generate before end_id may come"),
-    _scalar("is_return_context_logits", "BOOL", False, "return context_logits", extension=True),
+    scalar("input_lengths", "UINT32", None, "prompt length of the row", optional=False),
+    array("request_output_len", "UINT32", (-1,), "how many tokens to generate", optional=False),
+    scalar("runtime_top_k", "UINT32", 0, "sample among the k likeliest tokens; 0: see top_p"),
+    scalar("runtime_top_p", "FP32", 0.0, "sample from the nucleus of mass p; 0 with k 0: greedy"),
+    scalar("beam_search_diversity_rate", "FP32", 0.0, "added per sibling rank in beam search"),
+    scalar("temperature", "FP32", 1.0, "divides the logits"),
+    scalar("len_penalty", "FP32", 0.0, "exponent of the length in beam scores"),
+    scalar("repetition_penalty", "FP32", 1.0, "divides or multiplies logits of seen tokens"),
+    scalar("random_seed", "UINT64", 0, "seed of the row's own random stream"),
+    scalar("is_return_log_probs", "BOOL", False, "return cum_log_probs and output_log_probs"),
+    scalar("is_return_context_embeddings", "BOOL", False, "return context_embeddings"),
+    scalar("beam_width", "UINT32", 1, "number of beams; 1: sampling"),
+    scalar("start_id", "UINT32", None, "token that starts an empty prompt; config.ini's"),
+    scalar("end_id", "UINT32", None, "token that ends a sequence; config.ini's"),
+    array("stop_words_list", "INT32", (2, -1), "words that end a sequence: ids, end offsets"),
+    array("bad_words_list", "INT32", (2, -1), "words never generated: ids, end offsets"),
+    scalar("prompt_learning_task_name_ids", "UINT32", None, "which loaded prompt table to use"),
+    array("request_prompt_embedding", "FP16", (-1, -1), "prompt embeddings of this request"),
+    scalar("request_prompt_lengths", "UINT32", None, "rows of request_prompt_embedding in use"),
+    scalar("request_prompt_type", "UINT32", None, "0 none, 1 soft, 2 prefix, 3 p/prompt tuning"),
+    scalar("top_p_decay", "FP32", 1.0, "factor of top_p after every token"),
+    scalar("top_p_min", "FP32", 1e-6, "lower bound of the decaying top_p"),
+    scalar("top_p_reset_ids", "UINT32", None, "token that resets the decaying top_p"),
+    scalar("presence_penalty", "FP32", 0.0, "subtracted from logits of seen tokens"),
+    scalar("min_length", "UINT32", 0, "tokens to generate before end_id may come"),
+    scalar("is_return_context_logits", "BOOL", False, "return context_logits", extension=True),
 )
 
 GPT_OUTPUTS = (
-    _array("output_ids", "UINT32", (-1, -1), "[beam, time]: prompt, generated, end_id padding"),
-    _array("sequence_length", "UINT32", (-1,), "[beam]: prompt and generated tokens"),
-    _array("response_input_lengths", "INT32", (-1,), "[beam]: prompt length"),
-    _array("cum_log_probs", "FP32", (-1,), "[beam]: sum of the tokens' log-probabilities"),
-    _array("output_log_probs", "FP32", (-1, -1), "[beam, generated]: per token"),
-    _array("context_embeddings", "FP32", (-1, -1), "[beam, hidden]: summed context states"),
-    _array(
+    array("output_ids", "UINT32", (-1, -1), "[beam, time]: prompt, generated, end_id padding"),
+    array("sequence_length", "UINT32", (-1,), "[beam]: prompt and generated tokens"),
+    array("response_input_lengths", "INT32", (-1,), "[beam]: prompt length"),
+    array("cum_log_probs", "FP32", (-1,), "[beam]: sum of the tokens' log-probabilities"),
+    array("output_log_probs", "FP32", (-1, -1), "[beam, generated]: per token"),
+    array("context_embeddings", "FP32", (-1, -1), "[beam, hidden]: summed context states"),
+    array(
         "context_logits",
         "FP32",
         (-1, -1),
@@ -92,37 +95,38 @@ GPT_OUTPUTS = (
 )
 
 
-def _text(name: str, meaning: str, **more: Any) -> Tensor:
+def text(name: str, meaning: str, **more: Any) -> Tensor:
+    """One text per row."""
     return Tensor(name, "STRING", (-1,), scalar=False, meaning=meaning, **more)
 
 
 PREPROCESSING_INPUTS = (
-    _text("QUERY", "the prompt", optional=False),
-    _text("BAD_WORDS_DICT", "comma separated words that are never generated"),
-    _text("STOP_WORDS_DICT", "comma separated words that end the text"),
-    _array("REQUEST_OUTPUT_LEN", "UINT32", (-1,), "how many tokens to generate", optional=False),
+    text("QUERY", "the prompt", optional=False),
+    text("BAD_WORDS_DICT", "comma separated words that are never generated"),
+    text("STOP_WORDS_DICT", "comma separated words that end the text"),
+    array("REQUEST_OUTPUT_LEN", "UINT32", (-1,), "how many tokens to generate", optional=False),
 )
 
 PREPROCESSING_OUTPUTS = (
-    _array("INPUT_ID", "UINT32", (-1,), "token ids, right-padded"),
-    _array("REQUEST_INPUT_LEN", "UINT32", (1,), "prompt length of the row"),
-    _array("BAD_WORDS_IDS", "INT32", (2, -1), "ids, end offsets"),
-    _array("STOP_WORDS_IDS", "INT32", (2, -1), "ids, end offsets"),
-    _array("REQUEST_OUTPUT_LEN", "UINT32", (-1,), "as asked for"),
+    array("INPUT_ID", "UINT32", (-1,), "token ids, right-padded"),
+    array("REQUEST_INPUT_LEN", "UINT32", (1,), "prompt length of the row"),
+    array("BAD_WORDS_IDS", "INT32", (2, -1), "ids, end offsets"),
+    array("STOP_WORDS_IDS", "INT32", (2, -1), "ids, end offsets"),
+    array("REQUEST_OUTPUT_LEN", "UINT32", (-1,), "as asked for"),
 )
 
 POSTPROCESSING_INPUTS = (
-    _array("TOKENS_BATCH", "UINT32", (-1, -1), "[beam, time]: output_ids", optional=False),
-    _array("RESPONSE_INPUT_LENGTHS", "INT32", (-1,), "[beam]: prompt length"),
-    _array("sequence_length", "UINT32", (-1,), "[beam]: how many of the tokens are text"),
+    array("TOKENS_BATCH", "UINT32", (-1, -1), "[beam, time]: output_ids", optional=False),
+    array("RESPONSE_INPUT_LENGTHS", "INT32", (-1,), "[beam]: prompt length"),
+    array("sequence_length", "UINT32", (-1,), "[beam]: how many of the tokens are text"),
 )
 
 POSTPROCESSING_OUTPUTS = (
-    _array("OUTPUT", "STRING", (-1, -1), "[beam, 1]: prompt and generated text"),
+    array("OUTPUT", "STRING", (-1, -1), "[beam, 1]: prompt and generated text"),
 )
 
 # The ensemble makes these itself, or has no output for what they ask for.
-_NOT_IN_ENSEMBLE = (
+NOT_IN_ENSEMBLE = (
     "bad_words_list",
     "stop_words_list",
     "is_return_context_embeddings",
@@ -131,15 +135,15 @@ _NOT_IN_ENSEMBLE = (
 
 # The ensemble's own tensors; the optional inputs of the model follow them under their own names.
 ENSEMBLE_INPUTS = (
-    _text("INPUT_0", "the prompt", optional=False),
-    _array("INPUT_1", "UINT32", (-1,), "how many tokens to generate", optional=False),
-    _text("INPUT_2", "comma separated words that are never generated"),
-    _text("INPUT_3", "comma separated words that end the text"),
-    *(t for t in GPT_INPUTS if t.optional and t.name not in _NOT_IN_ENSEMBLE),
+    text("INPUT_0", "the prompt", optional=False),
+    array("INPUT_1", "UINT32", (-1,), "how many tokens to generate", optional=False),
+    text("INPUT_2", "comma separated words that are never generated"),
+    text("INPUT_3", "comma separated words that end the text"),
+    *(t for t in GPT_INPUTS if t.optional and t.name not in NOT_IN_ENSEMBLE),
 )
 
 ENSEMBLE_OUTPUTS = (
-    _array("OUTPUT_0", "STRING", (-1, -1), "[beam, 1]: prompt and generated text"),
+    array("OUTPUT_0", "STRING", (-1, -1), "[beam, 1]: prompt and generated text"),
     *(t for t in GPT_OUTPUTS if t.name in ("sequence_length", "cum_log_probs", "output_log_probs")),
 )
 
@@ -168,6 +172,9 @@ class GenerateRequest:
     """One row to generate: the same object in the client, the backend and the engine.
 
     start_id and end_id None mean the checkpoint's. Words are tuples of token ids.
+    input_ids is the encoder's input where a model has one; decoder_input_ids is then what the
+    decoder is given before it generates, its start token included (empty: start_id alone).
+    return_hidden_state and return_attentions ask for the encoder's own results.
     """
 
     input_ids: tuple[int, ...]
@@ -179,6 +186,9 @@ class GenerateRequest:
     stop_words: tuple[tuple[int, ...], ...] = ()
     return_log_probs: bool = False
     return_context_logits: bool = False
+    decoder_input_ids: tuple[int, ...] = ()
+    return_hidden_state: bool = False
+    return_attentions: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,10 +199,14 @@ class GenerateOutput:
     cum_log_probs:    sum of log p over the generated tokens, p over the whole vocabulary after
                       temperature and penalties; None unless asked for
     output_log_probs: one value per generated token
-    context_logits:   float32 [prompt tokens, vocab], or None
+    context_logits:   float32 [prompt tokens, vocab], or None; the prompt is the decoder's
+    hidden_state:     float32 [input tokens, hidden], what the encoder made of them, or None
+    attentions:       float32 [layers, heads, input tokens, input tokens] of the encoder, or None
     """
 
     output_ids: tuple[int, ...]
     cum_log_probs: float | None = None
     output_log_probs: tuple[float, ...] = field(default=())
     context_logits: Any = None
+    hidden_state: Any = None
+    attentions: Any = None

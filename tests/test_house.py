@@ -35,7 +35,9 @@ TEXTS = sorted(
 FILE_LINES = 300
 FUNCTION_LINES = 60
 
-FLOOR = frozenset({"errors", "schema", "parallel", "models", "protocol", "render", "settings"})
+FLOOR = frozenset(
+    {"errors", "schema", "parallel", "models", "protocol", "contracts", "render", "settings"}
+)
 # room -> the rooms that it may import besides itself
 MAY_IMPORT = {
     "main": {"stages", "errors"},
@@ -45,6 +47,7 @@ MAY_IMPORT = {
     "schema": {"errors"},
     "parallel": {"errors"},
     "protocol": {"errors"},
+    "contracts": {"protocol", "errors"},
     "render": {"errors"},
     "models": {"errors", "parallel"},
     "settings": {"errors", "parallel", "schema"},

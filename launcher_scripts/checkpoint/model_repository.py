@@ -16,25 +16,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher_scripts import tokenizer
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
+from launcher_scripts.checkpoint.text_models import write_text_models
+from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.errors import CheckpointError, ConfigError, lookup, problem
-from launcher_scripts.protocol import (
-    ENSEMBLE_INPUTS,
-    ENSEMBLE_OUTPUTS,
-    GPT_INPUTS,
-    GPT_OUTPUTS,
-    POSTPROCESSING_INPUTS,
-    POSTPROCESSING_OUTPUTS,
-    PREPROCESSING_INPUTS,
-    PREPROCESSING_OUTPUTS,
-)
+from launcher_scripts.models import family_of
 from launcher_scripts.render import pbtxt, render
 from launcher_scripts.settings import ExportSettings
-from launcher_scripts.tokenizer import TokenizerError, load_tokenizer, tokenizer_files
+from launcher_scripts.tokenizer import TokenizerError, load_tokenizer
 
 # What the user's `model_type` is called in config.pbtxt.
-BACKEND_MODEL_TYPES = {"gpt3": "GPT"}
+BACKEND_MODEL_TYPES = {"gpt3": "GPT", "t5": "T5", "mt5": "T5", "t5-encoder": "T5-Encoder"}
 
 TEXT_MODELS = ("preprocessing", "postprocessing", "ensemble")
 
@@ -57,8 +49,9 @@ class ModelRepository:
         """
         model_dir = Path(settings.triton_model_dir)
         check_model_name(settings)
-        names = text_model_names(self, settings.model_name)
         checkpoint = FTCheckpoint.open(settings.checkpoint_dir, verify=False)
+        contract = CONTRACTS[backend_model_type(settings, checkpoint)]
+        names = text_model_names(self, settings.model_name, contract.text.roles)
         text_models = settings.tokenizer.source != "none"
         targets = [model_dir / "config.pbtxt"]
         if text_models:
@@ -66,12 +59,12 @@ class ModelRepository:
             targets += [self.root / name for name in names.values()]
         if not settings.overwrite:
             refuse_existing(targets)
-        config = model_config(settings)
+        config = model_config(settings, checkpoint)
         staging = self.root.with_name(self.root.name + ".partial")
         shutil.rmtree(staging, ignore_errors=True)
         try:
             if text_models:
-                write_text_models(staging / "new", settings, checkpoint, names)
+                write_text_models(staging / "new", settings, checkpoint, contract.text, names)
                 for name in names.values():
                     replace_folder(staging / "new" / name, self.root / name, staging / "old")
             partial = model_dir / "config.pbtxt.partial"
@@ -106,7 +99,29 @@ def check_model_name(settings: ExportSettings) -> None:
         )
 
 
-def text_model_names(repository: ModelRepository, model_name: str) -> dict[str, str]:
+def backend_model_type(settings: ExportSettings, checkpoint: FTCheckpoint) -> str:
+    """The row of CONTRACTS that the settings mean; it must fit the family of the checkpoint."""
+    key = "export.run.model_type"
+    model_type = lookup(BACKEND_MODEL_TYPES, settings.model_type, key)
+    family = family_of(checkpoint.config).name
+    if CONTRACTS[model_type].family != family:
+        choices = [
+            name for name, row in BACKEND_MODEL_TYPES.items() if CONTRACTS[row].family == family
+        ]
+        raise ConfigError(
+            problem(
+                f"the checkpoint, of family {family}, cannot be served as this model_type",
+                got=settings.model_type,
+                choices=choices,
+                change=key,
+            )
+        )
+    return model_type
+
+
+def text_model_names(
+    repository: ModelRepository, model_name: str, roles: Iterable[str] = TEXT_MODELS
+) -> dict[str, str]:
     """role -> folder of the text models around `model_name`.
 
     They have their plain names unless the repository's plain ensemble belongs to another model;
@@ -117,7 +132,7 @@ def text_model_names(repository: ModelRepository, model_name: str) -> dict[str, 
         encoding="utf-8"
     )
     prefix = f"{model_name}_" if taken else ""
-    return {role: prefix + role for role in TEXT_MODELS}
+    return {role: prefix + role for role in roles}
 
 
 def check_tokenizer(checkpoint: FTCheckpoint) -> None:
@@ -148,17 +163,19 @@ def refuse_existing(targets: Iterable[Path]) -> None:
         )
 
 
-def model_config(settings: ExportSettings) -> str:
+def model_config(settings: ExportSettings, checkpoint: FTCheckpoint) -> str:
     """config.pbtxt of the model itself."""
-    model_type = lookup(BACKEND_MODEL_TYPES, settings.model_type, "export.run.model_type")
+    model_type = backend_model_type(settings, checkpoint)
+    contract = CONTRACTS[model_type]
     checkpoint_path = settings.checkpoint_dir.relative_to(settings.triton_model_dir)
     return render(
         "model.pbtxt.j2",
         name=settings.model_name,
         max_batch_size=settings.max_batch_size,
         max_queue_delay_microseconds=MAX_QUEUE_DELAY_MICROSECONDS,
-        inputs=GPT_INPUTS,
-        outputs=GPT_OUTPUTS,
+        batched=contract.batched,
+        inputs=contract.inputs,
+        outputs=contract.declared_outputs(settings.data_type),
         parameters={
             "tensor_para_size": settings.parallelism.tp_size,
             "pipeline_para_size": settings.parallelism.pp_size,
@@ -168,95 +185,6 @@ def model_config(settings: ExportSettings) -> str:
             "int8_mode": settings.int8_mode,
             "enable_custom_all_reduce": int(settings.enable_custom_all_reduce),
         },
-    )
-
-
-def write_text_models(
-    folder: Path, settings: ExportSettings, checkpoint: FTCheckpoint, names: dict[str, str]
-) -> None:
-    """The three text models as they will stand in the repository, inside `folder`."""
-    config = checkpoint.config
-    pad_id = config.end_id if config.pad_id is None else config.pad_id
-    configs = {
-        "preprocessing": render(
-            "text_model.pbtxt.j2",
-            name=names["preprocessing"],
-            max_batch_size=settings.max_batch_size,
-            inputs=PREPROCESSING_INPUTS,
-            outputs=PREPROCESSING_OUTPUTS,
-            parameters={"pad_id": pad_id},
-        ),
-        "postprocessing": render(
-            "text_model.pbtxt.j2",
-            name=names["postprocessing"],
-            max_batch_size=settings.max_batch_size,
-            inputs=POSTPROCESSING_INPUTS,
-            outputs=POSTPROCESSING_OUTPUTS,
-            parameters={},
-        ),
-        "ensemble": ensemble_config(settings, names),
-    }
-    for role, text in configs.items():
-        version_dir = folder / names[role] / "1"
-        version_dir.mkdir(parents=True)
-        (folder / names[role] / "config.pbtxt").write_text(text, encoding="utf-8")
-        if role != "ensemble":
-            for path in text_model_files(role, checkpoint.folder):
-                shutil.copyfile(path, version_dir / path.name)
-
-
-def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:
-    """What the version folder of a text model holds."""
-    room = Path(__file__).resolve().parent.parent / "backends"
-    return [
-        room / role / "model.py",
-        room / "text_tensors.py",
-        Path(tokenizer.__file__),
-        *tokenizer_files(checkpoint_dir),
-    ]
-
-
-def ensemble_config(settings: ExportSettings, names: dict[str, str]) -> str:
-    """config.pbtxt of the ensemble; names that begin with _ stay between its steps."""
-    text_inputs = {"INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3"}
-    passed_on = {t.name: t.name for t in ENSEMBLE_INPUTS if t.name not in text_inputs}
-    returned = {t.name: t.name for t in ENSEMBLE_OUTPUTS if t.name != "OUTPUT_0"}
-    steps = [
-        {
-            "model": names["preprocessing"],
-            "inputs": {
-                "QUERY": "INPUT_0",
-                "REQUEST_OUTPUT_LEN": "INPUT_1",
-                "BAD_WORDS_DICT": "INPUT_2",
-                "STOP_WORDS_DICT": "INPUT_3",
-            },
-            "outputs": {t.name: f"_{t.name}" for t in PREPROCESSING_OUTPUTS},
-        },
-        {
-            "model": settings.model_name,
-            "inputs": {
-                "input_ids": "_INPUT_ID",
-                "input_lengths": "_REQUEST_INPUT_LEN",
-                "request_output_len": "_REQUEST_OUTPUT_LEN",
-                "bad_words_list": "_BAD_WORDS_IDS",
-                "stop_words_list": "_STOP_WORDS_IDS",
-                **passed_on,
-            },
-            "outputs": {"output_ids": "_TOKENS_BATCH", **returned},
-        },
-        {
-            "model": names["postprocessing"],
-            "inputs": {"TOKENS_BATCH": "_TOKENS_BATCH", "sequence_length": "sequence_length"},
-            "outputs": {"OUTPUT": "OUTPUT_0"},
-        },
-    ]
-    return render(
-        "ensemble.pbtxt.j2",
-        name=names["ensemble"],
-        max_batch_size=settings.max_batch_size,
-        inputs=ENSEMBLE_INPUTS,
-        outputs=ENSEMBLE_OUTPUTS,
-        steps=steps,
     )
 
 

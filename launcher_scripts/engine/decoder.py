@@ -9,7 +9,7 @@ from torch import Tensor
 
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.kv_cache import KVCache
-from launcher_scripts.engine.layers import DecoderLayer, Segment, Step, alibi_slopes
+from launcher_scripts.engine.layers import DecoderLayer, Rows, Segment, Step, alibi_slopes
 from launcher_scripts.engine.weights import GPTWeights
 from launcher_scripts.kernels.operands import Heads
 from launcher_scripts.models.gpt import GPTConfig
@@ -71,19 +71,19 @@ class Decoder:
         )
         return self._forward(ids, positions, step)
 
-    def decode(self, ids: Tensor, starts: Tensor, lengths: Tensor, longest: int) -> Tensor:
+    def decode(self, ids: Tensor, rows: Rows) -> Tensor:
         """Run one token per row: hidden states [B, hidden].
 
-        lengths [B] counts the row's tokens before this one, which is its position.
+        A row's tokens before this one are its position.
         """
         step = Step(
-            slots=starts + lengths,
-            rotary=self._rotary(lengths),
-            starts=starts,
-            lengths=lengths + 1,
-            longest=longest,
+            slots=rows.starts + rows.lengths,
+            rotary=self._rotary(rows.lengths),
+            starts=rows.starts,
+            lengths=rows.lengths + 1,
+            longest=rows.longest,
         )
-        return self._forward(ids, lengths, step)
+        return self._forward(ids, rows.lengths, step)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [N, vocab] on every rank of the last stage."""

@@ -28,12 +28,12 @@ from launcher_scripts.engine.loading import (
     rank_info,
 )
 from launcher_scripts.engine.messages import Loaded, RankInfo, Ready
-from launcher_scripts.engine.requests import check_request, effective_prompt
+from launcher_scripts.engine.requests import check_request, parts, warm_up_request
 from launcher_scripts.engine.runner import Runner, StepResult
 from launcher_scripts.engine.scheduler import Row, Scheduler
 from launcher_scripts.engine.workers import WorkerGroup
 from launcher_scripts.errors import RequestError, ServerError
-from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
 STEPS_AHEAD = {"cpu": 0, "cuda": 1}
@@ -95,7 +95,7 @@ class Engine:
         return cls._ready(cls(settings, lambda _: build()))
 
     @property
-    def config(self) -> GPTConfig:
+    def config(self) -> ModelConfig:
         return self._loaded.decoder.config
 
     @property
@@ -118,7 +118,8 @@ class Engine:
             future.set_exception(error)
             return future
         end_id = self.config.end_id if request.end_id is None else request.end_id
-        row = Row(request, future, effective_prompt(request, self.config), end_id)
+        source, prompt = parts(request, self.config)
+        row = Row(request, future, prompt, end_id, source)
         with self._lock:
             if self._error is None and not self._closed:
                 self._pending.add(future)
@@ -130,11 +131,7 @@ class Engine:
 
     def warm_up(self) -> None:
         """Generate a few tokens, so that what happens on first use happens now."""
-        start = min(self.config.start_id, self.config.vocab_size - 1)
-        length = max(1, min(4, self.cache_tokens - 1, self.config.max_positions))
-        self.submit(
-            GenerateRequest(input_ids=(start,), output_len=length, end_id=self.config.vocab_size)
-        ).result()
+        self.submit(warm_up_request(self.config, self.cache_tokens)).result()
 
     def on_failure(self, callback: Callable[[ServerError], None]) -> None:
         """Call `callback` once if a rank is lost, from whichever thread notices."""

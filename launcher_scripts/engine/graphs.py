@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from launcher_scripts.engine.plan import Bounds
+
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 SMALLEST_CONTEXT = 256
 
@@ -23,6 +25,12 @@ def bucket_tokens(tokens: int) -> int:
     while bucket < tokens:
         bucket *= 4
     return bucket
+
+
+def bucket_bounds(bounds: Bounds) -> Bounds:
+    """Both bounds as buckets; a step without sources stays one."""
+    source = bucket_tokens(bounds.source) if bounds.source else 0
+    return Bounds(bucket_tokens(bounds.own), source)
 
 
 @dataclass

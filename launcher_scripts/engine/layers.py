@@ -1,4 +1,4 @@
-"""A transformer layer of a GPT decoder on one rank."""
+"""A transformer layer of a GPT decoder on one rank, and what every decoder's layers share."""
 
 from __future__ import annotations
 
@@ -18,33 +18,68 @@ from launcher_scripts.models.gpt import GPTConfig
 class Segment:
     """Consecutive new tokens of one row in a prefill step.
 
-    start: the row's extent in the cache;  past: tokens of the row that are already there
+    start:  the row's first cache token;  past: tokens of the row that are already there
+    source: tokens of the encoder's input, whose keys and values lie right before `start`
     """
 
     start: int
     past: int
     count: int
+    source: int = 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a decode step: first cache tokens, and tokens in the cache so far, both [B].
+
+    longest bounds the lengths, the new tokens included. sources [B] and longest_source are the
+    same of the encoder's inputs, where there is an encoder.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    longest: int
+    sources: Tensor | None = None
+    longest_source: int = 0
 
 
 @dataclass(frozen=True)
 class Step:
     """What every layer of one forward pass shares.
 
-    slots:    [N], the cache token of each new token
-    rotary:   cosines and sines [N, rotary_size / 2], or None
-    segments: rows of a prefill step, in order; None for a decode step
+    slots:     [N], the cache token of each new token
+    rotary:    cosines and sines [N, rotary_size / 2], or None
+    segments:  rows of a prefill step, in order; None for a decode step
     starts, lengths, longest: the rows of a decode step (see decode_attention)
+    positions: [N], where a relative bias counts from
+    source:    cache tokens of the encoder's inputs in a decode step
     """
 
     slots: Tensor
-    rotary: tuple[Tensor, Tensor] | None
+    rotary: tuple[Tensor, Tensor] | None = None
     segments: tuple[Segment, ...] | None = None
     starts: Tensor | None = None
     lengths: Tensor | None = None
     longest: int = 0
+    positions: Tensor | None = None
+    source: Rows | None = None
 
 
-class DecoderLayer:
+class ParallelLayer:
+    """What tensor-parallel layers share."""
+
+    kernels: ModuleType
+    communicator: Communicator
+
+    def row_parallel(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
+        """residual + linear(x), where x and the weight's inputs are split over the ranks."""
+        if self.communicator.tp_size == 1:
+            return self.kernels.project_add(x, linear, residual)
+        partial = self.kernels.project(x, Linear(linear.weight))
+        return self.kernels.add_residual(self.communicator.tp_sum(partial), linear.bias, residual)
+
+
+class DecoderLayer(ParallelLayer):
     """Self attention and MLP with their norms, before them (pre) or after the sums (post)."""
 
     def __init__(
@@ -71,13 +106,13 @@ class DecoderLayer:
         weights = self.weights
         qkv = self.kernels.project(x, weights.query_key_value)  # [N, q + k + v]
         query = self.kernels.store_kv(qkv, self.heads, step.rotary, step.slots, self.cache)
-        x = self._row_parallel(self._attend(query, step), weights.attention_dense, x)
+        x = self.row_parallel(self._attend(query, step), weights.attention_dense, x)
         if self.post_norm:
             x = self.kernels.norm(x, weights.input_norm, torch.float32)
         hidden = self.kernels.mlp_up(
             x, weights.mlp_up, weights.mlp_gate, self.config.activation
         )  # [N, ffn / tp]
-        x = self._row_parallel(hidden, weights.mlp_down, x)
+        x = self.row_parallel(hidden, weights.mlp_down, x)
         if self.post_norm:
             x = self.kernels.norm(x, weights.post_attention_norm, torch.float32)
         return x
@@ -95,13 +130,6 @@ class DecoderLayer:
             for part, segment in zip(parts, step.segments, strict=True)
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-    def _row_parallel(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
-        """residual + linear(x), where x and the weight's inputs are split over the ranks."""
-        if self.communicator.tp_size == 1:
-            return self.kernels.project_add(x, linear, residual)
-        partial = self.kernels.project(x, Linear(linear.weight))
-        return self.kernels.add_residual(self.communicator.tp_sum(partial), linear.bias, residual)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
+from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.engine.communicator import Communicator
-from launcher_scripts.engine.decoder import Decoder, local_heads
+from launcher_scripts.engine.families import FAMILIES, engine_family
 from launcher_scripts.engine.kv_cache import (
     KVCache,
     available_memory,
@@ -20,14 +22,14 @@ from launcher_scripts.engine.kv_cache import (
 )
 from launcher_scripts.engine.messages import RankInfo
 from launcher_scripts.engine.runner import Runner
-from launcher_scripts.engine.weights import DTYPES, GPTWeights, WeightLoader
-from launcher_scripts.errors import ConfigError, Problems, ServerError, problem
+from launcher_scripts.engine.weights import DTYPES
+from launcher_scripts.errors import ConfigError, Problems, ServerError, lookup, problem
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.models import family_of
+from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.learned_parts import NO_PARTS
 from launcher_scripts.parallel import Parallelism
 
-SERVED_FAMILIES = ("gpt",)
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
 
@@ -37,6 +39,7 @@ class EngineSettings:
     """What an engine is loaded from and how.
 
     checkpoint_dir:  folder of shards, `<tp_size>-gpu`
+    model_type:      a row of CONTRACTS; None: what the checkpoint is
     data_type:       compute type: fp32, fp16, bf16; independent of the files' type
     device:          auto (CUDA where there is one), cpu, cuda
     max_batch_size:  most rows in flight
@@ -48,6 +51,7 @@ class EngineSettings:
     """
 
     checkpoint_dir: Path
+    model_type: str | None = None
     data_type: str = "fp32"
     parallelism: Parallelism = Parallelism()
     device: str = "auto"
@@ -121,12 +125,12 @@ def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:
     """The checkpoint, checked against the parallelism it must serve."""
     checkpoint = FTCheckpoint.open(Path(settings.checkpoint_dir), verify=verify)
     family = family_of(checkpoint.config).name
-    if family not in SERVED_FAMILIES:
+    if family not in FAMILIES:
         raise ConfigError(
             problem(
                 f"the engine cannot run the checkpoint in {checkpoint.folder}",
                 got=f"family {family}",
-                choices=SERVED_FAMILIES,
+                choices=FAMILIES,
             )
         )
     parts = getattr(checkpoint.config, "parts", NO_PARTS).names
@@ -145,41 +149,71 @@ def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:
             f"{checkpoint.tp_size}; got {wanted.tp_size}; change tensor_para_size in "
             f"config.pbtxt, or export again"
         )
-    if wanted.pp_size > checkpoint.config.num_layers:
+    checkpoint = replace(checkpoint, config=served_part(checkpoint.config, settings.model_type))
+    depth = engine_family(checkpoint.config).depth(checkpoint.config)
+    if wanted.pp_size > depth:
         raise ConfigError(
             f"pipeline_para_size {wanted.pp_size} exceeds the model's "
-            f"{checkpoint.config.num_layers} layers; change pipeline_para_size in config.pbtxt"
+            f"{depth} layers; change pipeline_para_size in config.pbtxt"
         )
     return checkpoint
 
 
+def served_part(config: Any, model_type: str | None) -> ModelConfig:
+    """What `model_type` serves of a checkpoint: all of it, or an encoder-decoder's encoder."""
+    if model_type is None:
+        return config
+    contract = lookup(CONTRACTS, model_type, "model_type")
+    family = family_of(config).name
+    fitting = [
+        name
+        for name, row in CONTRACTS.items()
+        if row.family == family and (row.encoder_only or not getattr(config, "encoder_only", False))
+    ]
+    if model_type not in fitting:
+        raise ConfigError(
+            problem(
+                f"the checkpoint, of family {family}, cannot be served as this model_type",
+                got=model_type,
+                choices=fitting,
+                change="model_type in config.pbtxt",
+            )
+        )
+    return replace(config, encoder_only=True) if contract.encoder_only else config
+
+
 def load_weights(
     settings: EngineSettings, checkpoint: FTCheckpoint, rank: int, device: torch.device
-) -> GPTWeights:
-    """This rank's weights on its device; needs no other rank, so whatever fails, fails alone."""
+) -> Any:
+    """This rank's weights, as the family's loader gives them, on its device.
+
+    Needs no other rank, so whatever fails, fails alone.
+    """
     tp_rank = settings.parallelism.tp_rank(rank)
-    return WeightLoader(
+    loader = engine_family(checkpoint.config).loader(
         checkpoint.config,
         settings.parallelism,
         rank,
         DTYPES[settings.data_type],
         device,
         lambda spec, layer: checkpoint.read(spec, layer, tp_rank),
-    ).load()
+    )
+    return loader.load()
 
 
 def assemble_runner(
-    weights: GPTWeights,
+    weights: Any,
     settings: EngineSettings,
     communicator: Communicator,
     device: torch.device,
 ) -> Runner:
     """Plan the cache, as all ranks agree, and put the decoder together."""
     config = weights.config
+    family = engine_family(config)
     dtype = DTYPES[settings.data_type]
-    heads = local_heads(config, communicator.tp_size)
-    layers = settings.parallelism.layers(config.num_layers, communicator.pp_rank)
-    wanted = settings.max_tokens or settings.max_batch_size * config.max_positions
+    heads = family.heads(config, communicator.tp_size)
+    layers = settings.parallelism.layers(family.cached_layers(config), communicator.pp_rank)
+    wanted = settings.max_tokens or family.row_tokens(config, settings.max_batch_size)
     ranks = 1 if device.type == "cuda" else settings.parallelism.world_size
     capacity = communicator.minimum(
         plan_capacity(
@@ -191,5 +225,5 @@ def assemble_runner(
     if capacity < 2:
         raise ServerError("no memory is left for keys and values beside the model's weights")
     cache = KVCache(layers, heads, capacity, dtype, device)
-    decoder = Decoder(weights, cache, kernels_for(device.type), communicator, device)
-    return Runner(decoder, communicator, settings.max_batch_size, device)
+    network = family.network(weights, cache, kernels_for(device.type), communicator, device)
+    return Runner(network, communicator, settings.max_batch_size, device)

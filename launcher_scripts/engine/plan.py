@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from launcher_scripts.protocol import SamplingParameters
 
@@ -11,9 +12,11 @@ from launcher_scripts.protocol import SamplingParameters
 class RowStart:
     """A row that joins: its place and everything that decides its tokens.
 
-    slot:  index of the row's state on the device
-    start: first cache token of the row's extent
-    ids:   prompt, never empty (an empty one has become the start token)
+    slot:   index of the row's state on the device
+    start:  first cache token of the row's prompt and what it generates
+    ids:    prompt, never empty (an empty one has become the start token); of a model with an
+            encoder what the decoder is given
+    source: what the encoder reads, if there is one; its cache tokens lie right before `start`
     """
 
     slot: int
@@ -24,6 +27,9 @@ class RowStart:
     bad_words: tuple[tuple[int, ...], ...] = ()
     return_log_probs: bool = False
     return_context_logits: bool = False
+    source: tuple[int, ...] = ()
+    return_hidden_state: bool = False
+    return_attentions: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,17 +41,35 @@ class PrefillPart:
     count: int
 
 
+class Bounds(NamedTuple):
+    """The most cache tokens of any row in a step.
+
+    own:    prompt and generated tokens, the new one included
+    source: the encoder's input; 0 without an encoder
+    """
+
+    own: int = 0
+    source: int = 0
+
+
 @dataclass(frozen=True)
 class Plan:
-    """One step: rows that join, prompt tokens to run, rows to run one token further.
+    """One step: rows that join, that are encoded, whose prompts run on, that run one token further.
 
-    longest bounds the tokens in the cache of the rows in `decode`, their new ones included.
+    longest and longest_source bound the cache tokens of the rows in `decode`: prompt and generated
+    ones, the new one included; and those of the encoder's input, where there is one.
     """
 
     starts: tuple[RowStart, ...] = ()
+    encode: tuple[int, ...] = ()
     prefill: tuple[PrefillPart, ...] = ()
     decode: tuple[int, ...] = ()
     longest: int = 0
+    longest_source: int = 0
+
+    @property
+    def bounds(self) -> Bounds:
+        return Bounds(self.longest, self.longest_source)
 
 
 @dataclass(frozen=True)

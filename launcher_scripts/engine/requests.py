@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from launcher_scripts.errors import Problems, RequestError
-from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 
 MOST_IDS = 1 << 32
@@ -15,29 +16,68 @@ PENALTIES_EXCLUDE = (
 )
 
 
-def effective_prompt(request: GenerateRequest, config: GPTConfig) -> tuple[int, ...]:
-    """The prompt as the model sees it: an empty one is the start token alone."""
-    if request.input_ids:
-        return request.input_ids
-    return (config.start_id if request.start_id is None else request.start_id,)
+def parts(request: GenerateRequest, config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The request as the model sees it: what the encoder reads, and the (decoder's) prompt.
+
+    Without an encoder there is no source. An empty prompt is the start token alone; an encoder
+    alone has none.
+    """
+    start = (config.start_id if request.start_id is None else request.start_id,)
+    if not isinstance(config, T5Config):
+        return (), request.input_ids or start
+    if config.encoder_only:
+        return request.input_ids, ()
+    return request.input_ids, request.decoder_input_ids or start
 
 
-def check_request(request: GenerateRequest, config: GPTConfig, cache_tokens: int) -> None:
+def warm_up_request(config: ModelConfig, cache_tokens: int) -> GenerateRequest:
+    """A few tokens, or one state of an encoder; fits the smallest cache that serves anything."""
+    start = min(config.start_id, config.vocab_size - 1)
+    if isinstance(config, T5Config) and config.encoder_only:
+        return GenerateRequest((start,), output_len=0, return_hidden_state=True)
+    length = max(1, min(4, cache_tokens - 1, config.max_positions))
+    return GenerateRequest((start,), output_len=length, start_id=start, end_id=config.vocab_size)
+
+
+def check_request(request: GenerateRequest, config: ModelConfig, cache_tokens: int) -> None:
     """Raise one RequestError that names everything wrong with the request."""
     problems = Problems("the request")
+    _check_asked(problems, request, config)
     _check_ids(problems, request, config)
     _check_lengths(problems, request, config, cache_tokens)
     _check_sampling(problems, request.sampling)
     problems.raise_if_any(RequestError)
 
 
-def _check_ids(problems: Problems, request: GenerateRequest, config: GPTConfig) -> None:
+def _check_asked(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:
+    """Whether the model has the parts that the request is about."""
+    encodes = isinstance(config, T5Config)
+    if not encodes and (request.decoder_input_ids or request.return_hidden_state):
+        problems.add("decoder_input_ids and hidden states need a model with an encoder")
+    if not encodes or not config.encoder_only:
+        return
+    if request.output_len or request.decoder_input_ids:
+        problems.add("an encoder alone generates nothing", got=request.output_len)
+    if not request.return_hidden_state:
+        problems.add("an encoder alone answers with its hidden states, which were not asked for")
+
+
+def _check_ids(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:
     vocabulary = range(config.vocab_size)
     valid = (f"0-{config.vocab_size - 1}",)
-    wrong = [token for token in effective_prompt(request, config) if token not in vocabulary]
-    if wrong:
-        what = "input_ids has ids" if request.input_ids else "start_id is an id"
-        problems.add(f"{what} outside of the vocabulary", got=wrong[:5], choices=valid)
+    source, prompt = parts(request, config)
+    given = {
+        "input_ids": request.input_ids,
+        "decoder_input_ids": request.decoder_input_ids,
+        "start_id": () if prompt in (request.input_ids, request.decoder_input_ids) else prompt,
+    }
+    for name, ids in given.items():
+        wrong = [token for token in ids if token not in vocabulary]
+        if wrong:
+            what = f"{name} is an id" if name == "start_id" else f"{name} has ids"
+            problems.add(f"{what} outside of the vocabulary", got=wrong[:5], choices=valid)
+    if isinstance(config, T5Config) and not source:
+        problems.add("input_ids is empty, and the encoder needs at least one token")
     if request.end_id is not None and not 0 <= request.end_id < MOST_IDS:
         problems.add("end_id is no token id", got=request.end_id)
     for name, words in (
@@ -52,22 +92,30 @@ def _check_ids(problems: Problems, request: GenerateRequest, config: GPTConfig) 
 
 
 def _check_lengths(
-    problems: Problems, request: GenerateRequest, config: GPTConfig, cache_tokens: int
+    problems: Problems, request: GenerateRequest, config: ModelConfig, cache_tokens: int
 ) -> None:
-    prompt, output_len = len(effective_prompt(request, config)), request.output_len
+    source, prompt = (len(part) for part in parts(request, config))
+    output_len = request.output_len
+    output = "max_output_len" if isinstance(config, T5Config) else "request_output_len"
     if output_len < 0:
-        problems.add("request_output_len is negative", got=output_len)
+        problems.add(f"{output} is negative", got=output_len)
         return
     needed = prompt + max(output_len - 1, 0)
-    if config.position_embedding == "learned" and needed > config.max_positions:
+    learned = config.position_embedding == "learned"
+    if learned and source > config.max_positions:
         problems.add(
-            f"the prompt's {prompt} tokens and request_output_len {output_len} need {needed} "
+            f"input_ids has {source} tokens, and the encoder has {config.max_positions} positions"
+        )
+    if learned and needed > config.max_positions:
+        problems.add(
+            f"the prompt's {prompt} tokens and {output} {output_len} need {needed} "
             f"positions, and the model has {config.max_positions}"
         )
-    elif needed > cache_tokens:
+    elif source + needed > cache_tokens:
+        before = f"the input's {source} tokens, " if source else ""
         problems.add(
-            f"the prompt's {prompt} tokens and request_output_len {output_len} need {needed} "
-            f"tokens in the key/value cache, which holds {cache_tokens}"
+            f"{before}the prompt's {prompt} tokens and {output} {output_len} need "
+            f"{source + needed} tokens in the key/value cache, which holds {cache_tokens}"
         )
 
 

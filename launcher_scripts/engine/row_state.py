@@ -11,7 +11,17 @@ from launcher_scripts.engine.plan import RowStart
 from launcher_scripts.protocol import SamplingParameters
 
 NO_TOKEN = -1
-_INTEGERS = ("token", "length", "start", "prompt_length", "seed", "end_id", "min_length", "top_k")
+_INTEGERS = (
+    "token",
+    "length",
+    "start",
+    "prompt_length",
+    "source_length",
+    "seed",
+    "end_id",
+    "min_length",
+    "top_k",
+)
 _FLOATS = (
     "temperature",
     "repetition_penalty",
@@ -27,13 +37,15 @@ class RowStates:
     """State of `slots` rows, and of one more slot that padding rows of a step use.
 
     Every attribute is a vector [slots + 1]. token is the last id chosen, not yet in the cache;
-    length counts the row's tokens in the cache; start is its first cache token.
+    length counts the row's tokens in the cache; start is its first cache token. source_length
+    counts the tokens of the encoder's input.
     """
 
     token: Tensor
     length: Tensor
     start: Tensor
     prompt_length: Tensor
+    source_length: Tensor
     seed: Tensor
     end_id: Tensor
     min_length: Tensor
@@ -86,6 +98,7 @@ def _integers(row: RowStart) -> list[int]:
         0,
         row.start,
         len(row.ids),
+        len(row.source),
         _signed(sampling.random_seed),
         row.end_id,
         sampling.min_length,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.communicator import Communicator
-from launcher_scripts.engine.decoder import Decoder
-from launcher_scripts.engine.graphs import GraphCache, bucket_rows, bucket_tokens
-from launcher_scripts.engine.layers import Segment
-from launcher_scripts.engine.plan import Plan, PrefillPart, RowStart
+from launcher_scripts.engine.graphs import GraphCache, bucket_bounds, bucket_rows
+from launcher_scripts.engine.layers import Rows, Segment
+from launcher_scripts.engine.network import Network
+from launcher_scripts.engine.plan import Bounds, Plan, PrefillPart, RowStart
 from launcher_scripts.engine.row_state import RowStates
 from launcher_scripts.engine.sampler import Sampled, SamplingBatch, sample, sampling_batch
 from launcher_scripts.protocol import SamplingParameters
@@ -29,12 +29,22 @@ class TokenResult:
     log_probs: tuple[float, float] | None
 
 
+@dataclass(frozen=True)
+class EncodedRow:
+    """The encoder's answer for one row: float32 [n, hidden], and [layers, heads, n, n] if asked."""
+
+    slot: int
+    hidden: Tensor
+    attentions: Tensor | None
+
+
 @dataclass
 class StepResult:
     """What a step produces; reading it waits for the device."""
 
     tokens: list[_TokenCopy] = field(default_factory=list)
     context_logits: list[tuple[int, Tensor]] = field(default_factory=list)
+    encoded: list[EncodedRow] = field(default_factory=list)
 
     def read(self) -> list[TokenResult]:
         return [result for copy in self.tokens for result in copy.read()]
@@ -69,7 +79,7 @@ class Runner:
     """Carries out plans. Every rank of an engine gets the same plans in the same order."""
 
     def __init__(
-        self, decoder: Decoder, communicator: Communicator, slots: int, device: torch.device
+        self, decoder: Network, communicator: Communicator, slots: int, device: torch.device
     ) -> None:
         self.decoder = decoder
         self.communicator = communicator
@@ -88,6 +98,8 @@ class Runner:
             self._rows.update({row.slot: row for row in plan.starts})
             self.states.join(plan.starts)
             self._batch = None
+        if plan.encode:
+            self._encode(plan.encode, result)
         if plan.prefill:
             self._prefill(plan.prefill, result)
         if plan.decode:
@@ -101,6 +113,20 @@ class Runner:
             self._graphs.clear()
         self.communicator.close()
 
+    def _encode(self, slots: Sequence[int], result: StepResult) -> None:
+        rows = [self._rows[slot] for slot in slots]
+        ids = [token for row in rows for token in row.source]
+        segments = tuple(Segment(row.start, 0, 0, source=len(row.source)) for row in rows)
+        asked = any(row.return_attentions for row in rows)
+        encoded = self.decoder.encode(self._to_device(ids), segments, attentions=asked)
+        if self.communicator.rank != 0:
+            return
+        hidden = encoded.hidden.split([len(row.source) for row in rows])
+        for index, row in enumerate(rows):
+            if row.return_hidden_state:
+                attentions = encoded.attentions[index].cpu() if row.return_attentions else None
+                result.encoded.append(EncodedRow(row.slot, hidden[index].cpu(), attentions))
+
     def _prefill(self, parts: Sequence[PrefillPart], result: StepResult) -> None:
         rows = [self._rows[part.slot] for part in parts]
         ids = [
@@ -109,7 +135,8 @@ class Runner:
             for token in row.ids[part.past : part.past + part.count]
         ]
         segments = tuple(
-            Segment(row.start, part.past, part.count) for row, part in zip(rows, parts, strict=True)
+            Segment(row.start, part.past, part.count, len(row.source))
+            for row, part in zip(rows, parts, strict=True)
         )
         hidden = self.decoder.prefill(self._to_device(ids), segments)
         self.states.set_length(
@@ -164,24 +191,22 @@ class Runner:
     def _decode(self, plan: Plan, result: StepResult) -> None:
         batch = self._decode_batch(plan.decode)
         if self._graphs is None:
-            logits = self._forward_step(batch.slots, plan.longest)
-            sampled = self._sample(logits, batch, plan.longest)
+            logits = self._forward_step(batch.slots, plan.bounds)
+            sampled = self._sample(logits, batch, plan.bounds.own)
         else:
-            sampled = self._decode_on_graph(batch, bucket_tokens(plan.longest))
+            sampled = self._decode_on_graph(batch, bucket_bounds(plan.bounds))
         result.tokens.append(_TokenCopy(plan.decode, sampled))
 
-    def _decode_on_graph(self, batch: SamplingBatch, longest: int) -> Sampled:
+    def _decode_on_graph(self, batch: SamplingBatch, bounds: Bounds) -> Sampled:
         """The step as a CUDA graph: recorded when its shape comes for the second time."""
-        key = (batch.slots.shape[0], longest, batch.greedy)
+        key = (batch.slots.shape[0], bounds, batch.greedy)
         if batch.greedy:
             tokens = self._graphs.run(
-                key, batch.slots, lambda slots: self._greedy_step(batch, slots, longest)
+                key, batch.slots, lambda slots: self._greedy_step(batch, slots, bounds)
             )
             return Sampled(tokens, None)
-        logits = self._graphs.run(
-            key, batch.slots, lambda slots: self._forward_step(slots, longest)
-        )
-        return self._sample(logits, batch, longest)
+        logits = self._graphs.run(key, batch.slots, lambda slots: self._forward_step(slots, bounds))
+        return self._sample(logits, batch, bounds.own)
 
     def _decode_batch(self, slots: tuple[int, ...]) -> SamplingBatch:
         """The rows' sampling, padded to a bucket on CUDA; kept while the rows stay the same."""
@@ -193,16 +218,21 @@ class Runner:
             self._batch = (slots, sampling_batch(rows, self.device))
         return self._batch[1]
 
-    def _greedy_step(self, batch: SamplingBatch, slots: Tensor, longest: int) -> Tensor:
-        logits = self._forward_step(slots, longest)
+    def _greedy_step(self, batch: SamplingBatch, slots: Tensor, bounds: Bounds) -> Tensor:
+        logits = self._forward_step(slots, bounds)
         return self._finish(self._greedy(logits), slots, batch).tokens
 
-    def _forward_step(self, slots: Tensor, longest: int) -> Tensor | None:
+    def _forward_step(self, slots: Tensor, bounds: Bounds) -> Tensor | None:
         """One token of every row through this stage; logits [B, vocab] on the last one."""
         states = self.states
-        hidden = self.decoder.decode(
-            states.token[slots], states.start[slots], states.length[slots], longest
+        rows = Rows(
+            states.start[slots],
+            states.length[slots],
+            bounds.own,
+            states.source_length[slots] if bounds.source else None,
+            bounds.source,
         )
+        hidden = self.decoder.decode(states.token[slots], rows)
         states.advance(slots)
         return self.decoder.logits(hidden) if self.communicator.is_last_stage else None
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from launcher_scripts.engine.kv_cache import ExtentAllocator
 from launcher_scripts.engine.plan import Plan, PrefillPart, RowStart
-from launcher_scripts.engine.runner import StepResult, TokenResult
+from launcher_scripts.engine.runner import EncodedRow, StepResult, TokenResult
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
 
@@ -19,26 +19,35 @@ from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 class Row:
     """A request on its way: `launched` counts tokens asked of the device, `tokens` those seen.
 
-    skipped is how many leading ids of the prompt the caller did not send (a start token).
+    source is what the encoder reads, where there is one; the prompt is then the decoder's, and
+    empty where nothing is to be decoded. start is the cache token after those of the source.
     """
 
     request: GenerateRequest
     future: Future[GenerateOutput]
     prompt: tuple[int, ...]
     end_id: int
+    source: tuple[int, ...] = ()
     slot: int = -1
     start: int = -1
+    encoded: bool = False
     prefilled: int = 0
     launched: int = 0
     finished: bool = False
     tokens: list[int] = field(default_factory=list)
     log_probs: list[tuple[float, float]] = field(default_factory=list)
     context_logits: list[Tensor] = field(default_factory=list)
+    answer: EncodedRow | None = None
 
     @property
     def capacity(self) -> int:
         """Cache tokens of the whole row; the last token chosen is never fed back."""
-        return len(self.prompt) + max(self.request.output_len - 1, 0)
+        return len(self.source) + len(self.prompt) + max(self.request.output_len - 1, 0)
+
+    @property
+    def extent(self) -> int:
+        """First cache token of the whole row."""
+        return self.start - len(self.source)
 
     @property
     def cached(self) -> int:
@@ -56,6 +65,9 @@ class Row:
             bad_words=request.bad_words,
             return_log_probs=request.return_log_probs,
             return_context_logits=request.return_context_logits,
+            source=self.source,
+            return_hidden_state=request.return_hidden_state,
+            return_attentions=request.return_attentions,
         )
 
 
@@ -64,7 +76,7 @@ class Scheduler:
 
     slots:          most rows in flight
     prefill_tokens: most prompt tokens of one step, so that a long prompt cannot hold up the rows
-                    that are generating
+                    that are generating; and most source tokens, except that a source is never cut
     """
 
     def __init__(self, slots: int, cache_tokens: int, prefill_tokens: int) -> None:
@@ -88,17 +100,20 @@ class Scheduler:
         self._drop_cancelled()
         starts = self._admit()
         decode = [row for row in self._running.values() if self._decodes(row)]
+        encode = self._plan_encode()
         prefill = self._plan_prefill()
-        if not (prefill or decode):
+        if not (encode or prefill or decode):
             return None
         for row in decode:
             row.launched += 1
         self._launched.append(dict(self._running))
         return Plan(
             starts=tuple(starts),
+            encode=tuple(row.slot for row in encode),
             prefill=tuple(prefill),
             decode=tuple(row.slot for row in decode),
             longest=max((row.cached for row in decode), default=0),
+            longest_source=max((len(row.source) for row in decode), default=0),
         )
 
     def apply(self, result: StepResult) -> None:
@@ -107,6 +122,8 @@ class Scheduler:
         A slot may have a new row by now: the tokens belong to the rows of the step's launch.
         """
         rows = self._launched.popleft()
+        for encoded in result.encoded:
+            self._take_encoded(rows[encoded.slot], encoded)
         for slot, logits in result.context_logits:
             rows[slot].context_logits.append(logits)
         for token in result.read():
@@ -117,6 +134,16 @@ class Scheduler:
             if row.finished:
                 self._leave(row)
                 _answer(row)
+
+    def _take_encoded(self, row: Row, encoded: EncodedRow) -> None:
+        """The encoder's answer is the whole one where nothing is decoded."""
+        if row.finished:
+            return
+        row.answer = encoded
+        if not row.prompt:
+            row.finished = True
+            self._leave(row)
+            _answer(row)
 
     def _decodes(self, row: Row) -> bool:
         whole_prompt = row.prefilled == len(row.prompt)
@@ -130,17 +157,31 @@ class Scheduler:
             if start is None:
                 break
             self._waiting.popleft()
-            row.slot, row.start = self._free_slots.pop(), start
+            row.slot, row.start = self._free_slots.pop(), start + len(row.source)
             self._running[row.slot] = row
             starts.append(row.as_start())
         return starts
+
+    def _plan_encode(self) -> list[Row]:
+        """Rows whose sources the encoder reads now, those of one length side by side."""
+        chosen: list[Row] = []
+        budget = self._prefill_tokens
+        for row in self._running.values():
+            if not row.source or row.encoded:
+                continue
+            if chosen and len(row.source) > budget:
+                break
+            row.encoded = True
+            budget -= len(row.source)
+            chosen.append(row)
+        return sorted(chosen, key=lambda row: len(row.source))
 
     def _plan_prefill(self) -> list[PrefillPart]:
         parts = []
         budget = self._prefill_tokens
         for row in self._running.values():
             count = min(len(row.prompt) - row.prefilled, budget)
-            if count <= 0:
+            if count <= 0 or (row.source and not row.encoded):
                 continue
             parts.append(PrefillPart(row.slot, row.prefilled, count))
             budget -= count
@@ -162,7 +203,7 @@ class Scheduler:
         """
         del self._running[row.slot]
         self._free_slots.append(row.slot)
-        self._extents.free(row.start, row.capacity)
+        self._extents.free(row.extent, row.capacity)
 
 
 def _take(row: Row, result: TokenResult) -> None:
@@ -200,6 +241,8 @@ def _answer(row: Row) -> None:
         if request.return_log_probs
         else (),
         context_logits=_context_logits(row) if request.return_context_logits else None,
+        hidden_state=None if row.answer is None else row.answer.hidden,
+        attentions=None if row.answer is None else row.answer.attentions,
     )
     try:
         row.future.set_result(output)
@@ -208,6 +251,8 @@ def _answer(row: Row) -> None:
 
 
 def _context_logits(row: Row) -> Tensor:
-    """Float32 [prompt tokens, vocab]; the start token of an empty prompt is not the caller's."""
+    """Float32 [prompt tokens, vocab]; the start token of an empty prompt is not the caller's, but
+    a decoder's first input.
+    """
     whole = torch.cat(row.context_logits)
-    return whole[len(row.prompt) - len(row.request.input_ids) :]
+    return whole if row.source else whole[len(row.prompt) - len(row.request.input_ids) :]

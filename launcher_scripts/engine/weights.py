@@ -11,8 +11,9 @@ from torch import Tensor
 
 from launcher_scripts.checkpoint.dtypes import BFLOAT16
 from launcher_scripts.kernels.operands import Linear, Norm
-from launcher_scripts.models.family import WeightSpec
-from launcher_scripts.models.gpt import GPTConfig, weights
+from launcher_scripts.models import family_of
+from launcher_scripts.models.family import ModelConfig, WeightSpec
+from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.parallel import Parallelism
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -78,7 +79,7 @@ class WeightLoader:
 
     def __init__(
         self,
-        config: GPTConfig,
+        config: ModelConfig,
         parallelism: Parallelism,
         rank: int,
         dtype: torch.dtype,
@@ -92,7 +93,7 @@ class WeightLoader:
         self.dtype = dtype
         self.device = device
         self._read = read
-        self._specs = {spec.name: spec for spec in weights(config)}
+        self._specs = {spec.name: spec for spec in family_of(config).weights(config)}
 
     def load(self) -> GPTWeights:
         """Everything this rank needs, and nothing else, is read."""
@@ -157,13 +158,13 @@ class WeightLoader:
         return Norm(self.config.normalization, weight, bias, self.config.norm_eps)
 
     def _table(self, name: str) -> Tensor:
-        """This rank's rows of a vocabulary table; rows past the vocabulary are zero."""
+        """This rank's part of a vocabulary table or vector; what is past the vocabulary is zero."""
         spec = self._specs[name]
         whole = self._read(spec, None)
         rows = self.config.local_size("vocab_size", self.parallelism.tp_size)
         first = self.tp_rank * rows
         part = whole[first : first + rows]
-        table = torch.zeros(rows, whole.shape[1], dtype=self.dtype, device=self.device)
+        table = torch.zeros(rows, *whole.shape[1:], dtype=self.dtype, device=self.device)
         table[: part.shape[0]] = _tensor(part, self.dtype, self.device)
         return table
 

@@ -24,17 +24,21 @@ def attend(
     starts,
     lengths,
     slopes,
+    positions,
+    bias,
     out,
     partial,
     weights,
     pool_tokens,
     scale,
+    reach,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     ALIBI: tl.constexpr,
+    RELATIVE: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """One program: one row, one query head, one of SPLITS parts of the context.
@@ -68,6 +72,10 @@ def attend(
         scores = tl.sum(key * scaled[None, :], 1)
         if ALIBI:
             scores += tl.load(slopes + head) * (tokens - (length - 1)).to(tl.float32)
+        if RELATIVE:
+            distance = tokens - tl.load(positions + row).to(tl.int32)
+            place = tl.minimum(tl.maximum(distance, -reach), reach) + reach
+            scores += tl.load(bias + head * (2 * reach + 1) + place)
         scores = tl.where(inside, scores, -float("inf"))
         top = tl.maximum(largest, tl.max(scores, 0))
         shrink = tl.exp(largest - top)

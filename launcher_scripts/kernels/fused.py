@@ -15,7 +15,7 @@ from torch.nn import functional
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.attention_kernels import attend, attention_shape, merge_splits
 from launcher_scripts.kernels.gemv_kernel import gemv, gemv_shape
-from launcher_scripts.kernels.operands import Heads, LayerCache, Linear, Norm
+from launcher_scripts.kernels.operands import Heads, LayerCache, Linear, Norm, RelativeBias
 from launcher_scripts.kernels.row_kernels import (
     block_argmax,
     final_argmax,
@@ -32,6 +32,8 @@ ARGMAX_BLOCK = 1024
 add_residual = reference.add_residual
 rotary_table = reference.rotary_table
 context_attention = reference.context_attention
+source_attention = reference.source_attention
+source_attention_weights = reference.source_attention_weights
 
 
 def embed(ids: Tensor, table: Tensor, first_id: int) -> Tensor:
@@ -127,6 +129,10 @@ def decode_attention(
     lengths: Tensor,
     longest: int,
     slopes: Tensor | None,
+    *,
+    scale: float | None = None,
+    relative: RelativeBias | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """See reference.decode_attention. Long contexts are split over programs and merged."""
     rows, num_heads, size = query.shape
@@ -148,13 +154,17 @@ def decode_attention(
         starts,
         lengths,
         query if slopes is None else slopes,
+        lengths if positions is None else positions,
+        query if relative is None else relative.table,
         out,
         partial,
         weights,
         cache.keys.shape[1],
-        size**-0.5,
+        size**-0.5 if scale is None else scale,
+        0 if relative is None else relative.reach,
         GROUP=num_heads // cache.keys.shape[0],
         ALIBI=slopes is not None,
+        RELATIVE=relative is not None,
         TILE=tile,
         num_warps=warps,
         **shape,
@@ -172,8 +182,10 @@ def logits(x: Tensor, head: Linear) -> Tensor:
         return _gemv(x, head, torch.float32)
     normalized = _normalized(x, head)
     if normalized.dtype == torch.float32 or not x.is_cuda:
-        return functional.linear(normalized.float(), head.weight.float())
-    return torch.mm(normalized, head.weight.t(), out_dtype=torch.float32)
+        bias = None if head.bias is None else head.bias.float()
+        return functional.linear(normalized.float(), head.weight.float(), bias)
+    out = torch.mm(normalized, head.weight.t(), out_dtype=torch.float32)
+    return out if head.bias is None else out + head.bias
 
 
 def argmax(logits: Tensor) -> Tensor:

@@ -57,3 +57,18 @@ class LayerCache:
 
     keys: Tensor
     values: Tensor
+
+
+@dataclass(frozen=True)
+class RelativeBias:
+    """What a score gains by how far its key is from its query (Raffel et al. 2020).
+
+    table: float32 [heads, 2 * reach + 1], for key - query from -reach to reach; keys farther away
+           gain what those at the ends do
+    """
+
+    table: Tensor
+
+    @property
+    def reach(self) -> int:
+        return self.table.shape[1] // 2

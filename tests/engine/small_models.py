@@ -1,4 +1,4 @@
-"""Small random GPTs: their stored tensors, and engines over them without any file."""
+"""Small random models: their stored tensors, and engines over them without any file."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 from launcher_scripts.checkpoint.fastertransformer import FTWriter, weight_files
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.engine import Engine, EngineSettings
+from launcher_scripts.engine.families import engine_family
 from launcher_scripts.engine.loading import assemble_runner
 from launcher_scripts.engine.runner import Runner
-from launcher_scripts.engine.weights import DTYPES, WeightLoader
-from launcher_scripts.models.family import Partition, WeightSpec
-from launcher_scripts.models.gpt import GPTConfig, weights
+from launcher_scripts.engine.weights import DTYPES
+from launcher_scripts.models import family_of
+from launcher_scripts.models.family import ModelConfig, Partition, WeightSpec
+from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
@@ -39,11 +41,11 @@ def small_config(**changes: object) -> GPTConfig:
     return GPTConfig(**{**values, **changes})
 
 
-def random_tensors(config: GPTConfig, seed: int = 0) -> dict[str, np.ndarray]:
+def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     """Whole tensors (one rank) by canonical name; large enough that logits differ clearly."""
     generator = np.random.default_rng(seed)
     tensors = {}
-    for spec in weights(config):
+    for spec in family_of(config).weights(config):
         shape = spec.shape_on(config, 1)
         for layer in spec.layer_numbers(config):
             values = generator.normal(0, 0.3, shape).astype(np.float32)
@@ -54,7 +56,7 @@ def random_tensors(config: GPTConfig, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def write_checkpoint(
-    folder: Path, config: GPTConfig, tensors: Mapping[str, np.ndarray], tp_size: int
+    folder: Path, config: ModelConfig, tensors: Mapping[str, np.ndarray], tp_size: int
 ) -> Path:
     """The whole tensors as a checkpoint folder cut for `tp_size` ranks."""
     with FTWriter(folder, config, tp_size, "fp32") as writer:
@@ -66,15 +68,16 @@ def write_checkpoint(
 
 
 def rank_part(
-    spec: WeightSpec, config: GPTConfig, whole: np.ndarray, tp_size: int, tp_rank: int
+    spec: WeightSpec, config: ModelConfig, whole: np.ndarray, tp_size: int, tp_rank: int
 ) -> np.ndarray:
     """One rank's part of a whole tensor."""
     if spec.partition is Partition.ROW_PARALLEL:
         return np.split(whole, tp_size, axis=0)[tp_rank]
     if spec.partition is not Partition.COLUMN_PARALLEL:
         return whole
-    if not spec.blocks:
-        return np.split(whole, tp_size, axis=-1)[tp_rank]
+    if not isinstance(config, GPTConfig) or not spec.blocks:
+        blocks = np.split(whole, max(1, len(spec.blocks)), axis=-1)
+        return np.concatenate([np.split(b, tp_size, axis=-1)[tp_rank] for b in blocks], axis=-1)
     query, key, value = np.split(whole, [config.q_size, config.q_size + config.kv_size], axis=-1)
     heads = (*whole.shape[:-1], config.num_kv_heads, config.head_size)
     copies = config.kv_copies(tp_size)
@@ -88,7 +91,7 @@ def rank_part(
 
 
 def load_engine(
-    folder: Path, config: GPTConfig, tensors: Mapping[str, np.ndarray], tp: int, pp: int, **more
+    folder: Path, config: ModelConfig, tensors: Mapping[str, np.ndarray], tp: int, pp: int, **more
 ) -> Engine:
     """An engine of tp x pp processes over a checkpoint written into `folder`."""
     checkpoint = folder / f"{tp}-gpu"
@@ -104,7 +107,7 @@ def load_engine(
 
 
 def runner_for(
-    config: GPTConfig,
+    config: ModelConfig,
     tensors: Mapping[str, np.ndarray],
     *,
     device: str = "cpu",
@@ -121,18 +124,22 @@ def runner_for(
         max_tokens=max_tokens,
     )
     place = torch.device(device)
-    loaded = WeightLoader(
-        config,
-        Parallelism(),
-        0,
-        DTYPES[data_type],
-        place,
-        lambda spec, layer: tensors[spec.tensor_name(layer)],
-    ).load()
+    loaded = (
+        engine_family(config)
+        .loader(
+            config,
+            Parallelism(),
+            0,
+            DTYPES[data_type],
+            place,
+            lambda spec, layer: tensors[spec.tensor_name(layer)],
+        )
+        .load()
+    )
     return settings, assemble_runner(loaded, settings, Communicator(), place)
 
 
-def engine_for(config: GPTConfig, tensors: Mapping[str, np.ndarray], **options: object) -> Engine:
+def engine_for(config: ModelConfig, tensors: Mapping[str, np.ndarray], **options: object) -> Engine:
     settings, runner = runner_for(config, tensors, **options)
     return Engine.from_runner(settings, lambda: runner)
 

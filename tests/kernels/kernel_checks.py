@@ -12,7 +12,13 @@ triton = pytest.importorskip("triton")
 
 from launcher_scripts.engine.layers import alibi_slopes  # noqa: E402
 from launcher_scripts.kernels import fused, reference  # noqa: E402
-from launcher_scripts.kernels.operands import Heads, LayerCache, Linear, Norm  # noqa: E402
+from launcher_scripts.kernels.operands import (  # noqa: E402
+    Heads,
+    LayerCache,
+    Linear,
+    Norm,
+    RelativeBias,
+)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -100,9 +106,10 @@ def test_mlp_up(gated, activation):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_logits_are_float32(rows, dtype):
-    head = make_linear(SIZES[0][1], SIZES[0][0], make_norm("rmsnorm", SIZES[0][0]), False, dtype)
+def test_logits_are_float32(rows, bias, dtype):
+    head = make_linear(SIZES[0][1], SIZES[0][0], make_norm("rmsnorm", SIZES[0][0]), bias, dtype)
     x = random(rows, SIZES[0][0])
     got = fused.logits(x, head)
     assert got.dtype == torch.float32
@@ -168,6 +175,39 @@ def test_decode_attention(dtype, longest, alibi):
     got, want = fused.decode_attention(*arguments), reference.decode_attention(*arguments)
     assert not got.isnan().any()
     assert_close(got, want, dtype)
+
+
+@pytest.mark.parametrize("longest", [70, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decode_attention_with_a_relative_bias(dtype, longest):
+    """Own tokens, and others' that the row's position lies among, before and behind."""
+    heads, tokens = Heads(4, 4, 12), 400
+    cache = poisoned_cache(heads, tokens, dtype)
+    lengths = torch.tensor([1, longest, 65], device=DEVICE)
+    starts = torch.tensor([399, 90, 0], device=DEVICE)
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        for part in parts(cache):
+            part[:, start : start + length] = random(4, length, 12, dtype=dtype)
+    query = random(3, 4, 12, dtype=dtype)
+    more = {
+        "scale": 1.0,
+        "relative": RelativeBias(random(4, 2 * 9 + 1)),
+        "positions": torch.tensor([0, 30, 200], device=DEVICE),
+    }
+    arguments = (query, cache, starts, lengths, longest, None)
+    got = fused.decode_attention(*arguments, **more)
+    assert not got.isnan().any()
+    assert_close(got, reference.decode_attention(*arguments, **more), dtype)
+
+
+def test_store_kv_without_queries():
+    heads = Heads(0, 2, 12)
+    key_value, slots = random(3, 4 * 12), torch.tensor([5, 0, 3], device=DEVICE)
+    caches = [poisoned_cache(heads, 7, torch.float32) for _ in range(2)]
+    for kernels, cache in zip((fused, reference), caches, strict=True):
+        assert kernels.store_kv(key_value, heads, None, slots, cache).shape == (3, 0, 12)
+    for got, want in zip(parts(caches[0]), parts(caches[1]), strict=True):
+        assert torch.equal(got[:, slots], want[:, slots])
 
 
 def poisoned_cache(heads: Heads, tokens: int, dtype: torch.dtype) -> LayerCache:

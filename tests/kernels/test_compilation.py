@@ -71,14 +71,16 @@ def test_rotate_and_store(dtype, half):
     assert compile_kernel(row_kernels.rotate_and_store, pointers, {"pool_tokens": "i32"}, constants)
 
 
-@pytest.mark.parametrize(("dtype", "splits"), list(itertools.product(TYPES, (1, 4))))
-def test_attention(dtype, splits):
+@pytest.mark.parametrize(
+    ("dtype", "splits", "relative"), list(itertools.product(TYPES, (1, 4), (False, True)))
+)
+def test_attention(dtype, splits, relative):
     pointers = dict.fromkeys(("query", "keys", "values", "out"), dtype)
-    pointers |= dict.fromkeys(("starts", "lengths"), "i64")
-    pointers |= dict.fromkeys(("slopes", "partial", "weights"), "fp32")
+    pointers |= dict.fromkeys(("starts", "lengths", "positions"), "i64")
+    pointers |= dict.fromkeys(("slopes", "bias", "partial", "weights"), "fp32")
     shape = {"HEADS": 8, "SIZE": 48, "BLOCK": 64, "SPLITS": splits}
-    constants = shape | {"GROUP": 4, "ALIBI": splits > 1, "TILE": 64}
-    numbers = {"pool_tokens": "i32", "scale": "fp32"}
+    constants = shape | {"GROUP": 4, "ALIBI": splits > 1, "RELATIVE": relative, "TILE": 64}
+    numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32"}
     assert compile_kernel(attention_kernels.attend, pointers, numbers, constants)
     merged = {"partial": "fp32", "weights": "fp32", "out": dtype}
     assert compile_kernel(

@@ -1,45 +1,20 @@
-"""The contract's tensors to rows for the engine, and the engine's answers back to tensors."""
+"""GPT: the contract's tensors to rows for the engine, and the engine's answers back to tensors."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from launcher_scripts.errors import Problems, RequestError, problem
-from launcher_scripts.protocol import (
-    GPT_INPUTS,
-    GenerateOutput,
-    GenerateRequest,
-    SamplingParameters,
+from launcher_scripts.backends.fastertransformer.row_values import (
+    context_logits,
+    log_probs,
+    row_values,
+    token_ids,
+    trimmed,
 )
-
-# contract tensor -> field of SamplingParameters
-SAMPLING_FIELDS = {
-    "runtime_top_k": "top_k",
-    "runtime_top_p": "top_p",
-    "temperature": "temperature",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "min_length": "min_length",
-    "random_seed": "random_seed",
-    "top_p_decay": "top_p_decay",
-    "top_p_min": "top_p_min",
-    "top_p_reset_ids": "top_p_reset_id",
-    "beam_width": "beam_width",
-    "len_penalty": "len_penalty",
-    "beam_search_diversity_rate": "beam_search_diversity_rate",
-}
-PROMPT_INPUTS = (
-    "prompt_learning_task_name_ids",
-    "request_prompt_embedding",
-    "request_prompt_lengths",
-    "request_prompt_type",
-)
-_DEFAULTS = {tensor.name: tensor.default for tensor in GPT_INPUTS}
+from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
 
 def to_requests(tensors: Mapping[str, Tensor]) -> list[GenerateRequest]:
@@ -48,42 +23,16 @@ def to_requests(tensors: Mapping[str, Tensor]) -> list[GenerateRequest]:
     Shapes: input_ids [B, M], word lists [B, 2, n] or [2, n] for all rows, everything else [B] or
     [B, 1]. Raises RequestError that names every wrong tensor.
     """
-    ids = tensors["input_ids"].long()
-    if ids.dim() != 2:
-        raise RequestError(problem("input_ids must be [batch, time]", got=list(ids.shape)))
-    rows = ids.shape[0]
-    problems = Problems("the request")
-    _refuse_unsupported(tensors, problems)
-    columns = {name: _column(tensors, name, rows, problems) for name in _PER_ROW}
-    bad, stop = (
-        _words(tensors.get(name), name, rows, problems)
-        for name in ("bad_words_list", "stop_words_list")
-    )
-    problems.raise_if_any(RequestError)
-    lengths = columns["input_lengths"]
-    for length in lengths:
-        if not 0 <= length <= ids.shape[1]:
-            problems.add(
-                "input_lengths must be within input_ids",
-                got=length,
-                choices=(f"0-{ids.shape[1]}",),
-            )
-    problems.raise_if_any(RequestError)
+    ids = token_ids(tensors, "input_ids")
+    values = row_values(tensors, ids.shape[0], ("input_lengths", "request_output_len"))
+    prompts = trimmed("input_ids", ids, "input_lengths", values.columns["input_lengths"])
     return [
         GenerateRequest(
-            input_ids=tuple(ids[row, : lengths[row]].tolist()),
-            output_len=columns["request_output_len"][row],
-            sampling=SamplingParameters(
-                **{field: columns[name][row] for name, field in SAMPLING_FIELDS.items()}
-            ),
-            start_id=columns["start_id"][row],
-            end_id=columns["end_id"][row],
-            bad_words=bad[row],
-            stop_words=stop[row],
-            return_log_probs=columns["is_return_log_probs"][row],
-            return_context_logits=columns["is_return_context_logits"][row],
+            input_ids=prompt,
+            output_len=values.columns["request_output_len"][row],
+            **values.generation(row),
         )
-        for row in range(rows)
+        for row, prompt in enumerate(prompts)
     ]
 
 
@@ -113,115 +62,7 @@ def to_tensors(
         ),
     }
     if any(request.return_log_probs for request in requests):
-        tensors.update(_log_probs(outputs, longest))
+        tensors.update(log_probs(outputs, longest))
     if any(request.return_context_logits for request in requests):
-        tensors["context_logits"] = _context_logits(outputs)
+        tensors["context_logits"] = context_logits(outputs)
     return tensors
-
-
-def _log_probs(outputs: Sequence[GenerateOutput], longest: int) -> dict[str, Tensor]:
-    per_token = torch.zeros(len(outputs), 1, longest)
-    for row, output in enumerate(outputs):
-        values = output.output_log_probs
-        per_token[row, 0, : len(values)] = torch.tensor(values)
-    sums = [[output.cum_log_probs or 0.0] for output in outputs]
-    return {"cum_log_probs": torch.tensor(sums), "output_log_probs": per_token}
-
-
-def _context_logits(outputs: Sequence[GenerateOutput]) -> Tensor:
-    """Float32 [B, longest prompt, vocab], zeros after a row's prompt and for rows not asked."""
-    given = [output.context_logits for output in outputs if output.context_logits is not None]
-    longest = max(logits.shape[0] for logits in given)
-    whole = torch.zeros(len(outputs), longest, given[0].shape[1])
-    for row, output in enumerate(outputs):
-        if output.context_logits is not None:
-            whole[row, : output.context_logits.shape[0]] = output.context_logits
-    return whole
-
-
-def _unsigned(value: Any) -> int:
-    """A 64-bit seed, which arrived as the signed number of the same bits."""
-    return int(value) & ((1 << 64) - 1)
-
-
-def _optional_id(value: Any) -> int | None:
-    return None if value is None else int(value)
-
-
-# contract tensor -> what makes its value from a number (or from its default)
-_PER_ROW: dict[str, Callable[[Any], Any]] = {
-    "input_lengths": int,
-    "request_output_len": int,
-    "runtime_top_k": int,
-    "runtime_top_p": float,
-    "temperature": float,
-    "repetition_penalty": float,
-    "presence_penalty": float,
-    "min_length": int,
-    "random_seed": _unsigned,
-    "top_p_decay": float,
-    "top_p_min": float,
-    "top_p_reset_ids": _optional_id,
-    "beam_width": int,
-    "len_penalty": float,
-    "beam_search_diversity_rate": float,
-    "start_id": _optional_id,
-    "end_id": _optional_id,
-    "is_return_log_probs": bool,
-    "is_return_context_logits": bool,
-}
-
-
-def _column(tensors: Mapping[str, Tensor], name: str, rows: int, problems: Problems) -> list[Any]:
-    """One value per row of a tensor, or its default."""
-    convert = _PER_ROW[name]
-    tensor = tensors.get(name)
-    if tensor is None:
-        return [convert(_DEFAULTS[name])] * rows
-    values = tensor.reshape(-1)
-    if values.numel() != rows:
-        problems.add(
-            f"{name} needs one value per row of input_ids, [{rows}]", got=list(tensor.shape)
-        )
-        return []
-    if not values.is_floating_point():
-        values = values.long()
-    return [convert(value) for value in values.tolist()]
-
-
-def _words(
-    tensor: Tensor | None, name: str, rows: int, problems: Problems
-) -> list[tuple[tuple[int, ...], ...]]:
-    """The words of every row from [B, 2, n]: ids, and the end offsets up to the first negative."""
-    if tensor is None:
-        return [()] * rows
-    lists = tensor.long()
-    if lists.dim() == 2:
-        lists = lists.expand(rows, *lists.shape)
-    if lists.dim() != 3 or lists.shape[:2] != (rows, 2):
-        problems.add(f"{name} must be [{rows}, 2, n]: ids, end offsets", got=list(tensor.shape))
-        return []
-    words = []
-    for ids, offsets in lists.tolist():
-        ends = offsets[: next((i for i, end in enumerate(offsets) if end < 0), len(offsets))]
-        bounds = [0, *ends]
-        if ends != sorted(set(ends)) or (ends and not 0 < ends[-1] <= len(ids)) or 0 in ends:
-            problems.add(f"{name} needs ascending end offsets within its {len(ids)} ids", got=ends)
-            continue
-        spans = itertools.pairwise(bounds)
-        words.append(tuple(tuple(ids[start:end]) for start, end in spans))
-    return words
-
-
-def _refuse_unsupported(tensors: Mapping[str, Tensor], problems: Problems) -> None:
-    """Inputs of the contract that this engine does not act on must not be ignored silently."""
-    for name in PROMPT_INPUTS:
-        asks = name in tensors and (name != "request_prompt_type" or bool(tensors[name].any()))
-        if asks:
-            problems.add(f"{name} is not supported: this model has no prompt tables")
-    embeddings = tensors.get("is_return_context_embeddings")
-    if embeddings is not None and bool(embeddings.any()):
-        problems.add(
-            "is_return_context_embeddings is not supported",
-            choices=("is_return_context_logits",),
-        )

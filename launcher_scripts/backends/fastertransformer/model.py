@@ -17,12 +17,14 @@ from typing import Any
 import torch
 import triton_python_backend_utils as pb_utils
 
-from launcher_scripts.backends.fastertransformer.conversion import to_requests, to_tensors
+from launcher_scripts.backends.fastertransformer.conversions import CONVERSIONS, Conversion, Shape
 from launcher_scripts.backends.fastertransformer.parameters import engine_settings
 from launcher_scripts.backends.fastertransformer.status import DEVICE_VARIABLE, StatusFile
+from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.engine.engine import Engine
+from launcher_scripts.engine.weights import DTYPES
 from launcher_scripts.errors import LauncherError, RequestError
-from launcher_scripts.protocol import GPT_INPUTS, GenerateOutput, GenerateRequest
+from launcher_scripts.protocol import GenerateOutput, GenerateRequest, Tensor
 
 
 class TritonPythonModel:
@@ -39,6 +41,8 @@ class TritonPythonModel:
                 args["model_version"],
                 os.environ.get(DEVICE_VARIABLE, "auto"),
             )
+            self._contract = CONTRACTS[settings.model_type]
+            self._conversion = CONVERSIONS[settings.model_type]
             if settings.enable_custom_all_reduce:
                 print("enable_custom_all_reduce: ranks sum over NCCL, with the same result")
             self._engine = Engine.load(settings)
@@ -57,13 +61,14 @@ class TritonPythonModel:
         for request in requests:
             sender = request.get_response_sender()
             try:
-                tensors = input_tensors(request)
-                rows = to_requests(tensors)
+                tensors = input_tensors(request, self._contract.inputs)
+                rows = self._conversion.to_requests(tensors)
             except RequestError as error:
                 send(sender, error_response(error))
                 continue
             answer = _Answer(
                 self._engine,
+                self._conversion,
                 rows,
                 tensors["input_ids"].shape[1],
                 set(request.requested_output_names()),
@@ -84,6 +89,7 @@ class _Answer:
     def __init__(
         self,
         engine: Engine,
+        conversion: Conversion,
         rows: Sequence[GenerateRequest],
         width: int,
         wanted: set[str],
@@ -91,6 +97,7 @@ class _Answer:
         answers: ThreadPoolExecutor,
     ) -> None:
         self._engine = engine
+        self._conversion = conversion
         self._rows = rows
         self._width = width
         self._wanted = wanted
@@ -118,12 +125,13 @@ class _Answer:
         if errors:
             send(self._sender, error_response(errors[0]))
             return
-        tensors = to_tensors(
-            self._rows,
-            [future.result() for future in self._futures],
+        shape = Shape(
             self._width,
             self._engine.config.end_id,
+            DTYPES[self._engine.settings.data_type],
         )
+        outputs = [future.result() for future in self._futures]
+        tensors = self._conversion.to_tensors(self._rows, outputs, shape)
         send(
             self._sender,
             pb_utils.InferenceResponse(
@@ -136,10 +144,10 @@ class _Answer:
         )
 
 
-def input_tensors(request: Any) -> dict[str, torch.Tensor]:
+def input_tensors(request: Any, inputs: Sequence[Tensor]) -> dict[str, torch.Tensor]:
     """The contract's tensors of a request, over DLPack: numpy 2 misreads this backend's arrays."""
     found = {}
-    for spec in GPT_INPUTS:
+    for spec in inputs:
         tensor = pb_utils.get_input_tensor_by_name(request, spec.name)
         if tensor is not None:
             found[spec.name] = torch.utils.dlpack.from_dlpack(tensor.to_dlpack())

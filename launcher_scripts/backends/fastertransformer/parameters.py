@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.engine.engine import EngineSettings
 from launcher_scripts.errors import ConfigError, Problems
 from launcher_scripts.parallel import Parallelism
 
-MODEL_TYPES = ("GPT",)
 WHERE = "parameters in config.pbtxt"
 
 # max_batch_size bounds one request; rows of many requests run together whatever it is.
@@ -41,14 +41,15 @@ def engine_settings(
         )
     }
     model_type = values.get("model_type", "GPT")
-    if model_type not in MODEL_TYPES:
-        problems.add("unknown model_type", got=model_type, choices=MODEL_TYPES, change=WHERE)
+    if model_type not in CONTRACTS:
+        problems.add("unknown model_type", got=model_type, choices=CONTRACTS, change=WHERE)
     problems.raise_if_any(ConfigError)
     parallelism = Parallelism(numbers["tensor_para_size"], numbers["pipeline_para_size"])
     return EngineSettings(
         checkpoint_dir=_checkpoint_dir(
             values.get("model_checkpoint_path", ""), model_dir, version, parallelism.tp_size
         ),
+        model_type=model_type,
         data_type=values.get("data_type", "fp32"),
         parallelism=parallelism,
         device=device,

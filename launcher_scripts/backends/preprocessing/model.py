@@ -25,27 +25,38 @@ from tokenizer import Tokenizer, load_tokenizer
 
 
 class TritonPythonModel:
-    """QUERY, words as comma separated text -> padded ids, their lengths, word lists."""
+    """QUERY, words as comma separated text -> padded ids, their lengths, word lists.
+
+    The parameter closing_id, where there is one, is a token that ends every query.
+    """
 
     def initialize(self, args: dict[str, str]) -> None:
         require_working_arrays()
         self.tokenizer = load_tokenizer(Path(__file__).parent)
         parameters = json.loads(args["model_config"])["parameters"]
         self.pad_id = int(parameters["pad_id"]["string_value"])
+        self.closing = [
+            int(parameters[name]["string_value"]) for name in ("closing_id",) if name in parameters
+        ]
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         return answer_each(requests, self.answer)
 
     def answer(self, request: Any) -> list[Any]:
         queries = texts(request, "QUERY")
-        output_len = array(request, "REQUEST_OUTPUT_LEN")
-        if queries is None or output_len is None:
-            raise BadRequestError("QUERY and REQUEST_OUTPUT_LEN are required")
-        rows = [self.tokenizer.encode(query) for query in queries]
+        if queries is None:
+            raise BadRequestError("QUERY is required")
+        rows = [[*self.tokenizer.encode(query), *self.closing] for query in queries]
         lengths = np.array([[len(row)] for row in rows], dtype=np.uint32)
-        return [
+        encoded = [
             tensor("INPUT_ID", pad_right(rows, self.pad_id)),
             tensor("REQUEST_INPUT_LEN", lengths),
+        ]
+        output_len = array(request, "REQUEST_OUTPUT_LEN")
+        if output_len is None:  # nothing is to be generated
+            return encoded
+        return [
+            *encoded,
             tensor("BAD_WORDS_IDS", self.word_list(request, "BAD_WORDS_DICT", len(rows))),
             tensor("STOP_WORDS_IDS", self.word_list(request, "STOP_WORDS_DICT", len(rows))),
             tensor("REQUEST_OUTPUT_LEN", output_len.astype(np.uint32)),

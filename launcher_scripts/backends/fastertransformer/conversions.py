@@ -1,0 +1,57 @@
+"""How each model_type turns tensors into rows and answers back into tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.backends.fastertransformer import conversion, conversion_t5
+from launcher_scripts.protocol import GenerateOutput, GenerateRequest
+
+Answers = Sequence[GenerateOutput]
+Requests = Sequence[GenerateRequest]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an answer's tensors depend on besides rows and outputs.
+
+    width:  columns of the request's input_ids
+    end_id: the model's, for rows that name none
+    dtype:  the model's compute type
+    """
+
+    width: int
+    end_id: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A row of CONVERSIONS."""
+
+    to_requests: Callable[[Mapping[str, Tensor]], list[GenerateRequest]]
+    to_tensors: Callable[[Requests, Answers, Shape], dict[str, Tensor]]
+
+
+def _gpt(requests: Requests, outputs: Answers, shape: Shape) -> dict[str, Tensor]:
+    return conversion.to_tensors(requests, outputs, shape.width, shape.end_id)
+
+
+def _t5(requests: Requests, outputs: Answers, shape: Shape) -> dict[str, Tensor]:
+    return conversion_t5.to_tensors(requests, outputs, shape.end_id)
+
+
+def _t5_encoder(requests: Requests, outputs: Answers, shape: Shape) -> dict[str, Tensor]:
+    return conversion_t5.to_encoder_tensors(requests, outputs, shape.width, shape.dtype)
+
+
+# model_type -> its conversion
+CONVERSIONS = {
+    "GPT": Conversion(conversion.to_requests, _gpt),
+    "T5": Conversion(conversion_t5.to_requests, _t5),
+    "T5-Encoder": Conversion(conversion_t5.to_encoder_requests, _t5_encoder),
+}

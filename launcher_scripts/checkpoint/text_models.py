@@ -1,0 +1,130 @@
+"""The text models of a model repository: text to ids, ids to text, and the ensemble of all."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts import tokenizer
+from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
+from launcher_scripts.contracts import TextContract
+from launcher_scripts.models import family_of
+from launcher_scripts.render import render
+from launcher_scripts.settings import ExportSettings
+from launcher_scripts.tokenizer import tokenizer_files
+
+PREPROCESSING_FROM_ENSEMBLE = {
+    "QUERY": "INPUT_0",
+    "REQUEST_OUTPUT_LEN": "INPUT_1",
+    "BAD_WORDS_DICT": "INPUT_2",
+    "STOP_WORDS_DICT": "INPUT_3",
+}
+
+
+def write_text_models(
+    folder: Path,
+    settings: ExportSettings,
+    checkpoint: FTCheckpoint,
+    text: TextContract,
+    names: dict[str, str],
+) -> None:
+    """The text models as they will stand in the repository, inside `folder`.
+
+    names: role -> folder
+    """
+    configs = {
+        "preprocessing": render(
+            "text_model.pbtxt.j2",
+            name=names["preprocessing"],
+            max_batch_size=settings.max_batch_size,
+            inputs=text.preprocessing_inputs,
+            outputs=text.preprocessing_outputs,
+            parameters=preprocessing_parameters(checkpoint),
+        ),
+        "ensemble": ensemble_config(settings, text, names),
+    }
+    if "postprocessing" in names:
+        configs["postprocessing"] = render(
+            "text_model.pbtxt.j2",
+            name=names["postprocessing"],
+            max_batch_size=settings.max_batch_size,
+            inputs=text.postprocessing_inputs,
+            outputs=text.postprocessing_outputs,
+            parameters={},
+        )
+    for role, config in configs.items():
+        version_dir = folder / names[role] / "1"
+        version_dir.mkdir(parents=True)
+        (folder / names[role] / "config.pbtxt").write_text(config, encoding="utf-8")
+        if role != "ensemble":
+            for path in text_model_files(role, checkpoint.folder):
+                shutil.copyfile(path, version_dir / path.name)
+
+
+def preprocessing_parameters(checkpoint: FTCheckpoint) -> dict[str, Any]:
+    """What fills rows up, and the token that closes an input where the model was trained so.
+
+    The T5 models of transformers end their inputs with the end token, NeMo's do not.
+    """
+    config = checkpoint.config
+    parameters = {"pad_id": config.end_id if config.pad_id is None else config.pad_id}
+    source = checkpoint.manifest.source if checkpoint.manifest is not None else {}
+    if family_of(config).name == "t5" and source.get("format") == "huggingface":
+        parameters["closing_id"] = config.end_id
+    return parameters
+
+
+def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:
+    """What the version folder of a text model holds."""
+    room = Path(__file__).resolve().parent.parent / "backends"
+    return [
+        room / role / "model.py",
+        room / "text_tensors.py",
+        Path(tokenizer.__file__),
+        *tokenizer_files(checkpoint_dir),
+    ]
+
+
+def ensemble_config(settings: ExportSettings, text: TextContract, names: dict[str, str]) -> str:
+    """config.pbtxt of the ensemble; names that begin with _ stay between its steps."""
+    text_inputs = PREPROCESSING_FROM_ENSEMBLE.values()
+    passed_on = {t.name: t.name for t in text.ensemble_inputs if t.name not in text_inputs}
+    returned = {t.name: t.name for t in text.ensemble_outputs if t.name != "OUTPUT_0"}
+    taken = {tensor.name for tensor in text.preprocessing_inputs}
+    last = "postprocessing" in names
+    steps = [
+        {
+            "model": names["preprocessing"],
+            "inputs": {
+                name: source
+                for name, source in PREPROCESSING_FROM_ENSEMBLE.items()
+                if name in taken
+            },
+            "outputs": {t.name: f"_{t.name}" for t in text.preprocessing_outputs},
+        },
+        {
+            "model": settings.model_name,
+            "inputs": {
+                **{name: f"_{source}" for name, source in text.model_inputs.items()},
+                **passed_on,
+            },
+            "outputs": {**({"output_ids": "_TOKENS_BATCH"} if last else {}), **returned},
+        },
+    ]
+    if last:
+        steps.append(
+            {
+                "model": names["postprocessing"],
+                "inputs": {"TOKENS_BATCH": "_TOKENS_BATCH", "sequence_length": "sequence_length"},
+                "outputs": {"OUTPUT": "OUTPUT_0"},
+            }
+        )
+    return render(
+        "ensemble.pbtxt.j2",
+        name=names["ensemble"],
+        max_batch_size=settings.max_batch_size,
+        inputs=text.ensemble_inputs,
+        outputs=text.declared_ensemble_outputs(settings.data_type),
+        steps=steps,
+    )

@@ -1,0 +1,240 @@
+"""The serving contract of every model_type: its tensors, and those of the text models around it.
+
+Names, types and shapes are those of the FasterTransformer backend's gpt, t5 and t5-encoder models;
+rows marked `extension` are this project's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from launcher_scripts.protocol import (
+    ENSEMBLE_INPUTS,
+    ENSEMBLE_OUTPUTS,
+    GPT_INPUTS,
+    GPT_OUTPUTS,
+    NOT_IN_ENSEMBLE,
+    POSTPROCESSING_INPUTS,
+    POSTPROCESSING_OUTPUTS,
+    PREPROCESSING_INPUTS,
+    PREPROCESSING_OUTPUTS,
+    Tensor,
+    array,
+    scalar,
+)
+
+# What T5 takes under the same names and with the same meaning.
+_T5_SHARED = (
+    "runtime_top_k",
+    "runtime_top_p",
+    "beam_search_diversity_rate",
+    "temperature",
+    "len_penalty",
+    "repetition_penalty",
+    "random_seed",
+    "is_return_log_probs",
+    "beam_width",
+    "start_id",
+    "end_id",
+    "stop_words_list",
+    "bad_words_list",
+    "prompt_learning_task_name_ids",
+    "request_prompt_embedding",
+    "request_prompt_lengths",
+    "top_p_decay",
+    "top_p_min",
+    "top_p_reset_ids",
+    "presence_penalty",
+    "min_length",
+)
+
+_T5_ENCODED = (
+    array("input_ids", "UINT32", (-1,), "the encoder's token ids, right-padded", optional=False),
+    scalar("sequence_length", "UINT32", None, "how many of the row's ids count", optional=False),
+)
+_IA3_TASKS = scalar("ia3_tasks", "INT32", None, "which loaded IA3 adapter to use")
+
+T5_INPUTS = (
+    *_T5_ENCODED,
+    scalar("max_output_len", "UINT32", None, "how many tokens to generate", optional=False),
+    *(tensor for tensor in GPT_INPUTS if tensor.name in _T5_SHARED),
+    _IA3_TASKS,
+    array(
+        "decoder_input_ids",
+        "UINT32",
+        (-1,),
+        "what the decoder is given before it generates, start token included; 4294967295 pads",
+        extension=True,
+    ),
+    scalar("is_return_context_logits", "BOOL", False, "return context_logits", extension=True),
+)
+
+T5_OUTPUTS = (
+    array("output_ids", "INT32", (-1, -1), "[beam, time]: generated, end_id, then 0"),
+    array("sequence_length", "INT32", (-1,), "[beam]: generated tokens, the end token included"),
+    array("cum_log_probs", "FP32", (-1,), "[beam]: sum of the tokens' log-probabilities"),
+    array("output_log_probs", "FP32", (-1, -1), "[beam, generated]: per token"),
+    array(
+        "context_logits",
+        "FP32",
+        (-1, -1),
+        "[decoder tokens, vocab]: logits at every position of decoder_input_ids",
+        extension=True,
+    ),
+)
+
+T5_ENCODER_INPUTS = (
+    *_T5_ENCODED,
+    scalar("is_return_attentions", "BOOL", False, "return output_attentions"),
+    _IA3_TASKS,
+)
+
+T5_ENCODER_OUTPUTS = (
+    array("output_hidden_state", "FP32", (-1, -1), "[tokens, hidden]: states of the encoder"),
+    array("output_attentions", "FP32", (-1, -1, -1, -1), "[layers, heads, tokens, tokens]"),
+)
+
+
+@dataclass(frozen=True)
+class TextContract:
+    """The text models around a model: preprocessing, postprocessing (if any) and the ensemble.
+
+    model_inputs: input of the model -> output of preprocessing; other optional inputs of the
+                  ensemble go to the model under their own names
+    """
+
+    preprocessing_inputs: tuple[Tensor, ...]
+    preprocessing_outputs: tuple[Tensor, ...]
+    postprocessing_inputs: tuple[Tensor, ...]
+    postprocessing_outputs: tuple[Tensor, ...]
+    ensemble_inputs: tuple[Tensor, ...]
+    ensemble_outputs: tuple[Tensor, ...]
+    model_inputs: Mapping[str, str]
+
+    def declared_ensemble_outputs(self, data_type: str) -> tuple[Tensor, ...]:
+        """The ensemble's outputs around a model that computes in `data_type`."""
+        return _declared(self.ensemble_outputs, data_type)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The text models there are."""
+        if self.postprocessing_outputs:
+            return ("preprocessing", "postprocessing", "ensemble")
+        return ("preprocessing", "ensemble")
+
+
+_WORDS = {"bad_words_list": "BAD_WORDS_IDS", "stop_words_list": "STOP_WORDS_IDS"}
+
+GPT_TEXT = TextContract(
+    PREPROCESSING_INPUTS,
+    PREPROCESSING_OUTPUTS,
+    POSTPROCESSING_INPUTS,
+    POSTPROCESSING_OUTPUTS,
+    ENSEMBLE_INPUTS,
+    ENSEMBLE_OUTPUTS,
+    {
+        "input_ids": "INPUT_ID",
+        "input_lengths": "REQUEST_INPUT_LEN",
+        "request_output_len": "REQUEST_OUTPUT_LEN",
+        **_WORDS,
+    },
+)
+
+
+def _declared(tensors: tuple[Tensor, ...], data_type: str) -> tuple[Tensor, ...]:
+    """The tensors, an encoder's own results with the type they are computed in."""
+    return _changed(tensors, ("output_hidden_state", "output_attentions"), dtype=data_type.upper())
+
+
+def _changed(
+    tensors: tuple[Tensor, ...], names: tuple[str, ...], **changes: object
+) -> tuple[Tensor, ...]:
+    """The tensors, those called `names` with the changes."""
+    return tuple(
+        replace(tensor, **changes) if tensor.name in names else tensor  # type: ignore[arg-type]
+        for tensor in tensors
+    )
+
+
+def _named(tensors: tuple[Tensor, ...], *names: str) -> tuple[Tensor, ...]:
+    return tuple(tensor for tensor in tensors if tensor.name in names)
+
+
+_OUTPUT_LEN = ("REQUEST_OUTPUT_LEN", "INPUT_1")
+_TEXT_INPUTS = ("INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3")
+
+T5_TEXT = TextContract(
+    _changed(PREPROCESSING_INPUTS, _OUTPUT_LEN, dims=(1,)),
+    _changed(PREPROCESSING_OUTPUTS, _OUTPUT_LEN, dims=(1,)),
+    _changed(
+        _named(POSTPROCESSING_INPUTS, "TOKENS_BATCH", "sequence_length"),
+        ("TOKENS_BATCH", "sequence_length"),
+        dtype="INT32",
+    ),
+    _changed(POSTPROCESSING_OUTPUTS, ("OUTPUT",), meaning="[beam, 1]: generated text"),
+    (
+        *_changed(_named(ENSEMBLE_INPUTS, *_TEXT_INPUTS), _OUTPUT_LEN, dims=(1,)),
+        *(t for t in T5_INPUTS if t.optional and t.name not in NOT_IN_ENSEMBLE),
+    ),
+    (
+        array("OUTPUT_0", "STRING", (-1, -1), "[beam, 1]: generated text"),
+        *_named(T5_OUTPUTS, "sequence_length", "cum_log_probs", "output_log_probs"),
+    ),
+    {
+        "input_ids": "INPUT_ID",
+        "sequence_length": "REQUEST_INPUT_LEN",
+        "max_output_len": "REQUEST_OUTPUT_LEN",
+        **_WORDS,
+    },
+)
+
+T5_ENCODER_TEXT = TextContract(
+    _named(PREPROCESSING_INPUTS, "QUERY"),
+    _named(PREPROCESSING_OUTPUTS, "INPUT_ID", "REQUEST_INPUT_LEN"),
+    (),
+    (),
+    (
+        *_named(ENSEMBLE_INPUTS, "INPUT_0"),
+        *(tensor for tensor in T5_ENCODER_INPUTS if tensor.optional),
+    ),
+    T5_ENCODER_OUTPUTS,
+    {"input_ids": "INPUT_ID", "sequence_length": "REQUEST_INPUT_LEN"},
+)
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a served model takes and gives; a row of CONTRACTS.
+
+    family:       the model family it serves
+    text:         the text models around it
+    encoder_only: only the encoder of an encoder-decoder is loaded
+    batched:      Triton may merge requests, rows of different lengths included
+    text:         the text models around it
+    """
+
+    family: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    text: TextContract
+    encoder_only: bool = False
+    batched: bool = False
+
+    def declared_outputs(self, data_type: str) -> tuple[Tensor, ...]:
+        """The outputs as config.pbtxt declares them for a model that computes in `data_type`."""
+        return _declared(self.outputs, data_type)
+
+
+# model_type in config.pbtxt -> its contract
+CONTRACTS = {
+    "GPT": Contract("gpt", GPT_INPUTS, GPT_OUTPUTS, GPT_TEXT, batched=True),
+    "T5": Contract("t5", T5_INPUTS, T5_OUTPUTS, T5_TEXT),
+    "T5-Encoder": Contract(
+        "t5",
+        T5_ENCODER_INPUTS,
+        T5_ENCODER_OUTPUTS,
+        T5_ENCODER_TEXT,
+        encoder_only=True,
+    ),
+}

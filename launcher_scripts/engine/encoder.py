@@ -1,0 +1,189 @@
+"""A T5 encoder on one rank: rows of different lengths in, their hidden states out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.engine.layers import ParallelLayer
+from launcher_scripts.engine.network import Encoded
+from launcher_scripts.engine.t5_weights import Embedding, EncoderLayerWeights, T5Weights
+from launcher_scripts.kernels.operands import Heads, RelativeBias
+from launcher_scripts.models.t5 import T5Config
+
+
+def layer_bias(bias: RelativeBias | None, config: T5Config, layer: int) -> RelativeBias | None:
+    """The bias of one layer (0-based): all have the same, unless the layers scale it."""
+    if bias is None or not config.relative_bias_layer_scaling:
+        return bias
+    return RelativeBias(bias.table * (layer + 1))
+
+
+def embed(
+    embedding: Embedding,
+    ids: Tensor,
+    positions: Tensor,
+    kernels: ModuleType,
+    communicator: Communicator,
+) -> Tensor:
+    """Float32 [N, hidden] of token ids [N] at positions [N]."""
+    x = kernels.embed(ids, embedding.tokens, embedding.first_id)
+    x = communicator.tp_sum(x)
+    if embedding.positions is not None:
+        x = x + kernels.embed(positions, embedding.positions, 0)
+    return x
+
+
+def through_stage(
+    communicator: Communicator,
+    shape: tuple[int, int],
+    device: torch.device,
+    start: Callable[[], Tensor],
+    layers: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """One pipeline stage: `start` on the first, what the stage before sent on the others, then
+    `layers`, passed on. Hidden states between stages are float32 [N, hidden], which is `shape`.
+    """
+    if communicator.is_first_stage:
+        x = start()
+    else:
+        x = communicator.from_previous_stage(torch.empty(shape, device=device))
+    x = layers(x)
+    if not communicator.is_last_stage:
+        communicator.to_next_stage(x)
+    return x
+
+
+class EncoderLayer(ParallelLayer):
+    """Self attention in both directions and MLP, with norms before them."""
+
+    def __init__(
+        self,
+        config: T5Config,
+        weights: EncoderLayerWeights,
+        heads: Heads,
+        bias: RelativeBias | None,
+        kernels: ModuleType,
+        communicator: Communicator,
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.heads = heads
+        self.bias = bias
+        self.kernels = kernels
+        self.communicator = communicator
+
+    def forward(self, x: Tensor, counts: Sequence[int], attentions: list[Tensor] | None) -> Tensor:
+        """x float32 [N, hidden] of rows with `counts` tokens -> float32 [N, hidden].
+
+        attentions: takes the layer's attention, float32 [heads, n, n] of every row
+        """
+        weights = self.weights
+        qkv = self.kernels.project(x, weights.query_key_value)  # [N, 3 * heads * size]
+        outputs = []
+        for group in _groups(qkv, counts, self.heads):
+            query, key, value = group.chunk(3, dim=2)  # [B, n, heads, size]
+            key, value = key.transpose(1, 2), value.transpose(1, 2)
+            with_bias = {"scale": self.config.attention_scale, "relative": self.bias}
+            out = self.kernels.source_attention(query, key, value, **with_bias)
+            outputs.append(out.flatten(0, 1))
+            if attentions is not None:
+                attentions += self.kernels.source_attention_weights(query, key, **with_bias)
+        x = self.row_parallel(torch.cat(outputs), weights.attention_dense, x)
+        hidden = self.kernels.mlp_up(x, weights.mlp_up, weights.mlp_gate, self.config.activation)
+        return self.row_parallel(hidden, weights.mlp_down, x)
+
+
+class Encoder:
+    """The encoder's layers of one pipeline stage."""
+
+    def __init__(
+        self,
+        weights: T5Weights,
+        heads: Heads,
+        kernels: ModuleType,
+        communicator: Communicator,
+        device: torch.device,
+    ) -> None:
+        self.config = weights.config
+        self.weights = weights
+        self.heads = heads
+        self.kernels = kernels
+        self.communicator = communicator
+        self.device = device
+        self._layers = [
+            EncoderLayer(
+                self.config,
+                layer_weights,
+                heads,
+                layer_bias(weights.encoder_bias, self.config, layer),
+                kernels,
+                communicator,
+            )
+            for layer, layer_weights in weights.encoder_layers.items()
+        ]
+
+    def forward(self, ids: Tensor, counts: Sequence[int], *, attentions: bool) -> Encoded:
+        """Run ids [N] of rows with `counts` tokens; every rank gets the result."""
+        collected: list[list[Tensor]] = []
+
+        def layers(x: Tensor) -> Tensor:
+            for layer in self._layers:
+                collected.append([])
+                x = layer.forward(x, counts, collected[-1] if attentions else None)
+            return x
+
+        x = through_stage(
+            self.communicator,
+            (ids.shape[0], self.config.hidden_size),
+            self.device,
+            lambda: self._embed(ids, counts),
+            layers,
+        )
+        if self.weights.encoder_norm is not None:
+            x = self.kernels.norm(x, self.weights.encoder_norm, torch.float32)
+        hidden = self.communicator.from_last_stage(x.contiguous())
+        if not attentions:
+            return Encoded(hidden)
+        rows = [self._gathered([layer[row] for layer in collected]) for row in range(len(counts))]
+        return Encoded(hidden, rows)
+
+    def _embed(self, ids: Tensor, counts: Sequence[int]) -> Tensor:
+        positions = torch.cat([torch.arange(count) for count in counts])
+        return embed(
+            self.weights.encoder_embedding,
+            ids,
+            positions.to(self.device, non_blocking=True),
+            self.kernels,
+            self.communicator,
+        )
+
+    def _gathered(self, own: list[Tensor]) -> Tensor:
+        """One row's attention in all layers and heads, [layers, heads, n, n], on every rank.
+
+        own: [heads / tp, n, n] of this stage's layers
+        """
+        communicator, size = self.communicator, own[0].shape[-1]
+        whole = communicator.tp_concat(torch.stack(own).flatten(1))
+        whole = whole.view(len(own), self.config.num_heads, size, size)
+        if not communicator.is_first_stage:
+            first = min(self.weights.encoder_layers)
+            earlier = whole.new_empty(first, *whole.shape[1:])
+            whole = torch.cat([communicator.from_previous_stage(earlier), whole])
+        if not communicator.is_last_stage:
+            communicator.to_next_stage(whole)
+            whole = whole.new_empty(self.config.num_layers, *whole.shape[1:])
+        return communicator.from_last_stage(whole)
+
+
+def _groups(qkv: Tensor, counts: Sequence[int], heads: Heads) -> Iterator[Tensor]:
+    """Runs of neighbours of one length: [B, n, 3 * heads, size] each."""
+    runs = [(count, len(list(run))) for count, run in itertools.groupby(counts)]
+    parts = qkv.split([count * rows for count, rows in runs])
+    for (count, rows), part in zip(runs, parts, strict=True):
+        yield part.view(rows, count, 3 * heads.num_heads, heads.head_size)

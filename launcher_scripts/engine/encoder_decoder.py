@@ -1,0 +1,217 @@
+"""A T5 on one rank: the encoder, and a decoder that attends to its own tokens and to the source.
+
+The keys and values of a row's source are computed once per decoder layer and kept in the cache,
+in the tokens right before the row's own.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.engine.encoder import Encoder, embed, layer_bias, through_stage
+from launcher_scripts.engine.kv_cache import KVCache
+from launcher_scripts.engine.layers import ParallelLayer, Rows, Segment, Step
+from launcher_scripts.engine.network import Encoded
+from launcher_scripts.engine.t5_weights import CrossLayerWeights, T5Weights
+from launcher_scripts.kernels.operands import Heads, LayerCache, RelativeBias
+from launcher_scripts.models.t5 import T5Config
+
+
+def t5_heads(config: T5Config, tp_size: int) -> Heads:
+    """The heads of one rank."""
+    heads = config.num_heads // tp_size
+    return Heads(heads, heads, config.head_size)
+
+
+class CrossLayer(ParallelLayer):
+    """Self attention, attention to the source, and MLP, with norms before them.
+
+    bias, source_bias: of the self attention and of the attention to the source
+    """
+
+    def __init__(
+        self,
+        config: T5Config,
+        weights: CrossLayerWeights,
+        cache: LayerCache,
+        heads: Heads,
+        bias: RelativeBias | None,
+        source_bias: RelativeBias | None,
+        kernels: ModuleType,
+        communicator: Communicator,
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.cache = cache
+        self.heads = heads
+        self.bias = bias
+        self.source_bias = source_bias
+        self.kernels = kernels
+        self.communicator = communicator
+
+    def store_source(self, hidden: Tensor, slots: Tensor) -> None:
+        """Put keys and values of the encoder's states [N, hidden] at cache tokens slots [N]."""
+        key_value = self.kernels.project(hidden, self.weights.source_key_value)
+        only = Heads(0, self.heads.num_kv_heads, self.heads.head_size)
+        self.kernels.store_kv(key_value, only, None, slots, self.cache)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """x float32 [N, hidden] -> float32 [N, hidden]."""
+        weights = self.weights
+        qkv = self.kernels.project(x, weights.query_key_value)  # [N, 3 * heads * size]
+        query = self.kernels.store_kv(qkv, self.heads, None, step.slots, self.cache)
+        x = self.row_parallel(self._attend(query, step), weights.attention_dense, x)
+        query = self.kernels.project(x, weights.source_query).view(query.shape)
+        x = self.row_parallel(self._attend_source(query, step), weights.source_dense, x)
+        hidden = self.kernels.mlp_up(x, weights.mlp_up, weights.mlp_gate, self.config.activation)
+        return self.row_parallel(hidden, weights.mlp_down, x)
+
+    def _attend(self, query: Tensor, step: Step) -> Tensor:
+        with_bias = {"scale": self.config.attention_scale, "relative": self.bias}
+        if step.segments is None:
+            return self.kernels.decode_attention(
+                query,
+                self.cache,
+                step.starts,
+                step.lengths,
+                step.longest,
+                None,
+                positions=step.positions,
+                **with_bias,
+            )
+        parts = query.split([segment.count for segment in step.segments])
+        return torch.cat(
+            [
+                self.kernels.context_attention(
+                    part, self.cache, segment.start, segment.past, None, **with_bias
+                )
+                for part, segment in zip(parts, step.segments, strict=True)
+            ]
+        )
+
+    def _attend_source(self, query: Tensor, step: Step) -> Tensor:
+        with_bias = {"scale": self.config.attention_scale, "relative": self.source_bias}
+        if step.segments is None:
+            source = step.source
+            return self.kernels.decode_attention(
+                query,
+                self.cache,
+                source.starts,
+                source.lengths,
+                source.longest,
+                None,
+                positions=step.positions,
+                **with_bias,
+            )
+        parts = query.split([segment.count for segment in step.segments])
+        outputs = []
+        for part, segment in zip(parts, step.segments, strict=True):
+            tokens = slice(segment.start - segment.source, segment.start)
+            key, value = self.cache.keys[None, :, tokens], self.cache.values[None, :, tokens]
+            out = self.kernels.source_attention(
+                part[None], key, value, first=segment.past, **with_bias
+            )
+            outputs.append(out[0])
+        return torch.cat(outputs)
+
+
+class EncoderDecoder:
+    """The layers of one pipeline stage of both stacks; a Network."""
+
+    def __init__(
+        self,
+        weights: T5Weights,
+        cache: KVCache,
+        kernels: ModuleType,
+        communicator: Communicator,
+        device: torch.device,
+    ) -> None:
+        self.config = weights.config
+        self.weights = weights
+        self.cache = cache
+        self.kernels = kernels
+        self.communicator = communicator
+        self.device = device
+        self.heads = t5_heads(self.config, communicator.tp_size)
+        self._encoder = Encoder(weights, self.heads, kernels, communicator, device)
+        self._layers = [
+            CrossLayer(
+                self.config,
+                layer_weights,
+                cache.layers[layer],
+                self.heads,
+                layer_bias(weights.decoder_bias, self.config, layer),
+                layer_bias(weights.source_bias, self.config, layer),
+                kernels,
+                communicator,
+            )
+            for layer, layer_weights in weights.decoder_layers.items()
+        ]
+
+    def encode(self, ids: Tensor, segments: tuple[Segment, ...], *, attentions: bool) -> Encoded:
+        """See Network."""
+        counts = [segment.source for segment in segments]
+        encoded = self._encoder.forward(ids, counts, attentions=attentions)
+        if self._layers:
+            spans = [torch.arange(each.start - each.source, each.start) for each in segments]
+            slots = torch.cat(spans).to(self.device, non_blocking=True)
+            for layer in self._layers:
+                layer.store_source(encoded.hidden, slots)
+        return encoded
+
+    def prefill(self, ids: Tensor, segments: tuple[Segment, ...]) -> Tensor:
+        """See Network."""
+        spans = [torch.arange(segment.past, segment.past + segment.count) for segment in segments]
+        slots = [span + segment.start for span, segment in zip(spans, segments, strict=True)]
+        positions = torch.cat(spans).to(self.device, non_blocking=True)
+        step = Step(
+            slots=torch.cat(slots).to(self.device, non_blocking=True),
+            segments=segments,
+            positions=positions,
+        )
+        return self._forward(ids, step)
+
+    def decode(self, ids: Tensor, rows: Rows) -> Tensor:
+        """See Network. Rows that only fill a step up have no source, and attend to themselves."""
+        step = Step(
+            slots=rows.starts + rows.lengths,
+            starts=rows.starts,
+            lengths=rows.lengths + 1,
+            longest=rows.longest,
+            positions=rows.lengths,
+            source=Rows(rows.starts - rows.sources, rows.sources.clamp(min=1), rows.longest_source),
+        )
+        return self._forward(ids, step)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See Network."""
+        if self.weights.head is None:
+            raise RuntimeError("only the last pipeline stage has an output projection")
+        local = self.kernels.logits(hidden, self.weights.head)
+        return self.communicator.tp_concat(local)[:, : self.config.vocab_size]
+
+    def _forward(self, ids: Tensor, step: Step) -> Tensor:
+        self.cache.ids[step.slots] = ids
+
+        def layers(x: Tensor) -> Tensor:
+            for layer in self._layers:
+                x = layer.forward(x, step)
+            return x
+
+        return through_stage(
+            self.communicator,
+            (ids.shape[0], self.config.hidden_size),
+            self.device,
+            lambda: embed(
+                self.weights.decoder_embedding,
+                ids,
+                step.positions,
+                self.kernels,
+                self.communicator,
+            ),
+            layers,
+        )

@@ -1,0 +1,83 @@
+"""What the engine does differently from family to family: one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from launcher_scripts.engine.decoder import Decoder, local_heads
+from launcher_scripts.engine.encoder_decoder import EncoderDecoder, t5_heads
+from launcher_scripts.engine.network import Network
+from launcher_scripts.engine.t5_weights import T5WeightLoader
+from launcher_scripts.engine.weights import WeightLoader
+from launcher_scripts.kernels.operands import Heads
+from launcher_scripts.models import family_of
+from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.t5 import T5Config
+
+# Relative positions have no end; a cache of this many tokens takes inputs much longer than those
+# a model was trained on, also where few rows are to be served.
+LEAST_RELATIVE_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class EngineFamily:
+    """A row of FAMILIES.
+
+    loader:        the reader of a rank's weights
+    network:       (weights, cache, kernels, communicator, device) -> the rank's part of the model
+    heads:         (config, tp_size) -> the heads of one rank
+    cached_layers: config -> how many layers keep keys and values
+    depth:         config -> the most pipeline stages there can be
+    row_tokens:    (config, rows) -> cache tokens for `rows` rows of the model's full length
+    """
+
+    loader: type[WeightLoader]
+    network: Callable[..., Network]
+    heads: Callable[[Any, int], Heads]
+    cached_layers: Callable[[Any], int]
+    depth: Callable[[Any], int]
+    row_tokens: Callable[[Any, int], int]
+
+
+def _gpt_tokens(config: GPTConfig, rows: int) -> int:
+    return rows * config.max_positions
+
+
+def _t5_tokens(config: T5Config, rows: int) -> int:
+    """As many for the input as for the output."""
+    least = LEAST_RELATIVE_TOKENS if config.position_embedding == "relative" else 0
+    return max(2 * rows * config.max_positions, least)
+
+
+def _t5_depth(config: T5Config) -> int:
+    if config.encoder_only:
+        return config.num_layers
+    return min(config.num_layers, config.num_decoder_layers)
+
+
+FAMILIES = {
+    "gpt": EngineFamily(
+        WeightLoader,
+        Decoder,
+        local_heads,
+        lambda config: config.num_layers,
+        lambda config: config.num_layers,
+        _gpt_tokens,
+    ),
+    "t5": EngineFamily(
+        T5WeightLoader,
+        EncoderDecoder,
+        t5_heads,
+        lambda config: 0 if config.encoder_only else config.num_decoder_layers,
+        _t5_depth,
+        _t5_tokens,
+    ),
+}
+
+
+def engine_family(config: ModelConfig) -> EngineFamily:
+    """The row of a model that the engine can run."""
+    return FAMILIES[family_of(config).name]

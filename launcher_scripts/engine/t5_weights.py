@@ -1,0 +1,178 @@
+"""One rank's weights of a T5, read from a FasterTransformer-layout checkpoint to its device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.engine.relative_bias import relative_bias
+from launcher_scripts.engine.weights import WeightLoader
+from launcher_scripts.kernels.operands import Linear, Norm, RelativeBias
+from launcher_scripts.models.t5 import T5Config
+
+
+@dataclass(frozen=True)
+class EncoderLayerWeights:
+    """One layer; the norms live in the projections that follow them."""
+
+    query_key_value: Linear
+    attention_dense: Linear
+    mlp_up: Linear
+    mlp_gate: Linear | None
+    mlp_down: Linear
+
+
+@dataclass(frozen=True)
+class CrossLayerWeights(EncoderLayerWeights):
+    """One decoder layer: attention to the encoder's states beside the rest.
+
+    source_key_value reads the encoder's states as they are.
+    """
+
+    source_query: Linear
+    source_key_value: Linear
+    source_dense: Linear
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """tokens: [vocab / tp, hidden], ids from first_id on; positions: [max_positions, hidden]."""
+
+    first_id: int
+    tokens: Tensor
+    positions: Tensor | None
+
+
+@dataclass(frozen=True)
+class T5Weights:
+    """One rank's part of a T5, or of its encoder alone.
+
+    Embeddings are on the first pipeline stage, the encoder's last norm and the head on the last;
+    layers go by their global number in their stack.
+    """
+
+    config: T5Config
+    encoder_embedding: Embedding | None
+    encoder_layers: dict[int, EncoderLayerWeights]
+    encoder_norm: Norm | None
+    encoder_bias: RelativeBias | None
+    decoder_embedding: Embedding | None
+    decoder_layers: dict[int, CrossLayerWeights]
+    decoder_bias: RelativeBias | None
+    source_bias: RelativeBias | None
+    head: Linear | None
+
+
+class T5WeightLoader(WeightLoader):
+    """See WeightLoader."""
+
+    config: T5Config
+
+    def load(self) -> T5Weights:
+        """Everything this rank needs, and nothing else, is read."""
+        config = self.config
+        first = self.pp_rank == 0
+        last = self.pp_rank == self.parallelism.pp_size - 1
+        decodes = not config.encoder_only
+        encoder = self._embedding("shared.weight_T", "shared.ape") if first else None
+        decoder = encoder
+        if first and not config.shared_embeddings:
+            decoder = self._embedding(
+                "decoder.embed_tokens.weight", "decoder.embed_positions.weight"
+            )
+        cross = config.cross_attention_relative_bias
+        return T5Weights(
+            config=config,
+            encoder_embedding=encoder,
+            encoder_layers={
+                layer: self._encoder_layer(layer) for layer in self._own(config.num_layers)
+            },
+            encoder_norm=self._norm("encoder.final_layer_norm") if last else None,
+            encoder_bias=self._bias("encoder", "layer.0.SelfAttention", True),
+            decoder_embedding=decoder if decodes else None,
+            decoder_layers={
+                layer: self._decoder_layer(layer)
+                for layer in (self._own(config.num_decoder_layers) if decodes else ())
+            },
+            decoder_bias=self._bias("decoder", "layer.0.SelfAttention", False) if decodes else None,
+            source_bias=self._bias("decoder", "layer.1.EncDecAttention", True) if cross else None,
+            head=self._output(decoder) if last and decodes else None,
+        )
+
+    def _own(self, num_layers: int) -> range:
+        return self.parallelism.layers(num_layers, self.pp_rank)
+
+    def _embedding(self, tokens: str, positions: str) -> Embedding:
+        rows = self.config.local_size("vocab_size", self.parallelism.tp_size)
+        learned = self.config.position_embedding == "learned"
+        return Embedding(
+            self.tp_rank * rows,
+            self._table(tokens),
+            self._tensor(positions, self.dtype) if learned else None,
+        )
+
+    def _encoder_layer(self, layer: int) -> EncoderLayerWeights:
+        stem = "encoder.block.*.layer"
+        attention = f"{stem}.0.SelfAttention"
+        norm = self._norm(f"{stem}.0.layer_norm", layer)
+        return EncoderLayerWeights(
+            query_key_value=self._joined([f"{attention}.{part}" for part in "qkv"], layer, norm),
+            attention_dense=self._linear(f"{attention}.o", layer),
+            **self._mlp(f"{stem}.1", layer),
+        )
+
+    def _decoder_layer(self, layer: int) -> CrossLayerWeights:
+        stem = "decoder.block.*.layer"
+        own, source = f"{stem}.0.SelfAttention", f"{stem}.1.EncDecAttention"
+        return CrossLayerWeights(
+            query_key_value=self._linear(
+                f"{own}.qkv", layer, self._norm(f"{stem}.0.layer_norm", layer)
+            ),
+            attention_dense=self._linear(f"{own}.o", layer),
+            source_query=self._linear(
+                f"{source}.q", layer, self._norm(f"{stem}.1.layer_norm", layer)
+            ),
+            source_key_value=self._joined([f"{source}.{part}" for part in "kv"], layer),
+            source_dense=self._linear(f"{source}.o", layer),
+            **self._mlp(f"{stem}.2", layer),
+        )
+
+    def _mlp(self, stem: str, layer: int) -> dict[str, Linear | None]:
+        norm = self._norm(f"{stem}.layer_norm", layer)
+        inner = f"{stem}.DenseReluDense"
+        return {
+            "mlp_up": self._linear(f"{inner}.wi", layer, norm),
+            "mlp_gate": self._linear(f"{inner}.wi2", layer, norm) if self.config.gated else None,
+            "mlp_down": self._linear(f"{inner}.wo", layer),
+        }
+
+    def _joined(self, names: list[str], layer: int, norm: Norm | None = None) -> Linear:
+        """Projections of one input as one, their outputs side by side."""
+        parts = [self._linear(name, layer) for name in names]
+        biases = [part.bias for part in parts if part.bias is not None]
+        return Linear(
+            torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None, norm
+        )
+
+    def _bias(self, side: str, attention: str, bidirectional: bool) -> RelativeBias | None:
+        if self.config.position_embedding != "relative":
+            return None
+        name = f"{side}.block.0.{attention}.relative_attention_bias.weight"
+        table = self._tensor(name, torch.float32)  # [heads / tp, buckets]
+        return relative_bias(table, self.config.max_distance, bidirectional=bidirectional)
+
+    def _output(self, embedding: Embedding | None) -> Linear:
+        """The head with the last norm, whose gain takes the logits' scale, and the logits' bias."""
+        config = self.config
+        tied = config.tied_embeddings and embedding is not None
+        weight = embedding.tokens if tied else self._table("lm_head.weight")
+        norm = self._norm("decoder.final_layer_norm")
+        scaled = replace(
+            norm,
+            weight=norm.weight * config.logits_scale,
+            bias=None if norm.bias is None else norm.bias * config.logits_scale,
+        )
+        bias = self._table("shared.bias") if config.logits_bias else None
+        return Linear(weight, bias, scaled)

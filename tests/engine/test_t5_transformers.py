@@ -1,0 +1,103 @@
+"""T5s of transformers, exported and run: its logits, its greedy tokens, its encoder's states."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from launcher_scripts.engine.engine import Engine, EngineSettings
+from launcher_scripts.parallel import Parallelism
+from launcher_scripts.protocol import GenerateRequest
+from launcher_scripts.settings import TokenizerSettings
+from launcher_scripts.tokenizer import load_tokenizer
+from tests.checkpoint.exporting import export_folder
+from tests.checkpoint.tiny_models import ENCODER_DECODERS
+from tests.engine.small_models import generate
+from tests.engine.small_t5 import DECODER, SOURCE, decoder_logits, encode
+
+NAMES = ("t5_v1_0", "t5_v1_1", "ul2", "mt5")
+MOST_PIECES = 62
+MOST_TOKENS = 64
+
+
+def load(folder: Path, tp: int = 1, pp: int = 1, **more: object) -> Engine:
+    return Engine.load(
+        EngineSettings(folder, parallelism=Parallelism(tp, pp), device="cpu", **more)
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tiny_model(tmp_path: Path, name):
+    model = ENCODER_DECODERS[name].save(tmp_path / "hf")
+    model.set_attn_implementation("eager")  # which gives attentions
+    folder = export_folder(tmp_path / "hf", tmp_path)
+    ids, targets = torch.tensor([SOURCE]), torch.tensor([DECODER])
+    with torch.no_grad():
+        want = model(input_ids=ids, decoder_input_ids=targets, output_attentions=True)
+        tokens = model.generate(ids, max_new_tokens=15, do_sample=False, use_cache=False)
+    engine = load(folder)
+    got = decoder_logits(engine, SOURCE, DECODER)
+    assert (got - want.logits[0]).abs().max() <= 1e-5
+    assert generate(engine, SOURCE, 15) == tokens[0, 1:].tolist()
+    engine.close()
+    encoder = load(folder, model_type="T5-Encoder")
+    answer = encode(encoder, SOURCE, attentions=True)
+    encoder.close()
+    hidden = want.encoder_last_hidden_state[0]
+    assert (answer.hidden_state - hidden).abs().max() <= 1e-5
+    attentions = torch.stack(want.encoder_attentions)[:, 0]
+    assert answer.attentions.shape == attentions.shape
+    assert (answer.attentions - attentions).abs().max() <= 1e-5
+
+
+@pytest.fixture(scope="module")
+def trained(shared_dir: Path) -> Path:
+    return shared_dir / "fixtures" / "hf" / "t5_multi30k"
+
+
+@pytest.fixture(scope="module")
+def exported(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """tp_size -> folder of shards, the tokenizer beside them."""
+    target = tmp_path_factory.mktemp("multi30k")
+    settings = TokenizerSettings("auto")
+    return {
+        size: export_folder(trained, target / str(size), size, tokenizer=settings)
+        for size in (1, 2)
+    }
+
+
+def items(shared_dir: Path, trained: Path, folder: Path) -> Iterator[tuple[tuple[int, ...], list]]:
+    """Ids of an English line, and of transformers' translation."""
+    name = "test_2016_flickr_greedy_token_ids_first_100"
+    answers = json.loads((trained / "reference_greedy.json").read_text())[name]
+    tokenizer = load_tokenizer(folder)
+    lines = shared_dir / "data" / "multi30k_en-de" / "test_2016_flickr.en.gz"
+    with gzip.open(lines, "rt", encoding="utf-8") as file:
+        for answer, line in zip(answers, file, strict=False):
+            yield (*tokenizer.encode(line.strip())[:MOST_PIECES], 1), answer
+
+
+def check_translations(engine: Engine, pairs: list[tuple[tuple[int, ...], list]]) -> None:
+    """All in flight at once, as rows join and leave."""
+    futures = [engine.submit(GenerateRequest(source, MOST_TOKENS)) for source, _ in pairs]
+    for (_, answer), future in zip(pairs, futures, strict=True):
+        assert list(future.result(300).output_ids) == answer
+    engine.close()
+
+
+def test_first_translations_of_a_trained_model(shared_dir: Path, trained: Path, exported):
+    pairs = list(items(shared_dir, trained, exported[1]))[:10]
+    check_translations(load(exported[1], max_batch_size=4), pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_translations_of_a_trained_model(shared_dir: Path, trained: Path, exported, tp, pp):
+    pairs = list(items(shared_dir, trained, exported[tp]))
+    assert len(pairs) == 100
+    check_translations(load(exported[tp], tp, pp, max_batch_size=16), pairs)

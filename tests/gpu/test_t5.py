@@ -1,0 +1,108 @@
+"""T5 on CUDA against T5 on the CPU: same float32 tokens, whatever runs beside."""
+
+from __future__ import annotations
+
+from concurrent.futures import wait
+
+import pytest
+
+from launcher_scripts.protocol import GenerateRequest, SamplingParameters
+from tests.engine.small_models import engine_for, generate
+from tests.engine.small_t5 import (
+    VARIANTS,
+    as_encoder,
+    decoder_logits,
+    encode,
+    t5_config,
+    t5_tensors,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
+
+SOURCES = [tuple((7 * i + j * j) % 61 for j in range(3 + 40 * i)) for i in range(8)]
+LENGTHS = [30, 3, 17, 24, 9, 30, 1, 12]
+
+
+def wider(**changes):
+    """Large enough for every tile of the kernels to be in use."""
+    sizes = {
+        "hidden_size": 192,
+        "num_heads": 6,
+        "head_size": 32,
+        "ffn_size": 600,
+        "vocab_size": 515,
+        "num_buckets": 32,
+        "max_distance": 128,
+    }
+    return t5_config(**{**sizes, **changes, "max_positions": 400})
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_float32_tokens_equal_the_cpu_alone_and_together(name):
+    config = wider(**VARIANTS[name])
+    tensors = t5_tensors(config)
+    pairs = list(zip(SOURCES, LENGTHS, strict=True))
+    reference = engine_for(config, tensors)
+    expected = [generate(reference, source, length) for source, length in pairs]
+    logits = decoder_logits(reference, SOURCES[5], SOURCES[1])
+    reference.close()
+    engine = engine_for(config, tensors, device="cuda")
+    assert [generate(engine, source, length) for source, length in pairs] == expected
+    for _ in range(3):  # a shape's first step runs eagerly, its second is recorded
+        futures = [engine.submit(GenerateRequest(source, length)) for source, length in pairs]
+        wait(futures)
+        assert [list(future.result().output_ids) for future in futures] == expected
+    got = decoder_logits(engine, SOURCES[5], SOURCES[1])
+    assert (got - logits).abs().max() <= 1e-4 * logits.abs().max()
+    engine.close()
+
+
+def test_sampling_equals_the_cpu_row_by_row():
+    config = wider()
+    tensors = t5_tensors(config)
+    parameters = [
+        SamplingParameters(top_k=40, random_seed=1, temperature=0.8),
+        SamplingParameters(top_p=0.9, random_seed=2, top_p_decay=0.9, top_p_min=0.2),
+        SamplingParameters(repetition_penalty=1.3),
+        SamplingParameters(),
+        SamplingParameters(presence_penalty=0.7, min_length=8, top_k=5, top_p=0.5, random_seed=9),
+    ]
+    requests = [
+        GenerateRequest(source, 20, sampling=sampling, bad_words=((4,),), return_log_probs=True)
+        for source, sampling in zip(SOURCES, parameters, strict=False)
+    ]
+    answers = []
+    for device in ("cpu", "cuda"):
+        engine = engine_for(config, tensors, device=device)
+        answers.append([future.result() for future in [engine.submit(r) for r in requests]])
+        engine.close()
+    for reference, got in zip(*answers, strict=True):
+        assert got.output_ids == reference.output_ids
+        assert got.cum_log_probs == pytest.approx(reference.cum_log_probs, abs=1e-3)
+
+
+@pytest.mark.parametrize("data_type", ["bf16", "fp16"])
+def test_low_precision_is_near(data_type):
+    config = wider(**VARIANTS["gated"])
+    tensors = t5_tensors(config)
+    reference = engine_for(config, tensors)
+    engine = engine_for(config, tensors, device="cuda", data_type=data_type)
+    want = decoder_logits(reference, SOURCES[3], SOURCES[1])
+    error = (decoder_logits(engine, SOURCES[3], SOURCES[1]) - want).norm() / want.norm()
+    assert error < 0.05
+    assert len(generate(engine, SOURCES[3], 12)) == 12
+    reference.close()
+    engine.close()
+
+
+def test_states_of_the_encoder_equal_the_cpu():
+    config = as_encoder(wider(**VARIANTS["nemo"]))
+    tensors = t5_tensors(config)
+    answers = []
+    for device in ("cpu", "cuda"):
+        engine = engine_for(config, tensors, device=device)
+        answers.append(encode(engine, SOURCES[4], attentions=True))
+        engine.close()
+    reference, got = answers
+    assert (got.hidden_state - reference.hidden_state).abs().max() <= 1e-3
+    assert (got.attentions - reference.attentions).abs().max() <= 1e-3

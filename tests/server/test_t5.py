@@ -1,0 +1,271 @@
+"""A tiny T5 and its encoder through repository and real tritonserver: ids and text in, ids and
+text out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from launcher_scripts.checkpoint.fastertransformer import FTWriter, weight_files
+from launcher_scripts.checkpoint.model_repository import ModelRepository
+from launcher_scripts.contracts import CONTRACTS
+from launcher_scripts.errors import ConfigError
+from launcher_scripts.models.t5 import T5Config
+from launcher_scripts.parallel import Parallelism
+from launcher_scripts.settings import ExportSettings
+from launcher_scripts.tokenizer import load_tokenizer
+from tests.engine.small_models import rank_part
+from tests.engine.small_t5 import NEMO, Plain, t5_config, t5_tensors
+from tests.server.processes import running
+from tests.server.repositories import TOKENIZERS, VOCAB_SIZE
+from tests.server.requests import Client, text_rows
+from tests.server.test_model_repository import parse
+
+needs_server = pytest.mark.skipif(
+    importlib.util.find_spec("pytriton") is None,
+    reason="the pip-installable tritonserver is not there",
+)
+END_ID = 3
+SOURCES = [(5, 6, 7), (400,), (12, 13, 14, 15, 16, 17, 18, 19, 20)]
+NUMPY_TYPES = {
+    "is_return_log_probs": np.bool_,
+    "is_return_context_logits": np.bool_,
+    "is_return_attentions": np.bool_,
+    "random_seed": np.uint64,
+    "temperature": np.float32,
+}
+
+
+def config() -> T5Config:
+    """Layer norms, biases and two kinds of relative bias; the small tokenizer's vocabulary."""
+    return t5_config(
+        **NEMO, vocab_size=VOCAB_SIZE, end_id=END_ID, cross_attention_relative_bias=True
+    )
+
+
+def export(
+    folder: Path,
+    model_type: str = "t5",
+    tp: int = 1,
+    pp: int = 1,
+    source: str = "huggingface",
+    data_type: str = "fp32",
+) -> ExportSettings:
+    """A whole repository around random weights."""
+    model, tensors = config(), t5_tensors(config())
+    settings = ExportSettings(
+        model_name="tiny",
+        model_type=model_type,
+        checkpoint_path="unused",
+        triton_model_dir=str(folder / "model_repo" / "tiny"),
+        parallelism=Parallelism(tp, pp),
+        max_batch_size=8,
+        data_type=data_type,
+    )
+    writer = FTWriter(settings.checkpoint_dir, model, tp, "fp32", source={"format": source})
+    with writer:
+        for file in weight_files(model, tp):
+            whole = tensors[file.spec.tensor_name(file.layer)]
+            part = rank_part(file.spec, model, whole, tp, file.tp_rank)
+            writer.write(file, [np.ascontiguousarray(part)])
+        for path in (TOKENIZERS / "gpt2bpe").iterdir():
+            writer.copy(path.read_bytes(), path.name)
+    ModelRepository(settings.model_repository).write(settings)
+    return settings
+
+
+def ids_request(rows: list[tuple[int, ...]], **more: Any) -> dict[str, np.ndarray]:
+    """Tensors of one request; every further value is given to each row."""
+    width = max(map(len, rows))
+    tensors = {
+        "input_ids": np.array([[*row, *[0] * (width - len(row))] for row in rows], np.uint32),
+        "sequence_length": np.array([[len(row)] for row in rows], np.uint32),
+    }
+    for name, value in more.items():
+        row = np.atleast_1d(np.asarray(value, NUMPY_TYPES.get(name, np.uint32)))
+        tensors[name] = np.stack([row] * len(rows))
+    return tensors
+
+
+@pytest.mark.parametrize("model_type", ["t5", "t5-encoder"])
+def test_configurations_follow_the_contract(tmp_path: Path, model_type: str) -> None:
+    settings = export(tmp_path, model_type)
+    name = {"t5": "T5", "t5-encoder": "T5-Encoder"}[model_type]
+    contract, model = CONTRACTS[name], parse(settings.model_repository / "tiny" / "config.pbtxt")
+    assert [tensor.name for tensor in model.input] == [spec.name for spec in contract.inputs]
+    assert [tensor.name for tensor in model.output] == [spec.name for spec in contract.outputs]
+    assert model.parameters["model_type"].string_value == name
+    assert not model.HasField("dynamic_batching")
+    assert not model.batch_input
+    ensemble = parse(settings.model_repository / "ensemble" / "config.pbtxt")
+    known = {tensor.name: tensor.data_type for tensor in ensemble.input}
+    for step in ensemble.ensemble_scheduling.step:
+        each = parse(settings.model_repository / step.model_name / "config.pbtxt")
+        inputs = {tensor.name: tensor for tensor in each.input}
+        outputs = {tensor.name: tensor for tensor in each.output}
+        assert {n for n, tensor in inputs.items() if not tensor.optional} <= set(step.input_map)
+        for key, source in step.input_map.items():
+            assert inputs[key].data_type == known[source], (step.model_name, key)
+        known |= {target: outputs[key].data_type for key, target in step.output_map.items()}
+    assert all(known[tensor.name] == tensor.data_type for tensor in ensemble.output)
+
+
+def test_an_encoders_outputs_have_the_models_type() -> None:
+    outputs = CONTRACTS["T5-Encoder"].declared_outputs("bf16")
+    assert {tensor.dtype for tensor in outputs} == {"BF16"}
+    assert CONTRACTS["T5"].declared_outputs("bf16") == CONTRACTS["T5"].outputs
+
+
+def test_a_model_type_of_another_family_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="got 'gpt3'; choices: t5, mt5, t5-encoder"):
+        export(tmp_path, "gpt3")
+
+
+@pytest.mark.parametrize(("source", "closes"), [("huggingface", True), ("nemo", False)])
+def test_queries_end_as_the_models_were_trained(tmp_path: Path, source: str, closes: bool) -> None:
+    root = export(tmp_path, source=source).model_repository
+    parameters = parse(root / "preprocessing" / "config.pbtxt").parameters
+    assert ("closing_id" in parameters) == closes
+    assert not closes or parameters["closing_id"].string_value == str(END_ID)
+
+
+@pytest.fixture(scope="module", params=[(1, 1), (2, 1), (1, 2)], ids="tp{0[0]}_pp{0[1]}".format)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("served")
+    tp, pp = request.param
+    settings = export(folder, tp=tp, pp=pp)
+    with running(folder / "job", settings.model_repository) as step:
+        yield step.wait_until_ready()
+        assert step.stop() == 0, step.err
+        assert step.survivors() == []
+
+
+@pytest.fixture
+def client(served: dict[str, Any]) -> Iterator[Client]:
+    with Client(served, "grpc") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def plain() -> Plain:
+    return Plain(config(), t5_tensors(config()))
+
+
+@needs_server
+def test_ids_of_rows_of_different_lengths(client: Client, plain: Plain) -> None:
+    answer = client.infer("tiny", **ids_request(SOURCES, max_output_len=9))
+    assert set(answer) == {"output_ids", "sequence_length"}
+    assert answer["output_ids"].dtype == answer["sequence_length"].dtype == np.int32
+    wanted = [plain.greedy(source, 9) for source in SOURCES]
+    longest = max(map(len, wanted))
+    for row, ids in enumerate(wanted):
+        padding = [END_ID] * (longest - len(ids)) + [0] * (9 - longest)
+        assert answer["output_ids"][row, 0].tolist() == [*ids, *padding]
+        assert answer["sequence_length"][row].tolist() == [len(ids)]
+
+
+@needs_server
+def test_logits_after_forced_ids(client: Client, plain: Plain) -> None:
+    """Rows of different lengths, the shorter one filled up."""
+    forced = [(0, 9, 33), (0,)]
+    sent = ids_request(SOURCES[:2], max_output_len=2, is_return_context_logits=True)
+    sent["decoder_input_ids"] = np.array([[0, 9, 33], [0, 2**32 - 1, 2**32 - 1]], np.uint32)
+    answer = client.infer("tiny", **sent)
+    assert answer["context_logits"].shape == (2, 3, VOCAB_SIZE)
+    for row, (source, decoder) in enumerate(zip(SOURCES, forced, strict=False)):
+        logits = plain.logits(source, decoder).numpy()
+        got = answer["context_logits"][row]
+        assert np.abs(got[: len(decoder)] - logits).max() <= 2e-4
+        assert not got[len(decoder) :].any()
+        assert answer["output_ids"][row, 0, 0] == logits[-1].argmax()
+
+
+@needs_server
+def test_requests_at_once_are_answered_as_if_alone(served: dict[str, Any], plain: Plain) -> None:
+    def ask(number: int) -> Any:
+        source = (9999,) if number % 4 == 3 else SOURCES[number % 3]
+        with Client(served, "http") as client:
+            try:
+                answer = client.infer("tiny", **ids_request([source], max_output_len=3 + number))
+            except InferenceServerException as error:
+                return str(error)
+        return answer["output_ids"][0, 0, : answer["sequence_length"][0, 0]].tolist()
+
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(ask, range(12)))
+    for number, answer in enumerate(answers):
+        if number % 4 == 3:
+            assert "outside of the vocabulary" in answer
+        else:
+            assert answer == plain.greedy(SOURCES[number % 3], 3 + number)
+
+
+@needs_server
+def test_text_through_the_ensemble(client: Client, plain: Plain) -> None:
+    tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
+    texts = ["The quick brown fox", "Hello"]
+    answer = client.infer(
+        "ensemble",
+        INPUT_0=text_rows(*texts),
+        INPUT_1=np.array([[6], [4]], np.uint32),
+        is_return_log_probs=np.array([[True], [True]]),
+    )
+    assert set(answer) == {"OUTPUT_0", "sequence_length", "cum_log_probs", "output_log_probs"}
+    for row, (text, length) in enumerate(zip(texts, (6, 4), strict=True)):
+        ids = plain.greedy((*tokenizer.encode(text), END_ID), length)
+        assert answer["OUTPUT_0"][row, 0, 0].decode() == tokenizer.decode(ids)
+        assert answer["sequence_length"][row, 0] == len(ids)
+
+
+@needs_server
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sequence_length": np.array([[7]], np.uint32)}, "sequence_length must be within"),
+        ({"sequence_length": np.array([[0]], np.uint32)}, "input_ids is empty"),
+        ({"decoder_input_ids": np.array([[491]], np.uint32)}, "decoder_input_ids has ids outside"),
+        ({"ia3_tasks": np.array([[1]], np.int32)}, "this model has no IA3 adapters"),
+    ],
+)
+def test_a_wrong_request_has_its_own_error(client: Client, changes: dict, reason: str) -> None:
+    with pytest.raises(InferenceServerException, match=reason):
+        client.infer("tiny", **{**ids_request([(1,)], max_output_len=2), **changes})
+
+
+@needs_server
+@pytest.mark.parametrize(
+    ("data_type", "tolerance"), [("fp32", 2e-4), ("bf16", 0.1), ("fp16", 0.02)]
+)
+def test_states_of_the_encoder(
+    tmp_path: Path, plain: Plain, data_type: str, tolerance: float
+) -> None:
+    settings = export(tmp_path, "t5-encoder", data_type=data_type)
+    tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
+    text = (*tokenizer.encode("Hello"), END_ID)
+    with running(tmp_path / "job", settings.model_repository) as step:
+        with Client(step.wait_until_ready(), "grpc") as client:
+            answer = client.infer("tiny", **ids_request(SOURCES, is_return_attentions=True))
+            told = client.infer("ensemble", INPUT_0=text_rows("Hello"))
+            short = client.infer("tiny", **ids_request(SOURCES[:1]))
+        assert step.stop() == 0, step.err
+    width = max(map(len, SOURCES))
+    assert answer["output_attentions"].shape == (3, 2, 4, width, width)
+    assert set(short) == {"output_hidden_state"}
+    for row, source in enumerate(SOURCES):
+        got = answer["output_hidden_state"][row]
+        assert np.abs(got[: len(source)] - plain.hidden(source).numpy()).max() <= tolerance
+        assert not got[len(source) :].any()
+        sums = answer["output_attentions"][row].sum(-1)
+        assert np.abs(sums[..., : len(source)] - 1).max() <= tolerance
+        assert not sums[..., len(source) :].any()
+    assert np.abs(told["output_hidden_state"][0] - plain.hidden(text).numpy()).max() <= tolerance
