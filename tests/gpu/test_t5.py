@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import wait
 
+import numpy as np
 import pytest
 
 from launcher_scripts.protocol import GenerateRequest, SamplingParameters
@@ -37,10 +38,25 @@ def wider(**changes):
     return t5_config(**{**sizes, **changes, "max_positions": 400})
 
 
+def calm_tensors(config):
+    """Random tensors whose linear layers are small, as a trained model's are.
+
+    With larger ones the softmaxes are nearly hard, and a change of one unit in a weight's last
+    place moves the logits by percents: two right answers would not compare.
+    """
+    tables = ("shared", "lm_head", "embed", "relative")
+    return {
+        name: values * np.float32(0.15)
+        if values.ndim == 2 and not any(table in name for table in tables)
+        else values
+        for name, values in t5_tensors(config).items()
+    }
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_float32_tokens_equal_the_cpu_alone_and_together(name):
     config = wider(**VARIANTS[name])
-    tensors = t5_tensors(config)
+    tensors = calm_tensors(config)
     pairs = list(zip(SOURCES, LENGTHS, strict=True))
     reference = engine_for(config, tensors)
     expected = [generate(reference, source, length) for source, length in pairs]
@@ -59,7 +75,7 @@ def test_float32_tokens_equal_the_cpu_alone_and_together(name):
 
 def test_sampling_equals_the_cpu_row_by_row():
     config = wider()
-    tensors = t5_tensors(config)
+    tensors = calm_tensors(config)
     parameters = [
         SamplingParameters(top_k=40, random_seed=1, temperature=0.8),
         SamplingParameters(top_p=0.9, random_seed=2, top_p_decay=0.9, top_p_min=0.2),
@@ -84,7 +100,7 @@ def test_sampling_equals_the_cpu_row_by_row():
 @pytest.mark.parametrize("data_type", ["bf16", "fp16"])
 def test_low_precision_is_near(data_type):
     config = wider(**VARIANTS["gated"])
-    tensors = t5_tensors(config)
+    tensors = calm_tensors(config)
     reference = engine_for(config, tensors)
     engine = engine_for(config, tensors, device="cuda", data_type=data_type)
     want = decoder_logits(reference, SOURCES[3], SOURCES[1])
@@ -97,7 +113,7 @@ def test_low_precision_is_near(data_type):
 
 def test_states_of_the_encoder_equal_the_cpu():
     config = as_encoder(wider(**VARIANTS["nemo"]))
-    tensors = t5_tensors(config)
+    tensors = calm_tensors(config)
     answers = []
     for device in ("cpu", "cuda"):
         engine = engine_for(config, tensors, device=device)
