@@ -181,9 +181,13 @@ def test_one_server_task_per_node_finds_its_rank(
 
 
 def test_one_dead_task_ends_the_other(slurm: TestCluster, submit: Submit, launcher: Path) -> None:
+    # The pause lets srun pass the line on: what a task says at its very end can be lost.
     (launcher / "steps" / "start_server.py").write_text(
         "import os, sys, time\n"
-        "if os.environ['SLURM_PROCID'] == '1': sys.exit('rank 1 found no GPU')\n"
+        "if os.environ['SLURM_PROCID'] == '1':\n"
+        "    print('rank 1 found no GPU', file=sys.stderr, flush=True)\n"
+        "    time.sleep(2)\n"
+        "    sys.exit(1)\n"
         "time.sleep(300)\n"
     )
     submit("stages=[export,deploy]", "deploy.run.nodes=2")
