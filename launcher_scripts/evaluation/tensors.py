@@ -49,12 +49,19 @@ _ROW_WORDS: dict[str, Callable[[GenerateRequest], tuple[tuple[int, ...], ...]]] 
     "stop_words_list": lambda row: row.stop_words,
 }
 
+# What a row may ask of an encoder, which the contract of a GPT has no tensor for.
+ENCODER_FIELDS = ("decoder_input_ids", "return_hidden_state", "return_attentions")
+
 
 def request_tensors(rows: Sequence[GenerateRequest]) -> dict[str, NDArray[Any]]:
     """The input tensors of one request of several rows, each [rows, ...].
 
-    Raises RequestError when some rows leave a value to the checkpoint (None) and others do not.
+    Raises RequestError when some rows leave a value to the checkpoint (None) and others do not,
+    and when a row asks for what only a model with an encoder has.
     """
+    asked = [name for name in ENCODER_FIELDS if any(getattr(row, name) for row in rows)]
+    if asked:
+        raise RequestError(problem("a GPT has no encoder to answer this", got=asked))
     contract = {tensor.name: tensor for tensor in GPT_INPUTS}
     lengths = np.array([[len(row.input_ids)] for row in rows], dtype=np.uint32)  # [B, 1]
     input_ids = np.zeros((len(rows), int(lengths.max())), dtype=np.uint32)  # [B, longest]

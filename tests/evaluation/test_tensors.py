@@ -43,6 +43,7 @@ def test_every_field_of_a_request_becomes_a_tensor_of_the_contract():
     sent = request_tensors([REQUEST])
     contract = {tensor.name: tensor for tensor in GPT_INPUTS}
     fields = len(dataclasses.fields(SamplingParameters)) + len(dataclasses.fields(REQUEST))
+    fields -= len(tensors.ENCODER_FIELDS)
     assert len(sent) == fields + 1 - 1  # the prompt is two tensors; `sampling` itself is none
     for name, array in sent.items():
         tensor = contract[name]
@@ -52,6 +53,16 @@ def test_every_field_of_a_request_becomes_a_tensor_of_the_contract():
         assert [size for size in array.shape[1:] if size in fixed][: len(fixed)] == fixed, name
     assert sent["random_seed"].tolist() == [[2**40]]
     assert sent["top_p_reset_ids"].tolist() == [[5]]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"decoder_input_ids": (0,)}, {"return_hidden_state": True}, {"return_attentions": True}],
+)
+def test_what_only_an_encoder_answers_is_refused(field):
+    (name,) = field
+    with pytest.raises(RequestError, match=f"no encoder to answer this; got \\['{name}'\\]"):
+        request_tensors([REQUEST, dataclasses.replace(REQUEST, **field)])
 
 
 def test_defaults_are_left_out():
