@@ -151,7 +151,7 @@ class TestCluster:
         while self.step_daemons() and time.monotonic() < deadline:
             time.sleep(0.1)
 
-    def wait(self, job_id: str, timeout: float = 60) -> dict[str, str]:
+    def wait(self, job_id: str, timeout: float = 180) -> dict[str, str]:
         """Wait for a job's end; returns its fields as scontrol shows them."""
         deadline = time.monotonic() + timeout
         while True:
