@@ -65,7 +65,7 @@ def test_the_manifest_says_all(folder: Path) -> None:
     assert entry == {
         "name": "model.layers.0.mlp.dense_4h_to_h.weight.1.bin",
         "bytes": path.stat().st_size,
-        "sha256": manifest.file_digest(path),
+        "blake3": manifest.file_digest(path),
         "shape": [20, 32],
         "dtype": "float32",
     }
