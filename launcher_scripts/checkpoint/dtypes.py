@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from launcher_scripts.checkpoint.workspace import Workspace
+
 # numpy has no bfloat16: its bits travel under this name, so that they are not taken for integers.
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
 
 FLOATS = (np.dtype("<f8"), np.dtype("<f4"), np.dtype("<f2"), BFLOAT16)
 
+_U2, _U4 = np.dtype("<u2"), np.dtype("<u4")
 # Fields of float32's bits, shifted left by one to be rid of the sign.
 _SMALLEST_NORMAL_HALF = np.uint32(113 << 24)  # 2^-14
 _TOO_LARGE_HALF = np.uint32(0x477FF000 << 1)  # 65520, which rounds to infinity
@@ -30,34 +33,36 @@ def plain(array: np.ndarray) -> np.ndarray:
     return array.view("<u2") if array.dtype == BFLOAT16 else array
 
 
-def converted(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def converted(
+    values: np.ndarray, dtype: np.dtype, workspace: Workspace | None = None
+) -> np.ndarray:
     """Contiguous values as `dtype`: exact to a wider type, rounded to nearest even to a narrower.
 
-    A value beyond float16's range becomes infinite. The same array where nothing is to do.
+    A value beyond float16's range becomes infinite. The same array where nothing is to do; else
+    one that is valid until the workspace's next conversion.
     """
     if values.dtype == dtype:
         return values
     values = widened(values)
     if dtype == BFLOAT16:
-        return to_bfloat16(values)
+        return to_bfloat16(values, workspace)
     if dtype == np.float16 and values.dtype == np.float32:
-        return to_float16(values)
+        return to_float16(values, workspace)
     with np.errstate(over="ignore"):
         return values.astype(dtype, copy=False)
 
 
-def to_float16(values: np.ndarray) -> np.ndarray:
+def to_float16(values: np.ndarray, workspace: Workspace | None = None) -> np.ndarray:
     """Contiguous float32 values rounded to the nearest float16, ties to even."""
+    memory = workspace or Workspace()
     bits = values.view("<u4")
-    rounded = bits >> 13
-    rounded &= 1
-    rounded += bits
-    rounded += 0xFFF
-    signs = (rounded >> 16).astype("<u2")
+    rounded = _rounded(bits, 13, memory)
+    upper = np.right_shift(rounded, 16, out=memory.array("upper", bits.shape, _U4))
+    signs = _narrowed(upper, "signs", memory)
     signs &= 0x8000
     # The shift leaves the lower bits of float32's exponent, from which the bias goes by wrapping.
     rounded >>= 13
-    halves = rounded.astype("<u2")
+    halves = _narrowed(rounded, "halves", memory)
     halves -= _HALF_BIAS
     halves |= signs
     found: np.ndarray = halves.view("<f2")
@@ -71,22 +76,36 @@ def to_float16(values: np.ndarray) -> np.ndarray:
     return found
 
 
-def to_bfloat16(values: np.ndarray) -> np.ndarray:
+def to_bfloat16(values: np.ndarray, workspace: Workspace | None = None) -> np.ndarray:
     """Floats rounded to the nearest bfloat16, ties to even; values beyond its range to infinity."""
+    memory = workspace or Workspace()
     with np.errstate(over="ignore"):
         wide = np.ascontiguousarray(values, "<f4")
     bits = wide.view("<u4")
-    rounded = bits >> 16
-    rounded &= 1
-    rounded += 0x7FFF
-    rounded += bits
+    rounded = _rounded(bits, 16, memory)
     rounded >>= 16
-    halves = rounded.astype("<u2")
+    halves = _narrowed(rounded, "halves", memory)
     if wide.size and np.isnan(wide.max()):
-        # The carry above may have made an infinity of what is no number, or a zero.
+        # The carry of rounding may have made an infinity of what is no number, or a zero.
         no_number = np.isnan(wide)
         halves[no_number] = (bits[no_number] >> 16) | 0x40
     return halves.view(BFLOAT16)
+
+
+def _rounded(bits: np.ndarray, lost: int, memory: Workspace) -> np.ndarray:
+    """float32's bits, to be cut by the lowest `lost`: half of what goes is added, ties to even."""
+    rounded = np.right_shift(bits, lost, out=memory.array("rounded", bits.shape, _U4))
+    rounded &= 1
+    rounded += bits
+    rounded += (1 << (lost - 1)) - 1
+    return rounded
+
+
+def _narrowed(bits: np.ndarray, name: str, memory: Workspace) -> np.ndarray:
+    """The lower halves of 32-bit integers."""
+    halves = memory.array(name, bits.shape, _U2)
+    np.copyto(halves, bits, casting="unsafe")
+    return halves
 
 
 def widened(array: np.ndarray) -> np.ndarray:
