@@ -21,6 +21,7 @@ _INTEGERS = (
     "end_id",
     "min_length",
     "top_k",
+    "no_repeat_ngram_size",
 )
 _FLOATS = (
     "temperature",
@@ -50,6 +51,7 @@ class RowStates:
     end_id: Tensor
     min_length: Tensor
     top_k: Tensor
+    no_repeat_ngram_size: Tensor
     reset_id: Tensor
     temperature: Tensor
     repetition_penalty: Tensor
@@ -103,6 +105,7 @@ def _integers(row: RowStart) -> list[int]:
         row.end_id,
         sampling.min_length,
         sampling.top_k,
+        sampling.no_repeat_ngram_size,
         reset,
     ]
 
