@@ -186,7 +186,8 @@ def _penalized(
     offsets = torch.arange(longest, device=logits.device)
     inside = offsets < states.length[slots][:, None]  # [B, T]
     where = torch.where(inside, states.start[slots][:, None] + offsets, 0)
-    ids = torch.where(inside, history[where], vocab)
+    written = history[where]
+    ids = torch.where(inside & (written >= 0), written, vocab)  # virtual tokens are negative
     seen = torch.zeros(logits.shape[0], vocab + 1, dtype=torch.bool, device=logits.device)
     seen = seen.scatter_(1, ids, True)[:, :vocab]
     repetition = states.repetition_penalty[slots][:, None]
