@@ -75,6 +75,13 @@ GPT_INPUTS = (
     scalar("top_p_reset_ids", "UINT32", None, "token that resets the decaying top_p"),
     scalar("presence_penalty", "FP32", 0.0, "subtracted from logits of seen tokens"),
     scalar("min_length", "UINT32", 0, "tokens to generate before end_id may come"),
+    scalar(
+        "no_repeat_ngram_size",
+        "UINT32",
+        0,
+        "no run of this many tokens comes twice; 0: any may",
+        extension=True,
+    ),
     scalar("is_return_context_logits", "BOOL", False, "return context_logits", extension=True),
 )
 
@@ -165,6 +172,7 @@ class SamplingParameters:
     beam_width: int = 1
     len_penalty: float = 0.0
     beam_search_diversity_rate: float = 0.0
+    no_repeat_ngram_size: int = 0
 
 
 @dataclass(frozen=True)

@@ -107,9 +107,16 @@ class Engine:
         """Where every rank runs, rank 0 first."""
         return list(self._ranks)
 
-    def submit(self, request: GenerateRequest) -> Future[GenerateOutput]:
+    def submit(
+        self,
+        request: GenerateRequest,
+        on_progress: Callable[[GenerateOutput], None] | None = None,
+    ) -> Future[GenerateOutput]:
         """Queue one row. The future carries RequestError for a wrong request, and ServerError
         when the engine is lost. Cancelling it frees the row's place.
+
+        on_progress gets the row's tokens so far after each but the last, which is the future's.
+        It is called by the thread that steps, in order, so it must return at once.
         """
         future: Future[GenerateOutput] = Future()
         try:
@@ -119,7 +126,7 @@ class Engine:
             return future
         end_id = self.config.end_id if request.end_id is None else request.end_id
         source, prompt = parts(request, self.config)
-        row = Row(request, future, prompt, end_id, source)
+        row = Row(request, future, prompt, end_id, source, on_progress)
         with self._lock:
             if self._error is None and not self._closed:
                 self._pending.add(future)

@@ -134,6 +134,7 @@ def _check_sampling(problems: Problems, sampling: SamplingParameters) -> None:
         "top_k",
         "min_length",
         "random_seed",
+        "no_repeat_ngram_size",
     )
     for name in at_least_zero:
         _check_range(problems, name, getattr(sampling, name), 0, math.inf)

@@ -22,6 +22,7 @@ _INTEGERS = (
     "end_id",
     "min_length",
     "top_k",
+    "no_repeat_ngram_size",
 )
 _FLOATS = (
     "temperature",
@@ -52,6 +53,7 @@ class RowStates:
     end_id: Tensor
     min_length: Tensor
     top_k: Tensor
+    no_repeat_ngram_size: Tensor
     reset_id: Tensor
     temperature: Tensor
     repetition_penalty: Tensor
@@ -106,6 +108,7 @@ def _integers(row: RowStart) -> list[int]:
         row.end_id,
         sampling.min_length,
         sampling.top_k,
+        sampling.no_repeat_ngram_size,
         reset,
     ]
 

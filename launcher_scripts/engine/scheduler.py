@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class Row:
 
     source is what the encoder reads, where there is one; the prompt is then the decoder's, and
     empty where nothing is to be decoded. start is the cache token after those of the source.
+    on_progress gets what there is after every token but the last, which the future brings.
     """
 
     request: GenerateRequest
@@ -30,6 +32,7 @@ class Row:
     prompt: tuple[int, ...]
     end_id: int
     source: tuple[int, ...] = ()
+    on_progress: Callable[[GenerateOutput], None] | None = None
     slot: int = -1
     start: int = -1
     encoded: bool = False
@@ -138,6 +141,8 @@ class Scheduler:
             if row.finished:
                 self._leave(row)
                 _answer(row)
+            elif row.on_progress is not None:
+                row.on_progress(_output(row))
 
     def _take_encoded(self, row: Row, encoded: EncodedRow) -> None:
         """The encoder's answer is the whole one where nothing is decoded."""
@@ -235,16 +240,9 @@ def _ends_in_stop_word(row: Row) -> bool:
 
 
 def _answer(row: Row) -> None:
-    request = row.request
-    output = GenerateOutput(
-        output_ids=tuple(row.tokens),
-        cum_log_probs=sum(whole for whole, _ in row.log_probs)
-        if request.return_log_probs
-        else None,
-        output_log_probs=tuple(candidates for _, candidates in row.log_probs)
-        if request.return_log_probs
-        else (),
-        context_logits=_context_logits(row) if request.return_context_logits else None,
+    output = replace(
+        _output(row),
+        context_logits=_context_logits(row) if row.request.return_context_logits else None,
         hidden_state=None if row.answer is None else row.answer.hidden,
         attentions=None if row.answer is None else row.answer.attentions,
     )
@@ -252,6 +250,16 @@ def _answer(row: Row) -> None:
         row.future.set_result(output)
     except InvalidStateError:
         return  # cancelled meanwhile
+
+
+def _output(row: Row) -> GenerateOutput:
+    """The row's tokens so far."""
+    asked = row.request.return_log_probs
+    return GenerateOutput(
+        output_ids=tuple(row.tokens),
+        cum_log_probs=sum(whole for whole, _ in row.log_probs) if asked else None,
+        output_log_probs=tuple(candidates for _, candidates in row.log_probs) if asked else (),
+    )
 
 
 def _context_logits(row: Row) -> Tensor:
