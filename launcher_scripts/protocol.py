@@ -183,6 +183,11 @@ class GenerateRequest:
     input_ids is the encoder's input where a model has one; decoder_input_ids is then what the
     decoder is given before it generates, its start token included (empty: start_id alone).
     return_hidden_state and return_attentions ask for the encoder's own results.
+
+    prompt_task is the number of a loaded prompt table; prompt_embedding, float [virtual tokens,
+    hidden], is a table of the request's own and wins over it. Ids of input_ids from the model's
+    prompt_start_id on are rows of the table; with soft_prompt the whole table comes in front of
+    input_ids instead. ia3_task is the number of a loaded IA3 adapter; None: the model as it is.
     """
 
     input_ids: tuple[int, ...]
@@ -197,6 +202,10 @@ class GenerateRequest:
     decoder_input_ids: tuple[int, ...] = ()
     return_hidden_state: bool = False
     return_attentions: bool = False
+    prompt_task: int | None = None
+    prompt_embedding: Any = None
+    soft_prompt: bool = False
+    ia3_task: int | None = None
 
 
 @dataclass(frozen=True)

@@ -124,14 +124,11 @@ def indices(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _seen(chosen: Tensor, slots: Tensor, states: RowStates, history: Tensor, vocab: int) -> Tensor:
-    """Which ids the rows have at the places `chosen`, bool [B, T]: bool [B, vocab].
-
-    An id below 0 is no token of the vocabulary.
-    """
+    """Which ids the rows have at the places `chosen`, bool [B, T]: bool [B, vocab]."""
     offsets = torch.arange(chosen.shape[1], device=slots.device)
     where = torch.where(chosen, states.start[slots][:, None] + offsets, 0)
-    found = history[where]
-    ids = torch.where(chosen & (found >= 0), found, vocab)
+    written = history[where]
+    ids = torch.where(chosen & (written >= 0), written, vocab)  # virtual tokens are negative
     seen = torch.zeros(slots.shape[0], vocab + 1, dtype=torch.bool, device=slots.device)
     return seen.scatter_(1, ids, True)[:, :vocab]
 

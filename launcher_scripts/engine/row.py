@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from launcher_scripts.engine.learned_parts import NO_TASK
 from launcher_scripts.engine.plan import RowStart
+from launcher_scripts.engine.prompts import prompt_of
 from launcher_scripts.engine.results import EncodedRow, TokenResult
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
@@ -69,6 +71,8 @@ class Row:
             source=self.source,
             return_hidden_state=request.return_hidden_state,
             return_attentions=request.return_attentions,
+            prompt=prompt_of(request),
+            ia3_task=NO_TASK if request.ia3_task is None else request.ia3_task,
         )
 
 

@@ -17,6 +17,7 @@ _INTEGERS = (
     "start",
     "prompt_length",
     "source_length",
+    "ia3_task",
     "seed",
     "end_id",
     "min_length",
@@ -39,7 +40,7 @@ class RowStates:
 
     Every attribute is a vector [slots + 1]. token is the last id chosen, not yet in the cache;
     length counts the row's tokens in the cache; start is its first cache token. source_length
-    counts the tokens of the encoder's input.
+    counts the tokens of the encoder's input; ia3_task is the row of the IA3 factors.
     """
 
     token: Tensor
@@ -47,6 +48,7 @@ class RowStates:
     start: Tensor
     prompt_length: Tensor
     source_length: Tensor
+    ia3_task: Tensor
     seed: Tensor
     end_id: Tensor
     min_length: Tensor
@@ -101,6 +103,7 @@ def _integers(row: RowStart) -> list[int]:
         row.start,
         len(row.ids),
         len(row.source),
+        row.ia3_task,
         _signed(sampling.random_seed),
         row.end_id,
         sampling.min_length,

@@ -10,11 +10,13 @@ from torch import Tensor
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.graphs import GraphCache, bucket_bounds, bucket_rows
 from launcher_scripts.engine.layers import Rows, Segment
+from launcher_scripts.engine.learned_parts import Prompt
 from launcher_scripts.engine.network import Network
 from launcher_scripts.engine.plan import Bounds, Plan, PrefillPart, RowStart
 from launcher_scripts.engine.results import EncodedRow, StepResult, TokenCopy
 from launcher_scripts.engine.row_state import RowStates
 from launcher_scripts.engine.sampler import Sampled, SamplingBatch, sample, sampling_batch
+from launcher_scripts.models.learned_parts import learned_parts_of
 from launcher_scripts.protocol import SamplingParameters
 
 LOGITS_ROWS = 256
@@ -34,6 +36,7 @@ class Runner:
         self._rows: dict[int, RowStart] = {}
         self._batch: tuple[tuple[int, ...], SamplingBatch] | None = None
         self._graphs = GraphCache() if device.type == "cuda" else None
+        self._has_ia3 = learned_parts_of(decoder.config).ia3_num_tasks > 0
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
@@ -61,7 +64,10 @@ class Runner:
     def _encode(self, slots: Sequence[int], result: StepResult) -> None:
         rows = [self._rows[slot] for slot in slots]
         ids = [token for row in rows for token in row.source]
-        segments = tuple(Segment(row.start, 0, 0, source=len(row.source)) for row in rows)
+        segments = tuple(
+            Segment(row.start, 0, 0, len(row.source), self._prompt(row), row.ia3_task)
+            for row in rows
+        )
         asked = any(row.return_attentions for row in rows)
         encoded = self.decoder.encode(self._to_device(ids), segments, attentions=asked)
         if self.communicator.rank != 0:
@@ -80,7 +86,14 @@ class Runner:
             for token in row.ids[part.past : part.past + part.count]
         ]
         segments = tuple(
-            Segment(row.start, part.past, part.count, len(row.source))
+            Segment(
+                row.start,
+                part.past,
+                part.count,
+                len(row.source),
+                None if row.source else self._prompt(row),
+                row.ia3_task,
+            )
             for row, part in zip(rows, parts, strict=True)
         )
         hidden = self.decoder.prefill(self._to_device(ids), segments)
@@ -176,6 +189,7 @@ class Runner:
             bounds.own,
             states.source_length[slots] if bounds.source else None,
             bounds.source,
+            states.ia3_task[slots] if self._has_ia3 else None,
         )
         hidden = self.decoder.decode(states.token[slots], rows)
         states.advance(slots)
@@ -207,6 +221,14 @@ class Runner:
             self.communicator.from_last_stage(sampled.log_probs)
         self.states.token.index_copy_(0, slots, sampled.tokens)
         return sampled
+
+    def _prompt(self, row: RowStart) -> Prompt | None:
+        """The row's prompt table where it is needed, on the first stage."""
+        if not self.communicator.is_first_stage:
+            return None
+        if isinstance(row.prompt, Tensor):
+            return row.prompt.to(self.device, non_blocking=True)
+        return row.prompt
 
     def _to_device(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
