@@ -83,6 +83,9 @@ class Place:
         return self.node == 0
 
 
+ALONE = Place()
+
+
 def find_place(env: Mapping[str, str]) -> Place:
     """The place that the environment tells; a process that nothing launched is alone.
 
@@ -90,7 +93,7 @@ def find_place(env: Mapping[str, str]) -> Place:
     """
     found = [row for row in LAUNCHERS if row.rank in env and (not row.needs or row.needs in env)]
     if not found:
-        return Place()
+        return ALONE
     problems = Problems("the environment of this server's process")
     row = found[0]
     rank, size = (_number(env, name, problems) for name in (row.rank, row.size))

@@ -58,12 +58,6 @@ class Parallelism:
         """Over how many of `nodes` nodes the ranks go, evenly: the most that divide them."""
         return max(count for count in divisors(self.world_size) if count <= nodes)
 
-    def ranks_of_node(self, node: int, nodes: int) -> range:
-        """The ranks on one of `nodes` nodes; none on those that are not needed."""
-        used = self.spread(nodes)
-        each = self.world_size // used
-        return range(node * each, (node + 1) * each) if node < used else range(0)
-
 
 def divisors(number: int) -> list[int]:
     """All positive divisors, ascending: the tensor-parallel sizes that `number` heads can hold."""

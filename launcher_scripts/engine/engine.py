@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 import torch
@@ -28,6 +29,9 @@ from launcher_scripts.engine.loading import (
     rank_info,
 )
 from launcher_scripts.engine.messages import Loaded, RankInfo, Ready
+from launcher_scripts.engine.node_group import ONE_NODE, NodeGroup
+from launcher_scripts.engine.pending import Pending
+from launcher_scripts.engine.progress import Progress
 from launcher_scripts.engine.requests import check_request, parts, warm_up_request
 from launcher_scripts.engine.results import StepResult
 from launcher_scripts.engine.row import Row
@@ -41,6 +45,7 @@ from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 STEPS_AHEAD = {"cpu": 0, "cuda": 1}
 NAMING_SECONDS = 3.0
 STOP_SECONDS = 20.0
+DEVICE_SECONDS = 120.0  # that a step may take on a device
 
 __all__ = ["Engine", "EngineSettings"]
 
@@ -57,12 +62,13 @@ class Engine:
         self.settings = settings
         self._build = build
         self._inbox: SimpleQueue[Row | None] = SimpleQueue()
-        self._pending: set[Future[GenerateOutput]] = set()
+        self._pending = Pending()
         self._lock = threading.Lock()
         self._error: ServerError | None = None
         self._closed = False
         self._settled = threading.Event()  # loaded, or failed
         self._failure_callbacks: list[Callable[[ServerError], None]] = []
+        self._progress = Progress()
         self._workers: WorkerGroup | None = None
         self._communicator: Communicator | None = None
         self._runner: Runner | None = None
@@ -71,18 +77,20 @@ class Engine:
         self._thread.start()
 
     @classmethod
-    def load(cls, settings: EngineSettings) -> Engine:
+    def load(cls, settings: EngineSettings, group: NodeGroup = ONE_NODE) -> Engine:
         """Verify the checkpoint, start every rank, load, and return when all are ready.
 
-        Raises CheckpointError, ConfigError or ServerError.
+        With several nodes in `group`, as many as the ranks can be divided over hold some. Raises
+        CheckpointError, ConfigError or ServerError.
         """
+        settings = replace(settings, nodes=settings.parallelism.spread(group.place.nodes))
         checkpoint = open_checkpoint(settings, verify=settings.verify)
         rank_device(settings, settings.parallelism.world_size - 1)
 
         def build(engine: Engine) -> Runner:
             device = rank_device(settings, 0)
             prepare_process(settings, device)
-            store = engine._start_workers()
+            store = engine._start_workers(group)
             weights = load_weights(settings, checkpoint, 0, device)
             communicator = engine._meet(store, device)
             runner = assemble_runner(weights, settings, communicator, device)
@@ -132,7 +140,6 @@ class Engine:
         with self._lock:
             if self._error is None and not self._closed:
                 self._pending.add(future)
-                future.add_done_callback(self._pending_done)
                 self._inbox.put(row)
                 return future
         future.set_exception(self._error or ServerError("the engine is closed"))
@@ -167,7 +174,7 @@ class Engine:
             self._workers.kill() if failed else self._workers.close()
         if failed:
             self._thread.join(NAMING_SECONDS)
-        self._fail_pending(self._error or ServerError("the engine was closed"))
+        self._pending.fail(self._error or ServerError("the engine was closed"))
 
     @property
     def _loaded(self) -> Runner:
@@ -184,28 +191,37 @@ class Engine:
             raise error
         return engine
 
-    def _start_workers(self) -> TCPStore | None:
+    def _start_workers(self, group: NodeGroup) -> TCPStore | None:
         """Start the other ranks and open the place where they will meet."""
+        if self.settings.parallelism.world_size == group.place.nodes == 1:
+            return None
+        self._workers = WorkerGroup(self.settings, group, self._progress, self._fail)
         if self.settings.parallelism.world_size == 1:
             return None
-        store = open_store(self.settings.start_timeout)
-        self._workers = WorkerGroup(self.settings, store.port, self._fail)
-        return store
+        return open_store(self._workers.host, self.settings.start_timeout)
 
     def _meet(self, store: TCPStore | None, device: torch.device) -> Communicator:
         """Join the other ranks once all have read their weights."""
-        if store is None:
+        if store is None or self._workers is None:
             return Communicator()
         self._await(Loaded)
+        self._workers.meet(store.port)
         self._communicator = ProcessGroupCommunicator(
-            self.settings.parallelism, 0, store, device, self.settings.start_timeout
+            self.settings.parallelism,
+            0,
+            store,
+            device,
+            self.settings.start_timeout,
+            host=self._workers.meeting_host,
+            progress=self._progress,
         )
         return self._communicator
 
     def _await(self, message: type) -> None:
         timeout = self.settings.start_timeout
         if self._workers is not None and not self._workers.wait_for(message, timeout):
-            raise self._error or ServerError(f"the ranks did not load within {timeout:.0f} s")
+            late = f"not within {timeout:.0f} s: {self._workers.missing()}"
+            raise self._error or ServerError(late)
 
     def _leave_group(self) -> None:
         """After a failure on the CPU; NCCL would wait for the lost rank, so it ends with us."""
@@ -219,6 +235,7 @@ class Engine:
             self._ranks = [rank_info(0, self._runner.device)]
             if self._workers is not None:
                 self._ranks += self._workers.infos
+            self._progress.loaded()
             self._settled.set()
             self._step_until_closed(self._runner)
             if self._workers is not None:
@@ -240,9 +257,12 @@ class Engine:
             if plan is not None:
                 if self._workers is not None:
                     self._workers.send(plan)
+                self._progress.begin_step()
                 launched.append(runner.execute(plan))
+                self._progress.end_step()
             if launched and (plan is None or len(launched) > STEPS_AHEAD[runner.device.type]):
-                scheduler.apply(launched.popleft())
+                with self._progress.wait("waiting for its device", DEVICE_SECONDS):
+                    scheduler.apply(launched.popleft())
         for result in launched:
             scheduler.apply(result)
 
@@ -276,20 +296,7 @@ class Engine:
                 return
             self._error = error
             callbacks = list(self._failure_callbacks)
-        self._fail_pending(error)
+        self._pending.fail(error)
         self._settled.set()
         for callback in callbacks:
             callback(error)
-
-    def _fail_pending(self, error: ServerError) -> None:
-        with self._lock:
-            pending, self._pending = self._pending, set()
-        for future in pending:
-            try:
-                future.set_exception(error)
-            except InvalidStateError:
-                continue  # answered or cancelled meanwhile
-
-    def _pending_done(self, future: Future[GenerateOutput]) -> None:
-        with self._lock:
-            self._pending.discard(future)

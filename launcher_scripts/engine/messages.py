@@ -1,4 +1,4 @@
-"""Messages between the processes of one engine: rank 0, the other ranks, and the other nodes' hosts.
+"""Messages between the processes of one engine: rank 0, other ranks, and hosts of other nodes.
 
 Every message is a dataclass of the table MESSAGES, written by the codec; a connection carries
 frames of a length, the message's number in the table, and its bytes.
@@ -119,6 +119,11 @@ class GroupLost:
     reason: str
 
 
+@dataclass(frozen=True)
+class Stop:
+    """The engine is closing."""
+
+
 # Each message and the module that has it. A module is imported when its message comes: a rank hears
 # and speaks before it imports torch. The order is part of the protocol.
 _HERE = "launcher_scripts.engine.messages"
@@ -132,7 +137,7 @@ MESSAGES = {
     "Ready": _HERE,
     "Beat": _HERE,
     "Plan": "launcher_scripts.engine.plan",
-    "Stop": "launcher_scripts.engine.plan",
+    "Stop": _HERE,
     "Failed": _HERE,
     "RankLost": _HERE,
     "GroupLost": _HERE,

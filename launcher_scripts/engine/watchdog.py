@@ -46,9 +46,7 @@ class Watchdog:
         return [
             rank
             for rank, beat in beats.items()
-            if beat.phase == WAITING
-            and beat.step < sent
-            and min(beat.quiet, since) > self.patience
+            if beat.phase == WAITING and beat.step < sent and min(beat.quiet, since) > self.patience
         ]
 
     def _behind(self, beats: Mapping[int, Beat], _sent: int, _since: float) -> list[int]:

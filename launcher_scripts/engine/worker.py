@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher_scripts.engine.links import Link, connect
-from launcher_scripts.engine.messages import Failed, Loaded, Meet, RankHello, Ready
-from launcher_scripts.engine.plan import Stop
+from launcher_scripts.engine.messages import Failed, Loaded, Meet, RankHello, Ready, Stop
 from launcher_scripts.engine.progress import Progress
 from launcher_scripts.engine.rank_processes import RankOrder, die_with_parent
 from launcher_scripts.errors import ServerError
