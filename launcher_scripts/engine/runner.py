@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,67 +13,13 @@ from launcher_scripts.engine.layers import Rows, Segment
 from launcher_scripts.engine.learned_parts import Prompt
 from launcher_scripts.engine.network import Network
 from launcher_scripts.engine.plan import Bounds, Plan, PrefillPart, RowStart
+from launcher_scripts.engine.results import EncodedRow, StepResult, TokenCopy
 from launcher_scripts.engine.row_state import RowStates
 from launcher_scripts.engine.sampler import Sampled, SamplingBatch, sample, sampling_batch
 from launcher_scripts.models.learned_parts import learned_parts_of
 from launcher_scripts.protocol import SamplingParameters
 
 LOGITS_ROWS = 256
-
-
-@dataclass(frozen=True)
-class TokenResult:
-    """One token of one row. log_probs: (whole vocabulary, candidates), where asked for."""
-
-    slot: int
-    token: int
-    log_probs: tuple[float, float] | None
-
-
-@dataclass(frozen=True)
-class EncodedRow:
-    """The encoder's answer for one row: float32 [n, hidden], and [layers, heads, n, n] if asked."""
-
-    slot: int
-    hidden: Tensor
-    attentions: Tensor | None
-
-
-@dataclass
-class StepResult:
-    """What a step produces; reading it waits for the device."""
-
-    tokens: list[_TokenCopy] = field(default_factory=list)
-    context_logits: list[tuple[int, Tensor]] = field(default_factory=list)
-    encoded: list[EncodedRow] = field(default_factory=list)
-
-    def read(self) -> list[TokenResult]:
-        return [result for copy in self.tokens for result in copy.read()]
-
-
-class _TokenCopy:
-    """Sampled values on their way to the host."""
-
-    def __init__(self, slots: Sequence[int], sampled: Sampled) -> None:
-        self._slots = slots
-        self._event: torch.cuda.Event | None = None
-        self._tokens = _to_host(sampled.tokens)
-        self._log_probs = None if sampled.log_probs is None else _to_host(sampled.log_probs)
-        if sampled.tokens.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def read(self) -> list[TokenResult]:
-        if self._event is not None:
-            self._event.synchronize()
-        tokens = self._tokens.tolist()
-        pairs: list[tuple[float, float] | None] = [None] * len(tokens)
-        if self._log_probs is not None:
-            pairs = list(zip(*self._log_probs.tolist(), strict=True))
-        return [
-            TokenResult(slot, token, pair)
-            for slot, token, pair in zip(self._slots, tokens, pairs, strict=False)
-        ]
 
 
 class Runner:
@@ -171,7 +116,7 @@ class Runner:
             if self.communicator.is_last_stage:
                 logits = self.decoder.logits(hidden[self._to_device(last)])
             sampled = self._sample(logits, batch, longest)
-            result.tokens.append(_TokenCopy([row.slot for row in complete], sampled))
+            result.tokens.append(TokenCopy([row.slot for row in complete], sampled))
 
     def _context_logits(
         self,
@@ -208,7 +153,7 @@ class Runner:
             sampled = self._sample(logits, batch, plan.bounds.own)
         else:
             sampled = self._decode_on_graph(batch, bucket_bounds(plan.bounds))
-        result.tokens.append(_TokenCopy(plan.decode, sampled))
+        result.tokens.append(TokenCopy(plan.decode, sampled))
 
     def _decode_on_graph(self, batch: SamplingBatch, bounds: Bounds) -> Sampled:
         """The step as a CUDA graph: recorded when its shape comes for the second time."""
@@ -291,10 +236,3 @@ class Runner:
 
 def _padding_row(slot: int) -> RowStart:
     return RowStart(slot=slot, start=0, ids=(0,), end_id=0, sampling=SamplingParameters())
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
