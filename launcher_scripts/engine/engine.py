@@ -29,8 +29,10 @@ from launcher_scripts.engine.loading import (
 )
 from launcher_scripts.engine.messages import Loaded, RankInfo, Ready
 from launcher_scripts.engine.requests import check_request, parts, warm_up_request
-from launcher_scripts.engine.runner import Runner, StepResult
-from launcher_scripts.engine.scheduler import Row, Scheduler
+from launcher_scripts.engine.results import StepResult
+from launcher_scripts.engine.row import Row
+from launcher_scripts.engine.runner import Runner
+from launcher_scripts.engine.scheduler import Scheduler
 from launcher_scripts.engine.workers import WorkerGroup
 from launcher_scripts.errors import RequestError, ServerError
 from launcher_scripts.models.family import ModelConfig
