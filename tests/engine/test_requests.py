@@ -49,12 +49,12 @@ def request(ids=(1, 2, 3), output_len=5, **more) -> GenerateRequest:
 )
 def test_what_is_wrong_is_named(wrong, message):
     with pytest.raises(RequestError, match=message):
-        check_request(wrong, CONFIG, cache_tokens=1000)
+        check_request(wrong, CONFIG, cache_tokens=1000, slots=8)
 
 
 def test_every_problem_is_named_at_once():
     with pytest.raises(RequestError) as raised:
-        check_request(request((99,), top_p=2.0, temperature=NAN), CONFIG, 1000)
+        check_request(request((99,), top_p=2.0, temperature=NAN), CONFIG, 1000, 8)
     assert str(raised.value).startswith("3 problems in the request:")
 
 
@@ -71,14 +71,14 @@ def test_every_problem_is_named_at_once():
     ],
 )
 def test_what_is_unusual_passes(right):
-    check_request(right, CONFIG, cache_tokens=1000)
+    check_request(right, CONFIG, cache_tokens=1000, slots=8)
 
 
 def test_rope_has_no_position_table_but_a_cache():
     config = small_config(position_embedding="rope")
-    check_request(request(output_len=500), config, cache_tokens=1000)
+    check_request(request(output_len=500), config, cache_tokens=1000, slots=8)
     with pytest.raises(RequestError, match="which holds 100"):
-        check_request(request(output_len=500), config, cache_tokens=100)
+        check_request(request(output_len=500), config, cache_tokens=100, slots=8)
 
 
 def test_the_others_go_on():
