@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.backends.fastertransformer.row_values import (
+    beam_axis,
     context_logits,
     log_probs,
     row_values,
@@ -42,23 +43,27 @@ def to_tensors(
     width: int,
     default_end_id: int,
 ) -> dict[str, Tensor]:
-    """The answer's tensors, batch axis first and a beam axis of one second.
+    """The answer's tensors, batch axis first and a beam axis as wide as the widest row second.
 
-    output_ids [B, 1, width + longest output]: prompt, then what was generated, then the row's end
-    id. `width` is the number of columns of the request's input_ids.
+    output_ids [B, beam, width + longest output]: prompt, then what was generated, then the row's
+    end id; the hypotheses of a row best first. A row with fewer has sequence_length 0 in the rest.
+    `width` is the number of columns of the request's input_ids.
     """
     longest = max(request.output_len for request in requests)
-    ids, lengths = [], []
-    for request, output in zip(requests, outputs, strict=True):
-        end_id = default_end_id if request.end_id is None else request.end_id
-        row = [*request.input_ids, *output.output_ids]
-        lengths.append(len(row))
-        ids.append(row + [end_id] * (width + longest - len(row)))
+    beams = beam_axis(outputs)
+    ids = torch.empty(len(requests), beams, width + longest, dtype=torch.int64)
+    lengths = torch.zeros(len(requests), beams, dtype=torch.int64)
+    for row, (request, output) in enumerate(zip(requests, outputs, strict=True)):
+        ids[row] = default_end_id if request.end_id is None else request.end_id
+        for beam, hypothesis in enumerate(output.hypotheses):
+            text = (*request.input_ids, *hypothesis.output_ids)
+            ids[row, beam, : len(text)] = torch.tensor(text)
+            lengths[row, beam] = len(text)
     tensors = {
-        "output_ids": torch.tensor(ids).unsqueeze(1).to(torch.uint32),
-        "sequence_length": torch.tensor(lengths).unsqueeze(1).to(torch.uint32),
+        "output_ids": ids.to(torch.uint32),
+        "sequence_length": lengths.to(torch.uint32),
         "response_input_lengths": torch.tensor(
-            [[len(request.input_ids)] for request in requests], dtype=torch.int32
+            [[len(request.input_ids)] * beams for request in requests], dtype=torch.int32
         ),
     }
     if any(request.return_log_probs for request in requests):
