@@ -124,6 +124,13 @@ def test_an_encoders_outputs_have_the_models_type() -> None:
     assert CONTRACTS["T5"].declared_outputs("bf16") == CONTRACTS["T5"].outputs
 
 
+def test_a_requests_embeddings_have_the_models_type() -> None:
+    for name in ("GPT", "T5", "T5-Encoder"):
+        types = {tensor.name: tensor.dtype for tensor in CONTRACTS[name].declared_inputs("bf16")}
+        assert types["request_prompt_embedding"] == "BF16"
+        assert types["input_ids"] == "UINT32"
+
+
 def test_a_model_type_of_another_family_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="got 'gpt3'; choices: t5, mt5, t5-encoder"):
         export(tmp_path, "gpt3")

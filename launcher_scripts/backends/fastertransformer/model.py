@@ -22,6 +22,7 @@ from launcher_scripts.backends.fastertransformer.parameters import engine_settin
 from launcher_scripts.backends.fastertransformer.status import DEVICE_VARIABLE, StatusFile
 from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.engine.engine import Engine
+from launcher_scripts.engine.prompts import prompt_start_id
 from launcher_scripts.engine.weights import DTYPES
 from launcher_scripts.errors import LauncherError, RequestError
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest, Tensor
@@ -129,6 +130,7 @@ class _Answer:
             self._width,
             self._engine.config.end_id,
             DTYPES[self._engine.settings.data_type],
+            prompt_start_id(self._engine.config),
         )
         outputs = [future.result() for future in self._futures]
         tensors = self._conversion.to_tensors(self._rows, outputs, shape)
