@@ -38,7 +38,7 @@ def test_tasks_are_per_row() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
 def test_embeddings_are_cut_to_their_length_and_typed_per_row(dtype: torch.dtype) -> None:
-    given = TABLE.to(dtype)
+    given = TABLE.to(dtype, copy=True)
     rows = gpt(
         request_prompt_embedding=given,
         request_prompt_lengths=columns(2, 3, 1),

@@ -49,7 +49,7 @@ def test_every_field_of_a_request_becomes_a_tensor_of_the_contract():
     contract = {tensor.name: tensor for tensor in GPT_INPUTS}
     fields = len(dataclasses.fields(SamplingParameters)) + len(dataclasses.fields(REQUEST))
     fields -= len(tensors.ENCODER_FIELDS)
-    # The prompt is two tensors, `sampling` itself is none; an embedding is three with `soft_prompt`.
+    # The prompt is two tensors, `sampling` itself none, an embedding with soft_prompt three.
     assert len(sent) == fields + 1 - 1 + 1
     for name, array in sent.items():
         tensor = contract[name]

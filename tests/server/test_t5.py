@@ -241,7 +241,7 @@ def test_text_through_the_ensemble(client: Client, plain: Plain) -> None:
         ({"sequence_length": np.array([[7]], np.uint32)}, "sequence_length must be within"),
         ({"sequence_length": np.array([[0]], np.uint32)}, "input_ids is empty"),
         ({"decoder_input_ids": np.array([[491]], np.uint32)}, "decoder_input_ids has ids outside"),
-        ({"ia3_tasks": np.array([[1]], np.int32)}, "this model has no IA3 adapters"),
+        ({"ia3_tasks": np.array([[1]], np.int32)}, "model has no IA3 adapters"),
     ],
 )
 def test_a_wrong_request_has_its_own_error(client: Client, changes: dict, reason: str) -> None:
