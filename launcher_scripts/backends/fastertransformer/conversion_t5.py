@@ -82,6 +82,7 @@ def to_encoder_requests(tensors: Mapping[str, Tensor]) -> list[GenerateRequest]:
             output_len=0,
             return_hidden_state=True,
             return_attentions=values.columns["is_return_attentions"][row],
+            **values.learned[row],
         )
         for row, source in enumerate(sources)
     ]
