@@ -102,6 +102,7 @@ GPT_INPUTS = (
         extension=True,
     ),
     scalar("is_return_context_logits", "BOOL", False, "return context_logits", extension=True),
+    scalar("ia3_tasks", "INT32", None, "which loaded IA3 adapter to use; -1: none", extension=True),
     IS_RETURN_PROGRESS,
     scalar(
         "is_return_prompt",
