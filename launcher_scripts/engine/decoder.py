@@ -10,6 +10,7 @@ from torch import Tensor
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.kv_cache import KVCache
 from launcher_scripts.engine.layers import DecoderLayer, Rows, Segment, Step, alibi_slopes
+from launcher_scripts.engine.learned_parts import token_tasks, with_virtual_tokens
 from launcher_scripts.engine.weights import GPTWeights
 from launcher_scripts.kernels.operands import Heads
 from launcher_scripts.models.gpt import GPTConfig
@@ -63,27 +64,31 @@ class Decoder:
         """Run the new tokens ids [N] of several rows: hidden states [N, hidden]."""
         spans = [torch.arange(segment.past, segment.past + segment.count) for segment in segments]
         slots = [span + segment.start for span, segment in zip(spans, segments, strict=True)]
-        positions = torch.cat(spans).to(self.device, non_blocking=True)
+        moved = [span + segment.dropped for span, segment in zip(spans, segments, strict=True)]
+        positions = torch.cat(moved).to(self.device, non_blocking=True)
         step = Step(
             slots=torch.cat(slots).to(self.device, non_blocking=True),
             rotary=self._rotary(positions),
             segments=segments,
+            ia3_tasks=self._tasks(segments),
         )
         return self._forward(ids, positions, step)
 
     def decode(self, ids: Tensor, rows: Rows) -> Tensor:
         """Run one token per row: hidden states [B, hidden].
 
-        A row's tokens before this one are its position.
+        A row's tokens before this one are its position, unless its positions say otherwise.
         """
+        positions = rows.lengths if rows.positions is None else rows.positions
         step = Step(
             slots=rows.starts + rows.lengths,
-            rotary=self._rotary(rows.lengths),
+            rotary=self._rotary(positions),
             starts=rows.starts,
             lengths=rows.lengths + 1,
             longest=rows.longest,
+            ia3_tasks=rows.ia3_tasks,
         )
-        return self._forward(ids, rows.lengths, step)
+        return self._forward(ids, positions, step)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [N, vocab] on every rank of the last stage."""
@@ -95,7 +100,7 @@ class Decoder:
     def _forward(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
         self.cache.ids[step.slots] = ids
         if self.communicator.is_first_stage:
-            x = self._embed(ids, positions)
+            x = self._embed(ids, positions, step.segments or ())
         else:
             x = self.communicator.from_previous_stage(
                 torch.empty(
@@ -111,10 +116,19 @@ class Decoder:
             self.communicator.to_next_stage(x)
         return x
 
-    def _embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def _tasks(self, segments: tuple[Segment, ...]) -> Tensor | None:
+        tasks = [segment.ia3_task for segment in segments]
+        counts = [segment.count for segment in segments]
+        return token_tasks(self.config, tasks, counts, self.device)
+
+    def _embed(self, ids: Tensor, positions: Tensor, segments: tuple[Segment, ...]) -> Tensor:
         weights = self.weights
         x = self.kernels.embed(ids, weights.token_table, weights.first_id)
         x = self.communicator.tp_sum(x)
+        if segments:
+            counts = [segment.count for segment in segments]
+            prompts = [segment.prompt for segment in segments]
+            x = with_virtual_tokens(x, ids, prompts, counts, weights.prompt_tables)
         if weights.position_table is not None:
             x = x + self.kernels.embed(positions, weights.position_table, 0)
         if weights.embedding_norm is not None:

@@ -27,11 +27,11 @@ from launcher_scripts.errors import ConfigError, Problems, ServerError, lookup, 
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
-from launcher_scripts.models.learned_parts import NO_PARTS
 from launcher_scripts.parallel import Parallelism
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
+INT8_MODES = {0: "no quantization", 1: "int8 weights"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class EngineSettings:
     max_batch_size:  most rows in flight
     max_tokens:      most tokens in the key/value cache; None: max_batch_size rows of the model's
                      full length, as far as memory reaches
-    int8_mode:       0 (no quantization) is what there is
+    int8_mode:       1: the layers' matrices are kept as int8, quantized when they are loaded
     stall_timeout:   seconds without a sign of life after which a rank counts as lost
     start_timeout:   seconds a rank may take to load
     """
@@ -60,8 +60,9 @@ class EngineSettings:
     int8_mode: int = 0
     enable_custom_all_reduce: bool = False
     verify: bool = True
-    stall_timeout: float = 15.0
+    stall_timeout: float = 4.0
     start_timeout: float = 1800.0
+    nodes: int = 1
 
     def __post_init__(self) -> None:
         problems = Problems("the engine's settings")
@@ -73,14 +74,21 @@ class EngineSettings:
             problems.add("unknown device", got=self.device, choices=("auto", "cpu", "cuda"))
         if self.max_batch_size < 1:
             problems.add("max_batch_size must be at least 1", got=self.max_batch_size)
-        if self.int8_mode != 0:
+        if self.int8_mode not in INT8_MODES:
             problems.add(
                 "this int8_mode is not supported",
                 got=self.int8_mode,
-                choices=("0 (no quantization)",),
+                choices=[f"{mode} ({meaning})" for mode, meaning in INT8_MODES.items()],
                 change="int8_mode in config.pbtxt",
             )
         problems.raise_if_any(ConfigError)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.parallelism.world_size // self.nodes
+
+    def ranks_of_node(self, node: int) -> range:
+        return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
     @property
     def device_type(self) -> str:
@@ -89,19 +97,26 @@ class EngineSettings:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@dataclass(frozen=True)
+class RankSetup:
+    """What a rank is told first."""
+
+    settings: EngineSettings
+
+
 def rank_device(settings: EngineSettings, rank: int) -> torch.device:
-    """The device of one rank: GPU `rank` of this machine, or the CPU."""
+    """The device of one rank: the GPU of its number on its node, or the CPU."""
     if settings.device_type == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ServerError("device cuda was asked for, and this machine shows no CUDA device")
-    world_size, visible = settings.parallelism.world_size, torch.cuda.device_count()
-    if world_size > visible:
+    here, visible = settings.ranks_per_node, torch.cuda.device_count()
+    if here > visible:
         raise ServerError(
-            f"tensor_para_size * pipeline_para_size = {world_size} ranks need a GPU each, and "
-            f"{visible} are visible"
+            f"tensor_para_size * pipeline_para_size = {settings.parallelism.world_size} ranks on "
+            f"{settings.nodes} node(s) need a GPU each, and {visible} are visible on this node"
         )
-    return torch.device("cuda", rank)
+    return torch.device("cuda", rank % here)
 
 
 def prepare_process(settings: EngineSettings, device: torch.device) -> None:
@@ -112,7 +127,7 @@ def prepare_process(settings: EngineSettings, device: torch.device) -> None:
         torch.backends.cudnn.allow_tf32 = False
     elif settings.parallelism.world_size > 1:
         cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // settings.parallelism.world_size))
+        torch.set_num_threads(max(1, cores // settings.ranks_per_node))
 
 
 def rank_info(rank: int, device: torch.device) -> RankInfo:
@@ -131,15 +146,6 @@ def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:
                 f"the engine cannot run the checkpoint in {checkpoint.folder}",
                 got=f"family {family}",
                 choices=FAMILIES,
-            )
-        )
-    parts = getattr(checkpoint.config, "parts", NO_PARTS).names
-    if parts:
-        raise ConfigError(
-            problem(
-                f"the engine cannot run the checkpoint in {checkpoint.folder}",
-                got=parts,
-                choices=["a model without learned parts", "LoRA and IA3 folded into the weights"],
             )
         )
     wanted = settings.parallelism
@@ -197,6 +203,7 @@ def load_weights(
         DTYPES[settings.data_type],
         device,
         lambda spec, layer: checkpoint.read(spec, layer, tp_rank),
+        int8=settings.int8_mode == 1,
     )
     return loader.load()
 
@@ -214,7 +221,7 @@ def assemble_runner(
     heads = family.heads(config, communicator.tp_size)
     layers = settings.parallelism.layers(family.cached_layers(config), communicator.pp_rank)
     wanted = settings.max_tokens or family.row_tokens(config, settings.max_batch_size)
-    ranks = 1 if device.type == "cuda" else settings.parallelism.world_size
+    ranks = 1 if device.type == "cuda" else settings.ranks_per_node
     capacity = communicator.minimum(
         plan_capacity(
             wanted,

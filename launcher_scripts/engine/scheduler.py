@@ -3,72 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
 
 from launcher_scripts.engine.kv_cache import ExtentAllocator
-from launcher_scripts.engine.plan import Plan, PrefillPart, RowStart
-from launcher_scripts.engine.runner import EncodedRow, StepResult, TokenResult
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest
-
-
-@dataclass(eq=False)
-class Row:
-    """A request on its way: `launched` counts tokens asked of the device, `tokens` those seen.
-
-    source is what the encoder reads, where there is one; the prompt is then the decoder's, and
-    empty where nothing is to be decoded. start is the cache token after those of the source.
-    """
-
-    request: GenerateRequest
-    future: Future[GenerateOutput]
-    prompt: tuple[int, ...]
-    end_id: int
-    source: tuple[int, ...] = ()
-    slot: int = -1
-    start: int = -1
-    encoded: bool = False
-    prefilled: int = 0
-    launched: int = 0
-    finished: bool = False
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[tuple[float, float]] = field(default_factory=list)
-    context_logits: list[Tensor] = field(default_factory=list)
-    answer: EncodedRow | None = None
-
-    @property
-    def capacity(self) -> int:
-        """Cache tokens of the whole row; the last token chosen is never fed back."""
-        return len(self.source) + len(self.prompt) + max(self.request.output_len - 1, 0)
-
-    @property
-    def extent(self) -> int:
-        """First cache token of the whole row."""
-        return self.start - len(self.source)
-
-    @property
-    def cached(self) -> int:
-        """Tokens in the cache once everything launched has run."""
-        return self.prefilled + max(self.launched - 1, 0)
-
-    def as_start(self) -> RowStart:
-        request = self.request
-        return RowStart(
-            slot=self.slot,
-            start=self.start,
-            ids=self.prompt,
-            end_id=self.end_id,
-            sampling=request.sampling,
-            bad_words=request.bad_words,
-            return_log_probs=request.return_log_probs,
-            return_context_logits=request.return_context_logits,
-            source=self.source,
-            return_hidden_state=request.return_hidden_state,
-            return_attentions=request.return_attentions,
-        )
+from launcher_scripts.engine.plan import Move, Plan, PrefillPart, RowStart
+from launcher_scripts.engine.results import EncodedRow, StepResult
+from launcher_scripts.engine.row import Row, answer, output_so_far, take, take_beams
+from launcher_scripts.engine.session import Session
 
 
 class Scheduler:
@@ -86,6 +26,7 @@ class Scheduler:
         self._waiting: deque[Row] = deque()
         self._running: dict[int, Row] = {}
         self._launched: deque[dict[int, Row]] = deque()
+        self._moves: list[Move] = []
 
     @property
     def rows(self) -> list[Row]:
@@ -97,14 +38,18 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None when there is nothing to launch."""
+        self._moves = []
         self._drop_cancelled()
         starts = self._admit()
-        decode = [row for row in self._running.values() if self._decodes(row)]
+        running = [row for row in self._running.values() if self._decodes(row)]
+        decode = [row for row in running if row.hypotheses is None]
+        beams = [row for row in running if row.hypotheses is not None]
         encode = self._plan_encode()
         prefill = self._plan_prefill()
-        if not (encode or prefill or decode):
+        if not (encode or prefill or running):
             return None
-        for row in decode:
+        for row in running:
+            self._make_room(row, 1)
             row.launched += 1
         self._launched.append(dict(self._running))
         return Plan(
@@ -112,8 +57,12 @@ class Scheduler:
             encode=tuple(row.slot for row in encode),
             prefill=tuple(prefill),
             decode=tuple(row.slot for row in decode),
-            longest=max((row.cached for row in decode), default=0),
-            longest_source=max((len(row.source) for row in decode), default=0),
+            beams=tuple(row.slot for row in beams),
+            reorder=max((row.launched - 1 for row in beams if self._decodes(row)), default=0),
+            longest=max((row.cached for row in running), default=0),
+            longest_source=max((len(row.source) for row in running), default=0),
+            moves=tuple(self._moves),
+            windows=any(row.session is not None and row.session.window for row in running),
         )
 
     def apply(self, result: StepResult) -> None:
@@ -128,12 +77,22 @@ class Scheduler:
             rows[slot].context_logits.append(logits)
         for token in result.read():
             row = rows[token.slot]
-            if row.finished:
-                continue
-            _take(row, token)
-            if row.finished:
-                self._leave(row)
-                _answer(row)
+            if not row.finished:
+                take(row, token)
+                self._go_on(row)
+        for beams in result.read_beams():
+            row = rows[beams.slot]
+            if not row.finished:
+                take_beams(row, beams)
+                self._go_on(row)
+
+    def _go_on(self, row: Row) -> None:
+        """Answer a row that has ended; say how far one has come that goes on."""
+        if row.finished:
+            self._leave(row)
+            answer(row)
+        elif row.on_progress is not None:
+            row.on_progress(output_so_far(row))
 
     def _take_encoded(self, row: Row, encoded: EncodedRow) -> None:
         """The encoder's answer is the whole one where nothing is decoded."""
@@ -143,7 +102,7 @@ class Scheduler:
         if not row.prompt:
             row.finished = True
             self._leave(row)
-            _answer(row)
+            answer(row)
 
     def _decodes(self, row: Row) -> bool:
         whole_prompt = row.prefilled == len(row.prompt)
@@ -151,16 +110,51 @@ class Scheduler:
 
     def _admit(self) -> list[RowStart]:
         starts = []
-        while self._waiting and self._free_slots:
+        while self._waiting and self._waiting[0].width <= len(self._free_slots):
             row = self._waiting[0]
-            start = self._extents.allocate(row.capacity)
+            start = self._place(row)
             if start is None:
                 break
             self._waiting.popleft()
-            row.slot, row.start = self._free_slots.pop(), start + len(row.source)
+            row.slots = tuple(self._free_slots.pop() for _ in range(row.width))
+            row.start = start + len(row.source)
             self._running[row.slot] = row
+            self._make_room(row, len(row.prompt))
             starts.append(row.as_start())
         return starts
+
+    def _place(self, row: Row) -> int | None:
+        """First token of an extent for the row; its session's, which it shares with nobody."""
+        session = row.session
+        if session is None:
+            return self._extents.allocate(row.capacity)
+        if session.start is None:
+            session.start = self._extents.allocate(session.extent_tokens)
+        return session.start
+
+    def _make_room(self, row: Row, tokens: int) -> None:
+        """Let the window of the row's session slide on, if `tokens` more need the place."""
+        if row.session is not None:
+            move = row.session.make_room(row.cached, tokens, row.slot)
+            self._moves += [] if move is None else [move]
+
+    def close_session(self, session: Session) -> None:
+        """Free the session's extent, at once or when its request has ended."""
+        session.closed = True
+        waiting = any(row.session is session for row in self.rows)
+        if session.start is not None and not waiting:
+            self._extents.free(session.start, session.extent_tokens)
+            session.start = None
+
+    def _leave_session(self, row: Row, session: Session) -> None:
+        """The session keeps what the row has brought into the cache."""
+        complete = row.request.output_len == 0 and not row.future.cancelled()
+        if row.tokens or complete:
+            session.take_turn(len(row.prompt), row.tokens, row.end_id)
+        else:
+            session.give_up_turn()
+        if session.closed:
+            self.close_session(session)
 
     def _plan_encode(self) -> list[Row]:
         """Rows whose sources the encoder reads now, those of one length side by side."""
@@ -183,7 +177,7 @@ class Scheduler:
             count = min(len(row.prompt) - row.prefilled, budget)
             if count <= 0 or (row.source and not row.encoded):
                 continue
-            parts.append(PrefillPart(row.slot, row.prefilled, count))
+            parts.append(PrefillPart(row.slot, row.past + row.prefilled, count))
             budget -= count
             row.prefilled += count
             if row.prefilled == len(row.prompt):
@@ -191,7 +185,10 @@ class Scheduler:
         return parts
 
     def _drop_cancelled(self) -> None:
-        self._waiting = deque(row for row in self._waiting if not row.future.cancelled())
+        for row in [row for row in self._waiting if row.future.cancelled()]:
+            self._waiting.remove(row)
+            if row.session is not None:
+                self._leave_session(row, row.session)
         for row in [row for row in self._running.values() if row.future.cancelled()]:
             row.finished = True
             self._leave(row)
@@ -202,57 +199,8 @@ class Scheduler:
         Steps already launched may still write there; they run before anything launched later.
         """
         del self._running[row.slot]
-        self._free_slots.append(row.slot)
-        self._extents.free(row.extent, row.capacity)
-
-
-def _take(row: Row, result: TokenResult) -> None:
-    """Add a token and see whether it ends the row: end token, stop word or length."""
-    if row.request.output_len == 0:
-        row.finished = True
-        return
-    row.tokens.append(result.token)
-    if result.log_probs is not None:
-        row.log_probs.append(result.log_probs)
-    row.finished = (
-        result.token == row.end_id
-        or len(row.tokens) >= row.request.output_len
-        or _ends_in_stop_word(row)
-    )
-
-
-def _ends_in_stop_word(row: Row) -> bool:
-    """Whether the text so far ends in a stop word; a word may begin in the prompt."""
-    if not row.request.stop_words:
-        return False
-    longest = max(map(len, row.request.stop_words))
-    tail = (*row.prompt[-longest:], *row.tokens)[-longest:]
-    return any(tail[-len(word) :] == word for word in row.request.stop_words)
-
-
-def _answer(row: Row) -> None:
-    request = row.request
-    output = GenerateOutput(
-        output_ids=tuple(row.tokens),
-        cum_log_probs=sum(whole for whole, _ in row.log_probs)
-        if request.return_log_probs
-        else None,
-        output_log_probs=tuple(candidates for _, candidates in row.log_probs)
-        if request.return_log_probs
-        else (),
-        context_logits=_context_logits(row) if request.return_context_logits else None,
-        hidden_state=None if row.answer is None else row.answer.hidden,
-        attentions=None if row.answer is None else row.answer.attentions,
-    )
-    try:
-        row.future.set_result(output)
-    except InvalidStateError:
-        return  # cancelled meanwhile
-
-
-def _context_logits(row: Row) -> Tensor:
-    """Float32 [prompt tokens, vocab]; the start token of an empty prompt is not the caller's, but
-    a decoder's first input.
-    """
-    whole = torch.cat(row.context_logits)
-    return whole if row.source else whole[len(row.prompt) - len(row.request.input_ids) :]
+        self._free_slots += row.slots[::-1]
+        if row.session is None:
+            self._extents.free(row.extent, row.capacity)
+        else:
+            self._leave_session(row, row.session)

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from launcher_scripts.kernels import reference
+from launcher_scripts.kernels import int8_kernels, reference
 from launcher_scripts.kernels.attention_kernels import attend, attention_shape, merge_splits
 from launcher_scripts.kernels.gemv_kernel import gemv, gemv_shape
 from launcher_scripts.kernels.operands import Heads, LayerCache, Linear, Norm, RelativeBias
@@ -29,9 +29,11 @@ NORM_CODES = {"layernorm": 1, "rmsnorm": 2}
 ACTIVATION_CODES = {None: 0, "gelu": 1, "gelu_erf": 2, "relu": 3, "silu": 4, "squared_relu": 5}
 ARGMAX_BLOCK = 1024
 
+dense = int8_kernels.dense
 add_residual = reference.add_residual
 rotary_table = reference.rotary_table
 context_attention = reference.context_attention
+window_attention = reference.window_attention
 source_attention = reference.source_attention
 source_attention_weights = reference.source_attention_weights
 
@@ -67,6 +69,7 @@ def norm(x: Tensor, weights: Norm, dtype: torch.dtype) -> Tensor:
 
 def project(x: Tensor, linear: Linear) -> Tensor:
     """See reference.project."""
+    linear = dense(linear)
     if x.shape[0] == 1:
         return _gemv(x, linear, linear.weight.dtype)
     return functional.linear(_normalized(x, linear), linear.weight, linear.bias)
@@ -74,6 +77,7 @@ def project(x: Tensor, linear: Linear) -> Tensor:
 
 def project_add(x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
     """See reference.project_add."""
+    linear = dense(linear)
     if x.shape[0] == 1:
         return _gemv(x, linear, torch.float32, residual=residual)
     return residual + functional.linear(x, linear.weight, linear.bias)
@@ -81,6 +85,7 @@ def project_add(x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
 
 def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tensor:
     """See reference.mlp_up."""
+    up, gate = dense(up), gate and dense(gate)
     if x.shape[0] == 1:
         return _gemv(x, up, up.weight.dtype, gate=gate, activation=activation)
     normalized = _normalized(x, up)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -25,14 +26,23 @@ class Norm:
 class Linear:
     """y = x W^T + b, of a normalized x where there is a norm.
 
-    weight: [out, in] in the compute type
-    bias:   [out] in the compute type
-    norm:   applied to x first
+    weight:  [out, in] in the compute type, or int8
+    bias:    [out] in the compute type
+    norm:    applied to x first
+    scale:   float32 [out]: what each row of an int8 weight is multiplied by
+    compute: the compute type of an int8 weight
     """
 
     weight: Tensor
     bias: Tensor | None = None
     norm: Norm | None = None
+    scale: Tensor | None = None
+    compute: torch.dtype | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute type."""
+        return self.compute or self.weight.dtype
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from launcher_scripts.kernels import window_attention as windows
 from launcher_scripts.kernels.operands import Heads, LayerCache, Linear, Norm, RelativeBias
 
 QUERIES_AT_ONCE = 512
+
+window_attention = windows.window_attention
 
 ACTIVATIONS = {
     "gelu": lambda x: functional.gelu(x, approximate="tanh"),
@@ -45,13 +48,23 @@ def norm(x: Tensor, weights: Norm, dtype: torch.dtype) -> Tensor:
     return out.to(dtype)
 
 
+def dense(linear: Linear) -> Linear:
+    """The same projection with its weight in the compute type."""
+    if linear.scale is None:
+        return linear
+    weight = (linear.weight.float() * linear.scale[:, None]).to(linear.dtype)
+    return Linear(weight, linear.bias, linear.norm)
+
+
 def project(x: Tensor, linear: Linear) -> Tensor:
     """linear(norm(x)), or linear(x) where it has no norm: [N, out]."""
+    linear = dense(linear)
     return functional.linear(_normalized(x, linear), linear.weight, linear.bias)
 
 
 def project_add(x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
     """residual + linear(x): float32 [N, hidden]."""
+    linear = dense(linear)
     return residual + functional.linear(x, linear.weight, linear.bias)
 
 
@@ -63,6 +76,7 @@ def add_residual(partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tens
 
 def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tensor:
     """act(up(norm(x))), times gate(norm(x)) where the MLP is gated: [N, ffn]."""
+    up, gate = dense(up), gate and dense(gate)
     normalized = _normalized(x, up)
     hidden = ACTIVATIONS[activation](functional.linear(normalized, up.weight, up.bias))
     if gate is None:

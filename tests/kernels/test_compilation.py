@@ -11,7 +11,12 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from launcher_scripts.kernels import attention_kernels, gemv_kernel, row_kernels  # noqa: E402
+from launcher_scripts.kernels import (  # noqa: E402
+    attention_kernels,
+    gemv_kernel,
+    int8_kernels,
+    row_kernels,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = ("fp32", "bf16", "fp16")
@@ -43,6 +48,12 @@ def test_gemv(dtype, gated):
     }
     ptx = compile_kernel(gemv_kernel.gemv, pointers, {"out_size": "i32"}, constants)
     assert ".visible .entry gemv" in ptx
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_widen(dtype):
+    pointers = {"weight": "i8", "scale": "fp32", "out": dtype}
+    assert compile_kernel(int8_kernels.widen, pointers, {"size": "i32"}, {"BLOCK": 1024})
 
 
 def test_look_up_and_argmax():

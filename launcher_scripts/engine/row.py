@@ -1,0 +1,180 @@
+"""A request on its way through the engine, as the host sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.engine.hypotheses import Hypotheses
+from launcher_scripts.engine.learned_parts import NO_TASK
+from launcher_scripts.engine.plan import RowStart
+from launcher_scripts.engine.prompts import prompt_of
+from launcher_scripts.engine.results import BeamResult, EncodedRow, TokenResult
+from launcher_scripts.engine.session import Session
+from launcher_scripts.protocol import GenerateOutput, GenerateRequest
+
+
+@dataclass(eq=False)
+class Row:
+    """A request on its way: `launched` counts tokens asked of the device, `tokens` those seen.
+
+    source is what the encoder reads, where there is one; the prompt is then the decoder's, and
+    empty where nothing is to be decoded. start is the cache token after those of the source. A
+    row of several hypotheses has a slot for each, and their cache tokens one after the other. A
+    row of a session lives in the session's extent, after the tokens of the requests before.
+    on_progress gets what there is after every token but the last, which the future brings.
+    """
+
+    request: GenerateRequest
+    future: Future[GenerateOutput]
+    prompt: tuple[int, ...]
+    end_id: int
+    source: tuple[int, ...] = ()
+    on_progress: Callable[[GenerateOutput], None] | None = None
+    slots: tuple[int, ...] = ()
+    start: int = -1
+    encoded: bool = False
+    prefilled: int = 0
+    launched: int = 0
+    finished: bool = False
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[tuple[float, float]] = field(default_factory=list)
+    context_logits: list[Tensor] = field(default_factory=list)
+    answer: EncodedRow | None = None
+    hypotheses: Hypotheses | None = None
+    session: Session | None = None
+
+    def __post_init__(self) -> None:
+        sampling = self.request.sampling
+        if self.width > 1:
+            self.hypotheses = Hypotheses(self.width, sampling.len_penalty, self.request.output_len)
+
+    @property
+    def slot(self) -> int:
+        return self.slots[0]
+
+    @property
+    def width(self) -> int:
+        """Slots that the row takes."""
+        return self.request.sampling.beam_width if self.request.output_len else 1
+
+    @property
+    def own_capacity(self) -> int:
+        """Cache tokens of each hypothesis; the last token chosen is never fed back."""
+        return len(self.prompt) + max(self.request.output_len - 1, 0)
+
+    @property
+    def capacity(self) -> int:
+        """Cache tokens of the whole row."""
+        return len(self.source) + self.width * self.own_capacity
+
+    @property
+    def extent(self) -> int:
+        """First cache token of the whole row."""
+        return self.start - len(self.source)
+
+    @property
+    def past(self) -> int:
+        """Tokens in the row's extent before its prompt."""
+        return 0 if self.session is None else self.session.cached
+
+    @property
+    def cached(self) -> int:
+        """Tokens in the cache once everything launched has run."""
+        return self.past + self.prefilled + max(self.launched - 1, 0)
+
+    def as_start(self) -> RowStart:
+        request = self.request
+        return RowStart(
+            slot=self.slot,
+            start=self.start,
+            ids=self.prompt,
+            end_id=self.end_id,
+            sampling=request.sampling,
+            bad_words=request.bad_words,
+            return_log_probs=request.return_log_probs,
+            return_context_logits=request.return_context_logits,
+            source=self.source,
+            return_hidden_state=request.return_hidden_state,
+            return_attentions=request.return_attentions,
+            prompt=prompt_of(request),
+            ia3_task=NO_TASK if request.ia3_task is None else request.ia3_task,
+            stop_words=request.stop_words if self.hypotheses else (),
+            beams=self.slots if self.hypotheses else (),
+            stride=self.own_capacity,
+            past=self.past,
+            dropped=0 if self.session is None else self.session.dropped,
+            window=0 if self.session is None else self.session.window,
+        )
+
+
+def take(row: Row, result: TokenResult) -> None:
+    """Add a token and see whether it ends the row: end token, stop word or length."""
+    if row.request.output_len == 0:
+        row.finished = True
+        return
+    row.tokens.append(result.token)
+    if result.log_probs is not None:
+        row.log_probs.append(result.log_probs)
+    row.finished = (
+        result.token == row.end_id
+        or len(row.tokens) >= row.request.output_len
+        or _ends_in_stop_word(row)
+    )
+
+
+def take_beams(row: Row, result: BeamResult) -> None:
+    """Add a step of the row's beam search and see whether it is over."""
+    if row.hypotheses is not None:
+        row.hypotheses.take(result.candidates)
+        row.finished = row.hypotheses.finished
+
+
+def _ends_in_stop_word(row: Row) -> bool:
+    """Whether the text so far ends in a stop word; a word may begin in the prompt."""
+    if not row.request.stop_words:
+        return False
+    longest = max(map(len, row.request.stop_words))
+    tail = (*row.prompt[-longest:], *row.tokens)[-longest:]
+    return any(tail[-len(word) :] == word for word in row.request.stop_words)
+
+
+def answer(row: Row) -> None:
+    output = replace(
+        output_so_far(row),
+        context_logits=_context_logits(row) if row.request.return_context_logits else None,
+        hidden_state=None if row.answer is None else row.answer.hidden,
+        attentions=None if row.answer is None else row.answer.attentions,
+    )
+    try:
+        row.future.set_result(output)
+    except InvalidStateError:
+        return  # cancelled meanwhile
+
+
+def output_so_far(row: Row) -> GenerateOutput:
+    """The row's tokens so far; of a beam search the best hypotheses so far."""
+    asked = row.request.return_log_probs
+    if row.hypotheses is not None:
+        beams = tuple(each.beam(log_probs=asked) for each in row.hypotheses.best())
+        best = beams[0]
+        return GenerateOutput(
+            best.output_ids, best.cum_log_probs, best.output_log_probs, beams=beams
+        )
+    return GenerateOutput(
+        output_ids=tuple(row.tokens),
+        cum_log_probs=sum(whole for whole, _ in row.log_probs) if asked else None,
+        output_log_probs=tuple(candidates for _, candidates in row.log_probs) if asked else (),
+    )
+
+
+def _context_logits(row: Row) -> Tensor:
+    """Float32 [prompt tokens, vocab]; the start token of an empty prompt is not the caller's, but
+    a decoder's first input.
+    """
+    whole = torch.cat(row.context_logits)
+    return whole if row.source else whole[len(row.prompt) - len(row.request.input_ids) :]
