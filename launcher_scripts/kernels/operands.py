@@ -22,17 +22,89 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class FoldedNorm:
+    """What a norm before a projection W x + c comes to, known beforehand (see gemv_kernel.py).
+
+    gain:    [in] in the compute type, g
+    sums:    float32 [out], W g; None for an RMS norm
+    offsets: float32 [out], W b + c; None where there is neither
+    """
+
+    gain: Tensor
+    sums: Tensor | None
+    offsets: Tensor | None
+
+
+@dataclass(frozen=True)
 class Linear:
     """y = x W^T + b, of a normalized x where there is a norm.
 
     weight: [out, in] in the compute type
     bias:   [out] in the compute type
     norm:   applied to x first
+    folded: the norm as a product with one row wants it; made by kernels.prepare
     """
 
     weight: Tensor
     bias: Tensor | None = None
     norm: Norm | None = None
+    folded: FoldedNorm | None = None
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Hidden states between the layers of a decode step.
+
+    exact:   float32 [N, hidden], the residual stream
+    operand: [N, hidden] in the compute type, what the next projection reads: `exact` normalized
+             for it, or only rounded where the projection has its norm folded in
+    """
+
+    exact: Tensor
+    operand: Tensor
+
+
+@dataclass(frozen=True)
+class RowColumns:
+    """The state of the rows in flight, int64 [slots + 1], the last slot one for padding.
+
+    token: the last id chosen;  start: first cache token;  length: tokens in the cache;
+    source: tokens of the encoder's input, which lie right before start
+    """
+
+    token: Tensor
+    start: Tensor
+    length: Tensor
+    source: Tensor
+
+    @property
+    def padding(self) -> int:
+        return self.token.shape[0] - 1
+
+
+@dataclass(frozen=True)
+class EmbeddingTables:
+    """tokens: [held, hidden], ids from first_id on; positions: [max_positions, hidden] or None."""
+
+    tokens: Tensor
+    first_id: int
+    positions: Tensor | None
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of a decode step, int64 [B].
+
+    starts:    first cache tokens
+    positions: of the new token; lengths: with it
+    source_starts, source_lengths: of the encoder's inputs; None without an encoder
+    """
+
+    starts: Tensor
+    positions: Tensor
+    lengths: Tensor
+    source_starts: Tensor | None = None
+    source_lengths: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -52,11 +124,13 @@ class Heads:
 class LayerCache:
     """One layer's keys and values of every row: [kv_heads, tokens, head_size].
 
-    A row owns a run of consecutive tokens (its extent).
+    A row owns a run of consecutive tokens (its extent). arrivals: int32, zeros, at least one per
+    row and query head of a step, where kernels count who has ended; all layers may share them.
     """
 
     keys: Tensor
     values: Tensor
+    arrivals: Tensor | None = None
 
 
 @dataclass(frozen=True)

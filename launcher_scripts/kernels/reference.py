@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from launcher_scripts.kernels.operands import Heads, LayerCache, Linear, Norm, RelativeBias
+from launcher_scripts.kernels.operands import (
+    EmbeddingTables,
+    Heads,
+    Hidden,
+    LayerCache,
+    Linear,
+    Norm,
+    RelativeBias,
+    RowColumns,
+    StepRows,
+)
 
 QUERIES_AT_ONCE = 512
 
@@ -193,12 +203,16 @@ def decode_attention(
     scale: float | None = None,
     relative: RelativeBias | None = None,
     positions: Tensor | None = None,
+    fresh: bool | None = None,  # noqa: ARG001 - of interest to kernels that overlap
 ) -> Tensor:
     """Attention of one new token per row: [B, heads * head_size].
 
     query [B, heads, head_size]; row b attends to the lengths[b] cache tokens from starts[b] on,
     its own included where they are its own. `longest` bounds the lengths. `scale` as in
     context_attention; `relative` counts from the row's positions [B].
+
+    `fresh` may be given in a step that began with begin_step: whether its rows' last tokens were
+    stored in it; everything else was there before, so that reading can begin early.
     """
     rows, num_heads, head_size = query.shape
     offsets = torch.arange(longest, device=query.device)
@@ -224,6 +238,94 @@ def logits(x: Tensor, head: Linear) -> Tensor:
     """Next-token logits, float32 [N, vocab of this rank], accumulated in float32."""
     bias = None if head.bias is None else head.bias.float()
     return functional.linear(_normalized(x, head).float(), head.weight.float(), bias)
+
+
+def prepare(linear: Linear) -> Linear:
+    """The linear with what an implementation wants to know beforehand."""
+    return linear
+
+
+def begin_step(
+    slots: Tensor,
+    columns: RowColumns,
+    history: Tensor,
+    tables: EmbeddingTables,
+    norm_of_next: Norm | None,
+    *,
+    sources: bool = False,
+) -> tuple[Hidden, StepRows]:
+    """Feed every row's last token: its embedding as hidden states [B, hidden], and the rows.
+
+    The ids of the rows in slots [B] go to the history [cache tokens], and the rows grow by one
+    token, but for the padding slot. Ids that other ranks hold give zeros (see embed).
+    """
+    ids, starts, positions = (
+        column[slots] for column in (columns.token, columns.start, columns.length)
+    )
+    history[starts + positions] = ids
+    columns.length.index_add_(0, slots, (slots != columns.padding).long())
+    x = embed(ids, tables.tokens, tables.first_id)
+    if tables.positions is not None:
+        x = x + embed(positions, tables.positions, 0)
+    rows = StepRows(starts, positions, positions + 1)
+    if sources:
+        lengths = columns.source[slots]
+        rows = StepRows(starts, positions, positions + 1, starts - lengths, lengths.clamp(min=1))
+    return hidden(x, norm_of_next, tables.tokens.dtype), rows
+
+
+def hidden(exact: Tensor, norm_of_next: Norm | None, dtype: torch.dtype) -> Hidden:
+    """Float32 [N, hidden] as the next projection, which has that norm, reads it."""
+    operand = exact.to(dtype) if norm_of_next is None else norm(exact, norm_of_next, dtype)
+    return Hidden(exact, operand)
+
+
+def project_heads(
+    x: Hidden,
+    linear: Linear,
+    heads: Heads,
+    rotary: tuple[Tensor, Tensor] | None,
+    rows: StepRows,
+    cache: LayerCache,
+) -> Tensor:
+    """store_kv of project: queries [B, heads, head_size], keys and values in the cache.
+
+    rotary: cosines and sines of every position, float32 [positions, rotary_size / 2].
+    """
+    qkv = project_hidden(x, linear)
+    if rotary is not None:
+        rotary = (rotary[0][rows.positions], rotary[1][rows.positions])
+    return store_kv(qkv, heads, rotary, rows.starts + rows.positions, cache)
+
+
+def project_hidden(x: Hidden, linear: Linear) -> Tensor:
+    """linear of the normalized hidden states: [B, out]."""
+    return functional.linear(x.operand, linear.weight, linear.bias)
+
+
+def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tensor:
+    """mlp_up of the normalized hidden states: [B, ffn]."""
+    return mlp_up(x.operand, Linear(up.weight, up.bias), _without_norm(gate), activation)
+
+
+def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
+    """Hidden states plus linear(x), ready for a projection that has the norm."""
+    exact = project_add(x, linear, onto.exact)
+    return hidden(exact, norm_of_next, onto.operand.dtype)
+
+
+def largest(x: Hidden, head: Linear, held: int) -> tuple[Tensor, Tensor]:
+    """The largest of the first `held` logits of every row: float32 [B], and its place, int64 [B].
+
+    Of equal ones the first.
+    """
+    whole = logits(x.operand, Linear(head.weight, head.bias))[:, :held]
+    places = argmax(whole)
+    return whole.gather(1, places[:, None])[:, 0], places
+
+
+def _without_norm(linear: Linear | None) -> Linear | None:
+    return None if linear is None else Linear(linear.weight, linear.bias)
 
 
 def _relative_scores(relative: RelativeBias, first: int, queries: int, keys: int) -> Tensor:
