@@ -47,6 +47,7 @@ _T5_SHARED = (
     "top_p_reset_ids",
     "presence_penalty",
     "min_length",
+    "no_repeat_ngram_size",
 )
 
 _T5_ENCODED = (

@@ -75,6 +75,13 @@ GPT_INPUTS = (
     scalar("top_p_reset_ids", "UINT32", None, "token that resets the decaying top_p"),
     scalar("presence_penalty", "FP32", 0.0, "subtracted from logits of seen tokens"),
     scalar("min_length", "UINT32", 0, "tokens to generate before end_id may come"),
+    scalar(
+        "no_repeat_ngram_size",
+        "UINT32",
+        0,
+        "no run of this many tokens comes twice; 0: any may",
+        extension=True,
+    ),
     scalar("is_return_context_logits", "BOOL", False, "return context_logits", extension=True),
 )
 
@@ -165,6 +172,7 @@ class SamplingParameters:
     beam_width: int = 1
     len_penalty: float = 0.0
     beam_search_diversity_rate: float = 0.0
+    no_repeat_ngram_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,6 +183,11 @@ class GenerateRequest:
     input_ids is the encoder's input where a model has one; decoder_input_ids is then what the
     decoder is given before it generates, its start token included (empty: start_id alone).
     return_hidden_state and return_attentions ask for the encoder's own results.
+
+    prompt_task is the number of a loaded prompt table; prompt_embedding, float [virtual tokens,
+    hidden], is a table of the request's own and wins over it. Ids of input_ids from the model's
+    prompt_start_id on are rows of the table; with soft_prompt the whole table comes in front of
+    input_ids instead. ia3_task is the number of a loaded IA3 adapter; None: the model as it is.
     """
 
     input_ids: tuple[int, ...]
@@ -189,6 +202,10 @@ class GenerateRequest:
     decoder_input_ids: tuple[int, ...] = ()
     return_hidden_state: bool = False
     return_attentions: bool = False
+    prompt_task: int | None = None
+    prompt_embedding: Any = None
+    soft_prompt: bool = False
+    ia3_task: int | None = None
 
 
 @dataclass(frozen=True)

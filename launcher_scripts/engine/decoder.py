@@ -10,6 +10,7 @@ from torch import Tensor
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.kv_cache import KVCache
 from launcher_scripts.engine.layers import DecoderLayer, Rows, Segment, Step, alibi_slopes
+from launcher_scripts.engine.learned_parts import token_tasks, with_virtual_tokens
 from launcher_scripts.engine.weights import GPTWeights
 from launcher_scripts.kernels.operands import Heads
 from launcher_scripts.models.gpt import GPTConfig
@@ -68,6 +69,7 @@ class Decoder:
             slots=torch.cat(slots).to(self.device, non_blocking=True),
             rotary=self._rotary(positions),
             segments=segments,
+            ia3_tasks=self._tasks(segments),
         )
         return self._forward(ids, positions, step)
 
@@ -82,6 +84,7 @@ class Decoder:
             starts=rows.starts,
             lengths=rows.lengths + 1,
             longest=rows.longest,
+            ia3_tasks=rows.ia3_tasks,
         )
         return self._forward(ids, rows.lengths, step)
 
@@ -95,7 +98,7 @@ class Decoder:
     def _forward(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
         self.cache.ids[step.slots] = ids
         if self.communicator.is_first_stage:
-            x = self._embed(ids, positions)
+            x = self._embed(ids, positions, step.segments or ())
         else:
             x = self.communicator.from_previous_stage(
                 torch.empty(
@@ -111,10 +114,19 @@ class Decoder:
             self.communicator.to_next_stage(x)
         return x
 
-    def _embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def _tasks(self, segments: tuple[Segment, ...]) -> Tensor | None:
+        tasks = [segment.ia3_task for segment in segments]
+        counts = [segment.count for segment in segments]
+        return token_tasks(self.config, tasks, counts, self.device)
+
+    def _embed(self, ids: Tensor, positions: Tensor, segments: tuple[Segment, ...]) -> Tensor:
         weights = self.weights
         x = self.kernels.embed(ids, weights.token_table, weights.first_id)
         x = self.communicator.tp_sum(x)
+        if segments:
+            counts = [segment.count for segment in segments]
+            prompts = [segment.prompt for segment in segments]
+            x = with_virtual_tokens(x, ids, prompts, counts, weights.prompt_tables)
         if weights.position_table is not None:
             x = x + self.kernels.embed(positions, weights.position_table, 0)
         if weights.embedding_norm is not None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.communicator import Communicator
-from launcher_scripts.engine.layers import ParallelLayer
+from launcher_scripts.engine.layers import ParallelLayer, Segment
+from launcher_scripts.engine.learned_parts import scaled, token_tasks, with_virtual_tokens
 from launcher_scripts.engine.network import Encoded
 from launcher_scripts.engine.t5_weights import Embedding, EncoderLayerWeights, T5Weights
 from launcher_scripts.kernels.operands import Heads, RelativeBias
@@ -30,10 +31,14 @@ def embed(
     positions: Tensor,
     kernels: ModuleType,
     communicator: Communicator,
+    replaced: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Tensor:
-    """Float32 [N, hidden] of token ids [N] at positions [N]."""
+    """Float32 [N, hidden] of token ids [N] at positions [N].
+
+    replaced: what becomes of the tokens' embeddings before their positions are added
+    """
     x = kernels.embed(ids, embedding.tokens, embedding.first_id)
-    x = communicator.tp_sum(x)
+    x = replaced(communicator.tp_sum(x))
     if embedding.positions is not None:
         x = x + kernels.embed(positions, embedding.positions, 0)
     return x
@@ -78,13 +83,21 @@ class EncoderLayer(ParallelLayer):
         self.kernels = kernels
         self.communicator = communicator
 
-    def forward(self, x: Tensor, counts: Sequence[int], attentions: list[Tensor] | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        counts: Sequence[int],
+        attentions: list[Tensor] | None,
+        tasks: Tensor | None,
+    ) -> Tensor:
         """x float32 [N, hidden] of rows with `counts` tokens -> float32 [N, hidden].
 
         attentions: takes the layer's attention, float32 [heads, n, n] of every row
+        tasks:      [N], each token's row of the IA3 factors
         """
-        weights = self.weights
+        weights, ia3 = self.weights, self.weights.ia3
         qkv = self.kernels.project(x, weights.query_key_value)  # [N, 3 * heads * size]
+        qkv = scaled(qkv, ia3 and ia3.qkv, tasks)
         outputs = []
         for group in _groups(qkv, counts, self.heads):
             query, key, value = group.chunk(3, dim=2)  # [B, n, heads, size]
@@ -94,9 +107,11 @@ class EncoderLayer(ParallelLayer):
             outputs.append(out.flatten(0, 1))
             if attentions is not None:
                 attentions += self.kernels.source_attention_weights(query, key, **with_bias)
-        x = self.row_parallel(torch.cat(outputs), weights.attention_dense, x)
+        attended = torch.cat(outputs)
+        x = self.row_parallel(attended, weights.attention_dense, x, weights.attention_adapter)
         hidden = self.kernels.mlp_up(x, weights.mlp_up, weights.mlp_gate, self.config.activation)
-        return self.row_parallel(hidden, weights.mlp_down, x)
+        hidden = scaled(hidden, ia3 and ia3.mlp, tasks)
+        return self.row_parallel(hidden, weights.mlp_down, x, weights.mlp_adapter)
 
 
 class Encoder:
@@ -128,21 +143,29 @@ class Encoder:
             for layer, layer_weights in weights.encoder_layers.items()
         ]
 
-    def forward(self, ids: Tensor, counts: Sequence[int], *, attentions: bool) -> Encoded:
-        """Run ids [N] of rows with `counts` tokens; every rank gets the result."""
+    def tasks(self, segments: Sequence[Segment]) -> Tensor | None:
+        """Every source token's row of the IA3 factors, [N]; None without IA3."""
+        tasks = [segment.ia3_task for segment in segments]
+        counts = [segment.source for segment in segments]
+        return token_tasks(self.config, tasks, counts, self.device)
+
+    def forward(self, ids: Tensor, segments: Sequence[Segment], *, attentions: bool) -> Encoded:
+        """Run ids [N] of the segments' sources; every rank gets the result."""
+        counts = [segment.source for segment in segments]
+        tasks = self.tasks(segments)
         collected: list[list[Tensor]] = []
 
         def layers(x: Tensor) -> Tensor:
             for layer in self._layers:
                 collected.append([])
-                x = layer.forward(x, counts, collected[-1] if attentions else None)
+                x = layer.forward(x, counts, collected[-1] if attentions else None, tasks)
             return x
 
         x = through_stage(
             self.communicator,
             (ids.shape[0], self.config.hidden_size),
             self.device,
-            lambda: self._embed(ids, counts),
+            lambda: self._embed(ids, segments, counts),
             layers,
         )
         if self.weights.encoder_norm is not None:
@@ -153,14 +176,16 @@ class Encoder:
         rows = [self._gathered([layer[row] for layer in collected]) for row in range(len(counts))]
         return Encoded(hidden, rows)
 
-    def _embed(self, ids: Tensor, counts: Sequence[int]) -> Tensor:
+    def _embed(self, ids: Tensor, segments: Sequence[Segment], counts: Sequence[int]) -> Tensor:
         positions = torch.cat([torch.arange(count) for count in counts])
+        prompts = [segment.prompt for segment in segments]
         return embed(
             self.weights.encoder_embedding,
             ids,
             positions.to(self.device, non_blocking=True),
             self.kernels,
             self.communicator,
+            lambda x: with_virtual_tokens(x, ids, prompts, counts, self.weights.prompt_tables),
         )
 
     def _gathered(self, own: list[Tensor]) -> Tensor:

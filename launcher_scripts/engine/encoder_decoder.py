@@ -15,6 +15,7 @@ from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.encoder import Encoder, embed, layer_bias, through_stage
 from launcher_scripts.engine.kv_cache import KVCache
 from launcher_scripts.engine.layers import ParallelLayer, Rows, Segment, Step
+from launcher_scripts.engine.learned_parts import scaled, token_tasks
 from launcher_scripts.engine.network import Encoded
 from launcher_scripts.engine.t5_weights import CrossLayerWeights, T5Weights
 from launcher_scripts.kernels.operands import Heads, LayerCache, RelativeBias
@@ -53,22 +54,30 @@ class CrossLayer(ParallelLayer):
         self.kernels = kernels
         self.communicator = communicator
 
-    def store_source(self, hidden: Tensor, slots: Tensor) -> None:
-        """Put keys and values of the encoder's states [N, hidden] at cache tokens slots [N]."""
+    def store_source(self, hidden: Tensor, slots: Tensor, tasks: Tensor | None) -> None:
+        """Put keys and values of the encoder's states [N, hidden] at cache tokens slots [N].
+
+        tasks: [N], each state's row of the IA3 factors
+        """
+        ia3 = self.weights.ia3
         key_value = self.kernels.project(hidden, self.weights.source_key_value)
+        key_value = scaled(key_value, ia3 and ia3.source, tasks)
         only = Heads(0, self.heads.num_kv_heads, self.heads.head_size)
         self.kernels.store_kv(key_value, only, None, slots, self.cache)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """x float32 [N, hidden] -> float32 [N, hidden]."""
-        weights = self.weights
+        weights, ia3 = self.weights, self.weights.ia3
         qkv = self.kernels.project(x, weights.query_key_value)  # [N, 3 * heads * size]
+        qkv = scaled(qkv, ia3 and ia3.qkv, step.ia3_tasks)
         query = self.kernels.store_kv(qkv, self.heads, None, step.slots, self.cache)
-        x = self.row_parallel(self._attend(query, step), weights.attention_dense, x)
+        attended = self._attend(query, step)
+        x = self.row_parallel(attended, weights.attention_dense, x, weights.attention_adapter)
         query = self.kernels.project(x, weights.source_query).view(query.shape)
         x = self.row_parallel(self._attend_source(query, step), weights.source_dense, x)
         hidden = self.kernels.mlp_up(x, weights.mlp_up, weights.mlp_gate, self.config.activation)
-        return self.row_parallel(hidden, weights.mlp_down, x)
+        hidden = scaled(hidden, ia3 and ia3.mlp, step.ia3_tasks)
+        return self.row_parallel(hidden, weights.mlp_down, x, weights.mlp_adapter)
 
     def _attend(self, query: Tensor, step: Step) -> Tensor:
         with_bias = {"scale": self.config.attention_scale, "relative": self.bias}
@@ -154,13 +163,13 @@ class EncoderDecoder:
 
     def encode(self, ids: Tensor, segments: tuple[Segment, ...], *, attentions: bool) -> Encoded:
         """See Network."""
-        counts = [segment.source for segment in segments]
-        encoded = self._encoder.forward(ids, counts, attentions=attentions)
+        encoded = self._encoder.forward(ids, segments, attentions=attentions)
         if self._layers:
             spans = [torch.arange(each.start - each.source, each.start) for each in segments]
             slots = torch.cat(spans).to(self.device, non_blocking=True)
+            tasks = self._encoder.tasks(segments)
             for layer in self._layers:
-                layer.store_source(encoded.hidden, slots)
+                layer.store_source(encoded.hidden, slots, tasks)
         return encoded
 
     def prefill(self, ids: Tensor, segments: tuple[Segment, ...]) -> Tensor:
@@ -172,6 +181,7 @@ class EncoderDecoder:
             slots=torch.cat(slots).to(self.device, non_blocking=True),
             segments=segments,
             positions=positions,
+            ia3_tasks=self._tasks(segments),
         )
         return self._forward(ids, step)
 
@@ -184,6 +194,7 @@ class EncoderDecoder:
             longest=rows.longest,
             positions=rows.lengths,
             source=Rows(rows.starts - rows.sources, rows.sources.clamp(min=1), rows.longest_source),
+            ia3_tasks=rows.ia3_tasks,
         )
         return self._forward(ids, step)
 
@@ -193,6 +204,11 @@ class EncoderDecoder:
             raise RuntimeError("only the last pipeline stage has an output projection")
         local = self.kernels.logits(hidden, self.weights.head)
         return self.communicator.tp_concat(local)[:, : self.config.vocab_size]
+
+    def _tasks(self, segments: tuple[Segment, ...]) -> Tensor | None:
+        tasks = [segment.ia3_task for segment in segments]
+        counts = [segment.count for segment in segments]
+        return token_tasks(self.config, tasks, counts, self.device)
 
     def _forward(self, ids: Tensor, step: Step) -> Tensor:
         self.cache.ids[step.slots] = ids

@@ -29,8 +29,10 @@ from launcher_scripts.engine.loading import (
 )
 from launcher_scripts.engine.messages import Loaded, RankInfo, Ready
 from launcher_scripts.engine.requests import check_request, parts, warm_up_request
-from launcher_scripts.engine.runner import Runner, StepResult
-from launcher_scripts.engine.scheduler import Row, Scheduler
+from launcher_scripts.engine.results import StepResult
+from launcher_scripts.engine.row import Row
+from launcher_scripts.engine.runner import Runner
+from launcher_scripts.engine.scheduler import Scheduler
 from launcher_scripts.engine.workers import WorkerGroup
 from launcher_scripts.errors import RequestError, ServerError
 from launcher_scripts.models.family import ModelConfig
@@ -107,9 +109,16 @@ class Engine:
         """Where every rank runs, rank 0 first."""
         return list(self._ranks)
 
-    def submit(self, request: GenerateRequest) -> Future[GenerateOutput]:
+    def submit(
+        self,
+        request: GenerateRequest,
+        on_progress: Callable[[GenerateOutput], None] | None = None,
+    ) -> Future[GenerateOutput]:
         """Queue one row. The future carries RequestError for a wrong request, and ServerError
         when the engine is lost. Cancelling it frees the row's place.
+
+        on_progress gets the row's tokens so far after each but the last, which is the future's.
+        It is called by the thread that steps, in order, so it must return at once.
         """
         future: Future[GenerateOutput] = Future()
         try:
@@ -119,7 +128,7 @@ class Engine:
             return future
         end_id = self.config.end_id if request.end_id is None else request.end_id
         source, prompt = parts(request, self.config)
-        row = Row(request, future, prompt, end_id, source)
+        row = Row(request, future, prompt, end_id, source, on_progress)
         with self._lock:
             if self._error is None and not self._closed:
                 self._pending.add(future)

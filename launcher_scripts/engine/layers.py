@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.engine.learned_parts import NO_TASK, Adapter, Prompt, scaled
 from launcher_scripts.engine.weights import LayerWeights
 from launcher_scripts.kernels.operands import Heads, LayerCache, Linear
 from launcher_scripts.models.gpt import GPTConfig
@@ -20,12 +21,15 @@ class Segment:
 
     start:  the row's first cache token;  past: tokens of the row that are already there
     source: tokens of the encoder's input, whose keys and values lie right before `start`
+    prompt: where the row's virtual tokens come from;  ia3_task: its row of the IA3 factors
     """
 
     start: int
     past: int
     count: int
     source: int = 0
+    prompt: Prompt | None = None
+    ia3_task: int = NO_TASK
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class Rows:
     """The rows of a decode step: first cache tokens, and tokens in the cache so far, both [B].
 
     longest bounds the lengths, the new tokens included. sources [B] and longest_source are the
-    same of the encoder's inputs, where there is an encoder.
+    same of the encoder's inputs, where there is an encoder. ia3_tasks [B] are the rows of the IA3
+    factors.
     """
 
     starts: Tensor
@@ -41,6 +46,7 @@ class Rows:
     longest: int
     sources: Tensor | None = None
     longest_source: int = 0
+    ia3_tasks: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ class Step:
     starts, lengths, longest: the rows of a decode step (see decode_attention)
     positions: [N], where a relative bias counts from
     source:    cache tokens of the encoder's inputs in a decode step
+    ia3_tasks: [N], each token's row of the IA3 factors; None without IA3
     """
 
     slots: Tensor
@@ -63,6 +70,7 @@ class Step:
     longest: int = 0
     positions: Tensor | None = None
     source: Rows | None = None
+    ia3_tasks: Tensor | None = None
 
 
 class ParallelLayer:
@@ -71,12 +79,26 @@ class ParallelLayer:
     kernels: ModuleType
     communicator: Communicator
 
-    def row_parallel(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
-        """residual + linear(x), where x and the weight's inputs are split over the ranks."""
-        if self.communicator.tp_size == 1:
+    def row_parallel(
+        self, x: Tensor, linear: Linear, residual: Tensor, adapter: Adapter | None = None
+    ) -> Tensor:
+        """residual + linear(x), where x and the weight's inputs are split over the ranks.
+
+        adapter: is given linear(x) without its bias, and added to it
+        """
+        if self.communicator.tp_size == 1 and adapter is None:
             return self.kernels.project_add(x, linear, residual)
-        partial = self.kernels.project(x, Linear(linear.weight))
-        return self.kernels.add_residual(self.communicator.tp_sum(partial), linear.bias, residual)
+        out = self.communicator.tp_sum(self.kernels.project(x, replace(linear, bias=None)))
+        if adapter is not None:
+            residual = self.kernels.add_residual(self._adapted(out, adapter), None, residual)
+        return self.kernels.add_residual(out, linear.bias, residual)
+
+    def _adapted(self, x: Tensor, adapter: Adapter) -> Tensor:
+        inner = self.kernels.mlp_up(x, adapter.up, None, "silu")
+        out = self.communicator.tp_sum(self.kernels.project(inner, adapter.down))
+        if adapter.norm_after is None:
+            return out
+        return self.kernels.norm(out, adapter.norm_after, out.dtype)
 
 
 class DecoderLayer(ParallelLayer):
@@ -104,15 +126,19 @@ class DecoderLayer(ParallelLayer):
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """x float32 [N, hidden] -> float32 [N, hidden]."""
         weights = self.weights
+        ia3, tasks = weights.ia3, step.ia3_tasks
         qkv = self.kernels.project(x, weights.query_key_value)  # [N, q + k + v]
+        qkv = scaled(qkv, ia3 and ia3.qkv, tasks)
         query = self.kernels.store_kv(qkv, self.heads, step.rotary, step.slots, self.cache)
-        x = self.row_parallel(self._attend(query, step), weights.attention_dense, x)
+        attended = self._attend(query, step)
+        x = self.row_parallel(attended, weights.attention_dense, x, weights.attention_adapter)
         if self.post_norm:
             x = self.kernels.norm(x, weights.input_norm, torch.float32)
         hidden = self.kernels.mlp_up(
             x, weights.mlp_up, weights.mlp_gate, self.config.activation
         )  # [N, ffn / tp]
-        x = self.row_parallel(hidden, weights.mlp_down, x)
+        hidden = scaled(hidden, ia3 and ia3.mlp, tasks)
+        x = self.row_parallel(hidden, weights.mlp_down, x, weights.mlp_adapter)
         if self.post_norm:
             x = self.kernels.norm(x, weights.post_attention_norm, torch.float32)
         return x

@@ -27,7 +27,6 @@ from launcher_scripts.errors import ConfigError, Problems, ServerError, lookup, 
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
-from launcher_scripts.models.learned_parts import NO_PARTS
 from launcher_scripts.parallel import Parallelism
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}
@@ -131,15 +130,6 @@ def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:
                 f"the engine cannot run the checkpoint in {checkpoint.folder}",
                 got=f"family {family}",
                 choices=FAMILIES,
-            )
-        )
-    parts = getattr(checkpoint.config, "parts", NO_PARTS).names
-    if parts:
-        raise ConfigError(
-            problem(
-                f"the engine cannot run the checkpoint in {checkpoint.folder}",
-                got=parts,
-                choices=["a model without learned parts", "LoRA and IA3 folded into the weights"],
             )
         )
     wanted = settings.parallelism

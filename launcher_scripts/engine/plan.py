@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from launcher_scripts.engine.learned_parts import NO_TASK, Prompt
 from launcher_scripts.protocol import SamplingParameters
 
 
@@ -17,6 +18,7 @@ class RowStart:
     ids:    prompt, never empty (an empty one has become the start token); of a model with an
             encoder what the decoder is given
     source: what the encoder reads, if there is one; its cache tokens lie right before `start`
+    prompt: the table of the row's virtual tokens, which are negative ids
     """
 
     slot: int
@@ -30,6 +32,8 @@ class RowStart:
     source: tuple[int, ...] = ()
     return_hidden_state: bool = False
     return_attentions: bool = False
+    prompt: Prompt | None = None
+    ia3_task: int = NO_TASK
 
 
 @dataclass(frozen=True)

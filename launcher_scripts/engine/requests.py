@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import math
 
+from launcher_scripts.engine.prompts import (
+    check_learned,
+    prompt_start_id,
+    real_ids,
+    with_prompt,
+)
 from launcher_scripts.errors import Problems, RequestError
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.t5 import T5Config
@@ -20,14 +26,15 @@ def parts(request: GenerateRequest, config: ModelConfig) -> tuple[tuple[int, ...
     """The request as the model sees it: what the encoder reads, and the (decoder's) prompt.
 
     Without an encoder there is no source. An empty prompt is the start token alone; an encoder
-    alone has none.
+    alone has none. Virtual tokens are negative.
     """
     start = (config.start_id if request.start_id is None else request.start_id,)
     if not isinstance(config, T5Config):
-        return (), request.input_ids or start
+        return (), with_prompt(request, request.input_ids or start, config)
+    source = with_prompt(request, request.input_ids, config)
     if config.encoder_only:
-        return request.input_ids, ()
-    return request.input_ids, request.decoder_input_ids or start
+        return source, ()
+    return source, request.decoder_input_ids or start
 
 
 def warm_up_request(config: ModelConfig, cache_tokens: int) -> GenerateRequest:
@@ -43,6 +50,7 @@ def check_request(request: GenerateRequest, config: ModelConfig, cache_tokens: i
     """Raise one RequestError that names everything wrong with the request."""
     problems = Problems("the request")
     _check_asked(problems, request, config)
+    check_learned(problems, request, config)
     _check_ids(problems, request, config)
     _check_lengths(problems, request, config, cache_tokens)
     _check_sampling(problems, request.sampling)
@@ -66,10 +74,11 @@ def _check_ids(problems: Problems, request: GenerateRequest, config: ModelConfig
     vocabulary = range(config.vocab_size)
     valid = (f"0-{config.vocab_size - 1}",)
     source, prompt = parts(request, config)
+    started = not (request.decoder_input_ids if source else request.input_ids)
     given = {
-        "input_ids": request.input_ids,
+        "input_ids": real_ids(request, prompt_start_id(config)),
         "decoder_input_ids": request.decoder_input_ids,
-        "start_id": () if prompt in (request.input_ids, request.decoder_input_ids) else prompt,
+        "start_id": prompt[-1:] if started else (),
     }
     for name, ids in given.items():
         wrong = [token for token in ids if token not in vocabulary]
@@ -125,6 +134,7 @@ def _check_sampling(problems: Problems, sampling: SamplingParameters) -> None:
         "top_k",
         "min_length",
         "random_seed",
+        "no_repeat_ngram_size",
     )
     for name in at_least_zero:
         _check_range(problems, name, getattr(sampling, name), 0, math.inf)

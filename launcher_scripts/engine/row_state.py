@@ -17,10 +17,12 @@ _INTEGERS = (
     "start",
     "prompt_length",
     "source_length",
+    "ia3_task",
     "seed",
     "end_id",
     "min_length",
     "top_k",
+    "no_repeat_ngram_size",
 )
 _FLOATS = (
     "temperature",
@@ -38,7 +40,7 @@ class RowStates:
 
     Every attribute is a vector [slots + 1]. token is the last id chosen, not yet in the cache;
     length counts the row's tokens in the cache; start is its first cache token. source_length
-    counts the tokens of the encoder's input.
+    counts the tokens of the encoder's input; ia3_task is the row of the IA3 factors.
     """
 
     token: Tensor
@@ -46,10 +48,12 @@ class RowStates:
     start: Tensor
     prompt_length: Tensor
     source_length: Tensor
+    ia3_task: Tensor
     seed: Tensor
     end_id: Tensor
     min_length: Tensor
     top_k: Tensor
+    no_repeat_ngram_size: Tensor
     reset_id: Tensor
     temperature: Tensor
     repetition_penalty: Tensor
@@ -99,10 +103,12 @@ def _integers(row: RowStart) -> list[int]:
         row.start,
         len(row.ids),
         len(row.source),
+        row.ia3_task,
         _signed(sampling.random_seed),
         row.end_id,
         sampling.min_length,
         sampling.top_k,
+        sampling.no_repeat_ngram_size,
         reset,
     ]
 

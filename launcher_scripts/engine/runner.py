@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,68 +10,16 @@ from torch import Tensor
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.graphs import GraphCache, bucket_bounds, bucket_rows
 from launcher_scripts.engine.layers import Rows, Segment
+from launcher_scripts.engine.learned_parts import Prompt
 from launcher_scripts.engine.network import Network
 from launcher_scripts.engine.plan import Bounds, Plan, PrefillPart, RowStart
+from launcher_scripts.engine.results import EncodedRow, StepResult, TokenCopy
 from launcher_scripts.engine.row_state import RowStates
 from launcher_scripts.engine.sampler import Sampled, SamplingBatch, sample, sampling_batch
+from launcher_scripts.models.learned_parts import learned_parts_of
 from launcher_scripts.protocol import SamplingParameters
 
 LOGITS_ROWS = 256
-
-
-@dataclass(frozen=True)
-class TokenResult:
-    """One token of one row. log_probs: (whole vocabulary, candidates), where asked for."""
-
-    slot: int
-    token: int
-    log_probs: tuple[float, float] | None
-
-
-@dataclass(frozen=True)
-class EncodedRow:
-    """The encoder's answer for one row: float32 [n, hidden], and [layers, heads, n, n] if asked."""
-
-    slot: int
-    hidden: Tensor
-    attentions: Tensor | None
-
-
-@dataclass
-class StepResult:
-    """What a step produces; reading it waits for the device."""
-
-    tokens: list[_TokenCopy] = field(default_factory=list)
-    context_logits: list[tuple[int, Tensor]] = field(default_factory=list)
-    encoded: list[EncodedRow] = field(default_factory=list)
-
-    def read(self) -> list[TokenResult]:
-        return [result for copy in self.tokens for result in copy.read()]
-
-
-class _TokenCopy:
-    """Sampled values on their way to the host."""
-
-    def __init__(self, slots: Sequence[int], sampled: Sampled) -> None:
-        self._slots = slots
-        self._event: torch.cuda.Event | None = None
-        self._tokens = _to_host(sampled.tokens)
-        self._log_probs = None if sampled.log_probs is None else _to_host(sampled.log_probs)
-        if sampled.tokens.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def read(self) -> list[TokenResult]:
-        if self._event is not None:
-            self._event.synchronize()
-        tokens = self._tokens.tolist()
-        pairs: list[tuple[float, float] | None] = [None] * len(tokens)
-        if self._log_probs is not None:
-            pairs = list(zip(*self._log_probs.tolist(), strict=True))
-        return [
-            TokenResult(slot, token, pair)
-            for slot, token, pair in zip(self._slots, tokens, pairs, strict=False)
-        ]
 
 
 class Runner:
@@ -89,6 +36,7 @@ class Runner:
         self._rows: dict[int, RowStart] = {}
         self._batch: tuple[tuple[int, ...], SamplingBatch] | None = None
         self._graphs = GraphCache() if device.type == "cuda" else None
+        self._has_ia3 = learned_parts_of(decoder.config).ia3_num_tasks > 0
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
@@ -116,7 +64,10 @@ class Runner:
     def _encode(self, slots: Sequence[int], result: StepResult) -> None:
         rows = [self._rows[slot] for slot in slots]
         ids = [token for row in rows for token in row.source]
-        segments = tuple(Segment(row.start, 0, 0, source=len(row.source)) for row in rows)
+        segments = tuple(
+            Segment(row.start, 0, 0, len(row.source), self._prompt(row), row.ia3_task)
+            for row in rows
+        )
         asked = any(row.return_attentions for row in rows)
         encoded = self.decoder.encode(self._to_device(ids), segments, attentions=asked)
         if self.communicator.rank != 0:
@@ -135,7 +86,14 @@ class Runner:
             for token in row.ids[part.past : part.past + part.count]
         ]
         segments = tuple(
-            Segment(row.start, part.past, part.count, len(row.source))
+            Segment(
+                row.start,
+                part.past,
+                part.count,
+                len(row.source),
+                None if row.source else self._prompt(row),
+                row.ia3_task,
+            )
             for row, part in zip(rows, parts, strict=True)
         )
         hidden = self.decoder.prefill(self._to_device(ids), segments)
@@ -158,7 +116,7 @@ class Runner:
             if self.communicator.is_last_stage:
                 logits = self.decoder.logits(hidden[self._to_device(last)])
             sampled = self._sample(logits, batch, longest)
-            result.tokens.append(_TokenCopy([row.slot for row in complete], sampled))
+            result.tokens.append(TokenCopy([row.slot for row in complete], sampled))
 
     def _context_logits(
         self,
@@ -195,7 +153,7 @@ class Runner:
             sampled = self._sample(logits, batch, plan.bounds.own)
         else:
             sampled = self._decode_on_graph(batch, bucket_bounds(plan.bounds))
-        result.tokens.append(_TokenCopy(plan.decode, sampled))
+        result.tokens.append(TokenCopy(plan.decode, sampled))
 
     def _decode_on_graph(self, batch: SamplingBatch, bounds: Bounds) -> Sampled:
         """The step as a CUDA graph: recorded when its shape comes for the second time."""
@@ -231,6 +189,7 @@ class Runner:
             bounds.own,
             states.source_length[slots] if bounds.source else None,
             bounds.source,
+            states.ia3_task[slots] if self._has_ia3 else None,
         )
         hidden = self.decoder.decode(states.token[slots], rows)
         states.advance(slots)
@@ -263,16 +222,17 @@ class Runner:
         self.states.token.index_copy_(0, slots, sampled.tokens)
         return sampled
 
+    def _prompt(self, row: RowStart) -> Prompt | None:
+        """The row's prompt table where it is needed, on the first stage."""
+        if not self.communicator.is_first_stage:
+            return None
+        if isinstance(row.prompt, Tensor):
+            return row.prompt.to(self.device, non_blocking=True)
+        return row.prompt
+
     def _to_device(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
 
 
 def _padding_row(slot: int) -> RowStart:
     return RowStart(slot=slot, start=0, ids=(0,), end_id=0, sampling=SamplingParameters())
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

@@ -1,7 +1,7 @@
 """From logits to tokens, every row by its own parameters, on the device and without waiting.
 
-The order of operations is FasterTransformer's: bad words, temperature, repetition or presence
-penalty, minimum length, then top-k (with top-p inside the k) or top-p or, with neither, argmax.
+After what the row's parameters do to its logits (logit_processing.py) come top-k (with top-p inside
+the k) or top-p or, with neither, argmax, as in FasterTransformer.
 """
 
 from __future__ import annotations
@@ -12,43 +12,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from launcher_scripts.engine.logit_processing import Processing, indices, processing
 from launcher_scripts.engine.plan import RowStart
 from launcher_scripts.engine.row_state import RowStates
-
-TEMPERATURE_EPSILON = 1e-6
-NEGATIVE_INFINITY = float("-inf")
-
-
-@dataclass(frozen=True)
-class Words:
-    """Bad words of a batch: word w of row `rows[w]` ends in `last[w]` after `prefix[w]`.
-
-    rows, last: [W];  prefix: [W, P], right-aligned, -1 where the word is shorter;  length: [W]
-    """
-
-    rows: Tensor
-    last: Tensor
-    prefix: Tensor
-    length: Tensor
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
     """What is known on the host about the rows of a step, so that only needed work is launched.
 
-    slots: [B];  top_k_rows, top_p_rows: indices into the batch of the rows each method handles
+    top_k_rows, top_p_rows: indices into the batch of the rows each method handles
     """
 
-    slots: Tensor
+    processing: Processing
     greedy: bool
-    words: Words | None
-    scaled: bool
-    penalized: bool
-    min_length: bool
     largest_k: int
     top_k_rows: Tensor | None
     top_p_rows: Tensor | None
     log_probs: bool
+
+    @property
+    def slots(self) -> Tensor:
+        """[B]"""
+        return self.processing.slots
 
 
 @dataclass(frozen=True)
@@ -68,22 +54,14 @@ def sampling_batch(rows: Sequence[RowStart], device: torch.device) -> SamplingBa
     parameters = [row.sampling for row in rows]
     top_k = [index for index, p in enumerate(parameters) if p.top_k > 1]
     top_p = [index for index, p in enumerate(parameters) if p.top_k == 0 and p.top_p > 0]
-    words = _words(rows, device)
-    scaled = any(p.temperature != 1 for p in parameters)
-    penalized = any(p.repetition_penalty != 1 or p.presence_penalty != 0 for p in parameters)
-    min_length = any(p.min_length > 0 for p in parameters)
+    changes = processing(rows, device)
     log_probs = any(row.return_log_probs for row in rows)
-    changes = bool(words or penalized or min_length)
     return SamplingBatch(
-        slots=_indices([row.slot for row in rows], device),
-        greedy=not (top_k or top_p or changes or log_probs),
-        words=words,
-        scaled=scaled,
-        penalized=penalized,
-        min_length=min_length,
+        processing=changes,
+        greedy=not (top_k or top_p or changes.penalized or changes.forbids or log_probs),
         largest_k=max((p.top_k for p in parameters), default=0),
-        top_k_rows=_indices(top_k, device) if top_k else None,
-        top_p_rows=_indices(top_p, device) if top_p else None,
+        top_k_rows=indices(top_k, device) if top_k else None,
+        top_p_rows=indices(top_p, device) if top_p else None,
         log_probs=log_probs,
     )
 
@@ -97,7 +75,9 @@ def sample(
     on, at most `longest`. Rows in the states' top-p method move their top_p afterwards.
     """
     slots = batch.slots
-    logits = _processed(logits, batch, states, history, longest)
+    changes = batch.processing
+    logits = changes.scores(logits, states, history, longest)
+    logits = changes.allowed(logits, states, history, longest)
     tokens = logits.argmax(-1)
     candidates = torch.zeros_like(tokens, dtype=torch.float32)
     generated = states.length[slots] - states.prompt_length[slots]
@@ -146,65 +126,6 @@ def _shifted(bits: Tensor, by: int) -> Tensor:
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
-def _processed(
-    logits: Tensor, batch: SamplingBatch, states: RowStates, history: Tensor, longest: int
-) -> Tensor:
-    slots = batch.slots
-    if batch.words is not None:
-        logits = _without_words(logits, batch.words, slots, states, history)
-    if batch.scaled:
-        temperature = states.temperature[slots]
-        factor = torch.where(temperature == 1, 1.0, 1.0 / (temperature + TEMPERATURE_EPSILON))
-        logits = logits * factor[:, None]
-    if batch.penalized:
-        logits = _penalized(logits, slots, states, history, longest)
-    if batch.min_length:
-        logits = _without_early_end(logits, slots, states)
-    return logits
-
-
-def _without_words(
-    logits: Tensor, words: Words, slots: Tensor, states: RowStates, history: Tensor
-) -> Tensor:
-    """Logits with the last token of every bad word whose prefix was just written at -inf."""
-    row_slots = slots[words.rows]
-    length, start = states.length[row_slots], states.start[row_slots]
-    size = words.prefix.shape[1]
-    offsets = length[:, None] - size + torch.arange(size, device=logits.device)  # [W, P]
-    written = history[start[:, None] + offsets.clamp(min=0)]
-    matches = ((words.prefix < 0) | (words.prefix == written)).all(-1)
-    banned = matches & (length >= words.length - 1)
-    penalty = torch.where(banned, NEGATIVE_INFINITY, 0.0)
-    return logits.index_put((words.rows, words.last), penalty, accumulate=True)
-
-
-def _penalized(
-    logits: Tensor, slots: Tensor, states: RowStates, history: Tensor, longest: int
-) -> Tensor:
-    """Repetition (multiplicative) and presence (additive) penalty on every token seen so far."""
-    vocab = logits.shape[1]
-    offsets = torch.arange(longest, device=logits.device)
-    inside = offsets < states.length[slots][:, None]  # [B, T]
-    where = torch.where(inside, states.start[slots][:, None] + offsets, 0)
-    ids = torch.where(inside, history[where], vocab)
-    seen = torch.zeros(logits.shape[0], vocab + 1, dtype=torch.bool, device=logits.device)
-    seen = seen.scatter_(1, ids, True)[:, :vocab]
-    repetition = states.repetition_penalty[slots][:, None]
-    scaled = torch.where(logits < 0, logits * repetition, logits / repetition)
-    return torch.where(seen, scaled - states.presence_penalty[slots][:, None], logits)
-
-
-def _without_early_end(logits: Tensor, slots: Tensor, states: RowStates) -> Tensor:
-    """The end token at -inf in rows that have not generated their minimum yet."""
-    generated = states.length[slots] - states.prompt_length[slots]
-    end_id = states.end_id[slots]
-    early = (generated < states.min_length[slots]) & (end_id < logits.shape[1])
-    ids = torch.where(early, end_id, 0)
-    penalty = torch.where(early, NEGATIVE_INFINITY, 0.0)
-    rows = torch.arange(logits.shape[0], device=logits.device)
-    return logits.index_put((rows, ids), penalty, accumulate=True)
-
-
 def _top_k(
     logits: Tensor, uniform: Tensor, slots: Tensor, states: RowStates, largest: int
 ) -> tuple[Tensor, Tensor]:
@@ -238,21 +159,3 @@ def _decay_top_p(tokens: Tensor, slots: Tensor, states: RowStates) -> None:
     decayed = (states.top_p[slots] * states.top_p_decay[slots]).maximum(states.top_p_min[slots])
     reset = tokens == states.reset_id[slots]
     states.top_p.index_copy_(0, slots, torch.where(reset, states.initial_top_p[slots], decayed))
-
-
-def _words(rows: Sequence[RowStart], device: torch.device) -> Words | None:
-    entries = [(index, word) for index, row in enumerate(rows) for word in row.bad_words]
-    if not entries:
-        return None
-    longest = max(len(word) - 1 for _, word in entries)
-    prefixes = [[-1] * (longest - len(word) + 1) + list(word[:-1]) for _, word in entries]
-    return Words(
-        rows=_indices([index for index, _ in entries], device),
-        last=_indices([word[-1] for _, word in entries], device),
-        prefix=torch.tensor(prefixes, dtype=torch.int64).view(len(entries), longest).to(device),
-        length=_indices([len(word) for _, word in entries], device),
-    )
-
-
-def _indices(values: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)

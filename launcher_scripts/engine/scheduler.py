@@ -3,72 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
 
 from launcher_scripts.engine.kv_cache import ExtentAllocator
 from launcher_scripts.engine.plan import Plan, PrefillPart, RowStart
-from launcher_scripts.engine.runner import EncodedRow, StepResult, TokenResult
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest
-
-
-@dataclass(eq=False)
-class Row:
-    """A request on its way: `launched` counts tokens asked of the device, `tokens` those seen.
-
-    source is what the encoder reads, where there is one; the prompt is then the decoder's, and
-    empty where nothing is to be decoded. start is the cache token after those of the source.
-    """
-
-    request: GenerateRequest
-    future: Future[GenerateOutput]
-    prompt: tuple[int, ...]
-    end_id: int
-    source: tuple[int, ...] = ()
-    slot: int = -1
-    start: int = -1
-    encoded: bool = False
-    prefilled: int = 0
-    launched: int = 0
-    finished: bool = False
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[tuple[float, float]] = field(default_factory=list)
-    context_logits: list[Tensor] = field(default_factory=list)
-    answer: EncodedRow | None = None
-
-    @property
-    def capacity(self) -> int:
-        """Cache tokens of the whole row; the last token chosen is never fed back."""
-        return len(self.source) + len(self.prompt) + max(self.request.output_len - 1, 0)
-
-    @property
-    def extent(self) -> int:
-        """First cache token of the whole row."""
-        return self.start - len(self.source)
-
-    @property
-    def cached(self) -> int:
-        """Tokens in the cache once everything launched has run."""
-        return self.prefilled + max(self.launched - 1, 0)
-
-    def as_start(self) -> RowStart:
-        request = self.request
-        return RowStart(
-            slot=self.slot,
-            start=self.start,
-            ids=self.prompt,
-            end_id=self.end_id,
-            sampling=request.sampling,
-            bad_words=request.bad_words,
-            return_log_probs=request.return_log_probs,
-            return_context_logits=request.return_context_logits,
-            source=self.source,
-            return_hidden_state=request.return_hidden_state,
-            return_attentions=request.return_attentions,
-        )
+from launcher_scripts.engine.results import EncodedRow, StepResult
+from launcher_scripts.engine.row import Row, answer, output_so_far, take
 
 
 class Scheduler:
@@ -130,10 +69,12 @@ class Scheduler:
             row = rows[token.slot]
             if row.finished:
                 continue
-            _take(row, token)
+            take(row, token)
             if row.finished:
                 self._leave(row)
-                _answer(row)
+                answer(row)
+            elif row.on_progress is not None:
+                row.on_progress(output_so_far(row))
 
     def _take_encoded(self, row: Row, encoded: EncodedRow) -> None:
         """The encoder's answer is the whole one where nothing is decoded."""
@@ -143,7 +84,7 @@ class Scheduler:
         if not row.prompt:
             row.finished = True
             self._leave(row)
-            _answer(row)
+            answer(row)
 
     def _decodes(self, row: Row) -> bool:
         whole_prompt = row.prefilled == len(row.prompt)
@@ -204,55 +145,3 @@ class Scheduler:
         del self._running[row.slot]
         self._free_slots.append(row.slot)
         self._extents.free(row.extent, row.capacity)
-
-
-def _take(row: Row, result: TokenResult) -> None:
-    """Add a token and see whether it ends the row: end token, stop word or length."""
-    if row.request.output_len == 0:
-        row.finished = True
-        return
-    row.tokens.append(result.token)
-    if result.log_probs is not None:
-        row.log_probs.append(result.log_probs)
-    row.finished = (
-        result.token == row.end_id
-        or len(row.tokens) >= row.request.output_len
-        or _ends_in_stop_word(row)
-    )
-
-
-def _ends_in_stop_word(row: Row) -> bool:
-    """Whether the text so far ends in a stop word; a word may begin in the prompt."""
-    if not row.request.stop_words:
-        return False
-    longest = max(map(len, row.request.stop_words))
-    tail = (*row.prompt[-longest:], *row.tokens)[-longest:]
-    return any(tail[-len(word) :] == word for word in row.request.stop_words)
-
-
-def _answer(row: Row) -> None:
-    request = row.request
-    output = GenerateOutput(
-        output_ids=tuple(row.tokens),
-        cum_log_probs=sum(whole for whole, _ in row.log_probs)
-        if request.return_log_probs
-        else None,
-        output_log_probs=tuple(candidates for _, candidates in row.log_probs)
-        if request.return_log_probs
-        else (),
-        context_logits=_context_logits(row) if request.return_context_logits else None,
-        hidden_state=None if row.answer is None else row.answer.hidden,
-        attentions=None if row.answer is None else row.answer.attentions,
-    )
-    try:
-        row.future.set_result(output)
-    except InvalidStateError:
-        return  # cancelled meanwhile
-
-
-def _context_logits(row: Row) -> Tensor:
-    """Float32 [prompt tokens, vocab]; the start token of an empty prompt is not the caller's, but
-    a decoder's first input.
-    """
-    whole = torch.cat(row.context_logits)
-    return whole if row.source else whole[len(row.prompt) - len(row.request.input_ids) :]

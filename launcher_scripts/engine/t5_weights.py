@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from launcher_scripts.engine.learned_parts import Adapter, IA3Factors
 from launcher_scripts.engine.relative_bias import relative_bias
 from launcher_scripts.engine.weights import WeightLoader
 from launcher_scripts.kernels.operands import Linear, Norm, RelativeBias
@@ -22,6 +23,9 @@ class EncoderLayerWeights:
     mlp_up: Linear
     mlp_gate: Linear | None
     mlp_down: Linear
+    ia3: IA3Factors | None
+    attention_adapter: Adapter | None
+    mlp_adapter: Adapter | None
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ class T5Weights:
     """One rank's part of a T5, or of its encoder alone.
 
     Embeddings are on the first pipeline stage, the encoder's last norm and the head on the last;
-    layers go by their global number in their stack.
+    layers go by their global number in their stack. prompt_tables, [virtual tokens, hidden] of
+    every task, are with the encoder's embedding.
     """
 
     config: T5Config
@@ -63,6 +68,7 @@ class T5Weights:
     decoder_bias: RelativeBias | None
     source_bias: RelativeBias | None
     head: Linear | None
+    prompt_tables: tuple[Tensor, ...] = ()
 
 
 class T5WeightLoader(WeightLoader):
@@ -99,6 +105,7 @@ class T5WeightLoader(WeightLoader):
             decoder_bias=self._bias("decoder", "layer.0.SelfAttention", False) if decodes else None,
             source_bias=self._bias("decoder", "layer.1.EncDecAttention", True) if cross else None,
             head=self._output(decoder) if last and decodes else None,
+            prompt_tables=self._prompt_tables() if first else (),
         )
 
     def _own(self, num_layers: int) -> range:
@@ -121,6 +128,8 @@ class T5WeightLoader(WeightLoader):
             query_key_value=self._joined([f"{attention}.{part}" for part in "qkv"], layer, norm),
             attention_dense=self._linear(f"{attention}.o", layer),
             **self._mlp(f"{stem}.1", layer),
+            ia3=self._ia3(attention, f"{stem}.1.DenseReluDense", layer, self._width),
+            **self._adapters("encoder.block.*", layer),
         )
 
     def _decoder_layer(self, layer: int) -> CrossLayerWeights:
@@ -137,7 +146,14 @@ class T5WeightLoader(WeightLoader):
             source_key_value=self._joined([f"{source}.{part}" for part in "kv"], layer),
             source_dense=self._linear(f"{source}.o", layer),
             **self._mlp(f"{stem}.2", layer),
+            ia3=self._ia3(own, f"{stem}.2.DenseReluDense", layer, self._width, source),
+            **self._adapters("decoder.block.*", layer),
         )
+
+    @property
+    def _width(self) -> int:
+        """Of this rank's queries."""
+        return self.config.local_size("inner_size", self.parallelism.tp_size)
 
     def _mlp(self, stem: str, layer: int) -> dict[str, Linear | None]:
         norm = self._norm(f"{stem}.layer_norm", layer)

@@ -10,10 +10,18 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.checkpoint.dtypes import BFLOAT16
+from launcher_scripts.engine.learned_parts import Adapter, IA3Factors
 from launcher_scripts.kernels.operands import Linear, Norm
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, WeightSpec
 from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.learned_parts import (
+    ADAPTER_NORM_EPS,
+    ATTENTION_ADAPTER,
+    FFN_ADAPTER,
+    LearnedParts,
+    learned_parts_of,
+)
 from launcher_scripts.parallel import Parallelism
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -32,6 +40,9 @@ class LayerWeights:
     mlp_down: Linear
     input_norm: Norm
     post_attention_norm: Norm
+    ia3: IA3Factors | None = None
+    attention_adapter: Adapter | None = None
+    mlp_adapter: Adapter | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,7 @@ class GPTWeights:
     token_table: [vocab / tp, hidden], ids from first_id on; padded rows are zero
     head:        the output projection with the final norm, on the last pipeline stage
     layers:      by global layer number
+    prompt_tables: of every task, [virtual tokens, hidden], on the first pipeline stage
     """
 
     config: GPTConfig
@@ -50,6 +62,7 @@ class GPTWeights:
     embedding_norm: Norm | None
     layers: dict[int, LayerWeights]
     head: Linear | None
+    prompt_tables: tuple[Tensor, ...] = ()
 
     def bytes(self) -> int:
         """Device bytes of the tables and matrices."""
@@ -116,7 +129,57 @@ class WeightLoader:
                 for layer in self.parallelism.layers(config.num_layers, self.pp_rank)
             },
             head=self._head(table) if last else None,
+            prompt_tables=self._prompt_tables() if first else (),
         )
+
+    @property
+    def _parts(self) -> LearnedParts:
+        return learned_parts_of(self.config)
+
+    def _prompt_tables(self) -> tuple[Tensor, ...]:
+        return tuple(
+            self._tensor(f"prompt_table.{task.name}.weight", self.dtype)
+            for task in self._parts.prompt_tasks
+        )
+
+    def _ia3(
+        self, attention: str, mlp: str, layer: int, queries: int, source: str | None = None
+    ) -> IA3Factors | None:
+        """queries: width of this rank's;  source: the attention to an encoder's states"""
+        if not self._parts.ia3_num_tasks:
+            return None
+        return IA3Factors(
+            self._factors([f"{attention}.{part}" for part in "kv"], layer, queries),
+            self._factors([mlp], layer),
+            self._factors([f"{source}.{part}" for part in "kv"], layer) if source else None,
+        )
+
+    def _factors(self, stems: list[str], layer: int, ones: int = 0) -> Tensor:
+        """`ones` columns of ones, then the vectors [tasks, width] of `stems`; one row of ones more,
+        for rows without a task.
+        """
+        parts = [self._tensor(f"{stem}.ia3.weight", self.dtype, layer) for stem in stems]
+        whole = torch.cat([parts[0].new_ones(parts[0].shape[0], ones), *parts], dim=1)
+        return torch.cat([whole, torch.ones_like(whole[:1])])
+
+    def _adapters(self, stem: str, layer: int) -> dict[str, Adapter | None]:
+        return {
+            "attention_adapter": self._adapter(f"{stem}.{ATTENTION_ADAPTER}", layer),
+            "mlp_adapter": self._adapter(f"{stem}.{FFN_ADAPTER}", layer),
+        }
+
+    def _adapter(self, stem: str, layer: int) -> Adapter | None:
+        if not self._parts.adapter_size:
+            return None
+        weight, bias = (
+            self._tensor(f"{stem}.layer_norm.{part}", torch.float32, layer)
+            for part in ("weight", "bias")
+        )
+        norm = Norm("layernorm", weight, bias, ADAPTER_NORM_EPS)
+        before = self._parts.adapter_norm_position == "pre"
+        up = self._linear(f"{stem}.DenseSiluDense.wi", layer, norm if before else None)
+        down = self._linear(f"{stem}.DenseSiluDense.wo", layer)
+        return Adapter(up, down, None if before else norm)
 
     def _head(self, table: Tensor | None) -> Linear:
         weight = table if self.config.tied_embeddings else self._table("lm_head.weight")
@@ -141,6 +204,13 @@ class WeightLoader:
             mlp_down=self._linear("layers.*.mlp.dense_4h_to_h", layer),
             input_norm=input_norm,
             post_attention_norm=post_attention,
+            ia3=self._ia3(
+                "layers.*.attention",
+                "layers.*.mlp",
+                layer,
+                self.config.local_size("q_size", self.parallelism.tp_size),
+            ),
+            **self._adapters("layers.*", layer),
         )
 
     def _linear(self, name: str, layer: int, norm: Norm | None = None) -> Linear:

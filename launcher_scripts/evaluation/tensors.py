@@ -38,6 +38,7 @@ _ROW_VALUES: dict[str, Callable[[GenerateRequest], Any]] = {
     "top_p_min": lambda row: row.sampling.top_p_min,
     "top_p_reset_ids": lambda row: row.sampling.top_p_reset_id,
     "beam_width": lambda row: row.sampling.beam_width,
+    "no_repeat_ngram_size": lambda row: row.sampling.no_repeat_ngram_size,
     "start_id": lambda row: row.start_id,
     "end_id": lambda row: row.end_id,
     "is_return_log_probs": lambda row: row.return_log_probs,

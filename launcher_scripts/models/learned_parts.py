@@ -73,6 +73,12 @@ class LearnedParts:
 NO_PARTS = LearnedParts()
 
 
+def learned_parts_of(config: object) -> LearnedParts:
+    """What a model of any family has learned besides itself."""
+    parts: LearnedParts = getattr(config, "parts", NO_PARTS)
+    return parts
+
+
 class LearnedPartSizes:
     """Axes of the rows below, for a config with a field `parts`."""
 

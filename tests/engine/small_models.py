@@ -78,16 +78,18 @@ def rank_part(
     if not isinstance(config, GPTConfig) or not spec.blocks:
         blocks = np.split(whole, max(1, len(spec.blocks)), axis=-1)
         return np.concatenate([np.split(b, tp_size, axis=-1)[tp_rank] for b in blocks], axis=-1)
-    query, key, value = np.split(whole, [config.q_size, config.q_size + config.kv_size], axis=-1)
+    sizes = [getattr(config, block) for block in spec.blocks]
     heads = (*whole.shape[:-1], config.num_kv_heads, config.head_size)
     copies = config.kv_copies(tp_size)
-    key, value = (
+    parts = [
         np.repeat(part.reshape(heads), copies, axis=-2).reshape(*whole.shape[:-1], -1)
-        for part in (key, value)
-    )
-    return np.concatenate(
-        [np.split(part, tp_size, axis=-1)[tp_rank] for part in (query, key, value)], axis=-1
-    )
+        if block == "kv_size"
+        else part
+        for block, part in zip(
+            spec.blocks, np.split(whole, np.cumsum(sizes)[:-1], axis=-1), strict=True
+        )
+    ]
+    return np.concatenate([np.split(part, tp_size, axis=-1)[tp_rank] for part in parts], axis=-1)
 
 
 def load_engine(

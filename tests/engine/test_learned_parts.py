@@ -1,39 +1,221 @@
-"""Checkpoints with learned parts that the engine cannot apply are refused, never half-served."""
+"""Prompt tables, prompts of requests, IA3 and adapters, mixed in a batch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from launcher_scripts.engine.loading import EngineSettings, open_checkpoint
-from launcher_scripts.errors import ConfigError
-from launcher_scripts.parallel import Parallelism
-from tests.checkpoint.exporting import export_folder
-from tests.checkpoint.parts_maker import Random, ia3_layers, nested, ranks, write_parts
-from tests.checkpoint_maker import make_nemo, small_config
+from launcher_scripts.engine.engine import Engine
+from launcher_scripts.errors import RequestError
+from launcher_scripts.models.learned_parts import LearnedParts, PromptTask
+from launcher_scripts.protocol import GenerateRequest, SamplingParameters
+from tests.checkpoint import reference_forward_gpt, reference_forward_t5
+from tests.engine.small_models import engine_for, load_engine, random_tensors, small_config
+from tests.engine.small_t5 import DECODER, NEMO, t5_config, t5_tensors
 
-STACK = "model.language_model.encoder.layers."
+PARTS = LearnedParts(
+    prompt_tasks=(PromptTask("squad", 3), PromptTask("boolq", 5)),
+    prompt_start_id=67,
+    ia3_num_tasks=2,
+    adapter_size=8,
+)
+POST = replace(PARTS, adapter_norm_position="post")
+TEXT = (5, 60, 11, 2, 33)
+SQUAD, BOOLQ = (67, 68, 69, *TEXT), (67, 68, 5, 69, 70, 71, 9)
+TOLERANCE = 2e-4
 
 
-def settings(folder: Path) -> EngineSettings:
-    return EngineSettings(
-        checkpoint_dir=folder, data_type="fp32", parallelism=Parallelism(1, 1), device="cpu"
-    )
+@dataclass(frozen=True)
+class Case:
+    """A request and what the plain forward needs to know of it."""
+
+    request: GenerateRequest
+    prompt: str | None = None
+    ia3: int | None = None
 
 
-def test_vectors_are_refused_and_folded_ones_are_not(tmp_path: Path) -> None:
-    config = small_config()
-    make_nemo(tmp_path / "base.nemo", config)
-    layers = ia3_layers(Random(0), config.num_layers, config.kv_size, config.ffn_size)
-    states = nested(ranks(layers, {"scalers": 0}, 1, 1, STACK))
-    parts = (str(write_parts(tmp_path / "ia3.nemo", states)),)
-    folders = [
-        export_folder(
-            tmp_path / "base.nemo", tmp_path / str(fold), ia3_checkpoints=parts, ia3_in_place=fold
-        )
-        for fold in (False, True)
+def request(ids: tuple[int, ...], **more: Any) -> GenerateRequest:
+    return GenerateRequest(ids, output_len=0, return_context_logits=True, **more)
+
+
+CASES = (
+    Case(request(TEXT)),
+    Case(request(SQUAD, prompt_task=0), prompt="squad"),
+    Case(request(BOOLQ, prompt_task=1, ia3_task=1), prompt="boolq", ia3=1),
+    Case(request(TEXT, ia3_task=0), ia3=0),
+    Case(request(TEXT, prompt_task=1)),
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A small model with learned parts: engines over it, and its plain forward."""
+
+    config: Any
+    tensors: dict[str, Any]
+    decoder: tuple[int, ...] = ()
+
+    def expected(self, case: Case) -> torch.Tensor:
+        weights = {name: torch.from_numpy(values) for name, values in self.tensors.items()}
+        options = {"prompt": case.prompt, "ia3": case.ia3}
+        ids = torch.tensor([case.request.input_ids])
+        if not self.decoder:
+            return reference_forward_gpt.logits(weights, self.config, ids, **options)[0]
+        targets = torch.tensor([self.decoder])
+        return reference_forward_t5.logits(weights, self.config, ids, targets, **options)[0]
+
+    def served(self, engine: Engine, cases: tuple[Case, ...] = CASES) -> list[torch.Tensor]:
+        rows = [replace(case.request, decoder_input_ids=self.decoder) for case in cases]
+        return [future.result(60).context_logits for future in [engine.submit(r) for r in rows]]
+
+
+def gpt(**changes: Any) -> Model:
+    config = small_config(**{"parts": PARTS, **changes})
+    return Model(config, random_tensors(config))
+
+
+def t5(**changes: Any) -> Model:
+    config = t5_config(**{**NEMO, "parts": PARTS, **changes})
+    return Model(config, t5_tensors(config), DECODER)
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "gpt": gpt,
+    "gpt_rope_grouped": lambda: gpt(
+        position_embedding="rope", num_kv_heads=2, gated=True, activation="silu", parts=POST
+    ),
+    "t5": t5,
+    "t5_gated": lambda: t5(gated=True, position_embedding="learned", max_positions=40, parts=POST),
+}
+
+
+def check(model: Model, engine: Engine) -> None:
+    for case, got in zip(CASES, model.served(engine), strict=True):
+        torch.testing.assert_close(got, model.expected(case), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_mixed_rows(name: str) -> None:
+    model = MODELS[name]()
+    engine = engine_for(model.config, model.tensors)
+    try:
+        check(model, engine)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "pp"),
+    [
+        ("gpt", 2, 1),
+        ("t5", 1, 2),
+        pytest.param("gpt", 1, 2, marks=pytest.mark.slow),
+        pytest.param("gpt_rope_grouped", 4, 1, marks=pytest.mark.slow),
+        pytest.param("t5", 2, 1, marks=pytest.mark.slow),
+        pytest.param("t5_gated", 2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_mixed_rows_on_several_ranks(tmp_path: Path, name: str, tp: int, pp: int) -> None:
+    model = MODELS[name]()
+    engine = load_engine(tmp_path, model.config, model.tensors, tp, pp)
+    try:
+        check(model, engine)
+        check_own_prompts(model, engine)
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[Model, Engine]]:
+    model = gpt()
+    engine = engine_for(model.config, model.tensors)
+    yield model, engine
+    engine.close()
+
+
+def check_own_prompts(model: Model, engine: Engine) -> None:
+    """A table that comes with the request does what the same table does when it is loaded."""
+    table = torch.from_numpy(model.tensors["prompt_table.squad.weight"])
+    own = Case(request(SQUAD, prompt_embedding=table, prompt_task=1), prompt="squad")
+    (got,) = model.served(engine, (own,))
+    torch.testing.assert_close(got, model.expected(own), rtol=0, atol=TOLERANCE)
+
+
+def test_the_requests_own_table(served: tuple[Model, Engine]) -> None:
+    check_own_prompts(*served)
+
+
+def test_a_soft_prompt_comes_in_front(served: tuple[Model, Engine]) -> None:
+    model, engine = served
+    table = torch.from_numpy(model.tensors["prompt_table.squad.weight"])
+    soft = Case(request(TEXT, prompt_embedding=table, soft_prompt=True))
+    (got,) = model.served(engine, (soft,))
+    expected = model.expected(Case(request(SQUAD), prompt="squad"))
+    assert got.shape[0] == len(TEXT)
+    torch.testing.assert_close(got, expected[len(table) :], rtol=0, atol=TOLERANCE)
+
+
+def test_generation_with_every_kind_of_row_is_as_alone(served: tuple[Model, Engine]) -> None:
+    """Decode steps of mixed rows; penalties see the prompt's ids, and no virtual token."""
+    _, engine = served
+    sampling = SamplingParameters(repetition_penalty=1.5)
+    rows = [
+        replace(case.request, output_len=6, return_context_logits=False, sampling=sampling)
+        for case in CASES
     ]
-    with pytest.raises(ConfigError, match="IA3 vectors"):
-        open_checkpoint(settings(folders[0]), verify=False)
-    assert open_checkpoint(settings(folders[1]), verify=False).config.parts.ia3_adapted
+    alone = [engine.submit(row).result(60).output_ids for row in rows]
+    together = [future.result(60).output_ids for future in [engine.submit(r) for r in rows]]
+    assert together == alone
+    assert len(set(alone)) == 4  # the last row has no virtual token, so its task changes nothing
+    assert alone[0] == alone[4]
+
+
+def test_greedy_decoding_goes_on_with_the_rows_task(served: tuple[Model, Engine]) -> None:
+    model, engine = served
+    case = CASES[2]
+    ids = list(case.request.input_ids)
+    for _ in range(4):
+        step = Case(replace(case.request, input_ids=tuple(ids)), case.prompt, case.ia3)
+        ids.append(int(model.expected(step)[-1].argmax()))
+    row = replace(case.request, output_len=4, return_context_logits=False)
+    assert list(engine.submit(row).result(60).output_ids) == ids[len(case.request.input_ids) :]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            request(SQUAD, prompt_task=2),
+            r"names no loaded prompt table; got 2; choices: 0 \(squad\)",
+        ),
+        (request((*SQUAD, 70), prompt_task=0), "virtual tokens beyond the 3 of the row's prompt"),
+        (request(SQUAD), "input_ids has ids outside of the vocabulary"),
+        (request(TEXT, ia3_task=2), "Requested IA3 tasks aren't in the range"),
+        (request(TEXT, prompt_embedding=torch.zeros(3, 8)), r"virtual tokens, hidden size"),
+        (request(TEXT, prompt_embedding=torch.full((3, 32), torch.nan)), "are no numbers"),
+    ],
+)
+def test_a_wrong_request_is_told(
+    served: tuple[Model, Engine], row: GenerateRequest, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        served[1].submit(row).result(60)
+
+
+def test_a_model_without_parts() -> None:
+    config = small_config()
+    engine = engine_for(config, random_tensors(config))
+    try:
+        with pytest.raises(RequestError, match="model has no IA3 adapters"):
+            engine.submit(request(TEXT, ia3_task=0)).result(60)
+        with pytest.raises(RequestError, match="names no loaded prompt table"):
+            engine.submit(request(TEXT, prompt_task=0)).result(60)
+        own = request((67, 68, *TEXT), prompt_embedding=torch.ones(2, 32))
+        assert engine.submit(own).result(60).context_logits.shape == (7, 67)
+    finally:
+        engine.close()

@@ -13,8 +13,9 @@ import torch
 from launcher_scripts.engine.kv_cache import ExtentAllocator, bytes_per_token, plan_capacity
 from launcher_scripts.engine.loading import PREFILL_TOKENS
 from launcher_scripts.engine.plan import Plan
-from launcher_scripts.engine.runner import StepResult, TokenResult
-from launcher_scripts.engine.scheduler import Row, Scheduler
+from launcher_scripts.engine.results import StepResult, TokenResult
+from launcher_scripts.engine.row import Row
+from launcher_scripts.engine.scheduler import Scheduler
 from launcher_scripts.errors import ServerError
 from launcher_scripts.kernels.operands import Heads
 from launcher_scripts.protocol import GenerateRequest, SamplingParameters

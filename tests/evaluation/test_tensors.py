@@ -25,6 +25,7 @@ SAMPLING = SamplingParameters(
     beam_width=2,
     len_penalty=0.6,
     beam_search_diversity_rate=0.1,
+    no_repeat_ngram_size=3,
 )
 REQUEST = GenerateRequest(
     (1, 2),

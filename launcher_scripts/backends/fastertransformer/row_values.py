@@ -29,6 +29,7 @@ SAMPLING_FIELDS = {
     "beam_width": "beam_width",
     "len_penalty": "len_penalty",
     "beam_search_diversity_rate": "beam_search_diversity_rate",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
 }
 PROMPT_INPUTS = (
     "prompt_learning_task_name_ids",
@@ -155,6 +156,7 @@ _PER_ROW: dict[str, Callable[[Any], Any]] = {
     "beam_width": int,
     "len_penalty": float,
     "beam_search_diversity_rate": float,
+    "no_repeat_ngram_size": int,
     "start_id": _optional_id,
     "end_id": _optional_id,
     "is_return_log_probs": bool,

@@ -1,0 +1,73 @@
+"""What a step produces, on its way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.engine.sampler import Sampled
+
+
+@dataclass(frozen=True)
+class TokenResult:
+    """One token of one row. log_probs: (whole vocabulary, candidates), where asked for."""
+
+    slot: int
+    token: int
+    log_probs: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """The encoder's answer for one row: float32 [n, hidden], and [layers, heads, n, n] if asked."""
+
+    slot: int
+    hidden: Tensor
+    attentions: Tensor | None
+
+
+@dataclass
+class StepResult:
+    """What a step produces; reading it waits for the device."""
+
+    tokens: list[TokenCopy] = field(default_factory=list)
+    context_logits: list[tuple[int, Tensor]] = field(default_factory=list)
+    encoded: list[EncodedRow] = field(default_factory=list)
+
+    def read(self) -> list[TokenResult]:
+        return [result for copy in self.tokens for result in copy.read()]
+
+
+class TokenCopy:
+    """Sampled values on their way to the host."""
+
+    def __init__(self, slots: Sequence[int], sampled: Sampled) -> None:
+        self._slots = slots
+        self._event: torch.cuda.Event | None = None
+        self._tokens = _to_host(sampled.tokens)
+        self._log_probs = None if sampled.log_probs is None else _to_host(sampled.log_probs)
+        if sampled.tokens.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[TokenResult]:
+        if self._event is not None:
+            self._event.synchronize()
+        tokens = self._tokens.tolist()
+        pairs: list[tuple[float, float] | None] = [None] * len(tokens)
+        if self._log_probs is not None:
+            pairs = list(zip(*self._log_probs.tolist(), strict=True))
+        return [
+            TokenResult(slot, token, pair)
+            for slot, token, pair in zip(self._slots, tokens, pairs, strict=False)
+        ]
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

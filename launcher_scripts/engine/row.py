@@ -1,0 +1,131 @@
+"""A request on its way through the engine, as the host sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.engine.learned_parts import NO_TASK
+from launcher_scripts.engine.plan import RowStart
+from launcher_scripts.engine.prompts import prompt_of
+from launcher_scripts.engine.results import EncodedRow, TokenResult
+from launcher_scripts.protocol import GenerateOutput, GenerateRequest
+
+
+@dataclass(eq=False)
+class Row:
+    """A request on its way: `launched` counts tokens asked of the device, `tokens` those seen.
+
+    source is what the encoder reads, where there is one; the prompt is then the decoder's, and
+    empty where nothing is to be decoded. start is the cache token after those of the source.
+    on_progress gets what there is after every token but the last, which the future brings.
+    """
+
+    request: GenerateRequest
+    future: Future[GenerateOutput]
+    prompt: tuple[int, ...]
+    end_id: int
+    source: tuple[int, ...] = ()
+    on_progress: Callable[[GenerateOutput], None] | None = None
+    slot: int = -1
+    start: int = -1
+    encoded: bool = False
+    prefilled: int = 0
+    launched: int = 0
+    finished: bool = False
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[tuple[float, float]] = field(default_factory=list)
+    context_logits: list[Tensor] = field(default_factory=list)
+    answer: EncodedRow | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Cache tokens of the whole row; the last token chosen is never fed back."""
+        return len(self.source) + len(self.prompt) + max(self.request.output_len - 1, 0)
+
+    @property
+    def extent(self) -> int:
+        """First cache token of the whole row."""
+        return self.start - len(self.source)
+
+    @property
+    def cached(self) -> int:
+        """Tokens in the cache once everything launched has run."""
+        return self.prefilled + max(self.launched - 1, 0)
+
+    def as_start(self) -> RowStart:
+        request = self.request
+        return RowStart(
+            slot=self.slot,
+            start=self.start,
+            ids=self.prompt,
+            end_id=self.end_id,
+            sampling=request.sampling,
+            bad_words=request.bad_words,
+            return_log_probs=request.return_log_probs,
+            return_context_logits=request.return_context_logits,
+            source=self.source,
+            return_hidden_state=request.return_hidden_state,
+            return_attentions=request.return_attentions,
+            prompt=prompt_of(request),
+            ia3_task=NO_TASK if request.ia3_task is None else request.ia3_task,
+        )
+
+
+def take(row: Row, result: TokenResult) -> None:
+    """Add a token and see whether it ends the row: end token, stop word or length."""
+    if row.request.output_len == 0:
+        row.finished = True
+        return
+    row.tokens.append(result.token)
+    if result.log_probs is not None:
+        row.log_probs.append(result.log_probs)
+    row.finished = (
+        result.token == row.end_id
+        or len(row.tokens) >= row.request.output_len
+        or _ends_in_stop_word(row)
+    )
+
+
+def _ends_in_stop_word(row: Row) -> bool:
+    """Whether the text so far ends in a stop word; a word may begin in the prompt."""
+    if not row.request.stop_words:
+        return False
+    longest = max(map(len, row.request.stop_words))
+    tail = (*row.prompt[-longest:], *row.tokens)[-longest:]
+    return any(tail[-len(word) :] == word for word in row.request.stop_words)
+
+
+def answer(row: Row) -> None:
+    output = replace(
+        output_so_far(row),
+        context_logits=_context_logits(row) if row.request.return_context_logits else None,
+        hidden_state=None if row.answer is None else row.answer.hidden,
+        attentions=None if row.answer is None else row.answer.attentions,
+    )
+    try:
+        row.future.set_result(output)
+    except InvalidStateError:
+        return  # cancelled meanwhile
+
+
+def output_so_far(row: Row) -> GenerateOutput:
+    """The row's tokens so far."""
+    asked = row.request.return_log_probs
+    return GenerateOutput(
+        output_ids=tuple(row.tokens),
+        cum_log_probs=sum(whole for whole, _ in row.log_probs) if asked else None,
+        output_log_probs=tuple(candidates for _, candidates in row.log_probs) if asked else (),
+    )
+
+
+def _context_logits(row: Row) -> Tensor:
+    """Float32 [prompt tokens, vocab]; the start token of an empty prompt is not the caller's, but
+    a decoder's first input.
+    """
+    whole = torch.cat(row.context_logits)
+    return whole if row.source else whole[len(row.prompt) - len(row.request.input_ids) :]
