@@ -51,6 +51,7 @@ class KVCache:
     """The pools of one rank's layers, and the ids of the tokens they hold.
 
     One more token than `capacity` is kept as a place where padding rows of a step may write.
+    rows: the most rows of a step, with its padding
     """
 
     def __init__(
@@ -60,13 +61,16 @@ class KVCache:
         capacity: int,
         dtype: torch.dtype,
         device: torch.device,
+        rows: int = 1,
     ) -> None:
         self.capacity = capacity
+        arrivals = torch.zeros(rows * heads.num_heads, dtype=torch.int32, device=device)
         shape = (heads.num_kv_heads, capacity + 1, heads.head_size)
         self.layers = {
             layer: LayerCache(
                 torch.empty(shape, dtype=dtype, device=device),
                 torch.empty(shape, dtype=dtype, device=device),
+                arrivals,
             )
             for layer in layers
         }

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.plan import RowStart
+from launcher_scripts.kernels.operands import RowColumns
 from launcher_scripts.protocol import SamplingParameters
 
 NO_TOKEN = -1
@@ -75,6 +76,11 @@ class RowStates:
         for name, row in zip(_FLOATS, self._floats, strict=True):
             setattr(self, name, row)
         self.start[slots] = scratch
+
+    @property
+    def columns(self) -> RowColumns:
+        """What a decode step begins with."""
+        return RowColumns(self.token, self.start, self.length, self.source_length)
 
     def join(self, rows: Sequence[RowStart]) -> None:
         """Set the state of rows whose prompts are about to run."""
