@@ -124,10 +124,14 @@ class Evaluate(Stage):
         }
         return tuple(module for module in self.modules if wanted[module])
 
+    def env(self) -> dict[str, str]:
+        return {"MPLCONFIGDIR": str(self.cache("matplotlib"))} if self.in_container else {}
+
     def paths(self) -> list[Path]:
         settings = self.settings
         data = (Path(task.data_file) for task in settings.tasks)
-        return [Path(settings.ready_file), Path(settings.tokenizer_dir), *data]
+        cache = [self.cache("matplotlib")] if self.in_container else []
+        return [Path(settings.ready_file), Path(settings.tokenizer_dir), *data, *cache]
 
     def check_own(self) -> None:
         checks, settings = self.launch.checks, self.settings

@@ -57,7 +57,8 @@ MAY_IMPORT = {
     "engine": {"kernels", "checkpoint"} | FLOOR,
     "backends": {"engine", "checkpoint", "tokenizer"} | FLOOR,
     "server": FLOOR,
-    "evaluation": {"tokenizer"} | FLOOR,
+    "clients": FLOOR,
+    "evaluation": {"clients", "tokenizer"} | FLOOR,
     "steps": {"server", "evaluation", "checkpoint", "tokenizer"} | FLOOR,
     "launcher_scripts.main": set(),
 }
@@ -68,7 +69,7 @@ DOORS = {
     "hydra": ("main.py", "stages/"),
     "omegaconf": ("main.py", "stages/"),
     "triton_python_backend_utils": ("launcher_scripts/backends/",),
-    "tritonclient": ("launcher_scripts/server/health.py", "launcher_scripts/evaluation/client.py"),
+    "tritonclient": ("launcher_scripts/clients/connection.py",),
     "triton": ("launcher_scripts/kernels/",),
     "torch": (
         "launcher_scripts/kernels/",

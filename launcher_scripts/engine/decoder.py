@@ -66,7 +66,12 @@ class Decoder:
             )
             for layer, layer_weights in weights.layers.items()
         ]
-        self.step_obstacles = obstacles(self.config, communicator, self._learned())
+        self.step_obstacles = obstacles(
+            self.config,
+            communicator,
+            self._learned(),
+            [layer.query_key_value for layer in weights.layers.values()],
+        )
         self.step = None if self.step_obstacles else self._decode_step()
 
     def prefill(self, ids: Tensor, segments: tuple[Segment, ...]) -> Tensor:

@@ -168,7 +168,12 @@ class EncoderDecoder:
             )
             for layer, layer_weights in weights.decoder_layers.items()
         ]
-        self.step_obstacles = obstacles(self.config, communicator, self._learned())
+        self.step_obstacles = obstacles(
+            self.config,
+            communicator,
+            self._learned(),
+            [layer.query_key_value for layer in weights.decoder_layers.values()],
+        )
         self.step = None
         if self._layers and not self.step_obstacles:
             self.step = self._decode_step()

@@ -31,6 +31,7 @@ from launcher_scripts.parallel import Parallelism
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
+INT8_MODES = {0: "no quantization", 1: "int8 weights"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class EngineSettings:
     max_batch_size:  most rows in flight
     max_tokens:      most tokens in the key/value cache; None: max_batch_size rows of the model's
                      full length, as far as memory reaches
-    int8_mode:       0 (no quantization) is what there is
+    int8_mode:       1: the layers' matrices are kept as int8, quantized when they are loaded
     stall_timeout:   seconds without a sign of life after which a rank counts as lost
     start_timeout:   seconds a rank may take to load
     """
@@ -72,11 +73,11 @@ class EngineSettings:
             problems.add("unknown device", got=self.device, choices=("auto", "cpu", "cuda"))
         if self.max_batch_size < 1:
             problems.add("max_batch_size must be at least 1", got=self.max_batch_size)
-        if self.int8_mode != 0:
+        if self.int8_mode not in INT8_MODES:
             problems.add(
                 "this int8_mode is not supported",
                 got=self.int8_mode,
-                choices=("0 (no quantization)",),
+                choices=[f"{mode} ({meaning})" for mode, meaning in INT8_MODES.items()],
                 change="int8_mode in config.pbtxt",
             )
         problems.raise_if_any(ConfigError)
@@ -187,6 +188,7 @@ def load_weights(
         DTYPES[settings.data_type],
         device,
         lambda spec, layer: checkpoint.read(spec, layer, tp_rank),
+        int8=settings.int8_mode == 1,
     )
     return loader.load()
 

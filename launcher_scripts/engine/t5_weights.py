@@ -166,11 +166,10 @@ class T5WeightLoader(WeightLoader):
 
     def _joined(self, names: list[str], layer: int, norm: Norm | None = None) -> Linear:
         """Projections of one input as one, their outputs side by side."""
-        parts = [self._linear(name, layer) for name in names]
+        parts = [self._whole(name, layer) for name in names]
         biases = [part.bias for part in parts if part.bias is not None]
-        return Linear(
-            torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None, norm
-        )
+        weight = torch.cat([part.weight for part in parts])
+        return self._stored(Linear(weight, torch.cat(biases) if biases else None, norm))
 
     def _bias(self, side: str, attention: str, bidirectional: bool) -> RelativeBias | None:
         if self.config.position_embedding != "relative":

@@ -12,6 +12,7 @@ from torch import Tensor
 from launcher_scripts.checkpoint.dtypes import BFLOAT16
 from launcher_scripts.engine.learned_parts import Adapter, IA3Factors
 from launcher_scripts.kernels.operands import Linear, Norm
+from launcher_scripts.kernels.quantization import quantized
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, WeightSpec
 from launcher_scripts.models.gpt import GPTConfig
@@ -88,6 +89,7 @@ class WeightLoader:
     """Turns stored tensors ([in, out], one file per rank) into a rank's operands ([out, in]).
 
     read:  the stored tensor of a WeightSpec and layer, as this rank's file holds it
+    int8:  quantize the matrices of the layers, each output channel by its own scale
     """
 
     def __init__(
@@ -98,6 +100,8 @@ class WeightLoader:
         dtype: torch.dtype,
         device: torch.device,
         read: Reader,
+        *,
+        int8: bool = False,
     ) -> None:
         self.config = config
         self.parallelism = parallelism
@@ -105,6 +109,7 @@ class WeightLoader:
         self.pp_rank = parallelism.pp_rank(rank)
         self.dtype = dtype
         self.device = device
+        self.int8 = int8
         self._read = read
         self._specs = {spec.name: spec for spec in family_of(config).weights(config)}
 
@@ -214,7 +219,16 @@ class WeightLoader:
         )
 
     def _linear(self, name: str, layer: int, norm: Norm | None = None) -> Linear:
-        weight = self._tensor(f"{name}.weight", self.dtype, layer)
+        return self._stored(self._whole(name, layer, norm))
+
+    def _stored(self, linear: Linear) -> Linear:
+        """As the device keeps it."""
+        return quantized(linear, self.dtype) if self.int8 else linear
+
+    def _whole(self, name: str, layer: int, norm: Norm | None = None) -> Linear:
+        """A projection that is not quantized yet; float32 where it will be."""
+        dtype = torch.float32 if self.int8 else self.dtype
+        weight = self._tensor(f"{name}.weight", dtype, layer)
         bias = None
         if f"{name}.bias" in self._specs:
             bias = self._tensor(f"{name}.bias", self.dtype, layer)

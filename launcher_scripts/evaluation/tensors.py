@@ -12,17 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from launcher_scripts.clients.connection import NUMPY_TYPES
 from launcher_scripts.errors import RequestError, problem
 from launcher_scripts.protocol import GPT_INPUTS, GenerateOutput, GenerateRequest, Tensor
-
-NUMPY_TYPES = {
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
-    "INT32": np.int32,
-    "FP32": np.float32,
-    "FP16": np.float16,
-    "BOOL": np.bool_,
-}
 
 _ROW_VALUES: dict[str, Callable[[GenerateRequest], Any]] = {
     "runtime_top_k": lambda row: row.sampling.top_k,

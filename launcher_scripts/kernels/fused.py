@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from launcher_scripts.kernels import reference
+from launcher_scripts.kernels import int8_kernels, reference
 from launcher_scripts.kernels.attention_kernels import attend, attention_shape
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
@@ -48,6 +48,7 @@ ACTIVATIONS = reference.ACTIVATIONS
 ARGMAX_BLOCK = 1024
 ALONE = {"EARLY": False}
 
+dense = int8_kernels.dense
 add_residual = reference.add_residual
 rotary_table = reference.rotary_table
 context_attention = reference.context_attention
@@ -86,6 +87,7 @@ def norm(x: Tensor, weights: Norm, dtype: torch.dtype) -> Tensor:
 
 def project(x: Tensor, linear: Linear) -> Tensor:
     """See reference.project."""
+    linear = dense(linear)
     if x.shape[0] == 1:
         return _row(x, linear, linear.weight.dtype, "plain")
     return functional.linear(_normalized(x, linear), linear.weight, linear.bias)
@@ -93,6 +95,7 @@ def project(x: Tensor, linear: Linear) -> Tensor:
 
 def project_add(x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
     """See reference.project_add."""
+    linear = dense(linear)
     if x.shape[0] == 1:
         return _row(x, linear, torch.float32, "add", residual=residual)
     return residual + functional.linear(x, linear.weight, linear.bias)
@@ -100,6 +103,7 @@ def project_add(x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
 
 def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tensor:
     """See reference.mlp_up."""
+    up, gate = dense(up), gate and dense(gate)
     if x.shape[0] == 1:
         kind = "up" if gate is None else "gated"
         without = None if gate is None else Linear(gate.weight, gate.bias)

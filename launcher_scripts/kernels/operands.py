@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -39,16 +40,25 @@ class FoldedNorm:
 class Linear:
     """y = x W^T + b, of a normalized x where there is a norm.
 
-    weight: [out, in] in the compute type
-    bias:   [out] in the compute type
-    norm:   applied to x first
-    folded: the norm as a product with one row wants it; made by kernels.prepare
+    weight:  [out, in] in the compute type, or int8
+    bias:    [out] in the compute type
+    norm:    applied to x first
+    scale:   float32 [out]: what each row of an int8 weight is multiplied by
+    compute: the compute type of an int8 weight
+    folded:  the norm as a product with one row wants it; made by kernels.prepare
     """
 
     weight: Tensor
     bias: Tensor | None = None
     norm: Norm | None = None
+    scale: Tensor | None = None
+    compute: torch.dtype | None = None
     folded: FoldedNorm | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute type."""
+        return self.compute or self.weight.dtype
 
 
 @dataclass(frozen=True)

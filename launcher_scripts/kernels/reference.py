@@ -55,13 +55,23 @@ def norm(x: Tensor, weights: Norm, dtype: torch.dtype) -> Tensor:
     return out.to(dtype)
 
 
+def dense(linear: Linear) -> Linear:
+    """The same projection with its weight in the compute type."""
+    if linear.scale is None:
+        return linear
+    weight = (linear.weight.float() * linear.scale[:, None]).to(linear.dtype)
+    return Linear(weight, linear.bias, linear.norm)
+
+
 def project(x: Tensor, linear: Linear) -> Tensor:
     """linear(norm(x)), or linear(x) where it has no norm: [N, out]."""
+    linear = dense(linear)
     return functional.linear(_normalized(x, linear), linear.weight, linear.bias)
 
 
 def project_add(x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
     """residual + linear(x): float32 [N, hidden]."""
+    linear = dense(linear)
     return residual + functional.linear(x, linear.weight, linear.bias)
 
 
@@ -73,6 +83,7 @@ def add_residual(partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tens
 
 def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tensor:
     """act(up(norm(x))), times gate(norm(x)) where the MLP is gated: [N, ffn]."""
+    up, gate = dense(up), gate and dense(gate)
     normalized = _normalized(x, up)
     hidden = ACTIVATIONS[activation](functional.linear(normalized, up.weight, up.bias))
     if gate is None:

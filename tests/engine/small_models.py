@@ -116,6 +116,7 @@ def runner_for(
     data_type: str = "fp32",
     max_batch_size: int = 8,
     max_tokens: int | None = None,
+    int8_mode: int = 0,
 ) -> tuple[EngineSettings, Runner]:
     """One rank over tensors in memory."""
     settings = EngineSettings(
@@ -124,6 +125,7 @@ def runner_for(
         device=device,
         max_batch_size=max_batch_size,
         max_tokens=max_tokens,
+        int8_mode=int8_mode,
     )
     place = torch.device(device)
     loaded = (
@@ -135,6 +137,7 @@ def runner_for(
             DTYPES[data_type],
             place,
             lambda spec, layer: tensors[spec.tensor_name(layer)],
+            int8=int8_mode == 1,
         )
         .load()
     )

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 
-from launcher_scripts.evaluation.tensors import NUMPY_TYPES
+from launcher_scripts.clients.connection import NUMPY_TYPES
 
 VOCAB = 11
 FAVOUR = 2.0
@@ -140,12 +140,12 @@ def _parse(body, head_length):
         data = np.frombuffer(body[position : position + size], NUMPY_TYPES[tensor["datatype"]])
         tensors[tensor["name"]] = data.reshape(tensor["shape"])
         position += size
-    return tensors, [output["name"] for output in head["outputs"]]
+    return tensors, [output["name"] for output in head.get("outputs", [])]
 
 
 def _encode(outputs, wanted):
     described, data = [], b""
-    for name in wanted:
+    for name in wanted or outputs:
         datatype, array = outputs[name]
         raw = array.tobytes()
         described.append(

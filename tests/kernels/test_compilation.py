@@ -14,6 +14,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from launcher_scripts.kernels import (  # noqa: E402
     attention_kernels,
     gemv_kernel,
+    int8_kernels,
     row_kernels,
     step_kernels,
 )
@@ -85,6 +86,12 @@ def test_begin_rows():
     names = step_kernels.begin_rows.arg_names
     pointers |= {name: "i64" for name in names if name not in known}
     assert compile_kernel(step_kernels.begin_rows, pointers, numbers, constants)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_widen(dtype):
+    pointers = {"weight": "i8", "scale": "fp32", "out": dtype}
+    assert compile_kernel(int8_kernels.widen, pointers, {"size": "i32"}, {"BLOCK": 1024})
 
 
 def test_look_up_and_argmax():

@@ -1,0 +1,134 @@
+"""What the clients' command lines share: the flags of the FasterTransformer backend's tools."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from launcher_scripts.clients.connection import CONNECTIONS
+from launcher_scripts.clients.remote import RemoteServer
+from launcher_scripts.errors import ConfigError, LauncherError, problem
+
+DEFAULT_MODEL = "fastertransformer"
+DEFAULT_ADDRESSES = {"http": "localhost:8000", "grpc": "localhost:8001"}
+TEXT_ROLES = ("preprocessing", "postprocessing", "ensemble")
+_OUR_BACKEND = "fastertransformer"
+
+
+def run(body: Callable[[], None]) -> int:
+    """Do `body`; a LauncherError is printed without a traceback and gives 1, Ctrl-C 130."""
+    try:
+        body()
+    except LauncherError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def add_server_flags(parser: argparse.ArgumentParser, protocol: str = "http") -> None:
+    """Where the server is, and which of its models is meant."""
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="print what is sent and received"
+    )
+    parser.add_argument(
+        "-u",
+        "--url",
+        metavar="HOST:PORT",
+        help="the server; "
+        + ", ".join(f"{address} by default over {p}" for p, address in DEFAULT_ADDRESSES.items()),
+    )
+    parser.add_argument(
+        "-i",
+        "--protocol",
+        choices=sorted(CONNECTIONS),
+        default=protocol,
+        help=f"how to ask it [{protocol}]",
+    )
+    parser.add_argument(
+        "-m",
+        "--model",
+        help=f"the model's name [{DEFAULT_MODEL}, else the only one of that backend]",
+    )
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """How tokens are chosen."""
+    parser.add_argument("-beam", "--beam_width", type=int, default=1, help="beams [1]")
+    parser.add_argument("-topk", "--topk", type=int, default=1, help="likeliest tokens [1]")
+    parser.add_argument("-topp", "--topp", type=float, default=0.0, help="nucleus' mass [0.0]")
+
+
+def add_session_flags(parser: argparse.ArgumentParser) -> None:
+    """The stateful session of interactive text generation."""
+    parser.add_argument(
+        "-n_s", "--num_session_steps", type=int, default=2, help="requests of the session [2]"
+    )
+    parser.add_argument(
+        "-session_len", "--session_len", type=int, default=1024, help="its tokens at most [1024]"
+    )
+    parser.add_argument(
+        "-memory_len", "--memory_len", type=int, default=1024, help="tokens it remembers [1024]"
+    )
+    parser.add_argument(
+        "-session_id", "--session_id", type=int, required=True, help="its number, at least 1"
+    )
+
+
+def connect(flags: argparse.Namespace) -> RemoteServer:
+    """The server that the flags of add_server_flags mean."""
+    address = flags.url or DEFAULT_ADDRESSES[flags.protocol]
+    return RemoteServer(address, protocol=flags.protocol, verbose=flags.verbose)
+
+
+@dataclass(frozen=True)
+class Models:
+    """One model that generates, and the names of the text models around it (role -> name).
+
+    model_type: what config.pbtxt says of the model
+    decoupled:  whether it answers a request with several responses
+    """
+
+    name: str
+    model_type: str
+    decoupled: bool
+    text: dict[str, str]
+
+    def text_model(self, role: str) -> str:
+        """The text model of a role; raises ConfigError where the server has none."""
+        if role not in self.text:
+            raise ConfigError(
+                problem(
+                    f"the server has no {role} model for {self.name}",
+                    choices=sorted(self.text.values()),
+                    change="export.model.tokenizer",
+                )
+            )
+        return self.text[role]
+
+
+def find_models(server: RemoteServer, wanted: str | None) -> Models:
+    """The model called `wanted`; without a name the tools' usual one, else the only one."""
+    served = server.models()
+    if wanted is not None and wanted not in served:
+        raise ConfigError(
+            problem("the server has no such model", got=wanted, choices=served, change="--model")
+        )
+    name = wanted or (DEFAULT_MODEL if DEFAULT_MODEL in served else None)
+    configs = {each: server.model_config(each) for each in ([name] if name else served)}
+    if name is None:
+        ours = [each for each, config in configs.items() if config.get("backend") == _OUR_BACKEND]
+        if len(ours) != 1:
+            raise ConfigError(problem("which model is meant", choices=ours, change="--model"))
+        (name,) = ours
+    config = configs[name]
+    text = {}
+    for role in TEXT_ROLES:
+        own = [each for each in (f"{name}_{role}", role) if each in served]
+        text.update({role: own[0]} if own else {})
+    model_type = config.get("parameters", {}).get("model_type", {}).get("string_value", "GPT")
+    decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
+    return Models(name, model_type, bool(decoupled), text)

@@ -1,0 +1,272 @@
+"""The only door to tritonclient: one transport to a server, with arrays in and arrays out."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launcher_scripts.errors import ServerError, problem
+
+MOST_IN_FLIGHT = 256
+# Logits outgrow the usual limits, and the server is no one's to reach through a proxy.
+GRPC_ARGUMENTS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.enable_http_proxy", 0),
+]
+# Triton's names of the types that the contract uses
+NUMPY_TYPES = {
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "FP32": np.float32,
+    "FP16": np.float16,
+    "BOOL": np.bool_,
+    "BYTES": np.object_,
+}
+
+Tensors = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class SequenceStep:
+    """Which request of which stateful sequence this is; ids are positive."""
+
+    sequence_id: int
+    start: bool = False
+    end: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "sequence_id": self.sequence_id,
+            "sequence_start": self.start,
+            "sequence_end": self.end,
+        }
+
+
+class Connection(Protocol):
+    """One transport to the server. Its errors are those of the library beneath."""
+
+    def is_ready(self, model_name: str) -> bool: ...
+
+    def model_config(self, model_name: str) -> dict[str, Any]: ...
+
+    def models(self) -> list[str]:
+        """The names of the models that the server serves."""
+        ...
+
+    def submit(
+        self,
+        model_name: str,
+        tensors: Tensors,
+        outputs: Sequence[str] | None,
+        step: SequenceStep | None = None,
+    ) -> Callable[[], Tensors]:
+        """Send one request; the result waits for its answer. outputs None: all that there are."""
+        ...
+
+    def stream(self, model_name: str, tensors: Tensors) -> Iterator[Tensors]:
+        """Every response to one request, as it comes; closing the iterator cancels the request."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class HttpConnection:
+    """Requests over HTTP; many may be in flight at once from the one thread that uses it."""
+
+    def __init__(self, address: str, request_timeout: float, verbose: bool = False) -> None:
+        import gevent
+        from gevent.pool import Group
+        from tritonclient import http
+
+        self._module = http
+        self._pending = Group()
+        self._client = http.InferenceServerClient(
+            address,
+            verbose=verbose,
+            concurrency=MOST_IN_FLIGHT,
+            connection_timeout=request_timeout,
+            network_timeout=request_timeout,
+        )
+        # A failed request raises where its answer is awaited; gevent need not print it as well.
+        gevent.get_hub().exception_stream = None
+
+    def is_ready(self, model_name: str) -> bool:
+        return bool(self._client.is_server_ready() and self._client.is_model_ready(model_name))
+
+    def model_config(self, model_name: str) -> dict[str, Any]:
+        return dict(self._client.get_model_config(model_name))
+
+    def models(self) -> list[str]:
+        return _ready_names(self._client.get_model_repository_index())
+
+    def submit(
+        self,
+        model_name: str,
+        tensors: Tensors,
+        outputs: Sequence[str] | None,
+        step: SequenceStep | None = None,
+    ) -> Callable[[], Tensors]:
+        pending = self._pending.spawn(
+            self._client.infer,
+            model_name,
+            _infer_inputs(self._module, tensors),
+            outputs=_infer_outputs(self._module, outputs),
+            **(step.arguments() if step else {}),
+        )
+
+        def answer() -> Tensors:
+            result = pending.get()
+            found = result.get_response().get("outputs", [])
+            names = outputs or [output["name"] for output in found]
+            return {name: result.as_numpy(name) for name in names}
+
+        return answer
+
+    def stream(self, model_name: str, tensors: Tensors) -> Iterator[Tensors]:  # noqa: ARG002
+        raise ServerError(
+            problem(
+                f"model {model_name} cannot be streamed from over this protocol",
+                got="http",
+                choices=("grpc",),
+            )
+        )
+
+    def close(self) -> None:
+        """Give up what is still in flight, which the client's own close would wait for."""
+        self._pending.kill()
+        self._client.close()
+
+
+class GrpcConnection:
+    """Requests over gRPC."""
+
+    def __init__(self, address: str, request_timeout: float, verbose: bool = False) -> None:
+        from tritonclient import grpc
+
+        self._module = grpc
+        self._timeout = request_timeout
+        self._client = grpc.InferenceServerClient(
+            address, verbose=verbose, channel_args=GRPC_ARGUMENTS
+        )
+
+    def is_ready(self, model_name: str) -> bool:
+        return bool(
+            self._client.is_server_ready(client_timeout=self._timeout)
+            and self._client.is_model_ready(model_name, client_timeout=self._timeout)
+        )
+
+    def model_config(self, model_name: str) -> dict[str, Any]:
+        answer = self._client.get_model_config(
+            model_name, as_json=True, client_timeout=self._timeout
+        )
+        return dict(answer["config"])
+
+    def models(self) -> list[str]:
+        answer = self._client.get_model_repository_index(as_json=True, client_timeout=self._timeout)
+        return _ready_names(answer.get("models", []))
+
+    def submit(
+        self,
+        model_name: str,
+        tensors: Tensors,
+        outputs: Sequence[str] | None,
+        step: SequenceStep | None = None,
+    ) -> Callable[[], Tensors]:
+        future: Future[Any] = Future()
+
+        def done(result: Any, error: Any) -> None:
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        self._client.async_infer(
+            model_name,
+            _infer_inputs(self._module, tensors),
+            callback=done,
+            outputs=_infer_outputs(self._module, outputs),
+            client_timeout=self._timeout,
+            **(step.arguments() if step else {}),
+        )
+
+        def answer() -> Tensors:
+            return _received(future.result(), outputs)
+
+        return answer
+
+    def stream(self, model_name: str, tensors: Tensors) -> Iterator[Tensors]:
+        """One stream at a time; another one needs another connection."""
+        arrived: queue.Queue[tuple[Any, Any]] = queue.Queue()
+        self._client.start_stream(
+            callback=lambda result, error: arrived.put((result, error)),
+            stream_timeout=self._timeout,
+        )
+        try:
+            self._client.async_stream_infer(
+                model_name,
+                _infer_inputs(self._module, tensors),
+                enable_empty_final_response=True,
+            )
+            final = False
+            while not final:
+                result, error = arrived.get()
+                if error is not None:
+                    raise error
+                response = result.get_response()
+                final = response.parameters["triton_final_response"].bool_param
+                if response.outputs:
+                    yield _received(result, None)
+        finally:
+            self._client.stop_stream(cancel_requests=True)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+CONNECTIONS: dict[str, Callable[[str, float, bool], Connection]] = {
+    "http": HttpConnection,
+    "grpc": GrpcConnection,
+}
+
+
+def failure_facts(error: Exception) -> tuple[str, str, bool]:
+    """(status, message, whether it is the server's own refusal) of a transport's error."""
+    from tritonclient.utils import InferenceServerException
+
+    if isinstance(error, InferenceServerException):
+        return str(error.status()), str(error.message()), True
+    return str(error), str(error), False
+
+
+def _received(result: Any, outputs: Sequence[str] | None) -> Tensors:
+    """The arrays of a gRPC answer."""
+    names = outputs or [output.name for output in result.get_response().outputs]
+    return {name: result.as_numpy(name) for name in names}
+
+
+def _ready_names(index: Sequence[dict[str, Any]]) -> list[str]:
+    return sorted({str(entry["name"]) for entry in index if entry.get("state") == "READY"})
+
+
+def _infer_outputs(module: Any, names: Sequence[str] | None) -> list[Any] | None:
+    return None if names is None else [module.InferRequestedOutput(name) for name in names]
+
+
+def _infer_inputs(module: Any, tensors: Tensors) -> list[Any]:
+    """The tensors as `module`'s (tritonclient.http or .grpc) inputs."""
+    names = {np.dtype(kind): name for name, kind in NUMPY_TYPES.items()}
+    inputs = []
+    for name, array in tensors.items():
+        tensor = module.InferInput(name, list(array.shape), names[array.dtype])
+        tensor.set_data_from_numpy(array)
+        inputs.append(tensor)
+    return inputs

@@ -1,0 +1,168 @@
+"""Text through preprocessing, model and postprocessing one by one, and through their ensemble.
+
+Flags and printed blocks are those of the FasterTransformer backend's tools/gpt/end_to_end_test.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from launcher_scripts.clients.arguments import (
+    Models,
+    add_sampling_flags,
+    add_server_flags,
+    connect,
+    find_models,
+    run,
+)
+from launcher_scripts.clients.connection import Tensors
+from launcher_scripts.clients.issue_request import readable
+from launcher_scripts.clients.remote import RemoteServer
+from launcher_scripts.clients.tensors import rows_of
+from launcher_scripts.contracts import CONTRACTS, Contract
+from launcher_scripts.errors import ConfigError, problem
+
+SENTENCES = (
+    "The harbour was quiet when the last ferry",
+    "Three things to check before you sign a contract:",
+    "for (int i = 0; i <",
+    "About 40% of the seats were empty, so the ",
+    "Contents | Glossary | Next page",
+    "Anna, who had never seen snow, asked her brother",
+    "The harbour was quiet when the first ferry",
+    "In the first week of the new",
+)
+# Words lists as CSV: a word and the same with a blank in front are different tokens.
+BAD_WORDS = ("Hawks, Hawks", *[""] * 7)
+STOP_WORDS = (*[""] * 7, "month, month")
+OUTPUT_LEN = 24
+RULE = "=" * 43
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="end_to_end_test", description=__doc__.partition("\n")[0])
+    add_server_flags(parser)
+    add_sampling_flags(parser)
+    add_text_flags(parser)
+    flags = parser.parse_args(argv)
+    return run(lambda: test(flags))
+
+
+def add_text_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--return_log_probs", action="store_true", help="print the tokens' log-probabilities too"
+    )
+    parser.add_argument(
+        "--output-len",
+        "--output_len",
+        type=int,
+        default=OUTPUT_LEN,
+        help=f"tokens to generate [{OUTPUT_LEN}]",
+    )
+    parser.add_argument(
+        "--model-variant",
+        choices=("gpt", "bloom"),
+        help="taken for old command lines: the served model knows its own tokenizer",
+    )
+
+
+def test(flags: argparse.Namespace) -> None:
+    """The four blocks, one after the other."""
+    sampling = sampling_tensors(flags, len(SENTENCES))
+    with connect(flags) as server:
+        models = find_models(server, flags.model)
+        contract = generating_contract(models)
+        encoded = server.infer(models.text_model("preprocessing"), query_tensors(flags.output_len))
+        block("preprocessing", encoded["INPUT_ID"], encoded["REQUEST_INPUT_LEN"])
+        names = contract.text.model_inputs
+        inputs = {name: encoded[source] for name, source in names.items()}
+        answer = server.infer(models.name, {**inputs, **sampling})
+        block("fastertransformer", *shown(answer, "output_ids", flags.return_log_probs))
+        block("postprocessing", *decoded(server, models, contract, answer))
+        whole = server.infer(models.text_model("ensemble"), ensemble_tensors(flags, sampling))
+        block("ensemble", *shown(whole, "OUTPUT_0", flags.return_log_probs))
+
+
+def generating_contract(models: Models) -> Contract:
+    """The contract of a model that generates text."""
+    contract = CONTRACTS.get(models.model_type)
+    if contract is None or not contract.text.postprocessing_outputs:
+        raise ConfigError(
+            problem(
+                f"model {models.name} generates no text",
+                got=models.model_type,
+                choices=[name for name, c in CONTRACTS.items() if c.text.postprocessing_outputs],
+                change="--model",
+            )
+        )
+    return contract
+
+
+def sampling_tensors(flags: argparse.Namespace, rows: int) -> Tensors:
+    """How tokens are chosen; start and end token are the checkpoint's own."""
+    return rows_of(
+        rows,
+        runtime_top_k=flags.topk,
+        runtime_top_p=flags.topp,
+        beam_search_diversity_rate=0.0,
+        temperature=1.0,
+        len_penalty=1.0,
+        repetition_penalty=1.0,
+        random_seed=0,
+        is_return_log_probs=flags.return_log_probs,
+        beam_width=flags.beam_width,
+    )
+
+
+def query_tensors(output_len: int) -> Tensors:
+    """What preprocessing takes."""
+    return {
+        "QUERY": column(SENTENCES),
+        "BAD_WORDS_DICT": column(BAD_WORDS),
+        "STOP_WORDS_DICT": column(STOP_WORDS),
+        "REQUEST_OUTPUT_LEN": np.full((len(SENTENCES), 1), output_len, np.uint32),
+    }
+
+
+def ensemble_tensors(flags: argparse.Namespace, sampling: Tensors) -> Tensors:
+    """What the ensemble takes: the same under its own names."""
+    names = ("INPUT_0", "INPUT_2", "INPUT_3", "INPUT_1")
+    values = query_tensors(flags.output_len).values()
+    return {**dict(zip(names, values, strict=True)), **sampling}
+
+
+def decoded(server: RemoteServer, models: Models, contract: Contract, answer: Tensors) -> list[Any]:
+    """The model's ids as text, by postprocessing."""
+    known = {"TOKENS_BATCH": answer["output_ids"]}
+    sources = {
+        "RESPONSE_INPUT_LENGTHS": "response_input_lengths",
+        "sequence_length": "sequence_length",
+    }
+    for tensor in contract.text.postprocessing_inputs:
+        if tensor.name in sources:
+            known[tensor.name] = answer[sources[tensor.name]]
+    return [readable(server.infer(models.text_model("postprocessing"), known)["OUTPUT"])]
+
+
+def shown(answer: Tensors, name: str, log_probs: bool) -> list[Any]:
+    """The outputs of one block, in order."""
+    names = [name, "sequence_length"]
+    names += ["cum_log_probs", "output_log_probs"] if log_probs else []
+    return [readable(answer[each]) for each in names]
+
+
+def block(name: str, *arrays: Any) -> None:
+    """A block of printed arrays under its headline."""
+    print(f"============After {name}============")
+    for array in arrays:
+        print(array)
+    print(f"{RULE}\n\n\n")
+
+
+def column(texts: Sequence[str]) -> Any:
+    """STRING [rows, 1]"""
+    return np.array([[text.encode("utf-8")] for text in texts], dtype=np.object_)

@@ -1,0 +1,169 @@
+"""Time ten requests of token ids to a GPT, print what it generates and write it to triton_out.
+
+Flags and printed lines are those of the FasterTransformer backend's tools/gpt/identity_test.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from launcher_scripts.clients.arguments import (
+    add_sampling_flags,
+    add_server_flags,
+    connect,
+    find_models,
+    run,
+)
+from launcher_scripts.clients.connection import Tensors
+from launcher_scripts.clients.remote import RemoteServer
+from launcher_scripts.clients.tensors import PROMPTS, no_words, prompt_ids, rows_of
+from launcher_scripts.errors import ServerError, problem
+
+REQUESTS = 10
+WARM_UP_REQUESTS = 2
+GPT2_VOCAB_SIZE = 50257
+OUTPUT_FILE = "triton_out"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="identity_test", description=__doc__.partition("\n")[0])
+    add_server_flags(parser)
+    add_request_flags(parser)
+    parser.add_argument(
+        "-d",
+        "--is_decoupled",
+        action="store_true",
+        help="the model streams: count its responses (over gRPC)",
+    )
+    flags = parser.parse_args(argv)
+    if flags.is_decoupled:
+        flags.protocol = "grpc"
+    return run(lambda: test(flags))
+
+
+def add_request_flags(parser: argparse.ArgumentParser) -> None:
+    """What is asked, and how often."""
+    parser.add_argument("-r", "--random_start_ids", action="store_true", help="random prompts")
+    parser.add_argument("-w", "--warm_up", action="store_true", help="ask twice before timing")
+    parser.add_argument("-b", "--batch_size", type=int, default=8, help="rows, with -r [8]")
+    add_sampling_flags(parser)
+    length = len(PROMPTS[0])
+    parser.add_argument(
+        "-s",
+        "--start_len",
+        type=int,
+        default=length,
+        help=f"tokens of a prompt, with -r [{length}]",
+    )
+    parser.add_argument("-o", "--output_len", type=int, default=24, help="tokens to generate [24]")
+    parser.add_argument("-n", "--num_runs", type=int, default=1, help="runs to average over [1]")
+    parser.add_argument(
+        "--vocab_size",
+        type=int,
+        default=GPT2_VOCAB_SIZE,
+        help=f"random ids are below it [{GPT2_VOCAB_SIZE}]",
+    )
+
+
+def request_of(flags: argparse.Namespace) -> Tensors:
+    """The tensors of one request; start and end token are the checkpoint's own."""
+    ids = prompt_ids(flags.random_start_ids, flags.batch_size, flags.start_len, flags.vocab_size)
+    rows, length = ids.shape
+    return {
+        "input_ids": ids,
+        **rows_of(
+            rows,
+            input_lengths=length,
+            request_output_len=flags.output_len,
+            runtime_top_k=flags.topk,
+            runtime_top_p=flags.topp,
+            beam_search_diversity_rate=0.0,
+            temperature=1.0,
+            len_penalty=1.0,
+            repetition_penalty=1.0,
+            random_seed=0,
+            is_return_log_probs=True,
+            beam_width=flags.beam_width,
+        ),
+        **no_words(rows),
+    }
+
+
+def test(flags: argparse.Namespace) -> None:
+    """Ask, print and time."""
+    tensors = request_of(flags)
+    with connect(flags) as server:
+        model = find_models(server, flags.model).name
+
+        def ask() -> Tensors:
+            if flags.is_decoupled:
+                return streamed(server, model, tensors, flags.output_len)
+            return server.infer(model, tensors)
+
+        if flags.warm_up:
+            print("[INFO] sending requests to warm up")
+            send_requests(ask, WARM_UP_REQUESTS)
+        latencies = []
+        for _ in range(flags.num_runs):
+            answers, seconds = send_requests(ask, REQUESTS)
+            print_answers(answers)
+            latencies.append(seconds * 1000 / REQUESTS)
+    write_rows(answers[-1], delimiter=" ")
+    print_latencies(latencies)
+
+
+def streamed(server: RemoteServer, model: str, tensors: Tensors, output_len: int) -> Tensors:
+    """The last response of a stream that must have one response per token."""
+    responses = list(server.stream(model, tensors))
+    if len(responses) != output_len:
+        raise ServerError(
+            problem(
+                "Number of responses received doesnt match request_output_len",
+                got=len(responses),
+                choices=(output_len,),
+            )
+        )
+    return responses[-1]
+
+
+def send_requests(ask: Callable[[], Tensors], count: int) -> tuple[list[Tensors], float]:
+    """The answers of `count` requests, one after the other, and the seconds they took together."""
+    answers = []
+    start = time.perf_counter()
+    for _ in range(count):
+        print("set request")
+        answers.append(ask())
+        print("get request")
+    return answers, time.perf_counter() - start
+
+
+def print_answers(answers: Sequence[Tensors]) -> None:
+    """The output ids of every answer."""
+    for answer in answers:
+        print("wait result return 0000\n")
+        print("wait result return 1111\n")
+        print("get results\n")
+        print("get results as output_ids\n")
+        print("output_ids is received")
+        print(answer["output_ids"].shape)
+        print(answer["output_ids"])
+
+
+def write_rows(answer: Tensors, delimiter: str) -> None:
+    """The output ids as text, one line per sequence, into triton_out."""
+    ids = answer["output_ids"]
+    partial = Path(f"{OUTPUT_FILE}.partial")
+    np.savetxt(partial, ids.reshape(-1, ids.shape[-1]), fmt="%u", delimiter=delimiter)
+    partial.replace(OUTPUT_FILE)
+
+
+def print_latencies(milliseconds: Sequence[float]) -> None:
+    if len(milliseconds) > 1:
+        print(list(milliseconds))
+    print(f"[INFO] execution time: {statistics.mean(milliseconds)} ms")

@@ -1,0 +1,182 @@
+"""Send the request of a JSON file, and print every output.
+
+The file is one of the FasterTransformer backend's tools/issue_request.py:
+
+    {"config": {"protocol": "http", "url": null, "model_name": "fastertransformer",
+                "verbose": false, "stream_api": false},
+     "request": [{"name": "input_ids", "data": [[1, 2, 3]], "dtype": "uint32"}, ...]}
+
+Every key of config may be left out; sequence_id, sequence_start and sequence_end are for a model
+with sessions. requests/ beside this file holds samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launcher_scripts.clients.arguments import DEFAULT_ADDRESSES, DEFAULT_MODEL, run
+from launcher_scripts.clients.connection import SequenceStep, Tensors
+from launcher_scripts.clients.remote import RemoteServer
+from launcher_scripts.errors import ConfigError, Problems, ServerError, problem
+
+DEFAULT_CONFIG = {
+    "protocol": "http",
+    "url": None,
+    "model_name": DEFAULT_MODEL,
+    "verbose": False,
+    "stream_api": False,
+    "sequence_id": 0,
+    "sequence_start": False,
+    "sequence_end": False,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="issue_request", description=__doc__.partition("\n")[0])
+    parser.add_argument("request_file", metavar="request-file", type=Path)
+    parser.add_argument("--params", metavar="JSON", help="put over what the file says")
+    parser.add_argument(
+        "-t",
+        "--test",
+        action="store_true",
+        help="streaming: fail unless every response adds one token to the one before",
+    )
+    flags = parser.parse_args(argv)
+    return run(lambda: issue(flags.request_file, flags.params, flags.test))
+
+
+def issue(request_file: Path, params: str | None, test: bool) -> None:
+    """Send the request that the file and `params` describe, and print the answer."""
+    whole = merged({"config": DEFAULT_CONFIG}, read_json(request_file))
+    if params is not None:
+        whole = merged(whole, parse_json(params, "--params"))
+    config, tensors = check(whole, str(request_file))
+    protocol = "grpc" if config["stream_api"] else config["protocol"]
+    address = config["url"] or DEFAULT_ADDRESSES[protocol]
+    with RemoteServer(address, protocol=protocol, verbose=config["verbose"]) as server:
+        if config["stream_api"]:
+            print_stream(server, config["model_name"], tensors, test)
+        else:
+            answer = server.infer(config["model_name"], tensors, step=step_of(config))
+            for name, array in answer.items():
+                print(f"{name}:\n{readable(array)}\n")
+
+
+def step_of(config: Mapping[str, Any]) -> SequenceStep | None:
+    """Which request of a session this is; sequence_id 0: of none."""
+    if not config["sequence_id"]:
+        return None
+    return SequenceStep(config["sequence_id"], config["sequence_start"], config["sequence_end"])
+
+
+def print_stream(server: RemoteServer, model_name: str, tensors: Tensors, test: bool) -> None:
+    """A line for every response of a decoupled model: when it came and the tokens so far."""
+    start = time.perf_counter()
+    before: NDArray[Any] | None = None
+    for response in server.stream(model_name, tensors):
+        seconds = time.perf_counter() - start
+        chance = ""
+        if "cum_log_probs" in response:
+            chance = f" (probability {np.exp(response['cum_log_probs'][0, 0]):.2e})"
+        if "output_ids" in response:
+            tokens = response["output_ids"][0, 0, : int(response["sequence_length"][0, 0])]
+            if test:
+                check_one_more(before, tokens)
+            before = tokens
+            shown: Any = tokens
+        else:  # an ensemble: text
+            shown = "\n".join(f"{name}: {readable(array)}" for name, array in response.items())
+        print(f"[After {seconds:.2f}s] Partial result{chance}:\n{shown}\n", flush=True)
+
+
+def check_one_more(before: NDArray[Any] | None, tokens: NDArray[Any]) -> None:
+    """Raises ServerError unless `tokens` are those `before` and one more."""
+    if before is None:
+        return
+    if len(tokens) != len(before) + 1 or tokens[:-1].tolist() != before.tolist():
+        raise ServerError(
+            problem(
+                "a response does not add one token to the one before",
+                got=f"{before.tolist()}, then {tokens.tolist()}",
+            )
+        )
+
+
+def readable(array: NDArray[Any]) -> NDArray[Any]:
+    """The array, with UTF-8 as text."""
+    if array.dtype != np.object_:
+        return array
+    texts = [value.decode("utf-8", "replace") for value in array.ravel()]
+    return np.array(texts, dtype=np.object_).reshape(array.shape)
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`below` with the values of `above` put over it, mapping by mapping."""
+    result = dict(below)
+    for key, value in above.items():
+        lower = result.get(key)
+        both = isinstance(value, Mapping) and isinstance(lower, Mapping)
+        result[key] = merged(lower, value) if both else value
+    return result
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return parse_json(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise ConfigError(f"cannot read the request: {error}") from error
+
+
+def parse_json(text: str, origin: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{origin} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(
+            problem(f"{origin} must hold one JSON object", got=type(content).__name__)
+        )
+    return content
+
+
+def check(whole: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], Tensors]:
+    """(config, tensors by name); raises ConfigError with every problem of the request."""
+    problems = Problems(origin)
+    config = whole["config"]
+    for key in sorted(set(config) - set(DEFAULT_CONFIG)):
+        problems.add("unknown key of config", got=key, choices=DEFAULT_CONFIG)
+    if config["protocol"] not in DEFAULT_ADDRESSES:
+        problems.add("unknown protocol", got=config["protocol"], choices=DEFAULT_ADDRESSES)
+    tensors: Tensors = {}
+    for number, field in enumerate(whole.get("request", [])):
+        try:
+            tensors[field["name"]] = tensor(field["data"], field["dtype"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            problems.add(f"tensor {number} of request: {type(error).__name__}: {error}")
+    if not whole.get("request"):
+        problems.add("request is missing or empty")
+    problems.raise_if_any(ConfigError)
+    return dict(config), tensors
+
+
+def tensor(data: Any, dtype: str) -> NDArray[Any]:
+    """Nested lists as an array; "object" is text."""
+    if dtype == "object":
+        texts = np.array(data, dtype=np.object_)
+        encoded = [str(text).encode("utf-8") for text in texts.ravel()]
+        return np.array(encoded, dtype=np.object_).reshape(texts.shape)
+    array = np.array(data)
+    wanted = np.dtype(dtype)
+    if wanted.kind in "ui" and array.dtype.kind in "uif":
+        limits = np.iinfo(wanted)
+        if array.size and not (limits.min <= array.min() and array.max() <= limits.max):
+            raise ValueError(f"values outside of {dtype}")
+    return array.astype(wanted)

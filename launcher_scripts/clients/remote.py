@@ -1,0 +1,121 @@
+"""A running server as a client sees it: models asked by name, errors meant for the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from launcher_scripts.clients.connection import (
+    CONNECTIONS,
+    SequenceStep,
+    Tensors,
+    failure_facts,
+)
+from launcher_scripts.errors import LauncherError, ServerError, lookup, problem
+
+
+class RemoteServer:
+    """One connection to one server. To be used from one thread, and closed."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        protocol: str = "http",
+        request_timeout: float = 600.0,
+        timeout_key: str | None = None,
+        verbose: bool = False,
+    ) -> None:
+        """address: host:port of the server's `protocol` (http, grpc); times in seconds.
+
+        timeout_key: what to change where an answer takes longer, for the error.
+        """
+        self.address = address
+        self._request_timeout = request_timeout
+        self._timeout_key = timeout_key
+        connect = lookup(CONNECTIONS, protocol, "protocol")
+        self._connection = connect(address, request_timeout, verbose)
+
+    def __enter__(self) -> RemoteServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def is_ready(self, model_name: str) -> bool:
+        """Whether the server answers and serves the model. A server that is not there is not."""
+        try:
+            return self._connection.is_ready(model_name)
+        except Exception:  # whatever the transport raises: not ready yet
+            return False
+
+    def models(self) -> list[str]:
+        """The names of all models that the server serves."""
+        return self._asked(self._connection.models, "its list of models")
+
+    def model_config(self, model_name: str) -> dict[str, Any]:
+        """The model's config.pbtxt, as Triton's JSON."""
+        return self._asked(lambda: self._connection.model_config(model_name), f"model {model_name}")
+
+    def infer(
+        self,
+        model_name: str,
+        tensors: Tensors,
+        outputs: Sequence[str] | None = None,
+        step: SequenceStep | None = None,
+    ) -> Tensors:
+        """The outputs of one request (all there are, unless named).
+
+        Raises ServerError when the server refuses the request or is gone.
+        """
+        return self.submit(model_name, tensors, outputs, step)()
+
+    def submit(
+        self,
+        model_name: str,
+        tensors: Tensors,
+        outputs: Sequence[str] | None = None,
+        step: SequenceStep | None = None,
+    ) -> Callable[[], Tensors]:
+        """Send one request; the result waits for its outputs and raises as infer does."""
+        what = f"model {model_name}"
+        answer = self._asked(
+            lambda: self._connection.submit(model_name, tensors, outputs, step), what
+        )
+        return lambda: self._asked(answer, what)
+
+    def stream(self, model_name: str, tensors: Tensors) -> Iterator[Tensors]:
+        """The responses to one request as they come (gRPC alone); closing cancels the request."""
+        try:
+            yield from self._connection.stream(model_name, tensors)
+        except LauncherError:
+            raise
+        except Exception as error:
+            raise self._failure(error, f"model {model_name}") from error
+
+    def _asked(self, question: Callable[[], Any], what: str) -> Any:
+        try:
+            return question()
+        except Exception as error:
+            raise self._failure(error, what) from error
+
+    def _failure(self, error: Exception, what: str) -> ServerError:
+        """What `error`, of whichever transport, means for the user."""
+        status, message, refused = failure_facts(error)
+        if isinstance(error, TimeoutError) or "DEADLINE_EXCEEDED" in status:
+            return ServerError(
+                problem(
+                    f"the server at {self.address} gave no answer for {what} "
+                    f"within {self._request_timeout:g} s",
+                    change=self._timeout_key,
+                )
+            )
+        if refused and "UNAVAILABLE" not in status:
+            return ServerError(
+                f"the server at {self.address} refused a request to {what}: {message}"
+            )
+        kind = "" if message else f" {type(error).__name__}"
+        return ServerError(f"the server at {self.address} is gone: {message}{kind}")

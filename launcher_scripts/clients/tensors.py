@@ -1,0 +1,42 @@
+"""The tensors that the test clients send: one value for every row, and empty words lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from launcher_scripts.clients.connection import NUMPY_TYPES, Tensors
+from launcher_scripts.protocol import GPT_INPUTS
+
+_TYPES = {tensor.name: NUMPY_TYPES[tensor.dtype] for tensor in GPT_INPUTS}
+# Eight prompts of eight ids: common English words in the vocabulary of GPT-2.
+PROMPTS = (
+    (464, 318, 257, 290, 262, 286, 340, 373),
+    (383, 326, 339, 284, 307, 287, 257, 318),
+    (314, 423, 407, 284, 307, 319, 262, 373),
+    (340, 318, 326, 345, 481, 307, 351, 262),
+    (383, 373, 287, 262, 290, 340, 318, 286),
+    (345, 460, 307, 319, 257, 351, 339, 290),
+    (326, 373, 262, 286, 257, 284, 345, 423),
+    (339, 481, 423, 340, 287, 383, 290, 464),
+)
+
+
+def rows_of(rows: int, **values: Any) -> Tensors:
+    """The contract's tensors of these names, [rows, 1] each, the same value in every row."""
+    return {name: np.full((rows, 1), value, _TYPES[name]) for name, value in values.items()}
+
+
+def no_words(rows: int) -> Tensors:
+    """Words lists without a word, INT32 [rows, 2, 1]."""
+    empty = np.tile(np.array([[0], [-1]], np.int32), (rows, 1, 1))
+    return {"bad_words_list": empty, "stop_words_list": empty.copy()}
+
+
+def prompt_ids(random: bool, batch_size: int, length: int, vocab_size: int) -> Any:
+    """UINT32 [rows, length]: random ids, the same in every run, or the eight fixed prompts."""
+    if not random:
+        return np.array(PROMPTS, np.uint32)
+    generator = np.random.default_rng([batch_size, length])
+    return generator.integers(0, vocab_size, (batch_size, length), dtype=np.uint32)

@@ -1,0 +1,116 @@
+"""Request files: what they may say, and what is sent and printed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launcher_scripts import clients
+from launcher_scripts.clients import issue_request
+from launcher_scripts.contracts import CONTRACTS
+from launcher_scripts.errors import ConfigError, ServerError
+from tests.evaluation.fake_server import FakeServer
+
+SAMPLES = sorted((Path(clients.__file__).parent / "requests").glob("*.json"))
+COUNT = {
+    "config": {"model_name": "counting"},
+    "request": [
+        {"name": "input_ids", "data": [[1, 2], [5, 6]], "dtype": "uint32"},
+        {"name": "input_lengths", "data": [[2], [2]], "dtype": "uint32"},
+        {"name": "request_output_len", "data": [[3], [3]], "dtype": "uint32"},
+    ],
+}
+
+
+def write(path: Path, content: Any) -> str:
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
+def test_samples_are_whole_requests_with_the_contracts_names(path: Path) -> None:
+    whole = issue_request.merged(
+        {"config": issue_request.DEFAULT_CONFIG}, issue_request.read_json(path)
+    )
+    config, tensors = issue_request.check(whole, str(path))
+    rows = {len(array) for array in tensors.values()}
+    assert len(rows) == 1
+    known = {tensor.name for contract in CONTRACTS.values() for tensor in contract.inputs}
+    known |= {t.name for contract in CONTRACTS.values() for t in contract.text.ensemble_inputs}
+    known |= {"session_len", "memory_len", "no_repeat_ngram_size"}
+    assert set(tensors) <= known
+    assert config["stream_api"] == ("stream" in path.stem)
+
+
+def test_every_output_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as server:
+        params = json.dumps({"config": {"url": server.address}})
+        file = write(tmp_path / "count.json", COUNT)
+        assert issue_request.main([file, "--params", params]) == 0, capsys.readouterr().err
+    (sent,) = server.received
+    assert sent["input_ids"].tolist() == [[1, 2], [5, 6]]
+    printed = capsys.readouterr().out
+    assert printed.startswith("output_ids:\n[[[1 2 3 4 5]]\n\n [[5 6 7 8 9]]]\n\n")
+    assert "\n\nsequence_length:\n[[5]\n [5]]\n\n" in printed
+
+
+def test_params_go_over_the_file_key_by_key() -> None:
+    below = {"config": {"url": None, "verbose": False}, "request": [1, 2]}
+    above = {"config": {"verbose": True}, "request": [3]}
+    assert issue_request.merged(below, above) == {
+        "config": {"url": None, "verbose": True},
+        "request": [3],
+    }
+    assert below["config"] == {"url": None, "verbose": False}
+
+
+def test_text_is_sent_as_utf_8_and_shown_as_text() -> None:
+    array = issue_request.tensor([["Grüße"], [""]], "object")
+    assert array.tolist() == [["Grüße".encode()], [b""]]
+    assert issue_request.readable(array).tolist() == [["Grüße"], [""]]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("nonsense", "is no JSON"),
+        ("[]", "must hold one JSON object; got 'list'"),
+        ({"config": {}}, "request is missing or empty"),
+        ({"config": {"protocl": 1}, "request": []}, "unknown key of config; got 'protocl'"),
+        ({"config": {"protocol": "ftp"}}, "unknown protocol; got 'ftp'; choices: http, grpc"),
+        ({"request": [{"name": "a", "data": [1]}]}, "tensor 0 of request: KeyError: 'dtype'"),
+        (
+            {"request": [{"name": "a", "data": [[-1]], "dtype": "uint32"}]},
+            "values outside of uint32",
+        ),
+        ({"request": [{"name": "a", "data": [[1], [2, 3]], "dtype": "uint32"}]}, "tensor 0"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any, says: str
+) -> None:
+    assert issue_request.main([write(tmp_path / "file.json", content)]) == 1
+    captured = capsys.readouterr()
+    assert says in captured.err and captured.out == ""
+
+
+def test_all_problems_of_a_request_are_named_at_once() -> None:
+    whole = {
+        "config": {**issue_request.DEFAULT_CONFIG, "protocol": "ftp"},
+        "request": [{"name": "a"}, {"data": 1}],
+    }
+    with pytest.raises(ConfigError, match="3 problems in file"):
+        issue_request.check(whole, "file")
+
+
+def test_a_stream_adds_one_token_at_a_time() -> None:
+    before = np.array([1, 2])
+    issue_request.check_one_more(None, before)
+    issue_request.check_one_more(before, np.array([1, 2, 3]))
+    for wrong in ([1, 2], [1, 2, 3, 4], [1, 9, 3]):
+        with pytest.raises(ServerError, match="does not add one token"):
+            issue_request.check_one_more(before, np.array(wrong))
