@@ -18,6 +18,16 @@ def attention_shape(longest: int) -> tuple[int, int, int]:
 
 
 @triton.jit
+def _tile(keys, values, pool, tokens, last, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Keys and values of some tokens; zeros from `last` on."""
+    features = tl.arange(0, BLOCK)
+    where = pool + tokens[:, None].to(tl.int64) * SIZE + features[None, :]
+    mask = (tokens < last)[:, None] & (features < SIZE)[None, :]
+    key = tl.load(keys + where, mask=mask, other=0.0)
+    return key, tl.load(values + where, mask=mask, other=0.0)
+
+
+@triton.jit
 def _scores(
     keys,
     tokens,
@@ -39,6 +49,44 @@ def _scores(
         place = tl.minimum(tl.maximum(tokens - position, -reach), reach) + reach
         scores += tl.load(bias + place, mask=inside, other=0.0)
     return tl.where(inside, scores, -float("inf"))
+
+
+@triton.jit
+def _add_tile(largest, total, mixed, scores, value):
+    top = tl.maximum(largest, tl.max(scores, 0))
+    shrink = tl.exp(largest - top)
+    chances = tl.exp(scores - top)
+    total = total * shrink + tl.sum(chances, 0)
+    mixed = mixed * shrink + tl.sum(chances[:, None] * value.to(tl.float32), 0)
+    return top, total, mixed
+
+
+@triton.jit
+def _newest_first(
+    keys,
+    values,
+    place,
+    held,
+    scaled,
+    bias,
+    distance,
+    reach,
+    present,
+    RELATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """(largest score, sum of weights, weighted values) of the newest token, if it is here."""
+    largest = -1e30
+    total = 0.0
+    mixed = tl.zeros([BLOCK], tl.float32)
+    if present:
+        key = tl.load(keys + place, mask=held, other=0.0).to(tl.float32)
+        mixed = tl.load(values + place, mask=held, other=0.0).to(tl.float32)
+        largest = tl.sum(key * scaled, 0)
+        if RELATIVE:
+            largest += tl.load(bias + tl.minimum(tl.maximum(distance, -reach), reach) + reach)
+        total = 1.0
+    return largest, total, mixed
 
 
 @triton.jit
@@ -93,11 +141,7 @@ def attend(
     held = features < SIZE
     pool = ((head // GROUP) * pool_tokens.to(tl.int64) + start) * SIZE
     tokens = first + tl.arange(0, TILE)
-    inside = tokens < last
-    where = pool + tokens[:, None].to(tl.int64) * SIZE + features[None, :]
-    mask = inside[:, None] & held[None, :]
-    key = tl.load(keys + where, mask=mask, other=0.0)
-    value = tl.load(values + where, mask=mask, other=0.0)
+    key, value = _tile(keys, values, pool, tokens, last, SIZE, BLOCK)
     slope = 0.0
     position = 0
     if ALIBI:
@@ -109,35 +153,37 @@ def attend(
         gdc_wait()
     asked = tl.load(query + (row * HEADS + head) * SIZE + features, mask=held, other=0.0)
     scaled = asked.to(tl.float32) * scale
-    largest = -1e30
-    total = 0.0
-    mixed = tl.zeros([BLOCK], tl.float32)
-    if FRESH:  # noqa: SIM102 - decided when the kernel is compiled, the next when it runs
-        if split == 0:
-            newest = pool + old.to(tl.int64) * SIZE + features
-            new_key = tl.load(keys + newest, mask=held, other=0.0).to(tl.float32)
-            mixed = tl.load(values + newest, mask=held, other=0.0).to(tl.float32)
-            largest = tl.sum(new_key * scaled, 0)
-            if RELATIVE:
-                place = tl.minimum(tl.maximum(old - position, -reach), reach) + reach
-                largest += tl.load(bias + place)
-            total = 1.0
+    newest = pool + old.to(tl.int64) * SIZE + features
+    largest, total, mixed = _newest_first(
+        keys,
+        values,
+        newest,
+        held,
+        scaled,
+        bias,
+        old - position,
+        reach,
+        FRESH and split == 0,
+        RELATIVE,
+        BLOCK,
+    )
     for tile in range(first, last, TILE):
         scores = _scores(
-            key, tokens, inside, scaled, slope, length, bias, position, reach, ALIBI, RELATIVE
+            key,
+            tokens,
+            tokens < last,
+            scaled,
+            slope,
+            length,
+            bias,
+            position,
+            reach,
+            ALIBI,
+            RELATIVE,
         )
-        top = tl.maximum(largest, tl.max(scores, 0))
-        shrink = tl.exp(largest - top)
-        chances = tl.exp(scores - top)
-        total = total * shrink + tl.sum(chances, 0)
-        mixed = mixed * shrink + tl.sum(chances[:, None] * value.to(tl.float32), 0)
-        largest = top
+        largest, total, mixed = _add_tile(largest, total, mixed, scores, value)
         tokens = tile + TILE + tl.arange(0, TILE)
-        inside = tokens < last
-        where = pool + tokens[:, None].to(tl.int64) * SIZE + features[None, :]
-        mask = inside[:, None] & held[None, :]
-        key = tl.load(keys + where, mask=mask, other=0.0)
-        value = tl.load(values + where, mask=mask, other=0.0)
+        key, value = _tile(keys, values, pool, tokens, last, SIZE, BLOCK)
     group = row * HEADS + head
     if SPLITS == 1:
         place = out + group * SIZE + features

@@ -24,7 +24,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class FoldedNorm:
-    """What a norm before a projection W x + c comes to, known beforehand (see gemv_kernel.py).
+    """A norm before a projection W x + c as row_product_kernel.py wants it, known beforehand.
 
     gain:    [in] in the compute type, g
     sums:    float32 [out], W g; None for an RMS norm

@@ -1,4 +1,4 @@
-"""Products of a weight with one row: how operands become launches of gemv_kernel.py."""
+"""Products of a weight with one row: how operands become launches of gemv_kernels.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from launcher_scripts.kernels.gemv_kernel import gemv, gemv_heads, gemv_largest
+from launcher_scripts.kernels.gemv_kernels import gemv, gemv_heads, gemv_largest
 from launcher_scripts.kernels.operands import (
     FoldedNorm,
     Heads,
@@ -36,7 +36,7 @@ def early(tensor: Tensor) -> dict[str, bool]:
 
 
 def fold_norm(linear: Linear) -> FoldedNorm | None:
-    """The linear's norm as gemv_kernel.py wants it; sums are of the gain as it will be used."""
+    """The linear's norm for its kernels; the sums are of the gain as it will be used."""
     norm = linear.norm
     if norm is None:
         return None

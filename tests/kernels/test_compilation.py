@@ -13,7 +13,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from launcher_scripts.kernels import (  # noqa: E402
     attention_kernels,
-    gemv_kernel,
+    gemv_kernels,
     int8_kernels,
     row_kernels,
     step_kernels,
@@ -55,7 +55,7 @@ def test_gemv(dtype, gated, rolled):
         **TILE,
         "ROLLED": rolled,
     }
-    ptx = compile_kernel(gemv_kernel.gemv, pointers, {"eps": "fp32"}, constants)
+    ptx = compile_kernel(gemv_kernels.gemv, pointers, {"eps": "fp32"}, constants)
     assert "griddepcontrol.wait" in ptx
 
 
@@ -67,7 +67,7 @@ def test_gemv_heads(dtype, half):
     numbers = {"pool_tokens": "i32", "eps": "fp32"}
     heads = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half}
     constants = {"IN": 768, "NORM": 1, "OFFSET": True, **heads, **TILE}
-    assert compile_kernel(gemv_kernel.gemv_heads, pointers, numbers, constants)
+    assert compile_kernel(gemv_kernels.gemv_heads, pointers, numbers, constants)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -75,7 +75,7 @@ def test_gemv_largest(dtype):
     pointers = dict.fromkeys(("x", "gain", "weight"), dtype)
     pointers |= dict.fromkeys(("offsets", "sums", "largest"), "fp32") | {"places": "i32"}
     constants = {"OUT": 515, "IN": 768, "NORM": 2, "OFFSET": True, **TILE}
-    assert compile_kernel(gemv_kernel.gemv_largest, pointers, {"eps": "fp32"}, constants)
+    assert compile_kernel(gemv_kernels.gemv_largest, pointers, {"eps": "fp32"}, constants)
 
 
 def test_begin_rows():
