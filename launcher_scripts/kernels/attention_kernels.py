@@ -153,19 +153,10 @@ def attend(
         gdc_wait()
     asked = tl.load(query + (row * HEADS + head) * SIZE + features, mask=held, other=0.0)
     scaled = asked.to(tl.float32) * scale
+    present = FRESH and split == 0
     newest = pool + old.to(tl.int64) * SIZE + features
     largest, total, mixed = _newest_first(
-        keys,
-        values,
-        newest,
-        held,
-        scaled,
-        bias,
-        old - position,
-        reach,
-        FRESH and split == 0,
-        RELATIVE,
-        BLOCK,
+        keys, values, newest, held, scaled, bias, old - position, reach, present, RELATIVE, BLOCK
     )
     for tile in range(first, last, TILE):
         scores = _scores(
@@ -193,11 +184,26 @@ def attend(
         tl.store(partial + part * SIZE + features, mixed, mask=held)
         tl.store(weights + part * 2, largest)
         tl.store(weights + part * 2 + 1, total)
-        tl.debug_barrier()
-        before = tl.atomic_add(arrivals + group, 1, sem="acq_rel")
-        if before == SPLITS - 1:
-            _merge(partial, weights, out, group, SIZE, BLOCK, SPLITS, SPLIT_BLOCK)
-            tl.store(arrivals + group, 0)
+        _merge_if_last(partial, weights, arrivals, out, group, SIZE, BLOCK, SPLITS, SPLIT_BLOCK)
+
+
+@triton.jit
+def _merge_if_last(
+    partial,
+    weights,
+    arrivals,
+    out,
+    group,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+):
+    tl.debug_barrier()
+    before = tl.atomic_add(arrivals + group, 1, sem="acq_rel")
+    if before == SPLITS - 1:
+        _merge(partial, weights, out, group, SIZE, BLOCK, SPLITS, SPLIT_BLOCK)
+        tl.store(arrivals + group, 0)
 
 
 @triton.jit

@@ -114,7 +114,7 @@ def decode_attention(
     partial = torch.empty(rows, num_heads, splits, size, device=query.device)
     weights = torch.empty(rows, num_heads, splits, 2, device=query.device)
     arrivals = cache.arrivals
-    if arrivals is None:
+    if arrivals is None or arrivals.numel() < rows * num_heads:
         arrivals = torch.zeros(rows * num_heads, dtype=torch.int32, device=query.device)
     attend[(rows, num_heads, splits)](
         query,

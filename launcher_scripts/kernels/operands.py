@@ -79,13 +79,14 @@ class RowColumns:
     """The state of the rows in flight, int64 [slots + 1], the last slot one for padding.
 
     token: the last id chosen;  start: first cache token;  length: tokens in the cache;
-    source: tokens of the encoder's input, which lie right before start
+    source_start, source_length: the same of the encoder's input
     """
 
     token: Tensor
     start: Tensor
     length: Tensor
-    source: Tensor
+    source_start: Tensor
+    source_length: Tensor
 
     @property
     def padding(self) -> int:

@@ -164,8 +164,8 @@ def begin_step(
         x = x + embed(positions, tables.positions, 0)
     rows = StepRows(starts, positions, positions + 1)
     if sources:
-        lengths = columns.source[slots]
-        rows = StepRows(starts, positions, positions + 1, starts - lengths, lengths.clamp(min=1))
+        source = columns.source_start[slots], columns.source_length[slots].clamp(min=1)
+        rows = StepRows(starts, positions, positions + 1, *source)
     return hidden(x, norm_of_next, tables.tokens.dtype), rows
 
 

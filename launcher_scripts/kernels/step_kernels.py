@@ -13,6 +13,7 @@ def begin_rows(
     token,
     start,
     length,
+    source_start,
     source_length,
     history,
     table,
@@ -50,7 +51,7 @@ def begin_rows(
     if SOURCES:
         source = tl.load(source_length + slot)
         tl.store(sources + row, tl.maximum(source, 1))
-        tl.store(source_starts + row, first - source)
+        tl.store(source_starts + row, tl.load(source_start + slot))
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     local = identity - first_id
