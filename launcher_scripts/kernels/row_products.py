@@ -18,7 +18,7 @@ from launcher_scripts.kernels.operands import (
     StepRows,
 )
 from launcher_scripts.kernels.step_kernels import pick_largest
-from launcher_scripts.kernels.tiles import row_tile
+from launcher_scripts.kernels.tiles import RowTile, row_tile
 
 NORM_CODES = {"layernorm": 1, "rmsnorm": 2}
 ACTIVATION_CODES = {None: 0, "gelu": 1, "gelu_erf": 2, "relu": 3, "silu": 4, "squared_relu": 5}
@@ -86,10 +86,11 @@ def row_product(
     residual: Tensor | None = None,
     rounded: Tensor | None = None,
     launch: dict[str, bool],
+    tile: RowTile | None = None,
 ) -> None:
     """x [1, in] of the weight's type through a projection to out [1, out]; see gemv."""
     out_size, in_size = linear.weight.shape
-    tile = row_tile(kind, in_size)
+    tile = tile or row_tile(kind, in_size)
     operands = _norm_operands(x, linear)
     others = _norm_operands(x, linear if gate is None else gate)
     gemv[(triton.cdiv(out_size, tile.rows),)](
@@ -124,11 +125,12 @@ def row_heads(
     rotary: tuple[Tensor, Tensor] | None,
     rows: StepRows,
     cache: LayerCache,
+    tile: RowTile | None = None,
 ) -> Tensor:
     """reference.project_heads for one row."""
     operand = x.operand
     out_size, in_size = linear.weight.shape
-    tile = row_tile("heads", in_size)
+    tile = tile or row_tile("heads", in_size)
     query = operand.new_empty(1, heads.num_heads, heads.head_size)
     cosines, sines = (operand, operand) if rotary is None else rotary
     gemv_heads[(triton.cdiv(out_size // 2, tile.rows),)](
@@ -158,11 +160,13 @@ def row_heads(
     return query
 
 
-def row_largest(x: Hidden, head: Linear, held: int) -> tuple[Tensor, Tensor]:
+def row_largest(
+    x: Hidden, head: Linear, held: int, tile: RowTile | None = None
+) -> tuple[Tensor, Tensor]:
     """reference.largest for one row."""
     operand = x.operand
     in_size = head.weight.shape[1]
-    tile = row_tile("largest", in_size)
+    tile = tile or row_tile("largest", in_size)
     parts = triton.cdiv(held, tile.rows)
     found = torch.empty(parts, device=operand.device)
     places = torch.empty(parts, dtype=torch.int32, device=operand.device)
