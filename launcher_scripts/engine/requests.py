@@ -10,6 +10,7 @@ from launcher_scripts.engine.prompts import (
     real_ids,
     with_prompt,
 )
+from launcher_scripts.engine.session import Session, check_session, prompt_in_session
 from launcher_scripts.errors import Problems, RequestError
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.t5 import T5Config
@@ -49,18 +50,26 @@ def warm_up_request(config: ModelConfig, cache_tokens: int) -> GenerateRequest:
 
 
 def check_request(
-    request: GenerateRequest, config: ModelConfig, cache_tokens: int, slots: int
+    request: GenerateRequest,
+    config: ModelConfig,
+    cache_tokens: int,
+    slots: int,
+    session: Session | None = None,
 ) -> None:
     """Raise one RequestError that names everything wrong with the request.
 
     cache_tokens, slots: what the engine has for all rows in flight; a beam search takes as many
-    slots as it is wide
+    slots as it is wide. session: what the request goes on with
     """
     problems = Problems("the request")
     _check_asked(problems, request, config)
     check_learned(problems, request, config)
     _check_ids(problems, request, config)
-    _check_lengths(problems, request, config, cache_tokens)
+    if session is None:
+        _check_lengths(problems, request, config, cache_tokens)
+    else:
+        prompt = len(prompt_in_session(session, request, parts(request, config)[1]))
+        check_session(problems, session, request, prompt, config, cache_tokens)
     _check_sampling(problems, request.sampling)
     _check_beams(problems, request.sampling, slots)
     problems.raise_if_any(RequestError)

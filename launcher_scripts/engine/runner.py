@@ -14,7 +14,7 @@ from launcher_scripts.engine.graphs import GraphCache, bucket_bounds
 from launcher_scripts.engine.layers import Rows, Segment
 from launcher_scripts.engine.learned_parts import Prompt
 from launcher_scripts.engine.network import Network
-from launcher_scripts.engine.plan import Bounds, Plan, PrefillPart, RowStart
+from launcher_scripts.engine.plan import Bounds, Move, Plan, PrefillPart, RowStart
 from launcher_scripts.engine.results import EncodedRow, StepResult, TokenCopy
 from launcher_scripts.engine.row_state import RowStates
 from launcher_scripts.engine.sampler import Sampled, SamplingBatch, sample, sampling_batch
@@ -43,6 +43,8 @@ class Runner:
     def execute(self, plan: Plan) -> StepResult:
         """Launch one step; on CUDA this returns before the device has finished."""
         result = StepResult()
+        if plan.moves:
+            self._move(plan.moves)
         if plan.starts:
             self._rows.update({row.slot: row for row in plan.starts})
             self.states.join(plan.starts)
@@ -63,6 +65,14 @@ class Runner:
             torch.cuda.synchronize(self.device)
             self._graphs.clear()
         self.communicator.close()
+
+    def _move(self, moves: Sequence[Move]) -> None:
+        """Bring what sessions still attend to to the front of their extents."""
+        cache = self.decoder.cache
+        for move in moves:
+            target = torch.arange(move.start, move.start + move.count, device=self.device)[None]
+            cache.copy(target + move.by, target)
+        self.states.slide(moves)
 
     def _encode(self, slots: Sequence[int], result: StepResult) -> None:
         rows = [self._rows[slot] for slot in slots]
@@ -86,7 +96,7 @@ class Runner:
         ids = [
             token
             for row, part in zip(rows, parts, strict=True)
-            for token in row.ids[part.past : part.past + part.count]
+            for token in row.ids[part.past - row.past : part.past - row.past + part.count]
         ]
         segments = tuple(
             Segment(
@@ -96,6 +106,8 @@ class Runner:
                 len(row.source),
                 None if row.source else self._prompt(row),
                 row.ia3_task,
+                row.dropped,
+                row.window,
             )
             for row, part in zip(rows, parts, strict=True)
         )
@@ -109,7 +121,7 @@ class Runner:
         complete: dict[int, RowStart] = {}  # by the last token's place in the step
         for row, part in zip(rows, parts, strict=True):
             ends += part.count
-            if part.past + part.count == len(row.ids):
+            if part.past + part.count == row.past + len(row.ids):
                 complete[ends - 1] = row
         self._first_tokens(
             hidden, {at: row for at, row in complete.items() if not row.beams}, result
@@ -123,7 +135,7 @@ class Runner:
         if not rows:
             return
         batch = sampling_batch(list(rows.values()), self.device)
-        longest = max(len(row.ids) for row in rows.values())
+        longest = max(row.past + len(row.ids) for row in rows.values())
         sampled = self._sample(self._logits_at(hidden, list(rows)), batch, longest)
         result.tokens.append(TokenCopy([row.slot for row in rows.values()], sampled))
 
@@ -228,14 +240,20 @@ class Runner:
     def _forward_step(self, slots: Tensor, bounds: Bounds) -> Tensor | None:
         """One token of every row through this stage; logits [B, vocab] on the last one."""
         states = self.states
+        start, length, positions = states.start[slots], states.length[slots], None
+        if bounds.windows:
+            positions = length + states.dropped[slots]
+            outside = (length + 1 - states.window[slots]).clamp(min=0)
+            start, length = start + outside, length - outside
         rows = Rows(
-            states.start[slots],
-            states.length[slots],
+            start,
+            length,
             bounds.own,
             states.source_length[slots] if bounds.source else None,
             bounds.source,
             states.ia3_task[slots] if self._has_ia3 else None,
             states.source_start[slots] if bounds.source else None,
+            positions,
         )
         hidden = self.decoder.decode(states.token[slots], rows)
         states.advance(slots)
