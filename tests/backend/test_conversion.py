@@ -122,7 +122,6 @@ def test_word_lists_are_ids_and_end_offsets():
         ({"bad_words_list": [[1, 2], [1, 9]]}, "within its 2 ids"),
         ({"request_prompt_lengths": [1, 1]}, "request_prompt_lengths comes without"),
         ({"request_prompt_type": [2, 0]}, "request_prompt_type is not supported; got 2"),
-        ({"is_return_context_embeddings": [True, False]}, "choices: is_return_context_logits"),
     ],
 )
 def test_wrong_tensors_are_named(wrong, message):
@@ -170,6 +169,16 @@ def test_beams_are_an_axis_as_wide_as_the_widest_row():
         [[-0.5, -1.0], [-2.0, 0.0]],
         [[-1.0, -2.0], [0.0, 0.0]],
     ]
+
+
+def test_context_embeddings_are_each_rows_own():
+    requests = [
+        GenerateRequest((5, 6), 1, return_context_embeddings=True),
+        GenerateRequest((7, 8), 1),
+    ]
+    outputs = [GenerateOutput((1,), context_embeddings=torch.ones(3)), GenerateOutput((2,))]
+    answer = to_tensors(requests, outputs, width=2, default_end_id=99, prompt_start_id=100)
+    assert answer["context_embeddings"].tolist() == [[[1, 1, 1]], [[0, 0, 0]]]
 
 
 def test_log_probs_and_context_logits_come_when_asked():
