@@ -144,14 +144,22 @@ class DecoderLayer(ParallelLayer):
         return x
 
     def _attend(self, query: Tensor, step: Step) -> Tensor:
+        with_bias = {"scale": self.config.attention_scale, "relative": self.weights.relative}
         if step.segments is None:
             return self.kernels.decode_attention(
-                query, self.cache, step.starts, step.lengths, step.longest, self.slopes
+                query,
+                self.cache,
+                step.starts,
+                step.lengths,
+                step.longest,
+                self.slopes,
+                positions=step.positions,
+                **with_bias,
             )
         parts = query.split([segment.count for segment in step.segments])
         outputs = [
             self.kernels.context_attention(
-                part, self.cache, segment.start, segment.past, self.slopes
+                part, self.cache, segment.start, segment.past, self.slopes, **with_bias
             )
             for part, segment in zip(parts, step.segments, strict=True)
         ]
