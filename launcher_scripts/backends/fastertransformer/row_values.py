@@ -112,13 +112,22 @@ def token_ids(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     return ids
 
 
+def beam_axis(outputs: Sequence[GenerateOutput]) -> int:
+    """How many hypotheses the widest row has."""
+    return max(len(output.hypotheses) for output in outputs)
+
+
 def log_probs(outputs: Sequence[GenerateOutput], longest: int) -> dict[str, Tensor]:
-    per_token = torch.zeros(len(outputs), 1, longest)
+    """Of every hypothesis, [B, beam] and [B, beam, longest]; 0 where there is none."""
+    beams = beam_axis(outputs)
+    sums = torch.zeros(len(outputs), beams)
+    per_token = torch.zeros(len(outputs), beams, longest)
     for row, output in enumerate(outputs):
-        values = output.output_log_probs
-        per_token[row, 0, : len(values)] = torch.tensor(values)
-    sums = [[output.cum_log_probs or 0.0] for output in outputs]
-    return {"cum_log_probs": torch.tensor(sums), "output_log_probs": per_token}
+        for beam, hypothesis in enumerate(output.hypotheses):
+            values = hypothesis.output_log_probs
+            sums[row, beam] = hypothesis.cum_log_probs or 0.0
+            per_token[row, beam, : len(values)] = torch.tensor(values)
+    return {"cum_log_probs": sums, "output_log_probs": per_token}
 
 
 def context_logits(outputs: Sequence[GenerateOutput]) -> Tensor:
