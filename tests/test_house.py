@@ -44,6 +44,7 @@ FLOOR = frozenset(
         "models",
         "protocol",
         "contracts",
+        "contracts_agm",
         "render",
         "settings",
     }
@@ -58,7 +59,8 @@ MAY_IMPORT = {
     "parallel": {"errors"},
     "nodes": {"errors"},
     "protocol": {"errors"},
-    "contracts": {"protocol", "errors"},
+    "contracts": {"contracts_agm", "protocol", "errors"},
+    "contracts_agm": {"protocol"},
     "render": {"errors"},
     "models": {"errors", "parallel"},
     "settings": {"errors", "parallel", "schema"},

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from launcher_scripts.kernels import window_attention as windows
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
     Heads,
@@ -33,6 +34,8 @@ __all__ = [
     "source_attention",
     "source_attention_weights",
 ]
+
+window_attention = windows.window_attention
 
 ACTIVATIONS = {
     "gelu": lambda x: functional.gelu(x, approximate="tanh"),
