@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 
 from launcher_scripts.clients.arguments import (
-    Models,
     add_sampling_flags,
     add_server_flags,
     connect,
-    find_models,
     run,
 )
 from launcher_scripts.clients.connection import Tensors
 from launcher_scripts.clients.issue_request import readable
+from launcher_scripts.clients.models import Models, find_models
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.clients.tensors import rows_of
 from launcher_scripts.contracts import CONTRACTS, Contract

@@ -7,7 +7,12 @@ import pytest
 
 from launcher_scripts.errors import RequestError
 from launcher_scripts.evaluation import tensors
-from launcher_scripts.evaluation.tensors import request_tensors, row_outputs, word_lists
+from launcher_scripts.evaluation.tensors import (
+    output_names,
+    request_tensors,
+    row_outputs,
+    word_lists,
+)
 from launcher_scripts.protocol import GPT_INPUTS, GenerateRequest, SamplingParameters
 
 # A value other than the contract's default for every field of a request.
@@ -37,6 +42,14 @@ REQUEST = GenerateRequest(
     stop_words=((3,),),
     return_log_probs=True,
     return_context_logits=True,
+    prompt_task=1,
+    prompt_embedding=np.zeros((3, 4)),
+)
+OF_AN_ENCODER = (
+    "decoder_input_ids",
+    "return_hidden_state",
+    "return_attentions",
+    "ia3_task",
 )
 
 
@@ -44,8 +57,9 @@ def test_every_field_of_a_request_becomes_a_tensor_of_the_contract():
     sent = request_tensors([REQUEST])
     contract = {tensor.name: tensor for tensor in GPT_INPUTS}
     fields = len(dataclasses.fields(SamplingParameters)) + len(dataclasses.fields(REQUEST))
-    fields -= len(tensors.ENCODER_FIELDS)
-    assert len(sent) == fields + 1 - 1  # the prompt is two tensors; `sampling` itself is none
+    fields -= len(OF_AN_ENCODER) + 1  # soft_prompt is the request_prompt_type
+    # The prompt and its embedding are two tensors; `sampling` itself is none.
+    assert len(sent) == fields + 2
     for name, array in sent.items():
         tensor = contract[name]
         assert array.dtype == tensors.NUMPY_TYPES[tensor.dtype], name
@@ -57,13 +71,54 @@ def test_every_field_of_a_request_becomes_a_tensor_of_the_contract():
 
 
 @pytest.mark.parametrize(
-    "field",
-    [{"decoder_input_ids": (0,)}, {"return_hidden_state": True}, {"return_attentions": True}],
+    ("field", "name"),
+    [
+        ({"decoder_input_ids": (0,)}, "decoder_input_ids"),
+        ({"return_attentions": True}, "is_return_attentions"),
+    ],
 )
-def test_what_only_an_encoder_answers_is_refused(field):
-    (name,) = field
-    with pytest.raises(RequestError, match=f"no encoder to answer this; got \\['{name}'\\]"):
+def test_what_only_an_encoder_answers_is_refused(field, name):
+    with pytest.raises(RequestError, match=f"type GPT has no input for this; got '{name}'"):
         request_tensors([REQUEST, dataclasses.replace(REQUEST, **field)])
+
+
+def test_an_encoder_alone_generates_nothing():
+    with pytest.raises(RequestError, match="generates no tokens; got 'T5-Encoder'"):
+        request_tensors([GenerateRequest((1,), 1)], "T5-Encoder")
+
+
+def test_rows_for_an_encoder_and_decoder():
+    rows = [
+        GenerateRequest((1, 2), 4, decoder_input_ids=(0, 7), ia3_task=1),
+        GenerateRequest((3,), 5, decoder_input_ids=(0,), ia3_task=0),
+    ]
+    sent = request_tensors(rows, "T5")
+    assert {name: array.tolist() for name, array in sent.items()} == {
+        "input_ids": [[1, 2], [3, 0]],
+        "sequence_length": [[2], [1]],
+        "max_output_len": [[4], [5]],
+        "ia3_tasks": [[1], [0]],
+        "decoder_input_ids": [[0, 7], [0, 2**32 - 1]],
+    }
+    assert output_names(rows, "T5") == ("output_ids", "sequence_length")
+    answer = {
+        "output_ids": np.array([[[8, 9, 0]], [[5, 6, 7]]], np.int32),
+        "sequence_length": np.array([[2], [3]], np.int32),
+    }
+    assert [output.output_ids for output in row_outputs(rows, answer)] == [(8, 9), (5, 6, 7)]
+
+
+def test_prompt_embeddings_are_padded_with_zero_rows():
+    rows = [
+        GenerateRequest((1,), 1, prompt_embedding=np.ones((2, 3)), soft_prompt=True),
+        GenerateRequest((1,), 1, prompt_embedding=np.ones((1, 3)), soft_prompt=True),
+    ]
+    sent = request_tensors(rows)
+    assert sent["request_prompt_embedding"][1].tolist() == [[1, 1, 1], [0, 0, 0]]
+    assert sent["request_prompt_lengths"].tolist() == [[2], [1]]
+    assert sent["request_prompt_type"].tolist() == [[1], [1]]
+    with pytest.raises(RequestError, match="all rows of a request have a prompt_embedding"):
+        request_tensors([*rows, GenerateRequest((1,), 1)])
 
 
 def test_defaults_are_left_out():
@@ -107,6 +162,7 @@ def test_outputs_are_cut_to_each_rows_length_and_best_beam():
             "cum_log_probs": np.array([[-0.5, -9], [-1, -9]], np.float32),
             "output_log_probs": np.array([[[-0.5, 0], [-9, -9]]] * 2, np.float32),
             "context_logits": logits,
+            "response_input_lengths": np.array([[3], [1]], np.int32),
         },
     )
     assert (first.output_ids, second.output_ids) == ((7,), (5, 6))
