@@ -88,6 +88,8 @@ def request_tensors(
     and when a row asks for what the contract of its model has no tensor for.
     """
     names = names_of(model_type)
+    if any(row.return_hidden_state for row in rows):
+        _require(names, "return_hidden_state")
     lengths = np.array([[len(row.input_ids)] for row in rows], dtype=np.uint32)  # [B, 1]
     tensors: dict[str, NDArray[Any]] = {
         "input_ids": _padded([row.input_ids for row in rows], 0),

@@ -75,6 +75,7 @@ def test_every_field_of_a_request_becomes_a_tensor_of_the_contract():
     [
         ({"decoder_input_ids": (0,)}, "decoder_input_ids"),
         ({"return_attentions": True}, "is_return_attentions"),
+        ({"return_hidden_state": True}, "return_hidden_state"),
     ],
 )
 def test_what_only_an_encoder_answers_is_refused(field, name):
