@@ -14,11 +14,13 @@ from launcher_scripts.protocol import (
     ENSEMBLE_OUTPUTS,
     GPT_INPUTS,
     GPT_OUTPUTS,
+    IS_RETURN_PROGRESS,
     NOT_IN_ENSEMBLE,
     POSTPROCESSING_INPUTS,
     POSTPROCESSING_OUTPUTS,
     PREPROCESSING_INPUTS,
     PREPROCESSING_OUTPUTS,
+    PROGRESS,
     Tensor,
     array,
     scalar,
@@ -54,7 +56,7 @@ _T5_ENCODED = (
     array("input_ids", "UINT32", (-1,), "the encoder's token ids, right-padded", optional=False),
     scalar("sequence_length", "UINT32", None, "how many of the row's ids count", optional=False),
 )
-_IA3_TASKS = scalar("ia3_tasks", "INT32", None, "which loaded IA3 adapter to use")
+_IA3_TASKS = scalar("ia3_tasks", "INT32", None, "which loaded IA3 adapter to use; -1: none")
 
 T5_INPUTS = (
     *_T5_ENCODED,
@@ -69,6 +71,7 @@ T5_INPUTS = (
         extension=True,
     ),
     scalar("is_return_context_logits", "BOOL", False, "return context_logits", extension=True),
+    IS_RETURN_PROGRESS,
 )
 
 T5_OUTPUTS = (
@@ -83,12 +86,18 @@ T5_OUTPUTS = (
         "[decoder tokens, vocab]: logits at every position of decoder_input_ids",
         extension=True,
     ),
+    *PROGRESS,
 )
 
 T5_ENCODER_INPUTS = (
     *_T5_ENCODED,
     scalar("is_return_attentions", "BOOL", False, "return output_attentions"),
     _IA3_TASKS,
+    *(
+        replace(tensor, extension=True)
+        for tensor in GPT_INPUTS
+        if tensor.name in _T5_SHARED and "prompt" in tensor.name
+    ),
 )
 
 T5_ENCODER_OUTPUTS = (
@@ -113,6 +122,10 @@ class TextContract:
     ensemble_outputs: tuple[Tensor, ...]
     model_inputs: Mapping[str, str]
 
+    def declared_ensemble_inputs(self, data_type: str) -> tuple[Tensor, ...]:
+        """The ensemble's inputs around a model that computes in `data_type`."""
+        return _declared(self.ensemble_inputs, data_type)
+
     def declared_ensemble_outputs(self, data_type: str) -> tuple[Tensor, ...]:
         """The ensemble's outputs around a model that computes in `data_type`."""
         return _declared(self.ensemble_outputs, data_type)
@@ -125,7 +138,11 @@ class TextContract:
         return ("preprocessing", "ensemble")
 
 
-_WORDS = {"bad_words_list": "BAD_WORDS_IDS", "stop_words_list": "STOP_WORDS_IDS"}
+_GENERATING = {
+    "bad_words_list": "BAD_WORDS_IDS",
+    "stop_words_list": "STOP_WORDS_IDS",
+    "is_return_progress": "RETURN_PROGRESS",
+}
 
 GPT_TEXT = TextContract(
     PREPROCESSING_INPUTS,
@@ -138,14 +155,15 @@ GPT_TEXT = TextContract(
         "input_ids": "INPUT_ID",
         "input_lengths": "REQUEST_INPUT_LEN",
         "request_output_len": "REQUEST_OUTPUT_LEN",
-        **_WORDS,
+        **_GENERATING,
     },
 )
 
 
 def _declared(tensors: tuple[Tensor, ...], data_type: str) -> tuple[Tensor, ...]:
-    """The tensors, an encoder's own results with the type they are computed in."""
-    return _changed(tensors, ("output_hidden_state", "output_attentions"), dtype=data_type.upper())
+    """The tensors, with the compute type for a request's embeddings and an encoder's results."""
+    computed = ("request_prompt_embedding", "output_hidden_state", "output_attentions")
+    return _changed(tensors, computed, dtype=data_type.upper())
 
 
 def _changed(
@@ -162,6 +180,10 @@ def _named(tensors: tuple[Tensor, ...], *names: str) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in tensors if tensor.name in names)
 
 
+def _without(tensors: tuple[Tensor, ...], *names: str) -> tuple[Tensor, ...]:
+    return tuple(tensor for tensor in tensors if tensor.name not in names)
+
+
 _OUTPUT_LEN = ("REQUEST_OUTPUT_LEN", "INPUT_1")
 _TEXT_INPUTS = ("INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3")
 
@@ -169,7 +191,7 @@ T5_TEXT = TextContract(
     _changed(PREPROCESSING_INPUTS, _OUTPUT_LEN, dims=(1,)),
     _changed(PREPROCESSING_OUTPUTS, _OUTPUT_LEN, dims=(1,)),
     _changed(
-        _named(POSTPROCESSING_INPUTS, "TOKENS_BATCH", "sequence_length"),
+        _without(POSTPROCESSING_INPUTS, "RESPONSE_INPUT_LENGTHS", "text_start"),
         ("TOKENS_BATCH", "sequence_length"),
         dtype="INT32",
     ),
@@ -179,14 +201,18 @@ T5_TEXT = TextContract(
         *(t for t in T5_INPUTS if t.optional and t.name not in NOT_IN_ENSEMBLE),
     ),
     (
-        array("OUTPUT_0", "STRING", (-1, -1), "[beam, 1]: generated text"),
+        *_changed(
+            _named(ENSEMBLE_OUTPUTS, "OUTPUT_0", "OUTPUT_DELTA"),
+            ("OUTPUT_0",),
+            meaning="[beam, 1]: generated text",
+        ),
         *_named(T5_OUTPUTS, "sequence_length", "cum_log_probs", "output_log_probs"),
     ),
     {
         "input_ids": "INPUT_ID",
         "sequence_length": "REQUEST_INPUT_LEN",
         "max_output_len": "REQUEST_OUTPUT_LEN",
-        **_WORDS,
+        **_GENERATING,
     },
 )
 
@@ -221,6 +247,10 @@ class Contract:
     text: TextContract
     encoder_only: bool = False
     batched: bool = False
+
+    def declared_inputs(self, data_type: str) -> tuple[Tensor, ...]:
+        """The inputs as config.pbtxt declares them for a model that computes in `data_type`."""
+        return _declared(self.inputs, data_type)
 
     def declared_outputs(self, data_type: str) -> tuple[Tensor, ...]:
         """The outputs as config.pbtxt declares them for a model that computes in `data_type`."""

@@ -110,14 +110,23 @@ class Deploy(Stage):
 
     def env(self) -> dict[str, str]:
         """Hide the GPUs of a node that no rank needs: a server takes all that it sees."""
+        needed, env = self.step_gpus(), {}
+        if needed is not None and not self.launch.cluster.limits_gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(needed)))
+        if self.in_container:
+            env["TRITON_CACHE_DIR"] = str(self.cache("triton"))
+        return env
+
+    def step_gpus(self) -> int | None:
+        """One GPU of a node for every rank on it, where that is less than the node has."""
         gpus = self.launch.cluster.gpus_per_node
         ranks = self.parallelism.world_size // self.resources().nodes
         if gpus is None or ranks >= gpus or self.settings.device == "cpu":
-            return {}
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks)))}
+            return None
+        return ranks
 
     def paths(self) -> list[Path]:
-        return [self.repository]
+        return [self.repository, *([self.cache("triton")] if self.in_container else [])]
 
     def check_own(self) -> None:
         checks, cluster, settings = self.launch.checks, self.launch.cluster, self.settings

@@ -140,10 +140,14 @@ class Evaluate(Stage):
         }
         return tuple(module for module in self.modules if wanted[module])
 
+    def env(self) -> dict[str, str]:
+        return {"MPLCONFIGDIR": str(self.cache("matplotlib"))} if self.in_container else {}
+
     def paths(self) -> list[Path]:
         settings = self.settings
         data = (Path(path) for _, path, _ in self._task_files())
-        return [Path(settings.ready_file), Path(settings.tokenizer_dir), *data]
+        cache = [self.cache("matplotlib")] if self.in_container else []
+        return [Path(settings.ready_file), Path(settings.tokenizer_dir), *data, *cache]
 
     def _task_files(self) -> Iterator[tuple[str, str, str]]:
         """(what it is, its path, its key) of every file that the tasks read."""

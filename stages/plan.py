@@ -79,12 +79,20 @@ class Plan:
         return "\n" + "\n".join(lines) + "\n"
 
     def submit(self) -> None:
-        """Hand over the jobs in order; what runs on this machine ends with this call."""
+        """Hand over the jobs in order; what runs on this machine ends with this call.
+
+        Either all of them are handed over or none: the scheduler is asked about every job before,
+        and what it took nevertheless is taken back when it refuses a later one.
+        """
         previous: Submitted | None = None
+        self.ask_scheduler()
         try:
             for job in self.jobs(_reserved_folder):
                 previous = self.cluster.submit(job, previous)
             self.cluster.finish()
+        except ClusterError:
+            self.cluster.give_up()
+            raise
         finally:
             self.cluster.close()
 

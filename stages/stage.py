@@ -112,9 +112,24 @@ class Stage(ABC):
         """How to tell that a job which does not end by itself is ready."""
         return None
 
+    def step_gpus(self) -> int | None:
+        """How many GPUs of a node the steps need; None: all that the job has."""
+        return None
+
     def env(self) -> dict[str, str]:
         """Variables of this stage alone."""
         return {}
+
+    def cache(self, name: str) -> Path:
+        """A folder that outlives the job, for what programs keep below the home directory.
+
+        In a container there is no home directory, and what is there cannot be written to.
+        """
+        return Path(absolute(self.launch.config.base_results_dir)) / "cache" / name
+
+    @property
+    def in_container(self) -> bool:
+        return self.launch.cluster.in_container and self.launch.config.container is not None
 
     @property
     def results_dir(self) -> Path:
@@ -162,6 +177,7 @@ class Stage(ABC):
             nodes=resources.nodes,
             tasks_per_node=resources.tasks_per_node,
             mpi=self.service() is not None,
+            gpus=self.step_gpus(),
         )
 
     def env_origin(self, name: str) -> str:
@@ -188,7 +204,7 @@ class Stage(ABC):
 
     def _container(self, folder: JobFolder) -> Container | None:
         config = self.launch.config
-        if not self.launch.cluster.in_container or not config.container:
+        if not self.in_container or config.container is None:
             return None
         image = config.container
         if image.startswith((".", "~")) or image.endswith((".sqsh", ".squashfs")):

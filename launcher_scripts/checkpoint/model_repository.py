@@ -174,7 +174,8 @@ def model_config(settings: ExportSettings, checkpoint: FTCheckpoint) -> str:
         max_batch_size=settings.max_batch_size,
         max_queue_delay_microseconds=MAX_QUEUE_DELAY_MICROSECONDS,
         batched=contract.batched,
-        inputs=contract.inputs,
+        decoupled=settings.decoupled,
+        inputs=contract.declared_inputs(settings.data_type),
         outputs=contract.declared_outputs(settings.data_type),
         parameters={
             "tensor_para_size": settings.parallelism.tp_size,

@@ -6,52 +6,59 @@ is the job's.
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from launcher_scripts.cluster.foreground import ForegroundCluster
 from launcher_scripts.cluster.job import Job
+from launcher_scripts.cluster.options import ClusterOptions
 from launcher_scripts.errors import Problems
 from launcher_scripts.render import render
-from launcher_scripts.schema import build
+
+ARRAY_TYPES = ("pytorch", "mpi")
+# The number of nodes of the BCP job that this process runs in.
+NODES_VARIABLE = "NGC_ARRAY_SIZE"
 
 
-@dataclass(frozen=True)
-class BcpOptions:
+@dataclass(frozen=True, kw_only=True)
+class BcpOptions(ClusterOptions):
     """conf/cluster/bcp.yaml.
 
+    array_type:  how the processes of a server find each other: pytorch (RANK, WORLD_SIZE,
+                 MASTER_ADDR, ...), mpi (mpirun's variables), or None: as the BCP job was started
     bcprun_args: further arguments of every bcprun
-    python:      interpreter that runs the steps
     """
 
     type: str = "bcp"
     gpus_per_node: int | None = 8
+    python: str | None = "python3"
+    array_type: str | None = None
     bcprun_args: tuple[str, ...] = ()
-    python: str = "python3"
+
+    def _check(self, problems: Problems) -> None:
+        super()._check(problems)
+        if self.array_type not in (None, *ARRAY_TYPES):
+            problems.add(
+                "unknown array_type",
+                got=self.array_type,
+                choices=(*ARRAY_TYPES, "null (as the BCP job was started)"),
+                change="cluster.array_type",
+            )
 
 
-class BcpCluster(ForegroundCluster):
+class BcpCluster(ForegroundCluster[BcpOptions]):
     """The nodes of the BCP job that the launcher itself runs in."""
 
     type: ClassVar[str] = "bcp"
-
-    def __init__(self, options: BcpOptions) -> None:
-        super().__init__()
-        self.options = options
-
-    @classmethod
-    def from_config(cls, values: Mapping[str, Any]) -> BcpCluster:
-        return cls(build(BcpOptions, values, "the cluster's configuration", key="cluster"))
+    options_type = BcpOptions
 
     @property
-    def gpus_per_node(self) -> int | None:
-        return self.options.gpus_per_node
-
-    @property
-    def python(self) -> str:
-        return self.options.python
+    def max_nodes(self) -> int | None:
+        """The nodes of this BCP job; None where it does not say, as outside of one."""
+        nodes = os.environ.get(NODES_VARIABLE, "")
+        return int(nodes) if nodes.isdecimal() and int(nodes) else None
 
     def check(self, problems: Problems) -> None:
         if shutil.which("bcprun") is None:
@@ -61,4 +68,9 @@ class BcpCluster(ForegroundCluster):
             )
 
     def render(self, job: Job) -> str:
-        return render("bcp.sh.j2", job=job, bcprun_args=self.options.bcprun_args)
+        return render(
+            "bcp.sh.j2",
+            job=job,
+            array_type=self.options.array_type,
+            bcprun_args=self.options.bcprun_args,
+        )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from launcher_scripts.cluster.job import Job, Submitted
+from launcher_scripts.cluster.record import JobRecord
+from launcher_scripts.cluster.state import JobState
 from launcher_scripts.errors import Problems
 
 
@@ -19,11 +22,17 @@ class Cluster(Protocol):
     in_container:  whether jobs run in the configured container
     hosts_clients: whether a server's job can hold its client too; a foreground cluster runs both
                    on the same machine anyway
+    limits_gpus:   whether a step sees no more GPUs than it asks for
+    max_replicas:  how many servers a job can be; None without a limit
     """
 
     type: ClassVar[str]
-    max_nodes: ClassVar[int | None]
     hosts_clients: ClassVar[bool]
+    limits_gpus: ClassVar[bool]
+    max_replicas: ClassVar[int | None]
+
+    @property
+    def max_nodes(self) -> int | None: ...
 
     @property
     def in_container(self) -> bool: ...
@@ -53,6 +62,25 @@ class Cluster(Protocol):
 
     def submit(self, job: Job, after: Submitted | None = None) -> Submitted:
         """Hand over a job that starts when `after` is done, or ready where that is a service."""
+        ...
+
+    def give_up(self) -> None:
+        """Take back what was handed over: a later job of the same command line was refused."""
+        ...
+
+    @classmethod
+    def state(cls, folder: Path, record: JobRecord, job_id: str) -> JobState:
+        """What has become of a job, or of one replica, that nobody has seen end yet."""
+        ...
+
+    @classmethod
+    def stop(cls, folder: Path, record: JobRecord, job_id: str) -> None:
+        """Let a job end in order, and end it when it does not; returns when it has ended."""
+        ...
+
+    @classmethod
+    def cancel(cls, folder: Path, record: JobRecord, job_id: str) -> None:
+        """End a job."""
         ...
 
     def finish(self) -> None:

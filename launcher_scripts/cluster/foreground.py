@@ -6,14 +6,19 @@ import contextlib
 import os
 import signal
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import ClassVar
 
 from launcher_scripts.cluster.job import Job, Service, Submitted
+from launcher_scripts.cluster.local_state import ask_to_end, end_group, process_state
+from launcher_scripts.cluster.options import ConfiguredCluster, Options
 from launcher_scripts.cluster.process import POLL_SECONDS, Process, ServiceProcess, adopt_orphans
+from launcher_scripts.cluster.record import JobRecord
+from launcher_scripts.cluster.state import JobState
 from launcher_scripts.errors import ClusterError, ServerError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -134,15 +139,17 @@ class Foreground:
             time.sleep(POLL_SECONDS)
 
 
-class ForegroundCluster(ABC):
+class ForegroundCluster(ConfiguredCluster[Options]):
     """Runs jobs here and now, in the order of submission."""
 
     type: ClassVar[str]
     in_container: bool = False
-    max_nodes: ClassVar[int | None] = None
     hosts_clients: ClassVar[bool] = False
+    limits_gpus: ClassVar[bool] = False
+    max_replicas: ClassVar[int | None] = 1
 
-    def __init__(self) -> None:
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
         self._foreground: Foreground | None = None
         self._serving: Job | None = None
 
@@ -171,6 +178,21 @@ class ForegroundCluster(ABC):
             self._foreground.start(submitted, job.service)
             self._serving = job
         return submitted
+
+    def give_up(self) -> None:
+        """What runs is ended by close()."""
+
+    @classmethod
+    def state(cls, folder: Path, record: JobRecord, job_id: str) -> JobState:  # noqa: ARG003
+        return process_state(folder, job_id)
+
+    @classmethod
+    def stop(cls, folder: Path, record: JobRecord, job_id: str) -> None:
+        ask_to_end(folder, job_id, record.stop_timeout)
+
+    @classmethod
+    def cancel(cls, folder: Path, record: JobRecord, job_id: str) -> None:  # noqa: ARG003
+        end_group(folder, job_id)
 
     def finish(self) -> None:
         if self._foreground is not None and self._serving is not None:

@@ -3,47 +3,34 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from launcher_scripts.cluster.foreground import ForegroundCluster
 from launcher_scripts.cluster.job import Job
+from launcher_scripts.cluster.options import ClusterOptions
 from launcher_scripts.errors import Problems
 from launcher_scripts.render import render
-from launcher_scripts.schema import build
 
 
-@dataclass(frozen=True)
-class InteractiveOptions:
-    """conf/cluster/interactive.yaml.
-
-    gpus_per_node: GPUs of this machine that a server may use; None: not checked
-    python:        interpreter that runs the steps; None: the one that runs the launcher
-    """
+@dataclass(frozen=True, kw_only=True)
+class InteractiveOptions(ClusterOptions):
+    """conf/cluster/interactive.yaml. python None: the one that runs the launcher."""
 
     type: str = "interactive"
     gpus_per_node: int | None = None
     python: str | None = None
 
 
-class InteractiveCluster(ForegroundCluster):
+class InteractiveCluster(ForegroundCluster[InteractiveOptions]):
     """This machine, without a scheduler and without a container."""
 
     type: ClassVar[str] = "interactive"
-    max_nodes: ClassVar[int | None] = 1
-
-    def __init__(self, options: InteractiveOptions) -> None:
-        super().__init__()
-        self.options = options
-
-    @classmethod
-    def from_config(cls, values: Mapping[str, Any]) -> InteractiveCluster:
-        return cls(build(InteractiveOptions, values, "the cluster's configuration", key="cluster"))
+    options_type = InteractiveOptions
 
     @property
-    def gpus_per_node(self) -> int | None:
-        return self.options.gpus_per_node
+    def max_nodes(self) -> int | None:
+        return 1
 
     @property
     def python(self) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launcher_scripts.cluster.record import RECORD, JobRecord, write_text
 from launcher_scripts.errors import ClusterError, ConfigError, Problems, problem
 from launcher_scripts.settings import settings_text
 
@@ -28,7 +29,8 @@ class Resources:
 class Step:
     """One command of a job, started once per task.
 
-    mpi: whether its tasks find each other through the cluster's process manager
+    mpi:  whether its tasks find each other through the cluster's process manager
+    gpus: how many GPUs of every node it needs; None: those of the job
     """
 
     name: str
@@ -36,6 +38,7 @@ class Step:
     nodes: int = 1
     tasks_per_node: int = 1
     mpi: bool = False
+    gpus: int | None = None
 
     @property
     def tasks(self) -> int:
@@ -92,7 +95,7 @@ class JobFolder:
     @property
     def record(self) -> Path:
         """The job's id and cluster, as JSON."""
-        return self.root / "job.json"
+        return self.root / RECORD
 
     @property
     def id_file(self) -> Path:
@@ -144,6 +147,7 @@ class Job:
     server:       the job of the server that this one talks to
     stops_server: whether that server is stopped when this job ends
     client:       a job that runs beside this service, on the same nodes; its result is the job's
+    replicas:     how many times a service is started, as an array of jobs; 0: once, and no array
     """
 
     stage: str
@@ -157,6 +161,7 @@ class Job:
     server: Job | None = None
     stops_server: bool = False
     client: Job | None = None
+    replicas: int = 0
 
     def __post_init__(self) -> None:
         problems = Problems(f"the {self.stage} job")
@@ -179,7 +184,7 @@ class Job:
     def write(self, script: str) -> None:
         """Put the settings file and the script into the job folder."""
         for path, text in {**self.settings_files(), self.folder.script: script}.items():
-            _write(path, text)
+            write_text(path, text)
         self.folder.script.chmod(0o755)
 
 
@@ -202,28 +207,22 @@ class Submitted:
 
     def write_record(self, cluster_type: str) -> None:
         """Note in the job folder under which id the job runs, for people and for tools."""
-        content = {
-            "stage": self.job.stage,
-            "name": self.job.name,
-            "cluster_type": cluster_type,
-            "job_id": self.job_id,
-            "after": self.after.job_id if self.after else None,
-            "settings": self.job.folder.settings.name,
-            "script": (self.within or self.job).folder.script.name,
-            "log": self.log.name if self.within is None else str(self.log),
-            "ready_file": str(self.job.service.ready_file) if self.job.service else None,
-        }
-        _write(self.job.folder.record, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-        _write(self.job.folder.id_file, f"{self.job_id}\n")
-        if self.job.client is not None:
-            client = Submitted(self.job.client, self.job_id, self.after, within=self.job)
+        job, service = self.job, self.job.service
+        JobRecord(
+            stage=job.stage,
+            name=job.name,
+            cluster_type=cluster_type,
+            job_id=self.job_id,
+            after=self.after.job_id if self.after else None,
+            settings=job.folder.settings.name,
+            script=(self.within or job).folder.script.name,
+            log=self.log.name if self.within is None else str(self.log),
+            ready_file=str(service.ready_file) if service else None,
+            stop_timeout=service.stop_timeout if service else 0.0,
+            submitted=round(time.time(), 3),
+            within=None if self.within is None else str(self.within.folder.root),
+            replicas=job.replicas,
+        ).write(job.folder.root)
+        if job.client is not None:
+            client = Submitted(job.client, self.job_id, self.after, within=job)
             client.write_record(cluster_type)
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise ClusterError(f"cannot write {path}: {error}") from error

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from launcher_scripts.cluster.job import Service, Submitted
+from launcher_scripts.cluster.local_state import note_end, note_process
 
 POLL_SECONDS = 0.05
 _GROUP_SECONDS = 5.0
@@ -43,6 +44,9 @@ class Process:
                 preexec_fn=_end_with_parent,
             )
         self._shown = 0
+        self._stopped = False
+        self._end_noted = False
+        note_process(submitted.job.folder.root, self._popen.pid)
 
     @property
     def name(self) -> str:
@@ -51,7 +55,14 @@ class Process:
     def exit_code(self) -> int | None:
         """None while the script runs; a death by signal counts as in a shell."""
         code = self._popen.poll()
-        return 128 - code if code is not None and code < 0 else code
+        if code is None:
+            return None
+        code = 128 - code if code < 0 else code
+        if not self._end_noted:
+            self._end_noted = True
+            root, job_id = self.submitted.job.folder.root, self.submitted.job_id
+            note_end(root, job_id, code, stopped=self._stopped)
+        return code
 
     def ended(self) -> bool:
         return self.exit_code() is not None
@@ -77,12 +88,14 @@ class Process:
         `hurry` says otherwise; what is left of the group is asked then, and killed at last.
         """
         if not self.ended():
+            self._stopped = True
             self._popen.terminate()
             _wait_for(self.ended, leader_seconds, hurry)
         self._signal_group(signal.SIGTERM)
         _wait_for(lambda: not self._group_lives(), _GROUP_SECONDS, hurry)
         self._signal_group(signal.SIGKILL)
         self._popen.wait()
+        self.ended()
 
     def _group_lives(self) -> bool:
         """Dead members count until they are reaped; adopt_orphans makes that our part."""

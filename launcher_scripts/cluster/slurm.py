@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from submitit.core import utils
 from submitit.helpers import clean_env
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
-from launcher_scripts.cluster.enroot import EnrootImage, check_enroot, enroot_mount
+from launcher_scripts.cluster import slurm_queue
 from launcher_scripts.cluster.job import Job, Submitted
-from launcher_scripts.cluster.slurm_options import SlurmOptions, file_pattern
+from launcher_scripts.cluster.options import ConfiguredCluster
+from launcher_scripts.cluster.record import JobRecord
+from launcher_scripts.cluster.slurm_options import SlurmOptions
+from launcher_scripts.cluster.slurm_script import slurm_script
+from launcher_scripts.cluster.state import JobState, wait_for
 from launcher_scripts.errors import ClusterError, Problems, problem
-from launcher_scripts.render import render
-from launcher_scripts.schema import build
 
-# How often a client's job asks for the state of its server's job.
-_CHECK_SECONDS = 10
+_CANCEL_SECONDS = 30.0
 
 
 class ScriptExecutor(SlurmExecutor):
@@ -55,51 +55,7 @@ class ScriptExecutor(SlurmExecutor):
         parameters = dict(self.parameters)
         parameters.update(parameters.pop("additional_parameters"))
         flags = {name.replace("_", "-"): value for name, value in parameters.items()}
-        return render(
-            "slurm.sh.j2",
-            job=self.job,
-            sbatch=dict(sorted(flags.items())),
-            mpi=self.options.mpi,
-            srun_args=self.options.srun_args,
-            runtime=self.options.container_runtime,
-            remove_containers=self.options.container_scope == "global"
-            and self.options.container_runtime == "pyxis",
-            server_log=file_pattern(self.job.folder.server_log_stem),
-            enroot=self._enroot(),
-            beside=self._beside(),
-        )
-
-    def _enroot(self) -> str:
-        """The functions of the script that run a step in a container without pyxis."""
-        container = self.job.container
-        if container is None or self.options.container_runtime != "enroot":
-            return ""
-        check_enroot(self.job)
-        mounts = container.mounts
-        if self.job.client is not None and self.job.client.container is not None:
-            mounts = tuple(dict.fromkeys([*mounts, *self.job.client.container.mounts]))
-        return render(
-            "enroot.sh.j2",
-            image=EnrootImage.find(container.image, self.options.image_cache),
-            mounts=[enroot_mount(mount) for mount in mounts],
-            env=tuple(self.job.env),
-            workdir=self.job.folder.root,
-        )
-
-    def _beside(self) -> str:
-        """The functions of the script that run a client as long as its server runs."""
-        server = self.job if self.job.client is not None else self.job.server
-        if server is None or server.service is None:
-            return ""
-        return render(
-            "beside_server.sh.j2",
-            job=self.job,
-            server_log_stem=self.job.folder.server_log_stem,
-            check_seconds=1 if self.job.client is not None else _CHECK_SECONDS,
-            stop_seconds=math.ceil(server.service.stop_timeout),
-            remove_containers=self.options.container_scope == "global"
-            and self.options.container_runtime == "pyxis",
-        )
+        return slurm_script(self.job, self.options, flags)
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         dependency = []
@@ -114,19 +70,19 @@ class ScriptExecutor(SlurmExecutor):
         return self._get_job_id_from_submission_command(output)
 
 
-class SlurmCluster:
+class SlurmCluster(ConfiguredCluster[SlurmOptions]):
     """Queues jobs; they run after this process has ended."""
 
     type: ClassVar[str] = "bcm"
+    options_type = SlurmOptions
     max_nodes: ClassVar[int | None] = None
     hosts_clients: ClassVar[bool] = True
+    limits_gpus: ClassVar[bool] = True
+    max_replicas: ClassVar[int | None] = None
 
     def __init__(self, options: SlurmOptions) -> None:
-        self.options = options
-
-    @classmethod
-    def from_config(cls, values: Mapping[str, Any]) -> SlurmCluster:
-        return cls(build(SlurmOptions, values, "the cluster's configuration", key="cluster"))
+        super().__init__(options)
+        self._submitted: list[Submitted] = []
 
     @property
     def in_container(self) -> bool:
@@ -134,11 +90,7 @@ class SlurmCluster:
 
     @property
     def gpus_per_node(self) -> int | None:
-        return self.options.gpus_per_node
-
-    @property
-    def python(self) -> str:
-        return self.options.python
+        return self.options.node_gpus
 
     def check(self, problems: Problems) -> None:
         if shutil.which("sbatch") is None:
@@ -153,9 +105,9 @@ class SlurmCluster:
     def test(self, job: Job) -> str | None:
         """What sbatch says to the script without queueing it; None where no Slurm answers.
 
-        Raises ClusterError when it refuses the script.
+        Raises ClusterError when it refuses the script, or would queue it for ever.
         """
-        if not _slurm_answers():
+        if not slurm_queue.answers():
             return None
         tried = subprocess.run(
             ["sbatch", "--test-only"],
@@ -166,10 +118,12 @@ class SlurmCluster:
             env=submission_environment(),
         )
         said = (tried.stderr or tried.stdout).strip()
+        problems = Problems(f"the {job.stage} job")
         if tried.returncode:
-            raise ClusterError(
-                problem(f"sbatch would refuse the {job.stage} job: {said}", change="cluster.*")
-            )
+            problems.add(f"sbatch would refuse the {job.stage} job: {said}", change="cluster.*")
+        elif self.options.qos is None:  # a quality of service can lift the partition's limits
+            slurm_queue.check_partition(self.options.partition, job.resources, problems, job.stage)
+        problems.raise_if_any(ClusterError)
         return said
 
     def submit(self, job: Job, after: Submitted | None = None) -> Submitted:
@@ -186,10 +140,20 @@ class SlurmCluster:
                     change="cluster.*",
                 )
             ) from error
+        self._submitted.append(submitted)
         submitted.write_record(self.type)
+        _check_reason(submitted)
         print(f"{job.stage}: submitted {job.name} as Slurm job {submitted.job_id}")
+        print(f"  job folder: {job.folder.root}")
         print(f"  log: {submitted.log}", flush=True)
         return submitted
+
+    def give_up(self) -> None:
+        """Take jobs back whose successors could not be submitted."""
+        for submitted in reversed(self._submitted):
+            slurm_queue.signal_job(submitted.job_id)
+            print(f"{submitted.job.stage}: cancelled Slurm job {submitted.job_id}", flush=True)
+        self._submitted.clear()
 
     def finish(self) -> None:
         """Nothing to wait for: the queue has the jobs."""
@@ -197,13 +161,46 @@ class SlurmCluster:
     def close(self) -> None:
         """Nothing runs on this machine."""
 
+    @classmethod
+    def state(cls, folder: Path, record: JobRecord, job_id: str) -> JobState:  # noqa: ARG003
+        return slurm_queue.job_state(job_id)
 
-def _slurm_answers() -> bool:
-    """Whether this machine has Slurm's commands and its controller can be reached."""
-    if shutil.which("sbatch") is None or shutil.which("scontrol") is None:
-        return False
-    asked = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, check=False)
-    return asked.returncode == 0 and " UP" in asked.stdout
+    @classmethod
+    def stop(cls, folder: Path, record: JobRecord, job_id: str) -> None:
+        """A running server is asked through its script; any other job is cancelled."""
+        state = cls.state(folder, record, job_id)
+        if record.ready_file is None or not state.running:
+            cls.cancel(folder, record, job_id)
+            return
+        _complain(slurm_queue.signal_job(job_id, "--batch", "--signal=TERM"))
+        patience = record.stop_timeout + _CANCEL_SECONDS
+        if not wait_for(lambda: cls.state(folder, record, job_id).ended, patience):
+            cls.cancel(folder, record, job_id)
+
+    @classmethod
+    def cancel(cls, folder: Path, record: JobRecord, job_id: str) -> None:
+        _complain(slurm_queue.signal_job(job_id))
+        wait_for(lambda: cls.state(folder, record, job_id).ended, _CANCEL_SECONDS)
+
+
+def _complain(said: str) -> None:
+    if said:
+        raise ClusterError(said)
+
+
+def _check_reason(submitted: Submitted) -> None:
+    """Raise when Slurm has queued a job that it can never start."""
+    if not slurm_queue.answers():
+        return
+    time.sleep(0.1)  # the reason is noted when the job is first considered
+    reason = slurm_queue.job_state(submitted.job_id).reason
+    if reason in slurm_queue.BLOCKING_REASONS:
+        raise ClusterError(
+            problem(
+                f"Slurm would keep the {submitted.job.stage} job {submitted.job_id} waiting for "
+                f"ever ({reason}): {slurm_queue.BLOCKING_REASONS[reason]}"
+            )
+        )
 
 
 def submission_environment() -> dict[str, str]:

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from launcher_scripts.cluster.job import Job
-from launcher_scripts.errors import ConfigError, Problems
+from launcher_scripts.cluster.options import ClusterOptions
+from launcher_scripts.errors import Problems
 
 _OWN_KEYS = (
     *("type", "job_name_prefix", "mpi", "srun_args", "python", "requeue"),
     *("container_runtime", "container_scope", "image_cache"),
 )
-_MPI_TYPES = ("pmix", "pmi2", "none")
+_MPI = re.compile(r"pmix(_v\d+)?|pmi2|none")
+_MPI_TYPES = ("pmix", "pmix_v<version>", "pmi2", "none")
+_MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
+_EXCLUSIVE = ("True", "False", "user", "mcs")
 _RUNTIMES = ("pyxis", "enroot", "none")
 _SCOPES = ("job", "global")
 # Slurm may send the signal before a time limit up to a minute early, but never late.
 _SIGNAL_MARGIN = 10
 
 
-@dataclass(frozen=True)
-class SlurmOptions:
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions(ClusterOptions):
     """conf/cluster/bcm.yaml: sbatch's options by their names, and our own keys.
 
+    gpus_per_task: instead of gpus_per_node; a node runs one task
     mpi:       how the tasks of a server find each other (srun --mpi)
     srun_args: further arguments of every srun
-    python:    interpreter that runs the steps, as seen in the container
     requeue:   whether Slurm may run the job again after a node failure or preemption
     container_runtime: what starts the container: pyxis (srun's options), enroot (its commands
                in the script), or none: the steps run on the host
@@ -43,7 +48,7 @@ class SlurmOptions:
     exclude: str | None = None
     reservation: str | None = None
     comment: str | None = None
-    exclusive: bool = True
+    exclusive: bool | str = True
     overcommit: bool = False
     gpus_per_task: int | None = None
     gpus_per_node: int | None = 8
@@ -52,38 +57,56 @@ class SlurmOptions:
     job_name_prefix: str = "nemo-megatron-"
     mpi: str = "pmix"
     srun_args: tuple[str, ...] = ()
-    python: str = "python3"
+    python: str | None = "python3"
     requeue: bool = False
     container_runtime: str = "pyxis"
     container_scope: str = "job"
     image_cache: str | None = None
 
-    def __post_init__(self) -> None:
-        problems = Problems("the Slurm options")
-        if not self.mpi.startswith(_MPI_TYPES):
+    def _check(self, problems: Problems) -> None:
+        super()._check(problems)
+        self._check_words(problems)
+        if not _MPI.fullmatch(self.mpi):
             problems.add("unknown mpi", got=self.mpi, choices=_MPI_TYPES, change="cluster.mpi")
-        for name, choices in (("container_runtime", _RUNTIMES), ("container_scope", _SCOPES)):
-            if getattr(self, name) not in choices:
-                problems.add(
-                    f"unknown {name}",
-                    got=getattr(self, name),
-                    choices=choices,
-                    change=f"cluster.{name}",
-                )
+        choices = {
+            "exclusive": _EXCLUSIVE,
+            "container_runtime": _RUNTIMES,
+            "container_scope": _SCOPES,
+        }
+        for name, members in choices.items():
+            got = getattr(self, name)
+            if str(got) not in members:
+                problems.add(f"unknown {name}", got=got, choices=members, change=f"cluster.{name}")
+        if self.mem is not None and not _MEMORY.fullmatch(self.mem):
+            notations = ("0 (all of a node)", "megabytes", "a number with K, M, G or T")
+            problems.add("no size of memory", got=self.mem, choices=notations, change="cluster.mem")
+        for name in ("gpus_per_task", "cpus_per_task"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                problems.add(f"{name} must be at least 1", got=count, change=f"cluster.{name}")
+
+    def _check_words(self, problems: Problems) -> None:
+        """An empty value would make an option of its own, or of the next one."""
         for name, value in asdict(self).items():
-            if not str(value).isprintable():
-                problems.add("not on one line", got=value, change=f"cluster.{name}")
-        if self.gpus_per_node is not None and self.gpus_per_node < 1:
-            problems.add(
-                "gpus_per_node must be at least 1, or null for a cluster without GPUs",
-                got=self.gpus_per_node,
-                change="cluster.gpus_per_node",
-            )
-        problems.raise_if_any(ConfigError)
+            words = value if isinstance(value, tuple) else (value,)
+            if name != "job_name_prefix" and "" in words:
+                problems.add(
+                    f"{name} is empty",
+                    got=value,
+                    change=f"cluster.{name} (null leaves the option out)",
+                )
+
+    @property
+    def node_gpus(self) -> int | None:
+        """GPUs that a job gets on every node, where a node runs one task."""
+        return self.gpus_per_node if self.gpus_per_task is None else self.gpus_per_task
 
     def sbatch(self, job: Job) -> dict[str, Any]:
         """The parameters of the submission, in submitit's spelling."""
         own = {key: value for key, value in asdict(self).items() if key not in _OWN_KEYS}
+        if self.gpus_per_task is not None:
+            # With both, Slurm wants as many tasks on a node as the one divided by the other.
+            own["gpus_per_node"] = None
         signal = None
         if job.service is not None:
             signal = f"B:USR1@{math.ceil(job.service.stop_timeout) + _SIGNAL_MARGIN}"
@@ -93,13 +116,14 @@ class SlurmOptions:
             "ntasks_per_node": job.resources.tasks_per_node,
             "time": job.resources.time_limit,
             **own,
-            "output": file_pattern(job.folder.log_stem),
+            "array": f"0-{job.replicas - 1}" if job.replicas else None,
+            "output": file_pattern(job.folder.log_stem, array=job.replicas > 0),
             "signal": signal,
             "open-mode": "append",
             "requeue" if self.requeue else "no-requeue": True,
         }
 
 
-def file_pattern(stem: str) -> str:
-    """Slurm's file name pattern of `<stem>_<job id>.out`."""
-    return stem.replace("%", "%%") + "_%j.out"
+def file_pattern(stem: str, *, array: bool = False) -> str:
+    """Slurm's file name pattern of `<stem>_<job id>.out`; ids of an array's tasks are `1_0`."""
+    return stem.replace("%", "%%") + ("_%A_%a.out" if array else "_%j.out")

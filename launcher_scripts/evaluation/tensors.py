@@ -19,7 +19,6 @@ from launcher_scripts.errors import RequestError, lookup, problem
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest, Tensor
 
 NO_TOKEN = (1 << 32) - 1  # fills up decoder_input_ids
-SOFT_PROMPT, P_TUNING = 1, 3  # of request_prompt_type
 
 _ROW_VALUES: dict[str, Callable[[GenerateRequest], Any]] = {
     "runtime_top_k": lambda row: row.sampling.top_k,
@@ -36,19 +35,25 @@ _ROW_VALUES: dict[str, Callable[[GenerateRequest], Any]] = {
     "top_p_reset_ids": lambda row: row.sampling.top_p_reset_id,
     "beam_width": lambda row: row.sampling.beam_width,
     "no_repeat_ngram_size": lambda row: row.sampling.no_repeat_ngram_size,
+    "prompt_learning_task_name_ids": lambda row: row.prompt_task,
     "start_id": lambda row: row.start_id,
     "end_id": lambda row: row.end_id,
     "is_return_log_probs": lambda row: row.return_log_probs,
     "is_return_context_logits": lambda row: row.return_context_logits,
     "is_return_attentions": lambda row: row.return_attentions,
-    "prompt_learning_task_name_ids": lambda row: row.prompt_task,
-    "ia3_tasks": lambda row: row.ia3_task,
 }
 
 _ROW_WORDS: dict[str, Callable[[GenerateRequest], tuple[tuple[int, ...], ...]]] = {
     "bad_words_list": lambda row: row.bad_words,
     "stop_words_list": lambda row: row.stop_words,
 }
+
+_DEFAULTS = {
+    tensor.name: tensor.default for contract in CONTRACTS.values() for tensor in contract.inputs
+}
+
+# request_prompt_type: embeddings in front of input_ids, or rows that ids of input_ids name.
+SOFT_PROMPT, PROMPT_TABLE = 1, 3
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,15 @@ def request_tensors(
         _require(names, "decoder_input_ids")
         forced = [row.decoder_input_ids for row in rows]
         tensors["decoder_input_ids"] = _padded(forced, NO_TOKEN)
-    return {**tensors, **_prompts(rows, names)}
+    if any(row.ia3_task is not None for row in rows):
+        _require(names, "ia3_tasks")
+        tasks = [-1 if row.ia3_task is None else row.ia3_task for row in rows]
+        tensors["ia3_tasks"] = np.array(tasks, dtype=np.int32)[:, None]
+    if any(row.prompt_embedding is not None for row in rows):
+        _require(names, "request_prompt_embedding")
+        own = prompt_tensors(rows)
+        tensors.update({name: array for name, array in own.items() if name in names.known})
+    return tensors
 
 
 def _padded(rows: Sequence[Sequence[int]], filler: int) -> NDArray[np.uint32]:
@@ -119,27 +132,26 @@ def _padded(rows: Sequence[Sequence[int]], filler: int) -> NDArray[np.uint32]:
     return padded
 
 
-def _prompts(rows: Sequence[GenerateRequest], names: Names) -> dict[str, NDArray[Any]]:
-    """The rows' own prompt embeddings, padded with zero rows: [B, longest, hidden]."""
-    given = [row.prompt_embedding for row in rows]
-    if all(embedding is None for embedding in given):
-        return {}
-    if any(embedding is None for embedding in given):
-        raise RequestError("either all rows of a request have a prompt_embedding or none")
-    _require(names, "request_prompt_embedding")
-    lengths = [len(embedding) for embedding in given]
-    dtype = NUMPY_TYPES[names.known["request_prompt_embedding"].dtype]
-    packed = np.zeros((len(rows), max(lengths), np.shape(given[0])[1]), dtype)
-    for target, embedding in zip(packed, given, strict=True):
-        target[: len(embedding)] = embedding
-    tensors = {
-        "request_prompt_embedding": packed,
-        "request_prompt_lengths": np.array(lengths, np.uint32)[:, None],
+def prompt_tensors(rows: Sequence[GenerateRequest]) -> dict[str, NDArray[Any]]:
+    """The rows' own prompts; rows without one have the type 0.
+
+    The embeddings keep their type, which must be the one the model computes in.
+    """
+    own = [row.prompt_embedding for row in rows if row.prompt_embedding is not None]
+    longest = max(len(table) for table in own)
+    embeddings = np.zeros((len(rows), longest, own[0].shape[1]), dtype=own[0].dtype)
+    lengths = np.zeros((len(rows), 1), dtype=np.uint32)
+    types = np.zeros((len(rows), 1), dtype=np.uint32)
+    for index, row in enumerate(rows):
+        if row.prompt_embedding is not None:
+            lengths[index] = len(row.prompt_embedding)
+            embeddings[index, : len(row.prompt_embedding)] = row.prompt_embedding
+            types[index] = SOFT_PROMPT if row.soft_prompt else PROMPT_TABLE
+    return {
+        "request_prompt_embedding": embeddings,
+        "request_prompt_lengths": lengths,
+        "request_prompt_type": types,
     }
-    if "request_prompt_type" in names.known:
-        kinds = [SOFT_PROMPT if row.soft_prompt else P_TUNING for row in rows]
-        tensors["request_prompt_type"] = np.array(kinds, np.uint32)[:, None]
-    return tensors
 
 
 def _require(names: Names, tensor: str) -> None:
@@ -154,7 +166,7 @@ def _column(
 ) -> NDArray[Any] | None:
     """One value per row, [B, 1]; None when all have the contract's default."""
     if tensor is None:
-        if any(values):
+        if any(value != _DEFAULTS[name] for value in values):
             _require(names, name)
         return None
     if all(value == tensor.default for value in values):
@@ -191,6 +203,8 @@ def output_names(rows: Sequence[GenerateRequest], model_type: str = "GPT") -> tu
         names += ["cum_log_probs", "output_log_probs"]
     if any(row.return_context_logits for row in rows):
         names.append("context_logits")
+    if any(row.prompt_task is not None or row.prompt_embedding is not None for row in rows):
+        names.append("response_input_lengths")
     return tuple(names)
 
 

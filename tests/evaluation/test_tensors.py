@@ -43,23 +43,20 @@ REQUEST = GenerateRequest(
     return_log_probs=True,
     return_context_logits=True,
     prompt_task=1,
-    prompt_embedding=np.zeros((3, 4)),
+    prompt_embedding=np.ones((3, 4), np.float16),
+    soft_prompt=True,
+    ia3_task=2,
 )
-OF_AN_ENCODER = (
-    "decoder_input_ids",
-    "return_hidden_state",
-    "return_attentions",
-    "ia3_task",
-)
+OF_AN_ENCODER = ("decoder_input_ids", "return_hidden_state", "return_attentions")
 
 
 def test_every_field_of_a_request_becomes_a_tensor_of_the_contract():
     sent = request_tensors([REQUEST])
     contract = {tensor.name: tensor for tensor in GPT_INPUTS}
     fields = len(dataclasses.fields(SamplingParameters)) + len(dataclasses.fields(REQUEST))
-    fields -= len(OF_AN_ENCODER) + 1  # soft_prompt is the request_prompt_type
-    # The prompt and its embedding are two tensors; `sampling` itself is none.
-    assert len(sent) == fields + 2
+    fields -= len(OF_AN_ENCODER)
+    # The prompt is two tensors, `sampling` itself none, an embedding with soft_prompt three.
+    assert len(sent) == fields + 1 - 1 + 1
     for name, array in sent.items():
         tensor = contract[name]
         assert array.dtype == tensors.NUMPY_TYPES[tensor.dtype], name
@@ -81,6 +78,15 @@ def test_every_field_of_a_request_becomes_a_tensor_of_the_contract():
 def test_what_only_an_encoder_answers_is_refused(field, name):
     with pytest.raises(RequestError, match=f"type GPT has no input for this; got '{name}'"):
         request_tensors([REQUEST, dataclasses.replace(REQUEST, **field)])
+
+
+def test_what_a_family_has_no_tensor_for_is_refused(monkeypatch):
+    known = {name: t for name, t in tensors.names_of("T5").known.items() if "prompt" not in name}
+    names = dataclasses.replace(tensors.names_of("T5"), known=known)
+    monkeypatch.setattr(tensors, "names_of", lambda _: names)
+    assert "input_ids" in request_tensors([GenerateRequest((1,), 1)], "T5")
+    with pytest.raises(RequestError, match="no input for this; got 'prompt_learning_task"):
+        request_tensors([GenerateRequest((1,), 1, prompt_task=0)], "T5")
 
 
 def test_an_encoder_alone_generates_nothing():
@@ -109,17 +115,32 @@ def test_rows_for_an_encoder_and_decoder():
     assert [output.output_ids for output in row_outputs(rows, answer)] == [(8, 9), (5, 6, 7)]
 
 
-def test_prompt_embeddings_are_padded_with_zero_rows():
+def test_rows_with_and_without_own_prompts():
+    table = np.arange(8, dtype=np.float16).reshape(2, 4)
     rows = [
-        GenerateRequest((1,), 1, prompt_embedding=np.ones((2, 3)), soft_prompt=True),
-        GenerateRequest((1,), 1, prompt_embedding=np.ones((1, 3)), soft_prompt=True),
+        GenerateRequest((1, 2), 1, prompt_embedding=table[:1]),
+        GenerateRequest((1,), 1, ia3_task=0),
+        GenerateRequest((1,), 1, prompt_embedding=table, soft_prompt=True),
     ]
     sent = request_tensors(rows)
-    assert sent["request_prompt_embedding"][1].tolist() == [[1, 1, 1], [0, 0, 0]]
-    assert sent["request_prompt_lengths"].tolist() == [[2], [1]]
-    assert sent["request_prompt_type"].tolist() == [[1], [1]]
-    with pytest.raises(RequestError, match="all rows of a request have a prompt_embedding"):
-        request_tensors([*rows, GenerateRequest((1,), 1)])
+    assert sent["request_prompt_lengths"].tolist() == [[1], [0], [2]]
+    assert sent["request_prompt_type"].tolist() == [[3], [0], [1]]
+    assert sent["request_prompt_embedding"][:, 0, 1].tolist() == [1, 0, 1]
+    assert sent["ia3_tasks"].tolist() == [[-1], [0], [-1]]
+
+
+def test_answers_hold_no_virtual_tokens():
+    row = GenerateRequest((9, 10, 5), 2, prompt_task=0, return_context_logits=True)
+    assert "response_input_lengths" in tensors.output_names([row])
+    answer = {
+        "output_ids": np.array([[[5, 7, 8]]]),
+        "sequence_length": np.array([[3]]),
+        "response_input_lengths": np.array([[1]]),
+        "context_logits": np.zeros((1, 3, 4)),
+    }
+    (output,) = row_outputs([row], answer)
+    assert output.output_ids == (7, 8)
+    assert output.context_logits.shape == (3, 4)
 
 
 def test_defaults_are_left_out():

@@ -184,18 +184,21 @@ def test_int8_mode_false_is_zero(hydra_config: Compose) -> None:
 def test_the_documented_table_of_nodes_and_devices(
     hydra_config: Compose, tp_size: int, pp_size: int, nodes: int, devices: str | None
 ) -> None:
-    plan = make_plan(
-        hydra_config(
-            "dry_run=True",
-            "stages=[export,deploy]",
-            f"export.model.tensor_model_parallel_size={tp_size}",
-            f"export.triton_deployment.pipeline_model_parallel_size={pp_size}",
-        )
+    overrides = (
+        "dry_run=True",
+        "stages=[export,deploy]",
+        f"export.model.tensor_model_parallel_size={tp_size}",
+        f"export.triton_deployment.pipeline_model_parallel_size={pp_size}",
     )
-    deploy = plan.stages[1]
-    assert deploy.resources().nodes == nodes
-    assert deploy.env().get("CUDA_VISIBLE_DEVICES") == devices
-    assert f"#SBATCH --nodes={nodes}\n" in plan.preview()
+    bcp = make_plan(hydra_config(*overrides, "cluster_type=bcp")).stages[1]
+    assert bcp.env().get("CUDA_VISIBLE_DEVICES") == devices
+    slurm = make_plan(hydra_config(*overrides))
+    server = slurm.stages[1]
+    assert server.resources().nodes == bcp.resources().nodes == nodes
+    # Slurm sets CUDA_VISIBLE_DEVICES itself, to the GPUs that the step asks for.
+    assert "CUDA_VISIBLE_DEVICES" not in server.env()
+    assert server.step_gpus() == (None if devices is None else len(devices.split(",")))
+    assert f"#SBATCH --nodes={nodes}\n" in slurm.preview()
 
 
 def test_the_documented_bcp_command_acts_from_any_directory(

@@ -58,17 +58,20 @@ def export(
     pp: int = 1,
     source: str = "huggingface",
     data_type: str = "fp32",
+    name: str = "tiny",
+    **more: Any,
 ) -> ExportSettings:
     """A whole repository around random weights."""
     model, tensors = config(), t5_tensors(config())
     settings = ExportSettings(
-        model_name="tiny",
+        model_name=name,
         model_type=model_type,
         checkpoint_path="unused",
-        triton_model_dir=str(folder / "model_repo" / "tiny"),
+        triton_model_dir=str(folder / "model_repo" / name),
         parallelism=Parallelism(tp, pp),
         max_batch_size=8,
         data_type=data_type,
+        **more,
     )
     writer = FTWriter(settings.checkpoint_dir, model, tp, "fp32", source={"format": source})
     with writer:
@@ -122,6 +125,13 @@ def test_an_encoders_outputs_have_the_models_type() -> None:
     outputs = CONTRACTS["T5-Encoder"].declared_outputs("bf16")
     assert {tensor.dtype for tensor in outputs} == {"BF16"}
     assert CONTRACTS["T5"].declared_outputs("bf16") == CONTRACTS["T5"].outputs
+
+
+def test_a_requests_embeddings_have_the_models_type() -> None:
+    for name in ("GPT", "T5", "T5-Encoder"):
+        types = {tensor.name: tensor.dtype for tensor in CONTRACTS[name].declared_inputs("bf16")}
+        assert types["request_prompt_embedding"] == "BF16"
+        assert types["input_ids"] == "UINT32"
 
 
 def test_a_model_type_of_another_family_is_refused(tmp_path: Path) -> None:
@@ -220,7 +230,8 @@ def test_text_through_the_ensemble(client: Client, plain: Plain) -> None:
         INPUT_1=np.array([[6], [4]], np.uint32),
         is_return_log_probs=np.array([[True], [True]]),
     )
-    assert set(answer) == {"OUTPUT_0", "sequence_length", "cum_log_probs", "output_log_probs"}
+    probabilities = {"cum_log_probs", "output_log_probs"}
+    assert set(answer) == {"OUTPUT_0", "OUTPUT_DELTA", "sequence_length", *probabilities}
     for row, (text, length) in enumerate(zip(texts, (6, 4), strict=True)):
         ids = plain.greedy((*tokenizer.encode(text), END_ID), length)
         assert answer["OUTPUT_0"][row, 0, 0].decode() == tokenizer.decode(ids)
@@ -234,7 +245,7 @@ def test_text_through_the_ensemble(client: Client, plain: Plain) -> None:
         ({"sequence_length": np.array([[7]], np.uint32)}, "sequence_length must be within"),
         ({"sequence_length": np.array([[0]], np.uint32)}, "input_ids is empty"),
         ({"decoder_input_ids": np.array([[491]], np.uint32)}, "decoder_input_ids has ids outside"),
-        ({"ia3_tasks": np.array([[1]], np.int32)}, "this model has no IA3 adapters"),
+        ({"ia3_tasks": np.array([[1]], np.int32)}, "model has no IA3 adapters"),
     ],
 )
 def test_a_wrong_request_has_its_own_error(client: Client, changes: dict, reason: str) -> None:

@@ -98,10 +98,11 @@ def test_steps_run_in_the_container_that_was_asked_for(
     submit("stages=[export]", f"container='{image}'")
     assert ended(slurm, submit, "export") == ("COMPLETED", "0:0"), submit.log("export")
     seen = slurm.pyxis_record()[before:]
-    assert [entry["phase"] for entry in seen] == ["sbatch", "srun", "task", "srun", "task"]
-    assert seen[0]["image"] is None
+    # sbatch is asked what it would say, and then given the job.
+    assert [entry["phase"] for entry in seen] == ["sbatch"] * 2 + ["srun", "task"] * 2
+    assert (seen[0]["image"], seen[1]["image"]) == (None, None)
     folder = submit.record("export")["folder"]
-    for entry in seen[1:]:
+    for entry in seen[2:]:
         assert entry["image"] == str(image)
         assert entry["workdir"] == str(folder)
         assert entry["mount_home"] == "no"
@@ -157,9 +158,20 @@ def test_a_missing_mount_fails_the_job_and_says_so(
 def test_what_sbatch_refuses_is_one_clear_error(submit: Submit, option: str, reason: str) -> None:
     ran = submit("stages=[export]", option, check=False)
     assert ran.returncode == 1
-    assert "sbatch refused the export job" in ran.stderr
+    assert "sbatch would refuse the export job" in ran.stderr
     assert reason in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def test_a_job_that_could_never_start_is_not_queued(slurm: TestCluster, submit: Submit) -> None:
+    late = ("cluster.partition=single", "export.run.time_limit=0:30:00")
+    ran = submit("stages=[export,deploy]", *late, check=False)
+    assert ran.returncode == 1
+    assert "the deploy job would wait for ever (PartitionTimeLimit)" in ran.stderr
+    assert "longer than 01:00:00; got '1-00:00:00'; change deploy.run.time_limit" in ran.stderr
+    assert "the export job" not in ran.stderr
+    assert slurm.run("squeue", "--noheader").stdout == ""
+    assert not submit.results.exists()
 
 
 RANKS = """

@@ -17,7 +17,6 @@ set -euo pipefail
 
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
-export CUDA_VISIBLE_DEVICES=0,1
 export TRANSFORMERS_OFFLINE=1
 
 # A time limit, a preemption or a person ends the server in order: it finishes its requests.
@@ -29,6 +28,7 @@ trap 'signalled=1; scancel --quiet --signal=TERM "$SLURM_JOB_ID" || true' USR1 T
 srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=pmix \
+    --gpus-per-node=2 \
     --chdir=/mount/results/jobs/deploy \
     python3 -m launcher_scripts.steps.start_server --settings /mount/results/jobs/deploy/deploy_gpt3_126m_hydra.yaml &
 server=$!

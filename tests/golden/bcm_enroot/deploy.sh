@@ -17,7 +17,7 @@ set -euo pipefail
 
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
-export CUDA_VISIBLE_DEVICES=0,1
+export TRITON_CACHE_DIR=/mount/results/cache/triton
 export TRANSFORMERS_OFFLINE=1
 
 # Run a command in a container of this task's own, which is removed at the end. A signal reaches
@@ -37,7 +37,7 @@ in_container() {
     LOCAL_RANK=${LOCAL_RANK:-$SLURM_LOCALID}
     export MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK
     local options=()
-    for variable in MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK PYTHONPATH PYTHONUNBUFFERED CUDA_VISIBLE_DEVICES TRANSFORMERS_OFFLINE \
+    for variable in MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK PYTHONPATH PYTHONUNBUFFERED TRITON_CACHE_DIR TRANSFORMERS_OFFLINE \
         $(compgen -e | grep -E '^(SLURM|PMIX|PMI)_|^SLURMD_NODENAME$'); do
         options+=(--env "$variable")
     done
@@ -66,6 +66,7 @@ trap 'signalled=1; scancel --quiet --signal=TERM "$SLURM_JOB_ID" || true' USR1 T
 srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=pmix \
+    --gpus-per-node=2 \
     --chdir=/mount/results/jobs/deploy \
     bash -c 'in_container "$@"' bash \
     python3 -m launcher_scripts.steps.start_server --settings /mount/results/jobs/deploy/deploy_gpt3_126m_hydra.yaml &

@@ -16,6 +16,7 @@ set -euo pipefail
 
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
+export MPLCONFIGDIR=/mount/results/cache/matplotlib
 export TRANSFORMERS_OFFLINE=1
 
 # Run a command in a container of this task's own, which is removed at the end. A signal reaches
@@ -35,7 +36,7 @@ in_container() {
     LOCAL_RANK=${LOCAL_RANK:-$SLURM_LOCALID}
     export MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK
     local options=()
-    for variable in MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK PYTHONPATH PYTHONUNBUFFERED TRANSFORMERS_OFFLINE \
+    for variable in MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK PYTHONPATH PYTHONUNBUFFERED MPLCONFIGDIR TRANSFORMERS_OFFLINE \
         $(compgen -e | grep -E '^(SLURM|PMIX|PMI)_|^SLURMD_NODENAME$'); do
         options+=(--env "$variable")
     done

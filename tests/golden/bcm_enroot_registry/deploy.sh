@@ -17,8 +17,9 @@ set -euo pipefail
 
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
-export CUDA_VISIBLE_DEVICES=0,1
+export MPLCONFIGDIR=/mount/results/cache/matplotlib
 export TRANSFORMERS_OFFLINE=1
+export TRITON_CACHE_DIR=/mount/results/cache/triton
 
 # The image is fetched once for all nodes and jobs.
 mkdir -p /mount/results/images
@@ -48,7 +49,7 @@ in_container() {
     LOCAL_RANK=${LOCAL_RANK:-$SLURM_LOCALID}
     export MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK
     local options=()
-    for variable in MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK PYTHONPATH PYTHONUNBUFFERED CUDA_VISIBLE_DEVICES TRANSFORMERS_OFFLINE \
+    for variable in MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK PYTHONPATH PYTHONUNBUFFERED TRITON_CACHE_DIR TRANSFORMERS_OFFLINE \
         $(compgen -e | grep -E '^(SLURM|PMIX|PMI)_|^SLURMD_NODENAME$'); do
         options+=(--env "$variable")
     done
@@ -132,6 +133,7 @@ trap 'exit 143' TERM
 srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=pmi2 \
+    --gpus-per-node=2 \
     --output=/mount/results/jobs/deploy/server-deploy_gpt3_126m_%j.out --open-mode=append \
     --chdir=/mount/results/jobs/deploy \
     bash -c 'in_container "$@"' bash \

@@ -17,13 +17,13 @@ set -euo pipefail
 
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
-export CUDA_VISIBLE_DEVICES=0,1
+export TRITON_CACHE_DIR=/mount/results/cache/triton
 export TRANSFORMERS_OFFLINE=1
 
 # Containers outlive the job on this cluster, so they are removed from every node.
 remove_containers() {
     srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --mpi=none \
-        enroot remove --force "pyxis_launcher_${SLURM_JOB_ID}" || true
+        enroot remove --force "pyxis_launcher_${SLURM_JOB_ID}_deploy" || true
 }
 trap remove_containers EXIT
 
@@ -36,12 +36,13 @@ trap 'signalled=1; scancel --quiet --signal=TERM "$SLURM_JOB_ID" || true' USR1 T
 srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=pmix \
+    --gpus-per-node=2 \
     --container-image=/images/inference.sqsh \
-    --container-name="launcher_${SLURM_JOB_ID}" \
+    --container-name="launcher_${SLURM_JOB_ID}_deploy" \
     --container-mounts=/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
     --container-workdir=/mount/results/jobs/deploy \
     --no-container-mount-home \
-    --container-env=PYTHONPATH,PYTHONUNBUFFERED,CUDA_VISIBLE_DEVICES,TRANSFORMERS_OFFLINE \
+    --container-env=PYTHONPATH,PYTHONUNBUFFERED,TRITON_CACHE_DIR,TRANSFORMERS_OFFLINE \
     python3 -m launcher_scripts.steps.start_server --settings /mount/results/jobs/deploy/deploy_gpt3_126m_hydra.yaml &
 server=$!
 

@@ -16,12 +16,13 @@ set -euo pipefail
 
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
+export MPLCONFIGDIR=/mount/results/cache/matplotlib
 export TRANSFORMERS_OFFLINE=1
 
 # Containers outlive the job on this cluster, so they are removed from every node.
 remove_containers() {
     srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --mpi=none \
-        enroot remove --force "pyxis_launcher_${SLURM_JOB_ID}" || true
+        enroot remove --force "pyxis_launcher_${SLURM_JOB_ID}_evaluate" || true
 }
 
 # The server is a job of its own, which must run as long as it is measured.
@@ -97,11 +98,11 @@ beside_server srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=none \
     --container-image=/images/inference.sqsh \
-    --container-name="launcher_${SLURM_JOB_ID}" \
+    --container-name="launcher_${SLURM_JOB_ID}_evaluate" \
     --container-mounts=/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
     --container-workdir=/mount/results/jobs/evaluate \
     --no-container-mount-home \
-    --container-env=PYTHONPATH,PYTHONUNBUFFERED,TRANSFORMERS_OFFLINE \
+    --container-env=PYTHONPATH,PYTHONUNBUFFERED,MPLCONFIGDIR,TRANSFORMERS_OFFLINE \
     python3 -m launcher_scripts.steps.measure_accuracy --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml
 
 # Step 2 of 2: measure_speed
@@ -109,9 +110,9 @@ beside_server srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=none \
     --container-image=/images/inference.sqsh \
-    --container-name="launcher_${SLURM_JOB_ID}" \
+    --container-name="launcher_${SLURM_JOB_ID}_evaluate" \
     --container-mounts=/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
     --container-workdir=/mount/results/jobs/evaluate \
     --no-container-mount-home \
-    --container-env=PYTHONPATH,PYTHONUNBUFFERED,TRANSFORMERS_OFFLINE \
+    --container-env=PYTHONPATH,PYTHONUNBUFFERED,MPLCONFIGDIR,TRANSFORMERS_OFFLINE \
     python3 -m launcher_scripts.steps.measure_speed --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml

@@ -21,7 +21,7 @@ export TRANSFORMERS_OFFLINE=1
 # Containers outlive the job on this cluster, so they are removed from every node.
 remove_containers() {
     srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --mpi=none \
-        enroot remove --force "pyxis_launcher_${SLURM_JOB_ID}" || true
+        enroot remove --force "pyxis_launcher_${SLURM_JOB_ID}_export" || true
 }
 trap remove_containers EXIT
 
@@ -30,7 +30,7 @@ srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=none \
     --container-image=/images/inference.sqsh \
-    --container-name="launcher_${SLURM_JOB_ID}" \
+    --container-name="launcher_${SLURM_JOB_ID}_export" \
     --container-mounts=/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
     --container-workdir=/mount/results/jobs/export \
     --no-container-mount-home \
@@ -42,7 +42,7 @@ srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=none \
     --container-image=/images/inference.sqsh \
-    --container-name="launcher_${SLURM_JOB_ID}" \
+    --container-name="launcher_${SLURM_JOB_ID}_export" \
     --container-mounts=/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
     --container-workdir=/mount/results/jobs/export \
     --no-container-mount-home \

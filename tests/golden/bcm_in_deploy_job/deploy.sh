@@ -17,7 +17,6 @@ set -euo pipefail
 
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
-export CUDA_VISIBLE_DEVICES=0,1
 export TRANSFORMERS_OFFLINE=1
 
 # The server is a step of this job; the result of the client is the result of the job.
@@ -85,6 +84,7 @@ trap 'exit 143' TERM
 srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=pmix \
+    --gpus-per-node=2 \
     --output=/mount/results/jobs/deploy/server-deploy_gpt3_126m_%j.out --open-mode=append \
     --chdir=/mount/results/jobs/deploy \
     python3 -m launcher_scripts.steps.start_server --settings /mount/results/jobs/deploy/deploy_gpt3_126m_hydra.yaml &

@@ -21,6 +21,7 @@ set -euo pipefail
 
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
+export TRITON_CACHE_DIR=/mount/results/cache/triton
 export NCCL_DEBUG='INFO; rm -rf $HOME'
 export TRANSFORMERS_OFFLINE=1
 
@@ -34,11 +35,11 @@ srun \
     --nodes=2 --ntasks=2 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=pmix --label \
     --container-image='/images/launcher inference.sqsh' \
-    --container-name="launcher_${SLURM_JOB_ID}" \
+    --container-name="launcher_${SLURM_JOB_ID}_deploy" \
     --container-mounts=/models/gpt:/models:ro,/lustre:/lustre,/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
     --container-workdir=/mount/results/gpt3_126m/jobs/001 \
     --no-container-mount-home \
-    --container-env=PYTHONPATH,PYTHONUNBUFFERED,NCCL_DEBUG,TRANSFORMERS_OFFLINE \
+    --container-env=PYTHONPATH,PYTHONUNBUFFERED,TRITON_CACHE_DIR,NCCL_DEBUG,TRANSFORMERS_OFFLINE \
     --container-writable \
     python3 -m launcher_scripts.steps.start_server --settings '/mount/results/gpt3_126m/jobs/001/deploy $(touch x) "it'"'"'s" ü_hydra.yaml' &
 server=$!

@@ -20,6 +20,7 @@ set -euo pipefail
 
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
+export MPLCONFIGDIR=/mount/results/cache/matplotlib
 export NCCL_DEBUG='INFO; rm -rf $HOME'
 export TRANSFORMERS_OFFLINE=1
 
@@ -28,11 +29,11 @@ srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=none \
     --container-image='/images/launcher inference.sqsh' \
-    --container-name="launcher_${SLURM_JOB_ID}" \
+    --container-name="launcher_${SLURM_JOB_ID}_evaluate" \
     --container-mounts=/models/gpt:/models:ro,/lustre:/lustre,/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
     --container-workdir=/mount/results/gpt3_126m/jobs/001 \
     --no-container-mount-home \
-    --container-env=PYTHONPATH,PYTHONUNBUFFERED,NCCL_DEBUG,TRANSFORMERS_OFFLINE \
+    --container-env=PYTHONPATH,PYTHONUNBUFFERED,MPLCONFIGDIR,NCCL_DEBUG,TRANSFORMERS_OFFLINE \
     --container-writable \
     python3 -m launcher_scripts.steps.measure_accuracy --settings /mount/results/gpt3_126m/jobs/001/evaluate_gpt3_126m_hydra.yaml
 
@@ -41,10 +42,10 @@ exec srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=none \
     --container-image='/images/launcher inference.sqsh' \
-    --container-name="launcher_${SLURM_JOB_ID}" \
+    --container-name="launcher_${SLURM_JOB_ID}_evaluate" \
     --container-mounts=/models/gpt:/models:ro,/lustre:/lustre,/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
     --container-workdir=/mount/results/gpt3_126m/jobs/001 \
     --no-container-mount-home \
-    --container-env=PYTHONPATH,PYTHONUNBUFFERED,NCCL_DEBUG,TRANSFORMERS_OFFLINE \
+    --container-env=PYTHONPATH,PYTHONUNBUFFERED,MPLCONFIGDIR,NCCL_DEBUG,TRANSFORMERS_OFFLINE \
     --container-writable \
     python3 -m launcher_scripts.steps.measure_speed --settings /mount/results/gpt3_126m/jobs/001/evaluate_gpt3_126m_hydra.yaml

@@ -28,7 +28,7 @@ srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=none \
     --container-image='/images/launcher inference.sqsh' \
-    --container-name="launcher_${SLURM_JOB_ID}" \
+    --container-name="launcher_${SLURM_JOB_ID}_export" \
     --container-mounts=/models/gpt:/models:ro,/lustre:/lustre,/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
     --container-workdir=/mount/results/gpt3_126m/jobs/001 \
     --no-container-mount-home \
@@ -41,7 +41,7 @@ exec srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=none \
     --container-image='/images/launcher inference.sqsh' \
-    --container-name="launcher_${SLURM_JOB_ID}" \
+    --container-name="launcher_${SLURM_JOB_ID}_export" \
     --container-mounts=/models/gpt:/models:ro,/lustre:/lustre,/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
     --container-workdir=/mount/results/gpt3_126m/jobs/001 \
     --no-container-mount-home \

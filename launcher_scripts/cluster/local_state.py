@@ -1,0 +1,96 @@
+"""What has become of a job on this machine: its process, noted when it started, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from launcher_scripts.cluster.record import read_json, write_end, write_text
+from launcher_scripts.cluster.state import UNKNOWN, JobState, wait_for
+from launcher_scripts.errors import ClusterError
+
+_KILL_SECONDS = 5.0
+_ASKED_TO_END = tuple(128 + n for n in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
+_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+_START_TIME_FIELD = 19  # of /proc/<pid>/stat, counted behind the program's name
+
+
+def note_process(folder: Path, pid: int) -> None:
+    """Remember the process that leads a job: its start tells it from a later one of its number."""
+    content = {"pid": pid, "host": socket.gethostname(), "started": _started(pid)}
+    write_text(folder / "process.json", json.dumps(content) + "\n")
+
+
+def note_end(folder: Path, job_id: str, code: int, *, stopped: bool) -> None:
+    """Remember how a job ended. A folder that is gone or full is no reason to fail."""
+    name = "COMPLETED" if code == 0 else "FAILED"
+    if code and (stopped or code in _ASKED_TO_END):
+        name = "CANCELLED"
+    state = JobState(name, code, socket.gethostname(), seconds=_lived(folder))
+    with contextlib.suppress(ClusterError):
+        write_end(folder, job_id, state)
+
+
+def process_state(folder: Path, job_id: str) -> JobState:
+    """The state of a job that has left no word of its end. job_id: the launcher's process id."""
+    process = read_json(folder / "process.json")
+    if process is None:
+        if _started(int(job_id)) is not None:
+            return JobState("PENDING", reason="the launcher has not started it yet")
+        return JobState("CANCELLED", 143, reason="the launcher ended before it was started")
+    host = str(process["host"])
+    if host != socket.gethostname():
+        return JobState(UNKNOWN, nodes=host, reason=f"it runs on {host}: ask there")
+    if _started(process["pid"]) != process["started"]:
+        reason = "the launcher was killed, and the job with it"
+        return JobState("CANCELLED", 143, nodes=host, reason=reason)
+    return JobState("RUNNING", nodes=host, seconds=_lived(folder))
+
+
+def ask_to_end(folder: Path, job_id: str, seconds: float) -> None:
+    """Ask the job's leading process to end, and end its group when it has not done so in time."""
+    if process_state(folder, job_id).running:
+        _signal(os.kill, _pid(folder), signal.SIGTERM)
+        if not wait_for(lambda: not process_state(folder, job_id).running, seconds):
+            end_group(folder, job_id)
+
+
+def end_group(folder: Path, job_id: str) -> None:
+    """End all processes of a job."""
+    if not process_state(folder, job_id).running:
+        return
+    _signal(os.killpg, _pid(folder), signal.SIGTERM)
+    if not wait_for(lambda: not process_state(folder, job_id).running, _KILL_SECONDS):
+        _signal(os.killpg, _pid(folder), signal.SIGKILL)
+
+
+def _signal(send: Callable[[int, int], None], pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        send(pid, number)
+
+
+def _pid(folder: Path) -> int:
+    return int((read_json(folder / "process.json") or {})["pid"])
+
+
+def _started(pid: int) -> int | None:
+    """When a process started, in clock ticks since the machine did; None when it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else int(fields[_START_TIME_FIELD])
+
+
+def _lived(folder: Path) -> int | None:
+    process = read_json(folder / "process.json") or {}
+    if process.get("started") is None:
+        return None
+    started = int(process["started"])
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return round(uptime - started / _CLOCK_TICKS)

@@ -1,0 +1,106 @@
+"""What a job folder says of its job: who takes care of it, under which id, and where its files are.
+
+<folder>/job.json      written when the job is handed over
+<folder>/process.json  of a job on this machine: its process
+<folder>/end_<id>.json how it ended, as soon as somebody has seen it
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.cluster.state import JobState
+from launcher_scripts.errors import ClusterError
+
+RECORD = "job.json"
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """The content of job.json. Paths are relative to the folder where they lie in it.
+
+    after:        id of the job that it waits for
+    within:       the folder of the server's job that it runs in
+    ready_file:   of a service; one per replica, see `ready_files`
+    stop_timeout: seconds that a service may take to end
+    submitted:    time of the submission, in seconds since 1970
+    replicas:     how many servers the job is, as tasks of an array; 0: no array
+    """
+
+    stage: str
+    name: str
+    cluster_type: str
+    job_id: str
+    after: str | None
+    settings: str
+    script: str
+    log: str
+    ready_file: str | None = None
+    stop_timeout: float = 0.0
+    submitted: float = 0.0
+    within: str | None = None
+    replicas: int = 0
+
+    def write(self, folder: Path) -> None:
+        write_text(folder / RECORD, json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n")
+        write_text(folder / "job_id", f"{self.job_id}\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> JobRecord:
+        values = read_json(folder / RECORD)
+        known = {field.name for field in fields(cls)}
+        try:
+            return cls(**{name: value for name, value in (values or {}).items() if name in known})
+        except TypeError as error:
+            raise ClusterError(f"{folder / RECORD} is no job's record: {error}") from error
+
+    def ids(self) -> tuple[str, ...]:
+        """The cluster's id of every replica."""
+        if not self.replicas:
+            return (self.job_id,)
+        return tuple(f"{self.job_id}_{number}" for number in range(self.replicas))
+
+    def log_file(self, folder: Path, job_id: str) -> Path:
+        """The log of one of `ids`."""
+        log = folder / self.log
+        return log.with_name(log.name.removesuffix(f"_{self.job_id}.out") + f"_{job_id}.out")
+
+
+def write_end(folder: Path, job_id: str, state: JobState) -> None:
+    """Remember how a job ended: clusters forget."""
+    write_text(_end_file(folder, job_id), json.dumps(state.to_json()) + "\n")
+
+
+def read_end(folder: Path, job_id: str) -> JobState | None:
+    values = read_json(_end_file(folder, job_id))
+    return None if values is None else JobState.from_json(values)
+
+
+def _end_file(folder: Path, job_id: str) -> Path:
+    return folder / f"end_{job_id}.json"
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The mapping in a file; None without the file. ClusterError where it is something else."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ClusterError(f"cannot read {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ClusterError(f"{path} holds no mapping")
+    return values
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that readers see whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ClusterError(f"cannot write {path}: {error}") from error

@@ -1,0 +1,177 @@
+"""Slurm's answers about jobs and partitions: scontrol first, then sacct, for what has ended."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+
+from launcher_scripts.cluster.job import Resources
+from launcher_scripts.cluster.state import FORGOTTEN, UNKNOWN, JobState
+from launcher_scripts.errors import Problems, problem
+
+_TIMEOUT = 30.0
+_UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "N/A")
+
+# Why a job that waits will wait for ever as it is, and what to change. Slurm's words.
+BLOCKING_REASONS: Mapping[str, str] = {
+    "PartitionTimeLimit": "its time limit is beyond the partition's: run.time_limit of the stage, "
+    "or cluster.partition",
+    "PartitionNodeLimit": "the partition gives no job as many nodes: deploy.run.nodes, or "
+    "cluster.partition",
+    "BadConstraints": "no node is as it asks: cluster.constraint, cluster.nodelist",
+    "DependencyNeverSatisfied": "the job that it waits for has failed",
+    "InvalidAccount": "there is no such account: cluster.account",
+    "InvalidQOS": "there is no such quality of service: cluster.qos",
+    "AccountNotAllowed": "the partition does not take the account: cluster.account",
+    "QOSNotAllowed": "the partition does not take the quality of service: cluster.qos",
+    "QOSMaxWallDurationPerJobLimit": "its time limit is beyond that of cluster.qos",
+    "AssocMaxWallDurationPerJobLimit": "its time limit is beyond that of cluster.account",
+    "QOSMaxNodePerJobLimit": "cluster.qos gives no job as many nodes",
+    "AssocMaxNodePerJobLimit": "cluster.account gives no job as many nodes",
+    "ReservationDeleted": "its reservation is gone: cluster.reservation",
+}
+
+
+def answers() -> bool:
+    """Whether this machine has Slurm's commands and its controller can be reached."""
+    if shutil.which("sbatch") is None or shutil.which("scontrol") is None:
+        return False
+    asked = _ask("scontrol", "ping")
+    return asked is not None and asked.returncode == 0 and " UP" in asked.stdout
+
+
+def job_state(job_id: str) -> JobState:
+    """The state of a job or of one task of an array."""
+    shown = _ask("scontrol", "--oneliner", "show", "job", job_id)
+    if shown is not None and shown.returncode == 0 and shown.stdout.strip():
+        return _of_scontrol(shown.stdout.splitlines()[0])
+    accounted = _of_accounting(job_id)
+    if accounted is not None:
+        return accounted
+    if shown is None or "Invalid job id" not in shown.stdout + shown.stderr:
+        said = "scontrol is not on the PATH" if shown is None else shown.stderr.strip()
+        return JobState(UNKNOWN, reason=said)
+    return JobState(FORGOTTEN, reason="Slurm has forgotten the job, and sacct has no record of it")
+
+
+def signal_job(job_id: str, *options: str) -> str:
+    """Run scancel on a job; returns what it complains of."""
+    asked = _ask("scancel", *options, job_id)
+    return "scancel is not on the PATH" if asked is None else asked.stderr.strip()
+
+
+def check_partition(name: str | None, resources: Resources, problems: Problems, stage: str) -> None:
+    """Add what keeps a job out of its partition for ever; Slurm would queue it all the same.
+
+    name: a partition, several with commas, or None for the cluster's default
+    """
+    refusals = []
+    for line in _partitions(name):
+        fields = dict(item.split("=", 1) for item in line.split() if "=" in item)
+        refused = _refusal(fields, resources, stage)
+        if refused is None:
+            return
+        refusals.append(refused)
+    problems.messages.extend(refusals)
+
+
+def slurm_seconds(text: str) -> int:
+    """A time in Slurm's notation: minutes, [days-]hours:minutes[:seconds], minutes:seconds."""
+    days, dash, clock = text.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    if dash:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, minutes, seconds = 0, *(*parts, 0)[:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _ask(*argv: str) -> subprocess.CompletedProcess[str] | None:
+    """What a command of Slurm answers; None where there is no such command."""
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=_TIMEOUT)
+    except FileNotFoundError:
+        return None
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(argv, 1, "", f"{argv[0]} gave no answer")
+
+
+def _of_scontrol(line: str) -> JobState:
+    def field(name: str, pattern: str = r"\S*") -> str:
+        found = re.search(rf" {name}=({pattern})", line)
+        return found.group(1) if found else ""
+
+    name, nodes, ran = field("JobState"), field("NodeList"), field("RunTime")
+    reason = field("Reason")
+    state = JobState(
+        name,
+        nodes="" if nodes == "(null)" else nodes,
+        reason="" if reason == "None" else reason,
+        seconds=slurm_seconds(ran) if ran.replace("-", ":").replace(":", "").isdigit() else None,
+        restarts=int(field("Restarts", r"\d*") or 0),
+    )
+    return _with_exit_code(state, field("ExitCode"))
+
+
+def _of_accounting(job_id: str) -> JobState | None:
+    columns = "State,ExitCode,NodeList,Elapsed"
+    asked = _ask(
+        *("sacct", "--allocations", "--noheader", "--parsable2", "--duplicates"),
+        *(f"--format={columns}", f"--jobs={job_id}"),
+    )
+    if asked is None or asked.returncode or not asked.stdout.strip():
+        return None
+    name, code, nodes, elapsed = asked.stdout.splitlines()[-1].split("|")
+    word, _, reason = name.partition(" ")  # "CANCELLED by 1000"
+    state = JobState(
+        word,
+        nodes="" if nodes == "None assigned" else nodes,
+        reason=reason,
+        seconds=slurm_seconds(elapsed),
+    )
+    return _with_exit_code(state, code)
+
+
+def _with_exit_code(state: JobState, code: str) -> JobState:
+    """Slurm's `code:signal` as a shell says it; a job that did not work never has 0."""
+    if not state.ended:
+        return state
+    number, _, signal = code.partition(":")
+    shell = 128 + int(signal) if int(signal or 0) else int(number or 0)
+    shell = shell if state.succeeded else shell or 1
+    return JobState(**{**state.to_json(), "exit_code": shell})
+
+
+def _partitions(names: str | None) -> list[str]:
+    """Slurm's lines on the partitions that a job may run in."""
+    shown = _ask("scontrol", "--oneliner", "show", "partition")
+    lines = shown.stdout.splitlines() if shown is not None and shown.returncode == 0 else []
+    if names is None:
+        return [line for line in lines if " Default=YES " in line]
+    wanted = [f"PartitionName={name}" for name in names.split(",")]
+    return [line for line in lines if line.split(maxsplit=1)[0] in wanted]
+
+
+def _refusal(fields: Mapping[str, str], resources: Resources, stage: str) -> str | None:
+    """Why a partition never runs a job with these resources; None where it may."""
+    name, longest, most = (fields.get(key, "") for key in ("PartitionName", "MaxTime", "MaxNodes"))
+    limited = longest not in ("", *_UNLIMITED)
+    if limited and slurm_seconds(resources.time_limit) > slurm_seconds(longest):
+        return problem(
+            f"the {stage} job would wait for ever (PartitionTimeLimit): the partition {name} "
+            f"runs no job longer than {longest}",
+            got=resources.time_limit,
+            change=f"{stage}.run.time_limit or cluster.partition",
+        )
+    if most.isdecimal() and resources.nodes > int(most):
+        return problem(
+            f"the {stage} job would wait for ever (PartitionNodeLimit): the partition {name} "
+            f"gives a job at most {most} nodes",
+            got=resources.nodes,
+            change=f"{stage}.run.nodes or cluster.partition",
+        )
+    return None

@@ -1,0 +1,69 @@
+"""The script of a Slurm job: templates/slurm.sh.j2 with the parts that its job needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from launcher_scripts.cluster.enroot import EnrootImage, check_enroot, enroot_mount
+from launcher_scripts.cluster.job import Job
+from launcher_scripts.cluster.slurm_options import SlurmOptions, file_pattern
+from launcher_scripts.render import render
+
+# How often a client's job asks for the state of its server's job.
+_CHECK_SECONDS = 10
+
+
+def slurm_script(job: Job, options: SlurmOptions, sbatch: Mapping[str, Any]) -> str:
+    """The text that sbatch is given; `sbatch` are the options in its head, by their long names."""
+    client_env = {} if job.client is None else job.client.env
+    return render(
+        "slurm.sh.j2",
+        job=job,
+        env={**client_env, **job.env},
+        sbatch=dict(sorted(sbatch.items())),
+        options=options,
+        remove_containers=_removes_containers(options),
+        server_log=file_pattern(job.folder.server_log_stem),
+        enroot=_enroot(job, options),
+        beside=_beside(job, options),
+    )
+
+
+def _removes_containers(options: SlurmOptions) -> bool:
+    """pyxis ends a container with its job, unless it is told to keep it."""
+    return options.container_scope == "global" and options.container_runtime == "pyxis"
+
+
+def _enroot(job: Job, options: SlurmOptions) -> str:
+    """The functions of the script that run a step in a container without pyxis."""
+    container = job.container
+    if container is None or options.container_runtime != "enroot":
+        return ""
+    check_enroot(job)
+    mounts = container.mounts
+    if job.client is not None and job.client.container is not None:
+        mounts = tuple(dict.fromkeys([*mounts, *job.client.container.mounts]))
+    return render(
+        "enroot.sh.j2",
+        image=EnrootImage.find(container.image, options.image_cache),
+        mounts=[enroot_mount(mount) for mount in mounts],
+        env=tuple(job.env),
+        workdir=job.folder.root,
+    )
+
+
+def _beside(job: Job, options: SlurmOptions) -> str:
+    """The functions of the script that run a client as long as its server runs."""
+    server = job if job.client is not None else job.server
+    if server is None or server.service is None:
+        return ""
+    return render(
+        "beside_server.sh.j2",
+        job=job,
+        server_log_stem=job.folder.server_log_stem,
+        check_seconds=1 if job.client is not None else _CHECK_SECONDS,
+        stop_seconds=math.ceil(server.service.stop_timeout),
+        remove_containers=_removes_containers(options),
+    )
