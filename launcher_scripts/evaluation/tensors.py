@@ -40,6 +40,7 @@ _ROW_VALUES: dict[str, Callable[[GenerateRequest], Any]] = {
     "end_id": lambda row: row.end_id,
     "is_return_log_probs": lambda row: row.return_log_probs,
     "is_return_context_logits": lambda row: row.return_context_logits,
+    "is_return_context_embeddings": lambda row: row.return_context_embeddings,
     "is_return_attentions": lambda row: row.return_attentions,
 }
 
@@ -215,6 +216,7 @@ def row_outputs(
 
     tensors: output_ids [B, beam, time], sequence_length [B, beam], cum_log_probs [B, beam],
              output_log_probs [B, beam, generated], context_logits [B, longest prompt, vocab],
+             context_embeddings [B, beam, hidden],
              response_input_lengths [B, beam] where output_ids starts with the prompt
     """
     outputs = []
@@ -223,7 +225,7 @@ def row_outputs(
         prompt = 0 if starts is None else int(starts[index, 0])
         end = int(tensors["sequence_length"][index, 0])
         log_probs: tuple[float, ...] = ()
-        cum_log_probs = logits = None
+        cum_log_probs = logits = embeddings = None
         if row.return_log_probs:
             log_probs = tuple(
                 float(value) for value in tensors["output_log_probs"][index, 0, : end - prompt]
@@ -232,6 +234,8 @@ def row_outputs(
         if row.return_context_logits:
             read = row.input_ids if starts is not None else row.decoder_input_ids
             logits = tensors["context_logits"][index, : len(read)]
+        if row.return_context_embeddings:
+            embeddings = tensors["context_embeddings"][index, 0]
         generated = tensors["output_ids"][index, 0, prompt:end]
         outputs.append(
             GenerateOutput(
@@ -239,6 +243,7 @@ def row_outputs(
                 cum_log_probs=cum_log_probs,
                 output_log_probs=log_probs,
                 context_logits=logits,
+                context_embeddings=embeddings,
             )
         )
     return outputs

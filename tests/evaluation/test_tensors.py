@@ -42,6 +42,7 @@ REQUEST = GenerateRequest(
     stop_words=((3,),),
     return_log_probs=True,
     return_context_logits=True,
+    return_context_embeddings=True,
     prompt_task=1,
     prompt_embedding=np.ones((3, 4), np.float16),
     soft_prompt=True,
@@ -171,8 +172,9 @@ def test_word_lists_are_packed_as_the_contract_packs_them():
 def test_outputs_are_cut_to_each_rows_length_and_best_beam():
     rows = [
         GenerateRequest((1, 2, 3), 2, return_log_probs=True, return_context_logits=True),
-        GenerateRequest((4,), 2),
+        GenerateRequest((4,), 2, return_context_embeddings=True),
     ]
+    assert output_names(rows)[-2:] == ("context_logits", "context_embeddings")
     logits = np.arange(2 * 3 * 2, dtype=np.float32).reshape(2, 3, 2)
     first, second = row_outputs(
         rows,
@@ -184,10 +186,12 @@ def test_outputs_are_cut_to_each_rows_length_and_best_beam():
             "cum_log_probs": np.array([[-0.5, -9], [-1, -9]], np.float32),
             "output_log_probs": np.array([[[-0.5, 0], [-9, -9]]] * 2, np.float32),
             "context_logits": logits,
+            "context_embeddings": np.array([[[0, 0]], [[3, 4]]], np.float32),
             "response_input_lengths": np.array([[3], [1]], np.int32),
         },
     )
     assert (first.output_ids, second.output_ids) == ((7,), (5, 6))
     assert (first.cum_log_probs, first.output_log_probs) == (-0.5, (-0.5,))
     np.testing.assert_array_equal(first.context_logits, logits[0])
+    assert first.context_embeddings is None and second.context_embeddings.tolist() == [3, 4]
     assert second.context_logits is None and second.cum_log_probs is None
