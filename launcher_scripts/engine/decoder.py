@@ -86,6 +86,7 @@ class Decoder:
             starts=rows.starts,
             lengths=rows.lengths + 1,
             longest=rows.longest,
+            positions=rows.lengths,
             ia3_tasks=rows.ia3_tasks,
         )
         return self._forward(ids, positions, step)

@@ -20,6 +20,7 @@ NUMPY_TYPES = {
     "is_return_prompt": np.bool_,
     "bad_words_list": np.int32,
     "stop_words_list": np.int32,
+    "ia3_tasks": np.int32,
 }
 
 
