@@ -204,8 +204,8 @@ def output_names(rows: Sequence[GenerateRequest], model_type: str = "GPT") -> tu
         names += ["cum_log_probs", "output_log_probs"]
     if any(row.return_context_logits for row in rows):
         names.append("context_logits")
-    if any(row.prompt_task is not None or row.prompt_embedding is not None for row in rows):
-        names.append("response_input_lengths")
+    if any(row.return_context_embeddings for row in rows):
+        names.append("context_embeddings")
     return tuple(names)
 
 
