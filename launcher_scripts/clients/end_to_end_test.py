@@ -79,10 +79,11 @@ def test(flags: argparse.Namespace) -> None:
         block("preprocessing", encoded["INPUT_ID"], encoded["REQUEST_INPUT_LEN"])
         names = contract.text.model_inputs
         inputs = {name: encoded[source] for name, source in names.items()}
-        answer = server.infer(models.name, {**inputs, **sampling})
+        answer = models.last_answer(server, models.name, {**inputs, **sampling})
         block("fastertransformer", *shown(answer, "output_ids", flags.return_log_probs))
         block("postprocessing", *decoded(server, models, contract, answer))
-        whole = server.infer(models.text_model("ensemble"), ensemble_tensors(flags, sampling))
+        ensemble = models.text_model("ensemble")
+        whole = models.last_answer(server, ensemble, ensemble_tensors(flags, sampling))
         block("ensemble", *shown(whole, "OUTPUT_0", flags.return_log_probs))
 
 

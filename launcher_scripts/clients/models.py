@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from launcher_scripts.clients.connection import Tensors
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.errors import ConfigError, problem
 
@@ -26,6 +28,12 @@ class Models:
     model_type: str
     decoupled: bool
     text: dict[str, str]
+
+    def last_answer(self, server: RemoteServer, name: str, tensors: Tensors) -> Tensors:
+        """The outputs of `name`, this model or its ensemble: of several responses the last."""
+        if not self.decoupled:
+            return server.infer(name, tensors)
+        return deque(server.stream(name, tensors), maxlen=1).pop()
 
     def text_model(self, role: str) -> str:
         """The text model of a role; raises ConfigError where the server has none."""
