@@ -43,6 +43,7 @@ MAY_IMPORT = {
     "main": {"stages", "errors"},
     "stages": {"cluster"} | FLOOR,
     "cluster": FLOOR,
+    "jobs": {"cluster"} | FLOOR,
     "errors": set(),
     "schema": {"errors"},
     "parallel": {"errors"},

@@ -68,6 +68,13 @@ class JobRecord:
         log = folder / self.log
         return log.with_name(log.name.removesuffix(f"_{self.job_id}.out") + f"_{job_id}.out")
 
+    def ready_path(self, job_id: str) -> Path:
+        """The ready file of one of `ids`; the record is of a service."""
+        path = Path(self.ready_file or "")
+        if not self.replicas:
+            return path
+        return path.with_name(f"{path.stem}-{job_id.rpartition('_')[2]}{path.suffix}")
+
 
 def write_end(folder: Path, job_id: str, state: JobState) -> None:
     """Remember how a job ended: clusters forget."""
