@@ -14,11 +14,13 @@ from launcher_scripts.protocol import (
     ENSEMBLE_OUTPUTS,
     GPT_INPUTS,
     GPT_OUTPUTS,
+    IS_RETURN_PROGRESS,
     NOT_IN_ENSEMBLE,
     POSTPROCESSING_INPUTS,
     POSTPROCESSING_OUTPUTS,
     PREPROCESSING_INPUTS,
     PREPROCESSING_OUTPUTS,
+    PROGRESS,
     Tensor,
     array,
     scalar,
@@ -69,6 +71,7 @@ T5_INPUTS = (
         extension=True,
     ),
     scalar("is_return_context_logits", "BOOL", False, "return context_logits", extension=True),
+    IS_RETURN_PROGRESS,
 )
 
 T5_OUTPUTS = (
@@ -83,6 +86,7 @@ T5_OUTPUTS = (
         "[decoder tokens, vocab]: logits at every position of decoder_input_ids",
         extension=True,
     ),
+    *PROGRESS,
 )
 
 T5_ENCODER_INPUTS = (
@@ -125,7 +129,11 @@ class TextContract:
         return ("preprocessing", "ensemble")
 
 
-_WORDS = {"bad_words_list": "BAD_WORDS_IDS", "stop_words_list": "STOP_WORDS_IDS"}
+_GENERATING = {
+    "bad_words_list": "BAD_WORDS_IDS",
+    "stop_words_list": "STOP_WORDS_IDS",
+    "is_return_progress": "RETURN_PROGRESS",
+}
 
 GPT_TEXT = TextContract(
     PREPROCESSING_INPUTS,
@@ -138,7 +146,7 @@ GPT_TEXT = TextContract(
         "input_ids": "INPUT_ID",
         "input_lengths": "REQUEST_INPUT_LEN",
         "request_output_len": "REQUEST_OUTPUT_LEN",
-        **_WORDS,
+        **_GENERATING,
     },
 )
 
@@ -162,6 +170,10 @@ def _named(tensors: tuple[Tensor, ...], *names: str) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in tensors if tensor.name in names)
 
 
+def _without(tensors: tuple[Tensor, ...], *names: str) -> tuple[Tensor, ...]:
+    return tuple(tensor for tensor in tensors if tensor.name not in names)
+
+
 _OUTPUT_LEN = ("REQUEST_OUTPUT_LEN", "INPUT_1")
 _TEXT_INPUTS = ("INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3")
 
@@ -169,7 +181,7 @@ T5_TEXT = TextContract(
     _changed(PREPROCESSING_INPUTS, _OUTPUT_LEN, dims=(1,)),
     _changed(PREPROCESSING_OUTPUTS, _OUTPUT_LEN, dims=(1,)),
     _changed(
-        _named(POSTPROCESSING_INPUTS, "TOKENS_BATCH", "sequence_length"),
+        _without(POSTPROCESSING_INPUTS, "RESPONSE_INPUT_LENGTHS", "text_start"),
         ("TOKENS_BATCH", "sequence_length"),
         dtype="INT32",
     ),
@@ -179,14 +191,18 @@ T5_TEXT = TextContract(
         *(t for t in T5_INPUTS if t.optional and t.name not in NOT_IN_ENSEMBLE),
     ),
     (
-        array("OUTPUT_0", "STRING", (-1, -1), "[beam, 1]: generated text"),
+        *_changed(
+            _named(ENSEMBLE_OUTPUTS, "OUTPUT_0", "OUTPUT_DELTA"),
+            ("OUTPUT_0",),
+            meaning="[beam, 1]: generated text",
+        ),
         *_named(T5_OUTPUTS, "sequence_length", "cum_log_probs", "output_log_probs"),
     ),
     {
         "input_ids": "INPUT_ID",
         "sequence_length": "REQUEST_INPUT_LEN",
         "max_output_len": "REQUEST_OUTPUT_LEN",
-        **_WORDS,
+        **_GENERATING,
     },
 )
 

@@ -54,6 +54,10 @@ class Parallelism:
         """How many nodes of `gpus_per_node` GPUs hold all ranks."""
         return -(-self.world_size // gpus_per_node)
 
+    def spread(self, nodes: int) -> int:
+        """Over how many of `nodes` nodes the ranks go, evenly: the most that divide them."""
+        return max(count for count in divisors(self.world_size) if count <= nodes)
+
 
 def divisors(number: int) -> list[int]:
     """All positive divisors, ascending: the tensor-parallel sizes that `number` heads can hold."""

@@ -8,7 +8,7 @@ original never see.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -45,6 +45,25 @@ def scalar(name: str, dtype: str, default: Any, meaning: str, **more: Any) -> Te
     """One value per row."""
     return Tensor(name, dtype, default=default, meaning=meaning, **more)
 
+
+# What the text models need to send text as it comes; the ensemble asks for it.
+IS_RETURN_PROGRESS = scalar(
+    "is_return_progress", "BOOL", False, "return streamed_length and is_finished", extension=True
+)
+PROGRESS = (
+    array(
+        "streamed_length",
+        "INT32",
+        (-1,),
+        "[beam]: how many generated tokens the request's earlier responses held",
+        extension=True,
+    ),
+    array("is_finished", "BOOL", (-1,), "[beam]: no more tokens will come", extension=True),
+)
+
+TEXT_START = array(
+    "text_start", "INT32", (-1,), "[beam]: the first token that becomes text", extension=True
+)
 
 GPT_INPUTS = (
     array(
@@ -83,6 +102,14 @@ GPT_INPUTS = (
         extension=True,
     ),
     scalar("is_return_context_logits", "BOOL", False, "return context_logits", extension=True),
+    IS_RETURN_PROGRESS,
+    scalar(
+        "is_return_prompt",
+        "BOOL",
+        False,
+        "the text of the row is to hold its prompt",
+        extension=True,
+    ),
 )
 
 GPT_OUTPUTS = (
@@ -99,6 +126,8 @@ GPT_OUTPUTS = (
         "[prompt tokens, vocab]: logits at every prompt position",
         extension=True,
     ),
+    *PROGRESS,
+    TEXT_START,
 )
 
 
@@ -120,16 +149,19 @@ PREPROCESSING_OUTPUTS = (
     array("BAD_WORDS_IDS", "INT32", (2, -1), "ids, end offsets"),
     array("STOP_WORDS_IDS", "INT32", (2, -1), "ids, end offsets"),
     array("REQUEST_OUTPUT_LEN", "UINT32", (-1,), "as asked for"),
+    array("RETURN_PROGRESS", "BOOL", (1,), "always: postprocessing needs it", extension=True),
 )
 
 POSTPROCESSING_INPUTS = (
     array("TOKENS_BATCH", "UINT32", (-1, -1), "[beam, time]: output_ids", optional=False),
     array("RESPONSE_INPUT_LENGTHS", "INT32", (-1,), "[beam]: prompt length"),
     array("sequence_length", "UINT32", (-1,), "[beam]: how many of the tokens are text"),
+    *(replace(tensor, optional=True) for tensor in (*PROGRESS, TEXT_START)),
 )
 
 POSTPROCESSING_OUTPUTS = (
-    array("OUTPUT", "STRING", (-1, -1), "[beam, 1]: prompt and generated text"),
+    array("OUTPUT", "STRING", (-1, -1), "[beam, 1]: generated text, after the prompt if asked"),
+    array("OUTPUT_DELTA", "STRING", (-1, -1), "[beam, 1]: what is new of it", extension=True),
 )
 
 # The ensemble makes these itself, or has no output for what they ask for.
@@ -138,6 +170,7 @@ NOT_IN_ENSEMBLE = (
     "stop_words_list",
     "is_return_context_embeddings",
     "is_return_context_logits",
+    "is_return_progress",
 )
 
 # The ensemble's own tensors; the optional inputs of the model follow them under their own names.
@@ -150,7 +183,14 @@ ENSEMBLE_INPUTS = (
 )
 
 ENSEMBLE_OUTPUTS = (
-    array("OUTPUT_0", "STRING", (-1, -1), "[beam, 1]: prompt and generated text"),
+    array("OUTPUT_0", "STRING", (-1, -1), "[beam, 1]: generated text, after the prompt if asked"),
+    array(
+        "OUTPUT_DELTA",
+        "STRING",
+        (-1, -1),
+        "[beam, 1]: generated text that earlier responses did not have",
+        extension=True,
+    ),
     *(t for t in GPT_OUTPUTS if t.name in ("sequence_length", "cum_log_probs", "output_log_probs")),
 )
 

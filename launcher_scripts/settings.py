@@ -58,7 +58,7 @@ class ExportSettings:
     triton_model_dir is the model's folder inside the repository; shards go to
     <triton_model_dir>/1/<tp_size>-gpu. num_attention_heads is for checkpoints that do not say it.
     prompt_, ia3_ and adapter_checkpoints are added to the base in order; ia3_in_place folds IA3
-    into the weights.
+    into the weights. decoupled: the served model answers with every token.
     """
 
     model_name: str
@@ -74,6 +74,7 @@ class ExportSettings:
     int8_mode: int = 0
     enable_custom_all_reduce: bool = False
     data_type: str = "fp32"
+    decoupled: bool = False
     source: str = "auto"
     num_attention_heads: int | None = None
     encoder_only: bool = False
@@ -127,7 +128,8 @@ class DeploySettings:
     """Serve one model repository until stopped. Port 0 means a free one.
 
     public_host is the address that the ready file gives to clients; None: the node's own name.
-    job_folder tells this run of a server from every other one.
+    job_folder tells this run of a server from every other one. replica: which of several servers
+    of the same run this is; their ready files have its number.
     """
 
     model_repository: str

@@ -57,6 +57,7 @@ class TritonDeployment:
     int8_mode: bool | int
     enable_custom_all_reduce: bool
     data_type: str
+    decoupled: bool
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Export(Stage):
             int8_mode=int(deployment.int8_mode),
             enable_custom_all_reduce=deployment.enable_custom_all_reduce,
             data_type=deployment.data_type,
+            decoupled=deployment.decoupled,
             source=model.source,
             num_attention_heads=model.num_attention_heads,
             encoder_only=model.encoder_only,

@@ -36,7 +36,17 @@ FILE_LINES = 300
 FUNCTION_LINES = 60
 
 FLOOR = frozenset(
-    {"errors", "schema", "parallel", "models", "protocol", "contracts", "render", "settings"}
+    {
+        "errors",
+        "schema",
+        "parallel",
+        "nodes",
+        "models",
+        "protocol",
+        "contracts",
+        "render",
+        "settings",
+    }
 )
 # room -> the rooms that it may import besides itself
 MAY_IMPORT = {
@@ -47,6 +57,7 @@ MAY_IMPORT = {
     "errors": set(),
     "schema": {"errors"},
     "parallel": {"errors"},
+    "nodes": {"errors"},
     "protocol": {"errors"},
     "contracts": {"protocol", "errors"},
     "render": {"errors"},

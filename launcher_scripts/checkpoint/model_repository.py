@@ -174,6 +174,7 @@ def model_config(settings: ExportSettings, checkpoint: FTCheckpoint) -> str:
         max_batch_size=settings.max_batch_size,
         max_queue_delay_microseconds=MAX_QUEUE_DELAY_MICROSECONDS,
         batched=contract.batched,
+        decoupled=settings.decoupled,
         inputs=contract.inputs,
         outputs=contract.declared_outputs(settings.data_type),
         parameters={

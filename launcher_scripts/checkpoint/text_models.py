@@ -20,6 +20,15 @@ PREPROCESSING_FROM_ENSEMBLE = {
     "BAD_WORDS_DICT": "INPUT_2",
     "STOP_WORDS_DICT": "INPUT_3",
 }
+POSTPROCESSING_FROM_MODEL = {
+    "TOKENS_BATCH": "output_ids",
+    "RESPONSE_INPUT_LENGTHS": "response_input_lengths",
+    "sequence_length": "sequence_length",
+    "streamed_length": "streamed_length",
+    "is_finished": "is_finished",
+    "text_start": "text_start",
+}
+POSTPROCESSING_TO_ENSEMBLE = {"OUTPUT": "OUTPUT_0", "OUTPUT_DELTA": "OUTPUT_DELTA"}
 
 
 def write_text_models(
@@ -81,6 +90,7 @@ def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:
     return [
         room / role / "model.py",
         room / "text_tensors.py",
+        *([room / "text_deltas.py"] if role == "postprocessing" else []),
         Path(tokenizer.__file__),
         *tokenizer_files(checkpoint_dir),
     ]
@@ -88,18 +98,23 @@ def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:
 
 def ensemble_config(settings: ExportSettings, text: TextContract, names: dict[str, str]) -> str:
     """config.pbtxt of the ensemble; names that begin with _ stay between its steps."""
+    ensemble_outputs = {tensor.name for tensor in text.ensemble_outputs}
+    preprocessing = {tensor.name for tensor in text.preprocessing_inputs}
+    postprocessing = {tensor.name for tensor in text.postprocessing_inputs}
+    model_outputs = {
+        source: source if source in ensemble_outputs else f"_{source}"
+        for name, source in POSTPROCESSING_FROM_MODEL.items()
+        if name in postprocessing
+    }
     text_inputs = PREPROCESSING_FROM_ENSEMBLE.values()
-    passed_on = {t.name: t.name for t in text.ensemble_inputs if t.name not in text_inputs}
-    returned = {t.name: t.name for t in text.ensemble_outputs if t.name != "OUTPUT_0"}
-    taken = {tensor.name for tensor in text.preprocessing_inputs}
-    last = "postprocessing" in names
+    own = set(POSTPROCESSING_TO_ENSEMBLE.values())
     steps = [
         {
             "model": names["preprocessing"],
             "inputs": {
                 name: source
                 for name, source in PREPROCESSING_FROM_ENSEMBLE.items()
-                if name in taken
+                if name in preprocessing
             },
             "outputs": {t.name: f"_{t.name}" for t in text.preprocessing_outputs},
         },
@@ -107,17 +122,25 @@ def ensemble_config(settings: ExportSettings, text: TextContract, names: dict[st
             "model": settings.model_name,
             "inputs": {
                 **{name: f"_{source}" for name, source in text.model_inputs.items()},
-                **passed_on,
+                **{t.name: t.name for t in text.ensemble_inputs if t.name not in text_inputs},
             },
-            "outputs": {**({"output_ids": "_TOKENS_BATCH"} if last else {}), **returned},
+            "outputs": {
+                **model_outputs,
+                **{t.name: t.name for t in text.ensemble_outputs if t.name not in own},
+            },
         },
     ]
-    if last:
+    if "postprocessing" in names:
+        made = {
+            name: model_outputs[source]
+            for name, source in POSTPROCESSING_FROM_MODEL.items()
+            if name in postprocessing
+        }
         steps.append(
             {
                 "model": names["postprocessing"],
-                "inputs": {"TOKENS_BATCH": "_TOKENS_BATCH", "sequence_length": "sequence_length"},
-                "outputs": {"OUTPUT": "OUTPUT_0"},
+                "inputs": made,
+                "outputs": POSTPROCESSING_TO_ENSEMBLE,
             }
         )
     return render(

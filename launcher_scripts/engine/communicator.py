@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher_scripts.engine.interfaces import LOOPBACK, interface_towards
+from launcher_scripts.engine.progress import Progress
 from launcher_scripts.errors import ServerError
 from launcher_scripts.parallel import Parallelism
 
-LOOPBACK = "127.0.0.1"
+# Which network interface the libraries below open their connections on.
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 # Newer releases of torch give the operation this name and warn at the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -71,7 +75,8 @@ class ProcessGroupCommunicator(Communicator):
     """Ranks in processes of their own, one group per engine.
 
     The rendezvous is a TCP store that rank 0 opens on a port the system picks, so two engines on
-    one machine never meet. A process can hold one such group at a time.
+    one machine never meet. A process can hold one such group at a time. Connections go through the
+    interface towards `host`, where the store is.
     """
 
     def __init__(
@@ -81,11 +86,17 @@ class ProcessGroupCommunicator(Communicator):
         store: dist.TCPStore,
         device: torch.device,
         timeout: float,
+        host: str = LOOPBACK,
+        progress: Progress | None = None,
     ) -> None:
         super().__init__(parallelism, rank)
         if dist.is_initialized():
             raise ServerError("this process already runs an engine of several ranks; close it")
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self._progress = progress or Progress()
+        interface = interface_towards(host)
+        if interface is not None:
+            for name in _INTERFACE_VARIABLES:
+                os.environ.setdefault(name, interface)
         limit = timedelta(seconds=timeout)
         cuda = device.type == "cuda"
         dist.init_process_group(
@@ -116,7 +127,8 @@ class ProcessGroupCommunicator(Communicator):
 
     def tp_sum(self, tensor: Tensor) -> Tensor:
         if self.tp_size > 1:
-            dist.all_reduce(tensor, group=self._tp_group)
+            with self._progress.exchange("all_reduce", tensor.nbytes):
+                dist.all_reduce(tensor, group=self._tp_group)
         return tensor
 
     def tp_concat(self, tensor: Tensor) -> Tensor:
@@ -124,23 +136,26 @@ class ProcessGroupCommunicator(Communicator):
             return tensor
         rows, part = tensor.shape
         gathered = tensor.new_empty(self.tp_size * rows, part)
-        _all_gather(gathered, tensor.contiguous(), group=self._tp_group)
+        with self._progress.exchange("all_gather", gathered.nbytes):
+            _all_gather(gathered, tensor.contiguous(), group=self._tp_group)
         return gathered.view(self.tp_size, rows, part).transpose(0, 1).reshape(rows, -1)
 
     def to_next_stage(self, tensor: Tensor) -> None:
         to = self.parallelism.rank(self.tp_rank, self.pp_rank + 1)
-        dist.send(tensor.contiguous(), to, group=self._pp_group)
+        with self._progress.exchange(f"send to rank {to}", tensor.nbytes):
+            dist.send(tensor.contiguous(), to, group=self._pp_group)
 
     def from_previous_stage(self, tensor: Tensor) -> Tensor:
-        dist.recv(
-            tensor, self.parallelism.rank(self.tp_rank, self.pp_rank - 1), group=self._pp_group
-        )
+        source = self.parallelism.rank(self.tp_rank, self.pp_rank - 1)
+        with self._progress.exchange(f"receive from rank {source}", tensor.nbytes):
+            dist.recv(tensor, source, group=self._pp_group)
         return tensor
 
     def from_last_stage(self, tensor: Tensor) -> Tensor:
         if self.parallelism.pp_size > 1:
             last = self.parallelism.rank(self.tp_rank, self.parallelism.pp_size - 1)
-            dist.broadcast(tensor, last, group=self._pp_group)
+            with self._progress.exchange(f"broadcast from rank {last}", tensor.nbytes):
+                dist.broadcast(tensor, last, group=self._pp_group)
         return tensor
 
     def minimum(self, value: int) -> int:
@@ -153,13 +168,19 @@ class ProcessGroupCommunicator(Communicator):
             dist.destroy_process_group()
 
 
-def open_store(timeout: float) -> dist.TCPStore:
-    """The rendezvous rank 0 opens; its `port` is free because the system chose it."""
+def open_store(host: str, timeout: float) -> dist.TCPStore:
+    """The rendezvous rank 0 opens on the address `host`, on a port that the system chooses."""
+    listener = socket.create_server((host, 0))
     return dist.TCPStore(
-        LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+        LOOPBACK,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=listener.detach(),
     )
 
 
-def join_store(port: int, timeout: float) -> dist.TCPStore:
+def join_store(host: str, port: int, timeout: float) -> dist.TCPStore:
     """The rendezvous as the other ranks reach it."""
-    return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout))
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))

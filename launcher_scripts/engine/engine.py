@@ -5,18 +5,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 
-import torch
-from torch.distributed import TCPStore
-
-from launcher_scripts.engine.communicator import (
-    Communicator,
-    ProcessGroupCommunicator,
-    open_store,
-)
 from launcher_scripts.engine.loading import (
     PREFILL_TOKENS,
     EngineSettings,
@@ -25,22 +17,24 @@ from launcher_scripts.engine.loading import (
     open_checkpoint,
     prepare_process,
     rank_device,
-    rank_info,
 )
-from launcher_scripts.engine.messages import Loaded, RankInfo, Ready
+from launcher_scripts.engine.messages import RankInfo
+from launcher_scripts.engine.node_group import ONE_NODE, NodeGroup
+from launcher_scripts.engine.pending import Pending
+from launcher_scripts.engine.ranks import NAMING_SECONDS, Ranks
 from launcher_scripts.engine.requests import check_request, parts, warm_up_request
 from launcher_scripts.engine.results import StepResult
 from launcher_scripts.engine.row import Row
 from launcher_scripts.engine.runner import Runner
 from launcher_scripts.engine.scheduler import Scheduler
-from launcher_scripts.engine.workers import WorkerGroup
+from launcher_scripts.engine.timeline import Timeline
 from launcher_scripts.errors import RequestError, ServerError
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
 STEPS_AHEAD = {"cpu": 0, "cuda": 1}
-NAMING_SECONDS = 3.0
 STOP_SECONDS = 20.0
+DEVICE_SECONDS = 120.0  # that a step may take on a device
 
 __all__ = ["Engine", "EngineSettings"]
 
@@ -57,37 +51,35 @@ class Engine:
         self.settings = settings
         self._build = build
         self._inbox: SimpleQueue[Row | None] = SimpleQueue()
-        self._pending: set[Future[GenerateOutput]] = set()
+        self._pending = Pending()
         self._lock = threading.Lock()
         self._error: ServerError | None = None
         self._closed = False
         self._settled = threading.Event()  # loaded, or failed
         self._failure_callbacks: list[Callable[[ServerError], None]] = []
-        self._workers: WorkerGroup | None = None
-        self._communicator: Communicator | None = None
+        self._ranks = Ranks(settings, self._fail)
         self._runner: Runner | None = None
-        self._ranks: list[RankInfo] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @classmethod
-    def load(cls, settings: EngineSettings) -> Engine:
+    def load(cls, settings: EngineSettings, group: NodeGroup = ONE_NODE) -> Engine:
         """Verify the checkpoint, start every rank, load, and return when all are ready.
 
-        Raises CheckpointError, ConfigError or ServerError.
+        With several nodes in `group`, as many as the ranks can be divided over hold some. Raises
+        CheckpointError, ConfigError or ServerError.
         """
+        settings = replace(settings, nodes=settings.parallelism.spread(group.place.nodes))
         checkpoint = open_checkpoint(settings, verify=settings.verify)
         rank_device(settings, settings.parallelism.world_size - 1)
 
         def build(engine: Engine) -> Runner:
             device = rank_device(settings, 0)
             prepare_process(settings, device)
-            store = engine._start_workers()
+            engine._ranks.start(group)
             weights = load_weights(settings, checkpoint, 0, device)
-            communicator = engine._meet(store, device)
-            runner = assemble_runner(weights, settings, communicator, device)
-            engine._await(Ready)
-            return runner
+            communicator = engine._ranks.meet(device)
+            return assemble_runner(weights, settings, communicator, device)
 
         return cls._ready(cls(settings, build))
 
@@ -107,7 +99,12 @@ class Engine:
     @property
     def ranks(self) -> list[RankInfo]:
         """Where every rank runs, rank 0 first."""
-        return list(self._ranks)
+        return list(self._ranks.infos)
+
+    @property
+    def timeline(self) -> Timeline:
+        """When the steps of the start were done."""
+        return self._ranks.timeline
 
     def submit(
         self,
@@ -132,7 +129,6 @@ class Engine:
         with self._lock:
             if self._error is None and not self._closed:
                 self._pending.add(future)
-                future.add_done_callback(self._pending_done)
                 self._inbox.put(row)
                 return future
         future.set_exception(self._error or ServerError("the engine is closed"))
@@ -163,11 +159,10 @@ class Engine:
         self._inbox.put(None)
         if not failed:
             self._thread.join(STOP_SECONDS)
-        if self._workers is not None:
-            self._workers.kill() if failed else self._workers.close()
+        self._ranks.close(failed=failed)
         if failed:
             self._thread.join(NAMING_SECONDS)
-        self._fail_pending(self._error or ServerError("the engine was closed"))
+        self._pending.fail(self._error or ServerError("the engine was closed"))
 
     @property
     def _loaded(self) -> Runner:
@@ -184,49 +179,17 @@ class Engine:
             raise error
         return engine
 
-    def _start_workers(self) -> TCPStore | None:
-        """Start the other ranks and open the place where they will meet."""
-        if self.settings.parallelism.world_size == 1:
-            return None
-        store = open_store(self.settings.start_timeout)
-        self._workers = WorkerGroup(self.settings, store.port, self._fail)
-        return store
-
-    def _meet(self, store: TCPStore | None, device: torch.device) -> Communicator:
-        """Join the other ranks once all have read their weights."""
-        if store is None:
-            return Communicator()
-        self._await(Loaded)
-        self._communicator = ProcessGroupCommunicator(
-            self.settings.parallelism, 0, store, device, self.settings.start_timeout
-        )
-        return self._communicator
-
-    def _await(self, message: type) -> None:
-        timeout = self.settings.start_timeout
-        if self._workers is not None and not self._workers.wait_for(message, timeout):
-            raise self._error or ServerError(f"the ranks did not load within {timeout:.0f} s")
-
-    def _leave_group(self) -> None:
-        """After a failure on the CPU; NCCL would wait for the lost rank, so it ends with us."""
-        if self._communicator is not None and self.settings.device_type == "cpu":
-            with suppress(RuntimeError):
-                self._communicator.close()
-
     def _run(self) -> None:
         try:
             self._runner = self._build(self)
-            self._ranks = [rank_info(0, self._runner.device)]
-            if self._workers is not None:
-                self._ranks += self._workers.infos
+            self._ranks.complete(self._runner.device)
             self._settled.set()
             self._step_until_closed(self._runner)
-            if self._workers is not None:
-                self._workers.dismiss()
+            self._ranks.dismiss()
             self._runner.close()
         except Exception as error:
-            self._fail(self._named(error))
-            self._leave_group()
+            self._fail(self._ranks.cause(error))
+            self._ranks.leave()
 
     def _step_until_closed(self, runner: Runner) -> None:
         scheduler = Scheduler(
@@ -238,11 +201,12 @@ class Engine:
         while self._receive(scheduler, wait=not (launched or scheduler.rows)):
             plan = scheduler.plan()
             if plan is not None:
-                if self._workers is not None:
-                    self._workers.send(plan)
+                self._ranks.begin_step(plan)
                 launched.append(runner.execute(plan))
+                self._ranks.progress.end_step()
             if launched and (plan is None or len(launched) > STEPS_AHEAD[runner.device.type]):
-                scheduler.apply(launched.popleft())
+                with self._ranks.progress.wait("waiting for its device", DEVICE_SECONDS):
+                    scheduler.apply(launched.popleft())
         for result in launched:
             scheduler.apply(result)
 
@@ -258,17 +222,6 @@ class Engine:
             scheduler.add(row)
             wait = False
 
-    def _named(self, error: Exception) -> ServerError:
-        """The cause of a failed step: a lost rank, where that is what broke a collective."""
-        if isinstance(error, ServerError):
-            return error
-        if self._workers is not None:
-            for _ in range(int(NAMING_SECONDS / 0.1)):
-                if self._error is not None:
-                    return self._error
-                threading.Event().wait(0.1)
-        return ServerError(f"rank 0 failed: {type(error).__name__}: {error}")
-
     def _fail(self, error: ServerError) -> None:
         """Take the first failure: every pending row gets it, and so do later ones."""
         with self._lock:
@@ -276,20 +229,7 @@ class Engine:
                 return
             self._error = error
             callbacks = list(self._failure_callbacks)
-        self._fail_pending(error)
+        self._pending.fail(error)
         self._settled.set()
         for callback in callbacks:
             callback(error)
-
-    def _fail_pending(self, error: ServerError) -> None:
-        with self._lock:
-            pending, self._pending = self._pending, set()
-        for future in pending:
-            try:
-                future.set_exception(error)
-            except InvalidStateError:
-                continue  # answered or cancelled meanwhile
-
-    def _pending_done(self, future: Future[GenerateOutput]) -> None:
-        with self._lock:
-            self._pending.discard(future)

@@ -60,8 +60,9 @@ class EngineSettings:
     int8_mode: int = 0
     enable_custom_all_reduce: bool = False
     verify: bool = True
-    stall_timeout: float = 15.0
+    stall_timeout: float = 4.0
     start_timeout: float = 1800.0
+    nodes: int = 1
 
     def __post_init__(self) -> None:
         problems = Problems("the engine's settings")
@@ -83,25 +84,39 @@ class EngineSettings:
         problems.raise_if_any(ConfigError)
 
     @property
+    def ranks_per_node(self) -> int:
+        return self.parallelism.world_size // self.nodes
+
+    def ranks_of_node(self, node: int) -> range:
+        return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
+
+    @property
     def device_type(self) -> str:
         if self.device != "auto":
             return self.device
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@dataclass(frozen=True)
+class RankSetup:
+    """What a rank is told first."""
+
+    settings: EngineSettings
+
+
 def rank_device(settings: EngineSettings, rank: int) -> torch.device:
-    """The device of one rank: GPU `rank` of this machine, or the CPU."""
+    """The device of one rank: the GPU of its number on its node, or the CPU."""
     if settings.device_type == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ServerError("device cuda was asked for, and this machine shows no CUDA device")
-    world_size, visible = settings.parallelism.world_size, torch.cuda.device_count()
-    if world_size > visible:
+    here, visible = settings.ranks_per_node, torch.cuda.device_count()
+    if here > visible:
         raise ServerError(
-            f"tensor_para_size * pipeline_para_size = {world_size} ranks need a GPU each, and "
-            f"{visible} are visible"
+            f"tensor_para_size * pipeline_para_size = {settings.parallelism.world_size} ranks on "
+            f"{settings.nodes} node(s) need a GPU each, and {visible} are visible on this node"
         )
-    return torch.device("cuda", rank)
+    return torch.device("cuda", rank % here)
 
 
 def prepare_process(settings: EngineSettings, device: torch.device) -> None:
@@ -112,7 +127,7 @@ def prepare_process(settings: EngineSettings, device: torch.device) -> None:
         torch.backends.cudnn.allow_tf32 = False
     elif settings.parallelism.world_size > 1:
         cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // settings.parallelism.world_size))
+        torch.set_num_threads(max(1, cores // settings.ranks_per_node))
 
 
 def rank_info(rank: int, device: torch.device) -> RankInfo:
@@ -206,7 +221,7 @@ def assemble_runner(
     heads = family.heads(config, communicator.tp_size)
     layers = settings.parallelism.layers(family.cached_layers(config), communicator.pp_rank)
     wanted = settings.max_tokens or family.row_tokens(config, settings.max_batch_size)
-    ranks = 1 if device.type == "cuda" else settings.parallelism.world_size
+    ranks = 1 if device.type == "cuda" else settings.ranks_per_node
     capacity = communicator.minimum(
         plan_capacity(
             wanted,

@@ -74,8 +74,3 @@ class Plan:
     @property
     def bounds(self) -> Bounds:
         return Bounds(self.longest, self.longest_source)
-
-
-@dataclass(frozen=True)
-class Stop:
-    """The engine is closing."""

@@ -1,49 +1,56 @@
 """One rank of an engine other than the first: `python -m launcher_scripts.engine.worker`.
 
-Started by rank 0 only. It does what rank 0's plans say until it is told to stop or rank 0 is gone.
+Started by rank 0's process or by the host of another node, which say through standard input where
+rank 0 is. It does what rank 0's plans say until it is told to stop or rank 0 is gone.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
+import json
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher_scripts.engine.messages import (
-    Beat,
-    Failed,
-    Loaded,
-    Ready,
-    receive_message,
-    send_message,
-)
-from launcher_scripts.engine.plan import Stop
+from launcher_scripts.engine.links import Link, connect
+from launcher_scripts.engine.messages import Failed, Loaded, Meet, RankHello, Ready, Stop
+from launcher_scripts.engine.progress import Progress
+from launcher_scripts.engine.rank_processes import RankOrder, die_with_parent
+from launcher_scripts.errors import ServerError
 
 if TYPE_CHECKING:
-    from launcher_scripts.engine.workers import WorkerSetup
+    from launcher_scripts.engine.loading import EngineSettings
+    from launcher_scripts.engine.runner import Runner
 
-BEAT_SECONDS = 1.0
-PR_SET_PDEATHSIG = 1
+BEAT_SECONDS = 0.5
+CONNECT_SECONDS = 30.0
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--connection", type=int, required=True, help="inherited socket")
-    parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
+    parser.add_argument("--parent", type=int, required=True, help="process id of who started this")
     arguments = parser.parse_args(argv)
     die_with_parent(arguments.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when a rank ends
-    link = _Link(socket.socket(fileno=arguments.connection))
-    link.start_beating()
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when a rank ends
+        signal.signal(number, signal.SIG_IGN)
+    order = RankOrder(**json.load(sys.stdin))
     try:
-        _serve(link)
-    except EOFError:
+        link = connect(order.addresses, order.port, bytes.fromhex(order.token), CONNECT_SECONDS)
+    except ServerError as error:
+        print(f"rank {order.rank}: {error}", file=sys.stderr)
+        return 1
+    progress = Progress()
+    link.send(RankHello(order.rank, os.getpid(), socket.gethostname()))
+    threading.Thread(target=_beat, args=(link, progress), name="beat", daemon=True).start()
+    try:
+        _serve(link, order, progress)
+    except (EOFError, ConnectionError):
         return 0
     except Exception as error:
         link.send(Failed(f"{type(error).__name__}: {error}"))
@@ -51,52 +58,32 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(0)
+def _beat(link: Link, progress: Progress) -> None:
+    while True:
+        try:
+            link.send(progress.beat())
+        except OSError:
+            os._exit(0)  # rank 0 is gone; the main thread may wait for it in a collective
+        time.sleep(BEAT_SECONDS)
 
 
-class _Link:
-    """The connection to rank 0; plans come in on one thread, signs of life go out on another."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
-
-    def send(self, message: object) -> None:
-        with self._lock:
-            send_message(self._connection, message)
-
-    def receive(self) -> object:
-        return receive_message(self._connection)
-
-    def start_beating(self) -> None:
-        threading.Thread(target=self._beat, name="beat", daemon=True).start()
-
-    def _beat(self) -> None:
-        while True:
-            try:
-                self.send(Beat())
-            except OSError:
-                os._exit(0)  # rank 0 is gone; the main thread may wait for it in a collective
-            time.sleep(BEAT_SECONDS)
-
-
-def _serve(link: _Link) -> None:
+def _serve(link: Link, order: RankOrder, progress: Progress) -> None:
     setup = link.receive()
-    runner = _load(setup, link)
+    settings = setup.settings
+    if order.checkpoint_dir is not None:
+        settings = replace(settings, checkpoint_dir=Path(order.checkpoint_dir))
+    runner = _load(settings, order.rank, link, progress)
     while True:
         plan = link.receive()
         if isinstance(plan, Stop):
             break
+        progress.begin_step()
         runner.execute(plan)
+        progress.end_step()
     runner.close()
 
 
-def _load(setup: WorkerSetup, link: _Link):
+def _load(settings: EngineSettings, rank: int, link: Link, progress: Progress) -> Runner:
     """Imports here: torch takes seconds, and rank 0 hears of this one from the start."""
     from launcher_scripts.engine.communicator import ProcessGroupCommunicator, join_store
     from launcher_scripts.engine.loading import (
@@ -108,16 +95,24 @@ def _load(setup: WorkerSetup, link: _Link):
         rank_info,
     )
 
-    settings, rank = setup.settings, setup.rank
     device = rank_device(settings, rank)
     prepare_process(settings, device)
     weights = load_weights(settings, open_checkpoint(settings, verify=False), rank, device)
     link.send(Loaded())
-    store = join_store(setup.store_port, settings.start_timeout)
+    meet = link.receive()
+    if not isinstance(meet, Meet):
+        raise EOFError("the engine is closed before its ranks met")
     communicator = ProcessGroupCommunicator(
-        settings.parallelism, rank, store, device, settings.start_timeout
+        settings.parallelism,
+        rank,
+        join_store(meet.host, meet.port, settings.start_timeout),
+        device,
+        settings.start_timeout,
+        host=meet.host,
+        progress=progress,
     )
     runner = assemble_runner(weights, settings, communicator, device)
+    progress.loaded()
     link.send(Ready(rank_info(rank, device)))
     return runner
 

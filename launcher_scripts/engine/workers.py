@@ -2,243 +2,292 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import selectors
-import shutil
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from queue import SimpleQueue
 
-from launcher_scripts.engine.loading import EngineSettings
+from launcher_scripts.engine.interfaces import LOOPBACK, listening_address, published_addresses
+from launcher_scripts.engine.links import TOKEN_BYTES, Link, Listener
+from launcher_scripts.engine.loading import EngineSettings, RankSetup
 from launcher_scripts.engine.messages import (
+    Beat,
     Failed,
+    GroupLost,
     Loaded,
+    Meet,
+    NodeHello,
+    RankHello,
     RankInfo,
+    RankLost,
     Ready,
-    receive_message,
-    send_message,
+    StartRanks,
+    Stop,
 )
-from launcher_scripts.engine.plan import Stop
+from launcher_scripts.engine.node_group import NodeGroup
+from launcher_scripts.engine.peers import NodeHost, Peer, Rank
+from launcher_scripts.engine.progress import Progress, doing
+from launcher_scripts.engine.rank_processes import RankOrder, RankProcess
+from launcher_scripts.engine.rendezvous import Invitation, Publication
+from launcher_scripts.engine.watchdog import EXCHANGE_SECONDS, Watchdog
 from launcher_scripts.errors import ServerError
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.2
 STOP_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class WorkerSetup:
-    """What a worker is told first."""
-
-    settings: EngineSettings
-    rank: int
-    store_port: int
-
-
-@dataclass
-class _Worker:
-    rank: int
-    process: subprocess.Popen[bytes]
-    connection: socket.socket
-    last_seen: float
-    info: RankInfo | None = None
-
-    @property
-    def label(self) -> str:
-        return f"rank {self.rank} (pid {self.process.pid})"
 
 
 class WorkerGroup:
     """Ranks 1 and up, each a process with one connection for plans and signs of life.
 
-    One thread starts them and watches them until the group is closed. Its life is theirs: a
-    worker asks the kernel to be killed when the thread that started it ends.
+    One thread starts those of this node, lets the others join, and watches all of them until the
+    group is closed. Its life is that of this node's ranks: a rank asks the kernel to be killed
+    when the thread that started it ends.
     """
 
     def __init__(
-        self, settings: EngineSettings, store_port: int, on_failure: Callable[[ServerError], None]
+        self,
+        settings: EngineSettings,
+        group: NodeGroup,
+        progress: Progress,
+        on_failure: Callable[[ServerError], None],
     ) -> None:
+        """Raises ServerError where no address or no folder serves to meet other nodes."""
         self._settings = settings
-        self._store_port = store_port
+        self._group = group
+        self._progress = progress
         self._on_failure = on_failure
-        self._workers: list[_Worker] = []
-        self._started = threading.Event()
+        self._watchdog = Watchdog(settings.parallelism, EXCHANGE_SECONDS[settings.device_type])
+        self._ranks = {
+            rank: Rank(rank, node, settings.nodes > 1)
+            for node in range(settings.nodes)
+            for rank in settings.ranks_of_node(node)
+            if rank != 0
+        }
+        self._hosts: dict[int, NodeHost] = {}
+        self._arrivals: SimpleQueue[Link] = SimpleQueue()
         self._arrived: dict[type, set[int]] = {Loaded: set(), Ready: set()}
         self._news = threading.Condition()
         self._failed = False
         self._closing = threading.Event()
+        self._sent = 0
+        self._sent_at = time.monotonic()
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self.host = listening_address(group.interface) if group.place.nodes > 1 else LOOPBACK
+        self._listener = Listener(self.host, token, self._arrivals.put)
+        addresses = published_addresses(self.host)
+        self._orders = {
+            rank: RankOrder(rank, addresses, self._listener.port, token.hex())
+            for rank in self._ranks
+        }
+        self._publication: Publication | None = None
+        if group.place.nodes > 1:
+            invitation = Invitation(
+                group.model, addresses, self._listener.port, token.hex(), group.attempt
+            )
+            self._publication = Publication(group.folders, group.place.run, invitation)
         self._thread = threading.Thread(target=self._watch, name="engine-workers", daemon=True)
         self._thread.start()
-        self._started.wait()
 
     @property
     def infos(self) -> list[RankInfo]:
-        return [worker.info for worker in self._workers if worker.info is not None]
+        return [rank.info for rank in self._ranks.values() if rank.info is not None]
+
+    @property
+    def meeting_host(self) -> str:
+        """This node's address as the ranks of other nodes reach it."""
+        for rank in self._ranks.values():
+            if rank.node != 0 and rank.link is not None:
+                return rank.link.own_host
+        return LOOPBACK
 
     def wait_for(self, message: type, timeout: float) -> bool:
         """Whether every rank sends `message` (Loaded or Ready) within `timeout` seconds.
 
         False at once when a rank fails.
         """
-        everyone = len(self._workers)
         with self._news:
             self._news.wait_for(
-                lambda: self._failed or len(self._arrived[message]) == everyone, timeout
+                lambda: self._failed or len(self._arrived[message]) == len(self._ranks), timeout
             )
-            return not self._failed and len(self._arrived[message]) == everyone
+            return not self._failed and len(self._arrived[message]) == len(self._ranks)
 
-    def send(self, message: object) -> None:
-        """Tell every worker, in order."""
-        for worker in self._workers:
-            send_message(worker.connection, message)
+    def missing(self) -> str:
+        """Who is still awaited, in words."""
+        late = [rank for rank in self._ranks.values() if rank.rank not in self._arrived[Ready]]
+        away = [rank.label for rank in late if rank.link is None]
+        here = [rank.label for rank in late if rank.link is not None]
+        groups = (f"never joined: {', '.join(away)}", f"not ready: {', '.join(here)}")
+        return "; ".join(text for text, of in zip(groups, (away, here), strict=True) if of)
+
+    def meet(self, port: int) -> None:
+        """Tell every rank where all meet."""
+        self._tell(Meet(self.meeting_host, port))
+
+    def send(self, plan: object) -> None:
+        """Tell every rank the next step, in order."""
+        self._tell(plan)
+        self._sent_at = time.monotonic()
+        self._sent += 1
 
     def dismiss(self) -> None:
-        """Tell every worker to end; from now on one that ends is no failure."""
+        """Tell everyone to end; from now on one that ends is no failure."""
         if not self._closing.is_set():
             self._closing.set()
-            with suppress(OSError):
-                self.send(Stop())
+            for peer in self._peers():
+                peer.send_if_there(Stop())
 
     def close(self) -> None:
-        """End every worker: told first, then terminated, then killed."""
+        """End every rank: told first, then killed."""
         self.dismiss()
         deadline = time.monotonic() + STOP_SECONDS
-        for worker in self._workers:
-            self._end(worker, deadline)
+        for rank in self._ranks.values():
+            rank.wait(max(0.0, deadline - time.monotonic()))
+        self.kill()
         self._thread.join(STOP_SECONDS)
 
     def kill(self) -> None:
-        """End every worker at once; for a group that failed."""
+        """End every rank at once; for a group that failed."""
         self._closing.set()
-        for worker in self._workers:
-            worker.process.kill()
-            worker.process.wait()
-            worker.connection.close()
+        self._listener.close()
+        if self._publication is not None:
+            self._publication.withdraw()
+        for peer in self._peers():
+            peer.end()
 
-    def _end(self, worker: _Worker, deadline: float) -> None:
-        for ask in (None, worker.process.terminate, worker.process.kill):
-            if ask is not None:
-                ask()
-                deadline = time.monotonic() + STOP_SECONDS
-            try:
-                worker.process.wait(max(0.0, deadline - time.monotonic()))
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        worker.connection.close()
+    def _peers(self) -> list[Peer]:
+        return [*self._ranks.values(), *self._hosts.values()]
+
+    def _tell(self, message: object) -> None:
+        for rank in self._ranks.values():
+            rank.send(message)
 
     def _watch(self) -> None:
         try:
-            for rank in range(1, self._settings.parallelism.world_size):
-                self._workers.append(self._spawn(rank))
+            for number in self._settings.ranks_of_node(0)[1:]:
+                self._ranks[number].process = RankProcess(self._orders[number])
         except OSError as error:
-            self._on_failure(ServerError(f"cannot start the other ranks: {error}"))
+            self._give_up(f"cannot start the other ranks: {error}")
             return
-        finally:
-            self._started.set()
         failure = self._until_failure()
         if failure is not None and not self._closing.is_set():
-            self._on_failure(ServerError(failure))
-            with self._news:
-                self._failed = True
-                self._news.notify_all()
-        for worker in self._workers:
-            worker.process.wait()
+            self._give_up(failure)
+        self._closing.wait()
+        for rank in self._ranks.values():
+            rank.wait(2 * STOP_SECONDS)
 
-    def _spawn(self, rank: int) -> _Worker:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                [
-                    _python(),
-                    "-m",
-                    "launcher_scripts.engine.worker",
-                    "--connection",
-                    str(theirs.fileno()),
-                    "--parent",
-                    str(os.getpid()),
-                ],
-                pass_fds=[theirs.fileno()],
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-            )
-        send_message(ours, WorkerSetup(self._settings, rank, self._store_port))
-        return _Worker(rank, process, ours, time.monotonic() + self._settings.start_timeout)
+    def _give_up(self, reason: str) -> None:
+        for host in self._hosts.values():
+            host.send_if_there(GroupLost(reason))
+        self._on_failure(ServerError(reason))
+        with self._news:
+            self._failed = True
+            self._news.notify_all()
+        for rank in self._ranks.values():
+            rank.disconnect()  # rank 0 may be in the middle of telling it something
 
     def _until_failure(self) -> str | None:
         """Read signs of life until a rank is lost (the reason) or the group closes (None)."""
         with selectors.DefaultSelector() as selector:
-            for worker in self._workers:
-                selector.register(worker.connection, selectors.EVENT_READ, worker)
             while not self._closing.is_set():
+                while not self._arrivals.empty():
+                    link = self._arrivals.get()
+                    selector.register(link, selectors.EVENT_READ, _Guest(link))
                 for key, _ in selector.select(POLL_SECONDS):
-                    failure = self._hear(key.data)
+                    failure = self._read(key.data)
                     if failure is not None:
                         return failure
-                for worker in self._workers:
-                    failure = self._check(worker)
-                    if failure is not None:
-                        return failure
+                    if key.data.gone:
+                        selector.unregister(key.fileobj)
+                failure = self._check()
+                if failure is not None:
+                    return failure
         return None
 
-    def _hear(self, worker: _Worker) -> str | None:
+    def _read(self, guest: _Guest) -> str | None:
+        """Take what has arrived; the reason when that says that a rank is lost."""
         try:
-            message = receive_message(worker.connection)
+            for message in guest.link.arrived():
+                failure = self._hear(guest, message)
+                if failure is not None:
+                    return failure
         except (EOFError, OSError):
-            with suppress(subprocess.TimeoutExpired):
-                worker.process.wait(2)
-            return _ended(worker)
+            guest.gone = True
+            if guest.peer is not None:
+                guest.peer.closed()
+        except ServerError as error:
+            return str(error)
+        return None
+
+    def _hear(self, guest: _Guest, message: object) -> str | None:
+        if guest.peer is None:
+            guest.peer = self._admit(guest.link, message)
+            guest.gone = guest.peer is None
+            return None
+        peer = guest.peer
+        peer.last_seen = time.monotonic()
+        if isinstance(message, RankLost):
+            lost = self._ranks[message.rank]
+            return f"{lost.label} {message.reason} while {doing(lost.beat)}"
         if isinstance(message, Failed):
-            return f"{worker.label}: {message.reason}"
-        if isinstance(message, Ready):
-            worker.info = message.info
-        if type(message) in self._arrived:
-            with self._news:
-                self._arrived[type(message)].add(worker.rank)
-                self._news.notify_all()
-        worker.last_seen = time.monotonic()
+            return f"{peer.label}: {message.reason}"
+        if isinstance(peer, Rank):
+            if isinstance(message, Beat):
+                peer.beat = message
+            if isinstance(message, Ready):
+                peer.info = message.info
+            if type(message) in self._arrived:
+                with self._news:
+                    self._arrived[type(message)].add(peer.rank)
+                    self._news.notify_all()
         return None
 
-    def _check(self, worker: _Worker) -> str | None:
-        if worker.process.poll() is not None:
-            return _ended(worker)
-        silence = time.monotonic() - worker.last_seen
-        if silence > self._settings.stall_timeout:
-            return f"{worker.label} gave no sign of life for {silence:.0f} s"
+    def _admit(self, link: Link, hello: object) -> Peer | None:
+        """Who it is that came; None for somebody who is not awaited, and is told so."""
+        if isinstance(hello, RankHello) and hello.rank in self._ranks:
+            rank = self._ranks[hello.rank]
+            if rank.link is None:
+                rank.joins(link, hello)
+                link.send(RankSetup(self._settings))
+                return rank
+        if isinstance(hello, NodeHello) and self._awaits(hello):
+            ranks = tuple(rank.rank for rank in self._ranks.values() if rank.node == hello.node)
+            host = self._hosts[hello.node] = NodeHost(link, hello, ranks)
+            link.send(StartRanks(ranks))
+            print(f"model {self._group.model}: {host.label} joins with ranks {list(ranks)}")
+            return host
+        with suppress(OSError):
+            link.send(Failed(f"nobody is awaited as {hello}"))
+        link.close()
         return None
 
+    def _awaits(self, hello: NodeHello) -> bool:
+        nodes = self._group.place.nodes
+        return hello.nodes == nodes and 0 < hello.node < nodes and hello.node not in self._hosts
 
-def _ended(worker: _Worker) -> str:
-    code = worker.process.poll()
-    if code is None:
-        return f"{worker.label} closed its connection"
-    if code < 0:
-        return f"{worker.label} was ended by {signal.Signals(-code).name}"
-    return f"{worker.label} ended with exit code {code}"
-
-
-def _python() -> str:
-    """The interpreter of this process, also where Python is embedded in another program."""
-    if sys.executable and "python" in Path(sys.executable).name:
-        return sys.executable
-    for folder in (sys.prefix, sys.exec_prefix):
-        candidate = Path(folder) / "bin" / "python3"
-        if candidate.exists():
-            return str(candidate)
-    found = shutil.which("python3")
-    if found is None:
-        raise FileNotFoundError("there is no python3 to run the other ranks with")
-    return found
+    def _check(self) -> str | None:
+        for host in self._hosts.values():
+            trouble = host.trouble()
+            if trouble is not None:
+                return trouble
+        for rank in self._ranks.values():
+            trouble = rank.trouble(self._settings.stall_timeout)
+            if trouble is not None:
+                return trouble
+        beats = {0: self._progress.beat(), **{r.rank: r.beat for r in self._ranks.values()}}
+        stuck = self._watchdog.stuck(beats, self._sent, time.monotonic() - self._sent_at)
+        names = [self._ranks[number].label if number else "rank 0" for number in stuck]
+        found = [f"{name} {what}" for name, what in zip(names, stuck.values(), strict=True)]
+        return "; ".join(found) or None
 
 
-def _environment() -> dict[str, str]:
-    """This process's environment, with the modules it can import."""
-    paths = dict.fromkeys([str(CHECKOUT), *(path for path in sys.path if path)])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+@dataclass
+class _Guest:
+    """A connection, and who is at its other end once that is known."""
+
+    link: Link
+    peer: Peer | None = None
+    gone: bool = False

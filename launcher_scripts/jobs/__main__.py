@@ -48,14 +48,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    some, all_or_some = {"nargs": "+"}, {"nargs": "*"}
     for name, names, described in (
-        ("list", None, "every job and its state"),
-        ("status", all_or_some, "servers, nodes and load; of all that have not ended"),
-        ("logs", some, "what jobs have printed"),
-        ("wait", some, "until jobs have ended, or servers are ready"),
-        ("stop", some, "end in order: servers finish their requests"),
-        ("cancel", some, "end at once"),
+        ("list", "", "every job and its state"),
+        ("status", "*", "servers, nodes and load; of all that have not ended"),
+        ("logs", "+", "what jobs have printed"),
+        ("wait", "+", "until jobs have ended, or servers are ready"),
+        ("stop", "+", "end in order: servers finish their requests"),
+        ("cancel", "+", "end at once"),
     ):
         command = commands.add_parser(name, help=described, description=described)
         command.add_argument(
@@ -67,10 +66,9 @@ def _parser() -> argparse.ArgumentParser:
         )
         if name != "logs":
             command.add_argument("--json", dest="as_json", action="store_true", help="as JSON")
-        if names is not None:
-            command.add_argument(
-                "jobs", metavar="JOB", help="folder, id, name or name/run", **names
-            )
+        if names:
+            about = "folder, id, name or name/run"
+            command.add_argument("jobs", metavar="JOB", nargs=names, help=about)
         _add_own(command, name)
     return parser
 

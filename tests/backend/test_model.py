@@ -39,7 +39,7 @@ class Tensor:
 
 
 class TritonError(Exception):
-    INVALID_ARG, INTERNAL = "invalid", "internal"
+    INVALID_ARG, INTERNAL, CANCELLED = "invalid", "internal", "cancelled"
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -58,6 +58,7 @@ class Request:
         self.inputs, self.wanted = inputs, wanted
         self.answers: list[Response] = []
         self.answered = threading.Event()
+        self.left = False
 
     def requested_output_names(self):
         return list(self.wanted)
@@ -65,10 +66,14 @@ class Request:
     def get_response_sender(self):
         return self
 
-    def send(self, response, flags):
-        assert flags == "final"
+    def is_cancelled(self):
+        return self.left
+
+    def send(self, response, flags=None):
+        assert not self.answered.is_set()
         self.answers.append(response)
-        self.answered.set()
+        if flags == "final":
+            self.answered.set()
 
 
 @pytest.fixture
@@ -79,14 +84,19 @@ def backend(monkeypatch):
     stand_in.InferenceResponse = Response
     stand_in.TritonModelException = RuntimeError
     stand_in.TRITONSERVER_RESPONSE_COMPLETE_FINAL = "final"
+    stand_in.using_decoupled_model_transaction_policy = lambda config: config.get(
+        "model_transaction_policy", {"decoupled": False}
+    )["decoupled"]
     stand_in.get_input_tensor_by_name = lambda request, name: (
         Tensor(request.inputs[name]) if name in request.inputs else None
     )
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-    name = "launcher_scripts.backends.fastertransformer.model"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module(name)
-    sys.modules.pop(name, None)
+    room = "launcher_scripts.backends.fastertransformer"
+    for name in ("model", "answers"):
+        monkeypatch.delitem(sys.modules, f"{room}.{name}", raising=False)
+    yield importlib.import_module(f"{room}.model")
+    for name in ("model", "answers"):
+        sys.modules.pop(f"{room}.{name}", None)
 
 
 def request(ids, lengths, output_lens, *wanted: str, **more: torch.Tensor) -> Request:
@@ -202,3 +212,66 @@ def test_the_checkpoint_path_is_relative_to_the_model(tmp_path):
 def test_wrong_parameters_are_named(tmp_path, parameters, message):
     with pytest.raises(ConfigError, match=message):
         settings(tmp_path, **parameters)
+
+
+@pytest.fixture
+def streaming_model(backend, tmp_path, monkeypatch):
+    """A decoupled model, and the ids of a row that it generates."""
+    monkeypatch.setenv("LAUNCHER_DEVICE", "cpu")
+    tensors = random_tensors(CONFIG)
+    write_checkpoint(tmp_path / "tiny" / "1" / "1-gpu", CONFIG, tensors, 1)
+    model = backend.TritonPythonModel()
+    given = arguments(tmp_path / "tiny")
+    config = {**json.loads(given["model_config"]), "model_transaction_policy": {"decoupled": True}}
+    model.initialize({**given, "model_config": json.dumps(config)})
+    yield model
+    model.finalize()
+
+
+def test_rows_stream_in_step_until_the_longest_ends(streaming_model):
+    asked = request([[3, 4, 5], [6, 7, 0]], [3, 2], [[2], [4]])
+    asked.inputs["is_return_progress"] = torch.tensor([True, True])
+    asked.wanted = ("sequence_length", "streamed_length", "is_finished", "text_start")
+    streaming_model.execute([asked])
+    assert asked.answered.wait(30)
+    seen = [
+        [answer.tensors[name][:, 0].tolist() for name in asked.wanted] for answer in asked.answers
+    ]
+    assert seen == [
+        [[4, 3], [0, 0], [False, False], [3, 2]],
+        [[5, 4], [1, 1], [True, False], [3, 2]],
+        [[5, 5], [2, 2], [True, False], [3, 2]],
+        [[5, 6], [2, 3], [True, True], [3, 2]],
+    ]
+
+
+def test_a_row_that_cannot_run_ends_its_request(streaming_model):
+    asked = request([[3, 4], [99, 0]], [2, 1], [[60], [2]])
+    streaming_model.execute([asked])
+    assert asked.answered.wait(30)
+    assert "outside of the vocabulary" in str(asked.answers[-1].error)
+    assert all(answer.error is None for answer in asked.answers[:-1])
+
+
+def test_a_client_that_left_is_generated_for_no_longer(streaming_model):
+    asked = request([[3, 4]], [2], [[90]])
+    asked.left = True
+    streaming_model.execute([asked])
+    assert asked.answered.wait(30)
+    assert asked.answers[-1].error.code == "cancelled"
+
+
+def test_what_cannot_be_answered_is_an_error_of_its_own(streaming_model, monkeypatch):
+    def broken(*_):
+        raise ValueError("no such shape")
+
+    monkeypatch.setattr(streaming_model, "_to_tensors", lambda *_: broken)
+    asked = request([[3, 4]], [2], [[4]])
+    streaming_model.execute([asked])
+    assert asked.answered.wait(30)
+    assert asked.answers[-1].error.code == "internal"
+    monkeypatch.undo()
+    again = request([[3, 4]], [2], [[4]])
+    streaming_model.execute([again])
+    assert again.answered.wait(30)
+    assert len(again.answers) == 4

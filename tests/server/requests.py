@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import queue
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ NUMPY_TYPES = {
     "repetition_penalty": np.float32,
     "is_return_log_probs": np.bool_,
     "is_return_context_logits": np.bool_,
+    "is_return_prompt": np.bool_,
     "bad_words_list": np.int32,
     "stop_words_list": np.int32,
 }
@@ -37,24 +39,81 @@ class Client:
     def infer(
         self, model: str, outputs: Sequence[str] | None = None, **tensors: np.ndarray
     ) -> dict[str, np.ndarray]:
-        inputs = []
-        for name, value in tensors.items():
-            kind = TYPES["O" if value.dtype == object else value.dtype.str[1:]]
-            inputs.append(self._module.InferInput(name, list(value.shape), kind))
-            inputs[-1].set_data_from_numpy(value)
+        inputs = infer_inputs(self._module, tensors)
         wanted = outputs and [self._module.InferRequestedOutput(name) for name in outputs]
         result = (
             self._client.infer(model, inputs, outputs=wanted, client_timeout=60)
             if (self._module.__name__.endswith("grpc"))
             else self._client.infer(model, inputs, outputs=wanted)
         )
-        answer = result.get_response()
-        names = (
-            [output["name"] for output in answer["outputs"]]
-            if isinstance(answer, dict)
-            else [output.name for output in answer.outputs]
+        return arrays(result)
+
+
+class Stream:
+    """One gRPC stream: what is sent, and the responses in the order of their coming."""
+
+    def __init__(self, ready: dict[str, Any]) -> None:
+        self._module = importlib.import_module("tritonclient.grpc")
+        self._client = self._module.InferenceServerClient(ready["grpc"])
+        self._responses: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self._client.start_stream(lambda result, error: self._responses.put((result, error)))
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.stop_stream()
+        self._client.close()
+
+    def send(self, model: str, sequence: dict[str, Any] | None = None, **tensors: Any) -> None:
+        self._client.async_stream_infer(
+            model,
+            infer_inputs(self._module, tensors),
+            enable_empty_final_response=True,
+            **(sequence or {}),
         )
-        return {name: result.as_numpy(name) for name in names}
+
+    def next(self) -> tuple[dict[str, np.ndarray], bool]:
+        """The next response and whether it is its request's last; raises the server's error."""
+        result, error = self._responses.get(timeout=60)
+        if error is not None:
+            raise error
+        parameters = result.get_response().parameters
+        return arrays(result), parameters["triton_final_response"].bool_param
+
+    def ask(self, model: str, **tensors: Any) -> list[dict[str, np.ndarray]]:
+        """All responses of one request."""
+        self.send(model, **tensors)
+        responses = []
+        last = False
+        while not last:
+            response, last = self.next()
+            responses.append(response)
+        return responses
+
+    def cancel(self) -> None:
+        """Leave, and say so to the server."""
+        self._client.stop_stream(cancel_requests=True)
+
+
+def infer_inputs(module: Any, tensors: dict[str, np.ndarray]) -> list[Any]:
+    inputs = []
+    for name, value in tensors.items():
+        kind = TYPES["O" if value.dtype == object else value.dtype.str[1:]]
+        inputs.append(module.InferInput(name, list(value.shape), kind))
+        inputs[-1].set_data_from_numpy(value)
+    return inputs
+
+
+def arrays(result: Any) -> dict[str, np.ndarray]:
+    """The tensors of a response by name."""
+    answer = result.get_response()
+    names = (
+        [output["name"] for output in answer["outputs"]]
+        if isinstance(answer, dict)
+        else [output.name for output in answer.outputs]
+    )
+    return {name: result.as_numpy(name) for name in names}
 
 
 def ids_request(rows: Sequence[Sequence[int]], output_len: int, **more: Any) -> dict[str, Any]:

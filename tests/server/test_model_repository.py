@@ -100,9 +100,9 @@ def test_the_login_side_reads_what_was_written(tmp_path: Path) -> None:
 def test_text_models_carry_the_tokenizer_and_its_code(tmp_path: Path) -> None:
     root = export(tmp_path).model_repository
     files = ["merges.txt", "model.py", "text_tensors.py", "tokenizer.py", "vocab.json"]
-    for role in ("preprocessing", "postprocessing"):
+    for role, more in (("preprocessing", []), ("postprocessing", ["text_deltas.py"])):
         version = root / role / "1"
-        assert sorted(path.name for path in version.iterdir()) == files
+        assert sorted(path.name for path in version.iterdir()) == sorted([*files, *more])
     assert list((root / "ensemble" / "1").iterdir()) == []
     assert sorted(path.name for path in root.iterdir()) == [*TEXT_MODELS, "tiny"]
 

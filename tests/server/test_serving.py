@@ -151,12 +151,14 @@ def test_text_through_the_ensemble(client: Client, engine: Engine) -> None:
         INPUT_1=np.array([[6], [4]], np.uint32),
         is_return_log_probs=np.array([[True], [True]]),
     )
-    assert set(answer) == {"OUTPUT_0", "sequence_length", "cum_log_probs", "output_log_probs"}
+    probabilities = {"cum_log_probs", "output_log_probs"}
+    assert set(answer) == {"OUTPUT_0", "OUTPUT_DELTA", "sequence_length", *probabilities}
     assert answer["OUTPUT_0"].shape == (2, 1, 1)
     for row, (text, output_len) in enumerate(zip(texts, (6, 4), strict=True)):
         prompt = tuple(tokenizer.encode(text))
         ids = expected(engine, prompt, output_len).output_ids
-        assert answer["OUTPUT_0"][row, 0, 0].decode() == text + tokenizer.decode(ids)
+        assert text + answer["OUTPUT_0"][row, 0, 0].decode() == tokenizer.decode([*prompt, *ids])
+        assert answer["OUTPUT_DELTA"][row, 0, 0] == answer["OUTPUT_0"][row, 0, 0]
         assert answer["sequence_length"][row, 0] == len(prompt) + len(ids)
 
 
@@ -173,6 +175,7 @@ def test_words_lists_are_each_rows_own(client: Client, engine: Engine) -> None:
         INPUT_1=np.full((3, 1), 6, np.uint32),
         INPUT_2=text_rows("", f"Rose,{word}", ""),
         INPUT_3=text_rows("", "", f"{word}"),
+        is_return_prompt=np.array([[True], [True], [False]]),
     )
     texts = [text.decode() for text in answer["OUTPUT_0"][:, 0, 0]]
     banned = expected(engine, ids, 6, bad_words=(tuple(tokenizer.encode("Rose")), (first,)))

@@ -58,17 +58,20 @@ def export(
     pp: int = 1,
     source: str = "huggingface",
     data_type: str = "fp32",
+    name: str = "tiny",
+    **more: Any,
 ) -> ExportSettings:
     """A whole repository around random weights."""
     model, tensors = config(), t5_tensors(config())
     settings = ExportSettings(
-        model_name="tiny",
+        model_name=name,
         model_type=model_type,
         checkpoint_path="unused",
-        triton_model_dir=str(folder / "model_repo" / "tiny"),
+        triton_model_dir=str(folder / "model_repo" / name),
         parallelism=Parallelism(tp, pp),
         max_batch_size=8,
         data_type=data_type,
+        **more,
     )
     writer = FTWriter(settings.checkpoint_dir, model, tp, "fp32", source={"format": source})
     with writer:
@@ -220,7 +223,8 @@ def test_text_through_the_ensemble(client: Client, plain: Plain) -> None:
         INPUT_1=np.array([[6], [4]], np.uint32),
         is_return_log_probs=np.array([[True], [True]]),
     )
-    assert set(answer) == {"OUTPUT_0", "sequence_length", "cum_log_probs", "output_log_probs"}
+    probabilities = {"cum_log_probs", "output_log_probs"}
+    assert set(answer) == {"OUTPUT_0", "OUTPUT_DELTA", "sequence_length", *probabilities}
     for row, (text, length) in enumerate(zip(texts, (6, 4), strict=True)):
         ids = plain.greedy((*tokenizer.encode(text), END_ID), length)
         assert answer["OUTPUT_0"][row, 0, 0].decode() == tokenizer.decode(ids)

@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from text_deltas import RowText
 from text_tensors import BadRequestError, answer_each, array, require_working_arrays, tensor
 from tokenizer import load_tokenizer
 
 
 class TritonPythonModel:
-    """TOKENS_BATCH [B, beam, time] -> OUTPUT [B, beam, 1], one text per beam."""
+    """TOKENS_BATCH [B, beam, time] -> OUTPUT and OUTPUT_DELTA [B, beam, 1], one text per beam.
+
+    A model that streams sends its tokens again and again, each time with more: OUTPUT is then the
+    text so far, OUTPUT_DELTA what it has gained.
+    """
 
     def initialize(self, args: dict[str, str]) -> None:  # noqa: ARG002 - the backend passes it
         require_working_arrays()
@@ -30,16 +35,34 @@ class TritonPythonModel:
         if tokens is None or tokens.ndim != 3:
             shape = None if tokens is None else tokens.shape
             raise BadRequestError(f"TOKENS_BATCH must have shape [batch, beam, time]; got {shape}")
-        lengths = array(request, "sequence_length")  # [B, beam]
-        if lengths is None:
-            lengths = np.full(tokens.shape[:2], tokens.shape[2])
-        if lengths.shape != tokens.shape[:2]:
-            raise BadRequestError(
-                f"sequence_length must have shape {tokens.shape[:2]} for these tokens; "
-                f"got {lengths.shape}"
-            )
-        outputs = np.empty((*tokens.shape[:2], 1), dtype=np.object_)
-        for row in np.ndindex(lengths.shape):
+        beams = tokens.shape[:2]
+        lengths = per_beam(request, "sequence_length", beams, tokens.shape[2])
+        prompts = per_beam(request, "RESPONSE_INPUT_LENGTHS", beams, 0)
+        streamed = per_beam(request, "streamed_length", beams, 0)
+        finished = per_beam(request, "is_finished", beams, True)
+        starts = (
+            prompts
+            if array(request, "text_start") is None
+            else (per_beam(request, "text_start", beams, 0))
+        )
+        texts, deltas = (np.empty((*beams, 1), dtype=np.object_) for _ in range(2))
+        for row in np.ndindex(beams):
             ids = tokens[row][: int(lengths[row])].tolist()
-            outputs[row][0] = self.tokenizer.decode(ids).encode("utf-8")
-        return [tensor("OUTPUT", outputs)]
+            text = RowText(self.tokenizer.decode, ids, prompt=int(prompts[row]))
+            ended, seen = bool(finished[row]), int(prompts[row] + streamed[row])
+            whole = text.text(finished=ended, with_prompt=starts[row] == 0)
+            texts[row][0] = whole.encode("utf-8")
+            deltas[row][0] = text.delta(seen, finished=ended).encode("utf-8")
+        return [tensor("OUTPUT", texts), tensor("OUTPUT_DELTA", deltas)]
+
+
+def per_beam(request: Any, name: str, beams: tuple[int, int], default: int | bool) -> np.ndarray:
+    """The input `name` [B, beam], or `default` for every beam where it is left out."""
+    values = array(request, name)
+    if values is None:
+        return np.full(beams, default)
+    if values.shape != beams:
+        raise BadRequestError(
+            f"{name} must have shape {beams} for these tokens; got {values.shape}"
+        )
+    return values

@@ -60,6 +60,7 @@ class TritonPythonModel:
             tensor("BAD_WORDS_IDS", self.word_list(request, "BAD_WORDS_DICT", len(rows))),
             tensor("STOP_WORDS_IDS", self.word_list(request, "STOP_WORDS_DICT", len(rows))),
             tensor("REQUEST_OUTPUT_LEN", output_len.astype(np.uint32)),
+            tensor("RETURN_PROGRESS", np.ones((len(rows), 1), dtype=np.bool_)),
         ]
 
     def word_list(self, request: Any, name: str, rows: int) -> np.ndarray:

@@ -1,0 +1,71 @@
+"""The text of a row that grows token by token, cut so that pieces put together are the whole.
+
+Copied beside the text models of a repository, so it imports nothing of this project.
+
+A token may end in the middle of a character, and decoders look at a token's neighbours (the
+blank before a SentencePiece word, runs of byte tokens). So text is always decoded from the row's
+first token, and what may still change is held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+# What a decoder gives for bytes that are no character, or not yet.
+REPLACEMENT = "\ufffd"
+
+
+@dataclass(frozen=True)
+class RowText:
+    """The tokens of one row as text.
+
+    decode: ids to text
+    ids:    the row's tokens so far, its prompt first
+    prompt: how many of them are the prompt
+    """
+
+    decode: Callable[[Sequence[int]], str]
+    ids: Sequence[int]
+    prompt: int
+
+    def text(self, *, finished: bool, with_prompt: bool) -> str:
+        """All of the row, or all that later tokens cannot change."""
+        whole = self.decode(self.ids) if finished else self.settled(len(self.ids))
+        return whole if with_prompt else _after(whole, self.settled(self.prompt))
+
+    def delta(self, seen: int, *, finished: bool) -> str:
+        """What is new since the row had `seen` tokens; the row was not finished then."""
+        if seen == len(self.ids):
+            return ""
+        return _after(self.text(finished=finished, with_prompt=True), self.settled(seen))
+
+    def settled(self, count: int) -> str:
+        """The text of the first `count` tokens that no later token can change.
+
+        Some decoders turn a whole run of byte tokens into replacements while its last character
+        is incomplete, so what was settled before counts, back to where no character was open.
+        """
+        open_texts = []
+        text = self.decode(self.ids[:count])
+        while text.endswith(REPLACEMENT) and count > self.prompt:
+            open_texts.append(text)
+            count -= 1
+            text = self.decode(self.ids[:count])
+        settled = text.rstrip(REPLACEMENT)
+        for later in reversed(open_texts):
+            longer = later.rstrip(REPLACEMENT)
+            if longer.startswith(settled):
+                settled = longer
+        return settled
+
+
+def _after(text: str, start: str) -> str:
+    """`text` without its beginning `start`, or what follows the beginning that both share."""
+    if text.startswith(start):
+        return text[len(start) :]
+    shared = next(
+        (place for place, (a, b) in enumerate(zip(text, start, strict=False)) if a != b),
+        min(len(text), len(start)),
+    )
+    return text[shared:]

@@ -1,0 +1,92 @@
+"""How the nodes of one server find rank 0 of each model: a small file in a folder that all see.
+
+It holds rank 0's addresses, port and the secret token, is readable by its owner alone, and is named
+after the run, so that servers side by side never meet. No name service is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from launcher_scripts.errors import ServerError, problem
+
+FOLDER_VARIABLE = "LAUNCHER_RENDEZVOUS"
+ADVICE = f"the environment: {FOLDER_VARIABLE}=<a folder that all nodes see>"
+_FOLDER = ".launcher"
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """Where rank 0 of one model waits for the other nodes.
+
+    attempt: how often the server was started again before
+    """
+
+    model: str
+    addresses: tuple[str, ...]
+    port: int
+    token: str
+    attempt: int = 0
+
+
+def rendezvous_folders(env: dict[str, str], model_dir: Path) -> list[Path]:
+    """Folders that all nodes may see: the one that was named, else the model's and the home."""
+    if FOLDER_VARIABLE in env:
+        return [Path(env[FOLDER_VARIABLE])]
+    return [model_dir / _FOLDER, Path.home() / _FOLDER]
+
+
+class Publication:
+    """An invitation in every folder that takes it, until it is withdrawn."""
+
+    def __init__(self, folders: Sequence[Path], run: str, invitation: Invitation) -> None:
+        name = f"{_prefix(run)}{secrets.token_hex(8)}.json"
+        self._files = []
+        reasons = []
+        for folder in folders:
+            try:
+                self._files.append(_write(folder, name, json.dumps(asdict(invitation))))
+            except OSError as error:
+                reasons.append(f"{folder}: {error.strerror or error}")
+        if not self._files:
+            what = "no folder to tell the other nodes where rank 0 is: " + "; ".join(reasons)
+            raise ServerError(problem(what, change=ADVICE))
+
+    def withdraw(self) -> None:
+        for path in self._files:
+            path.unlink(missing_ok=True)
+            if path.parent.name == _FOLDER:
+                with suppress(OSError):  # somebody else's files are still there
+                    path.parent.rmdir()
+
+
+def find_invitations(folders: Sequence[Path], run: str) -> dict[str, Invitation]:
+    """name -> invitation of this run; the files of other users do not count."""
+    found = {}
+    for folder in folders:
+        for path in folder.glob(f"{_prefix(run)}*.json"):
+            with suppress(OSError, ValueError, TypeError):
+                if path.stat().st_uid == os.geteuid():
+                    values = json.loads(path.read_text(encoding="utf-8"))
+                    values["addresses"] = tuple(values["addresses"])
+                    found[path.name] = Invitation(**values)
+    return found
+
+
+def _prefix(run: str) -> str:
+    return f"ranks-{run}-"
+
+
+def _write(folder: Path, name: str, text: str) -> Path:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = folder / f"{name}.partial"
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    return partial.replace(folder / name)

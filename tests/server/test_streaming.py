@@ -1,0 +1,216 @@
+"""Tokens and text as they come, through real decoupled models and their ensembles."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from launcher_scripts.tokenizer import load_tokenizer
+from tests.server import test_t5 as t5
+from tests.server.processes import running
+from tests.server.repositories import END_ID, TOKENIZERS, export, text_config
+from tests.server.requests import Client, Stream, generated, ids_request, infer_inputs, text_rows
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("pytriton") is None,
+    reason="the pip-installable tritonserver is not there",
+)
+
+PROMPT = (5, 6, 7)
+SAMPLED = {"runtime_top_k": 40, "temperature": 1.7, "random_seed": 11}
+LONG = text_config(max_positions=16384)
+ROWS_IN_FLIGHT = 32
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A GPT and a T5 that stream, with their ensembles, and the same GPT that does not.
+
+    The GPT's own config.pbtxt is edited by hand, as the documents say; the T5 was exported so.
+    """
+    folder = tmp_path_factory.mktemp("streaming")
+    settings = export(folder, LONG, name="gpt")
+    config = Path(settings.triton_model_dir) / "config.pbtxt"
+    text = config.read_text()
+    assert text.count("{ decoupled: false }") == 1
+    config.write_text(text.replace("{ decoupled: false }", "{\n  decoupled: True\n}"))
+    t5.export(folder, name="t5", tp=2, decoupled=True)
+    export(folder, LONG, name="plain")
+    with running(folder / "job", settings.model_repository) as step:
+        yield step.wait_until_ready()
+        assert step.stop() == 0, step.err
+        assert step.survivors() == []
+
+
+@pytest.fixture
+def stream(served: dict[str, Any]) -> Iterator[Stream]:
+    with Stream(served) as stream:
+        yield stream
+
+
+def whole(served: dict[str, Any], **tensors: Any) -> dict[str, np.ndarray]:
+    with Client(served, "grpc") as client:
+        return client.infer("plain", **tensors)
+
+
+def test_every_token_has_a_response(stream: Stream, served: dict[str, Any]) -> None:
+    tensors = ids_request([PROMPT], 8, is_return_log_probs=True, **SAMPLED)
+    responses = stream.ask("gpt", **tensors)
+    answer = whole(served, **tensors)
+    assert len(responses) == 8
+    for name in answer:
+        np.testing.assert_array_equal(responses[-1][name], answer[name])
+    for count, response in enumerate(responses, 1):
+        assert response["output_ids"].shape == (1, 1, 11)
+        assert response["sequence_length"].tolist() == [[3 + count]]
+        assert response["response_input_lengths"].tolist() == [[3]]
+        assert generated(response) == generated(answer)[:count]
+        assert set(response["output_ids"][0, 0, 3 + count :].tolist()) <= {END_ID}
+        assert np.count_nonzero(response["output_log_probs"]) == count
+    sums = [float(response["cum_log_probs"][0, 0]) for response in responses]
+    assert sums == sorted(sums, reverse=True)
+
+
+def test_an_early_end_comes_once(stream: Stream, served: dict[str, Any]) -> None:
+    ids = generated(whole(served, **ids_request([PROMPT], 12, **SAMPLED)))
+    end = ids[4]
+    count = ids.index(end) + 1
+    responses = stream.ask("gpt", **ids_request([PROMPT], 12, end_id=end, **SAMPLED))
+    assert [generated(response) for response in responses] == [
+        ids[: number + 1] for number in range(count)
+    ]
+
+
+def test_rows_of_one_request_stream_together(stream: Stream, served: dict[str, Any]) -> None:
+    tensors = ids_request([PROMPT, (400,), (9, 8, 7, 6, 5)], 1)
+    tensors["request_output_len"] = np.array([[2], [6], [4]], np.uint32)
+    responses = stream.ask("gpt", **tensors)
+    answer = whole(served, **tensors)
+    assert len(responses) == 6
+    for count, response in enumerate(responses, 1):
+        for row in range(3):
+            assert generated(response, row) == generated(answer, row)[:count]
+
+
+def test_requests_of_one_stream_are_served_at_once(stream: Stream, served: dict[str, Any]) -> None:
+    for number in range(6):
+        stream.send("gpt", **ids_request([(number, 7)], 10 + number))
+    seen: dict[int, list[list[int]]] = {number: [] for number in range(6)}
+    for _ in range(sum(10 + number for number in range(6))):
+        response, _ = stream.next()
+        seen[int(response["output_ids"][0, 0, 0])].append(generated(response))
+    for number, pieces in seen.items():
+        ids = generated(whole(served, **ids_request([(number, 7)], 10 + number)))
+        assert pieces == [ids[: count + 1] for count in range(len(ids))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"input_ids": np.array([[491]], np.uint32)}, "outside of the vocabulary"),
+        ({"input_lengths": np.array([[7]], np.uint32)}, "input_lengths"),
+    ],
+)
+def test_a_wrong_request_ends_with_its_error(
+    stream: Stream, changes: dict[str, np.ndarray], reason: str
+) -> None:
+    with pytest.raises(InferenceServerException, match=reason):
+        stream.ask("gpt", **{**ids_request([(1,)], 2), **changes})
+    assert len(stream.ask("gpt", **ids_request([(1,)], 2))) == 2
+
+
+def test_a_t5_streams_with_zeros_after_its_tokens(stream: Stream) -> None:
+    request = t5.ids_request([(5, 6, 7), (400, 2)], max_output_len=6, end_id=1000)
+    responses = stream.ask("t5", **request)
+    assert len(responses) == 6
+    last = responses[-1]["output_ids"]
+    for count, response in enumerate(responses, 1):
+        ids = response["output_ids"]
+        assert ids.shape == (2, 1, 6)
+        assert ids.dtype == np.int32
+        np.testing.assert_array_equal(ids[..., :count], last[..., :count])
+        assert not ids[..., count:].any()
+        assert response["sequence_length"].tolist() == [[count], [count]]
+
+
+def test_text_comes_in_pieces_that_make_the_whole(stream: Stream, served: dict[str, Any]) -> None:
+    """Random weights also choose tokens that are parts of characters."""
+    tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
+    prompt = "Grüße"
+    ids = tuple(tokenizer.encode(prompt))
+    sampled = {"runtime_top_k": 400, "temperature": 3.0}
+    for seed in range(5):
+        answer = whole(served, **ids_request([ids], 30, random_seed=seed, **sampled))
+        text = tokenizer.decode([*ids, *generated(answer)])
+        responses = stream.ask(
+            "ensemble",
+            INPUT_0=text_rows(prompt),
+            INPUT_1=np.array([[30]], np.uint32),
+            runtime_top_k=np.array([[400]], np.uint32),
+            temperature=np.array([[3.0]], np.float32),
+            random_seed=np.array([[seed]], np.uint64),
+        )
+        assert len(responses) == len(generated(answer))
+        deltas = [response["OUTPUT_DELTA"][0, 0, 0].decode() for response in responses]
+        assert prompt + "".join(deltas) == text
+        assert responses[-1]["OUTPUT_0"][0, 0, 0].decode() == "".join(deltas)
+        for count, response in enumerate(responses, 1):
+            assert response["OUTPUT_0"][0, 0, 0].decode() == "".join(deltas[:count])
+
+
+def test_rows_of_text_end_on_their_own_and_may_hold_their_prompts(stream: Stream) -> None:
+    responses = stream.ask(
+        "ensemble",
+        INPUT_0=text_rows("Hello the", "The"),
+        INPUT_1=np.array([[3], [5]], np.uint32),
+        is_return_prompt=np.array([[True], [False]]),
+    )
+    texts = [response["OUTPUT_0"][:, 0, 0] for response in responses]
+    deltas = [response["OUTPUT_DELTA"][:, 0, 0] for response in responses]
+    assert len(responses) == 5
+    assert texts[-1][0] == b"Hello the" + b"".join(row[0] for row in deltas)
+    assert texts[-1][1] == b"".join(row[1] for row in deltas)
+    assert [row[0] for row in deltas[3:]] == [b"", b""]
+
+
+def test_text_of_a_t5_streams(stream: Stream) -> None:
+    responses = stream.ask(
+        "t5_ensemble", INPUT_0=text_rows("Hello"), INPUT_1=np.array([[7]], np.uint32)
+    )
+    deltas = [response["OUTPUT_DELTA"][0, 0, 0] for response in responses]
+    assert 1 < len(responses) <= 7
+    assert responses[-1]["OUTPUT_0"][0, 0, 0] == b"".join(deltas)
+
+
+@pytest.mark.parametrize("model", ["gpt", "plain"])
+def test_cancelled_requests_make_room_at_once(served: dict[str, Any], model: str) -> None:
+    """Every place is taken for many seconds; when the clients leave, the next one is served."""
+    import tritonclient.grpc as grpc
+
+    tensors = ids_request([(1, 2)] * 8, 16000, end_id=1000)
+    if model == "gpt":
+        leaving = Stream(served)
+        for _ in range(ROWS_IN_FLIGHT // 8):
+            leaving.send(model, **tensors)
+        leaving.next()
+        leaving.cancel()
+    else:
+        client = grpc.InferenceServerClient(served["grpc"])
+        asked = [
+            client.async_infer(model, infer_inputs(grpc, tensors), lambda **_: None)
+            for _ in range(ROWS_IN_FLIGHT // 8)
+        ]
+        time.sleep(0.5)
+        for one in asked:
+            one.cancel()
+    started = time.monotonic()
+    with Stream(served) as stream:
+        assert stream.ask(model, **ids_request([PROMPT], 2))
+    assert time.monotonic() - started < 5

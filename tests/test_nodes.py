@@ -1,0 +1,91 @@
+"""Which node a process is on, from the variables that the launching programs leave."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher_scripts.errors import ServerError
+from launcher_scripts.nodes import ALONE, Place, find_place
+from launcher_scripts.parallel import Parallelism
+
+SRUN = {
+    "SLURM_JOB_ID": "42",
+    "SLURM_STEP_ID": "3",
+    "SLURM_PROCID": "1",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "2",
+}
+PMIX = {"PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.pmix.42.3"}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    "PMIX_RANK": "1",
+    "PMIX_NAMESPACE": "3552051201",
+}
+ONE_MPIRUN = {**MPIRUN, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}
+BATCH = {name: value for name, value in SRUN.items() if "STEP" not in name}
+BCP = {"NGC_JOB_ID": "777", "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+
+PLACES = {
+    "nothing": ({"HOME": "/", "RANK": "1", "WORLD_SIZE": "2"}, ALONE),
+    "srun": (SRUN, Place(1, 2, "srun (Slurm)", "42-3-")),
+    "srun, requeued": ({**SRUN, "SLURM_RESTART_COUNT": "1"}, Place(1, 2, "srun (Slurm)", "42-3-1")),
+    "srun with PMIx": ({**SRUN, **PMIX}, Place(1, 2, "srun (Slurm)", "42-3-")),
+    "a batch script": (BATCH, ALONE),
+    "mpirun": (MPIRUN, Place(1, 2, "mpirun (Open MPI)", "3552051201--")),
+    "mpirun on one node": (ONE_MPIRUN, Place(0, 1, "mpirun (Open MPI)")),
+    "mpirun's helper in a Slurm job": (
+        {**SRUN, **MPIRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+        Place(1, 2, "mpirun (Open MPI)", "3552051201--"),
+    ),
+    "mpirun in a batch script": ({**BATCH, **ONE_MPIRUN}, Place(0, 1, "mpirun (Open MPI)")),
+    "PMI": (
+        {"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_JOBID": "a/b"},
+        Place(0, 2, "mpiexec (PMI)", "a_b-"),
+    ),
+    "bcprun": (BCP, Place(1, 2, "bcprun", "777-29500")),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_places(name):
+    env, place = PLACES[name]
+    assert find_place(env) == place
+
+
+WRONG = {
+    "PMIx says something else": ({**SRUN, "PMIX_RANK": "0"}, "SLURM_PROCID=1, PMIX_RANK=0"),
+    "mpirun's variables in srun": (
+        {**SRUN, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        "OMPI_COMM_WORLD_SIZE=1, SLURM_STEP_NUM_TASKS=2",
+    ),
+    "two tasks per node": (
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "4"},
+        "SLURM_STEP_NUM_TASKS=4, SLURM_STEP_NUM_NODES=2",
+    ),
+    "mpirun -n 2 on one node": (
+        {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        "several servers on this node; got 'OMPI_COMM_WORLD_LOCAL_SIZE=2'",
+    ),
+    "no size": ({"PMI_RANK": "0"}, "PMI_SIZE must be a number; got 'nothing'"),
+    "no number": ({**SRUN, "SLURM_PROCID": "one"}, "SLURM_PROCID must be a number; got 'one'"),
+    "beyond the end": ({**SRUN, "SLURM_PROCID": "2"}, "SLURM_PROCID must be below"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_contradictions_are_errors(name):
+    env, reason = WRONG[name]
+    with pytest.raises(ServerError, match="the environment of this server's process") as raised:
+        find_place(env)
+    assert reason in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "nodes", "spread"),
+    [(2, 1, 2, 2), (1, 1, 2, 1), (2, 2, 3, 2), (4, 2, 4, 4), (3, 1, 2, 1), (8, 1, 1, 1)],
+)
+def test_ranks_go_evenly_over_as_many_nodes_as_they_can(tp, pp, nodes, spread):
+    assert Parallelism(tp, pp).spread(nodes) == spread
