@@ -113,7 +113,11 @@ def _check_one_per_node(
     env: Mapping[str, str], row: Launcher, size: int, problems: Problems
 ) -> None:
     """A server has all GPUs of its node, so a second one beside it cannot be meant."""
-    if row.per_node is not None and row.per_node in env and _number(env, row.per_node, problems) > 1:
+    if (
+        row.per_node is not None
+        and row.per_node in env
+        and _number(env, row.per_node, problems) > 1
+    ):
         got = f"{row.per_node}={env[row.per_node]}"
         problems.add(f"{row.name} started several servers on this node", got=got, change=HOW)
     if row.node_count in env:

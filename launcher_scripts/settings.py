@@ -144,6 +144,7 @@ class DeploySettings:
     ready_timeout: float = 1800.0
     stop_timeout: float = 30.0
     job_folder: str | None = None
+    replica: int | None = None
 
     def __post_init__(self) -> None:
         problems = Problems("the deploy settings")
@@ -167,7 +168,7 @@ class DeploySettings:
     @property
     def ready_file(self) -> Path:
         """Written when the server is ready: http, grpc, metrics as host:port, models, ranks."""
-        return Path(self.results_dir) / "ready.json"
+        return replica_file(Path(self.results_dir) / "ready.json", self.replica)
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,7 @@ class EvaluateSettings:
     """Measure the model served at the address in `ready_file`; reports go to results_dir.
 
     server_job_folder is that of the run of the server that is meant; None: whoever is ready.
+    replicas: of how many servers the requests go to; 0: of the one of `ready_file` itself.
     """
 
     ready_file: str
@@ -230,6 +232,15 @@ class EvaluateSettings:
     request_timeout: float = 600.0
     protocol: str = "http"
     server_job_folder: str | None = None
+    replicas: int = 0
+
+    @property
+    def ready_files(self) -> tuple[Path, ...]:
+        """Of every server that is asked."""
+        path = Path(self.ready_file)
+        if not self.replicas:
+            return (path,)
+        return tuple(replica_file(path, number) for number in range(self.replicas))
 
     def __post_init__(self) -> None:
         problems = Problems("the evaluate settings")
@@ -239,6 +250,11 @@ class EvaluateSettings:
         if not self.tasks and self.benchmark is None:
             problems.add("nothing to measure", change="evaluate.tasks or evaluate.benchmark")
         problems.raise_if_any(ConfigError)
+
+
+def replica_file(path: Path, replica: int | None) -> Path:
+    """The ready file of one of several servers of the same run: ready-0.json, ready-1.json, ..."""
+    return path if replica is None else path.with_name(f"{path.stem}-{replica}{path.suffix}")
 
 
 Settings = TypeVar("Settings", ExportSettings, DeploySettings, EvaluateSettings)

@@ -36,6 +36,7 @@ class EvaluateBlock:
     in_deploy_job: bool
     stop_server: bool
     ready_file: str
+    replicas: int
     model_name: str
     tokenizer_dir: str | None
     ready_timeout: float
@@ -67,6 +68,7 @@ class Evaluate(Stage):
             ready_timeout=block.ready_timeout,
             request_timeout=block.request_timeout,
             protocol=block.protocol,
+            replicas=block.replicas,
         )
 
     def job(self, folder: JobFolder, server: Job | None = None) -> Job:
@@ -83,7 +85,11 @@ class Evaluate(Stage):
         return ready_file == Path(self.settings.ready_file)
 
     def job_settings(self, folder: JobFolder, server: Job | None) -> EvaluateSettings:  # noqa: ARG002
-        return replace(self.settings, server_job_folder=str(server.folder.root) if server else None)
+        if server is None:
+            return self.settings
+        return replace(
+            self.settings, server_job_folder=str(server.folder.root), replicas=server.replicas
+        )
 
     def _tasks(self) -> tuple[TaskSettings, ...]:
         problems = Problems("the evaluation tasks")
@@ -148,6 +154,12 @@ class Evaluate(Stage):
             checks.exists(f"the data of {task.name}", task.data_file, key)
 
     def _check_deploy_job(self) -> None:
+        if Deploy(self.launch).replicas:
+            self.launch.checks.problems.add(
+                "a client beside its server would measure one replica alone",
+                got=Deploy(self.launch).replicas,
+                change="evaluate.in_deploy_job, or deploy.replicas",
+            )
         deploys = "deploy" in self.launch.stages
         if not deploys or str(Deploy(self.launch).settings.ready_file) != self.settings.ready_file:
             self.launch.checks.problems.add(
