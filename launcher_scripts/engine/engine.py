@@ -119,7 +119,7 @@ class Engine:
         """
         future: Future[GenerateOutput] = Future()
         try:
-            check_request(request, self.config, self.cache_tokens)
+            check_request(request, self.config, self.cache_tokens, self.settings.max_batch_size)
         except RequestError as error:
             future.set_exception(error)
             return future

@@ -37,7 +37,8 @@ class Rows:
     """The rows of a decode step: first cache tokens, and tokens in the cache so far, both [B].
 
     longest bounds the lengths, the new tokens included. sources [B] and longest_source are the
-    same of the encoder's inputs, where there is an encoder. ia3_tasks [B] are the rows of the IA3
+    same of the encoder's inputs, where there is an encoder; source_starts [B] their first cache
+    tokens, which hypotheses of one beam search share. ia3_tasks [B] are the rows of the IA3
     factors.
     """
 
@@ -47,6 +48,7 @@ class Rows:
     sources: Tensor | None = None
     longest_source: int = 0
     ia3_tasks: Tensor | None = None
+    source_starts: Tensor | None = None
 
 
 @dataclass(frozen=True)

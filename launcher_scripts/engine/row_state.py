@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.plan import RowStart
-from launcher_scripts.protocol import SamplingParameters
 
 NO_TOKEN = -1
+NEVER = -1e9  # added to log-probabilities
 _INTEGERS = (
     "token",
     "length",
     "start",
     "prompt_length",
+    "source_start",
     "source_length",
     "ia3_task",
     "seed",
@@ -32,6 +33,7 @@ _FLOATS = (
     "initial_top_p",
     "top_p_decay",
     "top_p_min",
+    "beam_score",
 )
 
 
@@ -40,13 +42,15 @@ class RowStates:
 
     Every attribute is a vector [slots + 1]. token is the last id chosen, not yet in the cache;
     length counts the row's tokens in the cache; start is its first cache token. source_length
-    counts the tokens of the encoder's input; ia3_task is the row of the IA3 factors.
+    counts the tokens of the encoder's input, from source_start on; ia3_task is the row of the IA3
+    factors. beam_score is a hypothesis's cumulative log-probability.
     """
 
     token: Tensor
     length: Tensor
     start: Tensor
     prompt_length: Tensor
+    source_start: Tensor
     source_length: Tensor
     ia3_task: Tensor
     seed: Tensor
@@ -62,6 +66,7 @@ class RowStates:
     initial_top_p: Tensor
     top_p_decay: Tensor
     top_p_min: Tensor
+    beam_score: Tensor
 
     def __init__(self, slots: int, scratch: int, device: torch.device) -> None:
         self.padding_slot = slots
@@ -74,13 +79,16 @@ class RowStates:
             setattr(self, name, row)
         for name, row in zip(_FLOATS, self._floats, strict=True):
             setattr(self, name, row)
-        self.start[slots] = scratch
+        self.start[slots] = self.source_start[slots] = scratch
 
     def join(self, rows: Sequence[RowStart]) -> None:
-        """Set the state of rows whose prompts are about to run."""
-        slots = torch.tensor([row.slot for row in rows])
-        integers = torch.tensor([_integers(row) for row in rows], dtype=torch.int64).t()
-        floats = torch.tensor([_floats(row.sampling) for row in rows]).t()
+        """Set the state of rows whose prompts are about to run, and of all their hypotheses."""
+        places = [(row, slot, start) for row in rows for slot, start in row.places]
+        slots = torch.tensor([slot for _, slot, _ in places])
+        integers = torch.tensor(
+            [_integers(row, start) for row, _, start in places], dtype=torch.int64
+        ).t()
+        floats = torch.tensor([_floats(row, slot) for row, slot, _ in places]).t()
         slots = slots.to(self.device, non_blocking=True)
         self._integers[:, slots] = integers.to(self.device, non_blocking=True)
         self._floats[:, slots] = floats.to(self.device, non_blocking=True)
@@ -94,14 +102,15 @@ class RowStates:
         self.length.index_add_(0, slots, (slots != self.padding_slot).long())
 
 
-def _integers(row: RowStart) -> list[int]:
+def _integers(row: RowStart, start: int) -> list[int]:
     sampling = row.sampling
     reset = NO_TOKEN if sampling.top_p_reset_id is None else sampling.top_p_reset_id
     return [
         NO_TOKEN,
         0,
-        row.start,
+        start,
         len(row.ids),
+        row.source_start,
         len(row.source),
         row.ia3_task,
         _signed(sampling.random_seed),
@@ -113,7 +122,9 @@ def _integers(row: RowStart) -> list[int]:
     ]
 
 
-def _floats(sampling: SamplingParameters) -> list[float]:
+def _floats(row: RowStart, slot: int) -> list[float]:
+    """The first hypothesis alone counts until the search has made others."""
+    sampling = row.sampling
     return [
         sampling.temperature,
         sampling.repetition_penalty,
@@ -122,6 +133,7 @@ def _floats(sampling: SamplingParameters) -> list[float]:
         sampling.top_p,
         sampling.top_p_decay,
         sampling.top_p_min,
+        0.0 if slot == row.slot else NEVER,
     ]
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from launcher_scripts.engine.kv_cache import ExtentAllocator
 from launcher_scripts.engine.plan import Plan, PrefillPart, RowStart
 from launcher_scripts.engine.results import EncodedRow, StepResult
-from launcher_scripts.engine.row import Row, answer, output_so_far, take
+from launcher_scripts.engine.row import Row, answer, output_so_far, take, take_beams
 
 
 class Scheduler:
@@ -38,12 +38,14 @@ class Scheduler:
         """The next step, or None when there is nothing to launch."""
         self._drop_cancelled()
         starts = self._admit()
-        decode = [row for row in self._running.values() if self._decodes(row)]
+        running = [row for row in self._running.values() if self._decodes(row)]
+        decode = [row for row in running if row.hypotheses is None]
+        beams = [row for row in running if row.hypotheses is not None]
         encode = self._plan_encode()
         prefill = self._plan_prefill()
-        if not (encode or prefill or decode):
+        if not (encode or prefill or running):
             return None
-        for row in decode:
+        for row in running:
             row.launched += 1
         self._launched.append(dict(self._running))
         return Plan(
@@ -51,8 +53,10 @@ class Scheduler:
             encode=tuple(row.slot for row in encode),
             prefill=tuple(prefill),
             decode=tuple(row.slot for row in decode),
-            longest=max((row.cached for row in decode), default=0),
-            longest_source=max((len(row.source) for row in decode), default=0),
+            beams=tuple(row.slot for row in beams),
+            reorder=max((row.launched - 1 for row in beams if self._decodes(row)), default=0),
+            longest=max((row.cached for row in running), default=0),
+            longest_source=max((len(row.source) for row in running), default=0),
         )
 
     def apply(self, result: StepResult) -> None:
@@ -67,14 +71,22 @@ class Scheduler:
             rows[slot].context_logits.append(logits)
         for token in result.read():
             row = rows[token.slot]
-            if row.finished:
-                continue
-            take(row, token)
-            if row.finished:
-                self._leave(row)
-                answer(row)
-            elif row.on_progress is not None:
-                row.on_progress(output_so_far(row))
+            if not row.finished:
+                take(row, token)
+                self._go_on(row)
+        for beams in result.read_beams():
+            row = rows[beams.slot]
+            if not row.finished:
+                take_beams(row, beams)
+                self._go_on(row)
+
+    def _go_on(self, row: Row) -> None:
+        """Answer a row that has ended; say how far one has come that goes on."""
+        if row.finished:
+            self._leave(row)
+            answer(row)
+        elif row.on_progress is not None:
+            row.on_progress(output_so_far(row))
 
     def _take_encoded(self, row: Row, encoded: EncodedRow) -> None:
         """The encoder's answer is the whole one where nothing is decoded."""
@@ -92,13 +104,14 @@ class Scheduler:
 
     def _admit(self) -> list[RowStart]:
         starts = []
-        while self._waiting and self._free_slots:
+        while self._waiting and self._waiting[0].width <= len(self._free_slots):
             row = self._waiting[0]
             start = self._extents.allocate(row.capacity)
             if start is None:
                 break
             self._waiting.popleft()
-            row.slot, row.start = self._free_slots.pop(), start + len(row.source)
+            row.slots = tuple(self._free_slots.pop() for _ in range(row.width))
+            row.start = start + len(row.source)
             self._running[row.slot] = row
             starts.append(row.as_start())
         return starts
@@ -143,5 +156,5 @@ class Scheduler:
         Steps already launched may still write there; they run before anything launched later.
         """
         del self._running[row.slot]
-        self._free_slots.append(row.slot)
+        self._free_slots += row.slots[::-1]
         self._extents.free(row.extent, row.capacity)
