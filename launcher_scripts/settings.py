@@ -15,6 +15,7 @@ import yaml
 
 from launcher_scripts.errors import ConfigError, Problems, problem
 from launcher_scripts.parallel import Parallelism
+from launcher_scripts.replicas import replica_file
 from launcher_scripts.schema import build
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
@@ -234,14 +235,6 @@ class EvaluateSettings:
     server_job_folder: str | None = None
     replicas: int = 0
 
-    @property
-    def ready_files(self) -> tuple[Path, ...]:
-        """Of every server that is asked."""
-        path = Path(self.ready_file)
-        if not self.replicas:
-            return (path,)
-        return tuple(replica_file(path, number) for number in range(self.replicas))
-
     def __post_init__(self) -> None:
         problems = Problems("the evaluate settings")
         _check_choice(problems, "protocol", self.protocol, PROTOCOLS, "evaluate.protocol")
@@ -250,11 +243,6 @@ class EvaluateSettings:
         if not self.tasks and self.benchmark is None:
             problems.add("nothing to measure", change="evaluate.tasks or evaluate.benchmark")
         problems.raise_if_any(ConfigError)
-
-
-def replica_file(path: Path, replica: int | None) -> Path:
-    """The ready file of one of several servers of the same run: ready-0.json, ready-1.json, ..."""
-    return path if replica is None else path.with_name(f"{path.stem}-{replica}{path.suffix}")
 
 
 Settings = TypeVar("Settings", ExportSettings, DeploySettings, EvaluateSettings)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from launcher_scripts.cluster.job import Job, JobFolder
+from launcher_scripts.cluster.job import Job, JobFolder, Resources
 from launcher_scripts.errors import ConfigError, Problems, problem
 from launcher_scripts.settings import BenchmarkSettings, EvaluateSettings, TaskSettings
 from stages.deploy import Deploy
@@ -19,6 +19,7 @@ class EvaluateRun:
     name: str
     time_limit: str
     results_dir: str
+    gpus_per_node: int | None
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,11 @@ class Evaluate(Stage):
             )
         )
 
+    def resources(self) -> Resources:
+        """A client needs no GPU: it must not wait for those that its server holds."""
+        run = self.block.run
+        return Resources(time_limit=run.time_limit, gpus_per_node=run.gpus_per_node)
+
     def step_names(self) -> tuple[str, ...]:
         wanted = {
             "measure_accuracy": bool(self.settings.tasks),
@@ -141,6 +147,10 @@ class Evaluate(Stage):
 
     def check_own(self) -> None:
         checks, settings = self.launch.checks, self.settings
+        gpus = self.block.run.gpus_per_node
+        if gpus is not None and gpus < 0:
+            key = "evaluate.run.gpus_per_node"
+            checks.problems.add("gpus_per_node must be at least 0", got=gpus, change=key)
         if "deploy" not in self.launch.stages:
             what = "the ready file of a running server (stages=[deploy,evaluate] starts one)"
             checks.exists(what, settings.ready_file, "evaluate.ready_file")

@@ -45,6 +45,7 @@ FLOOR = frozenset(
         "protocol",
         "contracts",
         "render",
+        "replicas",
         "settings",
     }
 )
@@ -62,7 +63,8 @@ MAY_IMPORT = {
     "contracts": {"protocol", "errors"},
     "render": {"errors"},
     "models": {"errors", "parallel"},
-    "settings": {"errors", "parallel", "schema"},
+    "replicas": set(),
+    "settings": {"errors", "parallel", "replicas", "schema"},
     "tokenizer": set(),
     "checkpoint": FLOOR | {"tokenizer"},
     "kernels": {"errors", "parallel"},

@@ -14,7 +14,7 @@ from typing import Any
 
 from launcher_scripts.cluster.state import JobState
 from launcher_scripts.errors import ClusterError
-from launcher_scripts.settings import replica_file
+from launcher_scripts.replicas import replica_file
 
 RECORD = "job.json"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from launcher_scripts.errors import ServerError, problem
 from launcher_scripts.evaluation.client import Client
+from launcher_scripts.replicas import replica_files
 from launcher_scripts.settings import EvaluateSettings
 
 POLL_SECONDS = 0.2
@@ -16,7 +17,7 @@ PROBE_SECONDS = 10.0  # how long a server may take to say that it is ready
 
 
 def connect(settings: EvaluateSettings) -> tuple[Client, dict[str, Any]]:
-    """A client of the servers that settings.ready_files name, and what the first of them says.
+    """A client of the servers that the ready files name, and what the first of them says.
 
     Waits until every file is there and every server answers that the model is ready, at most
     settings.ready_timeout seconds. With several servers the content has their addresses under
@@ -59,7 +60,7 @@ def _addresses(ready: dict[str, Any], settings: EvaluateSettings) -> str:
 def _read_ready_files(settings: EvaluateSettings) -> tuple[str, dict[str, Any] | None]:
     """What the first server says, with all addresses; or why there is nothing to use yet."""
     found = []
-    for path in settings.ready_files:
+    for path in replica_files(Path(settings.ready_file), settings.replicas):
         reason, ready = _read_ready_file(path, settings)
         if ready is None:
             return reason, None
