@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ class Segment:
     start:  the row's first cache token;  past: tokens of the row that are already there
     source: tokens of the encoder's input, whose keys and values lie right before `start`
     prompt: where the row's virtual tokens come from;  ia3_task: its row of the IA3 factors
+    dropped: earlier tokens of the row that are no longer there, but count as positions
+    window: how many tokens attention covers, the token's own included; 0: all
     """
 
     start: int
@@ -30,6 +33,8 @@ class Segment:
     source: int = 0
     prompt: Prompt | None = None
     ia3_task: int = NO_TASK
+    dropped: int = 0
+    window: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Rows:
     longest bounds the lengths, the new tokens included. sources [B] and longest_source are the
     same of the encoder's inputs, where there is an encoder; source_starts [B] their first cache
     tokens, which hypotheses of one beam search share. ia3_tasks [B] are the rows of the IA3
-    factors.
+    factors. positions [B] are those of the new tokens where they are not the lengths.
     """
 
     starts: Tensor
@@ -49,6 +54,7 @@ class Rows:
     longest_source: int = 0
     ia3_tasks: Tensor | None = None
     source_starts: Tensor | None = None
+    positions: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -146,18 +152,32 @@ class DecoderLayer(ParallelLayer):
         return x
 
     def _attend(self, query: Tensor, step: Step) -> Tensor:
+        with_bias = {"scale": self.config.attention_scale, "relative": self.weights.relative}
         if step.segments is None:
             return self.kernels.decode_attention(
-                query, self.cache, step.starts, step.lengths, step.longest, self.slopes
+                query,
+                self.cache,
+                step.starts,
+                step.lengths,
+                step.longest,
+                self.slopes,
+                positions=step.positions,
+                **with_bias,
             )
         parts = query.split([segment.count for segment in step.segments])
         outputs = [
-            self.kernels.context_attention(
-                part, self.cache, segment.start, segment.past, self.slopes
-            )
+            self._attend_context(part, segment, with_bias)
             for part, segment in zip(parts, step.segments, strict=True)
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend_context(self, query: Tensor, segment: Segment, with_bias: dict[str, Any]) -> Tensor:
+        place = (segment.start, segment.past)
+        if segment.window:
+            return self.kernels.window_attention(
+                query, self.cache, *place, segment.window, self.slopes
+            )
+        return self.kernels.context_attention(query, self.cache, *place, self.slopes, **with_bias)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

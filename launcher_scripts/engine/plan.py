@@ -21,6 +21,9 @@ class RowStart:
     prompt: the table of the row's virtual tokens, which are negative ids
     beams:  slots of the hypotheses of a beam search, `slot` first; none without one
     stride: cache tokens of each hypothesis, which lie one after the other from `start` on
+    past:   tokens of the row's session in the cache already, from `start` on;  dropped: tokens of
+            it that are no longer there
+    window: how many of the last tokens attention covers; 0: all
     """
 
     slot: int
@@ -31,6 +34,7 @@ class RowStart:
     bad_words: tuple[tuple[int, ...], ...] = ()
     return_log_probs: bool = False
     return_context_logits: bool = False
+    return_context_embeddings: bool = False
     source: tuple[int, ...] = ()
     return_hidden_state: bool = False
     return_attentions: bool = False
@@ -39,6 +43,9 @@ class RowStart:
     stop_words: tuple[tuple[int, ...], ...] = ()
     beams: tuple[int, ...] = ()
     stride: int = 0
+    past: int = 0
+    dropped: int = 0
+    window: int = 0
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
@@ -60,15 +67,31 @@ class PrefillPart:
     count: int
 
 
+@dataclass(frozen=True)
+class Move:
+    """Tokens of a session go to the front of its extent: `count` tokens, `by` places.
+
+    slot: the row that runs, if one does;  start: the extent's first cache token
+    """
+
+    slot: int
+    start: int
+    by: int
+    count: int
+
+
 class Bounds(NamedTuple):
     """The most cache tokens of any row in a step.
 
     own:    prompt and generated tokens, the new one included
     source: the encoder's input; 0 without an encoder
+
+    windows: whether attention of any row covers its last tokens only
     """
 
     own: int = 0
     source: int = 0
+    windows: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,7 +100,8 @@ class Plan:
 
     beams are the first slots of the beam searches of which every hypothesis runs one token further,
     beside the rows in `decode`. reorder bounds the generated tokens in the cache of the searches
-    that go on after the step. longest and longest_source bound the cache tokens of all of them:
+    that go on after the step. moves come before everything else. windows: whether any row in
+    `decode` has a window. longest and longest_source bound the cache tokens of all of them:
     prompt and generated ones, the new one included; and those of the encoder's input, where there
     is one.
     """
@@ -90,7 +114,9 @@ class Plan:
     reorder: int = 0
     longest: int = 0
     longest_source: int = 0
+    moves: tuple[Move, ...] = ()
+    windows: bool = False
 
     @property
     def bounds(self) -> Bounds:
-        return Bounds(self.longest, self.longest_source)
+        return Bounds(self.longest, self.longest_source, self.windows)

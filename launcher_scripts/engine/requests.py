@@ -10,8 +10,10 @@ from launcher_scripts.engine.prompts import (
     real_ids,
     with_prompt,
 )
+from launcher_scripts.engine.session import Session, check_session, prompt_in_session
 from launcher_scripts.errors import Problems, RequestError
 from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 
@@ -44,23 +46,32 @@ def warm_up_request(config: ModelConfig, cache_tokens: int) -> GenerateRequest:
     start = min(config.start_id, config.vocab_size - 1)
     if isinstance(config, T5Config) and config.encoder_only:
         return GenerateRequest((start,), output_len=0, return_hidden_state=True)
-    length = max(1, min(4, cache_tokens - 1, config.max_positions))
+    longest = config.max_positions if config.position_embedding == "learned" else cache_tokens
+    length = max(1, min(4, cache_tokens - 1, longest))
     return GenerateRequest((start,), output_len=length, start_id=start, end_id=config.vocab_size)
 
 
 def check_request(
-    request: GenerateRequest, config: ModelConfig, cache_tokens: int, slots: int
+    request: GenerateRequest,
+    config: ModelConfig,
+    cache_tokens: int,
+    slots: int,
+    session: Session | None = None,
 ) -> None:
     """Raise one RequestError that names everything wrong with the request.
 
     cache_tokens, slots: what the engine has for all rows in flight; a beam search takes as many
-    slots as it is wide
+    slots as it is wide. session: what the request goes on with
     """
     problems = Problems("the request")
     _check_asked(problems, request, config)
     check_learned(problems, request, config)
     _check_ids(problems, request, config)
-    _check_lengths(problems, request, config, cache_tokens)
+    if session is None:
+        _check_lengths(problems, request, config, cache_tokens)
+    else:
+        prompt = len(prompt_in_session(session, request, parts(request, config)[1]))
+        check_session(problems, session, request, prompt, config, cache_tokens)
     _check_sampling(problems, request.sampling)
     _check_beams(problems, request.sampling, slots)
     problems.raise_if_any(RequestError)
@@ -114,7 +125,7 @@ def _check_lengths(
 ) -> None:
     source, prompt = (len(part) for part in parts(request, config))
     output_len = request.output_len
-    output = "max_output_len" if isinstance(config, T5Config) else "request_output_len"
+    output = "request_output_len" if isinstance(config, GPTConfig) else "max_output_len"
     if output_len < 0:
         problems.add(f"{output} is negative", got=output_len)
         return

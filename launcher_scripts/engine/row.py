@@ -14,6 +14,7 @@ from launcher_scripts.engine.learned_parts import NO_TASK
 from launcher_scripts.engine.plan import RowStart
 from launcher_scripts.engine.prompts import prompt_of
 from launcher_scripts.engine.results import BeamResult, EncodedRow, TokenResult
+from launcher_scripts.engine.session import Session
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
 
@@ -23,7 +24,8 @@ class Row:
 
     source is what the encoder reads, where there is one; the prompt is then the decoder's, and
     empty where nothing is to be decoded. start is the cache token after those of the source. A
-    row of several hypotheses has a slot for each, and their cache tokens one after the other.
+    row of several hypotheses has a slot for each, and their cache tokens one after the other. A
+    row of a session lives in the session's extent, after the tokens of the requests before.
     on_progress gets what there is after every token but the last, which the future brings.
     """
 
@@ -42,8 +44,10 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[tuple[float, float]] = field(default_factory=list)
     context_logits: list[Tensor] = field(default_factory=list)
+    context_embeddings: Tensor | None = None
     answer: EncodedRow | None = None
     hypotheses: Hypotheses | None = None
+    session: Session | None = None
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -75,9 +79,14 @@ class Row:
         return self.start - len(self.source)
 
     @property
+    def past(self) -> int:
+        """Tokens in the row's extent before its prompt."""
+        return 0 if self.session is None else self.session.cached
+
+    @property
     def cached(self) -> int:
         """Tokens in the cache once everything launched has run."""
-        return self.prefilled + max(self.launched - 1, 0)
+        return self.past + self.prefilled + max(self.launched - 1, 0)
 
     def as_start(self) -> RowStart:
         request = self.request
@@ -90,6 +99,7 @@ class Row:
             bad_words=request.bad_words,
             return_log_probs=request.return_log_probs,
             return_context_logits=request.return_context_logits,
+            return_context_embeddings=request.return_context_embeddings,
             source=self.source,
             return_hidden_state=request.return_hidden_state,
             return_attentions=request.return_attentions,
@@ -98,6 +108,9 @@ class Row:
             stop_words=request.stop_words if self.hypotheses else (),
             beams=self.slots if self.hypotheses else (),
             stride=self.own_capacity,
+            past=self.past,
+            dropped=0 if self.session is None else self.session.dropped,
+            window=0 if self.session is None else self.session.window,
         )
 
 
@@ -152,12 +165,17 @@ def output_so_far(row: Row) -> GenerateOutput:
         beams = tuple(each.beam(log_probs=asked) for each in row.hypotheses.best())
         best = beams[0]
         return GenerateOutput(
-            best.output_ids, best.cum_log_probs, best.output_log_probs, beams=beams
+            best.output_ids,
+            best.cum_log_probs,
+            best.output_log_probs,
+            context_embeddings=row.context_embeddings,
+            beams=beams,
         )
     return GenerateOutput(
         output_ids=tuple(row.tokens),
         cum_log_probs=sum(whole for whole, _ in row.log_probs) if asked else None,
         output_log_probs=tuple(candidates for _, candidates in row.log_probs) if asked else (),
+        context_embeddings=row.context_embeddings,
     )
 
 

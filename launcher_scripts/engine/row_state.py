@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.plan import RowStart
+from launcher_scripts.engine.plan import Move, RowStart
+from launcher_scripts.kernels.operands import RowColumns
 
 NO_TOKEN = -1
 NEVER = -1e9  # added to log-probabilities
+NO_WINDOW = 1 << 40  # longer than any row
 _INTEGERS = (
     "token",
     "length",
@@ -24,6 +26,8 @@ _INTEGERS = (
     "min_length",
     "top_k",
     "no_repeat_ngram_size",
+    "dropped",
+    "window",
 )
 _FLOATS = (
     "temperature",
@@ -43,7 +47,8 @@ class RowStates:
     Every attribute is a vector [slots + 1]. token is the last id chosen, not yet in the cache;
     length counts the row's tokens in the cache; start is its first cache token. source_length
     counts the tokens of the encoder's input, from source_start on; ia3_task is the row of the IA3
-    factors. beam_score is a hypothesis's cumulative log-probability.
+    factors. dropped counts the tokens of a session that have left its extent, and window is how
+    many of the last ones attention covers. beam_score is a hypothesis's cumulative log-probability.
     """
 
     token: Tensor
@@ -58,6 +63,8 @@ class RowStates:
     min_length: Tensor
     top_k: Tensor
     no_repeat_ngram_size: Tensor
+    dropped: Tensor
+    window: Tensor
     reset_id: Tensor
     temperature: Tensor
     repetition_penalty: Tensor
@@ -81,6 +88,13 @@ class RowStates:
             setattr(self, name, row)
         self.start[slots] = self.source_start[slots] = scratch
 
+    @property
+    def columns(self) -> RowColumns:
+        """What a decode step begins with."""
+        return RowColumns(
+            self.token, self.start, self.length, self.source_start, self.source_length
+        )
+
     def join(self, rows: Sequence[RowStart]) -> None:
         """Set the state of rows whose prompts are about to run, and of all their hypotheses."""
         places = [(row, slot, start) for row in rows for slot, start in row.places]
@@ -92,6 +106,14 @@ class RowStates:
         slots = slots.to(self.device, non_blocking=True)
         self._integers[:, slots] = integers.to(self.device, non_blocking=True)
         self._floats[:, slots] = floats.to(self.device, non_blocking=True)
+
+    def slide(self, moves: Sequence[Move]) -> None:
+        """The first tokens of these rows have left the cache."""
+        slots = torch.tensor([move.slot for move in moves]).to(self.device, non_blocking=True)
+        by = torch.tensor([move.by for move in moves]).to(self.device, non_blocking=True)
+        self.length.index_add_(0, slots, by, alpha=-1)
+        self.prompt_length.index_add_(0, slots, by, alpha=-1)
+        self.dropped.index_add_(0, slots, by)
 
     def set_length(self, slots: Tensor, lengths: Tensor) -> None:
         """The cache now holds `lengths` tokens of the rows in `slots`."""
@@ -107,9 +129,9 @@ def _integers(row: RowStart, start: int) -> list[int]:
     reset = NO_TOKEN if sampling.top_p_reset_id is None else sampling.top_p_reset_id
     return [
         NO_TOKEN,
-        0,
+        row.past,
         start,
-        len(row.ids),
+        row.past + len(row.ids),
         row.source_start,
         len(row.source),
         row.ia3_task,
@@ -118,6 +140,8 @@ def _integers(row: RowStart, start: int) -> list[int]:
         sampling.min_length,
         sampling.top_k,
         sampling.no_repeat_ngram_size,
+        row.dropped,
+        row.window or NO_WINDOW,
         reset,
     ]
 

@@ -9,18 +9,17 @@ from torch import Tensor
 
 from launcher_scripts.engine.beam_search import BeamSearch, beam_batches
 from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.engine.context_results import ContextResults
 from launcher_scripts.engine.decode_batches import DecodeBatches
 from launcher_scripts.engine.graphs import GraphCache, bucket_bounds
 from launcher_scripts.engine.layers import Rows, Segment
 from launcher_scripts.engine.learned_parts import Prompt
 from launcher_scripts.engine.network import Network
-from launcher_scripts.engine.plan import Bounds, Plan, PrefillPart, RowStart
+from launcher_scripts.engine.plan import Bounds, Move, Plan, PrefillPart, RowStart
 from launcher_scripts.engine.results import EncodedRow, StepResult, TokenCopy
 from launcher_scripts.engine.row_state import RowStates
 from launcher_scripts.engine.sampler import Sampled, SamplingBatch, sample, sampling_batch
 from launcher_scripts.models.learned_parts import learned_parts_of
-
-LOGITS_ROWS = 256
 
 
 class Runner:
@@ -34,15 +33,19 @@ class Runner:
         self.device = device
         self.states = RowStates(slots, decoder.cache.scratch, device)
         self._rows: dict[int, RowStart] = {}
+        self._context = ContextResults(decoder, communicator, device)
         self.beams = BeamSearch(decoder.cache, communicator, self.states, decoder.config.vocab_size)
-        self._batches = DecodeBatches(self._rows, slots, self.states.padding_slot, device)
         self._graphs = GraphCache() if device.type == "cuda" else None
+        padded = None if self._graphs is None else slots
+        self._batches = DecodeBatches(self._rows, padded, self.states.padding_slot, device)
         self._has_ia3 = learned_parts_of(decoder.config).ia3_num_tasks > 0
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
         """Launch one step; on CUDA this returns before the device has finished."""
         result = StepResult()
+        if plan.moves:
+            self._move(plan.moves)
         if plan.starts:
             self._rows.update({row.slot: row for row in plan.starts})
             self.states.join(plan.starts)
@@ -63,6 +66,14 @@ class Runner:
             torch.cuda.synchronize(self.device)
             self._graphs.clear()
         self.communicator.close()
+
+    def _move(self, moves: Sequence[Move]) -> None:
+        """Bring what sessions still attend to to the front of their extents."""
+        cache = self.decoder.cache
+        for move in moves:
+            target = torch.arange(move.start, move.start + move.count, device=self.device)[None]
+            cache.copy(target + move.by, target)
+        self.states.slide(moves)
 
     def _encode(self, slots: Sequence[int], result: StepResult) -> None:
         rows = [self._rows[slot] for slot in slots]
@@ -86,7 +97,7 @@ class Runner:
         ids = [
             token
             for row, part in zip(rows, parts, strict=True)
-            for token in row.ids[part.past : part.past + part.count]
+            for token in row.ids[part.past - row.past : part.past - row.past + part.count]
         ]
         segments = tuple(
             Segment(
@@ -96,6 +107,8 @@ class Runner:
                 len(row.source),
                 None if row.source else self._prompt(row),
                 row.ia3_task,
+                row.dropped,
+                row.window,
             )
             for row, part in zip(rows, parts, strict=True)
         )
@@ -104,12 +117,12 @@ class Runner:
             self._to_device([part.slot for part in parts]),
             self._to_device([part.past + part.count for part in parts]),
         )
-        self._context_logits(hidden, rows, parts, result)
+        self._context.add(hidden, rows, parts, result)
         ends = 0
         complete: dict[int, RowStart] = {}  # by the last token's place in the step
         for row, part in zip(rows, parts, strict=True):
             ends += part.count
-            if part.past + part.count == len(row.ids):
+            if part.past + part.count == row.past + len(row.ids):
                 complete[ends - 1] = row
         self._first_tokens(
             hidden, {at: row for at, row in complete.items() if not row.beams}, result
@@ -123,7 +136,7 @@ class Runner:
         if not rows:
             return
         batch = sampling_batch(list(rows.values()), self.device)
-        longest = max(len(row.ids) for row in rows.values())
+        longest = max(row.past + len(row.ids) for row in rows.values())
         sampled = self._sample(self._logits_at(hidden, list(rows)), batch, longest)
         result.tokens.append(TokenCopy([row.slot for row in rows.values()], sampled))
 
@@ -154,34 +167,6 @@ class Runner:
             return None
         return self.decoder.logits(hidden[self._to_device(places)])
 
-    def _context_logits(
-        self,
-        hidden: Tensor,
-        rows: Sequence[RowStart],
-        parts: Sequence[PrefillPart],
-        result: StepResult,
-    ) -> None:
-        """Logits at the prompt positions just run, on the host of rank 0, a few rows at a time."""
-        start = 0
-        for row, part in zip(rows, parts, strict=True):
-            span = range(start, start + part.count)
-            start = span.stop
-            if not row.return_context_logits:
-                continue
-            for first in range(span.start, span.stop, LOGITS_ROWS):
-                piece = hidden[first : min(first + LOGITS_ROWS, span.stop)]
-                logits = self._logits_on_first_stage(piece)
-                if self.communicator.rank == 0:
-                    result.context_logits.append((row.slot, logits.cpu()))
-
-    def _logits_on_first_stage(self, hidden: Tensor) -> Tensor:
-        if self.communicator.is_last_stage:
-            logits = self.decoder.logits(hidden).contiguous()
-        else:
-            vocab = self.decoder.config.vocab_size
-            logits = torch.empty(hidden.shape[0], vocab, device=self.device)
-        return self.communicator.from_last_stage(logits)
-
     def _decode(self, plan: Plan, result: StepResult) -> None:
         batch = self._batches.plain(plan.decode)
         if self._graphs is None:
@@ -196,7 +181,7 @@ class Runner:
         key = (batch.slots.shape[0], bounds, batch.greedy)
         if batch.greedy:
             tokens = self._graphs.run(
-                key, batch.slots, lambda slots: self._greedy_step(batch, slots, bounds)
+                key, batch.slots, lambda slots: self.greedy_step(batch, slots, bounds)
             )
             return Sampled(tokens, None)
         logits = self._graphs.run(key, batch.slots, lambda slots: self._forward_step(slots, bounds))
@@ -221,21 +206,35 @@ class Runner:
         rest = None if logits is None else logits[plain:]
         result.beams += self.beams.step(rest, mixed.beams, plan.longest, plan.reorder)
 
-    def _greedy_step(self, batch: SamplingBatch, slots: Tensor, bounds: Bounds) -> Tensor:
-        logits = self._forward_step(slots, bounds)
-        return self._finish(self._greedy(logits), slots, batch).tokens
+    def greedy_step(self, batch: SamplingBatch, slots: Tensor, bounds: Bounds) -> Tensor:
+        """One token of every row in slots [B], all greedy: the ids, int64 [B]."""
+        step = self.decoder.step
+        if step is None or bounds.windows:
+            chosen = self._greedy(self._forward_step(slots, bounds))
+        else:
+            tokens = step.greedy(step.forward(self.states.columns, slots, bounds))
+            chosen = Sampled(tokens, None)
+        return self._finish(chosen, slots, batch).tokens
 
     def _forward_step(self, slots: Tensor, bounds: Bounds) -> Tensor | None:
         """One token of every row through this stage; logits [B, vocab] on the last one."""
-        states = self.states
+        states, step = self.states, self.decoder.step
+        if step is not None and not bounds.windows:
+            return step.logits(step.forward(states.columns, slots, bounds))
+        start, length, positions = states.start[slots], states.length[slots], None
+        if bounds.windows:
+            positions = length + states.dropped[slots]
+            outside = (length + 1 - states.window[slots]).clamp(min=0)
+            start, length = start + outside, length - outside
         rows = Rows(
-            states.start[slots],
-            states.length[slots],
+            start,
+            length,
             bounds.own,
             states.source_length[slots] if bounds.source else None,
             bounds.source,
             states.ia3_task[slots] if self._has_ia3 else None,
             states.source_start[slots] if bounds.source else None,
+            positions,
         )
         hidden = self.decoder.decode(states.token[slots], rows)
         states.advance(slots)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 
 from launcher_scripts.engine.kv_cache import ExtentAllocator
-from launcher_scripts.engine.plan import Plan, PrefillPart, RowStart
+from launcher_scripts.engine.plan import Move, Plan, PrefillPart, RowStart
 from launcher_scripts.engine.results import EncodedRow, StepResult
 from launcher_scripts.engine.row import Row, answer, output_so_far, take, take_beams
+from launcher_scripts.engine.session import Session
 
 
 class Scheduler:
@@ -25,6 +26,7 @@ class Scheduler:
         self._waiting: deque[Row] = deque()
         self._running: dict[int, Row] = {}
         self._launched: deque[dict[int, Row]] = deque()
+        self._moves: list[Move] = []
 
     @property
     def rows(self) -> list[Row]:
@@ -36,6 +38,7 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None when there is nothing to launch."""
+        self._moves = []
         self._drop_cancelled()
         starts = self._admit()
         running = [row for row in self._running.values() if self._decodes(row)]
@@ -46,6 +49,7 @@ class Scheduler:
         if not (encode or prefill or running):
             return None
         for row in running:
+            self._make_room(row, 1)
             row.launched += 1
         self._launched.append(dict(self._running))
         return Plan(
@@ -57,6 +61,8 @@ class Scheduler:
             reorder=max((row.launched - 1 for row in beams if self._decodes(row)), default=0),
             longest=max((row.cached for row in running), default=0),
             longest_source=max((len(row.source) for row in running), default=0),
+            moves=tuple(self._moves),
+            windows=any(row.session is not None and row.session.window for row in running),
         )
 
     def apply(self, result: StepResult) -> None:
@@ -69,6 +75,9 @@ class Scheduler:
             self._take_encoded(rows[encoded.slot], encoded)
         for slot, logits in result.context_logits:
             rows[slot].context_logits.append(logits)
+        for slot, total in result.context_embeddings:
+            before = rows[slot].context_embeddings
+            rows[slot].context_embeddings = total if before is None else before + total
         for token in result.read():
             row = rows[token.slot]
             if not row.finished:
@@ -106,15 +115,49 @@ class Scheduler:
         starts = []
         while self._waiting and self._waiting[0].width <= len(self._free_slots):
             row = self._waiting[0]
-            start = self._extents.allocate(row.capacity)
+            start = self._place(row)
             if start is None:
                 break
             self._waiting.popleft()
             row.slots = tuple(self._free_slots.pop() for _ in range(row.width))
             row.start = start + len(row.source)
             self._running[row.slot] = row
+            self._make_room(row, len(row.prompt))
             starts.append(row.as_start())
         return starts
+
+    def _place(self, row: Row) -> int | None:
+        """First token of an extent for the row; its session's, which it shares with nobody."""
+        session = row.session
+        if session is None:
+            return self._extents.allocate(row.capacity)
+        if session.start is None:
+            session.start = self._extents.allocate(session.extent_tokens)
+        return session.start
+
+    def _make_room(self, row: Row, tokens: int) -> None:
+        """Let the window of the row's session slide on, if `tokens` more need the place."""
+        if row.session is not None:
+            move = row.session.make_room(row.cached, tokens, row.slot)
+            self._moves += [] if move is None else [move]
+
+    def close_session(self, session: Session) -> None:
+        """Free the session's extent, at once or when its request has ended."""
+        session.closed = True
+        waiting = any(row.session is session for row in self.rows)
+        if session.start is not None and not waiting:
+            self._extents.free(session.start, session.extent_tokens)
+            session.start = None
+
+    def _leave_session(self, row: Row, session: Session) -> None:
+        """The session keeps what the row has brought into the cache."""
+        complete = row.request.output_len == 0 and not row.future.cancelled()
+        if row.tokens or complete:
+            session.take_turn(len(row.prompt), row.tokens, row.end_id)
+        else:
+            session.give_up_turn()
+        if session.closed:
+            self.close_session(session)
 
     def _plan_encode(self) -> list[Row]:
         """Rows whose sources the encoder reads now, those of one length side by side."""
@@ -137,7 +180,7 @@ class Scheduler:
             count = min(len(row.prompt) - row.prefilled, budget)
             if count <= 0 or (row.source and not row.encoded):
                 continue
-            parts.append(PrefillPart(row.slot, row.prefilled, count))
+            parts.append(PrefillPart(row.slot, row.past + row.prefilled, count))
             budget -= count
             row.prefilled += count
             if row.prefilled == len(row.prompt):
@@ -145,7 +188,10 @@ class Scheduler:
         return parts
 
     def _drop_cancelled(self) -> None:
-        self._waiting = deque(row for row in self._waiting if not row.future.cancelled())
+        for row in [row for row in self._waiting if row.future.cancelled()]:
+            self._waiting.remove(row)
+            if row.session is not None:
+                self._leave_session(row, row.session)
         for row in [row for row in self._running.values() if row.future.cancelled()]:
             row.finished = True
             self._leave(row)
@@ -157,4 +203,7 @@ class Scheduler:
         """
         del self._running[row.slot]
         self._free_slots += row.slots[::-1]
-        self._extents.free(row.extent, row.capacity)
+        if row.session is None:
+            self._extents.free(row.extent, row.capacity)
+        else:
+            self._leave_session(row, row.session)
