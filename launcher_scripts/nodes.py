@@ -62,6 +62,11 @@ LAUNCHERS = (
     ),
 )
 PMIX_RANK = "PMIX_RANK"
+
+# What the program that starts a server tells the backend inside of it.
+RENDEZVOUS_VARIABLE = "LAUNCHER_RENDEZVOUS"  # the folder where the nodes find rank 0
+INTERFACE_VARIABLE = "LAUNCHER_INTERFACE"  # the network interface between the ranks
+ATTEMPT_VARIABLE = "LAUNCHER_ATTEMPT"  # how often the server was started again before
 HOW = "the command that starts the server: one task per node, as in srun -N 2 -n 2 --mpi=pmix"
 
 
@@ -113,7 +118,11 @@ def _check_one_per_node(
     env: Mapping[str, str], row: Launcher, size: int, problems: Problems
 ) -> None:
     """A server has all GPUs of its node, so a second one beside it cannot be meant."""
-    if row.per_node is not None and row.per_node in env and _number(env, row.per_node, problems) > 1:
+    if (
+        row.per_node is not None
+        and row.per_node in env
+        and _number(env, row.per_node, problems) > 1
+    ):
         got = f"{row.per_node}={env[row.per_node]}"
         problems.add(f"{row.name} started several servers on this node", got=got, change=HOW)
     if row.node_count in env:
