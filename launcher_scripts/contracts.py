@@ -56,7 +56,7 @@ _T5_ENCODED = (
     array("input_ids", "UINT32", (-1,), "the encoder's token ids, right-padded", optional=False),
     scalar("sequence_length", "UINT32", None, "how many of the row's ids count", optional=False),
 )
-_IA3_TASKS = scalar("ia3_tasks", "INT32", None, "which loaded IA3 adapter to use")
+_IA3_TASKS = scalar("ia3_tasks", "INT32", None, "which loaded IA3 adapter to use; -1: none")
 
 T5_INPUTS = (
     *_T5_ENCODED,
@@ -93,6 +93,11 @@ T5_ENCODER_INPUTS = (
     *_T5_ENCODED,
     scalar("is_return_attentions", "BOOL", False, "return output_attentions"),
     _IA3_TASKS,
+    *(
+        replace(tensor, extension=True)
+        for tensor in GPT_INPUTS
+        if tensor.name in _T5_SHARED and "prompt" in tensor.name
+    ),
 )
 
 T5_ENCODER_OUTPUTS = (
@@ -116,6 +121,10 @@ class TextContract:
     ensemble_inputs: tuple[Tensor, ...]
     ensemble_outputs: tuple[Tensor, ...]
     model_inputs: Mapping[str, str]
+
+    def declared_ensemble_inputs(self, data_type: str) -> tuple[Tensor, ...]:
+        """The ensemble's inputs around a model that computes in `data_type`."""
+        return _declared(self.ensemble_inputs, data_type)
 
     def declared_ensemble_outputs(self, data_type: str) -> tuple[Tensor, ...]:
         """The ensemble's outputs around a model that computes in `data_type`."""
@@ -152,8 +161,9 @@ GPT_TEXT = TextContract(
 
 
 def _declared(tensors: tuple[Tensor, ...], data_type: str) -> tuple[Tensor, ...]:
-    """The tensors, an encoder's own results with the type they are computed in."""
-    return _changed(tensors, ("output_hidden_state", "output_attentions"), dtype=data_type.upper())
+    """The tensors, with the compute type for a request's embeddings and an encoder's results."""
+    computed = ("request_prompt_embedding", "output_hidden_state", "output_attentions")
+    return _changed(tensors, computed, dtype=data_type.upper())
 
 
 def _changed(
@@ -237,6 +247,10 @@ class Contract:
     text: TextContract
     encoder_only: bool = False
     batched: bool = False
+
+    def declared_inputs(self, data_type: str) -> tuple[Tensor, ...]:
+        """The inputs as config.pbtxt declares them for a model that computes in `data_type`."""
+        return _declared(self.inputs, data_type)
 
     def declared_outputs(self, data_type: str) -> tuple[Tensor, ...]:
         """The outputs as config.pbtxt declares them for a model that computes in `data_type`."""

@@ -102,6 +102,7 @@ GPT_INPUTS = (
         extension=True,
     ),
     scalar("is_return_context_logits", "BOOL", False, "return context_logits", extension=True),
+    scalar("ia3_tasks", "INT32", None, "which loaded IA3 adapter to use; -1: none", extension=True),
     IS_RETURN_PROGRESS,
     scalar(
         "is_return_prompt",
@@ -249,6 +250,15 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True)
+class Beam:
+    """One hypothesis of a beam search; the fields are those of GenerateOutput."""
+
+    output_ids: tuple[int, ...]
+    cum_log_probs: float | None = None
+    output_log_probs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class GenerateOutput:
     """What one row became.
 
@@ -259,6 +269,7 @@ class GenerateOutput:
     context_logits:   float32 [prompt tokens, vocab], or None; the prompt is the decoder's
     hidden_state:     float32 [input tokens, hidden], what the encoder made of them, or None
     attentions:       float32 [layers, heads, input tokens, input tokens] of the encoder, or None
+    beams:            the hypotheses of a beam search, best first, whose values are the row's above
     """
 
     output_ids: tuple[int, ...]
@@ -267,3 +278,9 @@ class GenerateOutput:
     context_logits: Any = None
     hidden_state: Any = None
     attentions: Any = None
+    beams: tuple[Beam, ...] = ()
+
+    @property
+    def hypotheses(self) -> tuple[Beam, ...]:
+        """All of them, also the only one without a beam search."""
+        return self.beams or (Beam(self.output_ids, self.cum_log_probs, self.output_log_probs),)

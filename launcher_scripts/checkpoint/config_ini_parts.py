@@ -73,6 +73,7 @@ def read_parts(
             for task in tasks
             if task is not None
         )
+    if count or "prompt_learning_start_id" in stack.values:
         default = stack.number("vocab_size", 0) + 1
         values["prompt_start_id"] = stack.number("prompt_learning_start_id", default)
     if stack.boolean("has_adapter", False):

@@ -175,7 +175,7 @@ def model_config(settings: ExportSettings, checkpoint: FTCheckpoint) -> str:
         max_queue_delay_microseconds=MAX_QUEUE_DELAY_MICROSECONDS,
         batched=contract.batched,
         decoupled=settings.decoupled,
-        inputs=contract.inputs,
+        inputs=contract.declared_inputs(settings.data_type),
         outputs=contract.declared_outputs(settings.data_type),
         parameters={
             "tensor_para_size": settings.parallelism.tp_size,

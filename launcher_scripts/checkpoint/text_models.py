@@ -147,7 +147,7 @@ def ensemble_config(settings: ExportSettings, text: TextContract, names: dict[st
         "ensemble.pbtxt.j2",
         name=names["ensemble"],
         max_batch_size=settings.max_batch_size,
-        inputs=text.ensemble_inputs,
+        inputs=text.declared_ensemble_inputs(settings.data_type),
         outputs=text.declared_ensemble_outputs(settings.data_type),
         steps=steps,
     )

@@ -64,7 +64,8 @@ class Decoder:
         """Run the new tokens ids [N] of several rows: hidden states [N, hidden]."""
         spans = [torch.arange(segment.past, segment.past + segment.count) for segment in segments]
         slots = [span + segment.start for span, segment in zip(spans, segments, strict=True)]
-        positions = torch.cat(spans).to(self.device, non_blocking=True)
+        moved = [span + segment.dropped for span, segment in zip(spans, segments, strict=True)]
+        positions = torch.cat(moved).to(self.device, non_blocking=True)
         step = Step(
             slots=torch.cat(slots).to(self.device, non_blocking=True),
             rotary=self._rotary(positions),
@@ -76,17 +77,18 @@ class Decoder:
     def decode(self, ids: Tensor, rows: Rows) -> Tensor:
         """Run one token per row: hidden states [B, hidden].
 
-        A row's tokens before this one are its position.
+        A row's tokens before this one are its position, unless its positions say otherwise.
         """
+        positions = rows.lengths if rows.positions is None else rows.positions
         step = Step(
             slots=rows.starts + rows.lengths,
-            rotary=self._rotary(rows.lengths),
+            rotary=self._rotary(positions),
             starts=rows.starts,
             lengths=rows.lengths + 1,
             longest=rows.longest,
             ia3_tasks=rows.ia3_tasks,
         )
-        return self._forward(ids, rows.lengths, step)
+        return self._forward(ids, positions, step)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [N, vocab] on every rank of the last stage."""

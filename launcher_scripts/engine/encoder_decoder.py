@@ -193,7 +193,7 @@ class EncoderDecoder:
             lengths=rows.lengths + 1,
             longest=rows.longest,
             positions=rows.lengths,
-            source=Rows(rows.starts - rows.sources, rows.sources.clamp(min=1), rows.longest_source),
+            source=Rows(rows.source_starts, rows.sources.clamp(min=1), rows.longest_source),
             ia3_tasks=rows.ia3_tasks,
         )
         return self._forward(ids, step)

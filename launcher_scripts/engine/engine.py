@@ -27,6 +27,7 @@ from launcher_scripts.engine.results import StepResult
 from launcher_scripts.engine.row import Row
 from launcher_scripts.engine.runner import Runner
 from launcher_scripts.engine.scheduler import Scheduler
+from launcher_scripts.engine.session import Session, prompt_in_session
 from launcher_scripts.engine.timeline import Timeline
 from launcher_scripts.errors import RequestError, ServerError
 from launcher_scripts.models.family import ModelConfig
@@ -50,7 +51,7 @@ class Engine:
         """Start the stepping thread, which calls `build` for its runner; see `load`."""
         self.settings = settings
         self._build = build
-        self._inbox: SimpleQueue[Row | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Row | Session | None] = SimpleQueue()
         self._pending = Pending()
         self._lock = threading.Lock()
         self._error: ServerError | None = None
@@ -110,29 +111,45 @@ class Engine:
         self,
         request: GenerateRequest,
         on_progress: Callable[[GenerateOutput], None] | None = None,
+        session: Session | None = None,
     ) -> Future[GenerateOutput]:
         """Queue one row. The future carries RequestError for a wrong request, and ServerError
         when the engine is lost. Cancelling it frees the row's place.
 
         on_progress gets the row's tokens so far after each but the last, which is the future's.
-        It is called by the thread that steps, in order, so it must return at once.
+        It is called by the thread that steps, in order, so it must return at once. A request of a
+        session goes on where the one before ended; close_session must be called for it one day.
         """
         future: Future[GenerateOutput] = Future()
         try:
-            check_request(request, self.config, self.cache_tokens)
+            check_request(
+                request,
+                self.config,
+                self.cache_tokens,
+                self.settings.max_batch_size,
+                session,
+            )
         except RequestError as error:
             future.set_exception(error)
             return future
         end_id = self.config.end_id if request.end_id is None else request.end_id
         source, prompt = parts(request, self.config)
-        row = Row(request, future, prompt, end_id, source, on_progress)
+        row = Row(request, future, prompt, end_id, source, on_progress, session=session)
+        if session is not None:
+            row.prompt = prompt_in_session(session, request, prompt)
         with self._lock:
             if self._error is None and not self._closed:
+                if session is not None:
+                    session.busy = True
                 self._pending.add(future)
                 self._inbox.put(row)
                 return future
         future.set_exception(self._error or ServerError("the engine is closed"))
         return future
+
+    def close_session(self, session: Session) -> None:
+        """Free what the session holds, as soon as a request of it that runs has ended."""
+        self._inbox.put(session)
 
     def warm_up(self) -> None:
         """Generate a few tokens, so that what happens on first use happens now."""
@@ -211,7 +228,7 @@ class Engine:
             scheduler.apply(result)
 
     def _receive(self, scheduler: Scheduler, *, wait: bool) -> bool:
-        """Hand new rows to the scheduler; False when the engine closes."""
+        """Hand new rows, and sessions that end, to the scheduler; False when the engine closes."""
         while True:
             try:
                 row = self._inbox.get(block=wait)
@@ -219,7 +236,10 @@ class Engine:
                 return True
             if row is None:
                 return False
-            scheduler.add(row)
+            if isinstance(row, Session):
+                scheduler.close_session(row)
+            else:
+                scheduler.add(row)
             wait = False
 
     def _fail(self, error: ServerError) -> None:

@@ -30,7 +30,7 @@ def bucket_tokens(tokens: int) -> int:
 def bucket_bounds(bounds: Bounds) -> Bounds:
     """Both bounds as buckets; a step without sources stays one."""
     source = bucket_tokens(bounds.source) if bounds.source else 0
-    return Bounds(bucket_tokens(bounds.own), source)
+    return bounds._replace(own=bucket_tokens(bounds.own), source=source)
 
 
 @dataclass

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from launcher_scripts.kernels.operands import Heads, LayerCache
 
+COPIED_TOKENS = 4096
+
 
 class ExtentAllocator:
     """First-fit allocation of extents among `capacity` tokens; neighbours merge when freed."""
@@ -62,13 +64,11 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.capacity = capacity
-        shape = (heads.num_kv_heads, capacity + 1, heads.head_size)
+        shape = (len(layers), 2, heads.num_kv_heads, capacity + 1, heads.head_size)
+        self._pool = torch.empty(shape, dtype=dtype, device=device)
         self.layers = {
-            layer: LayerCache(
-                torch.empty(shape, dtype=dtype, device=device),
-                torch.empty(shape, dtype=dtype, device=device),
-            )
-            for layer in layers
+            layer: LayerCache(*key_value)
+            for layer, key_value in zip(layers, self._pool, strict=True)
         }
         self.ids: Tensor = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
 
@@ -76,6 +76,22 @@ class KVCache:
     def scratch(self) -> int:
         """The token that belongs to no row."""
         return self.capacity
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy the tokens source [B, T] to target [B, T].
+
+        A column is read before it is written, so its tokens may change places; no token may be in
+        two columns.
+        """
+        columns = max(1, COPIED_TOKENS // max(1, source.shape[0]))
+        for first in range(0, source.shape[1], columns):
+            some = slice(first, first + columns)
+            read, written = source[:, some].flatten(), target[:, some].flatten()
+            if not read.is_cuda:  # where looking costs no waiting, most tokens stay in place
+                moves = read != written
+                read, written = read[moves], written[moves]
+            self._pool.index_copy_(3, written, self._pool.index_select(3, read))
+            self.ids.index_copy_(0, written, self.ids[read])
 
 
 def bytes_per_token(layers: range, heads: Heads, dtype: torch.dtype) -> int:

@@ -22,6 +22,8 @@ class Segment:
     start:  the row's first cache token;  past: tokens of the row that are already there
     source: tokens of the encoder's input, whose keys and values lie right before `start`
     prompt: where the row's virtual tokens come from;  ia3_task: its row of the IA3 factors
+    dropped: earlier tokens of the row that are no longer there, but count as positions
+    window: how many tokens attention covers, the token's own included; 0: all
     """
 
     start: int
@@ -30,6 +32,8 @@ class Segment:
     source: int = 0
     prompt: Prompt | None = None
     ia3_task: int = NO_TASK
+    dropped: int = 0
+    window: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,9 @@ class Rows:
     """The rows of a decode step: first cache tokens, and tokens in the cache so far, both [B].
 
     longest bounds the lengths, the new tokens included. sources [B] and longest_source are the
-    same of the encoder's inputs, where there is an encoder. ia3_tasks [B] are the rows of the IA3
-    factors.
+    same of the encoder's inputs, where there is an encoder; source_starts [B] their first cache
+    tokens, which hypotheses of one beam search share. ia3_tasks [B] are the rows of the IA3
+    factors. positions [B] are those of the new tokens where they are not the lengths.
     """
 
     starts: Tensor
@@ -47,6 +52,8 @@ class Rows:
     sources: Tensor | None = None
     longest_source: int = 0
     ia3_tasks: Tensor | None = None
+    source_starts: Tensor | None = None
+    positions: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -150,12 +157,18 @@ class DecoderLayer(ParallelLayer):
             )
         parts = query.split([segment.count for segment in step.segments])
         outputs = [
-            self.kernels.context_attention(
-                part, self.cache, segment.start, segment.past, self.slopes
-            )
+            self._attend_context(part, segment)
             for part, segment in zip(parts, step.segments, strict=True)
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend_context(self, query: Tensor, segment: Segment) -> Tensor:
+        place = (segment.start, segment.past)
+        if segment.window:
+            return self.kernels.window_attention(
+                query, self.cache, *place, segment.window, self.slopes
+            )
+        return self.kernels.context_attention(query, self.cache, *place, self.slopes)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

@@ -19,6 +19,11 @@ class RowStart:
             encoder what the decoder is given
     source: what the encoder reads, if there is one; its cache tokens lie right before `start`
     prompt: the table of the row's virtual tokens, which are negative ids
+    beams:  slots of the hypotheses of a beam search, `slot` first; none without one
+    stride: cache tokens of each hypothesis, which lie one after the other from `start` on
+    past:   tokens of the row's session in the cache already, from `start` on;  dropped: tokens of
+            it that are no longer there
+    window: how many of the last tokens attention covers; 0: all
     """
 
     slot: int
@@ -34,6 +39,22 @@ class RowStart:
     return_attentions: bool = False
     prompt: Prompt | None = None
     ia3_task: int = NO_TASK
+    stop_words: tuple[tuple[int, ...], ...] = ()
+    beams: tuple[int, ...] = ()
+    stride: int = 0
+    past: int = 0
+    dropped: int = 0
+    window: int = 0
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Slot and first cache token of the row, or of every hypothesis."""
+        slots = self.beams or (self.slot,)
+        return tuple((slot, self.start + self.stride * beam) for beam, slot in enumerate(slots))
+
+    @property
+    def source_start(self) -> int:
+        return self.start - len(self.source)
 
 
 @dataclass(frozen=True)
@@ -45,32 +66,56 @@ class PrefillPart:
     count: int
 
 
+@dataclass(frozen=True)
+class Move:
+    """Tokens of a session go to the front of its extent: `count` tokens, `by` places.
+
+    slot: the row that runs, if one does;  start: the extent's first cache token
+    """
+
+    slot: int
+    start: int
+    by: int
+    count: int
+
+
 class Bounds(NamedTuple):
     """The most cache tokens of any row in a step.
 
     own:    prompt and generated tokens, the new one included
     source: the encoder's input; 0 without an encoder
+
+    windows: whether attention of any row covers its last tokens only
     """
 
     own: int = 0
     source: int = 0
+    windows: bool = False
 
 
 @dataclass(frozen=True)
 class Plan:
     """One step: rows that join, that are encoded, whose prompts run on, that run one token further.
 
-    longest and longest_source bound the cache tokens of the rows in `decode`: prompt and generated
-    ones, the new one included; and those of the encoder's input, where there is one.
+    beams are the first slots of the beam searches of which every hypothesis runs one token further,
+    beside the rows in `decode`. reorder bounds the generated tokens in the cache of the searches
+    that go on after the step. moves come before everything else. windows: whether any row in
+    `decode` has a window. longest and longest_source bound the cache tokens of all of them:
+    prompt and generated ones, the new one included; and those of the encoder's input, where there
+    is one.
     """
 
     starts: tuple[RowStart, ...] = ()
     encode: tuple[int, ...] = ()
     prefill: tuple[PrefillPart, ...] = ()
     decode: tuple[int, ...] = ()
+    beams: tuple[int, ...] = ()
+    reorder: int = 0
     longest: int = 0
     longest_source: int = 0
+    moves: tuple[Move, ...] = ()
+    windows: bool = False
 
     @property
     def bounds(self) -> Bounds:
-        return Bounds(self.longest, self.longest_source)
+        return Bounds(self.longest, self.longest_source, self.windows)

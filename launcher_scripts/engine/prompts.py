@@ -47,12 +47,13 @@ def check_learned(problems: Problems, request: GenerateRequest, config: ModelCon
     """Whether the model has the tables and vectors that the request names."""
     parts = learned_parts_of(config)
     if request.ia3_task is not None:
-        what = "Requested IA3 tasks aren't in the range"
         if not parts.ia3_num_tasks:
-            what = "Cannot request ia3_tasks, model has no IA3 adapters"
-        if not 0 <= request.ia3_task < parts.ia3_num_tasks:
-            choices = [str(task) for task in range(parts.ia3_num_tasks)]
-            problems.add(what, got=request.ia3_task, choices=choices)
+            problems.add("Cannot request ia3_tasks, model has no IA3 adapters")
+        elif not 0 <= request.ia3_task < parts.ia3_num_tasks:
+            choices = (f"0-{parts.ia3_num_tasks - 1}",)
+            problems.add(
+                "Requested IA3 tasks aren't in the range", got=request.ia3_task, choices=choices
+            )
     if request.prompt_embedding is not None:
         _check_embedding(problems, request, config)
     elif request.prompt_task is not None:
@@ -61,7 +62,7 @@ def check_learned(problems: Problems, request: GenerateRequest, config: ModelCon
             problems.add(
                 "prompt_learning_task_name_ids names no loaded prompt table",
                 got=request.prompt_task,
-                choices=[f"{number} ({task.name})" for number, task in enumerate(tasks)],
+                choices=[f"{number} ({task.name})" for number, task in enumerate(tasks)] or None,
             )
             return
     length, start = _length(request, config), prompt_start_id(config)

@@ -10,12 +10,15 @@ from launcher_scripts.engine.prompts import (
     real_ids,
     with_prompt,
 )
+from launcher_scripts.engine.session import Session, check_session, prompt_in_session
 from launcher_scripts.errors import Problems, RequestError
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 
 MOST_IDS = 1 << 32
+MOST_BEAMS = 64
+MOST_LENGTH_PENALTY = 32  # an exponent that every length still fits
 PENALTIES_EXCLUDE = (
     "Found ambiguous parameters repetition_penalty and presence_penalty which are mutually "
     "exclusive. Please provide one of repetition_penalty or presence_penalty."
@@ -46,14 +49,29 @@ def warm_up_request(config: ModelConfig, cache_tokens: int) -> GenerateRequest:
     return GenerateRequest((start,), output_len=length, start_id=start, end_id=config.vocab_size)
 
 
-def check_request(request: GenerateRequest, config: ModelConfig, cache_tokens: int) -> None:
-    """Raise one RequestError that names everything wrong with the request."""
+def check_request(
+    request: GenerateRequest,
+    config: ModelConfig,
+    cache_tokens: int,
+    slots: int,
+    session: Session | None = None,
+) -> None:
+    """Raise one RequestError that names everything wrong with the request.
+
+    cache_tokens, slots: what the engine has for all rows in flight; a beam search takes as many
+    slots as it is wide. session: what the request goes on with
+    """
     problems = Problems("the request")
     _check_asked(problems, request, config)
     check_learned(problems, request, config)
     _check_ids(problems, request, config)
-    _check_lengths(problems, request, config, cache_tokens)
+    if session is None:
+        _check_lengths(problems, request, config, cache_tokens)
+    else:
+        prompt = len(prompt_in_session(session, request, parts(request, config)[1]))
+        check_session(problems, session, request, prompt, config, cache_tokens)
     _check_sampling(problems, request.sampling)
+    _check_beams(problems, request.sampling, slots)
     problems.raise_if_any(RequestError)
 
 
@@ -120,11 +138,15 @@ def _check_lengths(
             f"the prompt's {prompt} tokens and {output} {output_len} need {needed} "
             f"positions, and the model has {config.max_positions}"
         )
-    elif source + needed > cache_tokens:
+        return
+    width = max(1, request.sampling.beam_width) if output_len else 1
+    total = source + width * needed
+    if total > cache_tokens:
         before = f"the input's {source} tokens, " if source else ""
+        times = f" and beam_width {width}" if width > 1 else ""
         problems.add(
-            f"{before}the prompt's {prompt} tokens and {output} {output_len} need "
-            f"{source + needed} tokens in the key/value cache, which holds {cache_tokens}"
+            f"{before}the prompt's {prompt} tokens and {output} {output_len}{times} need "
+            f"{total} tokens in the key/value cache, which holds {cache_tokens}"
         )
 
 
@@ -145,10 +167,21 @@ def _check_sampling(problems: Problems, sampling: SamplingParameters) -> None:
     _check_range(problems, "top_p_min", sampling.top_p_min, 0, 1)
     if sampling.repetition_penalty != 1 and sampling.presence_penalty != 0:
         problems.add(PENALTIES_EXCLUDE)
-    if sampling.beam_width != 1:
+
+
+def _check_beams(problems: Problems, sampling: SamplingParameters, slots: int) -> None:
+    _check_range(problems, "beam_width", sampling.beam_width, 1, MOST_BEAMS)
+    if slots < sampling.beam_width <= MOST_BEAMS:
         problems.add(
-            "beam search is not supported", got=sampling.beam_width, choices=("beam_width 1",)
+            f"a beam search takes beam_width rows, and the engine runs {slots} at a time",
+            got=sampling.beam_width,
+            change="max_batch_size in config.pbtxt",
         )
+    _check_range(
+        problems, "len_penalty", sampling.len_penalty, -MOST_LENGTH_PENALTY, MOST_LENGTH_PENALTY
+    )
+    rate = sampling.beam_search_diversity_rate
+    _check_range(problems, "beam_search_diversity_rate", rate, -math.inf, math.inf)
 
 
 def _check_range(

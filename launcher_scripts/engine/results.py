@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,28 @@ class EncodedRow:
     attentions: Tensor | None
 
 
+class Candidate(NamedTuple):
+    """A continuation of a hypothesis of a beam search.
+
+    parent: which hypothesis;  ranking: what it is ranked by;  total: cumulative log-probability
+    """
+
+    parent: int
+    token: int
+    ends: bool
+    ranking: float
+    total: float
+    log_prob: float
+
+
+@dataclass(frozen=True)
+class BeamResult:
+    """A step of one beam search: the best continuations, best first."""
+
+    slot: int
+    candidates: list[Candidate]
+
+
 @dataclass
 class StepResult:
     """What a step produces; reading it waits for the device."""
@@ -36,9 +59,13 @@ class StepResult:
     tokens: list[TokenCopy] = field(default_factory=list)
     context_logits: list[tuple[int, Tensor]] = field(default_factory=list)
     encoded: list[EncodedRow] = field(default_factory=list)
+    beams: list[BeamCopy] = field(default_factory=list)
 
     def read(self) -> list[TokenResult]:
         return [result for copy in self.tokens for result in copy.read()]
+
+    def read_beams(self) -> list[BeamResult]:
+        return [result for copy in self.beams for result in copy.read()]
 
 
 class TokenCopy:
@@ -63,6 +90,37 @@ class TokenCopy:
         return [
             TokenResult(slot, token, pair)
             for slot, token, pair in zip(self._slots, tokens, pairs, strict=False)
+        ]
+
+
+class BeamCopy:
+    """Rankings of several searches on their way to the host.
+
+    choices: int64 [3, G, K]: parent, token, whether it ends
+    scores:  float32 [3, G, K]: ranking, total, the token's log-probability
+    """
+
+    def __init__(self, slots: Sequence[int], choices: Tensor, scores: Tensor) -> None:
+        self._slots = slots
+        self._event: torch.cuda.Event | None = None
+        self._choices, self._scores = _to_host(choices), _to_host(scores)
+        if choices.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[BeamResult]:
+        if self._event is not None:
+            self._event.synchronize()
+        columns = zip(*self._choices.tolist(), *self._scores.tolist(), strict=True)
+        return [
+            BeamResult(
+                slot,
+                [
+                    Candidate(parent, token, bool(ends), *scores)
+                    for parent, token, ends, *scores in zip(*column, strict=True)
+                ],
+            )
+            for slot, column in zip(self._slots, columns, strict=True)
         ]
 
 

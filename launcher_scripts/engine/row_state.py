@@ -7,15 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.plan import RowStart
-from launcher_scripts.protocol import SamplingParameters
+from launcher_scripts.engine.plan import Move, RowStart
 
 NO_TOKEN = -1
+NEVER = -1e9  # added to log-probabilities
+NO_WINDOW = 1 << 40  # longer than any row
 _INTEGERS = (
     "token",
     "length",
     "start",
     "prompt_length",
+    "source_start",
     "source_length",
     "ia3_task",
     "seed",
@@ -23,6 +25,8 @@ _INTEGERS = (
     "min_length",
     "top_k",
     "no_repeat_ngram_size",
+    "dropped",
+    "window",
 )
 _FLOATS = (
     "temperature",
@@ -32,6 +36,7 @@ _FLOATS = (
     "initial_top_p",
     "top_p_decay",
     "top_p_min",
+    "beam_score",
 )
 
 
@@ -40,13 +45,16 @@ class RowStates:
 
     Every attribute is a vector [slots + 1]. token is the last id chosen, not yet in the cache;
     length counts the row's tokens in the cache; start is its first cache token. source_length
-    counts the tokens of the encoder's input; ia3_task is the row of the IA3 factors.
+    counts the tokens of the encoder's input, from source_start on; ia3_task is the row of the IA3
+    factors. dropped counts the tokens of a session that have left its extent, and window is how
+    many of the last ones attention covers. beam_score is a hypothesis's cumulative log-probability.
     """
 
     token: Tensor
     length: Tensor
     start: Tensor
     prompt_length: Tensor
+    source_start: Tensor
     source_length: Tensor
     ia3_task: Tensor
     seed: Tensor
@@ -54,6 +62,8 @@ class RowStates:
     min_length: Tensor
     top_k: Tensor
     no_repeat_ngram_size: Tensor
+    dropped: Tensor
+    window: Tensor
     reset_id: Tensor
     temperature: Tensor
     repetition_penalty: Tensor
@@ -62,6 +72,7 @@ class RowStates:
     initial_top_p: Tensor
     top_p_decay: Tensor
     top_p_min: Tensor
+    beam_score: Tensor
 
     def __init__(self, slots: int, scratch: int, device: torch.device) -> None:
         self.padding_slot = slots
@@ -74,16 +85,27 @@ class RowStates:
             setattr(self, name, row)
         for name, row in zip(_FLOATS, self._floats, strict=True):
             setattr(self, name, row)
-        self.start[slots] = scratch
+        self.start[slots] = self.source_start[slots] = scratch
 
     def join(self, rows: Sequence[RowStart]) -> None:
-        """Set the state of rows whose prompts are about to run."""
-        slots = torch.tensor([row.slot for row in rows])
-        integers = torch.tensor([_integers(row) for row in rows], dtype=torch.int64).t()
-        floats = torch.tensor([_floats(row.sampling) for row in rows]).t()
+        """Set the state of rows whose prompts are about to run, and of all their hypotheses."""
+        places = [(row, slot, start) for row in rows for slot, start in row.places]
+        slots = torch.tensor([slot for _, slot, _ in places])
+        integers = torch.tensor(
+            [_integers(row, start) for row, _, start in places], dtype=torch.int64
+        ).t()
+        floats = torch.tensor([_floats(row, slot) for row, slot, _ in places]).t()
         slots = slots.to(self.device, non_blocking=True)
         self._integers[:, slots] = integers.to(self.device, non_blocking=True)
         self._floats[:, slots] = floats.to(self.device, non_blocking=True)
+
+    def slide(self, moves: Sequence[Move]) -> None:
+        """The first tokens of these rows have left the cache."""
+        slots = torch.tensor([move.slot for move in moves]).to(self.device, non_blocking=True)
+        by = torch.tensor([move.by for move in moves]).to(self.device, non_blocking=True)
+        self.length.index_add_(0, slots, by, alpha=-1)
+        self.prompt_length.index_add_(0, slots, by, alpha=-1)
+        self.dropped.index_add_(0, slots, by)
 
     def set_length(self, slots: Tensor, lengths: Tensor) -> None:
         """The cache now holds `lengths` tokens of the rows in `slots`."""
@@ -94,14 +116,15 @@ class RowStates:
         self.length.index_add_(0, slots, (slots != self.padding_slot).long())
 
 
-def _integers(row: RowStart) -> list[int]:
+def _integers(row: RowStart, start: int) -> list[int]:
     sampling = row.sampling
     reset = NO_TOKEN if sampling.top_p_reset_id is None else sampling.top_p_reset_id
     return [
         NO_TOKEN,
-        0,
-        row.start,
-        len(row.ids),
+        row.past,
+        start,
+        row.past + len(row.ids),
+        row.source_start,
         len(row.source),
         row.ia3_task,
         _signed(sampling.random_seed),
@@ -109,11 +132,15 @@ def _integers(row: RowStart) -> list[int]:
         sampling.min_length,
         sampling.top_k,
         sampling.no_repeat_ngram_size,
+        row.dropped,
+        row.window or NO_WINDOW,
         reset,
     ]
 
 
-def _floats(sampling: SamplingParameters) -> list[float]:
+def _floats(row: RowStart, slot: int) -> list[float]:
+    """The first hypothesis alone counts until the search has made others."""
+    sampling = row.sampling
     return [
         sampling.temperature,
         sampling.repetition_penalty,
@@ -122,6 +149,7 @@ def _floats(sampling: SamplingParameters) -> list[float]:
         sampling.top_p,
         sampling.top_p_decay,
         sampling.top_p_min,
+        0.0 if slot == row.slot else NEVER,
     ]
 
 

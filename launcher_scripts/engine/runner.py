@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from launcher_scripts.engine.beam_search import BeamSearch, beam_batches
 from launcher_scripts.engine.communicator import Communicator
-from launcher_scripts.engine.graphs import GraphCache, bucket_bounds, bucket_rows
+from launcher_scripts.engine.decode_batches import DecodeBatches
+from launcher_scripts.engine.graphs import GraphCache, bucket_bounds
 from launcher_scripts.engine.layers import Rows, Segment
 from launcher_scripts.engine.learned_parts import Prompt
 from launcher_scripts.engine.network import Network
-from launcher_scripts.engine.plan import Bounds, Plan, PrefillPart, RowStart
+from launcher_scripts.engine.plan import Bounds, Move, Plan, PrefillPart, RowStart
 from launcher_scripts.engine.results import EncodedRow, StepResult, TokenCopy
 from launcher_scripts.engine.row_state import RowStates
 from launcher_scripts.engine.sampler import Sampled, SamplingBatch, sample, sampling_batch
 from launcher_scripts.models.learned_parts import learned_parts_of
-from launcher_scripts.protocol import SamplingParameters
 
 LOGITS_ROWS = 256
 
@@ -32,9 +33,9 @@ class Runner:
         self.communicator = communicator
         self.device = device
         self.states = RowStates(slots, decoder.cache.scratch, device)
-        self._max_rows = slots
         self._rows: dict[int, RowStart] = {}
-        self._batch: tuple[tuple[int, ...], SamplingBatch] | None = None
+        self.beams = BeamSearch(decoder.cache, communicator, self.states, decoder.config.vocab_size)
+        self._batches = DecodeBatches(self._rows, slots, self.states.padding_slot, device)
         self._graphs = GraphCache() if device.type == "cuda" else None
         self._has_ia3 = learned_parts_of(decoder.config).ia3_num_tasks > 0
 
@@ -42,15 +43,19 @@ class Runner:
     def execute(self, plan: Plan) -> StepResult:
         """Launch one step; on CUDA this returns before the device has finished."""
         result = StepResult()
+        if plan.moves:
+            self._move(plan.moves)
         if plan.starts:
             self._rows.update({row.slot: row for row in plan.starts})
             self.states.join(plan.starts)
-            self._batch = None
+            self._batches.forget()
         if plan.encode:
             self._encode(plan.encode, result)
         if plan.prefill:
             self._prefill(plan.prefill, result)
-        if plan.decode:
+        if plan.beams:
+            self._decode_with_beams(plan, result)
+        elif plan.decode:
             self._decode(plan, result)
         return result
 
@@ -60,6 +65,14 @@ class Runner:
             torch.cuda.synchronize(self.device)
             self._graphs.clear()
         self.communicator.close()
+
+    def _move(self, moves: Sequence[Move]) -> None:
+        """Bring what sessions still attend to to the front of their extents."""
+        cache = self.decoder.cache
+        for move in moves:
+            target = torch.arange(move.start, move.start + move.count, device=self.device)[None]
+            cache.copy(target + move.by, target)
+        self.states.slide(moves)
 
     def _encode(self, slots: Sequence[int], result: StepResult) -> None:
         rows = [self._rows[slot] for slot in slots]
@@ -83,7 +96,7 @@ class Runner:
         ids = [
             token
             for row, part in zip(rows, parts, strict=True)
-            for token in row.ids[part.past : part.past + part.count]
+            for token in row.ids[part.past - row.past : part.past - row.past + part.count]
         ]
         segments = tuple(
             Segment(
@@ -93,6 +106,8 @@ class Runner:
                 len(row.source),
                 None if row.source else self._prompt(row),
                 row.ia3_task,
+                row.dropped,
+                row.window,
             )
             for row, part in zip(rows, parts, strict=True)
         )
@@ -102,21 +117,54 @@ class Runner:
             self._to_device([part.past + part.count for part in parts]),
         )
         self._context_logits(hidden, rows, parts, result)
-        ends, last = 0, []
-        complete = []
+        ends = 0
+        complete: dict[int, RowStart] = {}  # by the last token's place in the step
         for row, part in zip(rows, parts, strict=True):
             ends += part.count
-            if part.past + part.count == len(row.ids):
-                last.append(ends - 1)
-                complete.append(row)
-        if complete:
-            longest = max(len(row.ids) for row in complete)
-            batch = sampling_batch(complete, self.device)
-            logits = None
-            if self.communicator.is_last_stage:
-                logits = self.decoder.logits(hidden[self._to_device(last)])
-            sampled = self._sample(logits, batch, longest)
-            result.tokens.append(TokenCopy([row.slot for row in complete], sampled))
+            if part.past + part.count == row.past + len(row.ids):
+                complete[ends - 1] = row
+        self._first_tokens(
+            hidden, {at: row for at, row in complete.items() if not row.beams}, result
+        )
+        self._first_beams(hidden, {at: row for at, row in complete.items() if row.beams}, result)
+
+    def _first_tokens(
+        self, hidden: Tensor, rows: Mapping[int, RowStart], result: StepResult
+    ) -> None:
+        """The first token of rows whose prompts have run; keys: their last tokens in hidden."""
+        if not rows:
+            return
+        batch = sampling_batch(list(rows.values()), self.device)
+        longest = max(row.past + len(row.ids) for row in rows.values())
+        sampled = self._sample(self._logits_at(hidden, list(rows)), batch, longest)
+        result.tokens.append(TokenCopy([row.slot for row in rows.values()], sampled))
+
+    def _first_beams(
+        self, hidden: Tensor, rows: Mapping[int, RowStart], result: StepResult
+    ) -> None:
+        """The first tokens of every hypothesis; see `_first_tokens`."""
+        if not rows:
+            return
+        self.beams.start(rows.values())
+        batches = beam_batches(rows.values(), self.device)
+        order = {row.slot: index for index, row in enumerate(rows.values())}
+        logits = self._logits_at(hidden, list(rows))
+        if logits is not None:
+            copies = [
+                order[slot]
+                for batch in batches
+                for slot in batch.searches
+                for _ in range(batch.width)
+            ]
+            logits = logits[self._to_device(copies)]
+        longest = max(len(row.ids) for row in rows.values())
+        result.beams += self.beams.step(logits, batches, longest, reorder=0)
+
+    def _logits_at(self, hidden: Tensor, places: list[int]) -> Tensor | None:
+        """[len(places), vocab] on the last stage."""
+        if not self.communicator.is_last_stage:
+            return None
+        return self.decoder.logits(hidden[self._to_device(places)])
 
     def _context_logits(
         self,
@@ -147,7 +195,7 @@ class Runner:
         return self.communicator.from_last_stage(logits)
 
     def _decode(self, plan: Plan, result: StepResult) -> None:
-        batch = self._decode_batch(plan.decode)
+        batch = self._batches.plain(plan.decode)
         if self._graphs is None:
             logits = self._forward_step(batch.slots, plan.bounds)
             sampled = self._sample(logits, batch, plan.bounds.own)
@@ -166,15 +214,24 @@ class Runner:
         logits = self._graphs.run(key, batch.slots, lambda slots: self._forward_step(slots, bounds))
         return self._sample(logits, batch, bounds.own)
 
-    def _decode_batch(self, slots: tuple[int, ...]) -> SamplingBatch:
-        """The rows' sampling, padded to a bucket on CUDA; kept while the rows stay the same."""
-        if self._batch is None or self._batch[0] != slots:
-            rows = [self._rows[slot] for slot in slots]
-            if self._graphs is not None:
-                padding = bucket_rows(len(rows), self._max_rows) - len(rows)
-                rows += [_padding_row(self.states.padding_slot)] * padding
-            self._batch = (slots, sampling_batch(rows, self.device))
-        return self._batch[1]
+    def _decode_with_beams(self, plan: Plan, result: StepResult) -> None:
+        mixed = self._batches.mixed(plan)
+        if self._graphs is None:
+            logits = self._forward_step(mixed.slots, plan.bounds)
+        else:
+            bounds = bucket_bounds(plan.bounds)
+            logits = self._graphs.run(
+                (mixed.slots.shape[0], bounds, False),
+                mixed.slots,
+                lambda slots: self._forward_step(slots, bounds),
+            )
+        plain = len(plan.decode)
+        if mixed.plain is not None:
+            own = None if logits is None else logits[:plain]
+            sampled = self._sample(own, mixed.plain, plan.longest)
+            result.tokens.append(TokenCopy(plan.decode, sampled))
+        rest = None if logits is None else logits[plain:]
+        result.beams += self.beams.step(rest, mixed.beams, plan.longest, plan.reorder)
 
     def _greedy_step(self, batch: SamplingBatch, slots: Tensor, bounds: Bounds) -> Tensor:
         logits = self._forward_step(slots, bounds)
@@ -183,13 +240,20 @@ class Runner:
     def _forward_step(self, slots: Tensor, bounds: Bounds) -> Tensor | None:
         """One token of every row through this stage; logits [B, vocab] on the last one."""
         states = self.states
+        start, length, positions = states.start[slots], states.length[slots], None
+        if bounds.windows:
+            positions = length + states.dropped[slots]
+            outside = (length + 1 - states.window[slots]).clamp(min=0)
+            start, length = start + outside, length - outside
         rows = Rows(
-            states.start[slots],
-            states.length[slots],
+            start,
+            length,
             bounds.own,
             states.source_length[slots] if bounds.source else None,
             bounds.source,
             states.ia3_task[slots] if self._has_ia3 else None,
+            states.source_start[slots] if bounds.source else None,
+            positions,
         )
         hidden = self.decoder.decode(states.token[slots], rows)
         states.advance(slots)
@@ -232,7 +296,3 @@ class Runner:
 
     def _to_device(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
-
-
-def _padding_row(slot: int) -> RowStart:
-    return RowStart(slot=slot, start=0, ids=(0,), end_id=0, sampling=SamplingParameters())

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 
 from launcher_scripts.engine.kv_cache import ExtentAllocator
-from launcher_scripts.engine.plan import Plan, PrefillPart, RowStart
+from launcher_scripts.engine.plan import Move, Plan, PrefillPart, RowStart
 from launcher_scripts.engine.results import EncodedRow, StepResult
-from launcher_scripts.engine.row import Row, answer, output_so_far, take
+from launcher_scripts.engine.row import Row, answer, output_so_far, take, take_beams
+from launcher_scripts.engine.session import Session
 
 
 class Scheduler:
@@ -25,6 +26,7 @@ class Scheduler:
         self._waiting: deque[Row] = deque()
         self._running: dict[int, Row] = {}
         self._launched: deque[dict[int, Row]] = deque()
+        self._moves: list[Move] = []
 
     @property
     def rows(self) -> list[Row]:
@@ -36,14 +38,18 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None when there is nothing to launch."""
+        self._moves = []
         self._drop_cancelled()
         starts = self._admit()
-        decode = [row for row in self._running.values() if self._decodes(row)]
+        running = [row for row in self._running.values() if self._decodes(row)]
+        decode = [row for row in running if row.hypotheses is None]
+        beams = [row for row in running if row.hypotheses is not None]
         encode = self._plan_encode()
         prefill = self._plan_prefill()
-        if not (encode or prefill or decode):
+        if not (encode or prefill or running):
             return None
-        for row in decode:
+        for row in running:
+            self._make_room(row, 1)
             row.launched += 1
         self._launched.append(dict(self._running))
         return Plan(
@@ -51,8 +57,12 @@ class Scheduler:
             encode=tuple(row.slot for row in encode),
             prefill=tuple(prefill),
             decode=tuple(row.slot for row in decode),
-            longest=max((row.cached for row in decode), default=0),
-            longest_source=max((len(row.source) for row in decode), default=0),
+            beams=tuple(row.slot for row in beams),
+            reorder=max((row.launched - 1 for row in beams if self._decodes(row)), default=0),
+            longest=max((row.cached for row in running), default=0),
+            longest_source=max((len(row.source) for row in running), default=0),
+            moves=tuple(self._moves),
+            windows=any(row.session is not None and row.session.window for row in running),
         )
 
     def apply(self, result: StepResult) -> None:
@@ -67,14 +77,22 @@ class Scheduler:
             rows[slot].context_logits.append(logits)
         for token in result.read():
             row = rows[token.slot]
-            if row.finished:
-                continue
-            take(row, token)
-            if row.finished:
-                self._leave(row)
-                answer(row)
-            elif row.on_progress is not None:
-                row.on_progress(output_so_far(row))
+            if not row.finished:
+                take(row, token)
+                self._go_on(row)
+        for beams in result.read_beams():
+            row = rows[beams.slot]
+            if not row.finished:
+                take_beams(row, beams)
+                self._go_on(row)
+
+    def _go_on(self, row: Row) -> None:
+        """Answer a row that has ended; say how far one has come that goes on."""
+        if row.finished:
+            self._leave(row)
+            answer(row)
+        elif row.on_progress is not None:
+            row.on_progress(output_so_far(row))
 
     def _take_encoded(self, row: Row, encoded: EncodedRow) -> None:
         """The encoder's answer is the whole one where nothing is decoded."""
@@ -92,16 +110,51 @@ class Scheduler:
 
     def _admit(self) -> list[RowStart]:
         starts = []
-        while self._waiting and self._free_slots:
+        while self._waiting and self._waiting[0].width <= len(self._free_slots):
             row = self._waiting[0]
-            start = self._extents.allocate(row.capacity)
+            start = self._place(row)
             if start is None:
                 break
             self._waiting.popleft()
-            row.slot, row.start = self._free_slots.pop(), start + len(row.source)
+            row.slots = tuple(self._free_slots.pop() for _ in range(row.width))
+            row.start = start + len(row.source)
             self._running[row.slot] = row
+            self._make_room(row, len(row.prompt))
             starts.append(row.as_start())
         return starts
+
+    def _place(self, row: Row) -> int | None:
+        """First token of an extent for the row; its session's, which it shares with nobody."""
+        session = row.session
+        if session is None:
+            return self._extents.allocate(row.capacity)
+        if session.start is None:
+            session.start = self._extents.allocate(session.extent_tokens)
+        return session.start
+
+    def _make_room(self, row: Row, tokens: int) -> None:
+        """Let the window of the row's session slide on, if `tokens` more need the place."""
+        if row.session is not None:
+            move = row.session.make_room(row.cached, tokens, row.slot)
+            self._moves += [] if move is None else [move]
+
+    def close_session(self, session: Session) -> None:
+        """Free the session's extent, at once or when its request has ended."""
+        session.closed = True
+        waiting = any(row.session is session for row in self.rows)
+        if session.start is not None and not waiting:
+            self._extents.free(session.start, session.extent_tokens)
+            session.start = None
+
+    def _leave_session(self, row: Row, session: Session) -> None:
+        """The session keeps what the row has brought into the cache."""
+        complete = row.request.output_len == 0 and not row.future.cancelled()
+        if row.tokens or complete:
+            session.take_turn(len(row.prompt), row.tokens, row.end_id)
+        else:
+            session.give_up_turn()
+        if session.closed:
+            self.close_session(session)
 
     def _plan_encode(self) -> list[Row]:
         """Rows whose sources the encoder reads now, those of one length side by side."""
@@ -124,7 +177,7 @@ class Scheduler:
             count = min(len(row.prompt) - row.prefilled, budget)
             if count <= 0 or (row.source and not row.encoded):
                 continue
-            parts.append(PrefillPart(row.slot, row.prefilled, count))
+            parts.append(PrefillPart(row.slot, row.past + row.prefilled, count))
             budget -= count
             row.prefilled += count
             if row.prefilled == len(row.prompt):
@@ -132,7 +185,10 @@ class Scheduler:
         return parts
 
     def _drop_cancelled(self) -> None:
-        self._waiting = deque(row for row in self._waiting if not row.future.cancelled())
+        for row in [row for row in self._waiting if row.future.cancelled()]:
+            self._waiting.remove(row)
+            if row.session is not None:
+                self._leave_session(row, row.session)
         for row in [row for row in self._running.values() if row.future.cancelled()]:
             row.finished = True
             self._leave(row)
@@ -143,5 +199,8 @@ class Scheduler:
         Steps already launched may still write there; they run before anything launched later.
         """
         del self._running[row.slot]
-        self._free_slots.append(row.slot)
-        self._extents.free(row.extent, row.capacity)
+        self._free_slots += row.slots[::-1]
+        if row.session is None:
+            self._extents.free(row.extent, row.capacity)
+        else:
+            self._leave_session(row, row.session)

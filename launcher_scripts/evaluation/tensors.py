@@ -31,6 +31,7 @@ _ROW_VALUES: dict[str, Callable[[GenerateRequest], Any]] = {
     "top_p_reset_ids": lambda row: row.sampling.top_p_reset_id,
     "beam_width": lambda row: row.sampling.beam_width,
     "no_repeat_ngram_size": lambda row: row.sampling.no_repeat_ngram_size,
+    "prompt_learning_task_name_ids": lambda row: row.prompt_task,
     "start_id": lambda row: row.start_id,
     "end_id": lambda row: row.end_id,
     "is_return_log_probs": lambda row: row.return_log_probs,
@@ -41,6 +42,9 @@ _ROW_WORDS: dict[str, Callable[[GenerateRequest], tuple[tuple[int, ...], ...]]] 
     "bad_words_list": lambda row: row.bad_words,
     "stop_words_list": lambda row: row.stop_words,
 }
+
+# request_prompt_type: embeddings in front of input_ids, or rows that ids of input_ids name.
+SOFT_PROMPT, PROMPT_TABLE = 1, 3
 
 # What a row may ask of an encoder, which the contract of a GPT has no tensor for.
 ENCODER_FIELDS = ("decoder_input_ids", "return_hidden_state", "return_attentions")
@@ -73,7 +77,34 @@ def request_tensors(rows: Sequence[GenerateRequest]) -> dict[str, NDArray[Any]]:
         words = [words_of(row) for row in rows]
         if any(words):
             tensors[name] = word_lists(words)
+    if any(row.ia3_task is not None for row in rows):
+        tasks = [-1 if row.ia3_task is None else row.ia3_task for row in rows]
+        tensors["ia3_tasks"] = np.array(tasks, dtype=np.int32)[:, None]
+    if any(row.prompt_embedding is not None for row in rows):
+        tensors.update(prompt_tensors(rows))
     return tensors
+
+
+def prompt_tensors(rows: Sequence[GenerateRequest]) -> dict[str, NDArray[Any]]:
+    """The rows' own prompts; rows without one have the type 0.
+
+    The embeddings keep their type, which must be the one the model computes in.
+    """
+    own = [row.prompt_embedding for row in rows if row.prompt_embedding is not None]
+    longest = max(len(table) for table in own)
+    embeddings = np.zeros((len(rows), longest, own[0].shape[1]), dtype=own[0].dtype)
+    lengths = np.zeros((len(rows), 1), dtype=np.uint32)
+    types = np.zeros((len(rows), 1), dtype=np.uint32)
+    for index, row in enumerate(rows):
+        if row.prompt_embedding is not None:
+            lengths[index] = len(row.prompt_embedding)
+            embeddings[index, : len(row.prompt_embedding)] = row.prompt_embedding
+            types[index] = SOFT_PROMPT if row.soft_prompt else PROMPT_TABLE
+    return {
+        "request_prompt_embedding": embeddings,
+        "request_prompt_lengths": lengths,
+        "request_prompt_type": types,
+    }
 
 
 def _column(tensor: Tensor, values: Sequence[Any]) -> NDArray[Any] | None:
@@ -110,6 +141,8 @@ def output_names(rows: Sequence[GenerateRequest]) -> tuple[str, ...]:
         names += ["cum_log_probs", "output_log_probs"]
     if any(row.return_context_logits for row in rows):
         names.append("context_logits")
+    if any(row.prompt_task is not None or row.prompt_embedding is not None for row in rows):
+        names.append("response_input_lengths")
     return tuple(names)
 
 
@@ -119,11 +152,14 @@ def row_outputs(
     """The answer to `rows`, one output each; of several beams the best one (the first).
 
     tensors: output_ids [B, beam, time], sequence_length [B, beam], cum_log_probs [B, beam],
-             output_log_probs [B, beam, generated], context_logits [B, longest prompt, vocab]
+             output_log_probs [B, beam, generated], context_logits [B, longest prompt, vocab],
+             response_input_lengths [B, beam] where a row has virtual tokens
     """
     outputs = []
     for index, row in enumerate(rows):
         prompt = len(row.input_ids)
+        if "response_input_lengths" in tensors:
+            prompt = int(tensors["response_input_lengths"][index, 0])
         end = int(tensors["sequence_length"][index, 0])
         log_probs: tuple[float, ...] = ()
         cum_log_probs = logits = None
@@ -133,7 +169,7 @@ def row_outputs(
             )
             cum_log_probs = float(tensors["cum_log_probs"][index, 0])
         if row.return_context_logits:
-            logits = tensors["context_logits"][index, :prompt]
+            logits = tensors["context_logits"][index, : len(row.input_ids)]
         generated = tensors["output_ids"][index, 0, prompt:end]
         outputs.append(
             GenerateOutput(

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from launcher_scripts.kernels import window_attention as windows
 from launcher_scripts.kernels.operands import Heads, LayerCache, Linear, Norm, RelativeBias
 
 QUERIES_AT_ONCE = 512
+
+window_attention = windows.window_attention
 
 ACTIVATIONS = {
     "gelu": lambda x: functional.gelu(x, approximate="tanh"),

@@ -119,8 +119,8 @@ def test_word_lists_are_ids_and_end_offsets():
         ({"bad_words_list": [[1, 2], [3, 4], [5, 6]]}, r"bad_words_list must be \[2, 2, n\]"),
         ({"bad_words_list": [[1, 2], [2, 1]]}, "ascending end offsets"),
         ({"bad_words_list": [[1, 2], [1, 9]]}, "within its 2 ids"),
-        ({"request_prompt_lengths": [1, 1]}, "request_prompt_lengths is not supported"),
-        ({"request_prompt_type": [3, 0]}, "request_prompt_type is not supported"),
+        ({"request_prompt_lengths": [1, 1]}, "request_prompt_lengths comes without"),
+        ({"request_prompt_type": [2, 0]}, "request_prompt_type is not supported; got 2"),
         ({"is_return_context_embeddings": [True, False]}, "choices: is_return_context_logits"),
     ],
 )
@@ -137,7 +137,7 @@ def test_what_asks_for_nothing_is_no_problem():
 def test_output_ids_hold_prompt_generated_and_end_tokens():
     requests = [GenerateRequest((5, 6, 7, 8), 3), GenerateRequest((9, 3), 6, end_id=4)]
     outputs = [GenerateOutput((1, 2)), GenerateOutput((11, 12, 13, 14, 15, 16))]
-    answer = to_tensors(requests, outputs, width=4, default_end_id=99)
+    answer = to_tensors(requests, outputs, width=4, default_end_id=99, prompt_start_id=100)
     assert answer["output_ids"].tolist() == [
         [[5, 6, 7, 8, 1, 2, 99, 99, 99, 99]],
         [[9, 3, 11, 12, 13, 14, 15, 16, 4, 4]],
@@ -156,7 +156,7 @@ def test_log_probs_and_context_logits_come_when_asked():
         GenerateOutput((1, 2), -1.5, (-0.5, -1.0)),
         GenerateOutput((3,), context_logits=torch.ones(1, 3)),
     ]
-    answer = to_tensors(requests, outputs, width=2, default_end_id=0)
+    answer = to_tensors(requests, outputs, width=2, default_end_id=0, prompt_start_id=100)
     assert answer["cum_log_probs"].tolist() == [[-1.5], [0.0]]
     assert answer["output_log_probs"].tolist() == [[[-0.5, -1.0]], [[0.0, 0.0]]]
     assert answer["context_logits"].tolist() == [[[0, 0, 0]], [[1, 1, 1]]]

@@ -82,8 +82,8 @@ def test_every_parameter_is_per_row():
         ({"max_output_len": [[3]]}, "max_output_len needs one value per row"),
         ({"decoder_input_ids": [[0]]}, "decoder_input_ids needs one row per row"),
         ({"decoder_input_ids": [0, 0]}, r"decoder_input_ids must be \[batch, time\]"),
-        ({"ia3_tasks": [0, 0]}, "ia3_tasks is not supported"),
-        ({"request_prompt_lengths": [1, 1]}, "request_prompt_lengths is not supported"),
+        ({"ia3_tasks": [0]}, "ia3_tasks needs one value per row"),
+        ({"request_prompt_lengths": [1, 1]}, "comes without request_prompt_embedding"),
     ],
 )
 def test_what_is_wrong_is_named(wrong, message):

@@ -42,19 +42,24 @@ def request(ids=(1, 2, 3), output_len=5, **more) -> GenerateRequest:
         (request(repetition_penalty=NAN), "repetition_penalty"),
         (request(presence_penalty=math.inf), "presence_penalty"),
         (request(repetition_penalty=1.2, presence_penalty=0.1), PENALTIES_EXCLUDE),
-        (request(beam_width=4), "beam search is not supported; got 4; choices: beam_width 1"),
+        (request(beam_width=0), r"beam_width is out of range; got 0; choices: \[1, 64\]"),
+        (request(beam_width=65), "beam_width is out of range; got 65"),
+        (request(beam_width=9), "beam_width rows, and the engine runs 8 at a time; got 9"),
+        (request(len_penalty=NAN), "len_penalty is out of range"),
+        (request(len_penalty=33.0), r"len_penalty is out of range; got 33.0; choices: \[-32, 32\]"),
+        (request(beam_search_diversity_rate=math.inf), "beam_search_diversity_rate is out of"),
         (request(bad_words=((1,), ())), "bad_words_list has an empty word"),
         (request(stop_words=((70,),)), "stop_words_list has ids outside of the vocabulary"),
     ],
 )
 def test_what_is_wrong_is_named(wrong, message):
     with pytest.raises(RequestError, match=message):
-        check_request(wrong, CONFIG, cache_tokens=1000)
+        check_request(wrong, CONFIG, cache_tokens=1000, slots=8)
 
 
 def test_every_problem_is_named_at_once():
     with pytest.raises(RequestError) as raised:
-        check_request(request((99,), top_p=2.0, temperature=NAN), CONFIG, 1000)
+        check_request(request((99,), top_p=2.0, temperature=NAN), CONFIG, 1000, 8)
     assert str(raised.value).startswith("3 problems in the request:")
 
 
@@ -71,14 +76,21 @@ def test_every_problem_is_named_at_once():
     ],
 )
 def test_what_is_unusual_passes(right):
-    check_request(right, CONFIG, cache_tokens=1000)
+    check_request(right, CONFIG, cache_tokens=1000, slots=8)
 
 
 def test_rope_has_no_position_table_but_a_cache():
     config = small_config(position_embedding="rope")
-    check_request(request(output_len=500), config, cache_tokens=1000)
+    check_request(request(output_len=500), config, cache_tokens=1000, slots=8)
     with pytest.raises(RequestError, match="which holds 100"):
-        check_request(request(output_len=500), config, cache_tokens=100)
+        check_request(request(output_len=500), config, cache_tokens=100, slots=8)
+
+
+def test_every_hypothesis_needs_room():
+    wide = request(output_len=48, beam_width=4)
+    check_request(wide, CONFIG, cache_tokens=200, slots=4)
+    with pytest.raises(RequestError, match=r"48 and beam_width 4 need 200 tokens .* holds 199"):
+        check_request(wide, CONFIG, cache_tokens=199, slots=4)
 
 
 def test_the_others_go_on():

@@ -37,6 +37,10 @@ REQUEST = GenerateRequest(
     stop_words=((3,),),
     return_log_probs=True,
     return_context_logits=True,
+    prompt_task=1,
+    prompt_embedding=np.ones((3, 4), np.float16),
+    soft_prompt=True,
+    ia3_task=2,
 )
 
 
@@ -45,7 +49,8 @@ def test_every_field_of_a_request_becomes_a_tensor_of_the_contract():
     contract = {tensor.name: tensor for tensor in GPT_INPUTS}
     fields = len(dataclasses.fields(SamplingParameters)) + len(dataclasses.fields(REQUEST))
     fields -= len(tensors.ENCODER_FIELDS)
-    assert len(sent) == fields + 1 - 1  # the prompt is two tensors; `sampling` itself is none
+    # The prompt is two tensors, `sampling` itself none, an embedding with soft_prompt three.
+    assert len(sent) == fields + 1 - 1 + 1
     for name, array in sent.items():
         tensor = contract[name]
         assert array.dtype == tensors.NUMPY_TYPES[tensor.dtype], name
@@ -64,6 +69,34 @@ def test_what_only_an_encoder_answers_is_refused(field):
     (name,) = field
     with pytest.raises(RequestError, match=f"no encoder to answer this; got \\['{name}'\\]"):
         request_tensors([REQUEST, dataclasses.replace(REQUEST, **field)])
+
+
+def test_rows_with_and_without_own_prompts():
+    table = np.arange(8, dtype=np.float16).reshape(2, 4)
+    rows = [
+        GenerateRequest((1, 2), 1, prompt_embedding=table[:1]),
+        GenerateRequest((1,), 1, ia3_task=0),
+        GenerateRequest((1,), 1, prompt_embedding=table, soft_prompt=True),
+    ]
+    sent = request_tensors(rows)
+    assert sent["request_prompt_lengths"].tolist() == [[1], [0], [2]]
+    assert sent["request_prompt_type"].tolist() == [[3], [0], [1]]
+    assert sent["request_prompt_embedding"][:, 0, 1].tolist() == [1, 0, 1]
+    assert sent["ia3_tasks"].tolist() == [[-1], [0], [-1]]
+
+
+def test_answers_hold_no_virtual_tokens():
+    row = GenerateRequest((9, 10, 5), 2, prompt_task=0, return_context_logits=True)
+    assert "response_input_lengths" in tensors.output_names([row])
+    answer = {
+        "output_ids": np.array([[[5, 7, 8]]]),
+        "sequence_length": np.array([[3]]),
+        "response_input_lengths": np.array([[1]]),
+        "context_logits": np.zeros((1, 3, 4)),
+    }
+    (output,) = row_outputs([row], answer)
+    assert output.output_ids == (7, 8)
+    assert output.context_logits.shape == (3, 4)
 
 
 def test_defaults_are_left_out():

@@ -127,6 +127,13 @@ def test_an_encoders_outputs_have_the_models_type() -> None:
     assert CONTRACTS["T5"].declared_outputs("bf16") == CONTRACTS["T5"].outputs
 
 
+def test_a_requests_embeddings_have_the_models_type() -> None:
+    for name in ("GPT", "T5", "T5-Encoder"):
+        types = {tensor.name: tensor.dtype for tensor in CONTRACTS[name].declared_inputs("bf16")}
+        assert types["request_prompt_embedding"] == "BF16"
+        assert types["input_ids"] == "UINT32"
+
+
 def test_a_model_type_of_another_family_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="got 'gpt3'; choices: t5, mt5, t5-encoder"):
         export(tmp_path, "gpt3")
@@ -238,7 +245,7 @@ def test_text_through_the_ensemble(client: Client, plain: Plain) -> None:
         ({"sequence_length": np.array([[7]], np.uint32)}, "sequence_length must be within"),
         ({"sequence_length": np.array([[0]], np.uint32)}, "input_ids is empty"),
         ({"decoder_input_ids": np.array([[491]], np.uint32)}, "decoder_input_ids has ids outside"),
-        ({"ia3_tasks": np.array([[1]], np.int32)}, "this model has no IA3 adapters"),
+        ({"ia3_tasks": np.array([[1]], np.int32)}, "model has no IA3 adapters"),
     ],
 )
 def test_a_wrong_request_has_its_own_error(client: Client, changes: dict, reason: str) -> None:

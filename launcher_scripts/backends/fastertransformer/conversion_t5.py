@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.backends.fastertransformer.row_values import (
+    beam_axis,
     context_logits,
     log_probs,
     row_values,
@@ -44,24 +45,25 @@ def to_requests(tensors: Mapping[str, Tensor]) -> list[GenerateRequest]:
 def to_tensors(
     requests: Sequence[GenerateRequest], outputs: Sequence[GenerateOutput], default_end_id: int
 ) -> dict[str, Tensor]:
-    """The answer's tensors, batch axis first and a beam axis of one second.
+    """The answer's tensors, batch axis first and a beam axis as wide as the widest row second.
 
-    output_ids [B, 1, most tokens asked for]: what was generated, the row's end id up to the
-    longest row's end, then 0.
+    output_ids [B, beam, most tokens asked for]: what was generated, without a beam search the row's
+    end id up to the longest row's end, then 0; the hypotheses of a row best first. A row with fewer
+    has sequence_length 0 in the rest.
     """
     width = max(1, *(request.output_len for request in requests))
     longest = max(len(output.output_ids) for output in outputs)
-    ids = torch.zeros(len(requests), 1, width, dtype=torch.int64)
+    beams = beam_axis(outputs)
+    ids = torch.zeros(len(requests), beams, width, dtype=torch.int64)
+    lengths = torch.zeros(len(requests), beams, dtype=torch.int32)
     for row, (request, output) in enumerate(zip(requests, outputs, strict=True)):
-        length = len(output.output_ids)
-        ids[row, 0, :length] = torch.tensor(output.output_ids)
-        ids[row, 0, length:longest] = default_end_id if request.end_id is None else request.end_id
-    tensors = {
-        "output_ids": ids.to(torch.int32),
-        "sequence_length": torch.tensor(
-            [[len(output.output_ids)] for output in outputs], dtype=torch.int32
-        ),
-    }
+        if not output.beams:
+            ids[row, 0, :longest] = default_end_id if request.end_id is None else request.end_id
+        for beam, hypothesis in enumerate(output.hypotheses):
+            length = len(hypothesis.output_ids)
+            ids[row, beam, :length] = torch.tensor(hypothesis.output_ids)
+            lengths[row, beam] = length
+    tensors = {"output_ids": ids.to(torch.int32), "sequence_length": lengths}
     if any(request.return_log_probs for request in requests):
         tensors.update(log_probs(outputs, width))
     if any(request.return_context_logits for request in requests):
@@ -80,6 +82,7 @@ def to_encoder_requests(tensors: Mapping[str, Tensor]) -> list[GenerateRequest]:
             output_len=0,
             return_hidden_state=True,
             return_attentions=values.columns["is_return_attentions"][row],
+            **values.learned[row],
         )
         for row, source in enumerate(sources)
     ]

@@ -19,14 +19,16 @@ Requests = Sequence[GenerateRequest]
 class Shape:
     """What an answer's tensors depend on besides rows and outputs.
 
-    width:  columns of the request's input_ids
-    end_id: the model's, for rows that name none
-    dtype:  the model's compute type
+    width:           columns of the request's input_ids
+    end_id:          the model's, for rows that name none
+    dtype:           the model's compute type
+    prompt_start_id: the model's first id that is a virtual token in rows with a prompt
     """
 
     width: int
     end_id: int
     dtype: torch.dtype
+    prompt_start_id: int
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,9 @@ class Conversion:
 
 
 def _gpt(requests: Requests, outputs: Answers, shape: Shape) -> dict[str, Tensor]:
-    return conversion.to_tensors(requests, outputs, shape.width, shape.end_id)
+    return conversion.to_tensors(
+        requests, outputs, shape.width, shape.end_id, shape.prompt_start_id
+    )
 
 
 def _t5(requests: Requests, outputs: Answers, shape: Shape) -> dict[str, Tensor]:

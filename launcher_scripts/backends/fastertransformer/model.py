@@ -28,6 +28,7 @@ from launcher_scripts.backends.fastertransformer.parameters import engine_settin
 from launcher_scripts.backends.fastertransformer.status import DEVICE_VARIABLE, StatusFile
 from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.engine.engine import Engine
+from launcher_scripts.engine.prompts import prompt_start_id
 from launcher_scripts.engine.weights import DTYPES
 from launcher_scripts.errors import LauncherError, RequestError
 from launcher_scripts.protocol import GenerateRequest, Tensor
@@ -87,7 +88,8 @@ class TritonPythonModel:
             answer.start(self._engine.submit)
 
     def _to_tensors(self, rows: Sequence[GenerateRequest], width: int) -> ToTensors:
-        shape = Shape(width, self._engine.config.end_id, DTYPES[self._engine.settings.data_type])
+        config, dtype = self._engine.config, DTYPES[self._engine.settings.data_type]
+        shape = Shape(width, config.end_id, dtype, prompt_start_id(config))
         return lambda outputs: self._conversion.to_tensors(rows, outputs, shape)
 
     def finalize(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launcher_scripts.backends.fastertransformer.learned_values import learned_values
 from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.errors import Problems, RequestError, problem
 from launcher_scripts.protocol import GenerateOutput, SamplingParameters
@@ -31,22 +32,20 @@ SAMPLING_FIELDS = {
     "beam_search_diversity_rate": "beam_search_diversity_rate",
     "no_repeat_ngram_size": "no_repeat_ngram_size",
 }
-PROMPT_INPUTS = (
-    "prompt_learning_task_name_ids",
-    "request_prompt_embedding",
-    "request_prompt_lengths",
-    "request_prompt_type",
-)
 _DEFAULTS = {tensor.name: tensor.default for row in CONTRACTS.values() for tensor in row.inputs}
 
 
 @dataclass(frozen=True)
 class RowValues:
-    """Every value of every row: name -> one per row; words as tuples of ids."""
+    """Every value of every row: name -> one per row; words as tuples of ids.
+
+    learned: every row's fields of a GenerateRequest that are about prompts and IA3
+    """
 
     columns: Mapping[str, Sequence[Any]]
     bad_words: Sequence[tuple[tuple[int, ...], ...]]
     stop_words: Sequence[tuple[tuple[int, ...], ...]]
+    learned: Sequence[dict[str, Any]]
 
     def generation(self, row: int) -> dict[str, Any]:
         """The fields of a GenerateRequest that mean the same in every family."""
@@ -61,11 +60,16 @@ class RowValues:
             "stop_words": self.stop_words[row],
             "return_log_probs": columns["is_return_log_probs"][row],
             "return_context_logits": columns["is_return_context_logits"][row],
+            **self.learned[row],
         }
 
 
-def row_values(tensors: Mapping[str, Tensor], rows: int, names: Iterable[str]) -> RowValues:
+def row_values(
+    tensors: Mapping[str, Tensor], rows: int, names: Iterable[str], *, typed_prompts: bool = False
+) -> RowValues:
     """The values of `rows` rows called `names`, and those that every generating family takes.
+
+    typed_prompts: the model takes request_prompt_type
 
     Shapes: word lists [B, 2, n] or [2, n] for all rows, everything else [B] or [B, 1]. Raises
     RequestError that names every wrong tensor.
@@ -79,8 +83,9 @@ def row_values(tensors: Mapping[str, Tensor], rows: int, names: Iterable[str]) -
         _words(tensors.get(name), name, rows, problems)
         for name in ("bad_words_list", "stop_words_list")
     )
+    learned = learned_values(tensors, rows, problems, typed=typed_prompts)
     problems.raise_if_any(RequestError)
-    return RowValues(columns, bad, stop)
+    return RowValues(columns, bad, stop, learned)
 
 
 def trimmed(
@@ -107,13 +112,22 @@ def token_ids(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     return ids
 
 
+def beam_axis(outputs: Sequence[GenerateOutput]) -> int:
+    """How many hypotheses the widest row has."""
+    return max(len(output.hypotheses) for output in outputs)
+
+
 def log_probs(outputs: Sequence[GenerateOutput], longest: int) -> dict[str, Tensor]:
-    per_token = torch.zeros(len(outputs), 1, longest)
+    """Of every hypothesis, [B, beam] and [B, beam, longest]; 0 where there is none."""
+    beams = beam_axis(outputs)
+    sums = torch.zeros(len(outputs), beams)
+    per_token = torch.zeros(len(outputs), beams, longest)
     for row, output in enumerate(outputs):
-        values = output.output_log_probs
-        per_token[row, 0, : len(values)] = torch.tensor(values)
-    sums = [[output.cum_log_probs or 0.0] for output in outputs]
-    return {"cum_log_probs": torch.tensor(sums), "output_log_probs": per_token}
+        for beam, hypothesis in enumerate(output.hypotheses):
+            values = hypothesis.output_log_probs
+            sums[row, beam] = hypothesis.cum_log_probs or 0.0
+            per_token[row, beam, : len(values)] = torch.tensor(values)
+    return {"cum_log_probs": sums, "output_log_probs": per_token}
 
 
 def context_logits(outputs: Sequence[GenerateOutput]) -> Tensor:
@@ -216,12 +230,6 @@ def _words(
 
 def _refuse_unsupported(tensors: Mapping[str, Tensor], problems: Problems) -> None:
     """Inputs of the contract that this engine does not act on must not be ignored silently."""
-    for name in PROMPT_INPUTS:
-        asks = name in tensors and (name != "request_prompt_type" or bool(tensors[name].any()))
-        if asks:
-            problems.add(f"{name} is not supported: this model has no prompt tables")
-    if "ia3_tasks" in tensors:
-        problems.add("ia3_tasks is not supported: this model has no IA3 adapters")
     embeddings = tensors.get("is_return_context_embeddings")
     if embeddings is not None and bool(embeddings.any()):
         problems.add(
