@@ -128,7 +128,9 @@ class DeploySettings:
     """Serve one model repository until stopped. Port 0 means a free one.
 
     public_host is the address that the ready file gives to clients; None: the node's own name.
-    job_folder tells this run of a server from every other one.
+    job_folder tells this run of a server from every other one. network_interface: name or network
+    (10.0.0.0/16) of what the ranks of several nodes talk over; None: any. restarts: how often a
+    server that was ready may be started again after it lost a rank or died.
     """
 
     model_repository: str
@@ -143,6 +145,8 @@ class DeploySettings:
     ready_timeout: float = 1800.0
     stop_timeout: float = 30.0
     job_folder: str | None = None
+    network_interface: str | None = None
+    restarts: int = 0
 
     def __post_init__(self) -> None:
         problems = Problems("the deploy settings")
@@ -161,6 +165,7 @@ class DeploySettings:
             problems.add("two of the server's ports are equal", got=fixed, change="deploy.server")
         for name in ("ready_timeout", "stop_timeout"):
             _check_at_least(problems, name, getattr(self, name), 0, f"deploy.server.{name}")
+        _check_at_least(problems, "restarts", self.restarts, 0, "deploy.restarts")
         problems.raise_if_any(ConfigError)
 
     @property
