@@ -240,6 +240,7 @@ class GenerateRequest:
     stop_words: tuple[tuple[int, ...], ...] = ()
     return_log_probs: bool = False
     return_context_logits: bool = False
+    return_context_embeddings: bool = False
     decoder_input_ids: tuple[int, ...] = ()
     return_hidden_state: bool = False
     return_attentions: bool = False
@@ -267,6 +268,8 @@ class GenerateOutput:
                       temperature and penalties; None unless asked for
     output_log_probs: one value per generated token
     context_logits:   float32 [prompt tokens, vocab], or None; the prompt is the decoder's
+    context_embeddings: float32 [hidden], the sum of the prompt's states before the final norm, or
+                      None
     hidden_state:     float32 [input tokens, hidden], what the encoder made of them, or None
     attentions:       float32 [layers, heads, input tokens, input tokens] of the encoder, or None
     beams:            the hypotheses of a beam search, best first, whose values are the row's above
@@ -276,6 +279,7 @@ class GenerateOutput:
     cum_log_probs: float | None = None
     output_log_probs: tuple[float, ...] = field(default=())
     context_logits: Any = None
+    context_embeddings: Any = None
     hidden_state: Any = None
     attentions: Any = None
     beams: tuple[Beam, ...] = ()

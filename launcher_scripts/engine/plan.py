@@ -34,6 +34,7 @@ class RowStart:
     bad_words: tuple[tuple[int, ...], ...] = ()
     return_log_probs: bool = False
     return_context_logits: bool = False
+    return_context_embeddings: bool = False
     source: tuple[int, ...] = ()
     return_hidden_state: bool = False
     return_attentions: bool = False

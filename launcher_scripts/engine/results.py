@@ -58,6 +58,7 @@ class StepResult:
 
     tokens: list[TokenCopy] = field(default_factory=list)
     context_logits: list[tuple[int, Tensor]] = field(default_factory=list)
+    context_embeddings: list[tuple[int, Tensor]] = field(default_factory=list)
     encoded: list[EncodedRow] = field(default_factory=list)
     beams: list[BeamCopy] = field(default_factory=list)
 

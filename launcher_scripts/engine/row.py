@@ -44,6 +44,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[tuple[float, float]] = field(default_factory=list)
     context_logits: list[Tensor] = field(default_factory=list)
+    context_embeddings: Tensor | None = None
     answer: EncodedRow | None = None
     hypotheses: Hypotheses | None = None
     session: Session | None = None
@@ -98,6 +99,7 @@ class Row:
             bad_words=request.bad_words,
             return_log_probs=request.return_log_probs,
             return_context_logits=request.return_context_logits,
+            return_context_embeddings=request.return_context_embeddings,
             source=self.source,
             return_hidden_state=request.return_hidden_state,
             return_attentions=request.return_attentions,
@@ -163,12 +165,17 @@ def output_so_far(row: Row) -> GenerateOutput:
         beams = tuple(each.beam(log_probs=asked) for each in row.hypotheses.best())
         best = beams[0]
         return GenerateOutput(
-            best.output_ids, best.cum_log_probs, best.output_log_probs, beams=beams
+            best.output_ids,
+            best.cum_log_probs,
+            best.output_log_probs,
+            context_embeddings=row.context_embeddings,
+            beams=beams,
         )
     return GenerateOutput(
         output_ids=tuple(row.tokens),
         cum_log_probs=sum(whole for whole, _ in row.log_probs) if asked else None,
         output_log_probs=tuple(candidates for _, candidates in row.log_probs) if asked else (),
+        context_embeddings=row.context_embeddings,
     )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from launcher_scripts.engine.beam_search import BeamSearch, beam_batches
 from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.engine.context_results import ContextResults
 from launcher_scripts.engine.decode_batches import DecodeBatches
 from launcher_scripts.engine.graphs import GraphCache, bucket_bounds
 from launcher_scripts.engine.layers import Rows, Segment
@@ -19,8 +20,6 @@ from launcher_scripts.engine.results import EncodedRow, StepResult, TokenCopy
 from launcher_scripts.engine.row_state import RowStates
 from launcher_scripts.engine.sampler import Sampled, SamplingBatch, sample, sampling_batch
 from launcher_scripts.models.learned_parts import learned_parts_of
-
-LOGITS_ROWS = 256
 
 
 class Runner:
@@ -34,6 +33,7 @@ class Runner:
         self.device = device
         self.states = RowStates(slots, decoder.cache.scratch, device)
         self._rows: dict[int, RowStart] = {}
+        self._context = ContextResults(decoder, communicator, device)
         self.beams = BeamSearch(decoder.cache, communicator, self.states, decoder.config.vocab_size)
         self._batches = DecodeBatches(self._rows, slots, self.states.padding_slot, device)
         self._graphs = GraphCache() if device.type == "cuda" else None
@@ -116,7 +116,7 @@ class Runner:
             self._to_device([part.slot for part in parts]),
             self._to_device([part.past + part.count for part in parts]),
         )
-        self._context_logits(hidden, rows, parts, result)
+        self._context.add(hidden, rows, parts, result)
         ends = 0
         complete: dict[int, RowStart] = {}  # by the last token's place in the step
         for row, part in zip(rows, parts, strict=True):
@@ -165,34 +165,6 @@ class Runner:
         if not self.communicator.is_last_stage:
             return None
         return self.decoder.logits(hidden[self._to_device(places)])
-
-    def _context_logits(
-        self,
-        hidden: Tensor,
-        rows: Sequence[RowStart],
-        parts: Sequence[PrefillPart],
-        result: StepResult,
-    ) -> None:
-        """Logits at the prompt positions just run, on the host of rank 0, a few rows at a time."""
-        start = 0
-        for row, part in zip(rows, parts, strict=True):
-            span = range(start, start + part.count)
-            start = span.stop
-            if not row.return_context_logits:
-                continue
-            for first in range(span.start, span.stop, LOGITS_ROWS):
-                piece = hidden[first : min(first + LOGITS_ROWS, span.stop)]
-                logits = self._logits_on_first_stage(piece)
-                if self.communicator.rank == 0:
-                    result.context_logits.append((row.slot, logits.cpu()))
-
-    def _logits_on_first_stage(self, hidden: Tensor) -> Tensor:
-        if self.communicator.is_last_stage:
-            logits = self.decoder.logits(hidden).contiguous()
-        else:
-            vocab = self.decoder.config.vocab_size
-            logits = torch.empty(hidden.shape[0], vocab, device=self.device)
-        return self.communicator.from_last_stage(logits)
 
     def _decode(self, plan: Plan, result: StepResult) -> None:
         batch = self._batches.plain(plan.decode)

@@ -75,6 +75,9 @@ class Scheduler:
             self._take_encoded(rows[encoded.slot], encoded)
         for slot, logits in result.context_logits:
             rows[slot].context_logits.append(logits)
+        for slot, total in result.context_embeddings:
+            before = rows[slot].context_embeddings
+            rows[slot].context_embeddings = total if before is None else before + total
         for token in result.read():
             row = rows[token.slot]
             if not row.finished:

@@ -121,7 +121,6 @@ def test_word_lists_are_ids_and_end_offsets():
         ({"bad_words_list": [[1, 2], [1, 9]]}, "within its 2 ids"),
         ({"request_prompt_lengths": [1, 1]}, "request_prompt_lengths comes without"),
         ({"request_prompt_type": [2, 0]}, "request_prompt_type is not supported; got 2"),
-        ({"is_return_context_embeddings": [True, False]}, "choices: is_return_context_logits"),
     ],
 )
 def test_wrong_tensors_are_named(wrong, message):
@@ -145,6 +144,16 @@ def test_output_ids_hold_prompt_generated_and_end_tokens():
     assert answer["sequence_length"].tolist() == [[6], [8]]
     assert answer["response_input_lengths"].tolist() == [[4], [2]]
     assert set(answer) == {"output_ids", "sequence_length", "response_input_lengths"}
+
+
+def test_context_embeddings_are_each_rows_own():
+    requests = [
+        GenerateRequest((5, 6), 1, return_context_embeddings=True),
+        GenerateRequest((7, 8), 1),
+    ]
+    outputs = [GenerateOutput((1,), context_embeddings=torch.ones(3)), GenerateOutput((2,))]
+    answer = to_tensors(requests, outputs, width=2, default_end_id=99, prompt_start_id=100)
+    assert answer["context_embeddings"].tolist() == [[[1, 1, 1]], [[0, 0, 0]]]
 
 
 def test_log_probs_and_context_logits_come_when_asked():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from concurrent.futures import wait
 
 import pytest
+import torch
 
 from launcher_scripts.engine.session import Session
+from launcher_scripts.kernels import reference
 from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 from tests.engine.small_models import engine_for, load_engine, random_tensors, small_config
 from tests.engine.small_t5 import NEMO, t5_config, t5_tensors
@@ -65,6 +68,29 @@ def talk(engine, memory: int) -> list[tuple[int, ...]]:
     return turns
 
 
+def check_context(engine) -> None:
+    """Logits and summed states belong to each other, as the last layer norm says."""
+    prompts = [(3, 4, 5, 6), (7,), (60, 2, 9)]
+    asked = [
+        GenerateRequest(ids, 0, return_context_embeddings=True, return_context_logits=True)
+        for ids in prompts
+    ]
+    answers = [future.result(60) for future in [engine.submit(request) for request in asked]]
+    for ids, answer in zip(prompts, answers, strict=True):
+        single = [
+            engine.submit(GenerateRequest(ids[:count], 2, return_context_embeddings=True))
+            for count in range(1, len(ids) + 1)
+        ]
+        sums = [future.result(60).context_embeddings for future in single]
+        torch.testing.assert_close(sums[-1], answer.context_embeddings, atol=1e-4, rtol=1e-4)
+        head = engine._loaded.decoder.weights.head
+        if head is None or engine.settings.parallelism.tp_size > 1:
+            continue
+        states = torch.stack([sums[0], *(b - a for a, b in itertools.pairwise(sums))])
+        logits = reference.logits(states, head)[:, : engine.config.vocab_size]
+        torch.testing.assert_close(logits, answer.context_logits, atol=2e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("division", DIVISIONS, ids=lambda sizes: "tp{}_pp{}".format(*sizes))
 def test_a_prompt_has_one_answer(tmp_path, model, expected, division):
     config, tensors = model
@@ -83,6 +109,8 @@ def test_a_prompt_has_one_answer(tmp_path, model, expected, division):
         assert [output.output_ids for output in streamed] == [
             ids[:count] for count in range(1, len(ids))
         ]
+    if config is MODELS["gpt"][0]:
+        check_context(engine)
     if sessions:
         assert [talk(engine, memory) for memory in (90, 9)] == sessions
     engine.close()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from launcher_scripts.backends.fastertransformer.row_values import (
     beam_axis,
+    context_embeddings,
     context_logits,
     log_probs,
     row_values,
@@ -75,6 +76,8 @@ def to_tensors(
     }
     if any(request.return_log_probs for request in requests):
         tensors.update(log_probs(outputs, longest))
-    if any(request.return_context_logits for request in requests):
+    if any(output.context_logits is not None for output in outputs):
         tensors["context_logits"] = context_logits(outputs)
+    if any(output.context_embeddings is not None for output in outputs):
+        tensors["context_embeddings"] = context_embeddings(outputs, beams)
     return tensors

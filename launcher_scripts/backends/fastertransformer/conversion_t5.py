@@ -66,7 +66,7 @@ def to_tensors(
     tensors = {"output_ids": ids.to(torch.int32), "sequence_length": lengths}
     if any(request.return_log_probs for request in requests):
         tensors.update(log_probs(outputs, width))
-    if any(request.return_context_logits for request in requests):
+    if any(output.context_logits is not None for output in outputs):
         tensors["context_logits"] = context_logits(outputs)
     return tensors
 

@@ -60,6 +60,7 @@ class RowValues:
             "stop_words": self.stop_words[row],
             "return_log_probs": columns["is_return_log_probs"][row],
             "return_context_logits": columns["is_return_context_logits"][row],
+            "return_context_embeddings": columns["is_return_context_embeddings"][row],
             **self.learned[row],
         }
 
@@ -75,7 +76,6 @@ def row_values(
     RequestError that names every wrong tensor.
     """
     problems = Problems("the request")
-    _refuse_unsupported(tensors, problems)
     columns = {
         name: _column(tensors, name, rows, problems) for name in (*names, *_GENERATION_NAMES)
     }
@@ -130,6 +130,14 @@ def log_probs(outputs: Sequence[GenerateOutput], longest: int) -> dict[str, Tens
     return {"cum_log_probs": sums, "output_log_probs": per_token}
 
 
+def context_embeddings(outputs: Sequence[GenerateOutput], beams: int) -> Tensor:
+    """Float32 [B, beams, hidden], the same for all beams; zeros for rows not asked."""
+    given = [output.context_embeddings for output in outputs]
+    size = next(total.shape[0] for total in given if total is not None)
+    rows = [torch.zeros(size) if total is None else total for total in given]
+    return torch.stack(rows)[:, None].expand(-1, beams, -1).contiguous()
+
+
 def context_logits(outputs: Sequence[GenerateOutput]) -> Tensor:
     """Float32 [B, longest prompt, vocab], zeros after a row's prompt and for rows not asked."""
     given = [output.context_logits for output in outputs if output.context_logits is not None]
@@ -175,6 +183,7 @@ _PER_ROW: dict[str, Callable[[Any], Any]] = {
     "end_id": _optional_id,
     "is_return_log_probs": bool,
     "is_return_context_logits": bool,
+    "is_return_context_embeddings": bool,
 }
 
 
@@ -184,6 +193,7 @@ _GENERATION_NAMES = (
     "end_id",
     "is_return_log_probs",
     "is_return_context_logits",
+    "is_return_context_embeddings",
 )
 
 
@@ -226,13 +236,3 @@ def _words(
         spans = itertools.pairwise(bounds)
         words.append(tuple(tuple(ids[start:end]) for start, end in spans))
     return words
-
-
-def _refuse_unsupported(tensors: Mapping[str, Tensor], problems: Problems) -> None:
-    """Inputs of the contract that this engine does not act on must not be ignored silently."""
-    embeddings = tensors.get("is_return_context_embeddings")
-    if embeddings is not None and bool(embeddings.any()):
-        problems.add(
-            "is_return_context_embeddings is not supported",
-            choices=("is_return_context_logits",),
-        )
