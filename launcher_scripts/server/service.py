@@ -30,6 +30,7 @@ from launcher_scripts.server.health import (
 from launcher_scripts.server.installation import Installation, find_installation
 from launcher_scripts.server.ports import Ports, ports_in_use, reserved_ports
 from launcher_scripts.server.process import ServerProcess, is_alive, is_remote
+from launcher_scripts.server.ready_files import ReadyFiles
 from launcher_scripts.server.stopping import StopRequest
 from launcher_scripts.settings import DeploySettings
 
@@ -50,12 +51,14 @@ def serve(settings: DeploySettings, place: Place = ALONE) -> None:
     """
     check_repository(settings.model_repository)
     installation = find_installation(settings.tritonserver)
-    prepare_results(settings)
+    ready_files = ReadyFiles(settings)
+    ready_files.prepare()
     stop = StopRequest()
     was_ready = False
     with stop.listening():
         for attempt in range(settings.restarts + 1):
-            run = _Run(settings, installation, stop, _group_env(settings, place, attempt))
+            env = _group_env(settings, place, attempt)
+            run = _Run(settings, installation, stop, ready_files, env)
             try:
                 run.until_stopped()
                 return
@@ -74,11 +77,13 @@ class _Run:
         settings: DeploySettings,
         installation: Installation,
         stop: StopRequest,
+        ready_files: ReadyFiles,
         env: Mapping[str, str],
     ) -> None:
         self._settings = settings
         self._installation = installation
         self._stop = stop
+        self._ready_files = ready_files
         self._env = env
         self.was_ready = False
 
@@ -95,7 +100,7 @@ class _Run:
                 service = Service(settings, process, ports, stop)
                 if service.wait_until_ready():
                     held.close()
-                    service.announce()
+                    service.announce(self._ready_files)
                     self.was_ready = True
                     service.watch()
                 print(f"stopping the server: {stop.name}", flush=True)
@@ -108,7 +113,7 @@ class _Run:
                     raise
                 print(f"stopping the server: {stop.name}", flush=True)
             finally:
-                settings.ready_file.unlink(missing_ok=True)
+                self._ready_files.remove()
                 process.stop(patience)
 
 
@@ -128,17 +133,6 @@ def _group_env(settings: DeploySettings, place: Place, attempt: int) -> dict[str
     if settings.network_interface is not None:
         env[INTERFACE_VARIABLE] = settings.network_interface
     return env
-
-
-def prepare_results(settings: DeploySettings) -> None:
-    """Make the folder of the ready file, and remove an older server's."""
-    try:
-        settings.ready_file.parent.mkdir(parents=True, exist_ok=True)
-        settings.ready_file.unlink(missing_ok=True)
-    except OSError as error:
-        raise ServerError(
-            problem(f"cannot write the ready file: {error}", change="deploy.run.results_dir")
-        ) from error
 
 
 def check_repository(repository: str) -> None:
@@ -186,7 +180,7 @@ class Service:
             time.sleep(_POLL_SECONDS)
         return False
 
-    def announce(self) -> None:
+    def announce(self, ready_files: ReadyFiles) -> None:
         """Write the ready file: from now on others may use the server."""
         statuses = self._check()
         self._watched = self._processes(statuses)
@@ -204,7 +198,7 @@ class Service:
             "pid": self._process.pid,
             "job": _job(self._settings),
         }
-        write_json(self._settings.ready_file, facts)
+        ready_files.write(facts)
         print(f"ready: {json.dumps(facts)}", flush=True)
 
     def watch(self) -> None:
@@ -271,21 +265,12 @@ def public_host(settings: DeploySettings, ports: Ports) -> str:
     return name if TritonClient(name, ports.http).ready() else "127.0.0.1"
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a file that readers see whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise ServerError(f"cannot write {path}: {error}") from error
-
-
 def _job(settings: DeploySettings) -> dict[str, Any]:
     """Which run of a server this is: its job folder, and Slurm's job id and number of restarts."""
     return {
         "folder": settings.job_folder,
         "id": os.environ.get("SLURM_JOB_ID"),
+        "replica": settings.replica,
         "restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
     }
 
