@@ -15,6 +15,7 @@ import yaml
 
 from launcher_scripts.errors import ConfigError, Problems, problem
 from launcher_scripts.parallel import Parallelism
+from launcher_scripts.replicas import replica_file
 from launcher_scripts.schema import build
 from launcher_scripts.task_settings import BenchmarkSettings, TaskSettings
 
@@ -125,7 +126,8 @@ class DeploySettings:
     """Serve one model repository until stopped. Port 0 means a free one.
 
     public_host is the address that the ready file gives to clients; None: the node's own name.
-    job_folder tells this run of a server from every other one.
+    job_folder tells this run of a server from every other one. replica: which of several servers
+    of the same run this is; their ready files have its number.
     """
 
     model_repository: str
@@ -140,6 +142,7 @@ class DeploySettings:
     ready_timeout: float = 1800.0
     stop_timeout: float = 30.0
     job_folder: str | None = None
+    replica: int | None = None
 
     def __post_init__(self) -> None:
         problems = Problems("the deploy settings")
@@ -163,7 +166,7 @@ class DeploySettings:
     @property
     def ready_file(self) -> Path:
         """Written when the server is ready: http, grpc, metrics as host:port, models, ranks."""
-        return Path(self.results_dir) / "ready.json"
+        return replica_file(Path(self.results_dir) / "ready.json", self.replica)
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,7 @@ class EvaluateSettings:
     """Measure the model served at the address in `ready_file`; reports go to results_dir.
 
     server_job_folder is that of the run of the server that is meant; None: whoever is ready.
+    replicas: of how many servers the requests go to; 0: of the one of `ready_file` itself.
     """
 
     ready_file: str
@@ -183,6 +187,7 @@ class EvaluateSettings:
     request_timeout: float = 600.0
     protocol: str = "http"
     server_job_folder: str | None = None
+    replicas: int = 0
 
     def __post_init__(self) -> None:
         problems = Problems("the evaluate settings")
