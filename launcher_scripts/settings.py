@@ -127,7 +127,8 @@ class DeploySettings:
 
     public_host is the address that the ready file gives to clients; None: the node's own name.
     job_folder tells this run of a server from every other one. replica: which of several servers
-    of the same run this is; their ready files have its number.
+    of the same run this is; their ready files have its number. model_repository may be in a cloud
+    storage (s3://, gs://, as://); cloud_credentials is Triton's file of keys for it.
     """
 
     model_repository: str
@@ -141,6 +142,7 @@ class DeploySettings:
     public_host: str | None = None
     ready_timeout: float = 1800.0
     stop_timeout: float = 30.0
+    cloud_credentials: str | None = None
     job_folder: str | None = None
     replica: int | None = None
 

@@ -16,7 +16,7 @@ from launcher_scripts.tokenizer import tokenizer_files
 
 # An ensemble has no files of its own, but a version, and object stores have no empty folders.
 VERSION_NOTE = "README.txt"
-VERSION_TEXT = "This file keeps the folder of the ensemble's version where folders cannot be empty.\n"
+VERSION_TEXT = "It keeps the folder of the ensemble's version where folders cannot be empty.\n"
 
 PREPROCESSING_FROM_ENSEMBLE = {
     "QUERY": "INPUT_0",
