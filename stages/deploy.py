@@ -39,6 +39,7 @@ class Server:
     ready_timeout: float
     stop_timeout: float
     cloud_credentials: str | None
+    network_interface: str | None
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class DeployBlock:
     run: DeployRun
     model_repository: str
     replicas: int
+    restarts: int
     server: Server
 
 
@@ -68,6 +70,7 @@ class Deploy(Stage):
         return DeploySettings(
             model_repository=self.block.model_repository if self.remote else str(self.repository),
             results_dir=str(self.results_dir),
+            restarts=self.block.restarts,
             **server,
         )
 
