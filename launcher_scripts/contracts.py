@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from launcher_scripts.contracts_agm import AGM_INPUTS, AGM_OUTPUTS
 from launcher_scripts.protocol import (
     ENSEMBLE_INPUTS,
     ENSEMBLE_OUTPUTS,
@@ -216,6 +217,21 @@ T5_TEXT = TextContract(
     },
 )
 
+AGM_TEXT = replace(
+    GPT_TEXT,
+    preprocessing_inputs=T5_TEXT.preprocessing_inputs,
+    preprocessing_outputs=T5_TEXT.preprocessing_outputs,
+    postprocessing_inputs=_changed(
+        POSTPROCESSING_INPUTS, ("TOKENS_BATCH", "sequence_length"), dtype="INT32"
+    ),
+    ensemble_inputs=(
+        *_changed(_named(ENSEMBLE_INPUTS, *_TEXT_INPUTS), _OUTPUT_LEN, dims=(1,)),
+        *(t for t in AGM_INPUTS if t.optional and t.name not in NOT_IN_ENSEMBLE),
+    ),
+    ensemble_outputs=_changed(ENSEMBLE_OUTPUTS, ("sequence_length",), dtype="INT32"),
+    model_inputs=T5_TEXT.model_inputs,
+)
+
 T5_ENCODER_TEXT = TextContract(
     _named(PREPROCESSING_INPUTS, "QUERY"),
     _named(PREPROCESSING_OUTPUTS, "INPUT_ID", "REQUEST_INPUT_LEN"),
@@ -268,4 +284,5 @@ CONTRACTS = {
         T5_ENCODER_TEXT,
         encoder_only=True,
     ),
+    "Agm": Contract("agm", AGM_INPUTS, AGM_OUTPUTS, AGM_TEXT),
 }

@@ -44,6 +44,7 @@ class DeployBlock:
 
     run: DeployRun
     model_repository: str
+    replicas: int
     server: Server
 
 
@@ -96,6 +97,11 @@ class Deploy(Stage):
         sizes = [model.parallelism for model in self.models]
         return max(sizes, key=lambda size: size.world_size, default=Parallelism())
 
+    @property
+    def replicas(self) -> int:
+        """How many tasks the array of jobs has; 0: no array."""
+        return self.block.replicas if self.block.replicas > 1 else 0
+
     def resources(self) -> Resources:
         """One server per node, on as many nodes as hold every rank."""
         gpus = self.launch.cluster.gpus_per_node
@@ -134,6 +140,7 @@ class Deploy(Stage):
         if nodes is not None and nodes < 1:
             checks.problems.add("nodes must be at least 1", got=nodes, change="deploy.run.nodes")
             return
+        self._check_replicas()
         if not self.models:
             self._check_repository()
         checks.ranks(
@@ -144,6 +151,25 @@ class Deploy(Stage):
         )
         if settings.tritonserver is not None and not cluster.in_container:
             checks.exists("the server", settings.tritonserver, "deploy.server.tritonserver")
+
+    def _check_replicas(self) -> None:
+        checks, most, key = self.launch.checks, self.launch.cluster.max_replicas, "deploy.replicas"
+        count, server = self.block.replicas, self.block.server
+        if count < 1:
+            checks.problems.add("replicas must be at least 1", got=count, change=key)
+        elif most is not None and count > most:
+            checks.problems.add(
+                "replicas are an array of Slurm jobs, which this cluster type has not",
+                got=count,
+                change=f"{key} or cluster_type",
+            )
+        ports = (server.http_port, server.grpc_port, server.metrics_port)
+        if count > 1 and any(ports) and not self.launch.cluster.whole_nodes:
+            checks.problems.add(
+                "replicas that share a node need ports of their own",
+                got=ports,
+                change="deploy.server.*_port (0: a free one), or cluster.exclusive",
+            )
 
     def _check_repository(self) -> None:
         checks, key = self.launch.checks, "deploy.model_repository"

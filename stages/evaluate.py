@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from launcher_scripts.cluster.job import Job, JobFolder
+from launcher_scripts.cluster.job import Job, JobFolder, Resources
 from launcher_scripts.errors import ConfigError, Problems, problem
-from launcher_scripts.settings import BenchmarkSettings, EvaluateSettings, TaskSettings
+from launcher_scripts.settings import EvaluateSettings
+from launcher_scripts.task_settings import BenchmarkSettings, GenerationSettings, TaskSettings
 from stages.deploy import Deploy
 from stages.stage import Launch, Stage, absolute
 
@@ -19,6 +20,7 @@ class EvaluateRun:
     name: str
     time_limit: str
     results_dir: str
+    gpus_per_node: int | None
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,22 @@ class TaskBlock:
     data_file: str
     limit: int | None = None
     batch_size: int = 8
+    reference: str | None = None
+    generation: GenerationSettings = field(default_factory=GenerationSettings)
+
+    def settings(self, name: str) -> TaskSettings:
+        """The task's settings, with absolute paths."""
+        target, reference = self.generation.target_file, self.reference
+        return TaskSettings(
+            name,
+            data_file=absolute(self.data_file),
+            limit=self.limit,
+            batch_size=self.batch_size,
+            reference=None if reference is None else absolute(reference),
+            generation=replace(
+                self.generation, target_file=None if target is None else absolute(target)
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -36,6 +54,7 @@ class EvaluateBlock:
     in_deploy_job: bool
     stop_server: bool
     ready_file: str
+    replicas: int
     model_name: str
     tokenizer_dir: str | None
     ready_timeout: float
@@ -67,6 +86,7 @@ class Evaluate(Stage):
             ready_timeout=block.ready_timeout,
             request_timeout=block.request_timeout,
             protocol=block.protocol,
+            replicas=block.replicas,
         )
 
     def job(self, folder: JobFolder, server: Job | None = None) -> Job:
@@ -83,7 +103,11 @@ class Evaluate(Stage):
         return ready_file == Path(self.settings.ready_file)
 
     def job_settings(self, folder: JobFolder, server: Job | None) -> EvaluateSettings:  # noqa: ARG002
-        return replace(self.settings, server_job_folder=str(server.folder.root) if server else None)
+        if server is None:
+            return self.settings
+        return replace(
+            self.settings, server_job_folder=str(server.folder.root), replicas=server.replicas
+        )
 
     def _tasks(self) -> tuple[TaskSettings, ...]:
         problems = Problems("the evaluation tasks")
@@ -91,9 +115,8 @@ class Evaluate(Stage):
         for name, task in self.block.tasks.items():
             if task is None:
                 continue
-            values = {**asdict(task), "data_file": absolute(task.data_file)}
             with problems.collecting():
-                tasks.append(TaskSettings(name, **values))
+                tasks.append(task.settings(name))
         problems.raise_if_any(ConfigError)
         return tuple(tasks)
 
@@ -117,6 +140,11 @@ class Evaluate(Stage):
             )
         )
 
+    def resources(self) -> Resources:
+        """A client needs no GPU: it must not wait for those that its server holds."""
+        run = self.block.run
+        return Resources(time_limit=run.time_limit, gpus_per_node=run.gpus_per_node)
+
     def step_names(self) -> tuple[str, ...]:
         wanted = {
             "measure_accuracy": bool(self.settings.tasks),
@@ -129,12 +157,27 @@ class Evaluate(Stage):
 
     def paths(self) -> list[Path]:
         settings = self.settings
-        data = (Path(task.data_file) for task in settings.tasks)
+        data = (Path(path) for _, path, _ in self._task_files())
         cache = [self.cache("matplotlib")] if self.in_container else []
         return [Path(settings.ready_file), Path(settings.tokenizer_dir), *data, *cache]
 
+    def _task_files(self) -> Iterator[tuple[str, str, str]]:
+        """(what it is, its path, its key) of every file that the tasks read."""
+        for task in self.settings.tasks:
+            key = f"evaluate.tasks.{task.name}"
+            yield f"the data of {task.name}", task.data_file, f"{key}.data_file"
+            if task.generation.target_file is not None:
+                what, name = f"the targets of {task.name}", "generation.target_file"
+                yield what, task.generation.target_file, f"{key}.{name}"
+            if task.reference is not None:
+                yield f"the reference of {task.name}", task.reference, f"{key}.reference"
+
     def check_own(self) -> None:
         checks, settings = self.launch.checks, self.settings
+        gpus = self.block.run.gpus_per_node
+        if gpus is not None and gpus < 0:
+            key = "evaluate.run.gpus_per_node"
+            checks.problems.add("gpus_per_node must be at least 0", got=gpus, change=key)
         if "deploy" not in self.launch.stages:
             what = "the ready file of a running server (stages=[deploy,evaluate] starts one)"
             checks.exists(what, settings.ready_file, "evaluate.ready_file")
@@ -143,11 +186,16 @@ class Evaluate(Stage):
         if "export" not in self.launch.stages:
             what = "the folder of tokenizer files"
             checks.exists(what, settings.tokenizer_dir, "evaluate.tokenizer_dir")
-        for task in settings.tasks:
-            key = f"evaluate.tasks.{task.name}.data_file"
-            checks.exists(f"the data of {task.name}", task.data_file, key)
+        for what, path, key in self._task_files():
+            checks.exists(what, path, key)
 
     def _check_deploy_job(self) -> None:
+        if Deploy(self.launch).replicas:
+            self.launch.checks.problems.add(
+                "a client beside its server would measure one replica alone",
+                got=Deploy(self.launch).replicas,
+                change="evaluate.in_deploy_job, or deploy.replicas",
+            )
         deploys = "deploy" in self.launch.stages
         if not deploys or str(Deploy(self.launch).settings.ready_file) != self.settings.ready_file:
             self.launch.checks.problems.add(

@@ -1,13 +1,27 @@
-"""Element types of checkpoints, bfloat16 among them, and exact conversion between them."""
+"""Element types of checkpoints, bfloat16 among them, and conversion between them.
+
+numpy converts to float16 one value at a time, and knows no bfloat16: both conversions work on the
+bits of float32 here, with operations that numpy runs on whole vectors. They give the bits that
+rounding to nearest even gives.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
+from launcher_scripts.checkpoint.workspace import Workspace
+
 # numpy has no bfloat16: its bits travel under this name, so that they are not taken for integers.
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
 
 FLOATS = (np.dtype("<f8"), np.dtype("<f4"), np.dtype("<f2"), BFLOAT16)
+
+_U2, _U4 = np.dtype("<u2"), np.dtype("<u4")
+# Fields of float32's bits, shifted left by one to be rid of the sign.
+_SMALLEST_NORMAL_HALF = np.uint32(113 << 24)  # 2^-14
+_TOO_LARGE_HALF = np.uint32(0x477FF000 << 1)  # 65520, which rounds to infinity
+# float32's exponents begin 112 below float16's.
+_HALF_BIAS = np.uint16((112 << 10) & 0xFFFF)
 
 
 def dtype_name(dtype: np.dtype) -> str:
@@ -19,20 +33,79 @@ def plain(array: np.ndarray) -> np.ndarray:
     return array.view("<u2") if array.dtype == BFLOAT16 else array
 
 
-def to_bfloat16(values: np.ndarray) -> np.ndarray:
+def converted(
+    values: np.ndarray, dtype: np.dtype, workspace: Workspace | None = None
+) -> np.ndarray:
+    """Contiguous values as `dtype`: exact to a wider type, rounded to nearest even to a narrower.
+
+    A value beyond float16's range becomes infinite. The same array where nothing is to do; else
+    one that is valid until the workspace's next conversion.
+    """
+    if values.dtype == dtype:
+        return values
+    values = widened(values)
+    if dtype == BFLOAT16:
+        return to_bfloat16(values, workspace)
+    if dtype == np.float16 and values.dtype == np.float32:
+        return to_float16(values, workspace)
+    with np.errstate(over="ignore"):
+        return values.astype(dtype, copy=False)
+
+
+def to_float16(values: np.ndarray, workspace: Workspace | None = None) -> np.ndarray:
+    """Contiguous float32 values rounded to the nearest float16, ties to even."""
+    memory = workspace or Workspace()
+    bits = values.view("<u4")
+    rounded = _rounded(bits, 13, memory)
+    upper = np.right_shift(rounded, 16, out=memory.array("upper", bits.shape, _U4))
+    signs = _narrowed(upper, "signs", memory)
+    signs &= 0x8000
+    # The shift leaves the lower bits of float32's exponent, from which the bias goes by wrapping.
+    rounded >>= 13
+    halves = _narrowed(rounded, "halves", memory)
+    halves -= _HALF_BIAS
+    halves |= signs
+    found: np.ndarray = halves.view("<f2")
+    magnitudes = np.left_shift(bits, 1, out=rounded)
+    if magnitudes.size and magnitudes.max() >= _TOO_LARGE_HALF:
+        with np.errstate(over="ignore"):
+            return values.astype("<f2")
+    small = np.flatnonzero(magnitudes < _SMALLEST_NORMAL_HALF)
+    if small.size:  # zeros, and what float16 holds with fewer digits
+        found.reshape(-1)[small] = values.reshape(-1)[small].astype("<f2")
+    return found
+
+
+def to_bfloat16(values: np.ndarray, workspace: Workspace | None = None) -> np.ndarray:
     """Floats rounded to the nearest bfloat16, ties to even; values beyond its range to infinity."""
+    memory = workspace or Workspace()
     with np.errstate(over="ignore"):
         wide = np.ascontiguousarray(values, "<f4")
     bits = wide.view("<u4")
-    rounded = bits >> 16
-    rounded &= 1
-    rounded += 0x7FFF
-    rounded += bits
-    halves = rounded.view("<u2").reshape(*wide.shape, 2)[..., 1].copy()
-    no_number = np.isnan(wide)
-    if no_number.any():  # the carry above may have made an infinity of it, or a zero
+    rounded = _rounded(bits, 16, memory)
+    rounded >>= 16
+    halves = _narrowed(rounded, "halves", memory)
+    if wide.size and np.isnan(wide.max()):
+        # The carry of rounding may have made an infinity of what is no number, or a zero.
+        no_number = np.isnan(wide)
         halves[no_number] = (bits[no_number] >> 16) | 0x40
     return halves.view(BFLOAT16)
+
+
+def _rounded(bits: np.ndarray, lost: int, memory: Workspace) -> np.ndarray:
+    """float32's bits, to be cut by the lowest `lost`: half of what goes is added, ties to even."""
+    rounded = np.right_shift(bits, lost, out=memory.array("rounded", bits.shape, _U4))
+    rounded &= 1
+    rounded += bits
+    rounded += (1 << (lost - 1)) - 1
+    return rounded
+
+
+def _narrowed(bits: np.ndarray, name: str, memory: Workspace) -> np.ndarray:
+    """The lower halves of 32-bit integers."""
+    halves = memory.array(name, bits.shape, _U2)
+    np.copyto(halves, bits, casting="unsafe")
+    return halves
 
 
 def widened(array: np.ndarray) -> np.ndarray:

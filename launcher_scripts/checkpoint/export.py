@@ -37,6 +37,7 @@ from launcher_scripts.checkpoint.progress import Progress
 from launcher_scripts.checkpoint.reshard import rank_columns
 from launcher_scripts.checkpoint.streaming import strips
 from launcher_scripts.checkpoint.verification import verify_export
+from launcher_scripts.checkpoint.workspace import Workspace
 from launcher_scripts.errors import CheckpointError, ConfigError, Problems, lookup, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
@@ -222,15 +223,19 @@ def _write_all(
 ) -> None:
     """Largest tensors first, on no more threads than there are processors to run them."""
     stop = threading.Event()
+    own = threading.local()
     workers = min(processes, len(os.sched_getaffinity(0)), len(tasks))
 
     def run(task: Task) -> None:
-        _write_task(task, writer, stop, progress)
+        _write_task(task, writer, stop, progress, own.workspace)
         for tensor in task.tensors:
             for piece in tensor.pieces:
                 archive.forget(piece.values)
 
-    with ThreadPoolExecutor(workers) as pool:
+    def start() -> None:
+        own.workspace = Workspace()
+
+    with ThreadPoolExecutor(workers, initializer=start) as pool:
         try:
             ordered = sorted(tasks, key=lambda task: task.nbytes, reverse=True)
             futures = [pool.submit(run, task) for task in ordered]
@@ -243,7 +248,13 @@ def _write_all(
             pool.shutdown(cancel_futures=True)
 
 
-def _write_task(task: Task, writer: FTWriter, stop: threading.Event, progress: Progress) -> None:
+def _write_task(
+    task: Task,
+    writer: FTWriter,
+    stop: threading.Event,
+    progress: Progress,
+    workspace: Workspace,
+) -> None:
     spec, tp_size = task.spec, writer.tp_size
     ranks = range(tp_size if spec.partition.per_rank else 1)
     files = [WeightFile(spec, task.layer, tp_rank) for tp_rank in ranks]
@@ -252,10 +263,10 @@ def _write_task(task: Task, writer: FTWriter, stop: threading.Event, progress: P
     progress.add(size * (len(files) - len(missing)))
     if not missing:
         return
-    blocks = task.blocks()
+    blocks = task.blocks(workspace)
     for file in missing:
         columns = rank_columns(spec, task.config, tp_size, file.tp_rank, blocks)
-        pieces = strips(columns, writer.dtype, task.name)
+        pieces = strips(columns, writer.dtype, task.name, workspace)
         writer.write(file, _watched(pieces, stop, progress))
 
 

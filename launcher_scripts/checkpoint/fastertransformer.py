@@ -6,7 +6,6 @@ shapes are the weight table's. FTCheckpoint reads such a folder, FTWriter makes 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import shutil
@@ -22,6 +21,8 @@ from launcher_scripts.checkpoint import config_ini
 from launcher_scripts.checkpoint.dtypes import BFLOAT16, dtype_name
 from launcher_scripts.checkpoint.journal import Journal
 from launcher_scripts.checkpoint.manifest import (
+    ALGORITHM,
+    DIGESTS,
     FileEntry,
     Manifest,
     check_files,
@@ -75,7 +76,7 @@ class FTCheckpoint:
     def open(cls, folder: Path, *, verify: bool = True) -> FTCheckpoint:
         """Open `folder`, refusing one with a missing, short, long or altered file by name.
 
-        verify: compare every file's sha256 with the manifest; sizes are always checked, and are
+        verify: compare every file's digest with the manifest; sizes are always checked, and are
         all that can be checked where the original converter left no manifest.
         Raises CheckpointError with all problems found.
         """
@@ -205,7 +206,7 @@ class FTWriter:
 
     def write(self, file: WeightFile, chunks: Iterable[np.ndarray]) -> None:
         """Write one weight from its consecutive pieces, each contiguous and of the right dtype."""
-        digest, size = hashlib.sha256(), 0
+        digest, size = DIGESTS[ALGORITHM](), 0
         try:
             with (self.partial / file.name).open("wb", buffering=0) as out:
                 for chunk in chunks:

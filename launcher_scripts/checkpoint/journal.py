@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -72,7 +71,7 @@ class Journal:
 
     def add(self, entry: FileEntry) -> None:
         """Note a file that is complete."""
-        self._write(asdict(entry))
+        self._write(entry.values())
 
     def close(self, *, remove: bool) -> None:
         """Give up the lock; with `remove` the list goes, too."""
@@ -93,7 +92,7 @@ class Journal:
                 entry = file_entry(json.loads(line))
                 if Path(entry.name).name == entry.name:
                     entries[entry.name] = entry
-        except (ValueError, TypeError):
+        except (ValueError, KeyError, TypeError):
             return entries
         return entries
 

@@ -8,32 +8,63 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from blake3 import blake3
 
 from launcher_scripts.errors import CheckpointError, Problems, problem
 
 FILE_NAME = "manifest.json"
 FORMAT = "fastertransformer-checkpoint"
-VERSION = 1
+VERSION = 2
+# Version 1 knew sha256 alone.
+VERSIONS = (1, 2)
 TOOL_NAME = "nemo-deployment-launcher"
 TOOL_VERSION = "0.1.0"
 
-_HASH_CHUNK = 1 << 22
+_HASH_CHUNK = 1 << 21
+
+
+class Digest(Protocol):
+    """What is used of hashlib's objects, and of those that look like them."""
+
+    def update(self, data: Any, /) -> object: ...
+
+    def hexdigest(self) -> str: ...
+
+
+# Name in the manifest -> what makes the digest. BLAKE3 takes 0.16 s per GB of a processor with
+# wide vectors, sha256 with the instructions made for it 0.56 s.
+DIGESTS: dict[str, Callable[[], Digest]] = {"blake3": blake3, "sha256": hashlib.sha256}
+ALGORITHM = "blake3"
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file: its name in the folder, bytes and sha256; shape and dtype for a weight."""
+    """One file: its name in the folder, bytes and digest; shape and dtype for a weight.
+
+    algorithm: a key of DIGESTS
+    """
 
     name: str
     bytes: int
-    sha256: str
+    digest: str
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
+    algorithm: str = ALGORITHM
+
+    def values(self) -> dict[str, Any]:
+        """The JSON form: the digest stands under the name of its algorithm."""
+        values = {"name": self.name, "bytes": self.bytes, self.algorithm: self.digest}
+        if self.shape is not None:
+            values["shape"] = list(self.shape)
+        if self.dtype is not None:
+            values["dtype"] = self.dtype
+        return values
 
 
 @dataclass(frozen=True)
@@ -60,8 +91,7 @@ class Manifest:
         """Write `folder`/manifest.json; files are listed by name."""
         values = {"format": FORMAT, "version": VERSION, **asdict(self)}
         values["files"] = [
-            {key: value for key, value in asdict(entry).items() if value is not None}
-            for entry in sorted(self.files, key=lambda entry: entry.name)
+            entry.values() for entry in sorted(self.files, key=lambda entry: entry.name)
         ]
         text = json.dumps(values, indent=1) + "\n"
         (folder / FILE_NAME).write_text(text, encoding="utf-8")
@@ -72,9 +102,14 @@ def read_manifest(folder: Path) -> Manifest | None:
     path = folder / FILE_NAME
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        if (values.pop("format"), values.pop("version")) != (FORMAT, VERSION):
+        found = (values.pop("format"), values.pop("version"))
+        if found not in [(FORMAT, version) for version in VERSIONS]:
             raise CheckpointError(
-                problem(f"{path} has another format", choices=[f"{FORMAT} {VERSION}"])
+                problem(
+                    f"{path} has another format",
+                    got=" ".join(map(str, found)),
+                    choices=[f"{FORMAT} {version}" for version in VERSIONS],
+                )
             )
         values["files"] = tuple(file_entry(entry) for entry in values["files"])
         return Manifest(**values)
@@ -84,12 +119,13 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise CheckpointError(f"cannot read {path}: {error}") from error
 
 
-def file_digest(path: Path) -> str:
-    """sha256 of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(_HASH_CHUNK):
-            digest.update(piece)
+def file_digest(path: Path, algorithm: str = ALGORITHM) -> str:
+    """The digest of a file, read in pieces."""
+    digest = DIGESTS[algorithm]()
+    with path.open("rb", buffering=0) as file:
+        piece = memoryview(bytearray(_HASH_CHUNK))
+        while size := file.readinto(piece):
+            digest.update(piece[:size])
     return digest.hexdigest()
 
 
@@ -104,10 +140,10 @@ def check_files(
             sound.append(entry)
     if digests:
         with ThreadPoolExecutor() as pool:
-            found = pool.map(lambda entry: file_digest(folder / entry.name), sound)
+            found = pool.map(lambda e: file_digest(folder / e.name, e.algorithm), sound)
             for entry, digest in zip(sound, found, strict=True):
-                if digest != entry.sha256:
-                    problems.add(f"{entry.name} is altered", got=digest, choices=[entry.sha256])
+                if digest != entry.digest:
+                    problems.add(f"{entry.name} is altered", got=digest, choices=[entry.digest])
 
 
 def check_size(path: Path, size: int, problems: Problems) -> bool:
@@ -123,6 +159,16 @@ def check_size(path: Path, size: int, problems: Problems) -> bool:
 
 
 def file_entry(values: Mapping[str, Any]) -> FileEntry:
-    """An entry from its JSON form."""
-    shape = values.get("shape")
-    return FileEntry(**{**values, "shape": None if shape is None else tuple(shape)})
+    """An entry from its JSON form; a KeyError or ValueError where that is damaged."""
+    algorithms = [name for name in DIGESTS if name in values]
+    if len(algorithms) != 1:
+        raise ValueError(f"{values['name']} has no digest of {', '.join(DIGESTS)}")
+    (algorithm,) = algorithms
+    rest = {key: value for key, value in values.items() if key != algorithm}
+    shape = rest.pop("shape", None)
+    return FileEntry(
+        **rest,
+        digest=values[algorithm],
+        algorithm=algorithm,
+        shape=None if shape is None else tuple(shape),
+    )

@@ -31,7 +31,13 @@ from launcher_scripts.settings import ExportSettings
 from launcher_scripts.tokenizer import TokenizerError, load_tokenizer
 
 # What the user's `model_type` is called in config.pbtxt.
-BACKEND_MODEL_TYPES = {"gpt3": "GPT", "t5": "T5", "mt5": "T5", "t5-encoder": "T5-Encoder"}
+BACKEND_MODEL_TYPES = {
+    "gpt3": "GPT",
+    "t5": "T5",
+    "mt5": "T5",
+    "t5-encoder": "T5-Encoder",
+    "agm": "Agm",
+}
 
 TEXT_MODELS = ("preprocessing", "postprocessing", "ensemble")
 

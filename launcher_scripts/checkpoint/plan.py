@@ -17,6 +17,7 @@ from launcher_scripts.checkpoint.layouts import LAYOUTS, Layout
 from launcher_scripts.checkpoint.reshard import Blocks, whole_blocks
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.tokenizer_files import TokenRule
+from launcher_scripts.checkpoint.workspace import Workspace
 from launcher_scripts.errors import CheckpointError, Problems, lookup
 from launcher_scripts.models.family import ModelConfig, Partition, Source, WeightSpec
 
@@ -117,9 +118,13 @@ class Task:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def blocks(self) -> Blocks:
-        """The stored form, still whole, as views of the source where possible."""
-        blocks = self._applied([tensor.read() for tensor in self.tensors])
+    def blocks(self, workspace: Workspace | None = None) -> Blocks:
+        """The stored form, still whole, as views of the source where possible.
+
+        workspace: memory for tensors that the source has in pieces
+        """
+        tensors = enumerate(self.tensors)
+        blocks = self._applied([tensor.read(workspace, f"source {n}") for n, tensor in tensors])
         for scale in self.scales:
             blocks = scale.apply(blocks)
         return blocks

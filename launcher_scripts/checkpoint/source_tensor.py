@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from launcher_scripts.checkpoint.dtypes import plain
+from launcher_scripts.checkpoint.workspace import Workspace
 from launcher_scripts.errors import CheckpointError, problem
 
 
@@ -54,11 +55,14 @@ class SourceTensor:
     def nbytes(self) -> int:
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
-    def read(self) -> np.ndarray:
-        """The values: a view of the checkpoint where one piece holds all, else a copy."""
+    def read(self, workspace: Workspace | None = None, name: str = "whole") -> np.ndarray:
+        """The values: a view of the checkpoint where one piece holds all, else a copy.
+
+        workspace: memory for the copy, which is called `name` there
+        """
         if len(self.pieces) == 1:
             return self.pieces[0].values
-        whole = np.empty(self.shape, self.dtype)
+        whole = (workspace or Workspace()).array(name, self.shape, self.dtype)
         for piece in self.pieces:
             box = tuple(
                 slice(start, start + size)

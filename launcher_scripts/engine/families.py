@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from launcher_scripts.engine.agm_weights import AgmWeightLoader
 from launcher_scripts.engine.decoder import Decoder, local_heads
 from launcher_scripts.engine.encoder_decoder import EncoderDecoder, t5_heads
 from launcher_scripts.engine.network import Network
@@ -13,6 +14,7 @@ from launcher_scripts.engine.t5_weights import T5WeightLoader
 from launcher_scripts.engine.weights import WeightLoader
 from launcher_scripts.kernels.operands import Heads
 from launcher_scripts.models import family_of
+from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
@@ -20,6 +22,8 @@ from launcher_scripts.models.t5 import T5Config
 # Relative positions have no end; a cache of this many tokens takes inputs much longer than those
 # a model was trained on, also where few rows are to be served.
 LEAST_RELATIVE_TOKENS = 4096
+# Of a row whose model says nothing of lengths.
+RELATIVE_ROW_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,10 @@ def _t5_tokens(config: T5Config, rows: int) -> int:
     return max(2 * rows * config.max_positions, least)
 
 
+def _agm_tokens(_: AgmConfig, rows: int) -> int:
+    return max(rows * RELATIVE_ROW_TOKENS, LEAST_RELATIVE_TOKENS)
+
+
 def _t5_depth(config: T5Config) -> int:
     if config.encoder_only:
         return config.num_layers
@@ -74,6 +82,14 @@ FAMILIES = {
         lambda config: 0 if config.encoder_only else config.num_decoder_layers,
         _t5_depth,
         _t5_tokens,
+    ),
+    "agm": EngineFamily(
+        AgmWeightLoader,
+        Decoder,
+        local_heads,
+        lambda config: config.num_layers,
+        lambda config: config.num_layers,
+        _agm_tokens,
     ),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,24 +152,32 @@ class DecoderLayer(ParallelLayer):
         return x
 
     def _attend(self, query: Tensor, step: Step) -> Tensor:
+        with_bias = {"scale": self.config.attention_scale, "relative": self.weights.relative}
         if step.segments is None:
             return self.kernels.decode_attention(
-                query, self.cache, step.starts, step.lengths, step.longest, self.slopes
+                query,
+                self.cache,
+                step.starts,
+                step.lengths,
+                step.longest,
+                self.slopes,
+                positions=step.positions,
+                **with_bias,
             )
         parts = query.split([segment.count for segment in step.segments])
         outputs = [
-            self._attend_context(part, segment)
+            self._attend_context(part, segment, with_bias)
             for part, segment in zip(parts, step.segments, strict=True)
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _attend_context(self, query: Tensor, segment: Segment) -> Tensor:
+    def _attend_context(self, query: Tensor, segment: Segment, with_bias: dict[str, Any]) -> Tensor:
         place = (segment.start, segment.past)
         if segment.window:
             return self.kernels.window_attention(
                 query, self.cache, *place, segment.window, self.slopes
             )
-        return self.kernels.context_attention(query, self.cache, *place, self.slopes)
+        return self.kernels.context_attention(query, self.cache, *place, self.slopes, **with_bias)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

@@ -231,6 +231,8 @@ def assemble_runner(
     )
     if capacity < 2:
         raise ServerError("no memory is left for keys and values beside the model's weights")
-    cache = KVCache(layers, heads, capacity, dtype, device)
+    cache = KVCache(layers, heads, capacity, dtype, device, settings.max_batch_size)
     network = family.network(weights, cache, kernels_for(device.type), communicator, device)
+    if network.step_obstacles and communicator.rank == 0:
+        print(f"decode steps take the general path: {'; '.join(network.step_obstacles)}")
     return Runner(network, communicator, settings.max_batch_size, device)

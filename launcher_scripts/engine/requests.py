@@ -13,6 +13,7 @@ from launcher_scripts.engine.prompts import (
 from launcher_scripts.engine.session import Session, check_session, prompt_in_session
 from launcher_scripts.errors import Problems, RequestError
 from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 
@@ -45,7 +46,8 @@ def warm_up_request(config: ModelConfig, cache_tokens: int) -> GenerateRequest:
     start = min(config.start_id, config.vocab_size - 1)
     if isinstance(config, T5Config) and config.encoder_only:
         return GenerateRequest((start,), output_len=0, return_hidden_state=True)
-    length = max(1, min(4, cache_tokens - 1, config.max_positions))
+    longest = config.max_positions if config.position_embedding == "learned" else cache_tokens
+    length = max(1, min(4, cache_tokens - 1, longest))
     return GenerateRequest((start,), output_len=length, start_id=start, end_id=config.vocab_size)
 
 
@@ -123,7 +125,7 @@ def _check_lengths(
 ) -> None:
     source, prompt = (len(part) for part in parts(request, config))
     output_len = request.output_len
-    output = "max_output_len" if isinstance(config, T5Config) else "request_output_len"
+    output = "request_output_len" if isinstance(config, GPTConfig) else "max_output_len"
     if output_len < 0:
         problems.add(f"{output} is negative", got=output_len)
         return

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from launcher_scripts.checkpoint.dtypes import BFLOAT16
 from launcher_scripts.engine.learned_parts import Adapter, IA3Factors
-from launcher_scripts.kernels.operands import Linear, Norm
+from launcher_scripts.kernels.operands import Linear, Norm, RelativeBias
 from launcher_scripts.kernels.quantization import quantized
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, WeightSpec
@@ -32,7 +32,10 @@ Reader = Callable[[WeightSpec, int | None], np.ndarray]
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. Norms of a pre-norm layer live in the projections that follow them."""
+    """One layer. Norms of a pre-norm layer live in the projections that follow them.
+
+    relative: what a score gains by distance, where the layer has a table of its own
+    """
 
     query_key_value: Linear
     attention_dense: Linear
@@ -41,6 +44,7 @@ class LayerWeights:
     mlp_down: Linear
     input_norm: Norm
     post_attention_norm: Norm
+    relative: RelativeBias | None = None
     ia3: IA3Factors | None = None
     attention_adapter: Adapter | None = None
     mlp_adapter: Adapter | None = None

@@ -22,7 +22,8 @@ class AgmConfig:
     """Hyperparameters of an Agm.
 
     Attention scores are q.k * attention_scale + the layer's relative bias; buckets look backwards
-    only. `activation` "gelu" is the tanh form.
+    only. `activation` "gelu" is the tanh form. The properties say in GPTConfig's words what every
+    Agm is.
     """
 
     vocab_size: int
@@ -64,6 +65,26 @@ class AgmConfig:
     @property
     def qkv_size(self) -> int:
         return 3 * self.hidden_size
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def position_embedding(self) -> str:
+        return "relative"
+
+    @property
+    def normalization(self) -> str:
+        return "layernorm"
+
+    @property
+    def norm_placement(self) -> str:
+        return "pre"
+
+    @property
+    def gated(self) -> bool:
+        return False
 
     def tp_sizes(self) -> list[int]:
         return divisors(gcd(self.num_heads, self.ffn_size))

@@ -95,6 +95,11 @@ class GPTConfig(LearnedPartSizes):
         return self.q_size + 2 * self.kv_size
 
     @property
+    def attention_scale(self) -> float:
+        """What q.k is multiplied by."""
+        return float(self.head_size**-0.5)
+
+    @property
     def rotary_size(self) -> int:
         """How many dimensions of a head rotate."""
         return int(self.head_size * self.rotary_percentage)

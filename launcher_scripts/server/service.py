@@ -26,6 +26,7 @@ from launcher_scripts.server.health import (
 from launcher_scripts.server.installation import find_installation
 from launcher_scripts.server.ports import Ports, ports_in_use, reserved_ports
 from launcher_scripts.server.process import ServerProcess, is_alive, is_remote
+from launcher_scripts.server.ready_files import ReadyFiles
 from launcher_scripts.settings import DeploySettings
 
 _POLL_SECONDS = 0.2
@@ -68,7 +69,8 @@ def serve(settings: DeploySettings) -> None:
     """
     check_repository(settings.model_repository)
     installation = find_installation(settings.tritonserver)
-    prepare_results(settings)
+    ready_files = ReadyFiles(settings)
+    ready_files.prepare()
     stop = StopRequest()
     with (
         stop.listening(),
@@ -82,7 +84,7 @@ def serve(settings: DeploySettings) -> None:
             service = Service(settings, process, ports, stop)
             if service.wait_until_ready():
                 held.close()
-                service.announce()
+                service.announce(ready_files)
                 service.watch()
             print(f"stopping the server: {stop.name}", flush=True)
         except ServerError:
@@ -94,19 +96,8 @@ def serve(settings: DeploySettings) -> None:
                 raise
             print(f"stopping the server: {stop.name}", flush=True)
         finally:
-            settings.ready_file.unlink(missing_ok=True)
+            ready_files.remove()
             process.stop(patience)
-
-
-def prepare_results(settings: DeploySettings) -> None:
-    """Make the folder of the ready file, and remove an older server's."""
-    try:
-        settings.ready_file.parent.mkdir(parents=True, exist_ok=True)
-        settings.ready_file.unlink(missing_ok=True)
-    except OSError as error:
-        raise ServerError(
-            problem(f"cannot write the ready file: {error}", change="deploy.run.results_dir")
-        ) from error
 
 
 def check_repository(repository: str) -> None:
@@ -154,7 +145,7 @@ class Service:
             time.sleep(_POLL_SECONDS)
         return False
 
-    def announce(self) -> None:
+    def announce(self, ready_files: ReadyFiles) -> None:
         """Write the ready file: from now on others may use the server."""
         statuses = self._check()
         self._watched = self._processes(statuses)
@@ -172,7 +163,7 @@ class Service:
             "pid": self._process.pid,
             "job": _job(self._settings),
         }
-        write_json(self._settings.ready_file, facts)
+        ready_files.write(facts)
         print(f"ready: {json.dumps(facts)}", flush=True)
 
     def watch(self) -> None:
@@ -234,21 +225,12 @@ def public_host(settings: DeploySettings, ports: Ports) -> str:
     return name if TritonClient(name, ports.http).ready() else "127.0.0.1"
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a file that readers see whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise ServerError(f"cannot write {path}: {error}") from error
-
-
 def _job(settings: DeploySettings) -> dict[str, Any]:
     """Which run of a server this is: its job folder, and Slurm's job id and number of restarts."""
     return {
         "folder": settings.job_folder,
         "id": os.environ.get("SLURM_JOB_ID"),
+        "replica": settings.replica,
         "restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
     }
 

@@ -231,7 +231,7 @@ def test_sequence_batching_that_cannot_work_is_refused(changes, message):
     [
         ({"tensor_para_size": "two"}, "tensor_para_size must be a number"),
         ({"pipeline_para_size": "0"}, "pipeline_para_size must be a number of at least 1"),
-        ({"model_type": "Agm"}, "unknown model_type; got 'Agm'; choices: GPT"),
+        ({"model_type": "GPT-J"}, "unknown model_type; got 'GPT-J'; choices: GPT"),
         ({"data_type": "int4"}, "unknown data_type; got 'int4'; choices: fp32, fp16, bf16"),
         ({"int8_mode": "2"}, "int8_mode is not supported; got 2"),
     ],

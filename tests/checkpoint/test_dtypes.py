@@ -1,4 +1,4 @@
-"""Rounding to bfloat16, bit by bit as torch does it."""
+"""Rounding to bfloat16 bit by bit as torch does it, to float16 as numpy does it."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher_scripts.checkpoint.dtypes import BFLOAT16, to_bfloat16, widened
+from launcher_scripts.checkpoint.dtypes import BFLOAT16, to_bfloat16, to_float16, widened
 
 EDGES = [0x00000000, 0x80000000, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0xFF7FFFFF]  # 0, inf, largest
 TIES = [0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0xBF808000, 0x00008000, 0x00018000]
@@ -43,3 +43,28 @@ def test_shapes_and_types(dtype: str, shape: tuple[int, ...]) -> None:
 
 def test_beyond_the_range_of_float32_is_infinite() -> None:
     assert np.isinf(widened(to_bfloat16(np.array([1e300, -1e300])))).all()
+
+
+def half_edges() -> np.ndarray:
+    """Every float16, and what lies half-way and next to it between two of them, as float32."""
+    halves = np.arange(0x7C01, dtype="<u2").view("<f2").astype("<f4")
+    halves[-1] = 65536
+    ties = (halves[:-1] + halves[1:]) / 2
+    sides = [np.nextafter(ties, np.float32(end)) for end in (0, np.inf)]
+    values = np.concatenate([halves, ties, *sides])
+    return np.concatenate([values, -values])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize("most", [65519.0, np.inf])
+def test_every_half_and_what_is_between(most: float) -> None:
+    values = half_edges()
+    values = values[np.abs(values) <= most]
+    assert np.array_equal(to_float16(values).view("<u2"), values.astype("<f2").view("<u2"))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=50))
+def test_any_bits_as_half(bits: list[int]) -> None:
+    values = np.array(bits, "<u4").view("<f4")
+    assert np.array_equal(to_float16(values).view("<u2"), values.astype("<f2").view("<u2"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def test_the_manifest_says_all(folder: Path) -> None:
     assert entry == {
         "name": "model.layers.0.mlp.dense_4h_to_h.weight.1.bin",
         "bytes": path.stat().st_size,
-        "sha256": manifest.file_digest(path),
+        "blake3": manifest.file_digest(path),
         "shape": [20, 32],
         "dtype": "float32",
     }
@@ -115,6 +116,27 @@ def test_a_manifest_that_does_not_fit(folder: Path) -> None:
         FTCheckpoint.open(folder)
     path.write_text(json.dumps({**values, "version": 99}))
     with pytest.raises(CheckpointError, match="another format"):
+        FTCheckpoint.open(folder)
+
+
+def test_a_manifest_of_the_first_version(folder: Path) -> None:
+    """It has sha256 alone, and finds an altered byte as well."""
+    path = folder / "manifest.json"
+    values = json.loads(path.read_text())
+    for entry in values["files"]:
+        del entry["blake3"]
+        entry["sha256"] = hashlib.sha256((folder / entry["name"]).read_bytes()).hexdigest()
+    path.write_text(json.dumps({**values, "version": 1}))
+    assert FTCheckpoint.open(folder).manifest is not None
+    (folder / "vocab.json").write_bytes(b"[]")
+    with pytest.raises(CheckpointError, match=r"vocab\.json is altered"):
+        FTCheckpoint.open(folder)
+
+
+def test_a_digest_of_no_known_kind(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"blake3"', '"crc32"'))
+    with pytest.raises(CheckpointError, match="has no digest of blake3, sha256"):
         FTCheckpoint.open(folder)
 
 

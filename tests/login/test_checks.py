@@ -139,7 +139,10 @@ def test_the_folder_has_the_name_of_the_model(problems: Finder) -> None:
         ("export.model.checkpoint_path=/nowhere/x.nemo", "the checkpoint is not there"),
         ("launcher_scripts_path=/nowhere/launcher_scripts", "the step convert_checkpoint"),
         ("export.run.time_limit=soon", "days-hours:minutes:seconds"),
-        ("export.run.model_type=bert", "choices: gpt3, t5, mt5; change export.run.model_type"),
+        (
+            "export.run.model_type=bert",
+            "choices: gpt3, t5, mt5, t5-encoder, agm; change export.run.model_type",
+        ),
         ("export.run.name=a/b", "part of file names"),
         ("export.model.weight_data_type=int8", "choices: fp32, fp16"),
         ("export.triton_deployment.data_type=int4", "choices: fp32, fp16, bf16"),

@@ -11,11 +11,13 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from launcher_scripts.checkpoint.config_ini import read_config
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.settings import ExportSettings, TokenizerSettings, write_settings
 from launcher_scripts.steps import convert_checkpoint, write_model_repository
@@ -24,28 +26,41 @@ from tests.server.requests import Client, ids_request
 
 FIXTURES = Path(__file__).resolve().parents[3] / "shared" / "fixtures" / "nemo"
 DIVISIONS = (Parallelism(1, 1), Parallelism(2, 1), Parallelism(1, 2))
-# Training folders, prompts and adapters are no plain models.
-EXCLUDED = ("_ptl_", "_ptuning_", "_ia3_", "_adapter_")
+FAMILIES = ("gpt_", "mcore_gpt_", "t5_", "peft_")
+TRAININGS = "_ptl_"
+# What a checkpoint of learned parts is for an export, by a part of its name.
+PARTS = {
+    "_ptuning_": "prompt_checkpoints",
+    "_ia3_": "ia3_checkpoints",
+    "_adapter_": "adapter_checkpoints",
+    "peft_": "adapter_checkpoints",
+}
 FP32_TOLERANCE = 2e-4
 BF16_TOLERANCE = 8e-2  # their reference ran in bf16
 
 
 def fixture_names() -> list[str]:
-    """The plain GPT checkpoints of the shared fixtures; [] where there are none."""
+    """The shared fixtures but the training folders; [] where there are none."""
     if not FIXTURES.is_dir():
         return []
     return sorted(
         path.name
         for path in FIXTURES.iterdir()
-        if path.name.startswith(("gpt_", "mcore_gpt_"))
-        and not any(part in path.name for part in EXCLUDED)
+        if path.name.startswith(FAMILIES) and TRAININGS not in path.name
     )
+
+
+def manifest(name: str) -> dict[str, Any]:
+    """What the fixture says of itself."""
+    content: dict[str, Any] = json.loads(
+        (FIXTURES / name / "MANIFEST.json").read_text(encoding="utf-8")
+    )
+    return content
 
 
 def tolerance(name: str) -> float:
     """By the precision NeMo computed the reference in, which the fixture's manifest tells."""
-    manifest = json.loads((FIXTURES / name / "MANIFEST.json").read_text(encoding="utf-8"))
-    overrides = manifest.get("config_overrides") or {}
+    overrides = manifest(name).get("config_overrides") or {}
     return BF16_TOLERANCE if overrides.get("precision") == "bf16" else FP32_TOLERANCE
 
 
@@ -58,16 +73,19 @@ def checkpoint_path(name: str) -> Path:
 def export(
     name: str, parallelism: Parallelism, folder: Path, tokenizer: str = "none"
 ) -> ExportSettings:
-    """Both steps of the export stage, as its job runs them."""
+    """Both steps of the export stage, as its job runs them; learned parts with their base."""
+    kind = next((key for part, key in PARTS.items() if part in name), None)
+    base = manifest(name)["base_model_fixture"] if kind else name
     settings = ExportSettings(
         model_name="model",
-        model_type="gpt3",
-        checkpoint_path=str(checkpoint_path(name)),
+        model_type="t5" if "t5_" in base else "gpt3",
+        checkpoint_path=str(checkpoint_path(base)),
         triton_model_dir=str(folder / "model_repo" / "model"),
         parallelism=parallelism,
         processes=2,
         max_batch_size=8,
         tokenizer=TokenizerSettings(tokenizer),
+        **({kind: (str(checkpoint_path(name)),)} if kind else {}),
     )
     write_settings(settings, folder / "export.yaml")
     for step in (convert_checkpoint, write_model_repository):
@@ -78,17 +96,37 @@ def export(
     return settings
 
 
+def request_tensors(
+    name: str, reference: Mapping[str, np.ndarray], config: Any
+) -> dict[str, np.ndarray]:
+    """What NeMo was given, as one request; virtual tokens by this project's ids."""
+    more: dict[str, Any] = {"is_return_context_logits": True}
+    ids = reference["tokens" if "tokens" in reference else "encoder_tokens"]
+    if "_ptuning_" in name:
+        ids = reference["full_tokens"].copy()
+        count = len(reference["virtual_embeddings"])
+        ids[:, :count] = config.parts.prompt_start_id + np.arange(count)
+        more["prompt_learning_task_name_ids"] = 0
+    if "_ia3_" in name:
+        more["ia3_tasks"] = 0
+    tensors = ids_request(ids.tolist(), 1, **more)
+    if "decoder_tokens" in reference:
+        tensors["sequence_length"] = tensors.pop("input_lengths")
+        tensors["max_output_len"] = tensors.pop("request_output_len")
+        tensors["decoder_input_ids"] = reference["decoder_tokens"].astype(np.uint32)
+    return tensors
+
+
 def largest_difference(name: str, parallelism: Parallelism, folder: Path) -> float:
     """max |served - NeMo| over every prompt position and every real token of the vocabulary."""
     settings = export(name, parallelism, folder)
-    reference = np.load(FIXTURES / name / "reference.npz")
+    with np.load(FIXTURES / name / "reference.npz") as arrays:
+        reference = dict(arrays)
+    tensors = request_tensors(name, reference, read_config(settings.checkpoint_dir).config)
     with running(folder / "job", settings.model_repository) as step:
         ready = step.wait_until_ready()
         with Client(ready, "http") as client:
-            answer = client.infer(
-                "model",
-                **ids_request(reference["tokens"].tolist(), 1, is_return_context_logits=True),
-            )
+            answer = client.infer("model", **tensors)
         if step.stop() or step.survivors():
             raise RuntimeError(f"the server of {name} did not end well: {step.err}")
     served = answer["context_logits"]  # [B, T, vocab]

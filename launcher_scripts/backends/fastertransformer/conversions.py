@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from launcher_scripts.backends.fastertransformer import conversion, conversion_t5
+from launcher_scripts.backends.fastertransformer import conversion, conversion_agm, conversion_t5
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
 Answers = Sequence[GenerateOutput]
@@ -53,9 +53,14 @@ def _t5_encoder(requests: Requests, outputs: Answers, shape: Shape) -> dict[str,
     return conversion_t5.to_encoder_tensors(requests, outputs, shape.width, shape.dtype)
 
 
+def _agm(requests: Requests, outputs: Answers, shape: Shape) -> dict[str, Tensor]:
+    return conversion_agm.to_tensors(requests, outputs, shape.end_id)
+
+
 # model_type -> its conversion
 CONVERSIONS = {
     "GPT": Conversion(conversion.to_requests, _gpt),
     "T5": Conversion(conversion_t5.to_requests, _t5),
     "T5-Encoder": Conversion(conversion_t5.to_encoder_requests, _t5_encoder),
+    "Agm": Conversion(conversion_agm.to_requests, _agm),
 }

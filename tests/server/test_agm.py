@@ -1,0 +1,109 @@
+"""An Agm over the wire: total lengths, prompts in the answer, n-grams, and text."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from launcher_scripts.checkpoint.fastertransformer import FTWriter, weight_files
+from launcher_scripts.checkpoint.model_repository import ModelRepository
+from launcher_scripts.tokenizer import load_tokenizer
+from tests.engine.small_agm import agm_config, agm_tensors, plain_greedy, plain_logits
+from tests.engine.small_models import rank_part
+from tests.server.processes import running
+from tests.server.repositories import TOKENIZERS, VOCAB_SIZE, export_settings
+from tests.server.requests import Client, text_rows
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("pytriton") is None,
+    reason="the pip-installable tritonserver is not there",
+)
+PROMPTS = [(5, 6, 7, 8), (400,)]
+CONFIG = agm_config(vocab_size=VOCAB_SIZE, end_id=3)
+
+
+def export(folder: Path, tp: int) -> Path:
+    settings = export_settings(folder, tp=tp, model_type="agm")
+    tensors = agm_tensors(CONFIG)
+    with FTWriter(settings.checkpoint_dir, CONFIG, tp, "fp32") as writer:
+        for file in weight_files(CONFIG, tp):
+            whole = tensors[file.spec.tensor_name(file.layer)]
+            part = rank_part(file.spec, CONFIG, whole, tp, file.tp_rank)
+            writer.write(file, [np.ascontiguousarray(part)])
+        for path in (TOKENIZERS / "gpt2bpe").iterdir():
+            writer.copy(path.read_bytes(), path.name)
+    ModelRepository(settings.model_repository).write(settings)
+    return settings.model_repository
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("agm")
+    repository = export(folder, 2)
+    with running(folder / "job", repository) as step:
+        yield step.wait_until_ready()
+        assert step.stop() == 0, step.err
+
+
+@pytest.fixture
+def client(served: dict[str, Any]) -> Iterator[Client]:
+    with Client(served, "grpc") as client:
+        yield client
+
+
+def request(whole: int, **more: np.ndarray) -> dict[str, np.ndarray]:
+    return {
+        "input_ids": np.array([[5, 6, 7, 8], [400, 0, 0, 0]], np.uint32),
+        "sequence_length": np.array([[4], [1]], np.uint32),
+        "max_output_len": np.array([[whole], [whole]], np.uint32),
+        **more,
+    }
+
+
+def test_logits_and_tokens(client: Client) -> None:
+    tensors = agm_tensors(CONFIG)
+    answer = client.infer("tiny", **request(9, is_return_context_logits=np.ones((2, 1), np.bool_)))
+    assert answer["output_ids"].shape == (2, 1, 9)
+    for row, prompt in enumerate(PROMPTS):
+        expected = plain_logits(CONFIG, tensors, prompt).numpy()
+        got = answer["context_logits"][row, : len(prompt)]
+        np.testing.assert_allclose(got, expected, rtol=0, atol=2e-4)
+        end = int(answer["sequence_length"][row, 0])
+        tokens = answer["output_ids"][row, 0, :end].tolist()
+        wanted = plain_greedy(CONFIG, tensors, prompt, end - len(prompt))
+        assert tokens == [*prompt, *wanted]
+        assert end == 9 or tokens[-1] == CONFIG.end_id
+
+
+def test_no_ngram_comes_twice(client: Client) -> None:
+    size = np.full((2, 1), 1, np.uint32)
+    answer = client.infer("tiny", **request(30, no_repeat_ngram_size=size))
+    for row in range(2):
+        tokens = answer["output_ids"][row, 0, : int(answer["sequence_length"][row, 0])].tolist()
+        assert len(tokens) == len(set(tokens))
+
+
+def test_the_whole_length_must_hold_the_prompt(client: Client) -> None:
+    with pytest.raises(InferenceServerException, match="counts the prompt's tokens, too; got 3"):
+        client.infer("tiny", **request(3))
+
+
+def test_text(client: Client, served: dict[str, Any]) -> None:
+    assert {"preprocessing", "postprocessing", "ensemble"} <= set(served["models"])
+    tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
+    text = "The quick brown"
+    prompt = tuple(tokenizer.encode(text))
+    whole = len(prompt) + 5
+    answer = client.infer(
+        "ensemble", INPUT_0=text_rows(text), INPUT_1=np.array([[whole]], np.uint32)
+    )
+    wanted = plain_greedy(CONFIG, agm_tensors(CONFIG), prompt, 5)
+    assert answer["sequence_length"][0, 0] == whole
+    generated = tokenizer.decode([*prompt, *wanted]).removeprefix(tokenizer.decode(prompt))
+    assert answer["OUTPUT_0"][0, 0, 0].decode() == generated
