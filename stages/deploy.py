@@ -36,6 +36,7 @@ class Server:
     public_host: str | None
     ready_timeout: float
     stop_timeout: float
+    network_interface: str | None
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class DeployBlock:
     run: DeployRun
     model_repository: str
     replicas: int
+    restarts: int
     server: Server
 
 
@@ -62,6 +64,7 @@ class Deploy(Stage):
         return DeploySettings(
             model_repository=str(self.repository),
             results_dir=str(self.results_dir),
+            restarts=self.block.restarts,
             **asdict(self.block.server),
         )
 

@@ -12,8 +12,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 from launcher_scripts.server.installation import Installation
@@ -30,6 +31,7 @@ _MOST_ERRORS = 5
 # An error in Triton's log: level and time, process, place, and the message, mostly in quotes.
 _ERROR_LINE = re.compile(r'E\d{4} [\d:.]+ \d+ \S+\] "?(?P<message>.*?)"?$')
 
+_NOTHING_MORE: Mapping[str, str] = MappingProxyType({})
 # Logged as an error on every machine without a GPU.
 _HARMLESS = "CudaDriverHelper has not been initialized"
 
@@ -43,8 +45,14 @@ class ServerProcess:
     """
 
     def __init__(
-        self, settings: DeploySettings, installation: Installation, ports: Ports, folder: Path
+        self,
+        settings: DeploySettings,
+        installation: Installation,
+        ports: Ports,
+        folder: Path,
+        env: Mapping[str, str] = _NOTHING_MORE,
     ) -> None:
+        """Start it. env: further variables for it and all that it starts."""
         self._folder = folder
         self.status_dir = folder / "status"
         self.status_dir.mkdir()
@@ -57,7 +65,7 @@ class ServerProcess:
         print("starting " + " ".join(arguments), flush=True)
         self._process = subprocess.Popen(
             arguments,
-            env={**os.environ, **installation.environment(), **own},
+            env={**os.environ, **installation.environment(), **own, **env},
             cwd=folder,  # the Python backend imports from here first
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
