@@ -19,14 +19,14 @@ from pathlib import Path
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
 from launcher_scripts.checkpoint.text_models import write_text_models
 from launcher_scripts.contracts import CONTRACTS
-from launcher_scripts.errors import CheckpointError, ConfigError, lookup, problem
-from launcher_scripts.models import family_of
-from launcher_scripts.render import pbtxt, render
-from launcher_scripts.session_contract import (
+from launcher_scripts.contracts_sessions import (
     CONTROLS,
     MAX_SEQUENCE_IDLE_MICROSECONDS,
     served_contract,
 )
+from launcher_scripts.errors import CheckpointError, ConfigError, lookup, problem
+from launcher_scripts.models import family_of
+from launcher_scripts.render import pbtxt, render
 from launcher_scripts.settings import ExportSettings
 from launcher_scripts.tokenizer import TokenizerError, load_tokenizer
 

@@ -32,12 +32,12 @@ from launcher_scripts.backends.fastertransformer.nodes import (
 from launcher_scripts.backends.fastertransformer.parameters import engine_settings
 from launcher_scripts.backends.fastertransformer.sessions import Sessions, idle_seconds
 from launcher_scripts.backends.fastertransformer.status import DEVICE_VARIABLE, StatusFile
+from launcher_scripts.contracts_sessions import served_contract
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.prompts import prompt_start_id
 from launcher_scripts.engine.weights import DTYPES
 from launcher_scripts.errors import LauncherError, RequestError, ServerError
 from launcher_scripts.protocol import GenerateRequest, Tensor
-from launcher_scripts.session_contract import served_contract
 
 
 class TritonPythonModel:
