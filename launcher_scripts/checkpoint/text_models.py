@@ -46,6 +46,7 @@ def write_text_models(
 
     names: role -> folder
     """
+    leading = {"leading_axes": 1} if settings.interactive else {}
     configs = {
         "preprocessing": render(
             "text_model.pbtxt.j2",
@@ -53,7 +54,7 @@ def write_text_models(
             max_batch_size=settings.max_batch_size,
             inputs=text.preprocessing_inputs,
             outputs=text.preprocessing_outputs,
-            parameters=preprocessing_parameters(checkpoint),
+            parameters={**preprocessing_parameters(checkpoint), **leading},
         ),
         "ensemble": ensemble_config(settings, text, names),
     }
@@ -64,7 +65,7 @@ def write_text_models(
             max_batch_size=settings.max_batch_size,
             inputs=text.postprocessing_inputs,
             outputs=text.postprocessing_outputs,
-            parameters={},
+            parameters=leading,
         )
     for role, config in configs.items():
         version_dir = folder / names[role] / "1"
