@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from launcher_scripts.cluster.job import Job, JobFolder
+from launcher_scripts.cluster.job import Job, JobFolder, Resources
 from launcher_scripts.errors import ConfigError, Problems, problem
 from launcher_scripts.settings import EvaluateSettings
 from launcher_scripts.task_settings import BenchmarkSettings, GenerationSettings, TaskSettings
@@ -20,6 +20,7 @@ class EvaluateRun:
     name: str
     time_limit: str
     results_dir: str
+    gpus_per_node: int | None
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class EvaluateBlock:
     in_deploy_job: bool
     stop_server: bool
     ready_file: str
+    replicas: int
     model_name: str
     tokenizer_dir: str | None
     ready_timeout: float
@@ -84,6 +86,7 @@ class Evaluate(Stage):
             ready_timeout=block.ready_timeout,
             request_timeout=block.request_timeout,
             protocol=block.protocol,
+            replicas=block.replicas,
         )
 
     def job(self, folder: JobFolder, server: Job | None = None) -> Job:
@@ -100,7 +103,11 @@ class Evaluate(Stage):
         return ready_file == Path(self.settings.ready_file)
 
     def job_settings(self, folder: JobFolder, server: Job | None) -> EvaluateSettings:  # noqa: ARG002
-        return replace(self.settings, server_job_folder=str(server.folder.root) if server else None)
+        if server is None:
+            return self.settings
+        return replace(
+            self.settings, server_job_folder=str(server.folder.root), replicas=server.replicas
+        )
 
     def _tasks(self) -> tuple[TaskSettings, ...]:
         problems = Problems("the evaluation tasks")
@@ -122,6 +129,14 @@ class Evaluate(Stage):
         for model in deploy.models:
             if model.name == self.block.model_name:
                 return model.checkpoint_dir
+        if deploy.remote:
+            raise ConfigError(
+                problem(
+                    "the tokenizer of a model in a cloud storage must be named",
+                    got=self.block.tokenizer_dir,
+                    change="evaluate.tokenizer_dir",
+                )
+            )
         if not deploy.models:
             return deploy.repository / self.block.model_name / "1"
         raise ConfigError(
@@ -132,6 +147,11 @@ class Evaluate(Stage):
                 change="evaluate.model_name",
             )
         )
+
+    def resources(self) -> Resources:
+        """A client needs no GPU: it must not wait for those that its server holds."""
+        run = self.block.run
+        return Resources(time_limit=run.time_limit, gpus_per_node=run.gpus_per_node)
 
     def step_names(self) -> tuple[str, ...]:
         wanted = {
@@ -162,6 +182,10 @@ class Evaluate(Stage):
 
     def check_own(self) -> None:
         checks, settings = self.launch.checks, self.settings
+        gpus = self.block.run.gpus_per_node
+        if gpus is not None and gpus < 0:
+            key = "evaluate.run.gpus_per_node"
+            checks.problems.add("gpus_per_node must be at least 0", got=gpus, change=key)
         if "deploy" not in self.launch.stages:
             what = "the ready file of a running server (stages=[deploy,evaluate] starts one)"
             checks.exists(what, settings.ready_file, "evaluate.ready_file")
@@ -174,6 +198,12 @@ class Evaluate(Stage):
             checks.exists(what, path, key)
 
     def _check_deploy_job(self) -> None:
+        if Deploy(self.launch).replicas:
+            self.launch.checks.problems.add(
+                "a client beside its server would measure one replica alone",
+                got=Deploy(self.launch).replicas,
+                change="evaluate.in_deploy_job, or deploy.replicas",
+            )
         deploys = "deploy" in self.launch.stages
         if not deploys or str(Deploy(self.launch).settings.ready_file) != self.settings.ready_file:
             self.launch.checks.problems.add(

@@ -112,6 +112,11 @@ class Stage(ABC):
         """How to tell that a job which does not end by itself is ready."""
         return None
 
+    @property
+    def replicas(self) -> int:
+        """How many tasks the array of jobs has; 0: no array."""
+        return 0
+
     def step_gpus(self) -> int | None:
         """How many GPUs of a node the steps need; None: all that the job has."""
         return None
@@ -167,6 +172,7 @@ class Stage(ABC):
             container=self._container(folder),
             service=self.service(),
             server=server,
+            replicas=self.replicas,
         )
 
     def _step(self, module: str, folder: JobFolder, resources: Resources) -> Step:

@@ -12,16 +12,19 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
+from launcher_scripts.models.repository import is_remote
 from launcher_scripts.server.installation import Installation
 from launcher_scripts.server.ports import Ports
 from launcher_scripts.settings import DeploySettings
 
 STATUS_DIR_VARIABLE = "LAUNCHER_STATUS_DIR"
 DEVICE_VARIABLE = "LAUNCHER_DEVICE"
+CREDENTIALS_VARIABLE = "TRITON_CLOUD_CREDENTIAL_PATH"
 TAIL_LINES = 60
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 10.0
@@ -30,6 +33,7 @@ _MOST_ERRORS = 5
 # An error in Triton's log: level and time, process, place, and the message, mostly in quotes.
 _ERROR_LINE = re.compile(r'E\d{4} [\d:.]+ \d+ \S+\] "?(?P<message>.*?)"?$')
 
+_NOTHING_MORE: Mapping[str, str] = MappingProxyType({})
 # Logged as an error on every machine without a GPU.
 _HARMLESS = "CudaDriverHelper has not been initialized"
 
@@ -43,8 +47,14 @@ class ServerProcess:
     """
 
     def __init__(
-        self, settings: DeploySettings, installation: Installation, ports: Ports, folder: Path
+        self,
+        settings: DeploySettings,
+        installation: Installation,
+        ports: Ports,
+        folder: Path,
+        env: Mapping[str, str] = _NOTHING_MORE,
     ) -> None:
+        """Start it. env: further variables for it and all that it starts."""
         self._folder = folder
         self.status_dir = folder / "status"
         self.status_dir.mkdir()
@@ -54,10 +64,12 @@ class ServerProcess:
         self._errors: list[str] = []
         arguments = self._arguments(settings, installation, ports)
         own = {STATUS_DIR_VARIABLE: str(self.status_dir), DEVICE_VARIABLE: settings.device}
+        if settings.cloud_credentials is not None:
+            own[CREDENTIALS_VARIABLE] = settings.cloud_credentials
         print("starting " + " ".join(arguments), flush=True)
         self._process = subprocess.Popen(
             arguments,
-            env={**os.environ, **installation.environment(), **own},
+            env={**os.environ, **installation.environment(), **own, **env},
             cwd=folder,  # the Python backend imports from here first
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -173,11 +185,6 @@ class ServerProcess:
             message = found["message"].split("\\n\\nAt:")[0].replace("\\n", "\n").strip()
             if message not in self._errors and not message.startswith(_HARMLESS):
                 self._errors.append(message)
-
-
-def is_remote(repository: str) -> bool:
-    """Whether Triton fetches the repository itself, from s3://, gs:// or as://."""
-    return "://" in repository
 
 
 def is_alive(pid: int) -> bool:

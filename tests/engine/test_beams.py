@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import pytest
 import torch
 
-from launcher_scripts.engine.engine import Engine
+from launcher_scripts.engine.engine import STEPS_AHEAD, Engine
 from launcher_scripts.engine.hypotheses import Hypotheses
 from launcher_scripts.engine.results import Candidate
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
 from tests.engine.reference_beams import Settings, Text, search
-from tests.engine.small_models import context_logits, engine_for, random_tensors, small_config
+from tests.engine.small_models import (
+    context_logits,
+    engine_for,
+    random_tensors,
+    runner_for,
+    small_config,
+)
 from tests.engine.small_t5 import SOURCE, VARIANTS, decoder_logits, t5_config, t5_tensors
 
 END = 3
@@ -130,6 +136,30 @@ def test_searches_of_all_widths_and_other_rows_run_together(engine, max_tokens):
     together = [texts(futures[index].result(60)) for index in range(len(rows))]
     crowd.close()
     assert together == alone
+
+
+class EagerGraphs:
+    """Stands for the CUDA graphs, which replay on the rows' slots in a tensor of their own."""
+
+    def run(self, _: object, slots: torch.Tensor, function: Callable[..., torch.Tensor]) -> object:
+        return function(slots.clone())
+
+
+def test_as_on_a_device(engine, monkeypatch):
+    """A step is launched before the last is read, rows are padded, nothing looks at the cache."""
+    rows = mixed_requests()
+    wanted = [texts(engine.submit(row).result(60)) for row in rows]
+    monkeypatch.setitem(STEPS_AHEAD, "cpu", 1)
+    monkeypatch.setattr("launcher_scripts.engine.kv_cache.looking_is_free", lambda _: False)
+    settings, runner = runner_for(GPT, random_tensors(GPT), max_batch_size=16)
+    monkeypatch.setattr(runner, "_graphs", EagerGraphs())
+    monkeypatch.setattr(runner._batches, "_max_rows", 16)
+    device = Engine.from_runner(settings, lambda: runner)
+    futures = [device.submit(row) for row in rows]
+    got = [texts(future.result(60)) for future in futures]
+    monkeypatch.setattr(runner, "_graphs", None)
+    device.close()
+    assert got == wanted
 
 
 def test_a_search_of_width_one_is_greedy(engine):
