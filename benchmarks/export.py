@@ -142,7 +142,7 @@ def write_settings(
     path = target.with_name("settings.yaml")
     values = {
         "model_name": "gpt",
-        "model_type": options.case,
+        "model_type": "",
         "checkpoint_path": str(source.path),
         "triton_model_dir": str(target),
         "parallelism": {"tp_size": options.tp_size, "pp_size": 1},
