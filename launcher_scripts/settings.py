@@ -17,6 +17,7 @@ from launcher_scripts.errors import ConfigError, Problems, problem
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.replicas import replica_file
 from launcher_scripts.schema import build
+from launcher_scripts.security import ClientTls, ServerSecurity
 from launcher_scripts.task_settings import BenchmarkSettings, TaskSettings
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
@@ -143,6 +144,7 @@ class DeploySettings:
     stop_timeout: float = 30.0
     job_folder: str | None = None
     replica: int | None = None
+    security: ServerSecurity = ServerSecurity()
 
     def __post_init__(self) -> None:
         problems = Problems("the deploy settings")
@@ -188,6 +190,7 @@ class EvaluateSettings:
     protocol: str = "http"
     server_job_folder: str | None = None
     replicas: int = 0
+    grpc_tls: ClientTls | None = None
 
     def __post_init__(self) -> None:
         problems = Problems("the evaluate settings")

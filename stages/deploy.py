@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
 from launcher_scripts.errors import CheckpointError
 from launcher_scripts.models.repository import ServedModel, served_models
 from launcher_scripts.parallel import Parallelism
+from launcher_scripts.security import ServerSecurity
 from launcher_scripts.settings import DeploySettings
 from stages.export import Export
-from stages.stage import Launch, Stage, absolute
+from stages.paths import absolute
+from stages.protection import check_files, with_absolute_files
+from stages.stage import Launch, Stage
 
 CLEANUP_SECONDS = 20.0
 
@@ -36,6 +40,7 @@ class Server:
     public_host: str | None
     ready_timeout: float
     stop_timeout: float
+    security: ServerSecurity
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,12 @@ class Deploy(Stage):
         return DeploySettings(
             model_repository=str(self.repository),
             results_dir=str(self.results_dir),
-            **asdict(self.block.server),
+            **{**_values(self.block.server), "security": self.security},
         )
+
+    @property
+    def security(self) -> ServerSecurity:
+        return with_absolute_files(self.block.server.security)
 
     def job_settings(self, folder: JobFolder, server: Job | None) -> DeploySettings:  # noqa: ARG002
         return replace(self.settings, job_folder=str(folder.root))
@@ -132,7 +141,8 @@ class Deploy(Stage):
         return ranks
 
     def paths(self) -> list[Path]:
-        return [self.repository, *([self.cache("triton")] if self.in_container else [])]
+        files = map(Path, self.security.files().values())
+        return [self.repository, *files, *([self.cache("triton")] if self.in_container else [])]
 
     def check_own(self) -> None:
         checks, cluster, settings = self.launch.checks, self.launch.cluster, self.settings
@@ -141,6 +151,7 @@ class Deploy(Stage):
             checks.problems.add("nodes must be at least 1", got=nodes, change="deploy.run.nodes")
             return
         self._check_replicas()
+        check_files(checks, self.security)
         if not self.models:
             self._check_repository()
         checks.ranks(
@@ -180,3 +191,8 @@ class Deploy(Stage):
                 got=str(self.repository),
                 change=key,
             )
+
+
+def _values(server: Server) -> dict[str, Any]:
+    """The fields as they are, also those that are dataclasses themselves."""
+    return {field.name: getattr(server, field.name) for field in fields(server)}

@@ -47,6 +47,7 @@ FLOOR = frozenset(
         "contracts_agm",
         "render",
         "replicas",
+        "security",
         "settings",
         "task_settings",
     }
@@ -67,7 +68,8 @@ MAY_IMPORT = {
     "render": {"errors"},
     "models": {"errors", "parallel"},
     "replicas": set(),
-    "settings": {"errors", "parallel", "replicas", "schema", "task_settings"},
+    "security": {"errors"},
+    "settings": {"errors", "parallel", "replicas", "schema", "security", "task_settings"},
     "task_settings": {"errors"},
     "tokenizer": set(),
     "checkpoint": FLOOR | {"tokenizer"},
