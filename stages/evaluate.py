@@ -100,6 +100,13 @@ class Evaluate(Stage):
         own = (tls.certificate and absolute(tls.certificate), tls.key and absolute(tls.key))
         return ClientTls(absolute(tls.ca), *own)
 
+    def _tls_files(self) -> dict[str, str]:
+        tls = self._tls()
+        files = (
+            {} if tls is None else {"ca": tls.ca, "certificate": tls.certificate, "key": tls.key}
+        )
+        return {name: file for name, file in files.items() if file}
+
     def job(self, folder: JobFolder, server: Job | None = None) -> Job:
         """With a server of the same command line, the job ends with it and may stop it."""
         server = server if self.uses(server) else None
@@ -170,9 +177,8 @@ class Evaluate(Stage):
         settings = self.settings
         data = (Path(path) for _, path, _ in self._task_files())
         cache = [self.cache("matplotlib")] if self.in_container else []
-        tls = self._tls()
-        data = [*data, *(Path(file) for file in (asdict(tls) if tls else {}).values() if file)]
-        return [Path(settings.ready_file), Path(settings.tokenizer_dir), *data, *cache]
+        tls = map(Path, self._tls_files().values())
+        return [Path(settings.ready_file), Path(settings.tokenizer_dir), *data, *tls, *cache]
 
     def _task_files(self) -> Iterator[tuple[str, str, str]]:
         """(what it is, its path, its key) of every file that the tasks read."""
@@ -206,10 +212,8 @@ class Evaluate(Stage):
     def _check_tls(self) -> None:
         """A client speaks as the server of the same command line does."""
         checks, tls = self.launch.checks, self._tls()
-        for name, file in (asdict(tls) if tls else {}).items():
-            if file is not None:
-                key = f"evaluate.grpc_tls.{name}"
-                checks.exists(f"the client's {name}", file, key)
+        for name, file in self._tls_files().items():
+            checks.exists(f"the client's {name}", file, f"evaluate.grpc_tls.{name}")
         server = Deploy(self.launch).security if "deploy" in self.launch.stages else None
         if server is None or server.grpc_tls is None:
             return
