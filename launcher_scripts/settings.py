@@ -128,7 +128,9 @@ class DeploySettings:
 
     public_host is the address that the ready file gives to clients; None: the node's own name.
     job_folder tells this run of a server from every other one. replica: which of several servers
-    of the same run this is; their ready files have its number.
+    of the same run this is; their ready files have its number. network_interface: name or network
+    (10.0.0.0/16) of what the ranks of several nodes talk over; None: any. restarts: how often a
+    server that was ready may be started again after it lost a rank or died.
     """
 
     model_repository: str
@@ -144,6 +146,8 @@ class DeploySettings:
     stop_timeout: float = 30.0
     job_folder: str | None = None
     replica: int | None = None
+    network_interface: str | None = None
+    restarts: int = 0
     security: ServerSecurity = ServerSecurity()
 
     def __post_init__(self) -> None:
@@ -163,7 +167,13 @@ class DeploySettings:
             problems.add("two of the server's ports are equal", got=fixed, change="deploy.server")
         for name in ("ready_timeout", "stop_timeout"):
             problems.check_at_least(name, getattr(self, name), 0, f"deploy.server.{name}")
+        problems.check_at_least("restarts", self.restarts, 0, "deploy.restarts")
         problems.raise_if_any(ConfigError)
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """The addresses that http, grpc and metrics listen on."""
+        return self.security.hosts(self.host)
 
     @property
     def ready_file(self) -> Path:

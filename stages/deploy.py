@@ -40,6 +40,7 @@ class Server:
     public_host: str | None
     ready_timeout: float
     stop_timeout: float
+    network_interface: str | None
     security: ServerSecurity
 
 
@@ -50,6 +51,7 @@ class DeployBlock:
     run: DeployRun
     model_repository: str
     replicas: int
+    restarts: int
     server: Server
 
 
@@ -67,6 +69,7 @@ class Deploy(Stage):
         return DeploySettings(
             model_repository=str(self.repository),
             results_dir=str(self.results_dir),
+            restarts=self.block.restarts,
             **{**_values(self.block.server), "security": self.security},
         )
 

@@ -79,7 +79,7 @@ MAY_IMPORT = {
     "server": FLOOR,
     "clients": FLOOR,
     "evaluation": {"clients", "tokenizer"} | FLOOR,
-    "steps": {"server", "evaluation", "checkpoint", "tokenizer"} | FLOOR,
+    "steps": {"server", "engine", "evaluation", "checkpoint", "tokenizer"} | FLOOR,
     "launcher_scripts.main": set(),
 }
 # dependency -> the only places that may import it

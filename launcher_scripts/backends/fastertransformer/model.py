@@ -24,13 +24,18 @@ from launcher_scripts.backends.fastertransformer.answers import (
     send_last,
 )
 from launcher_scripts.backends.fastertransformer.conversions import CONVERSIONS, Shape
+from launcher_scripts.backends.fastertransformer.nodes import (
+    end_server_later,
+    host_ranks,
+    node_group,
+)
 from launcher_scripts.backends.fastertransformer.parameters import engine_settings
 from launcher_scripts.backends.fastertransformer.status import DEVICE_VARIABLE, StatusFile
 from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.prompts import prompt_start_id
 from launcher_scripts.engine.weights import DTYPES
-from launcher_scripts.errors import LauncherError, RequestError
+from launcher_scripts.errors import LauncherError, RequestError, ServerError
 from launcher_scripts.protocol import GenerateRequest, Tensor
 
 
@@ -38,7 +43,11 @@ class TritonPythonModel:
     """One served model."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load on every rank and generate once; the status file says ready after that."""
+        """Load on every rank and generate once; the status file says ready after that.
+
+        On a node that does not serve: host ranks until the end.
+        """
+        self._engine = None
         self._status = StatusFile.of_server(args["model_name"])
         self._status.write("loading")
         try:
@@ -52,7 +61,11 @@ class TritonPythonModel:
             self._conversion = CONVERSIONS[settings.model_type]
             if settings.enable_custom_all_reduce:
                 print("enable_custom_all_reduce: ranks sum over NCCL, with the same result")
-            self._engine = Engine.load(settings)
+            group = node_group(os.environ, args["model_name"], Path(args["model_repository"]))
+            if not group.place.serves:
+                host_ranks(group, settings.checkpoint_dir, settings.start_timeout)
+                return
+            self._engine = Engine.load(settings, group)
             self._engine.warm_up()
         except LauncherError as error:
             self._status.write("failed", reason=str(error))
@@ -61,10 +74,9 @@ class TritonPythonModel:
             json.loads(args["model_config"])
         )
         self._answers = Answers()
-        self._status.write("ready", ranks=self._engine.ranks)
-        self._engine.on_failure(
-            lambda error: self._status.write("failed", reason=str(error), ranks=self._engine.ranks)
-        )
+        self._engine.timeline.note("the first tokens are generated")
+        self._status.write("ready", ranks=self._engine.ranks, timeline=self._engine.timeline.events)
+        self._engine.on_failure(self._lost)
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Hand every request's rows to the engine; answers follow through response senders."""
@@ -91,6 +103,12 @@ class TritonPythonModel:
         config, dtype = self._engine.config, DTYPES[self._engine.settings.data_type]
         shape = Shape(width, config.end_id, dtype, prompt_start_id(config))
         return lambda outputs: self._conversion.to_tensors(rows, outputs, shape)
+
+    def _lost(self, error: ServerError) -> None:
+        """Tell who watches this server; one that nobody watches ends itself."""
+        self._status.write("failed", reason=str(error), ranks=self._engine.ranks)
+        if not self._status.is_read:
+            end_server_later(error)
 
     def finalize(self) -> None:
         """End every rank."""
