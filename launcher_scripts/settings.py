@@ -60,7 +60,8 @@ class ExportSettings:
     triton_model_dir is the model's folder inside the repository; shards go to
     <triton_model_dir>/1/<tp_size>-gpu. num_attention_heads is for checkpoints that do not say it.
     prompt_, ia3_ and adapter_checkpoints are added to the base in order; ia3_in_place folds IA3
-    into the weights. decoupled: the served model answers with every token.
+    into the weights. decoupled: the served model answers with every token. interactive: its
+    requests belong to sessions, interactive_sessions of them at once.
     """
 
     model_name: str
@@ -77,6 +78,8 @@ class ExportSettings:
     enable_custom_all_reduce: bool = False
     data_type: str = "fp32"
     decoupled: bool = False
+    interactive: bool = False
+    interactive_sessions: int = 32
     source: str = "auto"
     num_attention_heads: int | None = None
     encoder_only: bool = False
@@ -109,6 +112,26 @@ class ExportSettings:
             1,
             "export.triton_deployment.max_batch_size",
         )
+        problems.check_at_least(
+            "interactive_sessions",
+            self.interactive_sessions,
+            1,
+            "export.triton_deployment.interactive_sessions",
+        )
+        if self.interactive and self.model_type != "gpt3":
+            problems.add(
+                "interactive text generation needs a decoder-only model",
+                got=self.model_type,
+                choices=("gpt3",),
+                change="export.triton_deployment.interactive",
+            )
+        if self.interactive and self.max_batch_size != 1:
+            problems.add(
+                "a model with sessions has max_batch_size 1; interactive_sessions says how many "
+                "are served at once",
+                got=self.max_batch_size,
+                change="export.triton_deployment.max_batch_size",
+            )
         problems.raise_if_any(ConfigError)
 
     @property
@@ -130,7 +153,8 @@ class DeploySettings:
     job_folder tells this run of a server from every other one. replica: which of several servers
     of the same run this is; their ready files have its number. network_interface: name or network
     (10.0.0.0/16) of what the ranks of several nodes talk over; None: any. restarts: how often a
-    server that was ready may be started again after it lost a rank or died.
+    server that was ready may be started again after it lost a rank or died. model_repository may
+    be in a cloud storage (s3://, gs://, as://); cloud_credentials is Triton's file of keys for it.
     """
 
     model_repository: str
@@ -144,6 +168,7 @@ class DeploySettings:
     public_host: str | None = None
     ready_timeout: float = 1800.0
     stop_timeout: float = 30.0
+    cloud_credentials: str | None = None
     job_folder: str | None = None
     replica: int | None = None
     network_interface: str | None = None

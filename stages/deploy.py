@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
 from launcher_scripts.errors import CheckpointError
-from launcher_scripts.models.repository import ServedModel, served_models
+from launcher_scripts.models.repository import ServedModel, is_remote, served_models
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.security import ServerSecurity
 from launcher_scripts.settings import DeploySettings
@@ -40,6 +40,7 @@ class Server:
     public_host: str | None
     ready_timeout: float
     stop_timeout: float
+    cloud_credentials: str | None
     network_interface: str | None
     security: ServerSecurity
 
@@ -66,11 +67,14 @@ class Deploy(Stage):
 
     @cached_property
     def settings(self) -> DeploySettings:
+        server = {**_values(self.block.server), "security": self.security}
+        if server["cloud_credentials"] is not None:
+            server["cloud_credentials"] = absolute(server["cloud_credentials"])
         return DeploySettings(
-            model_repository=str(self.repository),
+            model_repository=self.block.model_repository if self.remote else str(self.repository),
             results_dir=str(self.results_dir),
             restarts=self.block.restarts,
-            **{**_values(self.block.server), "security": self.security},
+            **server,
         )
 
     @property
@@ -81,7 +85,13 @@ class Deploy(Stage):
         return replace(self.settings, job_folder=str(folder.root))
 
     @property
+    def remote(self) -> bool:
+        """Whether the repository is in a cloud storage, where nobody looks before it is served."""
+        return is_remote(self.block.model_repository)
+
+    @property
     def repository(self) -> Path:
+        """The folder of the models, where it is one."""
         return Path(absolute(self.block.model_repository))
 
     @cached_property
@@ -91,6 +101,8 @@ class Deploy(Stage):
         A repository that the export of the same run is about to write does not exist yet, so its
         model is the one that the export stage announces.
         """
+        if self.remote:
+            return []
         if "export" in self.launch.stages:
             export = Export(self.launch)
             if export.settings.model_repository == self.repository:
@@ -139,13 +151,17 @@ class Deploy(Stage):
         """One GPU of a node for every rank on it, where that is less than the node has."""
         gpus = self.launch.cluster.gpus_per_node
         ranks = self.parallelism.world_size // self.resources().nodes
-        if gpus is None or ranks >= gpus or self.settings.device == "cpu":
+        if gpus is None or self.remote or ranks >= gpus or self.settings.device == "cpu":
             return None
         return ranks
 
     def paths(self) -> list[Path]:
-        files = map(Path, self.security.files().values())
-        return [self.repository, *files, *([self.cache("triton")] if self.in_container else [])]
+        files = [*self.security.files().values()]
+        if self.settings.cloud_credentials is not None:
+            files.append(self.settings.cloud_credentials)
+        given = [] if self.remote else [self.repository]
+        cache = [self.cache("triton")] if self.in_container else []
+        return [*given, *map(Path, files), *cache]
 
     def check_own(self) -> None:
         checks, cluster, settings = self.launch.checks, self.launch.cluster, self.settings
@@ -155,7 +171,9 @@ class Deploy(Stage):
             return
         self._check_replicas()
         check_files(checks, self.security)
-        if not self.models:
+        if self.remote:
+            self._check_remote()
+        elif not self.models:
             self._check_repository()
         checks.ranks(
             self.parallelism.world_size,
@@ -184,6 +202,19 @@ class Deploy(Stage):
                 got=ports,
                 change="deploy.server.*_port (0: a free one), or cluster.exclusive",
             )
+
+    def _check_remote(self) -> None:
+        checks, credentials = self.launch.checks, self.settings.cloud_credentials
+        if self.resources().nodes > 1:
+            checks.problems.add(
+                "a model repository in a cloud storage is served on one node: each would fetch "
+                "a copy of its own",
+                got=self.resources().nodes,
+                change="deploy.run.nodes or deploy.model_repository",
+            )
+        if credentials is not None:
+            key = "deploy.server.cloud_credentials"
+            checks.private("the file of keys", credentials, key)
 
     def _check_repository(self) -> None:
         checks, key = self.launch.checks, "deploy.model_repository"

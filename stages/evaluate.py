@@ -147,6 +147,14 @@ class Evaluate(Stage):
         for model in deploy.models:
             if model.name == self.block.model_name:
                 return model.checkpoint_dir
+        if deploy.remote:
+            raise ConfigError(
+                problem(
+                    "the tokenizer of a model in a cloud storage must be named",
+                    got=self.block.tokenizer_dir,
+                    change="evaluate.tokenizer_dir",
+                )
+            )
         if not deploy.models:
             return deploy.repository / self.block.model_name / "1"
         raise ConfigError(

@@ -59,6 +59,8 @@ class TritonDeployment:
     enable_custom_all_reduce: bool
     data_type: str
     decoupled: bool
+    interactive: bool
+    interactive_sessions: int
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ class Export(Stage):
             enable_custom_all_reduce=deployment.enable_custom_all_reduce,
             data_type=deployment.data_type,
             decoupled=deployment.decoupled,
+            interactive=deployment.interactive,
+            interactive_sessions=deployment.interactive_sessions,
             source=model.source,
             num_attention_heads=model.num_attention_heads,
             encoder_only=model.encoder_only,

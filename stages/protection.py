@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from launcher_scripts.security import ServerSecurity, too_open
+from launcher_scripts.security import ServerSecurity
 from stages.checks import Checks
 from stages.paths import absolute
 
 KEY = "deploy.server.security"
 _SECRET_NAME = re.compile(
-    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY|ACCESS_KEY_ID)(_|$)",
+    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY|ACCESS_KEY_ID|STORAGE_KEY)(_|$)",
     re.IGNORECASE,
 )
 _PATH_NAME = re.compile(r"_(FILE|PATH|DIR)$", re.IGNORECASE)
@@ -36,11 +36,8 @@ def check_files(checks: Checks, security: ServerSecurity) -> None:
     """Certificates, keys and secrets are there, and nobody else can read those that are secret."""
     private = security.private_files()
     for key, path in security.files().items():
-        if not checks.exists(f"{key} of the server", path, f"{KEY}.{key}"):
-            continue
-        reason = too_open(checks.on_host(path)) if key in private else None
-        if reason is not None:
-            checks.problems.add(reason, got=path, change=f"{KEY}.{key}")
+        check = checks.private if key in private else checks.exists
+        check(f"{key} of the server", path, f"{KEY}.{key}")
 
 
 def check_variables(checks: Checks, names: Iterable[str]) -> None:
@@ -50,5 +47,6 @@ def check_variables(checks: Checks, names: Iterable[str]) -> None:
             checks.problems.add(
                 f"the value of {name} would be written into scripts: put the line {name}=... into "
                 f"a file of mode 600",
-                change=f"env_vars.{name}, and {KEY}.secrets_file (the file)",
+                choices=("the environment you submit from", f"{KEY}.secrets_file (the file)"),
+                change=f"env_vars.{name}",
             )

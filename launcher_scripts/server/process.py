@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO
 
+from launcher_scripts.models.repository import is_remote
 from launcher_scripts.server.installation import Installation
 from launcher_scripts.server.ports import Ports
 from launcher_scripts.server.protection import Protection
@@ -24,6 +25,7 @@ from launcher_scripts.settings import DeploySettings
 
 STATUS_DIR_VARIABLE = "LAUNCHER_STATUS_DIR"
 DEVICE_VARIABLE = "LAUNCHER_DEVICE"
+CREDENTIALS_VARIABLE = "TRITON_CLOUD_CREDENTIAL_PATH"
 TAIL_LINES = 60
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 10.0
@@ -66,6 +68,8 @@ class ServerProcess:
         arguments = self._arguments(settings, installation, ports) + protection.arguments()
         secrets = protection.environment
         own = {STATUS_DIR_VARIABLE: str(self.status_dir), DEVICE_VARIABLE: settings.device}
+        if settings.cloud_credentials is not None:
+            own[CREDENTIALS_VARIABLE] = settings.cloud_credentials
         print(self._hide("starting " + " ".join(arguments)), flush=True)
         self._process = subprocess.Popen(
             arguments,
@@ -186,11 +190,6 @@ class ServerProcess:
             message = found["message"].split("\\n\\nAt:")[0].replace("\\n", "\n").strip()
             if message not in self._errors and not message.startswith(_HARMLESS):
                 self._errors.append(message)
-
-
-def is_remote(repository: str) -> bool:
-    """Whether Triton fetches the repository itself, from s3://, gs:// or as://."""
-    return "://" in repository
 
 
 def is_alive(pid: int) -> bool:

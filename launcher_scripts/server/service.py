@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.errors import ServerError, problem
+from launcher_scripts.models.repository import is_remote
 from launcher_scripts.nodes import (
     ALONE,
     ATTEMPT_VARIABLE,
@@ -29,7 +30,7 @@ from launcher_scripts.server.health import (
 )
 from launcher_scripts.server.installation import Installation, find_installation
 from launcher_scripts.server.ports import Ports, ports_in_use, reserved_ports
-from launcher_scripts.server.process import ServerProcess, is_alive, is_remote
+from launcher_scripts.server.process import ServerProcess, is_alive
 from launcher_scripts.server.protection import Protection
 from launcher_scripts.server.ready_files import ReadyFiles
 from launcher_scripts.server.stopping import StopRequest

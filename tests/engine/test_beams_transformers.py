@@ -95,7 +95,7 @@ def check(output: GenerateOutput, theirs: Any, penalty: float) -> None:
     assert output.output_ids == output.beams[0].output_ids
 
 
-@pytest.mark.parametrize("width", [2, 3, 5, 16])
+@pytest.mark.parametrize("width", [2, 3, 5, 16, 64])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.5, -1.0])
 def test_width_and_length_penalty(pair: Pair, width, penalty):
     for ids in SOURCES:

@@ -140,6 +140,29 @@ def test_a_t5_streams_with_zeros_after_its_tokens(stream: Stream) -> None:
         assert response["sequence_length"].tolist() == [[count], [count]]
 
 
+def test_a_beam_search_streams_its_best_hypotheses(stream: Stream, served: dict[str, Any]) -> None:
+    tensors = ids_request([PROMPT], 6, beam_width=3, min_length=6, is_return_log_probs=True)
+    responses = stream.ask("gpt", **tensors)
+    answer = whole(served, **tensors)
+    assert len(responses) == 6
+    for name in answer:
+        np.testing.assert_array_equal(responses[-1][name], answer[name])
+    for count, response in enumerate(responses, 1):
+        assert response["output_ids"].shape == (1, 3, 9)
+        assert response["sequence_length"].tolist() == [[3 + count] * 3]
+        sums = response["cum_log_probs"][0].tolist()
+        assert sums == sorted(sums, reverse=True)
+        assert len({tuple(ids) for ids in response["output_ids"][0].tolist()}) == 3
+
+
+def test_every_response_has_the_whole_texts_of_a_beam_search(stream: Stream) -> None:
+    tensors = {"INPUT_0": text_rows("Hello"), "INPUT_1": np.array([[5]], np.uint32)}
+    tensors["beam_width"] = np.array([[2]], np.uint32)
+    for response in stream.ask("ensemble", **tensors):
+        assert response["OUTPUT_0"].shape == (1, 2, 1)
+        assert response["OUTPUT_DELTA"].tolist() == response["OUTPUT_0"].tolist()
+
+
 def test_text_comes_in_pieces_that_make_the_whole(stream: Stream, served: dict[str, Any]) -> None:
     """Random weights also choose tokens that are parts of characters."""
     tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
