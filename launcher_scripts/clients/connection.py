@@ -73,7 +73,9 @@ class Connection(Protocol):
         """Send one request; the result waits for its answer. outputs None: all that there are."""
         ...
 
-    def stream(self, model_name: str, tensors: Tensors) -> Iterator[Tensors]:
+    def stream(
+        self, model_name: str, tensors: Tensors, step: SequenceStep | None = None
+    ) -> Iterator[Tensors]:
         """Every response to one request, as it comes; closing the iterator cancels the request."""
         ...
 
@@ -138,7 +140,12 @@ class HttpConnection:
 
         return answer
 
-    def stream(self, model_name: str, tensors: Tensors) -> Iterator[Tensors]:  # noqa: ARG002
+    def stream(
+        self,
+        model_name: str,
+        tensors: Tensors,  # noqa: ARG002
+        step: SequenceStep | None = None,  # noqa: ARG002
+    ) -> Iterator[Tensors]:
         raise ServerError(
             problem(
                 f"model {model_name} cannot be streamed from over this protocol",
@@ -222,7 +229,9 @@ class GrpcConnection:
 
         return answer
 
-    def stream(self, model_name: str, tensors: Tensors) -> Iterator[Tensors]:
+    def stream(
+        self, model_name: str, tensors: Tensors, step: SequenceStep | None = None
+    ) -> Iterator[Tensors]:
         """One stream at a time; another one needs another connection."""
         arrived: queue.Queue[tuple[Any, Any]] = queue.Queue()
         self._client.start_stream(
@@ -234,6 +243,7 @@ class GrpcConnection:
                 model_name,
                 _infer_inputs(self._module, tensors),
                 enable_empty_final_response=True,
+                **(step.arguments() if step else {}),
             )
             final = False
             while not final:

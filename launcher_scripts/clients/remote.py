@@ -90,10 +90,12 @@ class RemoteServer:
         )
         return lambda: self._asked(answer, what)
 
-    def stream(self, model_name: str, tensors: Tensors) -> Iterator[Tensors]:
+    def stream(
+        self, model_name: str, tensors: Tensors, step: SequenceStep | None = None
+    ) -> Iterator[Tensors]:
         """The responses to one request as they come (gRPC alone); closing cancels the request."""
         try:
-            yield from self._connection.stream(model_name, tensors)
+            yield from self._connection.stream(model_name, tensors, step)
         except LauncherError:
             raise
         except Exception as error:
