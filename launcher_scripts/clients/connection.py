@@ -83,14 +83,12 @@ class Connection(Protocol):
 
 
 class HttpConnection:
-    """Requests over HTTP; many may be in flight at once from the one thread that uses it."""
+    """Requests over HTTP, which Triton cannot encrypt; many may be in flight at once from the one
+    thread that uses it.
+    """
 
     def __init__(
-        self,
-        address: str,
-        request_timeout: float,
-        verbose: bool = False,
-        tls: ClientTls | None = None,  # noqa: ARG002  (Triton's HTTP has none)
+        self, address: str, request_timeout: float, verbose: bool = False, _tls: object = None
     ) -> None:
         import gevent
         from gevent.pool import Group
