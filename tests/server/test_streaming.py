@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 PROMPT = (5, 6, 7)
 SAMPLED = {"runtime_top_k": 40, "temperature": 1.7, "random_seed": 11}
 LONG = text_config(max_positions=16384)
-ROWS_IN_FLIGHT = 32
+ROWS_IN_FLIGHT = 64
 
 
 @pytest.fixture(scope="module")
