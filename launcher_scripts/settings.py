@@ -155,6 +155,7 @@ class DeploySettings:
     (10.0.0.0/16) of what the ranks of several nodes talk over; None: any. restarts: how often a
     server that was ready may be started again after it lost a rank or died. model_repository may
     be in a cloud storage (s3://, gs://, as://); cloud_credentials is Triton's file of keys for it.
+    numpy_dir: a folder with numpy 1 for a server whose Python backend needs it; None: none needed.
     """
 
     model_repository: str
@@ -165,6 +166,7 @@ class DeploySettings:
     host: str = "0.0.0.0"
     device: str = "auto"
     tritonserver: str | None = None
+    numpy_dir: str | None = None
     public_host: str | None = None
     ready_timeout: float = 1800.0
     stop_timeout: float = 30.0

@@ -51,7 +51,7 @@ def serve(settings: DeploySettings, place: Place = ALONE) -> None:
     itself. Nothing of it is left running in any case.
     """
     check_repository(settings.model_repository)
-    installation = find_installation(settings.tritonserver)
+    installation = find_installation(settings.tritonserver, settings.numpy_dir)
     ready_files = ReadyFiles(settings)
     ready_files.prepare()
     stop = StopRequest()
