@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.errors import ServerError, problem
+from launcher_scripts.security import ClientTls
 
 MOST_IN_FLIGHT = 256
 # Logits outgrow the usual limits, and the server is no one's to reach through a proxy.
@@ -82,9 +83,13 @@ class Connection(Protocol):
 
 
 class HttpConnection:
-    """Requests over HTTP; many may be in flight at once from the one thread that uses it."""
+    """Requests over HTTP, which Triton cannot encrypt; many may be in flight at once from the one
+    thread that uses it.
+    """
 
-    def __init__(self, address: str, request_timeout: float, verbose: bool = False) -> None:
+    def __init__(
+        self, address: str, request_timeout: float, verbose: bool = False, _tls: object = None
+    ) -> None:
         import gevent
         from gevent.pool import Group
         from tritonclient import http
@@ -156,13 +161,25 @@ class HttpConnection:
 class GrpcConnection:
     """Requests over gRPC."""
 
-    def __init__(self, address: str, request_timeout: float, verbose: bool = False) -> None:
+    def __init__(
+        self,
+        address: str,
+        request_timeout: float,
+        verbose: bool = False,
+        tls: ClientTls | None = None,
+    ) -> None:
         from tritonclient import grpc
 
         self._module = grpc
         self._timeout = request_timeout
         self._client = grpc.InferenceServerClient(
-            address, verbose=verbose, channel_args=GRPC_ARGUMENTS
+            address,
+            verbose=verbose,
+            channel_args=GRPC_ARGUMENTS,
+            ssl=tls is not None,
+            root_certificates=tls and tls.ca,
+            private_key=tls and tls.key,
+            certificate_chain=tls and tls.certificate,
         )
 
     def is_ready(self, model_name: str) -> bool:
@@ -242,7 +259,7 @@ class GrpcConnection:
         self._client.close()
 
 
-CONNECTIONS: dict[str, Callable[[str, float, bool], Connection]] = {
+CONNECTIONS: dict[str, Callable[[str, float, bool, ClientTls | None], Connection]] = {
     "http": HttpConnection,
     "grpc": GrpcConnection,
 }
