@@ -17,6 +17,7 @@ from launcher_scripts.errors import ConfigError, Problems, problem
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.replicas import replica_file
 from launcher_scripts.schema import build
+from launcher_scripts.security import ClientTls, ServerSecurity
 from launcher_scripts.task_settings import BenchmarkSettings, TaskSettings
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
@@ -155,6 +156,7 @@ class DeploySettings:
     (10.0.0.0/16) of what the ranks of several nodes talk over; None: any. restarts: how often a
     server that was ready may be started again after it lost a rank or died. model_repository may
     be in a cloud storage (s3://, gs://, as://); cloud_credentials is Triton's file of keys for it.
+    numpy_dir: a folder with numpy 1 for a server whose Python backend needs it; None: none needed.
     """
 
     model_repository: str
@@ -165,6 +167,7 @@ class DeploySettings:
     host: str = "0.0.0.0"
     device: str = "auto"
     tritonserver: str | None = None
+    numpy_dir: str | None = None
     public_host: str | None = None
     ready_timeout: float = 1800.0
     stop_timeout: float = 30.0
@@ -173,6 +176,7 @@ class DeploySettings:
     replica: int | None = None
     network_interface: str | None = None
     restarts: int = 0
+    security: ServerSecurity = ServerSecurity()
 
     def __post_init__(self) -> None:
         problems = Problems("the deploy settings")
@@ -193,6 +197,11 @@ class DeploySettings:
             problems.check_at_least(name, getattr(self, name), 0, f"deploy.server.{name}")
         problems.check_at_least("restarts", self.restarts, 0, "deploy.restarts")
         problems.raise_if_any(ConfigError)
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """The addresses that http, grpc and metrics listen on."""
+        return self.security.hosts(self.host)
 
     @property
     def ready_file(self) -> Path:
@@ -219,6 +228,7 @@ class EvaluateSettings:
     protocol: str = "http"
     server_job_folder: str | None = None
     replicas: int = 0
+    grpc_tls: ClientTls | None = None
 
     def __post_init__(self) -> None:
         problems = Problems("the evaluate settings")
