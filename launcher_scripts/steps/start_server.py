@@ -19,7 +19,8 @@ from dataclasses import replace
 
 from launcher_scripts.engine.rank_host import NodeHost
 from launcher_scripts.nodes import find_place
-from launcher_scripts.server.service import rendezvous_folder, serve
+from launcher_scripts.server.group import rendezvous_folder
+from launcher_scripts.server.service import serve
 from launcher_scripts.server.stopping import StopRequest
 from launcher_scripts.settings import DeploySettings
 from launcher_scripts.steps.command import run_step
