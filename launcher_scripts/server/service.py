@@ -101,14 +101,15 @@ class _Run:
                     self.was_ready = True
                     service.watch()
                 print(f"stopping the server: {stop.name}", flush=True)
-            except ServerError:
+            except ServerError as error:
                 # The end of a job is told to all of its processes at once: the server may be gone
                 # a moment before this process hears of it.
                 time.sleep(_POLL_SECONDS)
                 if stop.received is None:
                     patience = min(patience, _FAILED_SECONDS)
                     raise
-                print(f"stopping the server: {stop.name}", flush=True)
+                found = str(error).partition("\n")[0]
+                print(f"stopping the server: {stop.name} ({found})", flush=True)
             finally:
                 self._ready_files.remove()
                 process.stop(patience)
