@@ -17,6 +17,7 @@ from launcher_scripts.errors import ConfigError, Problems, problem
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.replicas import replica_file
 from launcher_scripts.schema import build
+from launcher_scripts.security import ClientTls, ServerSecurity
 from launcher_scripts.task_settings import BenchmarkSettings, TaskSettings
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
@@ -57,7 +58,8 @@ class ExportSettings:
     """Turn one checkpoint into a model repository.
 
     triton_model_dir is the model's folder inside the repository; shards go to
-    <triton_model_dir>/1/<tp_size>-gpu. num_attention_heads is for checkpoints that do not say it.
+    <triton_model_dir>/1/<tp_size>-gpu. model_type is what the model is served as; "" where only the
+    shards are wanted. num_attention_heads is for checkpoints that do not say it.
     prompt_, ia3_ and adapter_checkpoints are added to the base in order; ia3_in_place folds IA3
     into the weights. decoupled: the served model answers with every token. interactive: its
     requests belong to sessions, interactive_sessions of them at once.
@@ -154,6 +156,7 @@ class DeploySettings:
     (10.0.0.0/16) of what the ranks of several nodes talk over; None: any. restarts: how often a
     server that was ready may be started again after it lost a rank or died. model_repository may
     be in a cloud storage (s3://, gs://, as://); cloud_credentials is Triton's file of keys for it.
+    numpy_dir: a folder with numpy 1 for a server whose Python backend needs it; None: none needed.
     """
 
     model_repository: str
@@ -164,6 +167,7 @@ class DeploySettings:
     host: str = "0.0.0.0"
     device: str = "auto"
     tritonserver: str | None = None
+    numpy_dir: str | None = None
     public_host: str | None = None
     ready_timeout: float = 1800.0
     stop_timeout: float = 30.0
@@ -172,6 +176,7 @@ class DeploySettings:
     replica: int | None = None
     network_interface: str | None = None
     restarts: int = 0
+    security: ServerSecurity = ServerSecurity()
 
     def __post_init__(self) -> None:
         problems = Problems("the deploy settings")
@@ -192,6 +197,11 @@ class DeploySettings:
             problems.check_at_least(name, getattr(self, name), 0, f"deploy.server.{name}")
         problems.check_at_least("restarts", self.restarts, 0, "deploy.restarts")
         problems.raise_if_any(ConfigError)
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """The addresses that http, grpc and metrics listen on."""
+        return self.security.hosts(self.host)
 
     @property
     def ready_file(self) -> Path:
@@ -218,6 +228,7 @@ class EvaluateSettings:
     protocol: str = "http"
     server_job_folder: str | None = None
     replicas: int = 0
+    grpc_tls: ClientTls | None = None
 
     def __post_init__(self) -> None:
         problems = Problems("the evaluate settings")

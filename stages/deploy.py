@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
 from launcher_scripts.errors import CheckpointError
 from launcher_scripts.models.repository import ServedModel, is_remote, served_models
 from launcher_scripts.parallel import Parallelism
+from launcher_scripts.security import ServerSecurity
 from launcher_scripts.settings import DeploySettings
 from stages.export import Export
-from stages.stage import Launch, Stage, absolute
+from stages.paths import absolute
+from stages.protection import check_files, with_absolute_files
+from stages.stage import Launch, Stage
 
 CLEANUP_SECONDS = 20.0
-# Keys to a cloud storage, in the variables that Triton reads.
-SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_KEY")
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,13 @@ class Server:
     metrics_port: int
     device: str
     tritonserver: str | None
+    numpy_dir: str | None
     public_host: str | None
     ready_timeout: float
     stop_timeout: float
     cloud_credentials: str | None
     network_interface: str | None
+    security: ServerSecurity
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Deploy(Stage):
 
     @cached_property
     def settings(self) -> DeploySettings:
-        server = asdict(self.block.server)
+        server = {**_values(self.block.server), "security": self.security}
         if server["cloud_credentials"] is not None:
             server["cloud_credentials"] = absolute(server["cloud_credentials"])
         return DeploySettings(
@@ -73,6 +77,10 @@ class Deploy(Stage):
             restarts=self.block.restarts,
             **server,
         )
+
+    @property
+    def security(self) -> ServerSecurity:
+        return with_absolute_files(self.block.server.security)
 
     def job_settings(self, folder: JobFolder, server: Job | None) -> DeploySettings:  # noqa: ARG002
         return replace(self.settings, job_folder=str(folder.root))
@@ -149,10 +157,12 @@ class Deploy(Stage):
         return ranks
 
     def paths(self) -> list[Path]:
-        given = [] if self.remote else [self.repository]
+        files = [*self.security.files().values()]
         if self.settings.cloud_credentials is not None:
-            given.append(Path(self.settings.cloud_credentials))
-        return [*given, *([self.cache("triton")] if self.in_container else [])]
+            files.append(self.settings.cloud_credentials)
+        given = [] if self.remote else [self.repository]
+        cache = [self.cache("triton")] if self.in_container else []
+        return [*given, *map(Path, files), *cache]
 
     def check_own(self) -> None:
         checks, cluster, settings = self.launch.checks, self.launch.cluster, self.settings
@@ -161,6 +171,7 @@ class Deploy(Stage):
             checks.problems.add("nodes must be at least 1", got=nodes, change="deploy.run.nodes")
             return
         self._check_replicas()
+        check_files(checks, self.security)
         if self.remote:
             self._check_remote()
         elif not self.models:
@@ -173,6 +184,8 @@ class Deploy(Stage):
         )
         if settings.tritonserver is not None and not cluster.in_container:
             checks.exists("the server", settings.tritonserver, "deploy.server.tritonserver")
+        if settings.numpy_dir is not None and not cluster.in_container:
+            checks.exists("the folder with numpy", settings.numpy_dir, "deploy.server.numpy_dir")
 
     def _check_replicas(self) -> None:
         checks, most, key = self.launch.checks, self.launch.cluster.max_replicas, "deploy.replicas"
@@ -204,15 +217,7 @@ class Deploy(Stage):
             )
         if credentials is not None:
             key = "deploy.server.cloud_credentials"
-            checks.exists("the file of keys", credentials, key)
-        written = [name for name in SECRETS if self.launch.config.env_vars.get(name) is not None]
-        if written:
-            checks.problems.add(
-                "env_vars are written into job scripts, where everybody reads them",
-                got=written,
-                choices=("the environment you submit from", "deploy.server.cloud_credentials"),
-                change="env_vars",
-            )
+            checks.private("the file of keys", credentials, key)
 
     def _check_repository(self) -> None:
         checks, key = self.launch.checks, "deploy.model_repository"
@@ -223,3 +228,8 @@ class Deploy(Stage):
                 got=str(self.repository),
                 change=key,
             )
+
+
+def _values(server: Server) -> dict[str, Any]:
+    """The fields as they are, also those that are dataclasses themselves."""
+    return {field.name: getattr(server, field.name) for field in fields(server)}

@@ -13,7 +13,8 @@ from launcher_scripts.models.nemo_config import NemoSizes, find_checkpoint, read
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.schema import build
 from launcher_scripts.settings import ExportSettings, TokenizerSettings
-from stages.stage import Launch, Stage, absolute
+from stages.paths import absolute
+from stages.stage import Launch, Stage
 
 MODEL_TYPES = ("gpt3", "t5", "mt5", "t5-encoder", "agm")
 

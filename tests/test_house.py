@@ -48,6 +48,7 @@ FLOOR = frozenset(
         "contracts_sessions",
         "render",
         "replicas",
+        "security",
         "settings",
         "task_settings",
     }
@@ -69,7 +70,8 @@ MAY_IMPORT = {
     "render": {"errors"},
     "models": {"errors", "parallel"},
     "replicas": set(),
-    "settings": {"errors", "parallel", "replicas", "schema", "task_settings"},
+    "security": {"errors"},
+    "settings": {"errors", "parallel", "replicas", "schema", "security", "task_settings"},
     "task_settings": {"errors"},
     "tokenizer": set(),
     "checkpoint": FLOOR | {"tokenizer"},

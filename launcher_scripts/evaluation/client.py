@@ -15,6 +15,7 @@ from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.evaluation.spread import SpreadServer
 from launcher_scripts.evaluation.tensors import output_names, request_tensors, row_outputs
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.security import ClientTls
 
 
 class Client:
@@ -27,6 +28,7 @@ class Client:
         *,
         protocol: str = "http",
         request_timeout: float = 600.0,
+        tls: ClientTls | None = None,
     ) -> None:
         """address: host:port of the server's `protocol` (http, grpc), or several replicas' with
         commas between them, over which the requests are spread; times in seconds.
@@ -39,6 +41,7 @@ class Client:
                 protocol=protocol,
                 request_timeout=request_timeout,
                 timeout_key="evaluate.request_timeout",
+                tls=tls,
             )
             for each in address.split(",")
         ]

@@ -51,6 +51,7 @@ def _client(ready: dict[str, Any], settings: EvaluateSettings, request_timeout: 
         settings.model_name,
         protocol=settings.protocol,
         request_timeout=request_timeout,
+        tls=settings.grpc_tls,
     )
 
 

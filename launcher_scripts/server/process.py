@@ -20,6 +20,8 @@ from typing import IO
 from launcher_scripts.models.repository import is_remote
 from launcher_scripts.server.installation import Installation
 from launcher_scripts.server.ports import Ports
+from launcher_scripts.server.protection import Protection
+from launcher_scripts.server.text_numpy import prefer_numpy
 from launcher_scripts.settings import DeploySettings
 
 STATUS_DIR_VARIABLE = "LAUNCHER_STATUS_DIR"
@@ -52,24 +54,29 @@ class ServerProcess:
         installation: Installation,
         ports: Ports,
         folder: Path,
+        protection: Protection,
         env: Mapping[str, str] = _NOTHING_MORE,
     ) -> None:
         """Start it. env: further variables for it and all that it starts."""
+        self._hide = protection.hide
         self._folder = folder
         self.status_dir = folder / "status"
         self.status_dir.mkdir()
         installation.make_backends(folder / "backends")
+        if installation.numpy_dir is not None:
+            prefer_numpy(folder, installation.numpy_dir)
         self._shm_prefix = f"{folder.name}_"
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._errors: list[str] = []
-        arguments = self._arguments(settings, installation, ports)
+        arguments = self._arguments(settings, installation, ports) + protection.arguments()
+        secrets = protection.environment
         own = {STATUS_DIR_VARIABLE: str(self.status_dir), DEVICE_VARIABLE: settings.device}
         if settings.cloud_credentials is not None:
             own[CREDENTIALS_VARIABLE] = settings.cloud_credentials
-        print("starting " + " ".join(arguments), flush=True)
+        print(self._hide("starting " + " ".join(arguments)), flush=True)
         self._process = subprocess.Popen(
             arguments,
-            env={**os.environ, **installation.environment(), **own, **env},
+            env={**os.environ, **installation.environment(), **own, **env, **secrets},
             cwd=folder,  # the Python backend imports from here first
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -99,7 +106,7 @@ class ServerProcess:
             f"--exit-timeout-secs={max(1, round(settings.stop_timeout))}",
         ]
         for name in ("http", "grpc", "metrics"):
-            arguments += [f"--{name}-address={settings.host}"]
+            arguments += [f"--{name}-address={settings.hosts[name]}"]
             arguments += [f"--{name}-port={getattr(ports, name)}"]
         return arguments
 
@@ -171,7 +178,8 @@ class ServerProcess:
 
     def _repeat_log(self, log: IO[str]) -> None:
         """Repeat the server's log as this job's output and remember its end."""
-        for line in log:
+        for written in log:
+            line = self._hide(written)
             self._tail.append(line.rstrip("\n"))
             self._note_error(line.rstrip("\n"))
             # A closed terminal must not stop the reading: the server would block on a full pipe.

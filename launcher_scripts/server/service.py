@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import Any
 from launcher_scripts.errors import ServerError, problem
 from launcher_scripts.models.repository import is_remote
 from launcher_scripts.nodes import ALONE, Place
+from launcher_scripts.server.addresses import addresses, local_host
 from launcher_scripts.server.group import group_env
 from launcher_scripts.server.health import (
     ModelStatus,
@@ -26,6 +26,7 @@ from launcher_scripts.server.health import (
 from launcher_scripts.server.installation import Installation, find_installation
 from launcher_scripts.server.ports import Ports, ports_in_use, reserved_ports
 from launcher_scripts.server.process import ServerProcess, is_alive
+from launcher_scripts.server.protection import Protection
 from launcher_scripts.server.ready_files import RENEW_SECONDS, ReadyFiles
 from launcher_scripts.server.start_times import Event, process_started, start_table
 from launcher_scripts.server.stopping import StopRequest
@@ -36,7 +37,6 @@ _POLL_SECONDS = 0.2
 _UNLOAD_SECONDS = 5.0
 _NAMING_SECONDS = 1.0
 _FAILED_SECONDS = 5.0
-_EVERY_ADDRESS = ("0.0.0.0", "::", "")
 
 
 def serve(settings: DeploySettings, place: Place = ALONE) -> None:
@@ -47,7 +47,7 @@ def serve(settings: DeploySettings, place: Place = ALONE) -> None:
     itself. Nothing of it is left running in any case.
     """
     check_repository(settings.model_repository)
-    installation = find_installation(settings.tritonserver)
+    installation = find_installation(settings.tritonserver, settings.numpy_dir)
     ready_files = ReadyFiles(settings)
     ready_files.prepare()
     stop = StopRequest()
@@ -91,10 +91,13 @@ class _Run:
             contextlib.ExitStack() as held,
         ):
             ports = held.enter_context(reserved_ports(settings))
-            process = ServerProcess(settings, self._installation, ports, Path(folder), self._env)
+            protection = Protection(settings.security)
+            process = ServerProcess(
+                settings, self._installation, ports, Path(folder), protection, self._env
+            )
             patience = settings.stop_timeout + _UNLOAD_SECONDS
             try:
-                service = Service(settings, process, ports, stop, self._ready_files)
+                service = Service(settings, process, ports, stop, protection, self._ready_files)
                 if service.wait_until_ready():
                     held.close()
                     service.announce()
@@ -137,6 +140,7 @@ class Service:
         process: ServerProcess,
         ports: Ports,
         stop: StopRequest,
+        protection: Protection,
         ready_files: ReadyFiles,
     ) -> None:
         self._settings = settings
@@ -144,8 +148,8 @@ class Service:
         self._ports = ports
         self._stop = stop
         self._ready_files = ready_files
-        local = "127.0.0.1" if settings.host in _EVERY_ADDRESS else settings.host
-        self._client = TritonClient(local, ports.http)
+        local = local_host(settings.hosts["http"])
+        self._client = TritonClient(local, ports.http, protection.headers)
         self._watched: dict[int, str] = {}
         self._server_started = time.time()
 
@@ -171,11 +175,8 @@ class Service:
         """Write the ready file: from now on others may use the server."""
         statuses = self._check()
         self._watched = self._processes(statuses)
-        host = public_host(self._settings, self._ports)
         facts = {
-            "http": _address(host, self._ports.http),
-            "grpc": _address(host, self._ports.grpc),
-            "metrics": _address(host, self._ports.metrics),
+            **addresses(self._settings, self._ports, self._client),
             "models": sorted(self._client.models()),
             "versions": {
                 "tritonserver": self._client.version(),
@@ -242,7 +243,7 @@ class Service:
         failed = failures(statuses)
         if ended:
             failed = [f"the server {self._process.end_reason()}", *failed, *self._process.errors()]
-            for name, port in ports_in_use(self._settings.host, self._ports).items():
+            for name, port in ports_in_use(self._settings.hosts, self._ports).items():
                 key = f"deploy.server.{name}_port (0: a free one)"
                 failed.append(problem("a port is in use", got=port, change=key))
         if failed:
@@ -253,20 +254,6 @@ class Service:
         return ServerError(f"{reason}\nthe end of the server's log:\n{self._process.tail()}")
 
 
-def public_host(settings: DeploySettings, ports: Ports) -> str:
-    """The address under which other nodes reach a server that is ready.
-
-    A configured one, else the one it listens on; for a server that listens everywhere the
-    node's name, or the loopback address where the node cannot reach itself by name.
-    """
-    if settings.public_host is not None:
-        return settings.public_host
-    if settings.host not in _EVERY_ADDRESS:
-        return settings.host
-    name = socket.gethostname()
-    return name if TritonClient(name, ports.http).ready() else "127.0.0.1"
-
-
 def _job(settings: DeploySettings) -> dict[str, Any]:
     """Which run of a server this is: its job folder, and Slurm's job id and number of restarts."""
     return {
@@ -275,10 +262,6 @@ def _job(settings: DeploySettings) -> dict[str, Any]:
         "replica": settings.replica,
         "restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
     }
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _states(statuses: list[ModelStatus]) -> dict[str, str]:

@@ -185,7 +185,7 @@ def test_parameters_become_settings(tmp_path):
     )
     assert got.parallelism == Parallelism(2, 3)
     assert (got.data_type, got.device) == ("bf16", "cpu")
-    assert got.max_batch_size == 32  # rows in flight; the requests' own batches are smaller
+    assert got.max_batch_size == 64  # rows in flight; the requests' own batches are smaller
     assert got.checkpoint_dir == Path("/elsewhere/2-gpu")
     assert got.enable_custom_all_reduce
 
