@@ -8,6 +8,7 @@ says which.
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -62,6 +63,11 @@ LAUNCHERS = (
     ),
 )
 PMIX_RANK = "PMIX_RANK"
+
+# What the program that starts a server tells the backend inside of it.
+RENDEZVOUS_VARIABLE = "LAUNCHER_RENDEZVOUS"  # the folder where the nodes find rank 0
+INTERFACE_VARIABLE = "LAUNCHER_INTERFACE"  # the network interface between the ranks
+ATTEMPT_VARIABLE = "LAUNCHER_ATTEMPT"  # how often the server was started again before
 HOW = "the command that starts the server: one task per node, as in srun -N 2 -n 2 --mpi=pmix"
 
 
@@ -107,6 +113,11 @@ def find_place(env: Mapping[str, str]) -> Place:
         return Place(launcher=row.name)
     run = "-".join(re.sub(r"[^\w.]", "_", env.get(name, "")) for name in row.run)
     return Place(rank, size, row.name, run)
+
+
+def node_name(env: Mapping[str, str]) -> str:
+    """This node as its cluster calls it."""
+    return env.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _check_one_per_node(

@@ -90,11 +90,16 @@ class KVCache:
         for first in range(0, source.shape[1], columns):
             some = slice(first, first + columns)
             read, written = source[:, some].flatten(), target[:, some].flatten()
-            if not read.is_cuda:  # where looking costs no waiting, most tokens stay in place
+            if looking_is_free(read.device):  # and most tokens stay where they are
                 moves = read != written
                 read, written = read[moves], written[moves]
             self._pool.index_copy_(3, written, self._pool.index_select(3, read))
             self.ids.index_copy_(0, written, self.ids[read])
+
+
+def looking_is_free(device: torch.device) -> bool:
+    """Whether the host can use a tensor's values without waiting for the device."""
+    return device.type == "cpu"
 
 
 def bytes_per_token(layers: range, heads: Heads, dtype: torch.dtype) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,11 @@ from launcher_scripts.errors import ConfigError, Problems, ServerError, lookup, 
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.nodes import node_name
 from launcher_scripts.parallel import Parallelism
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}
+THREADS_VARIABLE = "OMP_NUM_THREADS"  # torch itself follows it
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
 INT8_MODES = {0: "no quantization", 1: "int8 weights"}
 
@@ -120,12 +121,15 @@ def rank_device(settings: EngineSettings, rank: int) -> torch.device:
 
 
 def prepare_process(settings: EngineSettings, device: torch.device) -> None:
-    """Set what torch keeps per process: the current GPU, exact float32, a fair share of cores."""
+    """Set what torch keeps per process: the current GPU, exact float32, a fair share of cores.
+
+    Of the cores this process may use its node's ranks get equal shares, unless the user has said.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
-    elif settings.parallelism.world_size > 1:
+    elif settings.parallelism.world_size > 1 and THREADS_VARIABLE not in os.environ:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // settings.ranks_per_node))
 
@@ -133,7 +137,7 @@ def prepare_process(settings: EngineSettings, device: torch.device) -> None:
 def rank_info(rank: int, device: torch.device) -> RankInfo:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     label = f"{device} ({name})" if device.type == "cuda" else "cpu"
-    return RankInfo(rank, os.getpid(), socket.gethostname(), label)
+    return RankInfo(rank, os.getpid(), node_name(os.environ), label)
 
 
 def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:

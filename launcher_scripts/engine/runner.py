@@ -35,8 +35,9 @@ class Runner:
         self._rows: dict[int, RowStart] = {}
         self._context = ContextResults(decoder, communicator, device)
         self.beams = BeamSearch(decoder.cache, communicator, self.states, decoder.config.vocab_size)
-        self._batches = DecodeBatches(self._rows, slots, self.states.padding_slot, device)
         self._graphs = GraphCache() if device.type == "cuda" else None
+        padded = None if self._graphs is None else slots
+        self._batches = DecodeBatches(self._rows, padded, self.states.padding_slot, device)
         self._has_ia3 = learned_parts_of(decoder.config).ia3_num_tasks > 0
 
     @torch.inference_mode()

@@ -4,33 +4,37 @@ from __future__ import annotations
 
 import json
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from launcher_scripts.errors import ServerError, problem
 from launcher_scripts.evaluation.client import Client
+from launcher_scripts.replicas import replica_files
 from launcher_scripts.settings import EvaluateSettings
 
 POLL_SECONDS = 0.2
+STALE_SECONDS = 60.0  # a server renews its file every few seconds
 PROBE_SECONDS = 10.0  # how long a server may take to say that it is ready
 
 
 def connect(settings: EvaluateSettings) -> tuple[Client, dict[str, Any]]:
-    """A client of the server that settings.ready_file names, and that file's content.
+    """A client of the servers that the ready files name, and what the first of them says.
 
-    Waits until the file is there and the server answers that the model is ready, at most
-    settings.ready_timeout seconds. Raises ServerError when that time is over.
+    Waits until every file is there and every server answers that the model is ready, at most
+    settings.ready_timeout seconds. With several servers the content has their addresses under
+    `replicas`. Raises ServerError when that time is over.
     """
     deadline = time.monotonic() + settings.ready_timeout
-    ready_file = Path(settings.ready_file)
     while True:
-        reason, ready = _read_ready_file(ready_file, settings)
+        reason, ready = _read_ready_files(settings)
         if ready is not None:
             with _client(ready, settings, PROBE_SECONDS) as probe:
                 answers = probe.is_ready()
             if answers:
                 return _client(ready, settings, settings.request_timeout), ready
-            reason = f"{ready[settings.protocol]}, which {ready_file} names, does not answer ready"
+            reason = f"{_addresses(ready, settings)}, which {settings.ready_file} names, does not "
+            reason += "answer ready"
         if time.monotonic() >= deadline:
             raise ServerError(
                 problem(
@@ -43,11 +47,30 @@ def connect(settings: EvaluateSettings) -> tuple[Client, dict[str, Any]]:
 
 def _client(ready: dict[str, Any], settings: EvaluateSettings, request_timeout: float) -> Client:
     return Client(
-        ready[settings.protocol],
+        _addresses(ready, settings),
         settings.model_name,
         protocol=settings.protocol,
         request_timeout=request_timeout,
+        tls=settings.grpc_tls,
     )
+
+
+def _addresses(ready: dict[str, Any], settings: EvaluateSettings) -> str:
+    """The address to ask, or those of all replicas with commas between them."""
+    return ",".join(ready.get("replicas", [ready[settings.protocol]]))
+
+
+def _read_ready_files(settings: EvaluateSettings) -> tuple[str, dict[str, Any] | None]:
+    """What the first server says, with all addresses; or why there is nothing to use yet."""
+    found = []
+    for path in replica_files(Path(settings.ready_file), settings.replicas):
+        reason, ready = _read_ready_file(path, settings)
+        if ready is None:
+            return reason, None
+        found.append(ready)
+    if settings.replicas:
+        found[0]["replicas"] = [ready[settings.protocol] for ready in found]
+    return "", found[0]
 
 
 def _read_ready_file(path: Path, settings: EvaluateSettings) -> tuple[str, dict[str, Any] | None]:
@@ -62,8 +85,19 @@ def _read_ready_file(path: Path, settings: EvaluateSettings) -> tuple[str, dict[
         folder = ready.get("job", {}).get("folder")
         if wanted is not None and folder != wanted:
             return f"{path} is of the server of {folder}, not of {wanted}", None
+        age = _age(ready)
+        if age > STALE_SECONDS:
+            return f"{path} was last renewed {age:.0f} s ago: its server was killed", None
     except FileNotFoundError:
         return f"{path} is not there", None
     except (OSError, ValueError) as error:
         return f"{path} cannot be read: {error}", None
     return "", ready
+
+
+def _age(ready: dict[str, Any]) -> float:
+    """Seconds since the server last said that it lives; 0 for a file that does not say."""
+    alive_at = ready.get("alive_at")
+    if alive_at is None:
+        return 0.0
+    return (datetime.now(timezone.utc) - datetime.fromisoformat(alive_at)).total_seconds()

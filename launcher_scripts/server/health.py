@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ _REQUEST_SECONDS = 10.0
 class ModelStatus:
     """What the backend says of one model: `<status dir>/<model>.json`.
 
-    state: loading, ready or failed; ranks: rank, pid, host and device of each
+    state: loading, ready or failed; ranks: rank, pid, host and device of each; timeline: what was
+    done when in its start, in seconds since 1970
     """
 
     model: str
@@ -26,6 +28,7 @@ class ModelStatus:
     reason: str | None = None
     ranks: tuple[dict[str, Any], ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
+    timeline: tuple[tuple[str, float], ...] = ()
 
 
 def read_statuses(folder: Path) -> list[ModelStatus]:
@@ -40,6 +43,7 @@ def read_statuses(folder: Path) -> list[ModelStatus]:
                 values.get("reason"),
                 tuple(values.get("ranks") or ()),
                 values.get("versions") or {},
+                tuple((what, at) for what, at in values.get("timeline") or ()),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise ServerError(f"cannot read the backend's status file {path}: {error}") from error
@@ -58,10 +62,14 @@ def failures(statuses: list[ModelStatus]) -> list[str]:
 
 @dataclass(frozen=True)
 class TritonClient:
-    """The few questions about health, asked over Triton's HTTP interface (KServe v2)."""
+    """The few questions about health, asked over Triton's HTTP interface (KServe v2).
+
+    headers: what opens interfaces that are restricted
+    """
 
     host: str
     port: int
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def ready(self) -> bool:
         """Whether the server answers and has loaded every model."""
@@ -98,7 +106,7 @@ class TritonClient:
     def _request(self, method: str, path: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=_REQUEST_SECONDS)
         try:
-            connection.request(method, path)
+            connection.request(method, path, headers=dict(self.headers))
             response = connection.getresponse()
             return response.status, response.read()
         finally:

@@ -18,14 +18,21 @@ from typing import Any
 import torch
 import triton_python_backend_utils as pb_utils
 
+from launcher_scripts.engine.row import Progress, Snapshot
+from launcher_scripts.engine.session import Session
 from launcher_scripts.errors import RequestError
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
 # How often the server is asked whether a client has gone; it only answers when asked.
 CANCEL_POLL_SECONDS = 0.1
+POLL_SHARE = 10  # asking takes at most one part in so many of the time
 
 Submit = Callable[..., "Future[GenerateOutput]"]
 ToTensors = Callable[[Sequence[GenerateOutput]], dict[str, torch.Tensor]]
+
+
+def nothing() -> None:
+    """What is done where nothing is to be done."""
 
 
 class Answers:
@@ -53,19 +60,21 @@ class Answers:
         self._open.discard(answer)
 
     def _run(self) -> None:
-        next_poll = 0.0
+        next_poll = time.monotonic()
         while True:
             try:
                 work = self._notes.get(timeout=CANCEL_POLL_SECONDS if self._open else None)
             except Empty:
-                work = _nothing
+                work = nothing
             if work is None:
                 return
             work()
-            if self._open and time.monotonic() >= next_poll:
+            started = time.monotonic()
+            if self._open and started >= next_poll:
                 for answer in list(self._open):
                     answer.look_for_cancellation()
-                next_poll = time.monotonic() + CANCEL_POLL_SECONDS
+                ended = time.monotonic()
+                next_poll = ended + max(CANCEL_POLL_SECONDS, POLL_SHARE * (ended - started))
 
 
 class Answer:
@@ -86,6 +95,7 @@ class Answer:
         to_tensors: ToTensors,
         *,
         streams: bool,
+        on_end: Callable[[], None] = nothing,
     ) -> None:
         self._answers = answers
         self._sender = sender
@@ -94,36 +104,47 @@ class Answer:
         self._wanted = wanted
         self._to_tensors = to_tensors
         self._streams = streams
+        self._on_end = on_end
         self._futures: list[Future[GenerateOutput]] = []
-        self._unsent: list[deque[GenerateOutput]] = [deque() for _ in rows]
+        self._unsent: list[deque[Snapshot]] = [deque() for _ in rows]
         self._last: list[GenerateOutput | None] = [None] * len(rows)
+        self._in_session = False
         self._sent = 0
         self._ended = False
 
-    def start(self, submit: Submit) -> None:
-        """Hand the rows to the engine."""
-        self._answers.note(lambda: self._answers.opened(self))
+    def start(self, submit: Submit, sessions: Sequence[Session] = ()) -> None:
+        """Hand the rows to the engine, each with its session if there are any."""
+        self._in_session = bool(sessions)
         self._futures = [
-            submit(row, self._progress_of(number) if self._streams else None)
+            submit(
+                row,
+                self._progress_of(number) if self._streams else None,
+                sessions[number] if sessions else None,
+            )
             for number, row in enumerate(self._rows)
         ]
+        self._answers.note(self._open)
         for number, future in enumerate(self._futures):
             future.add_done_callback(self._end_of(number))
+
+    def _open(self) -> None:
+        if not self._ended:
+            self._answers.opened(self)
 
     def look_for_cancellation(self) -> None:
         """Free the rows of a client that has gone."""
         if self._sender.is_cancelled():
             self._end(_cancelled())
 
-    def _progress_of(self, number: int) -> Callable[[GenerateOutput], None]:
-        return lambda output: self._answers.note(lambda: self._take(number, output))
+    def _progress_of(self, number: int) -> Progress:
+        return lambda snapshot: self._answers.note(lambda: self._take(number, snapshot))
 
     def _end_of(self, number: int) -> Callable[[Future[GenerateOutput]], None]:
         return lambda future: self._answers.note(lambda: self._take_last(number, future))
 
-    def _take(self, number: int, output: GenerateOutput) -> None:
+    def _take(self, number: int, snapshot: Snapshot) -> None:
         if not self._ended:
-            self._unsent[number].append(output)
+            self._unsent[number].append(snapshot)
             self._send_ready()
 
     def _take_last(self, number: int, future: Future[GenerateOutput]) -> None:
@@ -134,14 +155,14 @@ class Answer:
             self._end(error_response(error))
             return
         self._last[number] = future.result()
-        self._unsent[number].append(future.result())
+        self._unsent[number].append(future.result)
         self._send_ready()
 
     def _send_ready(self) -> None:
         """Send as many responses as every row has come along for."""
         while not self._ended and self._everyone_has_more():
             rows = zip(self._unsent, self._last, strict=True)
-            outputs = [unsent.popleft() if unsent else last for unsent, last in rows]
+            outputs = [unsent.popleft()() if unsent else last for unsent, last in rows]
             complete = not any(self._unsent) and None not in self._last
             try:
                 response = self._response([output for output in outputs if output is not None])
@@ -165,6 +186,8 @@ class Answer:
         tensors = self._to_tensors(outputs)
         if "is_return_progress" in self._tensors:
             tensors.update(self._progress(outputs, tensors))
+        if self._in_session:
+            tensors = {name: tensor[None] for name, tensor in tensors.items()}
         return pb_utils.InferenceResponse(
             [
                 pb_utils.Tensor.from_dlpack(name, torch.utils.dlpack.to_dlpack(tensor))
@@ -203,6 +226,7 @@ class Answer:
         self._answers.closed(self)
         for future in self._futures:
             future.cancel()
+        self._on_end()
         send_last(self._sender, response)
 
 
@@ -224,7 +248,3 @@ def send_last(sender: Any, response: Any) -> None:
 def _cancelled() -> Any:
     error = pb_utils.TritonError("the client cancelled the request", pb_utils.TritonError.CANCELLED)
     return pb_utils.InferenceResponse(error=error)
-
-
-def _nothing() -> None:
-    """No note came; only the time passed."""
