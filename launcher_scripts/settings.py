@@ -16,13 +16,13 @@ import yaml
 from launcher_scripts.errors import ConfigError, Problems, problem
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.schema import build
+from launcher_scripts.task_settings import BenchmarkSettings, TaskSettings
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
 WEIGHT_DATA_TYPES = ("fp32", "fp16", "bf16")
 SOURCES = ("auto", "nemo", "megatron", "huggingface", "gguf")
 DEVICES = ("auto", "cpu", "cuda")
 PROTOCOLS = ("http", "grpc")
-TASK_NAMES = ("lambada",)
 
 
 @dataclass(frozen=True)
@@ -87,24 +87,21 @@ class ExportSettings:
 
     def __post_init__(self) -> None:
         problems = Problems("the export settings")
-        _check_choice(problems, "source", self.source, SOURCES, "export.model.source")
-        _check_choice(
-            problems,
+        problems.check_choice("source", self.source, SOURCES, "export.model.source")
+        problems.check_choice(
             "weight_data_type",
             self.weight_data_type,
             WEIGHT_DATA_TYPES,
             "export.model.weight_data_type",
         )
-        _check_choice(
-            problems,
+        problems.check_choice(
             "data_type",
             self.data_type,
             DATA_TYPES,
             "export.triton_deployment.data_type",
         )
-        _check_at_least(problems, "processes", self.processes, 1, "export.model.processes")
-        _check_at_least(
-            problems,
+        problems.check_at_least("processes", self.processes, 1, "export.model.processes")
+        problems.check_at_least(
             "max_batch_size",
             self.max_batch_size,
             1,
@@ -146,7 +143,7 @@ class DeploySettings:
 
     def __post_init__(self) -> None:
         problems = Problems("the deploy settings")
-        _check_choice(problems, "device", self.device, DEVICES, "deploy.server.device")
+        problems.check_choice("device", self.device, DEVICES, "deploy.server.device")
         for name in ("http_port", "grpc_port", "metrics_port"):
             port = getattr(self, name)
             if not 0 <= port < 65536:
@@ -160,56 +157,13 @@ class DeploySettings:
         if len(set(fixed)) < len(fixed):
             problems.add("two of the server's ports are equal", got=fixed, change="deploy.server")
         for name in ("ready_timeout", "stop_timeout"):
-            _check_at_least(problems, name, getattr(self, name), 0, f"deploy.server.{name}")
+            problems.check_at_least(name, getattr(self, name), 0, f"deploy.server.{name}")
         problems.raise_if_any(ConfigError)
 
     @property
     def ready_file(self) -> Path:
         """Written when the server is ready: http, grpc, metrics as host:port, models, ranks."""
         return Path(self.results_dir) / "ready.json"
-
-
-@dataclass(frozen=True)
-class TaskSettings:
-    """One evaluation task. limit None means every item of `data_file`."""
-
-    name: str
-    data_file: str
-    limit: int | None = None
-    batch_size: int = 8
-
-    def __post_init__(self) -> None:
-        problems = Problems(f"the evaluation task {self.name}")
-        key = f"evaluate.tasks.{self.name}"
-        _check_choice(problems, "evaluation task", self.name, TASK_NAMES, "evaluate.tasks")
-        _check_at_least(problems, "batch_size", self.batch_size, 1, f"{key}.batch_size")
-        if self.limit is not None:
-            _check_at_least(problems, "limit", self.limit, 1, f"{key}.limit")
-        problems.raise_if_any(ConfigError)
-
-
-@dataclass(frozen=True)
-class BenchmarkSettings:
-    """A speed sweep: every batch size with every [input, output] length in tokens."""
-
-    batch_sizes: tuple[int, ...] = (1,)
-    lengths: tuple[tuple[int, int], ...] = ((60, 20),)
-    requests: int = 10
-    warmup: int = 2
-
-    def __post_init__(self) -> None:
-        problems = Problems("the benchmark settings")
-        sizes = [length for pair in self.lengths for length in pair]
-        for name, least_of in (("batch_sizes", self.batch_sizes), ("lengths", tuple(sizes))):
-            if not least_of or min(least_of) < 1:
-                problems.add(
-                    f"{name} must hold numbers of at least 1",
-                    got=list(getattr(self, name)),
-                    change=f"evaluate.benchmark.{name}",
-                )
-        _check_at_least(problems, "requests", self.requests, 1, "evaluate.benchmark.requests")
-        _check_at_least(problems, "warmup", self.warmup, 0, "evaluate.benchmark.warmup")
-        problems.raise_if_any(ConfigError)
 
 
 @dataclass(frozen=True)
@@ -232,9 +186,9 @@ class EvaluateSettings:
 
     def __post_init__(self) -> None:
         problems = Problems("the evaluate settings")
-        _check_choice(problems, "protocol", self.protocol, PROTOCOLS, "evaluate.protocol")
+        problems.check_choice("protocol", self.protocol, PROTOCOLS, "evaluate.protocol")
         for name in ("ready_timeout", "request_timeout"):
-            _check_at_least(problems, name, getattr(self, name), 0, f"evaluate.{name}")
+            problems.check_at_least(name, getattr(self, name), 0, f"evaluate.{name}")
         if not self.tasks and self.benchmark is None:
             problems.add("nothing to measure", change="evaluate.tasks or evaluate.benchmark")
         problems.raise_if_any(ConfigError)
@@ -277,15 +231,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value
-
-
-def _check_choice(
-    problems: Problems, what: str, got: str, choices: tuple[str, ...], change: str
-) -> None:
-    if got not in choices:
-        problems.add(f"unknown {what}", got=got, choices=choices, change=change)
-
-
-def _check_at_least(problems: Problems, what: str, got: float, least: int, change: str) -> None:
-    if got < least:
-        problems.add(f"{what} must be at least {least}", got=got, change=change)

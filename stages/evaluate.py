@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from launcher_scripts.cluster.job import Job, JobFolder
 from launcher_scripts.errors import ConfigError, Problems, problem
-from launcher_scripts.settings import BenchmarkSettings, EvaluateSettings, TaskSettings
+from launcher_scripts.settings import EvaluateSettings
+from launcher_scripts.task_settings import BenchmarkSettings, GenerationSettings, TaskSettings
 from stages.deploy import Deploy
 from stages.stage import Launch, Stage, absolute
 
@@ -26,6 +27,22 @@ class TaskBlock:
     data_file: str
     limit: int | None = None
     batch_size: int = 8
+    reference: str | None = None
+    generation: GenerationSettings = field(default_factory=GenerationSettings)
+
+    def settings(self, name: str) -> TaskSettings:
+        """The task's settings, with absolute paths."""
+        target, reference = self.generation.target_file, self.reference
+        return TaskSettings(
+            name,
+            data_file=absolute(self.data_file),
+            limit=self.limit,
+            batch_size=self.batch_size,
+            reference=None if reference is None else absolute(reference),
+            generation=replace(
+                self.generation, target_file=None if target is None else absolute(target)
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -91,9 +108,8 @@ class Evaluate(Stage):
         for name, task in self.block.tasks.items():
             if task is None:
                 continue
-            values = {**asdict(task), "data_file": absolute(task.data_file)}
             with problems.collecting():
-                tasks.append(TaskSettings(name, **values))
+                tasks.append(task.settings(name))
         problems.raise_if_any(ConfigError)
         return tuple(tasks)
 
@@ -129,9 +145,20 @@ class Evaluate(Stage):
 
     def paths(self) -> list[Path]:
         settings = self.settings
-        data = (Path(task.data_file) for task in settings.tasks)
+        data = (Path(path) for _, path, _ in self._task_files())
         cache = [self.cache("matplotlib")] if self.in_container else []
         return [Path(settings.ready_file), Path(settings.tokenizer_dir), *data, *cache]
+
+    def _task_files(self) -> Iterator[tuple[str, str, str]]:
+        """(what it is, its path, its key) of every file that the tasks read."""
+        for task in self.settings.tasks:
+            key = f"evaluate.tasks.{task.name}"
+            yield f"the data of {task.name}", task.data_file, f"{key}.data_file"
+            if task.generation.target_file is not None:
+                what, name = f"the targets of {task.name}", "generation.target_file"
+                yield what, task.generation.target_file, f"{key}.{name}"
+            if task.reference is not None:
+                yield f"the reference of {task.name}", task.reference, f"{key}.reference"
 
     def check_own(self) -> None:
         checks, settings = self.launch.checks, self.settings
@@ -143,9 +170,8 @@ class Evaluate(Stage):
         if "export" not in self.launch.stages:
             what = "the folder of tokenizer files"
             checks.exists(what, settings.tokenizer_dir, "evaluate.tokenizer_dir")
-        for task in settings.tasks:
-            key = f"evaluate.tasks.{task.name}.data_file"
-            checks.exists(f"the data of {task.name}", task.data_file, key)
+        for what, path, key in self._task_files():
+            checks.exists(what, path, key)
 
     def _check_deploy_job(self) -> None:
         deploys = "deploy" in self.launch.stages

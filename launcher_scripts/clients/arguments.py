@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from launcher_scripts.clients.connection import CONNECTIONS
+from launcher_scripts.clients.models import DEFAULT_MODEL
 from launcher_scripts.clients.remote import RemoteServer
-from launcher_scripts.errors import ConfigError, LauncherError, problem
+from launcher_scripts.errors import LauncherError
 
-DEFAULT_MODEL = "fastertransformer"
 DEFAULT_ADDRESSES = {"http": "localhost:8000", "grpc": "localhost:8001"}
-TEXT_ROLES = ("preprocessing", "postprocessing", "ensemble")
-_OUR_BACKEND = "fastertransformer"
 
 
 def run(body: Callable[[], None]) -> int:
@@ -82,53 +79,3 @@ def connect(flags: argparse.Namespace) -> RemoteServer:
     """The server that the flags of add_server_flags mean."""
     address = flags.url or DEFAULT_ADDRESSES[flags.protocol]
     return RemoteServer(address, protocol=flags.protocol, verbose=flags.verbose)
-
-
-@dataclass(frozen=True)
-class Models:
-    """One model that generates, and the names of the text models around it (role -> name).
-
-    model_type: what config.pbtxt says of the model
-    decoupled:  whether it answers a request with several responses
-    """
-
-    name: str
-    model_type: str
-    decoupled: bool
-    text: dict[str, str]
-
-    def text_model(self, role: str) -> str:
-        """The text model of a role; raises ConfigError where the server has none."""
-        if role not in self.text:
-            raise ConfigError(
-                problem(
-                    f"the server has no {role} model for {self.name}",
-                    choices=sorted(self.text.values()),
-                    change="export.model.tokenizer",
-                )
-            )
-        return self.text[role]
-
-
-def find_models(server: RemoteServer, wanted: str | None) -> Models:
-    """The model called `wanted`; without a name the tools' usual one, else the only one."""
-    served = server.models()
-    if wanted is not None and wanted not in served:
-        raise ConfigError(
-            problem("the server has no such model", got=wanted, choices=served, change="--model")
-        )
-    name = wanted or (DEFAULT_MODEL if DEFAULT_MODEL in served else None)
-    configs = {each: server.model_config(each) for each in ([name] if name else served)}
-    if name is None:
-        ours = [each for each, config in configs.items() if config.get("backend") == _OUR_BACKEND]
-        if len(ours) != 1:
-            raise ConfigError(problem("which model is meant", choices=ours, change="--model"))
-        (name,) = ours
-    config = configs[name]
-    text = {}
-    for role in TEXT_ROLES:
-        own = [each for each in (f"{name}_{role}", role) if each in served]
-        text.update({role: own[0]} if own else {})
-    model_type = config.get("parameters", {}).get("model_type", {}).get("string_value", "GPT")
-    decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
-    return Models(name, model_type, bool(decoupled), text)

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 
 from launcher_scripts.clients.arguments import (
-    Models,
     add_sampling_flags,
     add_server_flags,
     connect,
-    find_models,
     run,
 )
 from launcher_scripts.clients.connection import Tensors
 from launcher_scripts.clients.issue_request import readable
+from launcher_scripts.clients.models import Models, find_models
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.clients.tensors import rows_of
 from launcher_scripts.contracts import CONTRACTS, Contract
@@ -80,10 +79,11 @@ def test(flags: argparse.Namespace) -> None:
         block("preprocessing", encoded["INPUT_ID"], encoded["REQUEST_INPUT_LEN"])
         names = contract.text.model_inputs
         inputs = {name: encoded[source] for name, source in names.items()}
-        answer = server.infer(models.name, {**inputs, **sampling})
+        answer = models.last_answer(server, models.name, {**inputs, **sampling})
         block("fastertransformer", *shown(answer, "output_ids", flags.return_log_probs))
         block("postprocessing", *decoded(server, models, contract, answer))
-        whole = server.infer(models.text_model("ensemble"), ensemble_tensors(flags, sampling))
+        ensemble = models.text_model("ensemble")
+        whole = models.last_answer(server, ensemble, ensemble_tensors(flags, sampling))
         block("ensemble", *shown(whole, "OUTPUT_0", flags.return_log_probs))
 
 

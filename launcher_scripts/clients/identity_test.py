@@ -17,10 +17,10 @@ from launcher_scripts.clients.arguments import (
     add_sampling_flags,
     add_server_flags,
     connect,
-    find_models,
     run,
 )
 from launcher_scripts.clients.connection import Tensors
+from launcher_scripts.clients.models import find_models
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.clients.tensors import PROMPTS, no_words, prompt_ids, rows_of
 from launcher_scripts.errors import ServerError, problem

@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.clients.arguments import DEFAULT_ADDRESSES, DEFAULT_MODEL, run
+from launcher_scripts.clients.arguments import DEFAULT_ADDRESSES, run
 from launcher_scripts.clients.connection import SequenceStep, Tensors
+from launcher_scripts.clients.models import DEFAULT_MODEL
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.errors import ConfigError, Problems, ServerError, problem
 

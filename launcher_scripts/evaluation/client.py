@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.clients.connection import MOST_IN_FLIGHT
+from launcher_scripts.clients.models import find_models, parameter
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.evaluation.tensors import output_names, request_tensors, row_outputs
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
@@ -68,16 +70,44 @@ class Client:
         Every row is a request of its own, `in_flight` of them at a time, so the server batches
         them and no more than these logits are in memory. Raises ServerError as generate does.
         """
+        requests = (
+            [GenerateRequest(tuple(row), output_len=0, return_context_logits=True)] for row in rows
+        )
+        for output in self._each(requests, in_flight):
+            yield output.context_logits
+
+    def generate_each(
+        self, rows: Iterable[GenerateRequest], in_flight: int = 8
+    ) -> Iterator[GenerateOutput]:
+        """Every row's output, in order; a request each, `in_flight` of them at a time."""
+        return self._each(([row] for row in rows), in_flight)
+
+    def closing_ids(self) -> tuple[int, ...]:
+        """The tokens that the served preprocessing puts behind every query; none without one."""
+        text = find_models(self._server, self.model_name).text
+        if "preprocessing" not in text:
+            return ()
+        closing = parameter(self._server.model_config(text["preprocessing"]), "closing_id")
+        return () if closing is None else (int(closing),)
+
+    @cached_property
+    def model_type(self) -> str:
+        """As config.pbtxt says it."""
+        return parameter(self._server.model_config(self.model_name), "model_type") or "GPT"
+
+    def _each(
+        self, requests: Iterable[list[GenerateRequest]], in_flight: int
+    ) -> Iterator[GenerateOutput]:
         waiting: deque[Callable[[], list[GenerateOutput]]] = deque()
-        for row in rows:
-            request = GenerateRequest(tuple(row), output_len=0, return_context_logits=True)
-            waiting.append(self._submit([request]))
+        for request in requests:
+            waiting.append(self._submit(request))
             if len(waiting) >= min(in_flight, MOST_IN_FLIGHT):
-                yield waiting.popleft()()[0].context_logits
+                yield from waiting.popleft()()
         while waiting:
-            yield waiting.popleft()()[0].context_logits
+            yield from waiting.popleft()()
 
     def _submit(self, rows: Sequence[GenerateRequest]) -> Callable[[], list[GenerateOutput]]:
-        tensors = request_tensors(rows)
-        answer = self._server.submit(self.model_name, tensors, output_names(rows))
+        tensors = request_tensors(rows, self.model_type)
+        names = output_names(rows, self.model_type)
+        answer = self._server.submit(self.model_name, tensors, names)
         return lambda: row_outputs(rows, answer())

@@ -23,7 +23,8 @@ from launcher_scripts.evaluation import plots
 from launcher_scripts.evaluation.speed import SpeedRow
 from launcher_scripts.evaluation.tasks.task import TaskResult
 from launcher_scripts.render import render
-from launcher_scripts.settings import BenchmarkSettings, EvaluateSettings, TaskSettings
+from launcher_scripts.settings import EvaluateSettings
+from launcher_scripts.task_settings import BenchmarkSettings, TaskSettings
 
 SCHEMA = 1
 CLIENT_PACKAGES = ("tritonclient", "numpy")
@@ -76,7 +77,8 @@ class Report:
         self.results_dir.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.content, indent=1, ensure_ascii=False, allow_nan=False)
         _replace(self.json_file, text + "\n")
-        _replace(self.html_file, html(self.content))
+        # As it is read: JSON's keys are texts.
+        _replace(self.html_file, html(json.loads(text)))
 
 
 def html(content: dict[str, Any]) -> str:

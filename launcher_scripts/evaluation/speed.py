@@ -17,7 +17,7 @@ import numpy as np
 
 from launcher_scripts.errors import ConfigError, ServerError, problem
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
-from launcher_scripts.settings import BenchmarkSettings
+from launcher_scripts.task_settings import BenchmarkSettings
 from launcher_scripts.tokenizer import TokenizerError, load_tokenizer
 
 Generate = Callable[[Sequence[GenerateRequest]], list[GenerateOutput]]

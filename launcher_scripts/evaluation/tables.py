@@ -13,7 +13,22 @@ def task_table(name: str, result: TaskResult) -> str:
     rows = [[f"{name} ({len(result.items)} items)", "value", "95 % interval"]]
     for metric_name, metric in result.metrics.items():
         rows.append([metric_name.replace("_", " "), _figure(metric, metric.value), _ends(metric)])
-    return _align(rows)
+    if result.reference is None:
+        return _align(rows)
+    rows[0] += ["reference", "difference"]
+    for cells, name in zip(rows[1:], result.metrics, strict=True):
+        metric = result.reference.metrics.get(name)
+        if metric is None:
+            cells += ["-", "-"]
+        else:
+            difference = result.reference.difference[name]
+            cells += [
+                _figure(metric, metric.value),
+                f"{difference * (100 if metric.percent else 1):+.2f}",
+            ]
+    same = len(result.items) - len(result.reference.different)
+    counted = f"{same} of {len(result.items)} answers are the reference's"
+    return "\n".join([_align(rows), f"{counted}: {result.reference.source}"])
 
 
 def speed_table(rows: Sequence[SpeedRow]) -> str:

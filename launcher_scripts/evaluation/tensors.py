@@ -1,20 +1,24 @@
 """Requests as the tensors of the serving contract, and its answers as outputs.
 
-Names, types and defaults come from protocol.py; a tensor whose rows all have the contract's
+Names, types and defaults come from contracts.py; a tensor whose rows all have the contract's
 default is left out, so a server of the original understands everything but the extensions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.clients.connection import NUMPY_TYPES
-from launcher_scripts.errors import RequestError, problem
-from launcher_scripts.protocol import GPT_INPUTS, GenerateOutput, GenerateRequest, Tensor
+from launcher_scripts.contracts import CONTRACTS
+from launcher_scripts.errors import RequestError, lookup, problem
+from launcher_scripts.protocol import GenerateOutput, GenerateRequest, Tensor
+
+NO_TOKEN = (1 << 32) - 1  # fills up decoder_input_ids
 
 _ROW_VALUES: dict[str, Callable[[GenerateRequest], Any]] = {
     "runtime_top_k": lambda row: row.sampling.top_k,
@@ -36,6 +40,8 @@ _ROW_VALUES: dict[str, Callable[[GenerateRequest], Any]] = {
     "end_id": lambda row: row.end_id,
     "is_return_log_probs": lambda row: row.return_log_probs,
     "is_return_context_logits": lambda row: row.return_context_logits,
+    "is_return_context_embeddings": lambda row: row.return_context_embeddings,
+    "is_return_attentions": lambda row: row.return_attentions,
 }
 
 _ROW_WORDS: dict[str, Callable[[GenerateRequest], tuple[tuple[int, ...], ...]]] = {
@@ -43,46 +49,88 @@ _ROW_WORDS: dict[str, Callable[[GenerateRequest], tuple[tuple[int, ...], ...]]] 
     "stop_words_list": lambda row: row.stop_words,
 }
 
+_DEFAULTS = {
+    tensor.name: tensor.default for contract in CONTRACTS.values() for tensor in contract.inputs
+}
+
 # request_prompt_type: embeddings in front of input_ids, or rows that ids of input_ids name.
 SOFT_PROMPT, PROMPT_TABLE = 1, 3
 
-# What a row may ask of an encoder, which the contract of a GPT has no tensor for.
-ENCODER_FIELDS = ("decoder_input_ids", "return_hidden_state", "return_attentions")
+
+@dataclass(frozen=True)
+class Names:
+    """The tensors of a model_type that its rows are made of.
+
+    lengths, output_len: names that the families spell differently
+    known:               every input by its name
+    prompt_returned:     whether output_ids starts with the prompt
+    """
+
+    model_type: str
+    lengths: str
+    output_len: str
+    known: Mapping[str, Tensor]
+    prompt_returned: bool
 
 
-def request_tensors(rows: Sequence[GenerateRequest]) -> dict[str, NDArray[Any]]:
+def names_of(model_type: str) -> Names:
+    """The names in the contract of `model_type`."""
+    contract = lookup(CONTRACTS, model_type, "model_type")
+    known = {tensor.name: tensor for tensor in contract.inputs}
+    lengths = next(name for name in ("input_lengths", "sequence_length") if name in known)
+    lens = [name for name in ("request_output_len", "max_output_len") if name in known]
+    if not lens:
+        raise RequestError(problem("this model generates no tokens", got=model_type))
+    returned = any(tensor.name == "response_input_lengths" for tensor in contract.outputs)
+    return Names(model_type, lengths, lens[0], known, returned)
+
+
+def request_tensors(
+    rows: Sequence[GenerateRequest], model_type: str = "GPT"
+) -> dict[str, NDArray[Any]]:
     """The input tensors of one request of several rows, each [rows, ...].
 
     Raises RequestError when some rows leave a value to the checkpoint (None) and others do not,
-    and when a row asks for what only a model with an encoder has.
+    and when a row asks for what the contract of its model has no tensor for.
     """
-    asked = [name for name in ENCODER_FIELDS if any(getattr(row, name) for row in rows)]
-    if asked:
-        raise RequestError(problem("a GPT has no encoder to answer this", got=asked))
-    contract = {tensor.name: tensor for tensor in GPT_INPUTS}
+    names = names_of(model_type)
+    if any(row.return_hidden_state for row in rows):
+        _require(names, "return_hidden_state")
     lengths = np.array([[len(row.input_ids)] for row in rows], dtype=np.uint32)  # [B, 1]
-    input_ids = np.zeros((len(rows), int(lengths.max())), dtype=np.uint32)  # [B, longest]
-    for index, row in enumerate(rows):
-        input_ids[index, : len(row.input_ids)] = row.input_ids
     tensors: dict[str, NDArray[Any]] = {
-        "input_ids": input_ids,
-        "input_lengths": lengths,
-        "request_output_len": np.array([[row.output_len] for row in rows], dtype=np.uint32),
+        "input_ids": _padded([row.input_ids for row in rows], 0),
+        names.lengths: lengths,
+        names.output_len: np.array([[row.output_len] for row in rows], dtype=np.uint32),
     }
     for name, value_of in _ROW_VALUES.items():
-        column = _column(contract[name], [value_of(row) for row in rows])
+        column = _column(names.known.get(name), name, [value_of(row) for row in rows], names)
         if column is not None:
             tensors[name] = column
     for name, words_of in _ROW_WORDS.items():
         words = [words_of(row) for row in rows]
         if any(words):
             tensors[name] = word_lists(words)
+    if any(row.decoder_input_ids for row in rows):
+        _require(names, "decoder_input_ids")
+        forced = [row.decoder_input_ids for row in rows]
+        tensors["decoder_input_ids"] = _padded(forced, NO_TOKEN)
     if any(row.ia3_task is not None for row in rows):
+        _require(names, "ia3_tasks")
         tasks = [-1 if row.ia3_task is None else row.ia3_task for row in rows]
         tensors["ia3_tasks"] = np.array(tasks, dtype=np.int32)[:, None]
     if any(row.prompt_embedding is not None for row in rows):
-        tensors.update(prompt_tensors(rows))
+        _require(names, "request_prompt_embedding")
+        own = prompt_tensors(rows)
+        tensors.update({name: array for name, array in own.items() if name in names.known})
     return tensors
+
+
+def _padded(rows: Sequence[Sequence[int]], filler: int) -> NDArray[np.uint32]:
+    """UINT32 [rows, longest]"""
+    padded = np.full((len(rows), max(map(len, rows))), filler, dtype=np.uint32)
+    for target, row in zip(padded, rows, strict=True):
+        target[: len(row)] = row
+    return padded
 
 
 def prompt_tensors(rows: Sequence[GenerateRequest]) -> dict[str, NDArray[Any]]:
@@ -107,13 +155,26 @@ def prompt_tensors(rows: Sequence[GenerateRequest]) -> dict[str, NDArray[Any]]:
     }
 
 
-def _column(tensor: Tensor, values: Sequence[Any]) -> NDArray[Any] | None:
+def _require(names: Names, tensor: str) -> None:
+    if tensor not in names.known:
+        raise RequestError(
+            problem(f"a model of type {names.model_type} has no input for this", got=tensor)
+        )
+
+
+def _column(
+    tensor: Tensor | None, name: str, values: Sequence[Any], names: Names
+) -> NDArray[Any] | None:
     """One value per row, [B, 1]; None when all have the contract's default."""
+    if tensor is None:
+        if any(value != _DEFAULTS[name] for value in values):
+            _require(names, name)
+        return None
     if all(value == tensor.default for value in values):
         return None
     if any(value is None for value in values):
         raise RequestError(
-            problem(f"either all rows of a request say {tensor.name} or none", got=list(values))
+            problem(f"either all rows of a request say {name} or none", got=list(values))
         )
     return np.array(values, dtype=NUMPY_TYPES[tensor.dtype])[:, None]
 
@@ -134,15 +195,17 @@ def word_lists(rows: Sequence[Sequence[Sequence[int]]]) -> NDArray[np.int32]:
     return packed
 
 
-def output_names(rows: Sequence[GenerateRequest]) -> tuple[str, ...]:
+def output_names(rows: Sequence[GenerateRequest], model_type: str = "GPT") -> tuple[str, ...]:
     """The output tensors that these rows need."""
     names = ["output_ids", "sequence_length"]
+    if names_of(model_type).prompt_returned:
+        names.append("response_input_lengths")
     if any(row.return_log_probs for row in rows):
         names += ["cum_log_probs", "output_log_probs"]
     if any(row.return_context_logits for row in rows):
         names.append("context_logits")
-    if any(row.prompt_task is not None or row.prompt_embedding is not None for row in rows):
-        names.append("response_input_lengths")
+    if any(row.return_context_embeddings for row in rows):
+        names.append("context_embeddings")
     return tuple(names)
 
 
@@ -153,23 +216,26 @@ def row_outputs(
 
     tensors: output_ids [B, beam, time], sequence_length [B, beam], cum_log_probs [B, beam],
              output_log_probs [B, beam, generated], context_logits [B, longest prompt, vocab],
-             response_input_lengths [B, beam] where a row has virtual tokens
+             context_embeddings [B, beam, hidden],
+             response_input_lengths [B, beam] where output_ids starts with the prompt
     """
     outputs = []
+    starts = tensors.get("response_input_lengths")
     for index, row in enumerate(rows):
-        prompt = len(row.input_ids)
-        if "response_input_lengths" in tensors:
-            prompt = int(tensors["response_input_lengths"][index, 0])
+        prompt = 0 if starts is None else int(starts[index, 0])
         end = int(tensors["sequence_length"][index, 0])
         log_probs: tuple[float, ...] = ()
-        cum_log_probs = logits = None
+        cum_log_probs = logits = embeddings = None
         if row.return_log_probs:
             log_probs = tuple(
                 float(value) for value in tensors["output_log_probs"][index, 0, : end - prompt]
             )
             cum_log_probs = float(tensors["cum_log_probs"][index, 0])
         if row.return_context_logits:
-            logits = tensors["context_logits"][index, : len(row.input_ids)]
+            read = row.input_ids if starts is not None else row.decoder_input_ids
+            logits = tensors["context_logits"][index, : len(read)]
+        if row.return_context_embeddings:
+            embeddings = tensors["context_embeddings"][index, 0]
         generated = tensors["output_ids"][index, 0, prompt:end]
         outputs.append(
             GenerateOutput(
@@ -177,6 +243,7 @@ def row_outputs(
                 cum_log_probs=cum_log_probs,
                 output_log_probs=log_probs,
                 context_logits=logits,
+                context_embeddings=embeddings,
             )
         )
     return outputs

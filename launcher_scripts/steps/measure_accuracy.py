@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher_scripts.errors import ConfigError, lookup, problem
+from launcher_scripts.evaluation.comparison import compared
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import TASKS
-from launcher_scripts.evaluation.tasks.task import Progress
+from launcher_scripts.evaluation.tasks.task import Asked, Progress
 from launcher_scripts.settings import EvaluateSettings
 from launcher_scripts.steps.command import run_step
 from launcher_scripts.tokenizer import TokenizerError, load_tokenizer
@@ -34,9 +35,13 @@ def measure(settings: EvaluateSettings) -> None:
     client, ready = connect(settings)
     tables = []
     with client:
+        asked = Asked(client, tokenizer, client.closing_ids(), Path(settings.tokenizer_dir))
         for task, task_settings in zip(tasks, settings.tasks, strict=True):
             environment = measured_on(settings, ready)
-            result = task(task_settings, tokenizer, client, log_progress(task_settings.name))
+            progress = log_progress(task_settings.name)
+            served = task(task_settings, asked, progress)
+            reference_progress = log_progress(f"{task_settings.name}'s reference")
+            result = compared(task, task_settings, asked, reference_progress, served)
             report.add_task(task_settings, result, environment)
             tables.append(task_table(task_settings.name, result))
     print("\n".join([*tables, "", f"report: {report.html_file}"]))

@@ -10,6 +10,7 @@ from launcher_scripts.errors import RequestError
 from launcher_scripts.protocol import (
     GPT_INPUTS,
     GPT_OUTPUTS,
+    Beam,
     GenerateOutput,
     GenerateRequest,
     SamplingParameters,
@@ -144,6 +145,30 @@ def test_output_ids_hold_prompt_generated_and_end_tokens():
     assert answer["sequence_length"].tolist() == [[6], [8]]
     assert answer["response_input_lengths"].tolist() == [[4], [2]]
     assert set(answer) == {"output_ids", "sequence_length", "response_input_lengths"}
+
+
+def test_beams_are_an_axis_as_wide_as_the_widest_row():
+    beams = (Beam((1, 2), -1.5, (-0.5, -1.0)), Beam((3,), -2.0, (-2.0,)))
+    requests = [
+        GenerateRequest((5, 6), 2, end_id=4, return_log_probs=True),
+        GenerateRequest((9,), 2, return_log_probs=True),
+    ]
+    outputs = [
+        GenerateOutput(beams[0].output_ids, -1.5, (-0.5, -1.0), beams=beams),
+        GenerateOutput((8, 7), -3.0, (-1.0, -2.0)),
+    ]
+    answer = to_tensors(requests, outputs, width=2, default_end_id=99, prompt_start_id=100)
+    assert answer["output_ids"].tolist() == [
+        [[5, 6, 1, 2], [5, 6, 3, 4]],
+        [[9, 8, 7, 99], [99, 99, 99, 99]],
+    ]
+    assert answer["sequence_length"].tolist() == [[4, 3], [3, 0]]
+    assert answer["response_input_lengths"].tolist() == [[2, 2], [1, 1]]
+    assert answer["cum_log_probs"].tolist() == [[-1.5, -2.0], [-3.0, 0.0]]
+    assert answer["output_log_probs"].tolist() == [
+        [[-0.5, -1.0], [-2.0, 0.0]],
+        [[-1.0, -2.0], [0.0, 0.0]],
+    ]
 
 
 def test_context_embeddings_are_each_rows_own():

@@ -15,7 +15,7 @@ from launcher_scripts.backends.fastertransformer.conversion_t5 import (
 from launcher_scripts.backends.fastertransformer.conversions import CONVERSIONS
 from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.errors import RequestError
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
+from launcher_scripts.protocol import Beam, GenerateOutput, GenerateRequest, SamplingParameters
 
 
 def sent(**more: object) -> dict[str, torch.Tensor]:
@@ -139,3 +139,16 @@ def test_encoder_rows_and_answers():
     assert answer["output_hidden_state"].sum((1, 2)).tolist() == [12.0, 6.0]
     assert answer["output_attentions"].shape == (2, 2, 5, 4, 4)
     assert answer["output_attentions"].sum((1, 2, 3, 4)).tolist() == [160.0, 0.0]
+
+
+def test_beams_have_zeros_after_their_ends():
+    beams = (Beam((1, 2, 3)), Beam((4, 5)))
+    requests = [GenerateRequest((5,), 4), GenerateRequest((6,), 4, end_id=7)]
+    outputs = [GenerateOutput((1, 2, 3), beams=beams), GenerateOutput((8, 7))]
+    answer = to_tensors(requests, outputs, default_end_id=9)
+    assert answer["output_ids"].tolist() == [
+        [[1, 2, 3, 0], [4, 5, 0, 0]],
+        [[8, 7, 7, 0], [0, 0, 0, 0]],
+    ]
+    assert answer["sequence_length"].tolist() == [[3, 2], [2, 0]]
+    assert answer["sequence_length"].dtype == torch.int32

@@ -46,7 +46,7 @@ def test_beyond_the_range_of_float32_is_infinite() -> None:
 
 
 def half_edges() -> np.ndarray:
-    """Every float16, and what lies half-way and next to half-way between two of them, as float32."""
+    """Every float16, and what lies half-way and next to it between two of them, as float32."""
     halves = np.arange(0x7C01, dtype="<u2").view("<f2").astype("<f4")
     halves[-1] = 65536
     ties = (halves[:-1] + halves[1:]) / 2

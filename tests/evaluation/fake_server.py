@@ -40,6 +40,7 @@ def answer(tensors):
     return {
         "output_ids": ("UINT32", output_ids),
         "sequence_length": ("UINT32", (lengths + wanted).astype(np.uint32)[:, None]),
+        "response_input_lengths": ("INT32", lengths.astype(np.int32)[:, None]),
         "cum_log_probs": ("FP32", (wanted * log_p).astype(np.float32)[:, None]),
         "output_log_probs": ("FP32", np.full((batch, 1, int(wanted.max())), log_p, np.float32)),
         "context_logits": ("FP32", context_logits),
@@ -111,6 +112,9 @@ def _handler(server):
 
         def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.path == "/v2/repository/index":
+                self.reply(200, json.dumps([{"name": "counting", "state": "READY"}]).encode())
+                return
             tensors, wanted = _parse(body, int(self.headers["Inference-Header-Content-Length"]))
             with server.lock:
                 server.received.append(tensors)

@@ -12,14 +12,13 @@ from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 from launcher_scripts.settings import (
-    BenchmarkSettings,
     EvaluateSettings,
     ExportSettings,
-    TaskSettings,
     TokenizerSettings,
     write_settings,
 )
 from launcher_scripts.steps import measure_accuracy, measure_speed
+from launcher_scripts.task_settings import BenchmarkSettings, TaskSettings
 from tests.server.processes import running
 
 pytest.importorskip("torch")

@@ -13,7 +13,7 @@ from launcher_scripts.evaluation.speed import (
     sweep,
 )
 from launcher_scripts.protocol import GenerateOutput
-from launcher_scripts.settings import BenchmarkSettings
+from launcher_scripts.task_settings import BenchmarkSettings
 
 SETTINGS = BenchmarkSettings(batch_sizes=(1, 4), lengths=((3, 2), (5, 6)), requests=4, warmup=1)
 

@@ -7,7 +7,12 @@ import pytest
 
 from launcher_scripts.errors import RequestError
 from launcher_scripts.evaluation import tensors
-from launcher_scripts.evaluation.tensors import request_tensors, row_outputs, word_lists
+from launcher_scripts.evaluation.tensors import (
+    output_names,
+    request_tensors,
+    row_outputs,
+    word_lists,
+)
 from launcher_scripts.protocol import GPT_INPUTS, GenerateRequest, SamplingParameters
 
 # A value other than the contract's default for every field of a request.
@@ -37,18 +42,20 @@ REQUEST = GenerateRequest(
     stop_words=((3,),),
     return_log_probs=True,
     return_context_logits=True,
+    return_context_embeddings=True,
     prompt_task=1,
     prompt_embedding=np.ones((3, 4), np.float16),
     soft_prompt=True,
     ia3_task=2,
 )
+OF_AN_ENCODER = ("decoder_input_ids", "return_hidden_state", "return_attentions")
 
 
 def test_every_field_of_a_request_becomes_a_tensor_of_the_contract():
     sent = request_tensors([REQUEST])
     contract = {tensor.name: tensor for tensor in GPT_INPUTS}
     fields = len(dataclasses.fields(SamplingParameters)) + len(dataclasses.fields(REQUEST))
-    fields -= len(tensors.ENCODER_FIELDS)
+    fields -= len(OF_AN_ENCODER)
     # The prompt is two tensors, `sampling` itself none, an embedding with soft_prompt three.
     assert len(sent) == fields + 1 - 1 + 1
     for name, array in sent.items():
@@ -62,13 +69,51 @@ def test_every_field_of_a_request_becomes_a_tensor_of_the_contract():
 
 
 @pytest.mark.parametrize(
-    "field",
-    [{"decoder_input_ids": (0,)}, {"return_hidden_state": True}, {"return_attentions": True}],
+    ("field", "name"),
+    [
+        ({"decoder_input_ids": (0,)}, "decoder_input_ids"),
+        ({"return_attentions": True}, "is_return_attentions"),
+        ({"return_hidden_state": True}, "return_hidden_state"),
+    ],
 )
-def test_what_only_an_encoder_answers_is_refused(field):
-    (name,) = field
-    with pytest.raises(RequestError, match=f"no encoder to answer this; got \\['{name}'\\]"):
+def test_what_only_an_encoder_answers_is_refused(field, name):
+    with pytest.raises(RequestError, match=f"type GPT has no input for this; got '{name}'"):
         request_tensors([REQUEST, dataclasses.replace(REQUEST, **field)])
+
+
+def test_what_a_family_has_no_tensor_for_is_refused(monkeypatch):
+    known = {name: t for name, t in tensors.names_of("T5").known.items() if "prompt" not in name}
+    names = dataclasses.replace(tensors.names_of("T5"), known=known)
+    monkeypatch.setattr(tensors, "names_of", lambda _: names)
+    assert "input_ids" in request_tensors([GenerateRequest((1,), 1)], "T5")
+    with pytest.raises(RequestError, match="no input for this; got 'prompt_learning_task"):
+        request_tensors([GenerateRequest((1,), 1, prompt_task=0)], "T5")
+
+
+def test_an_encoder_alone_generates_nothing():
+    with pytest.raises(RequestError, match="generates no tokens; got 'T5-Encoder'"):
+        request_tensors([GenerateRequest((1,), 1)], "T5-Encoder")
+
+
+def test_rows_for_an_encoder_and_decoder():
+    rows = [
+        GenerateRequest((1, 2), 4, decoder_input_ids=(0, 7), ia3_task=1),
+        GenerateRequest((3,), 5, decoder_input_ids=(0,), ia3_task=0),
+    ]
+    sent = request_tensors(rows, "T5")
+    assert {name: array.tolist() for name, array in sent.items()} == {
+        "input_ids": [[1, 2], [3, 0]],
+        "sequence_length": [[2], [1]],
+        "max_output_len": [[4], [5]],
+        "ia3_tasks": [[1], [0]],
+        "decoder_input_ids": [[0, 7], [0, 2**32 - 1]],
+    }
+    assert output_names(rows, "T5") == ("output_ids", "sequence_length")
+    answer = {
+        "output_ids": np.array([[[8, 9, 0]], [[5, 6, 7]]], np.int32),
+        "sequence_length": np.array([[2], [3]], np.int32),
+    }
+    assert [output.output_ids for output in row_outputs(rows, answer)] == [(8, 9), (5, 6, 7)]
 
 
 def test_rows_with_and_without_own_prompts():
@@ -127,8 +172,9 @@ def test_word_lists_are_packed_as_the_contract_packs_them():
 def test_outputs_are_cut_to_each_rows_length_and_best_beam():
     rows = [
         GenerateRequest((1, 2, 3), 2, return_log_probs=True, return_context_logits=True),
-        GenerateRequest((4,), 2),
+        GenerateRequest((4,), 2, return_context_embeddings=True),
     ]
+    assert output_names(rows)[-2:] == ("context_logits", "context_embeddings")
     logits = np.arange(2 * 3 * 2, dtype=np.float32).reshape(2, 3, 2)
     first, second = row_outputs(
         rows,
@@ -140,9 +186,12 @@ def test_outputs_are_cut_to_each_rows_length_and_best_beam():
             "cum_log_probs": np.array([[-0.5, -9], [-1, -9]], np.float32),
             "output_log_probs": np.array([[[-0.5, 0], [-9, -9]]] * 2, np.float32),
             "context_logits": logits,
+            "context_embeddings": np.array([[[0, 0]], [[3, 4]]], np.float32),
+            "response_input_lengths": np.array([[3], [1]], np.int32),
         },
     )
     assert (first.output_ids, second.output_ids) == ((7,), (5, 6))
     assert (first.cum_log_probs, first.output_log_probs) == (-0.5, (-0.5,))
     np.testing.assert_array_equal(first.context_logits, logits[0])
+    assert first.context_embeddings is None and second.context_embeddings.tolist() == [3, 4]
     assert second.context_logits is None and second.cum_log_probs is None

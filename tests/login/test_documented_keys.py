@@ -10,13 +10,8 @@ import yaml
 from hydra import compose
 from omegaconf import OmegaConf
 
-from launcher_scripts.settings import (
-    BenchmarkSettings,
-    DeploySettings,
-    EvaluateSettings,
-    ExportSettings,
-    TaskSettings,
-)
+from launcher_scripts.settings import DeploySettings, EvaluateSettings, ExportSettings
+from launcher_scripts.task_settings import BenchmarkSettings, GenerationSettings, TaskSettings
 from stages.plan import make_plan
 from tests.login.conftest import Compose, Run
 
@@ -162,7 +157,20 @@ def test_every_setting_of_the_evaluation_has_a_key(hydra_config: Compose) -> Non
     benchmark = {field.name for field in dataclasses.fields(BenchmarkSettings)}
     assert set(evaluate["benchmark"]) == benchmark
     task = {field.name for field in dataclasses.fields(TaskSettings)} - {"name"}
-    assert set(evaluate["tasks"]["lambada"]) == task
+    assert set(evaluate["tasks"]["lambada"]) == task - {"generation"}
+
+
+@pytest.mark.parametrize("choice", ["gpt3/squad", "t5/boolq", "t5/summarization", "t5/translation"])
+def test_an_evaluation_of_one_task_has_every_key(hydra_config: Compose, choice: str) -> None:
+    evaluate = hydra_config(f"evaluate={choice}")["evaluate"]
+    assert evaluate["benchmark"] is None and evaluate["tasks"].pop("lambada") is None
+    (name,) = evaluate["tasks"]
+    assert name == choice.rpartition("/")[2]
+    fields = {field.name for field in dataclasses.fields(TaskSettings)}
+    assert set(evaluate["tasks"][name]) == fields - {"name"}
+    generation = {field.name for field in dataclasses.fields(GenerationSettings)}
+    assert set(evaluate["tasks"][name]["generation"]) == generation
+    assert set(evaluate) == set(hydra_config()["evaluate"])
 
 
 def test_int8_mode_false_is_zero(hydra_config: Compose) -> None:

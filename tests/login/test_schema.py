@@ -13,15 +13,14 @@ from launcher_scripts.errors import ConfigError, problem
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.schema import build
 from launcher_scripts.settings import (
-    BenchmarkSettings,
     DeploySettings,
     EvaluateSettings,
     ExportSettings,
-    TaskSettings,
     TokenizerSettings,
     read_settings,
     write_settings,
 )
+from launcher_scripts.task_settings import BenchmarkSettings, TaskSettings
 
 
 @dataclass(frozen=True)

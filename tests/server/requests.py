@@ -15,6 +15,7 @@ NUMPY_TYPES = {
     "temperature": np.float32,
     "runtime_top_p": np.float32,
     "repetition_penalty": np.float32,
+    "len_penalty": np.float32,
     "is_return_log_probs": np.bool_,
     "is_return_context_logits": np.bool_,
     "is_return_prompt": np.bool_,

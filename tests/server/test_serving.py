@@ -132,6 +132,7 @@ def test_requests_at_once_are_answered_as_if_alone(served: dict[str, Any], engin
         ({"request_output_len": np.array([[500]], np.uint32)}, "positions"),
         ({"input_lengths": np.array([[7]], np.uint32)}, "input_lengths"),
         ({"temperature": np.array([[np.nan]], np.float32)}, "temperature"),
+        ({"beam_width": np.array([[65]], np.uint32)}, "beam_width is out of range; got 65"),
     ],
 )
 def test_a_wrong_request_has_its_own_error(
@@ -160,6 +161,44 @@ def test_text_through_the_ensemble(client: Client, engine: Engine) -> None:
         assert text + answer["OUTPUT_0"][row, 0, 0].decode() == tokenizer.decode([*prompt, *ids])
         assert answer["OUTPUT_DELTA"][row, 0, 0] == answer["OUTPUT_0"][row, 0, 0]
         assert answer["sequence_length"][row, 0] == len(prompt) + len(ids)
+
+
+def test_beams_of_several_widths_in_one_request(client: Client, engine: Engine) -> None:
+    sent = ids_request(PROMPTS[:3], 7, len_penalty=1.0, is_return_log_probs=True)
+    widths = (4, 1, 2)
+    sent["beam_width"] = np.array(widths, np.uint32)[:, None]
+    answer = client.infer("tiny", **sent)
+    assert answer["output_ids"].shape == (3, 4, 9 + 7)
+    for row, (prompt, width) in enumerate(zip(PROMPTS[:3], widths, strict=True)):
+        sampling = SamplingParameters(beam_width=width, len_penalty=1.0)
+        wanted = expected(engine, prompt, 7, sampling=sampling, return_log_probs=True).hypotheses
+        lengths = [len(prompt) + len(beam.output_ids) for beam in wanted] + [0] * (4 - width)
+        assert answer["sequence_length"][row].tolist() == lengths
+        for beam, hypothesis in enumerate(wanted):
+            ids = answer["output_ids"][row, beam, : lengths[beam]].tolist()
+            assert ids == [*prompt, *hypothesis.output_ids]
+            total = answer["cum_log_probs"][row, beam]
+            assert total == pytest.approx(hypothesis.cum_log_probs, abs=1e-4)
+            per_token = answer["output_log_probs"][row, beam, : len(hypothesis.output_ids)]
+            np.testing.assert_allclose(per_token, hypothesis.output_log_probs, atol=1e-4)
+
+
+def test_texts_of_every_beam_through_the_ensemble(client: Client, engine: Engine) -> None:
+    tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
+    answer = client.infer(
+        "ensemble",
+        ["OUTPUT_0", "sequence_length"],
+        INPUT_0=text_rows("Hello"),
+        INPUT_1=np.array([[6]], np.uint32),
+        beam_width=np.array([[3]], np.uint32),
+    )
+    prompt = tuple(tokenizer.encode("Hello"))
+    beams = expected(engine, prompt, 6, sampling=SamplingParameters(beam_width=3)).beams
+    assert answer["OUTPUT_0"].shape == (1, 3, 1)
+    texts = [text.decode() for text in answer["OUTPUT_0"][0, :, 0]]
+    whole = [tokenizer.decode([*prompt, *beam.output_ids]) for beam in beams]
+    assert ["Hello" + text for text in texts] == whole
+    assert len(set(texts)) == 3
 
 
 def test_words_lists_are_each_rows_own(client: Client, engine: Engine) -> None:

@@ -22,6 +22,7 @@ from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.settings import ExportSettings
 from launcher_scripts.tokenizer import load_tokenizer
+from tests.engine.reference_beams import Settings, search
 from tests.engine.small_models import rank_part
 from tests.engine.small_t5 import NEMO, Plain, t5_config, t5_tensors
 from tests.server.processes import running
@@ -236,6 +237,30 @@ def test_text_through_the_ensemble(client: Client, plain: Plain) -> None:
         ids = plain.greedy((*tokenizer.encode(text), END_ID), length)
         assert answer["OUTPUT_0"][row, 0, 0].decode() == tokenizer.decode(ids)
         assert answer["sequence_length"][row, 0] == len(ids)
+
+
+@needs_server
+def test_beams(client: Client, plain: Plain) -> None:
+    """Ids and, through the ensemble, texts of the hypotheses that a plain search finds."""
+    tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
+    text = "The quick brown fox"
+    source = (*tokenizer.encode(text), END_ID)
+    found = search(
+        lambda ids: plain.logits(source, ids)[-1], (0,), Settings(4, 6, END_ID, len_penalty=1.0)
+    )
+    settings = {
+        "beam_width": np.array([[4]], np.uint32),
+        "len_penalty": np.array([[1]], np.float32),
+    }
+    answer = client.infer("tiny", **ids_request([source], max_output_len=6), **settings)
+    padded = [[*ids, *[0] * (6 - len(ids))] for ids, _ in found]
+    assert answer["output_ids"][0].tolist() == padded
+    assert answer["sequence_length"][0].tolist() == [len(ids) for ids, _ in found]
+    answer = client.infer(
+        "ensemble", INPUT_0=text_rows(text), INPUT_1=np.array([[6]], np.uint32), **settings
+    )
+    texts = [each.decode() for each in answer["OUTPUT_0"][0, :, 0]]
+    assert texts == [tokenizer.decode(list(ids)) for ids, _ in found]
 
 
 @needs_server

@@ -176,9 +176,14 @@ class Answer:
     def _progress(
         self, outputs: Sequence[GenerateOutput], tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """How much of each row is news in this response, and whether that was all: [B, beam]."""
+        """How much of each row is news in this response, and whether that was all: [B, beam].
+
+        Hypotheses of a beam search are news as a whole: others may have taken their places.
+        """
         beams = tensors["output_ids"].shape[1]
-        before = [min(self._sent, len(output.output_ids)) for output in outputs]
+        before = [
+            0 if output.beams else min(self._sent, len(output.output_ids)) for output in outputs
+        ]
         ended = [output is last for output, last in zip(outputs, self._last, strict=True)]
         progress = {
             "streamed_length": torch.tensor(

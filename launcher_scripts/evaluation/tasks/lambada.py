@@ -23,15 +23,14 @@ from numpy.typing import NDArray
 
 from launcher_scripts.errors import ConfigError, Problems, ServerError, problem
 from launcher_scripts.evaluation.tasks.task import (
+    Asked,
     Metric,
-    Model,
     Progress,
     TaskResult,
     fraction,
     mean_95,
 )
-from launcher_scripts.settings import TaskSettings
-from launcher_scripts.tokenizer import Tokenizer
+from launcher_scripts.task_settings import TaskSettings
 
 
 @dataclass(frozen=True)
@@ -178,14 +177,12 @@ def summarise(results: Sequence[ItemResult]) -> dict[str, Metric]:
     }
 
 
-def run(
-    settings: TaskSettings, tokenizer: Tokenizer, model: Model, progress: Progress
-) -> TaskResult:
+def run(settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
     """Measure the items of settings.data_file, settings.batch_size of them in flight."""
     texts = read_texts(Path(settings.data_file), settings.limit)
-    items = make_items(texts, tokenizer.encode)
+    items = make_items(texts, asked.tokenizer.encode)
     results = []
-    for result in measure(items, model.score(rows_to_score(items), settings.batch_size)):
+    for result in measure(items, asked.model.score(rows_to_score(items), settings.batch_size)):
         results.append(result)
         progress(len(results), len(items))
     return TaskResult(summarise(results), [dataclasses.asdict(result) for result in results])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
-from launcher_scripts.settings import TaskSettings
+from launcher_scripts.task_settings import TaskSettings
 from launcher_scripts.tokenizer import Tokenizer
 
 Z_95 = 1.959963984540054  # a normal variable is within this many deviations 95 % of the time
@@ -33,11 +34,30 @@ class Metric:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """A task's result beside the same one of a reference.
+
+    source:     what the reference is
+    metrics:    the reference's figures
+    difference: figure -> the served model's value minus the reference's
+    different:  indices of the items that were answered otherwise
+    items:      what the reference made of those, by index
+    """
+
+    source: str
+    metrics: dict[str, Metric]
+    difference: dict[str, float]
+    different: list[int]
+    items: dict[int, dict[str, Any]]
+
+
+@dataclass(frozen=True)
 class TaskResult:
     """What a task measured: figures by name, and per item what they were made of."""
 
     metrics: dict[str, Metric]
     items: list[dict[str, Any]]
+    reference: Comparison | None = None
 
 
 class Model(Protocol):
@@ -49,13 +69,32 @@ class Model(Protocol):
         """The logits at every position of every row of token ids, [len(row), vocab] each."""
         ...
 
-    def generate(self, rows: Sequence[GenerateRequest]) -> list[GenerateOutput]: ...
+    def generate_each(
+        self, rows: Iterable[GenerateRequest], in_flight: int = 8
+    ) -> Iterator[GenerateOutput]:
+        """What every row became, in order."""
+        ...
 
 
 # Called with the number of items done and the number of all.
 Progress = Callable[[int, int], None]
 
-Task = Callable[[TaskSettings, Tokenizer, Model, Progress], TaskResult]
+
+@dataclass(frozen=True)
+class Asked:
+    """A model with what makes text of its tokens and tokens of text.
+
+    closing_ids: what a model that was trained with them wants behind every prompt
+    folder:      of the tokenizer's files and, where it is the checkpoint's, of config.ini
+    """
+
+    model: Model
+    tokenizer: Tokenizer
+    closing_ids: tuple[int, ...]
+    folder: Path
+
+
+Task = Callable[[TaskSettings, Asked, Progress], TaskResult]
 
 
 def fraction(flags: Sequence[bool], meaning: str) -> Metric:
@@ -65,6 +104,14 @@ def fraction(flags: Sequence[bool], meaning: str) -> Metric:
     if half_width is None:
         return Metric(mean, None, None, True, meaning)
     return Metric(mean, max(0.0, mean - half_width), min(1.0, mean + half_width), True, meaning)
+
+
+def average(values: Sequence[float], percent: bool, meaning: str) -> Metric:
+    """The mean over the items."""
+    mean, half_width = mean_95(np.array(values, dtype=np.float64))
+    if half_width is None:
+        return Metric(mean, None, None, percent, meaning)
+    return Metric(mean, mean - half_width, mean + half_width, percent, meaning)
 
 
 def mean_95(values: NDArray[np.float64]) -> tuple[float, float | None]:

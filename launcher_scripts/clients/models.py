@@ -1,0 +1,78 @@
+"""Which model of a server is meant, and the text models around it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launcher_scripts.clients.connection import Tensors
+from launcher_scripts.clients.remote import RemoteServer
+from launcher_scripts.errors import ConfigError, problem
+
+DEFAULT_MODEL = "fastertransformer"
+TEXT_ROLES = ("preprocessing", "postprocessing", "ensemble")
+_OUR_BACKEND = "fastertransformer"
+
+
+@dataclass(frozen=True)
+class Models:
+    """One model that generates, and the names of the text models around it (role -> name).
+
+    model_type: what config.pbtxt says of the model
+    decoupled:  whether it answers a request with several responses
+    """
+
+    name: str
+    model_type: str
+    decoupled: bool
+    text: dict[str, str]
+
+    def last_answer(self, server: RemoteServer, name: str, tensors: Tensors) -> Tensors:
+        """The outputs of `name`, this model or its ensemble: of several responses the last."""
+        if not self.decoupled:
+            return server.infer(name, tensors)
+        return deque(server.stream(name, tensors), maxlen=1).pop()
+
+    def text_model(self, role: str) -> str:
+        """The text model of a role; raises ConfigError where the server has none."""
+        if role not in self.text:
+            raise ConfigError(
+                problem(
+                    f"the server has no {role} model for {self.name}",
+                    choices=sorted(self.text.values()),
+                    change="export.model.tokenizer",
+                )
+            )
+        return self.text[role]
+
+
+def find_models(server: RemoteServer, wanted: str | None) -> Models:
+    """The model called `wanted`; without a name the tools' usual one, else the only one."""
+    served = server.models()
+    if wanted is not None and wanted not in served:
+        raise ConfigError(
+            problem("the server has no such model", got=wanted, choices=served, change="--model")
+        )
+    name = wanted or (DEFAULT_MODEL if DEFAULT_MODEL in served else None)
+    configs = {each: server.model_config(each) for each in ([name] if name else served)}
+    if name is None:
+        ours = [each for each, config in configs.items() if config.get("backend") == _OUR_BACKEND]
+        if len(ours) != 1:
+            raise ConfigError(problem("which model is meant", choices=ours, change="--model"))
+        (name,) = ours
+    config = configs[name]
+    text = {}
+    for role in TEXT_ROLES:
+        own = [each for each in (f"{name}_{role}", role) if each in served]
+        text.update({role: own[0]} if own else {})
+    model_type = parameter(config, "model_type") or "GPT"
+    decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
+    return Models(name, model_type, bool(decoupled), text)
+
+
+def parameter(config: Mapping[str, Any], name: str) -> str | None:
+    """A parameter of config.pbtxt; None where it has none of that name."""
+    value = config.get("parameters", {}).get(name, {}).get("string_value")
+    return None if value is None else str(value)

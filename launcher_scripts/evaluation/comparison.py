@@ -1,0 +1,86 @@
+"""A task's result beside a reference's: transformers on the same items, or another report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.errors import ConfigError, problem
+from launcher_scripts.evaluation.tasks.task import (
+    Asked,
+    Comparison,
+    Metric,
+    Progress,
+    Task,
+    TaskResult,
+)
+from launcher_scripts.evaluation.transformers_model import TransformersModel
+from launcher_scripts.task_settings import TaskSettings
+
+# What two answers to one item are compared by, where the item has it.
+ANSWER_KEYS = ("prediction", "correct")
+_KEY = "evaluate.tasks.<task>.reference"
+
+
+def compared(
+    task: Task, settings: TaskSettings, asked: Asked, progress: Progress, served: TaskResult
+) -> TaskResult:
+    """`served` with the comparison that settings.reference asks for."""
+    if settings.reference is None:
+        return served
+    path = Path(settings.reference)
+    if path.is_dir():
+        model = TransformersModel(path)
+        reference = task(settings, replace(asked, model=model), progress)
+        return replace(served, reference=compare(served, reference, model.name))
+    return replace(served, reference=compare(served, read_report(path, settings), str(path)))
+
+
+def compare(served: TaskResult, reference: TaskResult, source: str) -> Comparison:
+    """Raises ConfigError when the reference has other items."""
+    known = {item["index"]: item for item in reference.items}
+    missing = [item["index"] for item in served.items if item["index"] not in known]
+    if missing:
+        raise ConfigError(
+            problem(f"{source} does not have every item", got=missing[:10], change=_KEY)
+        )
+    different = [
+        item["index"] for item in served.items if answer(item) != answer(known[item["index"]])
+    ]
+    return Comparison(
+        source=source,
+        metrics=reference.metrics,
+        difference={
+            name: metric.value - reference.metrics[name].value
+            for name, metric in served.metrics.items()
+            if name in reference.metrics
+        },
+        different=different,
+        items={index: known[index] for index in different},
+    )
+
+
+def answer(item: dict[str, Any]) -> Any:
+    """What makes two items the same answer."""
+    return next((item[key] for key in ANSWER_KEYS if key in item), None)
+
+
+def read_report(path: Path, settings: TaskSettings) -> TaskResult:
+    """The task's section of another evaluation's report.json, over the same items."""
+    try:
+        section = json.loads(path.read_text(encoding="utf-8"))["tasks"][settings.name]
+        metrics = {name: Metric(**values) for name, values in section["metrics"].items()}
+        items = section["items"]
+        limit = section["settings"]["limit"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            problem(
+                f"{path} is no report of {settings.name}: {type(error).__name__}: {error}",
+                change=_KEY,
+            )
+        ) from error
+    if limit != settings.limit:
+        raise ConfigError(problem(f"{path} has another limit of items", got=limit, change=_KEY))
+    return TaskResult(metrics, items)

@@ -1,0 +1,125 @@
+"""Items as prompts, prompts as rows of token ids, and the answers as text."""
+
+from __future__ import annotations
+
+import configparser
+import gzip
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher_scripts.errors import ConfigError, Problems, problem
+from launcher_scripts.evaluation.tasks.task import Asked, Progress
+from launcher_scripts.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.task_settings import GenerationSettings, TaskSettings
+
+_FIELD = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class VirtualTokens:
+    """A learned prompt's ids, which stand in front of every prompt: `length` from `start` on."""
+
+    start: int
+    length: int
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return tuple(range(self.start, self.start + self.length))
+
+
+def row_of(asked: Asked, prompt: str, settings: GenerationSettings) -> GenerateRequest:
+    """One prompt as a row; greedy, or of `beam_width` beams."""
+    virtual: tuple[int, ...] = ()
+    if settings.prompt_task is not None:
+        virtual = read_virtual_tokens(asked.folder, settings.prompt_task).ids
+    ids = tuple(asked.tokenizer.encode(prompt))
+    if settings.max_input_len is not None:
+        ids = ids[: max(0, settings.max_input_len - len(asked.closing_ids) - len(virtual))]
+    return GenerateRequest(
+        (*virtual, *ids, *asked.closing_ids),
+        settings.output_len,
+        SamplingParameters(beam_width=settings.beam_width, len_penalty=settings.len_penalty),
+        prompt_task=settings.prompt_task,
+        ia3_task=settings.ia3_task,
+    )
+
+
+def answers(
+    asked: Asked, prompts: Sequence[str], settings: TaskSettings, progress: Progress
+) -> list[str]:
+    """What the model generates behind every prompt."""
+    rows = [row_of(asked, prompt, settings.generation) for prompt in prompts]
+    texts = []
+    for output in asked.model.generate_each(rows, settings.batch_size):
+        texts.append(asked.tokenizer.decode(output.output_ids).strip())
+        progress(len(texts), len(rows))
+    return texts
+
+
+def filled(template: str, fields: Mapping[str, str], key: str) -> str:
+    """The template with every {name} replaced by that field, whatever braces the fields hold."""
+    unknown = sorted(set(_FIELD.findall(template)) - set(fields))
+    if unknown:
+        raise ConfigError(
+            problem("the template names fields that items do not have", got=unknown)
+            + f"; choices: {', '.join(fields)}; change {key}"
+        )
+    return _FIELD.sub(lambda found: fields[found[1]], template)
+
+
+def prompts_of(
+    settings: TaskSettings, default: str, items: Iterable[Mapping[str, str]]
+) -> list[str]:
+    """Every item's prompt, by the settings' template or the task's own."""
+    given = settings.generation.template
+    template = default if given is None else given
+    key = f"evaluate.tasks.{settings.name}.generation.template"
+    return [filled(template, fields, key) for fields in items]
+
+
+def read_virtual_tokens(folder: Path, task: int) -> VirtualTokens:
+    """Where the ids of a learned prompt begin and how many they are, from the checkpoint's
+    config.ini.
+    """
+    config = configparser.ConfigParser()
+    config.read(folder / "config.ini", encoding="utf-8")
+    section = config[f"task_{task}"] if config.has_section(f"task_{task}") else {}
+    starts = [part["prompt_learning_start_id"] for part in config.values() if _starts(part)]
+    if "prompt_length" not in section or not starts:
+        known = [name for name in config.sections() if name.startswith("task_")]
+        raise ConfigError(
+            problem(
+                f"{folder / 'config.ini'} has no learned prompt task_{task}",
+                choices=known,
+                change="evaluate.tasks.<task>.generation.prompt_task, evaluate.tokenizer_dir",
+            )
+        )
+    return VirtualTokens(int(starts[0]), int(section["prompt_length"]))
+
+
+def _starts(section: Mapping[str, str]) -> bool:
+    return "prompt_learning_start_id" in section
+
+
+def read_lines(path: str, key: str) -> list[str]:
+    """The lines of a text file, which may be compressed with gzip."""
+    opened = gzip.open if path.endswith(".gz") else open
+    try:
+        with opened(path, "rt", encoding="utf-8", newline="\n") as file:
+            return [line.rstrip("\r\n") for line in file]
+    except (OSError, UnicodeDecodeError, EOFError) as error:
+        raise ConfigError(problem(f"cannot read {path}: {error}", change=key)) from error
+
+
+def numbered(lines: Sequence[str], limit: int | None) -> Iterator[tuple[int, str]]:
+    """The first `limit` lines with their numbers, from 1."""
+    return enumerate(lines[:limit], start=1)
+
+
+def require_items(items: Sequence[object], problems: Problems) -> None:
+    """Raise what was found, and that there is nothing."""
+    if not items and not problems.messages:
+        problems.add("there are no items")
+    problems.raise_if_any(ConfigError)

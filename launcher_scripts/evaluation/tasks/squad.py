@@ -1,0 +1,133 @@
+"""SQuAD: questions about a paragraph, by exact match and F1 of the words.
+
+data_file has SQuAD 1.1's JSON layout. An answer is normalised as the data set's own script does
+it (lower case, no punctuation, no articles, single blanks) and compared with every given answer;
+the best counts. What a model generates after a line's end does not belong to its answer.
+
+Data set: Rajpurkar et al., "SQuAD: 100,000+ Questions for Machine Comprehension of Text", 2016.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.errors import ConfigError, Problems, problem
+from launcher_scripts.evaluation.tasks.prompts import answers, prompts_of, require_items
+from launcher_scripts.evaluation.tasks.task import (
+    Asked,
+    Metric,
+    Progress,
+    TaskResult,
+    average,
+    fraction,
+)
+from launcher_scripts.task_settings import TaskSettings
+
+TEMPLATE = "Context: {context}\n\nQuestion: {question}\n\nAnswer:"
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question with every answer that counts as right."""
+
+    id: str
+    context: str
+    question: str
+    answers: tuple[str, ...]
+
+    @property
+    def fields(self) -> dict[str, str]:
+        return {"context": self.context, "question": self.question}
+
+
+def read_questions(settings: TaskSettings) -> list[Question]:
+    """The first `limit` questions, in the file's order."""
+    key = f"evaluate.tasks.{settings.name}.data_file"
+    try:
+        content = json.loads(Path(settings.data_file).read_text(encoding="utf-8"))
+        questions = list(_questions(content))[: settings.limit]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            problem(
+                f"{settings.data_file} is not in SQuAD 1.1's layout: "
+                f"{type(error).__name__}: {error}",
+                change=key,
+            )
+        ) from error
+    problems = Problems(f"the questions in {settings.data_file}")
+    for question in questions:
+        if not question.answers:
+            problems.add(f"question {question.id} has no answer")
+    require_items(questions, problems)
+    return questions
+
+
+def _questions(content: Any) -> Iterator[Question]:
+    for article in content["data"]:
+        for paragraph in article["paragraphs"]:
+            for entry in paragraph["qas"]:
+                answers = tuple(answer["text"] for answer in entry["answers"])
+                yield Question(entry["id"], paragraph["context"], entry["question"], answers)
+
+
+def normalised(answer: str) -> str:
+    """Lower case, without punctuation and articles, with single blanks."""
+    bare = answer.lower().translate(_NO_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", bare).split())
+
+
+def f1(prediction: str, answer: str) -> float:
+    """Harmonic mean of precision and recall of the normalised words.
+
+    >>> f1("the cat sat", "a cat")
+    0.6666666666666666
+    """
+    predicted, right = normalised(prediction).split(), normalised(answer).split()
+    shared = sum((Counter(predicted) & Counter(right)).values())
+    if not shared:
+        return float(predicted == right)
+    precision, recall = shared / len(predicted), shared / len(right)
+    return 2 * precision * recall / (precision + recall)
+
+
+def judge(index: int, question: Question, generated: str) -> dict[str, Any]:
+    """One item of the report."""
+    lines = generated.splitlines()
+    prediction = lines[0].strip() if lines else ""
+    return {
+        "index": index,
+        "id": question.id,
+        "targets": list(question.answers),
+        "prediction": prediction,
+        "exact_match": any(normalised(prediction) == normalised(a) for a in question.answers),
+        "f1": max(f1(prediction, answer) for answer in question.answers),
+    }
+
+
+def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
+    """Exact match and F1 over all questions."""
+    return {
+        "exact_match": fraction(
+            [item["exact_match"] for item in items], "answers that equal a given one"
+        ),
+        "f1": average([item["f1"] for item in items], True, "mean F1 of the answers' words"),
+    }
+
+
+def run(settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
+    """Answer the questions of settings.data_file."""
+    questions = read_questions(settings)
+    prompts = prompts_of(settings, TEMPLATE, (question.fields for question in questions))
+    generated = answers(asked, prompts, settings, progress)
+    pairs = zip(questions, generated, strict=True)
+    items = [judge(index, question, text) for index, (question, text) in enumerate(pairs)]
+    return TaskResult(summarise(items), items)

@@ -1,0 +1,113 @@
+"""The only door to transformers: a checkpoint in Hugging Face's format as a reference.
+
+It answers the same token ids in float32, one batch after the other, so that a difference is the
+served model's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launcher_scripts.errors import ConfigError, problem
+from launcher_scripts.protocol import GenerateOutput, GenerateRequest
+
+KEY = "evaluate.tasks.<task>.reference"
+
+
+class TransformersModel:
+    """Generates greedily, and scores."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError when transformers is not there or cannot load the folder."""
+        try:
+            import torch
+            import transformers
+        except ImportError as error:
+            raise ConfigError(
+                problem(f"the reference needs the package {error.name}", change=KEY)
+            ) from error
+        self._torch = torch
+        try:
+            config = transformers.AutoConfig.from_pretrained(folder)
+            self._encodes = bool(config.is_encoder_decoder)
+            kind = (
+                transformers.AutoModelForSeq2SeqLM
+                if self._encodes
+                else transformers.AutoModelForCausalLM
+            )
+            self._model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(
+                problem(f"transformers cannot load {folder}: {error}", change=KEY)
+            ) from error
+        ends = self._model.generation_config.eos_token_id
+        self._end_ids = [] if ends is None else ends if isinstance(ends, list) else [ends]
+        self.name = f"transformers {transformers.__version__}, float32: {folder}"
+
+    def generate_each(
+        self, rows: Iterable[GenerateRequest], in_flight: int = 8
+    ) -> Iterator[GenerateOutput]:
+        """What every row became, in order; `in_flight` rows are padded to one batch."""
+        waiting = iter(rows)
+        while batch := list(itertools.islice(waiting, in_flight)):
+            yield from self._generate(batch)
+
+    def score(
+        self,
+        rows: Iterable[Sequence[int]],
+        in_flight: int = 8,  # noqa: ARG002
+    ) -> Iterator[NDArray[np.float32]]:
+        """The logits at every position of every row of ids."""
+        for row in rows:
+            with self._torch.inference_mode():
+                logits = self._model(self._torch.tensor([list(row)])).logits[0]
+            yield logits.numpy()
+
+    def _generate(self, rows: Sequence[GenerateRequest]) -> Iterator[GenerateOutput]:
+        _check(rows)
+        torch = self._torch
+        longest = max(len(row.input_ids) for row in rows)
+        ids = torch.zeros(len(rows), longest, dtype=torch.long)  # [B, S]
+        mask = torch.zeros_like(ids)
+        for index, row in enumerate(rows):
+            # A decoder goes on where its prompt ends, so its padding comes first.
+            own = (
+                slice(0, len(row.input_ids)) if self._encodes else slice(-len(row.input_ids), None)
+            )
+            ids[index, own] = torch.tensor(row.input_ids)
+            mask[index, own] = 1
+        with torch.inference_mode():
+            answers = self._model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=max(row.output_len for row in rows),
+                do_sample=False,
+                num_beams=1,
+                pad_token_id=self._end_ids[0] if self._end_ids else 0,
+            )
+        start = 1 if self._encodes else longest
+        for row, answer in zip(rows, answers.tolist(), strict=True):
+            yield GenerateOutput(self._ended(answer[start : start + row.output_len]))
+
+    def _ended(self, ids: list[int]) -> tuple[int, ...]:
+        """The ids up to their first end token, that one included."""
+        ends = [index for index, token in enumerate(ids) if token in self._end_ids]
+        return tuple(ids[: ends[0] + 1] if ends else ids)
+
+
+def _check(rows: Sequence[GenerateRequest]) -> None:
+    """What only the served model knows cannot be compared with transformers."""
+    asked: dict[str, Any] = {
+        "beam_width": any(row.sampling.beam_width > 1 for row in rows),
+        "prompt_task": any(row.prompt_task is not None for row in rows),
+        "ia3_task": any(row.ia3_task is not None for row in rows),
+    }
+    wrong = [name for name, there in asked.items() if there]
+    if wrong:
+        raise ConfigError(problem("transformers is no reference for this", got=wrong, change=KEY))

@@ -1,0 +1,139 @@
+"""A result beside a reference: transformers on the same items, or another report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.errors import ConfigError
+from launcher_scripts.evaluation.comparison import compare, compared
+from launcher_scripts.evaluation.report import html
+from launcher_scripts.evaluation.tables import task_table
+from launcher_scripts.evaluation.tasks.task import Metric, TaskResult
+from launcher_scripts.evaluation.transformers_model import TransformersModel
+from launcher_scripts.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.task_settings import TaskSettings
+from tests.evaluation.text_tasks import asked, no_progress
+
+
+def result(score: float, *predictions: str) -> TaskResult:
+    items = [{"index": index, "prediction": text} for index, text in enumerate(predictions)]
+    return TaskResult({"score": Metric(score, None, None, True, "a score")}, items)
+
+
+def test_differences_are_the_served_models() -> None:
+    comparison = compare(result(0.5, "a", "b", "c"), result(0.75, "a", "x", "c"), "theirs")
+    assert comparison.difference == {"score": -0.25}
+    assert comparison.different == [1]
+    assert comparison.items == {1: {"index": 1, "prediction": "x"}}
+    with pytest.raises(ConfigError, match=r"theirs does not have every item; got \[1\]"):
+        compare(result(0.5, "a", "b"), result(0.5, "a"), "theirs")
+
+
+def test_another_report_is_a_reference(tmp_path: Path) -> None:
+    section = {**asdict(result(0.75, "a", "<x>")), "settings": {"limit": None}}
+    report = {"model": "m", "tasks": {"boolq": section}}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    settings = TaskSettings("boolq", "data", reference=str(tmp_path / "report.json"))
+    served = result(0.5, "a", "b")
+    whole = compared(_never, settings, asked([], tmp_path), no_progress, served)
+    assert whole.reference is not None and whole.reference.different == [1]
+    table = task_table("boolq", whole).splitlines()
+    assert table[0].split()[-2:] == ["reference", "difference"]
+    assert table[1].split()[-3:] == ["75.0", "%", "-25.00"]
+    assert table[2] == f"1 of 2 answers are the reference's: {tmp_path / 'report.json'}"
+    shown = json.loads(json.dumps({**section, **asdict(whole)}))
+    shown["measured_on"] = {
+        "date": "",
+        "protocol": "http",
+        "server": {},
+        "client": {"processor": "", "cores": 1},
+    }
+    page = html({"model": "m", "tasks": {"boolq": shown}})
+    assert "1 of 2 answers are the same" in page
+    assert '<td class="text">b</td><td class="text">&lt;x&gt;</td>' in page
+
+
+def _never(*_: object) -> TaskResult:
+    raise AssertionError("a report needs no model")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("nonsense", "is no report of boolq: JSONDecodeError"),
+        ('{"tasks": {}}', "is no report of boolq: KeyError"),
+        (
+            '{"tasks": {"boolq": {"metrics": {}, "items": [], "settings": {"limit": 5}}}}',
+            "has another limit of items; got 5",
+        ),
+    ],
+)
+def test_what_is_no_report_is_refused(tmp_path: Path, content: str, says: str) -> None:
+    (tmp_path / "report.json").write_text(content)
+    settings = TaskSettings("boolq", "data", reference=str(tmp_path / "report.json"))
+    with pytest.raises(ConfigError, match=says):
+        compared(_never, settings, asked([], tmp_path), no_progress, result(1.0, "a"))
+
+
+@pytest.fixture(scope="module", params=["gpt2", "t5"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model in Hugging Face's format."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    small = {"vocab_size": 40, "eos_token_id": 1, "pad_token_id": 0}
+    if request.param == "gpt2":
+        config = transformers.GPT2Config(
+            n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=1, **small
+        )
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.T5Config(
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=2,
+            num_heads=2,
+            decoder_start_token_id=0,
+            **small,
+        )
+        model = transformers.T5ForConditionalGeneration(config)
+    path = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(path)
+    return path
+
+
+def test_rows_of_a_batch_are_answered_as_if_alone(folder: Path) -> None:
+    model = TransformersModel(folder)
+    rows = [
+        GenerateRequest((5, 6, 7, 8, 9), 6),
+        GenerateRequest((30,), 4),
+        GenerateRequest((12, 13, 1), 9),
+    ]
+    alone = [output.output_ids for output in model.generate_each(rows, 1)]
+    assert [output.output_ids for output in model.generate_each(rows, 3)] == alone
+    for row, ids in zip(rows, alone, strict=True):
+        assert 0 < len(ids) <= row.output_len
+        assert 1 not in ids[:-1]
+    assert model.name.endswith(f"float32: {folder}")
+
+
+@pytest.mark.parametrize("folder", ["gpt2"], indirect=True)
+def test_greedy_ids_follow_the_logits(folder: Path) -> None:
+    model = TransformersModel(folder)
+    (output,) = model.generate_each([GenerateRequest((5, 6, 7), 4)])
+    (logits,) = model.score([(5, 6, 7, *output.output_ids[:-1])])
+    assert logits[2:].argmax(-1).tolist() == list(output.output_ids)
+
+
+def test_what_transformers_does_not_know_is_refused(folder: Path, tmp_path: Path) -> None:
+    model = TransformersModel(folder)
+    row = GenerateRequest((1,), 1, SamplingParameters(beam_width=2), prompt_task=0)
+    with pytest.raises(ConfigError, match=r"got \['beam_width', 'prompt_task'\]"):
+        list(model.generate_each([row]))
+    with pytest.raises(ConfigError, match="transformers cannot load"):
+        TransformersModel(tmp_path)

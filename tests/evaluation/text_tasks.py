@@ -1,0 +1,56 @@
+"""What the tests of text tasks share: a tokenizer of words and models with prepared answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from launcher_scripts.evaluation.tasks.task import Asked
+from launcher_scripts.protocol import GenerateOutput, GenerateRequest
+
+
+class Words:
+    """A tokenizer that numbers words as it meets them."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def encode(self, text: str) -> list[int]:
+        for word in text.split(" "):
+            if word not in self.words:
+                self.words.append(word)
+        return [self.words.index(word) for word in text.split(" ")]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(self.words[index] for index in ids)
+
+
+class Prepared:
+    """Answers the n-th row with the n-th text, whatever was asked; `rows` is what was."""
+
+    def __init__(self, tokenizer: Words, texts: Sequence[str]) -> None:
+        self.tokenizer, self.texts = tokenizer, texts
+        self.rows: list[GenerateRequest] = []
+        self.in_flight = 0
+
+    def generate_each(
+        self, rows: Iterable[GenerateRequest], in_flight: int = 8
+    ) -> Iterator[GenerateOutput]:
+        self.in_flight = in_flight
+        self.rows = list(rows)
+        for text, _ in zip(self.texts, self.rows, strict=True):
+            yield GenerateOutput(tuple(self.tokenizer.encode(text)))
+
+    @property
+    def prompts(self) -> list[str]:
+        return [self.tokenizer.decode(row.input_ids) for row in self.rows]
+
+
+def asked(texts: Sequence[str], folder: Path, closing: tuple[int, ...] = ()) -> Asked:
+    """A model that gives these texts one after another."""
+    tokenizer = Words()
+    return Asked(Prepared(tokenizer, texts), tokenizer, closing, folder)
+
+
+def no_progress(done: int, total: int) -> None:
+    assert 0 < done <= total
