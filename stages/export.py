@@ -15,7 +15,7 @@ from launcher_scripts.schema import build
 from launcher_scripts.settings import ExportSettings, TokenizerSettings
 from stages.stage import Launch, Stage, absolute
 
-MODEL_TYPES = ("gpt3", "t5", "mt5", "t5-encoder", "agm")
+MODEL_TYPES = ("gpt3", "t5", "mt5", "t5-encoder", "agm", "bart")
 
 
 @dataclass(frozen=True)

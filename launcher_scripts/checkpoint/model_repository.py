@@ -32,6 +32,7 @@ BACKEND_MODEL_TYPES = {
     "mt5": "T5",
     "t5-encoder": "T5-Encoder",
     "agm": "Agm",
+    "bart": "BART",
 }
 
 TEXT_MODELS = ("preprocessing", "postprocessing", "ensemble")
@@ -58,7 +59,7 @@ class ModelRepository:
         checkpoint = FTCheckpoint.open(settings.checkpoint_dir, verify=False)
         contract = CONTRACTS[backend_model_type(settings, checkpoint)]
         names = text_model_names(self, settings.model_name, contract.text.roles)
-        text_models = settings.tokenizer.source != "none"
+        text_models = settings.tokenizer.source != "none" and bool(names)
         targets = [model_dir / "config.pbtxt"]
         if text_models:
             check_tokenizer(checkpoint)

@@ -1,4 +1,4 @@
-"""A T5 on one rank: the encoder, and a decoder that attends to its own tokens and to the source.
+"""A T5 or BART on one rank: an encoder, and a decoder that attends to its own and to the source.
 
 The keys and values of a row's source are computed once per decoder layer and kept in the cache,
 in the tokens right before the row's own.
@@ -19,10 +19,11 @@ from launcher_scripts.engine.learned_parts import scaled, token_tasks
 from launcher_scripts.engine.network import Encoded
 from launcher_scripts.engine.t5_weights import CrossLayerWeights, T5Weights
 from launcher_scripts.kernels.operands import Heads, LayerCache, RelativeBias
+from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.t5 import T5Config
 
 
-def t5_heads(config: T5Config, tp_size: int) -> Heads:
+def t5_heads(config: T5Config | BartConfig, tp_size: int) -> Heads:
     """The heads of one rank."""
     heads = config.num_heads // tp_size
     return Heads(heads, heads, config.head_size)
@@ -36,7 +37,7 @@ class CrossLayer(ParallelLayer):
 
     def __init__(
         self,
-        config: T5Config,
+        config: T5Config | BartConfig,
         weights: CrossLayerWeights,
         cache: LayerCache,
         heads: Heads,
@@ -73,11 +74,14 @@ class CrossLayer(ParallelLayer):
         query = self.kernels.store_kv(qkv, self.heads, None, step.slots, self.cache)
         attended = self._attend(query, step)
         x = self.row_parallel(attended, weights.attention_dense, x, weights.attention_adapter)
+        x = self.normed(x, weights.attention_norm)
         query = self.kernels.project(x, weights.source_query).view(query.shape)
         x = self.row_parallel(self._attend_source(query, step), weights.source_dense, x)
+        x = self.normed(x, weights.source_norm)
         hidden = self.kernels.mlp_up(x, weights.mlp_up, weights.mlp_gate, self.config.activation)
         hidden = scaled(hidden, ia3 and ia3.mlp, step.ia3_tasks)
-        return self.row_parallel(hidden, weights.mlp_down, x, weights.mlp_adapter)
+        x = self.row_parallel(hidden, weights.mlp_down, x, weights.mlp_adapter)
+        return self.normed(x, weights.mlp_norm)
 
     def _attend(self, query: Tensor, step: Step) -> Tensor:
         with_bias = {"scale": self.config.attention_scale, "relative": self.bias}
