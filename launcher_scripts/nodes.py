@@ -62,6 +62,11 @@ LAUNCHERS = (
     ),
 )
 PMIX_RANK = "PMIX_RANK"
+
+# What the program that starts a server tells the backend inside of it.
+RENDEZVOUS_VARIABLE = "LAUNCHER_RENDEZVOUS"  # the folder where the nodes find rank 0
+INTERFACE_VARIABLE = "LAUNCHER_INTERFACE"  # the network interface between the ranks
+ATTEMPT_VARIABLE = "LAUNCHER_ATTEMPT"  # how often the server was started again before
 HOW = "the command that starts the server: one task per node, as in srun -N 2 -n 2 --mpi=pmix"
 
 

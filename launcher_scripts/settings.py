@@ -15,7 +15,9 @@ import yaml
 
 from launcher_scripts.errors import ConfigError, Problems, problem
 from launcher_scripts.parallel import Parallelism
+from launcher_scripts.replicas import replica_file
 from launcher_scripts.schema import build
+from launcher_scripts.security import ClientTls, ServerSecurity
 from launcher_scripts.task_settings import BenchmarkSettings, TaskSettings
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
@@ -58,7 +60,8 @@ class ExportSettings:
     triton_model_dir is the model's folder inside the repository; shards go to
     <triton_model_dir>/1/<tp_size>-gpu. num_attention_heads is for checkpoints that do not say it.
     prompt_, ia3_ and adapter_checkpoints are added to the base in order; ia3_in_place folds IA3
-    into the weights. decoupled: the served model answers with every token.
+    into the weights. decoupled: the served model answers with every token. interactive: its
+    requests belong to sessions, interactive_sessions of them at once.
     """
 
     model_name: str
@@ -75,6 +78,8 @@ class ExportSettings:
     enable_custom_all_reduce: bool = False
     data_type: str = "fp32"
     decoupled: bool = False
+    interactive: bool = False
+    interactive_sessions: int = 32
     source: str = "auto"
     num_attention_heads: int | None = None
     encoder_only: bool = False
@@ -107,6 +112,26 @@ class ExportSettings:
             1,
             "export.triton_deployment.max_batch_size",
         )
+        problems.check_at_least(
+            "interactive_sessions",
+            self.interactive_sessions,
+            1,
+            "export.triton_deployment.interactive_sessions",
+        )
+        if self.interactive and self.model_type != "gpt3":
+            problems.add(
+                "interactive text generation needs a decoder-only model",
+                got=self.model_type,
+                choices=("gpt3",),
+                change="export.triton_deployment.interactive",
+            )
+        if self.interactive and self.max_batch_size != 1:
+            problems.add(
+                "a model with sessions has max_batch_size 1; interactive_sessions says how many "
+                "are served at once",
+                got=self.max_batch_size,
+                change="export.triton_deployment.max_batch_size",
+            )
         problems.raise_if_any(ConfigError)
 
     @property
@@ -125,7 +150,12 @@ class DeploySettings:
     """Serve one model repository until stopped. Port 0 means a free one.
 
     public_host is the address that the ready file gives to clients; None: the node's own name.
-    job_folder tells this run of a server from every other one.
+    job_folder tells this run of a server from every other one. replica: which of several servers
+    of the same run this is; their ready files have its number. network_interface: name or network
+    (10.0.0.0/16) of what the ranks of several nodes talk over; None: any. restarts: how often a
+    server that was ready may be started again after it lost a rank or died. model_repository may
+    be in a cloud storage (s3://, gs://, as://); cloud_credentials is Triton's file of keys for it.
+    numpy_dir: a folder with numpy 1 for a server whose Python backend needs it; None: none needed.
     """
 
     model_repository: str
@@ -136,10 +166,16 @@ class DeploySettings:
     host: str = "0.0.0.0"
     device: str = "auto"
     tritonserver: str | None = None
+    numpy_dir: str | None = None
     public_host: str | None = None
     ready_timeout: float = 1800.0
     stop_timeout: float = 30.0
+    cloud_credentials: str | None = None
     job_folder: str | None = None
+    replica: int | None = None
+    network_interface: str | None = None
+    restarts: int = 0
+    security: ServerSecurity = ServerSecurity()
 
     def __post_init__(self) -> None:
         problems = Problems("the deploy settings")
@@ -158,12 +194,18 @@ class DeploySettings:
             problems.add("two of the server's ports are equal", got=fixed, change="deploy.server")
         for name in ("ready_timeout", "stop_timeout"):
             problems.check_at_least(name, getattr(self, name), 0, f"deploy.server.{name}")
+        problems.check_at_least("restarts", self.restarts, 0, "deploy.restarts")
         problems.raise_if_any(ConfigError)
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """The addresses that http, grpc and metrics listen on."""
+        return self.security.hosts(self.host)
 
     @property
     def ready_file(self) -> Path:
         """Written when the server is ready: http, grpc, metrics as host:port, models, ranks."""
-        return Path(self.results_dir) / "ready.json"
+        return replica_file(Path(self.results_dir) / "ready.json", self.replica)
 
 
 @dataclass(frozen=True)
@@ -171,6 +213,7 @@ class EvaluateSettings:
     """Measure the model served at the address in `ready_file`; reports go to results_dir.
 
     server_job_folder is that of the run of the server that is meant; None: whoever is ready.
+    replicas: of how many servers the requests go to; 0: of the one of `ready_file` itself.
     """
 
     ready_file: str
@@ -183,6 +226,8 @@ class EvaluateSettings:
     request_timeout: float = 600.0
     protocol: str = "http"
     server_job_folder: str | None = None
+    replicas: int = 0
+    grpc_tls: ClientTls | None = None
 
     def __post_init__(self) -> None:
         problems = Problems("the evaluate settings")

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from launcher_scripts.errors import Problems
+from launcher_scripts.security import too_open
 from stages.mounts import Mount, host_path
 
 _TIME_LIMIT = re.compile(r"\d+(:\d+(:\d+)?)?|\d+-\d+(:\d+(:\d+)?)?")
@@ -34,6 +35,14 @@ class Checks:
             return True
         self.absent.add(f"{what} is not there", got=str(path), change=change)
         return False
+
+    def private(self, what: str, path: str | Path, change: str) -> None:
+        """A file that is there, and that nobody but its owner may use."""
+        if not self.exists(what, path, change):
+            return
+        reason = too_open(self.on_host(path))
+        if reason is not None:
+            self.problems.add(reason, got=str(path), change=change)
 
     def time_limit(self, value: str, change: str) -> None:
         """Slurm's notations of a time."""

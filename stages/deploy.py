@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
 from launcher_scripts.errors import CheckpointError
-from launcher_scripts.models.repository import ServedModel, served_models
+from launcher_scripts.models.repository import ServedModel, is_remote, served_models
 from launcher_scripts.parallel import Parallelism
+from launcher_scripts.security import ServerSecurity
 from launcher_scripts.settings import DeploySettings
 from stages.export import Export
-from stages.stage import Launch, Stage, absolute
+from stages.paths import absolute
+from stages.protection import check_files, with_absolute_files
+from stages.stage import Launch, Stage
 
 CLEANUP_SECONDS = 20.0
 
@@ -33,9 +37,13 @@ class Server:
     metrics_port: int
     device: str
     tritonserver: str | None
+    numpy_dir: str | None
     public_host: str | None
     ready_timeout: float
     stop_timeout: float
+    cloud_credentials: str | None
+    network_interface: str | None
+    security: ServerSecurity
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,8 @@ class DeployBlock:
 
     run: DeployRun
     model_repository: str
+    replicas: int
+    restarts: int
     server: Server
 
 
@@ -58,17 +68,31 @@ class Deploy(Stage):
 
     @cached_property
     def settings(self) -> DeploySettings:
+        server = {**_values(self.block.server), "security": self.security}
+        if server["cloud_credentials"] is not None:
+            server["cloud_credentials"] = absolute(server["cloud_credentials"])
         return DeploySettings(
-            model_repository=str(self.repository),
+            model_repository=self.block.model_repository if self.remote else str(self.repository),
             results_dir=str(self.results_dir),
-            **asdict(self.block.server),
+            restarts=self.block.restarts,
+            **server,
         )
+
+    @property
+    def security(self) -> ServerSecurity:
+        return with_absolute_files(self.block.server.security)
 
     def job_settings(self, folder: JobFolder, server: Job | None) -> DeploySettings:  # noqa: ARG002
         return replace(self.settings, job_folder=str(folder.root))
 
     @property
+    def remote(self) -> bool:
+        """Whether the repository is in a cloud storage, where nobody looks before it is served."""
+        return is_remote(self.block.model_repository)
+
+    @property
     def repository(self) -> Path:
+        """The folder of the models, where it is one."""
         return Path(absolute(self.block.model_repository))
 
     @cached_property
@@ -78,6 +102,8 @@ class Deploy(Stage):
         A repository that the export of the same run is about to write does not exist yet, so its
         model is the one that the export stage announces.
         """
+        if self.remote:
+            return []
         if "export" in self.launch.stages:
             export = Export(self.launch)
             if export.settings.model_repository == self.repository:
@@ -95,6 +121,11 @@ class Deploy(Stage):
         """The sizes of the model with the most ranks; models share the GPUs."""
         sizes = [model.parallelism for model in self.models]
         return max(sizes, key=lambda size: size.world_size, default=Parallelism())
+
+    @property
+    def replicas(self) -> int:
+        """How many tasks the array of jobs has; 0: no array."""
+        return self.block.replicas if self.block.replicas > 1 else 0
 
     def resources(self) -> Resources:
         """One server per node, on as many nodes as hold every rank."""
@@ -121,12 +152,17 @@ class Deploy(Stage):
         """One GPU of a node for every rank on it, where that is less than the node has."""
         gpus = self.launch.cluster.gpus_per_node
         ranks = self.parallelism.world_size // self.resources().nodes
-        if gpus is None or ranks >= gpus or self.settings.device == "cpu":
+        if gpus is None or self.remote or ranks >= gpus or self.settings.device == "cpu":
             return None
         return ranks
 
     def paths(self) -> list[Path]:
-        return [self.repository, *([self.cache("triton")] if self.in_container else [])]
+        files = [*self.security.files().values()]
+        if self.settings.cloud_credentials is not None:
+            files.append(self.settings.cloud_credentials)
+        given = [] if self.remote else [self.repository]
+        cache = [self.cache("triton")] if self.in_container else []
+        return [*given, *map(Path, files), *cache]
 
     def check_own(self) -> None:
         checks, cluster, settings = self.launch.checks, self.launch.cluster, self.settings
@@ -134,7 +170,11 @@ class Deploy(Stage):
         if nodes is not None and nodes < 1:
             checks.problems.add("nodes must be at least 1", got=nodes, change="deploy.run.nodes")
             return
-        if not self.models:
+        self._check_replicas()
+        check_files(checks, self.security)
+        if self.remote:
+            self._check_remote()
+        elif not self.models:
             self._check_repository()
         checks.ranks(
             self.parallelism.world_size,
@@ -144,6 +184,40 @@ class Deploy(Stage):
         )
         if settings.tritonserver is not None and not cluster.in_container:
             checks.exists("the server", settings.tritonserver, "deploy.server.tritonserver")
+        if settings.numpy_dir is not None and not cluster.in_container:
+            checks.exists("the folder with numpy", settings.numpy_dir, "deploy.server.numpy_dir")
+
+    def _check_replicas(self) -> None:
+        checks, most, key = self.launch.checks, self.launch.cluster.max_replicas, "deploy.replicas"
+        count, server = self.block.replicas, self.block.server
+        if count < 1:
+            checks.problems.add("replicas must be at least 1", got=count, change=key)
+        elif most is not None and count > most:
+            checks.problems.add(
+                "replicas are an array of Slurm jobs, which this cluster type has not",
+                got=count,
+                change=f"{key} or cluster_type",
+            )
+        ports = (server.http_port, server.grpc_port, server.metrics_port)
+        if count > 1 and any(ports) and not self.launch.cluster.whole_nodes:
+            checks.problems.add(
+                "replicas that share a node need ports of their own",
+                got=ports,
+                change="deploy.server.*_port (0: a free one), or cluster.exclusive",
+            )
+
+    def _check_remote(self) -> None:
+        checks, credentials = self.launch.checks, self.settings.cloud_credentials
+        if self.resources().nodes > 1:
+            checks.problems.add(
+                "a model repository in a cloud storage is served on one node: each would fetch "
+                "a copy of its own",
+                got=self.resources().nodes,
+                change="deploy.run.nodes or deploy.model_repository",
+            )
+        if credentials is not None:
+            key = "deploy.server.cloud_credentials"
+            checks.private("the file of keys", credentials, key)
 
     def _check_repository(self) -> None:
         checks, key = self.launch.checks, "deploy.model_repository"
@@ -154,3 +228,8 @@ class Deploy(Stage):
                 got=str(self.repository),
                 change=key,
             )
+
+
+def _values(server: Server) -> dict[str, Any]:
+    """The fields as they are, also those that are dataclasses themselves."""
+    return {field.name: getattr(server, field.name) for field in fields(server)}

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from launcher_scripts.cluster.job import Job, JobFolder
+from launcher_scripts.cluster.job import Job, JobFolder, Resources
 from launcher_scripts.errors import ConfigError, Problems, problem
+from launcher_scripts.security import ClientTls
 from launcher_scripts.settings import EvaluateSettings
 from launcher_scripts.task_settings import BenchmarkSettings, GenerationSettings, TaskSettings
 from stages.deploy import Deploy
-from stages.stage import Launch, Stage, absolute
+from stages.paths import absolute
+from stages.stage import Launch, Stage
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class EvaluateRun:
     name: str
     time_limit: str
     results_dir: str
+    gpus_per_node: int | None
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,13 @@ class EvaluateBlock:
     in_deploy_job: bool
     stop_server: bool
     ready_file: str
+    replicas: int
     model_name: str
     tokenizer_dir: str | None
     ready_timeout: float
     request_timeout: float
     protocol: str
+    grpc_tls: ClientTls | None
     tasks: Mapping[str, TaskBlock | None]
     benchmark: BenchmarkSettings | None
 
@@ -84,7 +89,23 @@ class Evaluate(Stage):
             ready_timeout=block.ready_timeout,
             request_timeout=block.request_timeout,
             protocol=block.protocol,
+            grpc_tls=self._tls(),
+            replicas=block.replicas,
         )
+
+    def _tls(self) -> ClientTls | None:
+        tls = self.block.grpc_tls
+        if tls is None:
+            return None
+        own = (tls.certificate and absolute(tls.certificate), tls.key and absolute(tls.key))
+        return ClientTls(absolute(tls.ca), *own)
+
+    def _tls_files(self) -> dict[str, str]:
+        tls = self._tls()
+        files = (
+            {} if tls is None else {"ca": tls.ca, "certificate": tls.certificate, "key": tls.key}
+        )
+        return {name: file for name, file in files.items() if file}
 
     def job(self, folder: JobFolder, server: Job | None = None) -> Job:
         """With a server of the same command line, the job ends with it and may stop it."""
@@ -100,7 +121,11 @@ class Evaluate(Stage):
         return ready_file == Path(self.settings.ready_file)
 
     def job_settings(self, folder: JobFolder, server: Job | None) -> EvaluateSettings:  # noqa: ARG002
-        return replace(self.settings, server_job_folder=str(server.folder.root) if server else None)
+        if server is None:
+            return self.settings
+        return replace(
+            self.settings, server_job_folder=str(server.folder.root), replicas=server.replicas
+        )
 
     def _tasks(self) -> tuple[TaskSettings, ...]:
         problems = Problems("the evaluation tasks")
@@ -122,6 +147,14 @@ class Evaluate(Stage):
         for model in deploy.models:
             if model.name == self.block.model_name:
                 return model.checkpoint_dir
+        if deploy.remote:
+            raise ConfigError(
+                problem(
+                    "the tokenizer of a model in a cloud storage must be named",
+                    got=self.block.tokenizer_dir,
+                    change="evaluate.tokenizer_dir",
+                )
+            )
         if not deploy.models:
             return deploy.repository / self.block.model_name / "1"
         raise ConfigError(
@@ -132,6 +165,11 @@ class Evaluate(Stage):
                 change="evaluate.model_name",
             )
         )
+
+    def resources(self) -> Resources:
+        """A client needs no GPU: it must not wait for those that its server holds."""
+        run = self.block.run
+        return Resources(time_limit=run.time_limit, gpus_per_node=run.gpus_per_node)
 
     def step_names(self) -> tuple[str, ...]:
         wanted = {
@@ -147,7 +185,8 @@ class Evaluate(Stage):
         settings = self.settings
         data = (Path(path) for _, path, _ in self._task_files())
         cache = [self.cache("matplotlib")] if self.in_container else []
-        return [Path(settings.ready_file), Path(settings.tokenizer_dir), *data, *cache]
+        tls = map(Path, self._tls_files().values())
+        return [Path(settings.ready_file), Path(settings.tokenizer_dir), *data, *tls, *cache]
 
     def _task_files(self) -> Iterator[tuple[str, str, str]]:
         """(what it is, its path, its key) of every file that the tasks read."""
@@ -162,6 +201,11 @@ class Evaluate(Stage):
 
     def check_own(self) -> None:
         checks, settings = self.launch.checks, self.settings
+        gpus = self.block.run.gpus_per_node
+        if gpus is not None and gpus < 0:
+            key = "evaluate.run.gpus_per_node"
+            checks.problems.add("gpus_per_node must be at least 0", got=gpus, change=key)
+        self._check_tls()
         if "deploy" not in self.launch.stages:
             what = "the ready file of a running server (stages=[deploy,evaluate] starts one)"
             checks.exists(what, settings.ready_file, "evaluate.ready_file")
@@ -173,7 +217,38 @@ class Evaluate(Stage):
         for what, path, key in self._task_files():
             checks.exists(what, path, key)
 
+    def _check_tls(self) -> None:
+        """A client speaks as the server of the same command line does."""
+        checks, tls = self.launch.checks, self._tls()
+        for name, file in self._tls_files().items():
+            checks.exists(f"the client's {name}", file, f"evaluate.grpc_tls.{name}")
+        server = Deploy(self.launch).security if "deploy" in self.launch.stages else None
+        if server is None or server.grpc_tls is None:
+            return
+        if self.settings.protocol == "http" and not server.http_host and not self._beside_server:
+            checks.problems.add(
+                "Triton's HTTP has no TLS, so this server speaks it with its own node alone",
+                got="http",
+                choices=("grpc",),
+                change="evaluate.protocol, or deploy.server.security.http_host",
+            )
+        elif self.settings.protocol == "grpc" and tls is None:
+            checks.problems.add(
+                "the server's gRPC speaks TLS",
+                change="evaluate.grpc_tls={ca: FILE}, whose certificates the client trusts",
+            )
+
+    @property
+    def _beside_server(self) -> bool:
+        return self.block.in_deploy_job and self.launch.cluster.hosts_clients
+
     def _check_deploy_job(self) -> None:
+        if Deploy(self.launch).replicas:
+            self.launch.checks.problems.add(
+                "a client beside its server would measure one replica alone",
+                got=Deploy(self.launch).replicas,
+                change="evaluate.in_deploy_job, or deploy.replicas",
+            )
         deploys = "deploy" in self.launch.stages
         if not deploys or str(Deploy(self.launch).settings.ready_file) != self.settings.ready_file:
             self.launch.checks.problems.add(

@@ -13,7 +13,8 @@ from launcher_scripts.models.nemo_config import NemoSizes, find_checkpoint, read
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.schema import build
 from launcher_scripts.settings import ExportSettings, TokenizerSettings
-from stages.stage import Launch, Stage, absolute
+from stages.paths import absolute
+from stages.stage import Launch, Stage
 
 MODEL_TYPES = ("gpt3", "t5", "mt5", "t5-encoder", "agm", "bart")
 
@@ -58,6 +59,8 @@ class TritonDeployment:
     enable_custom_all_reduce: bool
     data_type: str
     decoupled: bool
+    interactive: bool
+    interactive_sessions: int
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ class Export(Stage):
             enable_custom_all_reduce=deployment.enable_custom_all_reduce,
             data_type=deployment.data_type,
             decoupled=deployment.decoupled,
+            interactive=deployment.interactive,
+            interactive_sessions=deployment.interactive_sessions,
             source=model.source,
             num_attention_heads=model.num_attention_heads,
             encoder_only=model.encoder_only,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from launcher_scripts.cluster.job import (
 from launcher_scripts.schema import build
 from stages.checks import Checks
 from stages.mounts import Mount, mounts_for
+from stages.paths import absolute
+from stages.protection import check_variables
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,11 @@ class Stage(ABC):
         """How to tell that a job which does not end by itself is ready."""
         return None
 
+    @property
+    def replicas(self) -> int:
+        """How many tasks the array of jobs has; 0: no array."""
+        return 0
+
     def step_gpus(self) -> int | None:
         """How many GPUs of a node the steps need; None: all that the job has."""
         return None
@@ -140,6 +146,8 @@ class Stage(ABC):
         checks, config = self.launch.checks, self.launch.config
         checks.time_limit(self.block.run.time_limit, f"{self.name}.run.time_limit")
         self._check_files(checks, config)
+        given = (name for name, value in config.env_vars.items() if value is not None)
+        check_variables(checks, given)
         self.check_own()
 
     def _check_files(self, checks: Checks, config: LauncherConfig) -> None:
@@ -167,6 +175,7 @@ class Stage(ABC):
             container=self._container(folder),
             service=self.service(),
             server=server,
+            replicas=self.replicas,
         )
 
     def _step(self, module: str, folder: JobFolder, resources: Resources) -> Step:
@@ -216,8 +225,3 @@ class Stage(ABC):
         paths = [config.checkout / "launcher_scripts", folder.root, *self.paths()]
         mounts = mounts_for(paths, folders, config.mounts())
         return Container(image, tuple(str(mount) for mount in mounts))
-
-
-def absolute(path: str) -> str:
-    """A path of the configuration, which may be relative to the working directory."""
-    return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111

@@ -5,6 +5,7 @@ Copied beside the text models of a repository, so it imports nothing of this pro
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +31,9 @@ def require_working_arrays() -> None:
     if returned.tolist() != known.tolist():
         raise pb_utils.TritonModelException(
             "this server's Python backend was built for numpy 1 and cannot carry text with "
-            f"numpy {np.__version__}; install 'numpy<2' for the server's Python, or export with "
+            f"numpy {np.__version__}; give the server a folder with numpy 1 "
+            "(deploy.server.numpy_dir: python3 -m pip install --no-deps --target FOLDER "
+            "numpy==1.26.4), install 'numpy<2' for its Python, or export with "
             "export.model.tokenizer=none to serve token ids only"
         )
 
@@ -56,20 +59,40 @@ def _failure(message: str, code: int) -> Any:
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
 
 
-def array(request: Any, name: str) -> np.ndarray | None:
-    """The input tensor `name` with its batch axis, or None where the request leaves it out."""
-    tensor = pb_utils.get_input_tensor_by_name(request, name)
-    return None if tensor is None else tensor.as_numpy()
+class Tensors:
+    """The tensors of a request, and what is made of them, without axes in front of the batch.
 
+    leading_axes: how many there are, all of length one: models with sessions have one
+    """
 
-def texts(request: Any, name: str) -> list[str] | None:
-    """One text per row of the STRING tensor `name` [B, 1], or None where it is left out."""
-    rows = array(request, name)
-    if rows is None:
-        return None
-    if rows.ndim != 2 or rows.shape[1] != 1:
-        raise BadRequestError(f"{name} takes one text per row, shape [batch, 1]; got {rows.shape}")
-    return [_decode(row[0], name) for row in rows]
+    def __init__(self, model_config: str) -> None:
+        parameters = json.loads(model_config)["parameters"]
+        given = parameters.get("leading_axes", {"string_value": "0"})
+        self._leading_axes = int(given["string_value"])
+
+    def array(self, request: Any, name: str) -> np.ndarray | None:
+        """The input tensor `name` with its batch axis, or None where the request leaves it out."""
+        tensor = pb_utils.get_input_tensor_by_name(request, name)
+        if tensor is None:
+            return None
+        values: np.ndarray = tensor.as_numpy()
+        return values.reshape(values.shape[self._leading_axes :])
+
+    def texts(self, request: Any, name: str) -> list[str] | None:
+        """One text per row of the STRING tensor `name` [B, 1], or None where it is left out."""
+        rows = self.array(request, name)
+        if rows is None:
+            return None
+        if rows.ndim != 2 or rows.shape[1] != 1:
+            raise BadRequestError(
+                f"{name} takes one text per row, shape [batch, 1]; got {rows.shape}"
+            )
+        return [_decode(row[0], name) for row in rows]
+
+    def tensor(self, name: str, values: np.ndarray) -> Any:
+        """An output tensor of values with a batch axis."""
+        shape = (*[1] * self._leading_axes, *values.shape)
+        return pb_utils.Tensor(name, np.ascontiguousarray(values.reshape(shape)))
 
 
 def _decode(value: bytes | str, name: str) -> str:
@@ -79,7 +102,3 @@ def _decode(value: bytes | str, name: str) -> str:
         return value.decode("utf-8")
     except UnicodeDecodeError as error:
         raise BadRequestError(f"{name} is not UTF-8: {error}") from error
-
-
-def tensor(name: str, values: np.ndarray) -> Any:
-    return pb_utils.Tensor(name, np.ascontiguousarray(values))

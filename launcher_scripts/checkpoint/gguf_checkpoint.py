@@ -12,6 +12,7 @@ import numpy as np
 from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.hints import Hints
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.workspace import Workspace
 from launcher_scripts.errors import CheckpointError, problem
 from launcher_scripts.models.family import Partition
 from launcher_scripts.models.gpt import GPTConfig
@@ -26,8 +27,9 @@ class QuantisedTensor(SourceTensor):
     name: str = ""
     file: Any = None
 
-    def read(self) -> np.ndarray:
-        return self.file.read(self.name)
+    def read(self, _workspace: Workspace | None = None, _name: str = "") -> np.ndarray:
+        values: np.ndarray = self.file.read(self.name)
+        return values
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import numpy as np
 
 from launcher_scripts.checkpoint.dtypes import widened
 from launcher_scripts.checkpoint.source_tensor import SourceTensor, concatenated
+from launcher_scripts.checkpoint.workspace import Workspace
 from launcher_scripts.errors import CheckpointError, problem
 from launcher_scripts.models.family import Partition
 
@@ -56,12 +57,19 @@ class MergedTensor(SourceTensor):
             )
         return cls(base.shape, np.dtype("<f4"), base.pieces, base, update)
 
-    def read(self) -> np.ndarray:
+    def read(self, workspace: Workspace | None = None, name: str = "whole") -> np.ndarray:
         if self.base is None or self.update is None:
-            return super().read()
+            return super().read(workspace, name)
+        memory = workspace or Workspace()
         up, down, base = (
-            widened(tensor.read()).astype(np.float32, copy=False)
-            for tensor in (self.update.up, self.update.down, self.base)
+            widened(tensor.read(memory, f"{name} {part}")).astype(np.float32, copy=False)
+            for part, tensor in (
+                ("up", self.update.up),
+                ("down", self.update.down),
+                ("base", self.base),
+            )
         )
-        merged: np.ndarray = base + np.float32(self.update.scale) * (up @ down)
+        merged = np.matmul(up, down, out=memory.array(name, self.shape, self.dtype))
+        merged *= np.float32(self.update.scale)
+        merged += base
         return merged

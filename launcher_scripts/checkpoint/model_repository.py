@@ -19,6 +19,11 @@ from pathlib import Path
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
 from launcher_scripts.checkpoint.text_models import write_text_models
 from launcher_scripts.contracts import CONTRACTS
+from launcher_scripts.contracts_sessions import (
+    CONTROLS,
+    MAX_SEQUENCE_IDLE_MICROSECONDS,
+    served_contract,
+)
 from launcher_scripts.errors import CheckpointError, ConfigError, lookup, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.render import pbtxt, render
@@ -57,7 +62,8 @@ class ModelRepository:
         model_dir = Path(settings.triton_model_dir)
         check_model_name(settings)
         checkpoint = FTCheckpoint.open(settings.checkpoint_dir, verify=False)
-        contract = CONTRACTS[backend_model_type(settings, checkpoint)]
+        model_type = backend_model_type(settings, checkpoint)
+        contract = served_contract(model_type, sessions=settings.interactive)
         names = text_model_names(self, settings.model_name, contract.text.roles)
         text_models = settings.tokenizer.source != "none" and bool(names)
         targets = [model_dir / "config.pbtxt"]
@@ -173,7 +179,7 @@ def refuse_existing(targets: Iterable[Path]) -> None:
 def model_config(settings: ExportSettings, checkpoint: FTCheckpoint) -> str:
     """config.pbtxt of the model itself."""
     model_type = backend_model_type(settings, checkpoint)
-    contract = CONTRACTS[model_type]
+    contract = served_contract(model_type, sessions=settings.interactive)
     checkpoint_path = settings.checkpoint_dir.relative_to(settings.triton_model_dir)
     return render(
         "model.pbtxt.j2",
@@ -181,6 +187,13 @@ def model_config(settings: ExportSettings, checkpoint: FTCheckpoint) -> str:
         max_batch_size=settings.max_batch_size,
         max_queue_delay_microseconds=MAX_QUEUE_DELAY_MICROSECONDS,
         batched=contract.batched,
+        sessions={
+            "idle_microseconds": MAX_SEQUENCE_IDLE_MICROSECONDS,
+            "count": settings.interactive_sessions,
+            "controls": CONTROLS,
+        }
+        if settings.interactive
+        else None,
         decoupled=settings.decoupled,
         inputs=contract.declared_inputs(settings.data_type),
         outputs=contract.declared_outputs(settings.data_type),

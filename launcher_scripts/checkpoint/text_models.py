@@ -14,6 +14,10 @@ from launcher_scripts.render import render
 from launcher_scripts.settings import ExportSettings
 from launcher_scripts.tokenizer import tokenizer_files
 
+# An ensemble has no files of its own, but a version, and object stores have no empty folders.
+VERSION_NOTE = "README.txt"
+VERSION_TEXT = "It keeps the folder of the ensemble's version where folders cannot be empty.\n"
+
 PREPROCESSING_FROM_ENSEMBLE = {
     "QUERY": "INPUT_0",
     "REQUEST_OUTPUT_LEN": "INPUT_1",
@@ -42,6 +46,7 @@ def write_text_models(
 
     names: role -> folder
     """
+    leading = {"leading_axes": 1} if settings.interactive else {}
     configs = {
         "preprocessing": render(
             "text_model.pbtxt.j2",
@@ -49,7 +54,7 @@ def write_text_models(
             max_batch_size=settings.max_batch_size,
             inputs=text.preprocessing_inputs,
             outputs=text.preprocessing_outputs,
-            parameters=preprocessing_parameters(checkpoint),
+            parameters={**preprocessing_parameters(checkpoint), **leading},
         ),
         "ensemble": ensemble_config(settings, text, names),
     }
@@ -60,13 +65,15 @@ def write_text_models(
             max_batch_size=settings.max_batch_size,
             inputs=text.postprocessing_inputs,
             outputs=text.postprocessing_outputs,
-            parameters={},
+            parameters=leading,
         )
     for role, config in configs.items():
         version_dir = folder / names[role] / "1"
         version_dir.mkdir(parents=True)
         (folder / names[role] / "config.pbtxt").write_text(config, encoding="utf-8")
-        if role != "ensemble":
+        if role == "ensemble":
+            (version_dir / VERSION_NOTE).write_text(VERSION_TEXT, encoding="utf-8")
+        else:
             for path in text_model_files(role, checkpoint.folder):
                 shutil.copyfile(path, version_dir / path.name)
 

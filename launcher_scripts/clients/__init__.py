@@ -5,4 +5,7 @@ CLIENTS = {
     "issue_request": "send the request of a JSON file and print every output",
     "identity_test": "time ten requests of token ids to a GPT and print what it generates",
     "end_to_end_test": "text through preprocessing, model, postprocessing and the ensemble",
+    "interactive_identity_test": "one session of several requests of token ids",
+    "interactive_end_to_end_test": "one session of text, model by model and through the ensemble",
+    "chat": "talk to a model in the terminal",
 }

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.errors import ServerError, problem
+from launcher_scripts.security import ClientTls
 
 MOST_IN_FLIGHT = 256
 # Logits outgrow the usual limits, and the server is no one's to reach through a proxy.
@@ -72,7 +73,9 @@ class Connection(Protocol):
         """Send one request; the result waits for its answer. outputs None: all that there are."""
         ...
 
-    def stream(self, model_name: str, tensors: Tensors) -> Iterator[Tensors]:
+    def stream(
+        self, model_name: str, tensors: Tensors, step: SequenceStep | None = None
+    ) -> Iterator[Tensors]:
         """Every response to one request, as it comes; closing the iterator cancels the request."""
         ...
 
@@ -80,9 +83,13 @@ class Connection(Protocol):
 
 
 class HttpConnection:
-    """Requests over HTTP; many may be in flight at once from the one thread that uses it."""
+    """Requests over HTTP, which Triton cannot encrypt; many may be in flight at once from the one
+    thread that uses it.
+    """
 
-    def __init__(self, address: str, request_timeout: float, verbose: bool = False) -> None:
+    def __init__(
+        self, address: str, request_timeout: float, verbose: bool = False, _tls: object = None
+    ) -> None:
         import gevent
         from gevent.pool import Group
         from tritonclient import http
@@ -131,7 +138,12 @@ class HttpConnection:
 
         return answer
 
-    def stream(self, model_name: str, tensors: Tensors) -> Iterator[Tensors]:  # noqa: ARG002
+    def stream(
+        self,
+        model_name: str,
+        tensors: Tensors,  # noqa: ARG002
+        step: SequenceStep | None = None,  # noqa: ARG002
+    ) -> Iterator[Tensors]:
         raise ServerError(
             problem(
                 f"model {model_name} cannot be streamed from over this protocol",
@@ -149,13 +161,25 @@ class HttpConnection:
 class GrpcConnection:
     """Requests over gRPC."""
 
-    def __init__(self, address: str, request_timeout: float, verbose: bool = False) -> None:
+    def __init__(
+        self,
+        address: str,
+        request_timeout: float,
+        verbose: bool = False,
+        tls: ClientTls | None = None,
+    ) -> None:
         from tritonclient import grpc
 
         self._module = grpc
         self._timeout = request_timeout
         self._client = grpc.InferenceServerClient(
-            address, verbose=verbose, channel_args=GRPC_ARGUMENTS
+            address,
+            verbose=verbose,
+            channel_args=GRPC_ARGUMENTS,
+            ssl=tls is not None,
+            root_certificates=tls and tls.ca,
+            private_key=tls and tls.key,
+            certificate_chain=tls and tls.certificate,
         )
 
     def is_ready(self, model_name: str) -> bool:
@@ -203,7 +227,9 @@ class GrpcConnection:
 
         return answer
 
-    def stream(self, model_name: str, tensors: Tensors) -> Iterator[Tensors]:
+    def stream(
+        self, model_name: str, tensors: Tensors, step: SequenceStep | None = None
+    ) -> Iterator[Tensors]:
         """One stream at a time; another one needs another connection."""
         arrived: queue.Queue[tuple[Any, Any]] = queue.Queue()
         self._client.start_stream(
@@ -215,6 +241,7 @@ class GrpcConnection:
                 model_name,
                 _infer_inputs(self._module, tensors),
                 enable_empty_final_response=True,
+                **(step.arguments() if step else {}),
             )
             final = False
             while not final:
@@ -232,7 +259,7 @@ class GrpcConnection:
         self._client.close()
 
 
-CONNECTIONS: dict[str, Callable[[str, float, bool], Connection]] = {
+CONNECTIONS: dict[str, Callable[[str, float, bool, ClientTls | None], Connection]] = {
     "http": HttpConnection,
     "grpc": GrpcConnection,
 }

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,8 @@ def issue(request_file: Path, params: str | None, test: bool) -> None:
     address = config["url"] or DEFAULT_ADDRESSES[protocol]
     with RemoteServer(address, protocol=protocol, verbose=config["verbose"]) as server:
         if config["stream_api"]:
-            print_stream(server, config["model_name"], tensors, test)
+            responses = server.stream(config["model_name"], tensors, step_of(config))
+            print_stream(responses, test)
         else:
             answer = server.infer(config["model_name"], tensors, step=step_of(config))
             for name, array in answer.items():
@@ -78,11 +79,11 @@ def step_of(config: Mapping[str, Any]) -> SequenceStep | None:
     return SequenceStep(config["sequence_id"], config["sequence_start"], config["sequence_end"])
 
 
-def print_stream(server: RemoteServer, model_name: str, tensors: Tensors, test: bool) -> None:
+def print_stream(responses: Iterable[Tensors], test: bool) -> None:
     """A line for every response of a decoupled model: when it came and the tokens so far."""
     start = time.perf_counter()
     before: NDArray[Any] | None = None
-    for response in server.stream(model_name, tensors):
+    for response in responses:
         seconds = time.perf_counter() - start
         chance = ""
         if "cum_log_probs" in response:

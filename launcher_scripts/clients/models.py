@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launcher_scripts.clients.connection import Tensors
+from launcher_scripts.clients.connection import SequenceStep, Tensors
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.errors import ConfigError, problem
 
@@ -22,18 +22,26 @@ class Models:
 
     model_type: what config.pbtxt says of the model
     decoupled:  whether it answers a request with several responses
+    sessions:   whether a request goes on where the one before it ended
     """
 
     name: str
     model_type: str
     decoupled: bool
+    sessions: bool
     text: dict[str, str]
 
-    def last_answer(self, server: RemoteServer, name: str, tensors: Tensors) -> Tensors:
+    def last_answer(
+        self,
+        server: RemoteServer,
+        name: str,
+        tensors: Tensors,
+        step: SequenceStep | None = None,
+    ) -> Tensors:
         """The outputs of `name`, this model or its ensemble: of several responses the last."""
         if not self.decoupled:
-            return server.infer(name, tensors)
-        return deque(server.stream(name, tensors), maxlen=1).pop()
+            return server.infer(name, tensors, step=step)
+        return deque(server.stream(name, tensors, step), maxlen=1).pop()
 
     def text_model(self, role: str) -> str:
         """The text model of a role; raises ConfigError where the server has none."""
@@ -69,7 +77,7 @@ def find_models(server: RemoteServer, wanted: str | None) -> Models:
         text.update({role: own[0]} if own else {})
     model_type = parameter(config, "model_type") or "GPT"
     decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
-    return Models(name, model_type, bool(decoupled), text)
+    return Models(name, model_type, bool(decoupled), "sequence_batching" in config, text)
 
 
 def parameter(config: Mapping[str, Any], name: str) -> str | None:

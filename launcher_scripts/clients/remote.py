@@ -12,6 +12,7 @@ from launcher_scripts.clients.connection import (
     failure_facts,
 )
 from launcher_scripts.errors import LauncherError, ServerError, lookup, problem
+from launcher_scripts.security import ClientTls
 
 
 class RemoteServer:
@@ -25,16 +26,18 @@ class RemoteServer:
         request_timeout: float = 600.0,
         timeout_key: str | None = None,
         verbose: bool = False,
+        tls: ClientTls | None = None,
     ) -> None:
         """address: host:port of the server's `protocol` (http, grpc); times in seconds.
 
         timeout_key: what to change where an answer takes longer, for the error.
+        tls: for a server whose gRPC speaks TLS.
         """
         self.address = address
         self._request_timeout = request_timeout
         self._timeout_key = timeout_key
         connect = lookup(CONNECTIONS, protocol, "protocol")
-        self._connection = connect(address, request_timeout, verbose)
+        self._connection = connect(address, request_timeout, verbose, tls)
 
     def __enter__(self) -> RemoteServer:
         return self
@@ -87,10 +90,12 @@ class RemoteServer:
         )
         return lambda: self._asked(answer, what)
 
-    def stream(self, model_name: str, tensors: Tensors) -> Iterator[Tensors]:
+    def stream(
+        self, model_name: str, tensors: Tensors, step: SequenceStep | None = None
+    ) -> Iterator[Tensors]:
         """The responses to one request as they come (gRPC alone); closing cancels the request."""
         try:
-            yield from self._connection.stream(model_name, tensors)
+            yield from self._connection.stream(model_name, tensors, step)
         except LauncherError:
             raise
         except Exception as error:

@@ -23,6 +23,7 @@ class Cluster(Protocol):
     hosts_clients: whether a server's job can hold its client too; a foreground cluster runs both
                    on the same machine anyway
     limits_gpus:   whether a step sees no more GPUs than it asks for
+    whole_nodes:   whether no other job shares a node
     max_replicas:  how many servers a job can be; None without a limit
     """
 
@@ -30,6 +31,9 @@ class Cluster(Protocol):
     hosts_clients: ClassVar[bool]
     limits_gpus: ClassVar[bool]
     max_replicas: ClassVar[int | None]
+
+    @property
+    def whole_nodes(self) -> bool: ...
 
     @property
     def max_nodes(self) -> int | None: ...

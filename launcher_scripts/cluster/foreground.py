@@ -153,6 +153,10 @@ class ForegroundCluster(ConfiguredCluster[Options]):
         self._foreground: Foreground | None = None
         self._serving: Job | None = None
 
+    @property
+    def whole_nodes(self) -> bool:
+        return False
+
     @abstractmethod
     def render(self, job: Job) -> str:
         """The job's script."""

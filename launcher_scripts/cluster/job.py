@@ -18,11 +18,15 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job asks of the cluster. time_limit is in Slurm's notation."""
+    """What a job asks of the cluster. time_limit is in Slurm's notation.
+
+    gpus_per_node: None: what the cluster's configuration says; 0: none, on a node that others use
+    """
 
     nodes: int = 1
     tasks_per_node: int = 1
     time_limit: str = "1:00:00"
+    gpus_per_node: int | None = None
 
 
 @dataclass(frozen=True)

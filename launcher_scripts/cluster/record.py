@@ -14,6 +14,7 @@ from typing import Any
 
 from launcher_scripts.cluster.state import JobState
 from launcher_scripts.errors import ClusterError
+from launcher_scripts.replicas import replica_file
 
 RECORD = "job.json"
 
@@ -24,7 +25,7 @@ class JobRecord:
 
     after:        id of the job that it waits for
     within:       the folder of the server's job that it runs in
-    ready_file:   of a service; one per replica, see `ready_files`
+    ready_file:   of a service; one per replica, see `ready_path`
     stop_timeout: seconds that a service may take to end
     submitted:    time of the submission, in seconds since 1970
     replicas:     how many servers the job is, as tasks of an array; 0: no array
@@ -67,6 +68,11 @@ class JobRecord:
         """The log of one of `ids`."""
         log = folder / self.log
         return log.with_name(log.name.removesuffix(f"_{self.job_id}.out") + f"_{job_id}.out")
+
+    def ready_path(self, job_id: str) -> Path:
+        """The ready file of one of `ids`; the record is of a service."""
+        number = int(job_id.rpartition("_")[2]) if self.replicas else None
+        return replica_file(Path(self.ready_file or ""), number)
 
 
 def write_end(folder: Path, job_id: str, state: JobState) -> None:

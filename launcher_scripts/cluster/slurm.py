@@ -85,6 +85,10 @@ class SlurmCluster(ConfiguredCluster[SlurmOptions]):
         self._submitted: list[Submitted] = []
 
     @property
+    def whole_nodes(self) -> bool:
+        return self.options.exclusive is True
+
+    @property
     def in_container(self) -> bool:
         return self.options.container_runtime != "none"
 

@@ -107,6 +107,10 @@ class SlurmOptions(ClusterOptions):
         if self.gpus_per_task is not None:
             # With both, Slurm wants as many tasks on a node as the one divided by the other.
             own["gpus_per_node"] = None
+        if job.resources.gpus_per_node is not None:
+            own |= {"gpus_per_node": job.resources.gpus_per_node or None, "gpus_per_task": None}
+        if job.resources.gpus_per_node == 0:
+            own |= {"exclusive": None, "mem": None if self.mem == "0" else self.mem}
         signal = None
         if job.service is not None:
             signal = f"B:USR1@{math.ceil(job.service.stop_timeout) + _SIGNAL_MARGIN}"

@@ -41,7 +41,7 @@ class BeamBatch:
     kept:       how many of each search are ranked: enough for W that do not end
     processing: of the G * W hypotheses
     stop_words: of the G * W hypotheses
-    len_penalty, diversity: float32 [G, 1]
+    len_penalty, diversity: float32 [G, 1]; no diversity where no search asks for it
     """
 
     searches: tuple[int, ...]
@@ -51,7 +51,7 @@ class BeamBatch:
     processing: Processing
     stop_words: Words | None
     len_penalty: Tensor
-    diversity: Tensor
+    diversity: Tensor | None
 
     @property
     def slots(self) -> Tensor:
@@ -89,6 +89,7 @@ def _beam_batch(
 ) -> BeamBatch:
     hypotheses = [replace(row, slot=slot) for row in rows for slot in row.beams]
     parameters = [row.sampling for row in rows]
+    rates = [p.beam_search_diversity_rate for p in parameters]
     return BeamBatch(
         searches=tuple(row.slot for row in rows),
         width=width,
@@ -97,7 +98,7 @@ def _beam_batch(
         processing=processing(hypotheses, device),
         stop_words=words_of([row.stop_words for row in hypotheses], device),
         len_penalty=_column([p.len_penalty for p in parameters], device),
-        diversity=_column([p.beam_search_diversity_rate for p in parameters], device),
+        diversity=_column(rates, device) if any(rates) else None,
     )
 
 
@@ -125,12 +126,11 @@ def rank(
     total = states.beam_score[slots][:, None] + own
     siblings = own.shape[1]
     parents = torch.arange(width, device=logits.device)[:, None].expand(width, siblings)
-    length = (states.length[slots] - states.prompt_length[slots] + 1).view(-1, width)[:, :1]
-    unit = batch.diversity * length.float() ** batch.len_penalty  # [G, 1]
-    unit = torch.where(batch.diversity == 0, 0.0, unit)
-    bonus = unit * (torch.arange(siblings, device=logits.device) % width)  # [G, S]
     groups = len(batch.searches)
-    ranked = (total.view(groups, width, siblings) + bonus[:, None]).view(groups, -1)
+    ranked = total.view(groups, width, siblings)
+    if batch.diversity is not None:
+        ranked = ranked + _bonus(batch, batch.diversity, siblings, states)[:, None]
+    ranked = ranked.view(groups, -1)
     ranking, best = ranked.topk(min(batch.kept, ranked.shape[1]))  # [G, K]
     choices = (parents.reshape(1, -1).expand(groups, -1), tokens, ends.long())
     return Candidates(
@@ -139,6 +139,15 @@ def rank(
             [ranking, *(values.view(groups, -1).gather(1, best) for values in (total, own))]
         ),
     )
+
+
+def _bonus(batch: BeamBatch, diversity: Tensor, siblings: int, states: RowStates) -> Tensor:
+    """What each sibling gains: [G, S]."""
+    slots = batch.slots.view(-1, batch.width)[:, 0]
+    length = states.length[slots] - states.prompt_length[slots] + 1
+    unit = diversity * length.float()[:, None] ** batch.len_penalty  # [G, 1]
+    unit = torch.where(diversity == 0, 0.0, unit)
+    return unit * (torch.arange(siblings, device=slots.device) % batch.width)
 
 
 def _completed(
@@ -175,8 +184,8 @@ class BeamSearch:
     ) -> list[BeamCopy]:
         """Choose the next hypotheses of every search from logits [rows of the batches, vocab].
 
-        logits is None but on the last stage, which decides for all. reorder: the most generated
-        tokens in the cache of any search that goes on after this step. The rankings go to rank 0.
+        logits is None but on the last stage, which decides for all. reorder: how many of the last
+        tokens in the cache may differ between hypotheses. The rankings go to rank 0.
         """
         copies = []
         first = 0
@@ -222,14 +231,14 @@ class BeamSearch:
         states.beam_score.index_copy_(0, slots, score.view(-1))
         return slots.view(-1, batch.width).gather(1, parent.gather(1, chosen)).view(-1)
 
-    def _reorder(self, slots: Tensor, parents: Tensor, longest: int) -> None:
-        """Copy the parents' generated tokens, at most `longest`, to the slots."""
+    def _reorder(self, slots: Tensor, parents: Tensor, count: int) -> None:
+        """Copy the last `count` generated tokens of the parents to the slots."""
         states = self.states
-        place = torch.arange(longest, device=slots.device)
-        prompt = states.prompt_length[slots][:, None]
-        inside = place < states.length[slots][:, None] - prompt  # [B, T]
+        back = torch.arange(1, count + 1, device=slots.device)
+        place = states.length[slots][:, None] - back  # [B, T]
+        inside = place >= states.prompt_length[slots][:, None]
         source, target = (
-            torch.where(inside, states.start[of][:, None] + prompt + place, self.cache.scratch)
+            torch.where(inside, states.start[of][:, None] + place, self.cache.scratch)
             for of in (parents, slots)
         )
         self.cache.copy(source, target)

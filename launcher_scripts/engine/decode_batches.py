@@ -26,10 +26,17 @@ class MixedBatch:
 
 
 class DecodeBatches:
-    """The batch of the rows that ran last; padded to a bucket where steps are CUDA graphs."""
+    """The batch of the rows that ran last.
+
+    max_rows: where steps are CUDA graphs, to what buckets of rows are padded at most; else None
+    """
 
     def __init__(
-        self, rows: Mapping[int, RowStart], max_rows: int, padding_slot: int, device: torch.device
+        self,
+        rows: Mapping[int, RowStart],
+        max_rows: int | None,
+        padding_slot: int,
+        device: torch.device,
     ) -> None:
         self._rows = rows
         self._max_rows = max_rows
@@ -67,7 +74,7 @@ class DecodeBatches:
         return self._mixed[1]
 
     def _padding(self, rows: int) -> int:
-        if self._device.type != "cuda":
+        if self._max_rows is None:
             return 0
         return bucket_rows(rows, self._max_rows) - rows
 

@@ -8,11 +8,18 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.engine.decode_step import (
+    MLP,
+    DecodeStep,
+    SelfAttention,
+    Sublayer,
+    obstacles,
+)
 from launcher_scripts.engine.kv_cache import KVCache
 from launcher_scripts.engine.layers import DecoderLayer, Rows, Segment, Step, alibi_slopes
 from launcher_scripts.engine.learned_parts import token_tasks, with_virtual_tokens
 from launcher_scripts.engine.weights import GPTWeights
-from launcher_scripts.kernels.operands import Heads
+from launcher_scripts.kernels.operands import EmbeddingTables, Heads
 from launcher_scripts.models.gpt import GPTConfig
 
 
@@ -59,6 +66,13 @@ class Decoder:
             )
             for layer, layer_weights in weights.layers.items()
         ]
+        self.step_obstacles = obstacles(
+            self.config,
+            communicator,
+            self._learned(),
+            [layer.query_key_value for layer in weights.layers.values()],
+        )
+        self.step = None if self.step_obstacles else self._decode_step()
 
     def prefill(self, ids: Tensor, segments: tuple[Segment, ...]) -> Tensor:
         """Run the new tokens ids [N] of several rows: hidden states [N, hidden]."""
@@ -116,6 +130,50 @@ class Decoder:
         if not self.communicator.is_last_stage:
             self.communicator.to_next_stage(x)
         return x
+
+    def _learned(self) -> list[object]:
+        layers = self.weights.layers.values()
+        return [
+            part
+            for layer in layers
+            for part in (layer.ia3, layer.attention_adapter, layer.mlp_adapter)
+        ]
+
+    def _decode_step(self) -> DecodeStep:
+        weights = self.weights
+        shared = (self.kernels, self.communicator)
+        sublayers: list[Sublayer] = []
+        for layer, own in weights.layers.items():
+            cache = self.cache.layers[layer]
+            attention = SelfAttention(
+                own.query_key_value,
+                own.attention_dense,
+                *shared,
+                cache=cache,
+                heads=self.heads,
+                slopes=self._slopes(layer),
+                bias=own.relative,
+                scale=self.config.attention_scale,
+            )
+            mlp = MLP(
+                own.mlp_up,
+                own.mlp_down,
+                *shared,
+                gate=own.mlp_gate,
+                activation=self.config.activation,
+            )
+            sublayers += [attention, mlp]
+        tables = EmbeddingTables(weights.token_table, weights.first_id, weights.position_table)
+        return DecodeStep(
+            sublayers,
+            weights.head,
+            tables,
+            weights.embedding_norm,
+            self._rotary(torch.arange(self.cache.capacity + 1, device=self.device)),
+            self.config.vocab_size,
+            self.cache.ids,
+            *shared,
+        )
 
     def _tasks(self, segments: tuple[Segment, ...]) -> Tensor | None:
         tasks = [segment.ia3_task for segment in segments]

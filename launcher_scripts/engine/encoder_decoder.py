@@ -12,13 +12,21 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.engine.decode_step import (
+    MLP,
+    DecodeStep,
+    SelfAttention,
+    SourceAttention,
+    Sublayer,
+    obstacles,
+)
 from launcher_scripts.engine.encoder import Encoder, embed, layer_bias, through_stage
 from launcher_scripts.engine.kv_cache import KVCache
 from launcher_scripts.engine.layers import ParallelLayer, Rows, Segment, Step
 from launcher_scripts.engine.learned_parts import scaled, token_tasks
 from launcher_scripts.engine.network import Encoded
 from launcher_scripts.engine.t5_weights import CrossLayerWeights, T5Weights
-from launcher_scripts.kernels.operands import Heads, LayerCache, RelativeBias
+from launcher_scripts.kernels.operands import EmbeddingTables, Heads, LayerCache, RelativeBias
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.t5 import T5Config
 
@@ -164,6 +172,15 @@ class EncoderDecoder:
             )
             for layer, layer_weights in weights.decoder_layers.items()
         ]
+        self.step_obstacles = obstacles(
+            self.config,
+            communicator,
+            self._learned(),
+            [layer.query_key_value for layer in weights.decoder_layers.values()],
+        )
+        self.step = None
+        if self._layers and not self.step_obstacles:
+            self.step = self._decode_step()
 
     def encode(self, ids: Tensor, segments: tuple[Segment, ...], *, attentions: bool) -> Encoded:
         """See Network."""
@@ -208,6 +225,53 @@ class EncoderDecoder:
             raise RuntimeError("only the last pipeline stage has an output projection")
         local = self.kernels.logits(hidden, self.weights.head)
         return self.communicator.tp_concat(local)[:, : self.config.vocab_size]
+
+    def _learned(self) -> list[object]:
+        layers = self.weights.decoder_layers.values()
+        return [
+            part
+            for layer in layers
+            for part in (layer.ia3, layer.attention_adapter, layer.mlp_adapter)
+        ]
+
+    def _decode_step(self) -> DecodeStep:
+        weights = self.weights
+        shared = (self.kernels, self.communicator)
+        sublayers: list[Sublayer] = []
+        for layer in self._layers:
+            own = layer.weights
+            attention = {
+                "cache": layer.cache,
+                "heads": self.heads,
+                "scale": self.config.attention_scale,
+            }
+            sublayers += [
+                SelfAttention(
+                    own.query_key_value, own.attention_dense, *shared, bias=layer.bias, **attention
+                ),
+                SourceAttention(
+                    own.source_query, own.source_dense, *shared, bias=layer.source_bias, **attention
+                ),
+                MLP(
+                    own.mlp_up,
+                    own.mlp_down,
+                    *shared,
+                    gate=own.mlp_gate,
+                    activation=self.config.activation,
+                ),
+            ]
+        embedding = weights.decoder_embedding
+        tables = EmbeddingTables(embedding.tokens, embedding.first_id, embedding.positions)
+        return DecodeStep(
+            sublayers,
+            weights.head,
+            tables,
+            embedding.norm,
+            None,
+            self.config.vocab_size,
+            self.cache.ids,
+            *shared,
+        )
 
     def _tasks(self, segments: tuple[Segment, ...]) -> Tensor | None:
         tasks = [segment.ia3_task for segment in segments]

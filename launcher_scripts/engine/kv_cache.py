@@ -53,6 +53,7 @@ class KVCache:
     """The pools of one rank's layers, and the ids of the tokens they hold.
 
     One more token than `capacity` is kept as a place where padding rows of a step may write.
+    rows: the most rows of a step, with its padding
     """
 
     def __init__(
@@ -62,12 +63,14 @@ class KVCache:
         capacity: int,
         dtype: torch.dtype,
         device: torch.device,
+        rows: int = 1,
     ) -> None:
         self.capacity = capacity
+        arrivals = torch.zeros(rows * heads.num_heads, dtype=torch.int32, device=device)
         shape = (len(layers), 2, heads.num_kv_heads, capacity + 1, heads.head_size)
         self._pool = torch.empty(shape, dtype=dtype, device=device)
         self.layers = {
-            layer: LayerCache(*key_value)
+            layer: LayerCache(*key_value, arrivals)
             for layer, key_value in zip(layers, self._pool, strict=True)
         }
         self.ids: Tensor = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
@@ -87,11 +90,16 @@ class KVCache:
         for first in range(0, source.shape[1], columns):
             some = slice(first, first + columns)
             read, written = source[:, some].flatten(), target[:, some].flatten()
-            if not read.is_cuda:  # where looking costs no waiting, most tokens stay in place
+            if looking_is_free(read.device):  # and most tokens stay where they are
                 moves = read != written
                 read, written = read[moves], written[moves]
             self._pool.index_copy_(3, written, self._pool.index_select(3, read))
             self.ids.index_copy_(0, written, self.ids[read])
+
+
+def looking_is_free(device: torch.device) -> bool:
+    """Whether the host can use a tensor's values without waiting for the device."""
+    return device.type == "cpu"
 
 
 def bytes_per_token(layers: range, heads: Heads, dtype: torch.dtype) -> int:

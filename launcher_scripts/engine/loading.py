@@ -30,6 +30,7 @@ from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.parallel import Parallelism
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}
+THREADS_VARIABLE = "OMP_NUM_THREADS"  # torch itself follows it
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
 INT8_MODES = {0: "no quantization", 1: "int8 weights"}
 
@@ -120,12 +121,15 @@ def rank_device(settings: EngineSettings, rank: int) -> torch.device:
 
 
 def prepare_process(settings: EngineSettings, device: torch.device) -> None:
-    """Set what torch keeps per process: the current GPU, exact float32, a fair share of cores."""
+    """Set what torch keeps per process: the current GPU, exact float32, a fair share of cores.
+
+    Of the cores this process may use its node's ranks get equal shares, unless the user has said.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
-    elif settings.parallelism.world_size > 1:
+    elif settings.parallelism.world_size > 1 and THREADS_VARIABLE not in os.environ:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // settings.ranks_per_node))
 
@@ -231,6 +235,8 @@ def assemble_runner(
     )
     if capacity < 2:
         raise ServerError("no memory is left for keys and values beside the model's weights")
-    cache = KVCache(layers, heads, capacity, dtype, device)
+    cache = KVCache(layers, heads, capacity, dtype, device, settings.max_batch_size)
     network = family.network(weights, cache, kernels_for(device.type), communicator, device)
+    if network.step_obstacles and communicator.rank == 0:
+        print(f"decode steps take the general path: {'; '.join(network.step_obstacles)}")
     return Runner(network, communicator, settings.max_batch_size, device)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from launcher_scripts.engine.decode_step import DecodeStep
 from launcher_scripts.engine.kv_cache import KVCache
 from launcher_scripts.engine.layers import Rows, Segment
 
@@ -25,11 +26,16 @@ class Encoded:
 
 
 class Network(Protocol):
-    """One rank's part of a model; its keys and values are in `cache`."""
+    """One rank's part of a model; its keys and values are in `cache`.
+
+    step: the fast way to decode, or None where there is none, for the reasons in step_obstacles
+    """
 
     config: Any
     cache: KVCache
     kernels: ModuleType
+    step: DecodeStep | None
+    step_obstacles: list[str]
 
     def encode(self, ids: Tensor, segments: tuple[Segment, ...], *, attentions: bool) -> Encoded:
         """Run the encoder over ids [N] of several rows and keep what the decoder needs of it.

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+WORKER = "launcher_scripts.engine.worker"
 PR_SET_PDEATHSIG = 1
 
 
@@ -37,7 +38,7 @@ class RankProcess:
     def __init__(self, order: RankOrder) -> None:
         self.rank = order.rank
         self._process = subprocess.Popen(
-            [_python(), "-m", "launcher_scripts.engine.worker", "--parent", str(os.getpid())],
+            [_python(), "-m", WORKER, "--parent", str(os.getpid())],
             env=_environment(),
             stdin=subprocess.PIPE,
         )

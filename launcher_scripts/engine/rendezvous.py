@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launcher_scripts.errors import ServerError, problem
+from launcher_scripts.nodes import RENDEZVOUS_VARIABLE
 
-FOLDER_VARIABLE = "LAUNCHER_RENDEZVOUS"
-ADVICE = f"the environment: {FOLDER_VARIABLE}=<a folder that all nodes see>"
+ADVICE = f"the environment: {RENDEZVOUS_VARIABLE}=<a folder that all nodes see>"
 _FOLDER = ".launcher"
 
 
@@ -35,11 +35,12 @@ class Invitation:
     attempt: int = 0
 
 
-def rendezvous_folders(env: dict[str, str], model_dir: Path) -> list[Path]:
+def rendezvous_folders(env: Mapping[str, str], model_dir: Path) -> tuple[Path, ...]:
     """Folders that all nodes may see: the one that was named, else the model's and the home."""
-    if FOLDER_VARIABLE in env:
-        return [Path(env[FOLDER_VARIABLE])]
-    return [model_dir / _FOLDER, Path.home() / _FOLDER]
+    if RENDEZVOUS_VARIABLE in env:
+        return (Path(env[RENDEZVOUS_VARIABLE]),)
+    homes = [Path(env["HOME"])] if "HOME" in env else []
+    return tuple(folder / _FOLDER for folder in (model_dir, *homes))
 
 
 class Publication:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.plan import Move, RowStart
+from launcher_scripts.kernels.operands import RowColumns
 
 NO_TOKEN = -1
 NEVER = -1e9  # added to log-probabilities
@@ -86,6 +87,13 @@ class RowStates:
         for name, row in zip(_FLOATS, self._floats, strict=True):
             setattr(self, name, row)
         self.start[slots] = self.source_start[slots] = scratch
+
+    @property
+    def columns(self) -> RowColumns:
+        """What a decode step begins with."""
+        return RowColumns(
+            self.token, self.start, self.length, self.source_start, self.source_length
+        )
 
     def join(self, rows: Sequence[RowStart]) -> None:
         """Set the state of rows whose prompts are about to run, and of all their hypotheses."""

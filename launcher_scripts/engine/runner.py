@@ -35,8 +35,9 @@ class Runner:
         self._rows: dict[int, RowStart] = {}
         self._context = ContextResults(decoder, communicator, device)
         self.beams = BeamSearch(decoder.cache, communicator, self.states, decoder.config.vocab_size)
-        self._batches = DecodeBatches(self._rows, slots, self.states.padding_slot, device)
         self._graphs = GraphCache() if device.type == "cuda" else None
+        padded = None if self._graphs is None else slots
+        self._batches = DecodeBatches(self._rows, padded, self.states.padding_slot, device)
         self._has_ia3 = learned_parts_of(decoder.config).ia3_num_tasks > 0
 
     @torch.inference_mode()
@@ -180,7 +181,7 @@ class Runner:
         key = (batch.slots.shape[0], bounds, batch.greedy)
         if batch.greedy:
             tokens = self._graphs.run(
-                key, batch.slots, lambda slots: self._greedy_step(batch, slots, bounds)
+                key, batch.slots, lambda slots: self.greedy_step(batch, slots, bounds)
             )
             return Sampled(tokens, None)
         logits = self._graphs.run(key, batch.slots, lambda slots: self._forward_step(slots, bounds))
@@ -205,13 +206,21 @@ class Runner:
         rest = None if logits is None else logits[plain:]
         result.beams += self.beams.step(rest, mixed.beams, plan.longest, plan.reorder)
 
-    def _greedy_step(self, batch: SamplingBatch, slots: Tensor, bounds: Bounds) -> Tensor:
-        logits = self._forward_step(slots, bounds)
-        return self._finish(self._greedy(logits), slots, batch).tokens
+    def greedy_step(self, batch: SamplingBatch, slots: Tensor, bounds: Bounds) -> Tensor:
+        """One token of every row in slots [B], all greedy: the ids, int64 [B]."""
+        step = self.decoder.step
+        if step is None or bounds.windows:
+            chosen = self._greedy(self._forward_step(slots, bounds))
+        else:
+            tokens = step.greedy(step.forward(self.states.columns, slots, bounds))
+            chosen = Sampled(tokens, None)
+        return self._finish(chosen, slots, batch).tokens
 
     def _forward_step(self, slots: Tensor, bounds: Bounds) -> Tensor | None:
         """One token of every row through this stage; logits [B, vocab] on the last one."""
-        states = self.states
+        states, step = self.states, self.decoder.step
+        if step is not None and not bounds.windows:
+            return step.logits(step.forward(states.columns, slots, bounds))
         start, length, positions = states.start[slots], states.length[slots], None
         if bounds.windows:
             positions = length + states.dropped[slots]

@@ -29,6 +29,7 @@ class Session:
     cached:      tokens in the extent before the request that runs
     dropped:     tokens that have left the extent
     pending:     the last token chosen, which is not in the cache yet
+    said:        what the last request generated; None: nothing of it was kept
     ended:       the end token, after an answer that it ended: the session goes on without it
     """
 
@@ -39,6 +40,7 @@ class Session:
     dropped: int = 0
     pending: tuple[int, ...] = ()
     ended: tuple[int, ...] = ()
+    said: tuple[int, ...] | None = None
     busy: bool = False
     closed: bool = False
 
@@ -68,6 +70,7 @@ class Session:
     def take_turn(self, prompt: int, tokens: Sequence[int], end_id: int) -> None:
         """A request has ended: its prompt and all but the last of its tokens are in the cache."""
         self.busy = False
+        self.said = tuple(tokens)
         self.cached += prompt + max(len(tokens) - 1, 0)
         last = tuple(tokens[-1:])
         self.pending, self.ended = ((), last) if last == (end_id,) else (last, ())

@@ -17,6 +17,7 @@ from launcher_scripts.parallel import Parallelism
 # Seconds in vain. On CUDA the host runs ahead of the device, and compiles while others wait.
 EXCHANGE_SECONDS = {"cpu": 4.0, "cuda": 60.0}
 COMPUTE_SECONDS = 120.0  # of a stage that is alone with its work
+BEAT_AGE = 1.0  # what is known of a rank may be so many seconds old
 SKEW = 3.0  # ranks with the same work take at most so many times as long as each other
 
 
@@ -68,8 +69,12 @@ class Watchdog:
         for rank, beat in beats.items():
             idle = beat.phase in (WAITING, COMPUTING)
             awaited = any(o.phase == COMPUTING and o.step <= beat.step for o in beats.values())
-            if not idle and not awaited and beat.quiet > self.patience + beat.patience:
+            if not idle and not awaited:
                 found.append(rank)
+        overdue = {rank: beats[rank].quiet - self.patience - beats[rank].patience for rank in found}
+        if max(overdue.values(), default=0.0) <= 0:
+            return []
+        found = [rank for rank in found if overdue[rank] > -BEAT_AGE]
         least = [
             rank
             for rank in found

@@ -257,7 +257,10 @@ class WorkerGroup:
             ranks = tuple(rank.rank for rank in self._ranks.values() if rank.node == hello.node)
             host = self._hosts[hello.node] = NodeHost(link, hello, ranks)
             link.send(StartRanks(ranks))
-            print(f"model {self._group.model}: {host.label} joins with ranks {list(ranks)}")
+            print(
+                f"model {self._group.model}: {host.label} joins with ranks {list(ranks)}",
+                flush=True,
+            )
             return host
         with suppress(OSError):
             link.send(Failed(f"nobody is awaited as {hello}"))

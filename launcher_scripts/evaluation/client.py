@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 from launcher_scripts.clients.connection import MOST_IN_FLIGHT
 from launcher_scripts.clients.models import find_models, parameter
 from launcher_scripts.clients.remote import RemoteServer
+from launcher_scripts.evaluation.spread import SpreadServer
 from launcher_scripts.evaluation.tensors import output_names, request_tensors, row_outputs
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.security import ClientTls
 
 
 class Client:
-    """Asks one model of one server. To be used from one thread, and closed."""
+    """Asks one model of one server, or of its replicas. To be used from one thread, and closed."""
 
     def __init__(
         self,
@@ -26,16 +28,24 @@ class Client:
         *,
         protocol: str = "http",
         request_timeout: float = 600.0,
+        tls: ClientTls | None = None,
     ) -> None:
-        """address: host:port of the server's `protocol` (http, grpc); times in seconds."""
+        """address: host:port of the server's `protocol` (http, grpc), or several replicas' with
+        commas between them, over which the requests are spread; times in seconds.
+        """
         self.address = address
         self.model_name = model_name
-        self._server = RemoteServer(
-            address,
-            protocol=protocol,
-            request_timeout=request_timeout,
-            timeout_key="evaluate.request_timeout",
-        )
+        servers = [
+            RemoteServer(
+                each,
+                protocol=protocol,
+                request_timeout=request_timeout,
+                timeout_key="evaluate.request_timeout",
+                tls=tls,
+            )
+            for each in address.split(",")
+        ]
+        self._server = SpreadServer(servers) if servers[1:] else servers[0]
 
     def __enter__(self) -> Client:
         return self

@@ -9,6 +9,7 @@ from typing import Any
 
 from launcher_scripts.errors import ServerError, problem
 from launcher_scripts.evaluation.client import Client
+from launcher_scripts.replicas import replica_files
 from launcher_scripts.settings import EvaluateSettings
 
 POLL_SECONDS = 0.2
@@ -16,21 +17,22 @@ PROBE_SECONDS = 10.0  # how long a server may take to say that it is ready
 
 
 def connect(settings: EvaluateSettings) -> tuple[Client, dict[str, Any]]:
-    """A client of the server that settings.ready_file names, and that file's content.
+    """A client of the servers that the ready files name, and what the first of them says.
 
-    Waits until the file is there and the server answers that the model is ready, at most
-    settings.ready_timeout seconds. Raises ServerError when that time is over.
+    Waits until every file is there and every server answers that the model is ready, at most
+    settings.ready_timeout seconds. With several servers the content has their addresses under
+    `replicas`. Raises ServerError when that time is over.
     """
     deadline = time.monotonic() + settings.ready_timeout
-    ready_file = Path(settings.ready_file)
     while True:
-        reason, ready = _read_ready_file(ready_file, settings)
+        reason, ready = _read_ready_files(settings)
         if ready is not None:
             with _client(ready, settings, PROBE_SECONDS) as probe:
                 answers = probe.is_ready()
             if answers:
                 return _client(ready, settings, settings.request_timeout), ready
-            reason = f"{ready[settings.protocol]}, which {ready_file} names, does not answer ready"
+            reason = f"{_addresses(ready, settings)}, which {settings.ready_file} names, does not "
+            reason += "answer ready"
         if time.monotonic() >= deadline:
             raise ServerError(
                 problem(
@@ -43,11 +45,30 @@ def connect(settings: EvaluateSettings) -> tuple[Client, dict[str, Any]]:
 
 def _client(ready: dict[str, Any], settings: EvaluateSettings, request_timeout: float) -> Client:
     return Client(
-        ready[settings.protocol],
+        _addresses(ready, settings),
         settings.model_name,
         protocol=settings.protocol,
         request_timeout=request_timeout,
+        tls=settings.grpc_tls,
     )
+
+
+def _addresses(ready: dict[str, Any], settings: EvaluateSettings) -> str:
+    """The address to ask, or those of all replicas with commas between them."""
+    return ",".join(ready.get("replicas", [ready[settings.protocol]]))
+
+
+def _read_ready_files(settings: EvaluateSettings) -> tuple[str, dict[str, Any] | None]:
+    """What the first server says, with all addresses; or why there is nothing to use yet."""
+    found = []
+    for path in replica_files(Path(settings.ready_file), settings.replicas):
+        reason, ready = _read_ready_file(path, settings)
+        if ready is None:
+            return reason, None
+        found.append(ready)
+    if settings.replicas:
+        found[0]["replicas"] = [ready[settings.protocol] for ready in found]
+    return "", found[0]
 
 
 def _read_ready_file(path: Path, settings: EvaluateSettings) -> tuple[str, dict[str, Any] | None]:

@@ -7,27 +7,44 @@ the products to cuBLAS, which reads the weights once for all rows.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 from torch import Tensor
 from torch.nn import functional
 
 from launcher_scripts.kernels import int8_kernels, reference
-from launcher_scripts.kernels.attention_kernels import attend, attention_shape, merge_splits
-from launcher_scripts.kernels.gemv_kernel import gemv, gemv_shape
-from launcher_scripts.kernels.operands import Heads, LayerCache, Linear, Norm, RelativeBias
-from launcher_scripts.kernels.row_kernels import (
-    block_argmax,
-    final_argmax,
-    look_up,
-    normalize,
-    rotate_and_store,
+from launcher_scripts.kernels.fused_rows import (
+    ALONE,
+    argmax,
+    decode_attention,
+    embed,
+    norm,
+    store_kv,
 )
+from launcher_scripts.kernels.operands import (
+    EmbeddingTables,
+    Heads,
+    Hidden,
+    LayerCache,
+    Linear,
+    Norm,
+    RowColumns,
+    StepRows,
+)
+from launcher_scripts.kernels.row_products import (
+    early,
+    fold_norm,
+    row_heads,
+    row_largest,
+    row_product,
+)
+from launcher_scripts.kernels.step_kernels import begin_rows
+
+__all__ = ["argmax", "decode_attention", "embed", "norm", "store_kv"]
 
 ACTIVATIONS = reference.ACTIVATIONS
-NORM_CODES = {"layernorm": 1, "rmsnorm": 2}
-ACTIVATION_CODES = {None: 0, "gelu": 1, "gelu_erf": 2, "relu": 3, "silu": 4, "squared_relu": 5}
-ARGMAX_BLOCK = 1024
 
 dense = int8_kernels.dense
 add_residual = reference.add_residual
@@ -38,40 +55,11 @@ source_attention = reference.source_attention
 source_attention_weights = reference.source_attention_weights
 
 
-def embed(ids: Tensor, table: Tensor, first_id: int) -> Tensor:
-    """See reference.embed."""
-    size = table.shape[1]
-    out = torch.empty(ids.shape[0], size, device=table.device)
-    look_up[(ids.shape[0],)](
-        ids, table, out, first_id, table.shape[0], size, BLOCK=triton.next_power_of_2(size)
-    )
-    return out
-
-
-def norm(x: Tensor, weights: Norm, dtype: torch.dtype) -> Tensor:
-    """See reference.norm."""
-    rows, size = x.shape
-    out = torch.empty(rows, size, dtype=dtype, device=x.device)
-    block = triton.next_power_of_2(size)
-    normalize[(rows,)](
-        x,
-        weights.weight,
-        weights.weight if weights.bias is None else weights.bias,
-        out,
-        size,
-        weights.eps,
-        KIND=NORM_CODES[weights.kind],
-        BLOCK=block,
-        num_warps=max(1, min(16, block // 256)),
-    )
-    return out
-
-
 def project(x: Tensor, linear: Linear) -> Tensor:
     """See reference.project."""
     linear = dense(linear)
     if x.shape[0] == 1:
-        return _gemv(x, linear, linear.weight.dtype)
+        return _row(x, linear, linear.weight.dtype, "plain")
     return functional.linear(_normalized(x, linear), linear.weight, linear.bias)
 
 
@@ -79,7 +67,7 @@ def project_add(x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
     """See reference.project_add."""
     linear = dense(linear)
     if x.shape[0] == 1:
-        return _gemv(x, linear, torch.float32, residual=residual)
+        return _row(x, linear, torch.float32, "add", residual=residual)
     return residual + functional.linear(x, linear.weight, linear.bias)
 
 
@@ -87,7 +75,9 @@ def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tenso
     """See reference.mlp_up."""
     up, gate = dense(up), gate and dense(gate)
     if x.shape[0] == 1:
-        return _gemv(x, up, up.weight.dtype, gate=gate, activation=activation)
+        kind = "up" if gate is None else "gated"
+        without = None if gate is None else Linear(gate.weight, gate.bias)
+        return _row(x, up, up.weight.dtype, kind, gate=without, activation=activation)
     normalized = _normalized(x, up)
     hidden = ACTIVATIONS[activation](functional.linear(normalized, up.weight, up.bias))
     if gate is None:
@@ -95,96 +85,10 @@ def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tenso
     return hidden * functional.linear(normalized, gate.weight, gate.bias)
 
 
-def store_kv(
-    qkv: Tensor,
-    heads: Heads,
-    rotary: tuple[Tensor, Tensor] | None,
-    slots: Tensor,
-    cache: LayerCache,
-) -> Tensor:
-    """See reference.store_kv."""
-    tokens = qkv.shape[0]
-    query = torch.empty(
-        tokens, heads.num_heads, heads.head_size, dtype=qkv.dtype, device=qkv.device
-    )
-    cosines, sines = (qkv, qkv) if rotary is None else rotary
-    rotate_and_store[(tokens, heads.num_heads + 2 * heads.num_kv_heads)](
-        qkv,
-        query,
-        cache.keys,
-        cache.values,
-        slots,
-        cosines,
-        sines,
-        cache.keys.shape[1],
-        HEADS=heads.num_heads,
-        KV_HEADS=heads.num_kv_heads,
-        SIZE=heads.head_size,
-        HALF=0 if rotary is None else cosines.shape[1],
-        BLOCK=triton.next_power_of_2(heads.head_size),
-        num_warps=1,
-    )
-    return query
-
-
-def decode_attention(
-    query: Tensor,
-    cache: LayerCache,
-    starts: Tensor,
-    lengths: Tensor,
-    longest: int,
-    slopes: Tensor | None,
-    *,
-    scale: float | None = None,
-    relative: RelativeBias | None = None,
-    positions: Tensor | None = None,
-) -> Tensor:
-    """See reference.decode_attention. Long contexts are split over programs and merged."""
-    rows, num_heads, size = query.shape
-    splits, tile, warps = attention_shape(longest)
-    out = torch.empty(rows, num_heads * size, dtype=query.dtype, device=query.device)
-    # [rows, heads, splits]: unnormalized outputs, then largest score and sum of weights
-    partial = torch.empty(rows, num_heads, splits, size, device=query.device)
-    weights = torch.empty(rows, num_heads, splits, 2, device=query.device)
-    shape = {
-        "HEADS": num_heads,
-        "SIZE": size,
-        "BLOCK": triton.next_power_of_2(size),
-        "SPLITS": splits,
-    }
-    attend[(rows, num_heads, splits)](
-        query,
-        cache.keys,
-        cache.values,
-        starts,
-        lengths,
-        query if slopes is None else slopes,
-        lengths if positions is None else positions,
-        query if relative is None else relative.table,
-        out,
-        partial,
-        weights,
-        cache.keys.shape[1],
-        size**-0.5 if scale is None else scale,
-        0 if relative is None else relative.reach,
-        GROUP=num_heads // cache.keys.shape[0],
-        ALIBI=slopes is not None,
-        RELATIVE=relative is not None,
-        TILE=tile,
-        num_warps=warps,
-        **shape,
-    )
-    if splits > 1:
-        merge_splits[(rows, num_heads)](
-            partial, weights, out, SPLIT_BLOCK=triton.next_power_of_2(splits), num_warps=1, **shape
-        )
-    return out
-
-
 def logits(x: Tensor, head: Linear) -> Tensor:
     """See reference.logits."""
     if x.shape[0] == 1:
-        return _gemv(x, head, torch.float32)
+        return _row(x, head, torch.float32, "plain")
     normalized = _normalized(x, head)
     if normalized.dtype == torch.float32 or not x.is_cuda:
         bias = None if head.bias is None else head.bias.float()
@@ -193,59 +97,132 @@ def logits(x: Tensor, head: Linear) -> Tensor:
     return out if head.bias is None else out + head.bias
 
 
-def argmax(logits: Tensor) -> Tensor:
-    """See reference.argmax. Two kernels: of blocks, then of the blocks' results."""
-    rows, size = logits.shape
-    blocks = triton.cdiv(size, ARGMAX_BLOCK)
-    values = torch.empty(rows, blocks, device=logits.device)
-    places = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    block_argmax[(rows, blocks)](
-        logits, values, places, logits.stride(0), size, BLOCK=ARGMAX_BLOCK, num_warps=4
-    )
-    final_argmax[(rows,)](
-        values, places, out, blocks, BLOCK=triton.next_power_of_2(blocks), num_warps=1
-    )
-    return out
-
-
 def _normalized(x: Tensor, linear: Linear) -> Tensor:
     if linear.norm is None:
         return x.to(linear.weight.dtype)
     return norm(x, linear.norm, linear.weight.dtype)
 
 
-def _gemv(
-    x: Tensor,
-    linear: Linear,
-    dtype: torch.dtype,
-    *,
-    gate: Linear | None = None,
-    activation: str | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """One row through a projection: [1, out] of `dtype`."""
-    out_size, in_size = linear.weight.shape
-    x = _normalized(x, linear)
-    out = torch.empty(1, out_size, dtype=dtype, device=x.device)
-    rows, block, warps = gemv_shape(in_size)
-    gemv[(triton.cdiv(out_size, rows),)](
-        x,
-        linear.weight,
-        linear.weight if gate is None else gate.weight,
-        x if linear.bias is None else linear.bias,
-        x if gate is None or gate.bias is None else gate.bias,
-        x if residual is None else residual,
-        out,
-        out_size,
-        IN=in_size,
-        BIAS=linear.bias is not None,
-        ACTIVATION=ACTIVATION_CODES[activation],
-        GATED=gate is not None,
-        RESIDUAL=residual is not None,
-        ROWS=rows,
-        BLOCK=block,
-        num_warps=warps,
-        num_stages=1,
-    )
+def _row(x: Tensor, linear: Linear, dtype: torch.dtype, kind: str, **more: object) -> Tensor:
+    """One row through a projection behind a norm of its own: [1, out] of `dtype`."""
+    out = torch.empty(1, linear.weight.shape[0], dtype=dtype, device=x.device)
+    alone = Linear(linear.weight, linear.bias)
+    row_product(_normalized(x, linear), alone, out, kind, launch=ALONE, **more)
     return out
+
+
+def prepare(linear: Linear) -> Linear:
+    """See reference.prepare. A norm is folded into its projection for steps of one row."""
+    return replace(linear, folded=fold_norm(linear))
+
+
+def begin_step(
+    slots: Tensor,
+    columns: RowColumns,
+    history: Tensor,
+    tables: EmbeddingTables,
+    norm_of_next: Norm | None,
+    *,
+    sources: bool = False,
+) -> tuple[Hidden, StepRows]:
+    """See reference.begin_step."""
+    rows, size, dtype = slots.shape[0], tables.tokens.shape[1], tables.tokens.dtype
+    exact = torch.empty(rows, size, device=slots.device)
+    rounded = exact if dtype == torch.float32 else exact.new_empty(rows, size, dtype=dtype)
+    made = torch.empty(5, rows, dtype=torch.int64, device=slots.device)
+    starts, positions, lengths, source_starts, source_lengths = made
+    begin_rows[(rows,)](
+        slots,
+        columns.token,
+        columns.start,
+        columns.length,
+        columns.source_start,
+        columns.source_length,
+        history,
+        tables.tokens,
+        tables.tokens if tables.positions is None else tables.positions,
+        starts,
+        positions,
+        lengths,
+        source_lengths,
+        source_starts,
+        exact,
+        rounded,
+        tables.first_id,
+        tables.tokens.shape[0],
+        columns.padding,
+        size,
+        SOURCES=sources,
+        POSITIONS=tables.positions is not None,
+        ROUNDED=rounded is not exact,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=8,
+    )
+    found = StepRows(starts, positions, lengths)
+    if sources:
+        found = StepRows(starts, positions, lengths, source_starts, source_lengths)
+    if rows == 1:
+        return Hidden(exact, rounded), found
+    return hidden(exact, norm_of_next, dtype), found
+
+
+def hidden(exact: Tensor, norm_of_next: Norm | None, dtype: torch.dtype) -> Hidden:
+    """See reference.hidden. One row is rounded only: its projections have their norms folded in."""
+    if exact.shape[0] == 1 or norm_of_next is None:
+        return Hidden(exact, exact.to(dtype))
+    return Hidden(exact, norm(exact, norm_of_next, dtype))
+
+
+def project_heads(
+    x: Hidden,
+    linear: Linear,
+    heads: Heads,
+    rotary: tuple[Tensor, Tensor] | None,
+    rows: StepRows,
+    cache: LayerCache,
+) -> Tensor:
+    """See reference.project_heads."""
+    if x.operand.shape[0] == 1:
+        return row_heads(x, linear, heads, rotary, rows, cache)
+    if rotary is not None:
+        rotary = (rotary[0][rows.positions], rotary[1][rows.positions])
+    qkv = functional.linear(x.operand, linear.weight, linear.bias)
+    return store_kv(qkv, heads, rotary, rows.starts + rows.positions, cache)
+
+
+def project_hidden(x: Hidden, linear: Linear) -> Tensor:
+    """See reference.project_hidden."""
+    if x.operand.shape[0] > 1:
+        return functional.linear(x.operand, linear.weight, linear.bias)
+    out = x.operand.new_empty(1, linear.weight.shape[0])
+    row_product(x.operand, linear, out, "plain", launch=early(out))
+    return out
+
+
+def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tensor:
+    """See reference.expand."""
+    if x.operand.shape[0] > 1:
+        return reference.expand(x, up, gate, activation)
+    out = x.operand.new_empty(1, up.weight.shape[0])
+    kind = "up" if gate is None else "gated"
+    row_product(x.operand, up, out, kind, gate=gate, activation=activation, launch=early(out))
+    return out
+
+
+def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
+    """See reference.accumulate."""
+    if x.shape[0] > 1:
+        return hidden(project_add(x, linear, onto.exact), norm_of_next, onto.operand.dtype)
+    exact = torch.empty_like(onto.exact)
+    rounded = None if x.dtype == torch.float32 else torch.empty_like(onto.operand)
+    row_product(x, linear, exact, "add", residual=onto.exact, rounded=rounded, launch=early(x))
+    return Hidden(exact, exact if rounded is None else rounded)
+
+
+def largest(x: Hidden, head: Linear, held: int) -> tuple[Tensor, Tensor]:
+    """See reference.largest."""
+    if x.operand.shape[0] == 1:
+        return row_largest(x, head, held)
+    whole = logits(x.operand, Linear(head.weight, head.bias))[:, :held]
+    places = argmax(whole)
+    return whole.gather(1, places[:, None])[:, 0], places

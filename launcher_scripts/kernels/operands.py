@@ -23,6 +23,20 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class FoldedNorm:
+    """A norm before a projection W x + c as row_product_kernel.py wants it, known beforehand.
+
+    gain:    [in] in the compute type, g
+    sums:    float32 [out], W g; None for an RMS norm
+    offsets: float32 [out], W b + c; None where there is neither
+    """
+
+    gain: Tensor
+    sums: Tensor | None
+    offsets: Tensor | None
+
+
+@dataclass(frozen=True)
 class Linear:
     """y = x W^T + b, of a normalized x where there is a norm.
 
@@ -31,6 +45,7 @@ class Linear:
     norm:    applied to x first
     scale:   float32 [out]: what each row of an int8 weight is multiplied by
     compute: the compute type of an int8 weight
+    folded:  the norm as a product with one row wants it; made by kernels.prepare
     """
 
     weight: Tensor
@@ -38,11 +53,69 @@ class Linear:
     norm: Norm | None = None
     scale: Tensor | None = None
     compute: torch.dtype | None = None
+    folded: FoldedNorm | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """The compute type."""
         return self.compute or self.weight.dtype
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Hidden states between the layers of a decode step.
+
+    exact:   float32 [N, hidden], the residual stream
+    operand: [N, hidden] in the compute type, what the next projection reads: `exact` normalized
+             for it, or only rounded where the projection has its norm folded in
+    """
+
+    exact: Tensor
+    operand: Tensor
+
+
+@dataclass(frozen=True)
+class RowColumns:
+    """The state of the rows in flight, int64 [slots + 1], the last slot one for padding.
+
+    token: the last id chosen;  start: first cache token;  length: tokens in the cache;
+    source_start, source_length: the same of the encoder's input
+    """
+
+    token: Tensor
+    start: Tensor
+    length: Tensor
+    source_start: Tensor
+    source_length: Tensor
+
+    @property
+    def padding(self) -> int:
+        return self.token.shape[0] - 1
+
+
+@dataclass(frozen=True)
+class EmbeddingTables:
+    """tokens: [held, hidden], ids from first_id on; positions: [max_positions, hidden] or None."""
+
+    tokens: Tensor
+    first_id: int
+    positions: Tensor | None
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of a decode step, int64 [B].
+
+    starts:    first cache tokens
+    positions: of the new token; lengths: with it
+    source_starts, source_lengths: of the encoder's inputs; None without an encoder
+    """
+
+    starts: Tensor
+    positions: Tensor
+    lengths: Tensor
+    source_starts: Tensor | None = None
+    source_lengths: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -62,11 +135,13 @@ class Heads:
 class LayerCache:
     """One layer's keys and values of every row: [kv_heads, tokens, head_size].
 
-    A row owns a run of consecutive tokens (its extent).
+    A row owns a run of consecutive tokens (its extent). arrivals: int32, zeros, at least one per
+    row and query head of a step, where kernels count who has ended; all layers may share them.
     """
 
     keys: Tensor
     values: Tensor
+    arrivals: Tensor | None = None
 
 
 @dataclass(frozen=True)

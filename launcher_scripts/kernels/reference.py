@@ -11,9 +11,29 @@ from torch import Tensor
 from torch.nn import functional
 
 from launcher_scripts.kernels import window_attention as windows
-from launcher_scripts.kernels.operands import Heads, LayerCache, Linear, Norm, RelativeBias
+from launcher_scripts.kernels.operands import (
+    EmbeddingTables,
+    Heads,
+    Hidden,
+    LayerCache,
+    Linear,
+    Norm,
+    RowColumns,
+    StepRows,
+)
+from launcher_scripts.kernels.reference_attention import (
+    context_attention,
+    decode_attention,
+    source_attention,
+    source_attention_weights,
+)
 
-QUERIES_AT_ONCE = 512
+__all__ = [
+    "context_attention",
+    "decode_attention",
+    "source_attention",
+    "source_attention_weights",
+]
 
 window_attention = windows.window_attention
 
@@ -112,147 +132,98 @@ def store_kv(
     return query
 
 
-def context_attention(
-    query: Tensor,
-    cache: LayerCache,
-    start: int,
-    past: int,
-    slopes: Tensor | None,
-    *,
-    scale: float | None = None,
-    relative: RelativeBias | None = None,
-) -> Tensor:
-    """Causal attention of one row's new tokens: [n, heads * head_size].
-
-    query [n, heads, head_size] holds positions past..past+n-1; the row's keys and values are
-    already in the cache from token `start` on. `slopes` float32 [heads]: ALiBi (Press et al.
-    2022), bias slope * (k - q). `scale` multiplies q.k; None: head_size ** -0.5.
-    """
-    new = query.shape[0]
-    whole = past + new
-    key, value = (_for_heads(part[:, start : start + whole], query) for part in _parts(cache))
-    mask = None
-    if slopes is not None or relative is not None or past:
-        distance = torch.arange(whole, device=query.device) - torch.arange(
-            past, whole, device=query.device
-        ).unsqueeze(1)  # [n, T], k - q
-        mask = torch.zeros_like(distance, dtype=torch.float32)
-        if slopes is not None:
-            mask = slopes[:, None, None] * distance
-        if relative is not None:
-            mask = mask + _relative_scores(relative, past, new, whole)
-        mask = mask.masked_fill(distance > 0, float("-inf")).to(query.dtype)
-    out = functional.scaled_dot_product_attention(
-        query.transpose(0, 1)[None],
-        key[None],
-        value[None],
-        attn_mask=None if mask is None else mask.expand(1, query.shape[1], new, whole),
-        is_causal=mask is None,
-        scale=scale,
-    )
-    return out[0].transpose(0, 1).reshape(new, -1)
-
-
-def source_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    relative: RelativeBias | None = None,
-    first: int = 0,
-) -> Tensor:
-    """Attention of rows of one length to all of their keys: [B, n, heads * head_size].
-
-    query [B, n, heads, head_size] holds positions first..first+n-1; key and value are
-    [B, heads, T, head_size]. Queries go in pieces where there is a bias, which takes
-    heads * n * T numbers.
-    """
-    outputs = []
-    at_once = query.shape[1] if relative is None else QUERIES_AT_ONCE
-    for start, part in enumerate(query.split(at_once, dim=1)):
-        bias = None
-        if relative is not None:
-            position = first + start * at_once
-            bias = _relative_scores(relative, position, part.shape[1], key.shape[2])
-        out = functional.scaled_dot_product_attention(
-            part.transpose(1, 2),
-            key,
-            value,
-            attn_mask=None if bias is None else bias.to(query.dtype)[None],
-            scale=scale,
-        )
-        outputs.append(out.transpose(1, 2).flatten(2))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-
-
-def source_attention_weights(
-    query: Tensor, key: Tensor, *, scale: float, relative: RelativeBias | None = None
-) -> Tensor:
-    """How source_attention weighs the keys: float32 [B, heads, n, T]."""
-    scores = query.transpose(1, 2).float() @ key.transpose(-1, -2).float() * scale
-    if relative is not None:
-        scores = scores + _relative_scores(relative, 0, query.shape[1], key.shape[2])
-    return scores.softmax(-1)
-
-
-def decode_attention(
-    query: Tensor,
-    cache: LayerCache,
-    starts: Tensor,
-    lengths: Tensor,
-    longest: int,
-    slopes: Tensor | None,
-    *,
-    scale: float | None = None,
-    relative: RelativeBias | None = None,
-    positions: Tensor | None = None,
-) -> Tensor:
-    """Attention of one new token per row: [B, heads * head_size].
-
-    query [B, heads, head_size]; row b attends to the lengths[b] cache tokens from starts[b] on,
-    its own included where they are its own. `longest` bounds the lengths. `scale` as in
-    context_attention; `relative` counts from the row's positions [B].
-    """
-    rows, num_heads, head_size = query.shape
-    offsets = torch.arange(longest, device=query.device)
-    tokens = torch.where(offsets < lengths[:, None], starts[:, None] + offsets, starts[:, None])
-    group = num_heads // cache.keys.shape[0]
-    key = cache.keys[:, tokens].float()  # [kv_heads, B, T, head_size]
-    value = cache.values[:, tokens].float()
-    grouped = query.float().view(rows, -1, group, head_size).transpose(0, 1)  # [kv, B, g, D]
-    scores = grouped @ key.transpose(-1, -2) * _scale(scale, head_size)  # [kv, B, g, T]
-    if slopes is not None:
-        distance = offsets - (lengths[:, None] - 1)  # [B, T]
-        scores = scores + slopes.view(-1, 1, group, 1) * distance[None, :, None]
-    if relative is not None:
-        distance = (offsets - positions[:, None]).clamp(-relative.reach, relative.reach)
-        bias = relative.table[:, distance + relative.reach]  # [heads, B, T]
-        scores = scores + bias.unflatten(0, (-1, group)).transpose(1, 2)
-    scores = scores.masked_fill((offsets >= lengths[:, None])[None, :, None], float("-inf"))
-    out = scores.softmax(-1) @ value  # [kv, B, g, D]
-    return out.transpose(0, 1).reshape(rows, -1).to(query.dtype)
-
-
 def logits(x: Tensor, head: Linear) -> Tensor:
     """Next-token logits, float32 [N, vocab of this rank], accumulated in float32."""
     bias = None if head.bias is None else head.bias.float()
     return functional.linear(_normalized(x, head).float(), head.weight.float(), bias)
 
 
-def _relative_scores(relative: RelativeBias, first: int, queries: int, keys: int) -> Tensor:
-    """The bias of queries first..first+queries-1 on keys 0..keys-1: [heads, queries, keys].
+def prepare(linear: Linear) -> Linear:
+    """The linear with what an implementation wants to know beforehand."""
+    return linear
 
-    A score depends on k - q alone, so each query's row is a window of one line of distances.
+
+def begin_step(
+    slots: Tensor,
+    columns: RowColumns,
+    history: Tensor,
+    tables: EmbeddingTables,
+    norm_of_next: Norm | None,
+    *,
+    sources: bool = False,
+) -> tuple[Hidden, StepRows]:
+    """Feed every row's last token: its embedding as hidden states [B, hidden], and the rows.
+
+    The ids of the rows in slots [B] go to the history [cache tokens], and the rows grow by one
+    token, but for the padding slot. Ids that other ranks hold give zeros (see embed).
     """
-    nearest, farthest = keys - first, first + queries - 1
-    distances = torch.arange(-farthest, nearest, device=relative.table.device)
-    places = distances.clamp(-relative.reach, relative.reach) + relative.reach
-    return relative.table[:, places].unfold(-1, keys, 1).flip(1)
+    ids, starts, positions = (
+        column[slots] for column in (columns.token, columns.start, columns.length)
+    )
+    history[starts + positions] = ids
+    columns.length.index_add_(0, slots, (slots != columns.padding).long())
+    x = embed(ids, tables.tokens, tables.first_id)
+    if tables.positions is not None:
+        x = x + embed(positions, tables.positions, 0)
+    rows = StepRows(starts, positions, positions + 1)
+    if sources:
+        source = columns.source_start[slots], columns.source_length[slots].clamp(min=1)
+        rows = StepRows(starts, positions, positions + 1, *source)
+    return hidden(x, norm_of_next, tables.tokens.dtype), rows
 
 
-def _scale(scale: float | None, head_size: int) -> float:
-    return head_size**-0.5 if scale is None else scale
+def hidden(exact: Tensor, norm_of_next: Norm | None, dtype: torch.dtype) -> Hidden:
+    """Float32 [N, hidden] as the next projection, which has that norm, reads it."""
+    operand = exact.to(dtype) if norm_of_next is None else norm(exact, norm_of_next, dtype)
+    return Hidden(exact, operand)
+
+
+def project_heads(
+    x: Hidden,
+    linear: Linear,
+    heads: Heads,
+    rotary: tuple[Tensor, Tensor] | None,
+    rows: StepRows,
+    cache: LayerCache,
+) -> Tensor:
+    """store_kv of project: queries [B, heads, head_size], keys and values in the cache.
+
+    rotary: cosines and sines of every position, float32 [positions, rotary_size / 2].
+    """
+    qkv = project_hidden(x, linear)
+    if rotary is not None:
+        rotary = (rotary[0][rows.positions], rotary[1][rows.positions])
+    return store_kv(qkv, heads, rotary, rows.starts + rows.positions, cache)
+
+
+def project_hidden(x: Hidden, linear: Linear) -> Tensor:
+    """linear of the normalized hidden states: [B, out]."""
+    return functional.linear(x.operand, linear.weight, linear.bias)
+
+
+def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tensor:
+    """mlp_up of the normalized hidden states: [B, ffn]."""
+    return mlp_up(x.operand, Linear(up.weight, up.bias), _without_norm(gate), activation)
+
+
+def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
+    """Hidden states plus linear(x), ready for a projection that has the norm."""
+    exact = project_add(x, linear, onto.exact)
+    return hidden(exact, norm_of_next, onto.operand.dtype)
+
+
+def largest(x: Hidden, head: Linear, held: int) -> tuple[Tensor, Tensor]:
+    """The largest of the first `held` logits of every row: float32 [B], and its place, int64 [B].
+
+    Of equal ones the first.
+    """
+    whole = logits(x.operand, Linear(head.weight, head.bias))[:, :held]
+    places = argmax(whole)
+    return whole.gather(1, places[:, None])[:, 0], places
+
+
+def _without_norm(linear: Linear | None) -> Linear | None:
+    return None if linear is None else Linear(linear.weight, linear.bias)
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -272,12 +243,3 @@ def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     cosines, sines = cosines[:, None], sines[:, None]
     turned = (first * cosines - second * sines, second * cosines + first * sines, rest)
     return torch.cat(turned, dim=-1).to(x.dtype)
-
-
-def _parts(cache: LayerCache) -> tuple[Tensor, Tensor]:
-    return cache.keys, cache.values
-
-
-def _for_heads(part: Tensor, query: Tensor) -> Tensor:
-    """Keys or values [kv_heads, T, head_size], repeated so that every query head has its own."""
-    return part.repeat_interleave(query.shape[1] // part.shape[0], dim=0)

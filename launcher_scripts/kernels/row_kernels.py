@@ -92,14 +92,3 @@ def block_argmax(logits, values, places, stride, size, BLOCK: tl.constexpr):
     part = row * tl.num_programs(1) + block
     tl.store(values + part, largest)
     tl.store(places + part, block * BLOCK + where)
-
-
-@triton.jit
-def final_argmax(values, places, out, blocks, BLOCK: tl.constexpr):
-    """One program: the first of the largest blocks of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < blocks
-    largest = tl.load(values + row * blocks + columns, mask=inside, other=-float("inf"))
-    block = tl.argmax(largest, 0)
-    tl.store(out + row, tl.load(places + row * blocks + block).to(tl.int64))

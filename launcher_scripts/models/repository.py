@@ -15,6 +15,15 @@ _PARAMETER = re.compile(
 )
 
 
+# Where Triton fetches a repository from by itself: S3, Google Cloud Storage, Azure Storage.
+REMOTE_SCHEMES = ("s3://", "gs://", "as://")
+
+
+def is_remote(repository: str) -> bool:
+    """Whether Triton fetches the repository itself, from a cloud storage."""
+    return repository.startswith(REMOTE_SCHEMES)
+
+
 @dataclass(frozen=True)
 class ServedModel:
     """A model of the repository that our backend serves. checkpoint_dir holds its shards."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,10 +59,14 @@ def failures(statuses: list[ModelStatus]) -> list[str]:
 
 @dataclass(frozen=True)
 class TritonClient:
-    """The few questions about health, asked over Triton's HTTP interface (KServe v2)."""
+    """The few questions about health, asked over Triton's HTTP interface (KServe v2).
+
+    headers: what opens interfaces that are restricted
+    """
 
     host: str
     port: int
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def ready(self) -> bool:
         """Whether the server answers and has loaded every model."""
@@ -98,7 +103,7 @@ class TritonClient:
     def _request(self, method: str, path: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=_REQUEST_SECONDS)
         try:
-            connection.request(method, path)
+            connection.request(method, path, headers=dict(self.headers))
             response = connection.getresponse()
             return response.status, response.read()
         finally:

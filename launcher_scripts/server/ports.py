@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from launcher_scripts.errors import Problems, ServerError
@@ -35,7 +35,7 @@ def reserved_ports(settings: DeploySettings) -> Iterator[Ports]:
         for name in PORT_NAMES:
             key = f"{name}_port"
             try:
-                holder = held.enter_context(_hold(settings.host, getattr(settings, key)))
+                holder = held.enter_context(_hold(settings.hosts[name], getattr(settings, key)))
                 ports[name] = holder.getsockname()[1]
             except OSError as error:
                 problems.add(_reason(error), got=getattr(settings, key), **_advice(error, key))
@@ -43,13 +43,13 @@ def reserved_ports(settings: DeploySettings) -> Iterator[Ports]:
         yield Ports(**ports)
 
 
-def ports_in_use(host: str, ports: Ports) -> dict[str, int]:
+def ports_in_use(hosts: Mapping[str, str], ports: Ports) -> dict[str, int]:
     """name -> port of those on which somebody else listens now."""
     taken = {}
     for name in PORT_NAMES:
         port = getattr(ports, name)
         try:
-            _probe(host, port)
+            _probe(hosts[name], port)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 taken[name] = port

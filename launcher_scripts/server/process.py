@@ -12,16 +12,21 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
+from launcher_scripts.models.repository import is_remote
 from launcher_scripts.server.installation import Installation
 from launcher_scripts.server.ports import Ports
+from launcher_scripts.server.protection import Protection
+from launcher_scripts.server.text_numpy import prefer_numpy
 from launcher_scripts.settings import DeploySettings
 
 STATUS_DIR_VARIABLE = "LAUNCHER_STATUS_DIR"
 DEVICE_VARIABLE = "LAUNCHER_DEVICE"
+CREDENTIALS_VARIABLE = "TRITON_CLOUD_CREDENTIAL_PATH"
 TAIL_LINES = 60
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 10.0
@@ -30,6 +35,7 @@ _MOST_ERRORS = 5
 # An error in Triton's log: level and time, process, place, and the message, mostly in quotes.
 _ERROR_LINE = re.compile(r'E\d{4} [\d:.]+ \d+ \S+\] "?(?P<message>.*?)"?$')
 
+_NOTHING_MORE: Mapping[str, str] = MappingProxyType({})
 # Logged as an error on every machine without a GPU.
 _HARMLESS = "CudaDriverHelper has not been initialized"
 
@@ -43,21 +49,34 @@ class ServerProcess:
     """
 
     def __init__(
-        self, settings: DeploySettings, installation: Installation, ports: Ports, folder: Path
+        self,
+        settings: DeploySettings,
+        installation: Installation,
+        ports: Ports,
+        folder: Path,
+        protection: Protection,
+        env: Mapping[str, str] = _NOTHING_MORE,
     ) -> None:
+        """Start it. env: further variables for it and all that it starts."""
+        self._hide = protection.hide
         self._folder = folder
         self.status_dir = folder / "status"
         self.status_dir.mkdir()
         installation.make_backends(folder / "backends")
+        if installation.numpy_dir is not None:
+            prefer_numpy(folder, installation.numpy_dir)
         self._shm_prefix = f"{folder.name}_"
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._errors: list[str] = []
-        arguments = self._arguments(settings, installation, ports)
+        arguments = self._arguments(settings, installation, ports) + protection.arguments()
+        secrets = protection.environment
         own = {STATUS_DIR_VARIABLE: str(self.status_dir), DEVICE_VARIABLE: settings.device}
-        print("starting " + " ".join(arguments), flush=True)
+        if settings.cloud_credentials is not None:
+            own[CREDENTIALS_VARIABLE] = settings.cloud_credentials
+        print(self._hide("starting " + " ".join(arguments)), flush=True)
         self._process = subprocess.Popen(
             arguments,
-            env={**os.environ, **installation.environment(), **own},
+            env={**os.environ, **installation.environment(), **own, **env, **secrets},
             cwd=folder,  # the Python backend imports from here first
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -87,7 +106,7 @@ class ServerProcess:
             f"--exit-timeout-secs={max(1, round(settings.stop_timeout))}",
         ]
         for name in ("http", "grpc", "metrics"):
-            arguments += [f"--{name}-address={settings.host}"]
+            arguments += [f"--{name}-address={settings.hosts[name]}"]
             arguments += [f"--{name}-port={getattr(ports, name)}"]
         return arguments
 
@@ -159,7 +178,8 @@ class ServerProcess:
 
     def _repeat_log(self, log: IO[str]) -> None:
         """Repeat the server's log as this job's output and remember its end."""
-        for line in log:
+        for written in log:
+            line = self._hide(written)
             self._tail.append(line.rstrip("\n"))
             self._note_error(line.rstrip("\n"))
             # A closed terminal must not stop the reading: the server would block on a full pipe.
@@ -173,11 +193,6 @@ class ServerProcess:
             message = found["message"].split("\\n\\nAt:")[0].replace("\\n", "\n").strip()
             if message not in self._errors and not message.startswith(_HARMLESS):
                 self._errors.append(message)
-
-
-def is_remote(repository: str) -> bool:
-    """Whether Triton fetches the repository itself, from s3://, gs:// or as://."""
-    return "://" in repository
 
 
 def is_alive(pid: int) -> bool:

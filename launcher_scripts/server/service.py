@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import socket
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from launcher_scripts.errors import ServerError, problem
+from launcher_scripts.models.repository import is_remote
+from launcher_scripts.nodes import (
+    ALONE,
+    ATTEMPT_VARIABLE,
+    INTERFACE_VARIABLE,
+    RENDEZVOUS_VARIABLE,
+    Place,
+)
+from launcher_scripts.server.addresses import addresses, local_host
 from launcher_scripts.server.health import (
     ModelStatus,
     TritonClient,
@@ -23,90 +28,115 @@ from launcher_scripts.server.health import (
     failures,
     read_statuses,
 )
-from launcher_scripts.server.installation import find_installation
+from launcher_scripts.server.installation import Installation, find_installation
 from launcher_scripts.server.ports import Ports, ports_in_use, reserved_ports
-from launcher_scripts.server.process import ServerProcess, is_alive, is_remote
+from launcher_scripts.server.process import ServerProcess, is_alive
+from launcher_scripts.server.protection import Protection
+from launcher_scripts.server.ready_files import ReadyFiles
+from launcher_scripts.server.stopping import StopRequest
 from launcher_scripts.settings import DeploySettings
 
 _POLL_SECONDS = 0.2
 # What a server needs to unload its models after its last request, and what one gets that is broken.
 _UNLOAD_SECONDS = 5.0
+_NAMING_SECONDS = 1.0
 _FAILED_SECONDS = 5.0
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_EVERY_ADDRESS = ("0.0.0.0", "::", "")
 
 
-@dataclass
-class StopRequest:
-    """Whether somebody asked this program to end; `received` is the first signal."""
-
-    received: int | None = None
-
-    def __call__(self, received: int, _frame: FrameType | None) -> None:
-        if self.received is None:
-            self.received = received
-
-    @property
-    def name(self) -> str:
-        return "nobody asked" if self.received is None else signal.Signals(self.received).name
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self) for number in _STOP_SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-def serve(settings: DeploySettings) -> None:
+def serve(settings: DeploySettings, place: Place = ALONE) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP.
 
-    Raises ServerError with the reason and the end of the server's log when the server does not
-    become ready or stops by itself. Nothing of it is left running in any case.
+    A server that was ready is started again settings.restarts times. Raises ServerError with the
+    reason and the end of the server's log when the server does not become ready or stops by
+    itself. Nothing of it is left running in any case.
     """
     check_repository(settings.model_repository)
-    installation = find_installation(settings.tritonserver)
-    prepare_results(settings)
+    installation = find_installation(settings.tritonserver, settings.numpy_dir)
+    ready_files = ReadyFiles(settings)
+    ready_files.prepare()
     stop = StopRequest()
-    with (
-        stop.listening(),
-        tempfile.TemporaryDirectory(prefix="launcher-server-") as folder,
-        contextlib.ExitStack() as held,
-    ):
-        ports = held.enter_context(reserved_ports(settings))
-        process = ServerProcess(settings, installation, ports, Path(folder))
-        patience = settings.stop_timeout + _UNLOAD_SECONDS
-        try:
-            service = Service(settings, process, ports, stop)
-            if service.wait_until_ready():
-                held.close()
-                service.announce()
-                service.watch()
-            print(f"stopping the server: {stop.name}", flush=True)
-        except ServerError:
-            # The end of a job is told to all of its processes at once: the server may be gone
-            # a moment before this process hears of it.
-            time.sleep(_POLL_SECONDS)
-            if stop.received is None:
-                patience = min(patience, _FAILED_SECONDS)
-                raise
-            print(f"stopping the server: {stop.name}", flush=True)
-        finally:
-            settings.ready_file.unlink(missing_ok=True)
-            process.stop(patience)
+    was_ready = False
+    with stop.listening():
+        for attempt in range(settings.restarts + 1):
+            env = _group_env(settings, place, attempt)
+            run = _Run(settings, installation, stop, ready_files, env)
+            try:
+                run.until_stopped()
+                return
+            except ServerError as error:
+                was_ready = was_ready or run.was_ready
+                if not was_ready or attempt == settings.restarts or stop.received is not None:
+                    raise
+                print(f"restart {attempt + 1} of {settings.restarts}: {error}", flush=True)
 
 
-def prepare_results(settings: DeploySettings) -> None:
-    """Make the folder of the ready file, and remove an older server's."""
-    try:
-        settings.ready_file.parent.mkdir(parents=True, exist_ok=True)
-        settings.ready_file.unlink(missing_ok=True)
-    except OSError as error:
-        raise ServerError(
-            problem(f"cannot write the ready file: {error}", change="deploy.run.results_dir")
-        ) from error
+class _Run:
+    """One start of the server, to its end."""
+
+    def __init__(
+        self,
+        settings: DeploySettings,
+        installation: Installation,
+        stop: StopRequest,
+        ready_files: ReadyFiles,
+        env: Mapping[str, str],
+    ) -> None:
+        self._settings = settings
+        self._installation = installation
+        self._stop = stop
+        self._ready_files = ready_files
+        self._env = env
+        self.was_ready = False
+
+    def until_stopped(self) -> None:
+        settings, stop = self._settings, self._stop
+        with (
+            tempfile.TemporaryDirectory(prefix="launcher-server-") as folder,
+            contextlib.ExitStack() as held,
+        ):
+            ports = held.enter_context(reserved_ports(settings))
+            protection = Protection(settings.security)
+            process = ServerProcess(
+                settings, self._installation, ports, Path(folder), protection, self._env
+            )
+            patience = settings.stop_timeout + _UNLOAD_SECONDS
+            try:
+                service = Service(settings, process, ports, stop, protection)
+                if service.wait_until_ready():
+                    held.close()
+                    service.announce(self._ready_files)
+                    self.was_ready = True
+                    service.watch()
+                print(f"stopping the server: {stop.name}", flush=True)
+            except ServerError:
+                # The end of a job is told to all of its processes at once: the server may be gone
+                # a moment before this process hears of it.
+                time.sleep(_POLL_SECONDS)
+                if stop.received is None:
+                    patience = min(patience, _FAILED_SECONDS)
+                    raise
+                print(f"stopping the server: {stop.name}", flush=True)
+            finally:
+                self._ready_files.remove()
+                process.stop(patience)
+
+
+def rendezvous_folder(settings: DeploySettings) -> Path:
+    """Where the nodes of this server find rank 0 of each model."""
+    return Path(settings.job_folder or settings.results_dir) / "ranks"
+
+
+def _group_env(settings: DeploySettings, place: Place, attempt: int) -> dict[str, str]:
+    """What the backend needs to know about the other nodes, if there are any."""
+    if place.nodes == 1:
+        return {}
+    env = {
+        RENDEZVOUS_VARIABLE: str(rendezvous_folder(settings)),
+        ATTEMPT_VARIABLE: str(attempt),
+    }
+    if settings.network_interface is not None:
+        env[INTERFACE_VARIABLE] = settings.network_interface
+    return env
 
 
 def check_repository(repository: str) -> None:
@@ -126,14 +156,19 @@ class Service:
     """A started server on its way to ready, and then watched."""
 
     def __init__(
-        self, settings: DeploySettings, process: ServerProcess, ports: Ports, stop: StopRequest
+        self,
+        settings: DeploySettings,
+        process: ServerProcess,
+        ports: Ports,
+        stop: StopRequest,
+        protection: Protection,
     ) -> None:
         self._settings = settings
         self._process = process
         self._ports = ports
         self._stop = stop
-        local = "127.0.0.1" if settings.host in _EVERY_ADDRESS else settings.host
-        self._client = TritonClient(local, ports.http)
+        local = local_host(settings.hosts["http"])
+        self._client = TritonClient(local, ports.http, protection.headers)
         self._watched: dict[int, str] = {}
 
     def wait_until_ready(self) -> bool:
@@ -154,15 +189,12 @@ class Service:
             time.sleep(_POLL_SECONDS)
         return False
 
-    def announce(self) -> None:
+    def announce(self, ready_files: ReadyFiles) -> None:
         """Write the ready file: from now on others may use the server."""
         statuses = self._check()
         self._watched = self._processes(statuses)
-        host = public_host(self._settings, self._ports)
         facts = {
-            "http": _address(host, self._ports.http),
-            "grpc": _address(host, self._ports.grpc),
-            "metrics": _address(host, self._ports.metrics),
+            **addresses(self._settings, self._ports, self._client),
             "models": sorted(self._client.models()),
             "versions": {
                 "tritonserver": self._client.version(),
@@ -172,7 +204,7 @@ class Service:
             "pid": self._process.pid,
             "job": _job(self._settings),
         }
-        write_json(self._settings.ready_file, facts)
+        ready_files.write(facts)
         print(f"ready: {json.dumps(facts)}", flush=True)
 
     def watch(self) -> None:
@@ -181,24 +213,29 @@ class Service:
             self._check()
             for pid, what in self._watched.items():
                 if not is_alive(pid):
-                    # The backend may know why; its status file is the better reason.
-                    time.sleep(_POLL_SECONDS)
-                    self._check()
+                    self._let_backend_say_why()
                     raise self._error(f"{what} (process {pid}) died")
             time.sleep(_POLL_SECONDS)
 
+    def _let_backend_say_why(self) -> None:
+        """The backend may know more of a process's death; raises what it says."""
+        deadline = time.monotonic() + _NAMING_SECONDS
+        while time.monotonic() < deadline:
+            self._check()
+            time.sleep(_POLL_SECONDS)
+
     def _processes(self, statuses: list[ModelStatus]) -> dict[int, str]:
-        """pid -> name of every process that must live as long as the server."""
+        """pid -> name of every process here that must live as long as the server."""
         watched = {}
-        for pid in self._process.members():
+        members = self._process.members()
+        for pid in members:
             with contextlib.suppress(OSError):
                 name = Path(f"/proc/{pid}/comm").read_text().strip()
                 if name.startswith("triton_python"):
                     watched[pid] = "a worker of Triton's Python backend"
-        here = (socket.gethostname(), socket.getfqdn(), "localhost", "127.0.0.1")
         for status in statuses:
             for rank in status.ranks:
-                if rank["host"] in here:
+                if int(rank["pid"]) in members:
                     watched[int(rank["pid"])] = f"rank {rank['rank']} of model {status.model}"
         return watched
 
@@ -209,7 +246,7 @@ class Service:
         failed = failures(statuses)
         if ended:
             failed = [f"the server {self._process.end_reason()}", *failed, *self._process.errors()]
-            for name, port in ports_in_use(self._settings.host, self._ports).items():
+            for name, port in ports_in_use(self._settings.hosts, self._ports).items():
                 key = f"deploy.server.{name}_port (0: a free one)"
                 failed.append(problem("a port is in use", got=port, change=key))
         if failed:
@@ -220,41 +257,14 @@ class Service:
         return ServerError(f"{reason}\nthe end of the server's log:\n{self._process.tail()}")
 
 
-def public_host(settings: DeploySettings, ports: Ports) -> str:
-    """The address under which other nodes reach a server that is ready.
-
-    A configured one, else the one it listens on; for a server that listens everywhere the
-    node's name, or the loopback address where the node cannot reach itself by name.
-    """
-    if settings.public_host is not None:
-        return settings.public_host
-    if settings.host not in _EVERY_ADDRESS:
-        return settings.host
-    name = socket.gethostname()
-    return name if TritonClient(name, ports.http).ready() else "127.0.0.1"
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a file that readers see whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise ServerError(f"cannot write {path}: {error}") from error
-
-
 def _job(settings: DeploySettings) -> dict[str, Any]:
     """Which run of a server this is: its job folder, and Slurm's job id and number of restarts."""
     return {
         "folder": settings.job_folder,
         "id": os.environ.get("SLURM_JOB_ID"),
+        "replica": settings.replica,
         "restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
     }
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _states(statuses: list[ModelStatus]) -> dict[str, str]:

@@ -71,6 +71,7 @@ FLAGS = FlagTable(
         "int8_mode",
         "enable_custom_all_reduce",
         "data_type",
+        "decoupled",
     ),
     complete=_named,
 )

@@ -2,22 +2,54 @@
 
     python3 -m launcher_scripts.steps.start_server --settings <file>.yaml
 
-The file holds DeploySettings. Being stopped by SIGINT, SIGTERM or SIGHUP is how a service ends:
+The file holds DeploySettings; --replica says which of several servers with these settings this is.
+Being stopped by SIGINT, SIGTERM or SIGHUP is how a service ends:
 exit status 0. A server that does not become ready or dies gives 1.
+
+On several nodes (one task each) the server runs on the first; the others host ranks for it.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
-from launcher_scripts.server.service import serve
+from launcher_scripts.engine.rank_host import NodeHost
+from launcher_scripts.nodes import find_place
+from launcher_scripts.server.service import rendezvous_folder, serve
+from launcher_scripts.server.stopping import StopRequest
 from launcher_scripts.settings import DeploySettings
 from launcher_scripts.steps.command import run_step
 
 
+def start(settings: DeploySettings) -> None:
+    """Serve, or host ranks for the node that serves; see find_place."""
+    place = find_place(os.environ)
+    if place.nodes > 1:
+        print(f"node {place.node} of {place.nodes}, started by {place.launcher}", flush=True)
+    if place.serves:
+        serve(settings, place)
+        return
+    stop = StopRequest()
+    folder = rendezvous_folder(settings)
+    host = NodeHost(place, [folder], restarts=settings.restarts, patience=settings.ready_timeout)
+    with stop.listening():
+        host.run(lambda: stop.received is not None, settings.stop_timeout)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_step("Serve a model repository until stopped.", DeploySettings, serve, argv)
+    """Serve; `--replica` is taken out of argv, the rest is every step's."""
+    numbered = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    numbered.add_argument("--replica", type=int)
+    given, rest = numbered.parse_known_args(argv)
+
+    def body(settings: DeploySettings) -> None:
+        start(replace(settings, replica=given.replica))
+
+    return run_step("Serve a model repository until stopped.", DeploySettings, body, rest)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from launcher_scripts.backends.fastertransformer.parameters import engine_settings
+from launcher_scripts.backends.fastertransformer.sessions import idle_seconds
+from launcher_scripts.contracts_sessions import served_contract
 from launcher_scripts.errors import ConfigError
 from launcher_scripts.parallel import Parallelism
 from tests.engine.small_models import (
@@ -183,7 +185,7 @@ def test_parameters_become_settings(tmp_path):
     )
     assert got.parallelism == Parallelism(2, 3)
     assert (got.data_type, got.device) == ("bf16", "cpu")
-    assert got.max_batch_size == 32  # rows in flight; the requests' own batches are smaller
+    assert got.max_batch_size == 64  # rows in flight; the requests' own batches are smaller
     assert got.checkpoint_dir == Path("/elsewhere/2-gpu")
     assert got.enable_custom_all_reduce
 
@@ -197,6 +199,31 @@ def test_the_checkpoint_path_is_relative_to_the_model(tmp_path):
         tmp_path / "1" / "1-gpu"
     )
     assert settings(tmp_path, model_checkpoint_path="").checkpoint_dir == tmp_path / "3" / "1-gpu"
+
+
+def test_an_encoder_decoder_is_refused_sessions():
+    with pytest.raises(ConfigError, match="needs a decoder-only model; got 'T5'; choices: GPT"):
+        served_contract("T5", sessions=True)
+
+
+def test_a_model_without_sequence_batching_has_no_sessions():
+    assert idle_seconds({"max_batch_size": 8, "dynamic_batching": {}}) is None
+    assert idle_seconds({"max_batch_size": 1, "sequence_batching": {}}) == 1
+    told = {"max_sequence_idle_microseconds": "60000000", "direct": {}}
+    assert idle_seconds({"max_batch_size": 1, "sequence_batching": told}) == 60
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_batch_size": 2}, "only supports max batch size = 1"),
+        ({"dynamic_batching": {}}, "cannot work with dynamic batching"),
+        ({"instance_group": [{"count": 3}]}, "one instance serves all sessions"),
+    ],
+)
+def test_sequence_batching_that_cannot_work_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        idle_seconds({"max_batch_size": 1, "sequence_batching": {}, **changes})
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_failing_thread_stops_the_others(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(_columns: Any, dtype: Any, name: str) -> Any:
+    def failing(_columns: Any, dtype: Any, name: str, _workspace: Any) -> Any:
         if "layers.2" in name:
             raise CheckpointError(f"{name} cannot be read")
         yield np.zeros(0, dtype)

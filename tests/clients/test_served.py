@@ -1,9 +1,13 @@
-"""The clients as commands against a real server of a tiny GPT with its text models."""
+"""The clients as commands against a real server of tiny GPTs with their text models."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,21 +22,27 @@ from launcher_scripts.clients.end_to_end_test import SENTENCES
 from launcher_scripts.clients.tensors import PROMPTS
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.protocol import GenerateRequest
+from launcher_scripts.tokenizer import Tokenizer, load_tokenizer
 from tests.engine.small_models import engine_for, random_tensors
 from tests.server.processes import running
-from tests.server.repositories import VOCAB_SIZE, export, text_config
+from tests.server.repositories import TOKENIZERS, VOCAB_SIZE, export, text_config
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pytriton") is None,
     reason="the pip-installable tritonserver is not there",
 )
 REQUESTS = Path(clients.__file__).parent / "requests"
+ROOT = Path(__file__).parents[2]
+LONG = text_config(max_positions=16384)
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A model with the tools' usual name, one that streams and one with sessions."""
     folder = tmp_path_factory.mktemp("served")
-    settings = export(folder)
+    settings = export(folder, LONG, name="fastertransformer")
+    export(folder, LONG, name="live", decoupled=True)
+    export(folder, LONG, name="talk", interactive=True, max_batch_size=1)
     with running(folder / "job", settings.model_repository) as step:
         yield step.wait_until_ready()
         assert step.stop() == 0, step.err
@@ -40,8 +50,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    config = text_config()
-    engine = engine_for(config, random_tensors(config))
+    engine = engine_for(LONG, random_tensors(LONG))
     yield engine
     engine.close()
 
@@ -65,7 +74,7 @@ def run(
 def test_a_sample_request(
     capsys: pytest.CaptureFixture[str], served: dict[str, Any], protocol: str, engine: Engine
 ) -> None:
-    config = {"url": served[protocol], "protocol": protocol, "model_name": "tiny"}
+    config = {"url": served[protocol], "protocol": protocol}
     arguments = [str(REQUESTS / "gpt.json"), "--params", json.dumps({"config": config})]
     assert main(["issue_request", *arguments]) == 0, capsys.readouterr().err
     printed = capsys.readouterr().out
@@ -141,8 +150,154 @@ def test_a_model_that_is_not_there_is_answered_with_those_that_are(
     capsys: pytest.CaptureFixture[str], served: dict[str, Any]
 ) -> None:
     assert main(["identity_test", "-u", served["http"], "-m", "big"]) == 1
-    message = "no such model; got 'big'; choices: ensemble, postprocessing, preprocessing, tiny"
+    message = "no such model; got 'big'; choices: ensemble, fastertransformer, live, live_ensemble"
     assert message in capsys.readouterr().err
+
+
+def test_a_sample_stream(
+    capsys: pytest.CaptureFixture[str], served: dict[str, Any], engine: Engine
+) -> None:
+    params = json.dumps({"config": {"url": served["grpc"], "model_name": "live"}})
+    arguments = [str(REQUESTS / "stream.json"), "-t", "--params", params]
+    assert main(["issue_request", *arguments]) == 0, capsys.readouterr().err
+    blocks = capsys.readouterr().out.strip().split("\n\n")
+    assert len(blocks) == 24
+    for block in blocks:
+        assert re.match(
+            r"\[After \d+\.\d\ds\] Partial result \(probability \d\.\d\de-\d+\):\n", block
+        )
+    wanted = engine.submit(GenerateRequest(PROMPTS[0], 24)).result(60).output_ids
+    last = blocks[-1].partition(":\n")[2].strip("[]").split()
+    assert list(map(int, last)) == [*PROMPTS[0], *wanted]
+
+
+def test_identity_of_a_stream(capsys: pytest.CaptureFixture[str], served: dict[str, Any]) -> None:
+    address = served["grpc"]
+    assert main(["identity_test", "-u", address, "-d", "-m", "live", "-o", "5"]) == 0
+    assert "(8, 1, 13)" in capsys.readouterr().out
+    streamed = Path("triton_out").read_text()
+    run(capsys, served, "identity_test", "-i", "grpc", "-o", "5")
+    assert Path("triton_out").read_text() == streamed
+    assert main(["identity_test", "-u", address, "-d", "-o", "5"]) == 1
+    error = capsys.readouterr().err
+    assert "Number of responses received doesnt match request_output_len; got 1" in error
+
+
+def test_text_of_a_stream(capsys: pytest.CaptureFixture[str], served: dict[str, Any]) -> None:
+    flags = ["-i", "grpc", "--output-len", "4"]
+    streamed = run(capsys, served, "end_to_end_test", "-m", "live", *flags)
+    assert streamed == run(capsys, served, "end_to_end_test", *flags)
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_session_of_ids(
+    capsys: pytest.CaptureFixture[str], served: dict[str, Any], engine: Engine, protocol: str
+) -> None:
+    flags = ["-m", "talk", "-i", protocol, "-n_s", "3", "-session_id", "7", "-o", "4"]
+    printed = run(capsys, served, "interactive_identity_test", *flags, "-session_len", "64")
+    assert printed.count("set request") == printed.count("get request") == 3
+    shapes = [line for line in printed.splitlines() if line.startswith("(1, 8, 1, ")]
+    assert len(shapes) == 3
+    rows = np.loadtxt("triton_out", dtype=np.int64, delimiter=",")
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        text: list[int] = []
+        for _ in range(3):
+            text += prompt
+            text += engine.submit(GenerateRequest(tuple(text), 4)).result(60).output_ids
+        assert row.tolist()[: len(text)] == text
+
+
+def test_a_session_of_text(capsys: pytest.CaptureFixture[str], served: dict[str, Any]) -> None:
+    flags = ["-m", "talk", "-session_id", "8", "-session_len", "256", "--output-len", "4"]
+    printed = run(capsys, served, "interactive_end_to_end_test", *flags, "--return_log_probs")
+    heads = [line.strip("=") for line in printed.splitlines() if line.startswith("=====")]
+    assert [head for head in heads if head] == [
+        "After preprocessing",
+        "After fastertransformer",
+        "After fastertransformer",
+        "After postprocessing",
+        "After ensemble",
+        "After ensemble",
+    ]
+    decoded = printed.partition("After postprocessing============\n")[2].partition("====")[0]
+    assert decoded in printed.rpartition("After ensemble============\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("interactive_identity_test", "-session_id", "1"), "fastertransformer has no sessions"),
+        (
+            ("interactive_identity_test", "-m", "talk", "-session_id", "0", "-n_s", "0"),
+            "2 problems in the session's flags",
+        ),
+        (("chat", "-m", "talk"), "talk keeps the conversation in sessions"),
+        (("chat", "-m", "live"), "streams, which only gRPC can carry; got 'http'"),
+        (("chat", "--turn", "x"), "--turn has no {text}; got 'x'"),
+    ],
+)
+def test_what_a_model_cannot_do_is_said(
+    capsys: pytest.CaptureFixture[str],
+    served: dict[str, Any],
+    arguments: tuple[str, ...],
+    says: str,
+) -> None:
+    name, *more = arguments
+    assert main([name, "-u", served["http"], "-i", "http", *more]) == 1
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("model", "protocol"), [("live", "grpc"), ("fastertransformer", "http")])
+def test_chat(served: dict[str, Any], engine: Engine, model: str, protocol: str) -> None:
+    """Two turns, the second one with the first in its prompt."""
+    tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
+    command = ["-u", served[protocol], "-i", protocol, "-m", model, "-o", "6"]
+    typed = "Hello\n/help\n The house\n/quit\nunread\n"
+    ended = subprocess.run(
+        [sys.executable, "-m", "launcher_scripts.clients", "chat", *command],
+        input=typed,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    first = answer_to(engine, tokenizer, "Hello")
+    second = answer_to(engine, tokenizer, f"Hello{first}The house")
+    assert ended.stdout == f"> {first}\n> > {second}\n> "
+    assert ended.stderr.count("/quit ends") == 2
+
+
+def answer_to(engine: Engine, tokenizer: Tokenizer, prompt: str) -> str:
+    ids = tuple(tokenizer.encode(prompt))
+    text = tokenizer.decode([*ids, *engine.submit(GenerateRequest(ids, 6)).result(60).output_ids])
+    return text[len(prompt) :]
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_chat(served: dict[str, Any]) -> None:
+    command = ["-u", served["grpc"], "-m", "live", "-o", "16000"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "launcher_scripts.clients", "chat", *command],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as chat:
+        try:
+            assert chat.stdin is not None and chat.stdout is not None
+            chat.stdin.write("Hello\n")
+            chat.stdin.flush()
+            assert chat.stdout.read(12).startswith("> ")  # some of the answer is there
+            chat.send_signal(signal.SIGINT)
+            chat.stdin.write("/quit\n")
+            chat.stdin.close()
+            rest = chat.stdout.read()
+            assert chat.wait(20) == 0
+            assert rest.endswith("> ")
+            assert "[stopped]" in chat.stderr.read() and len(rest) < 16000
+        finally:
+            chat.kill()
 
 
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import pytest
 import torch
 
-from launcher_scripts.engine.engine import Engine
+from launcher_scripts.engine.beam_search import BeamSearch
+from launcher_scripts.engine.engine import STEPS_AHEAD, Engine
 from launcher_scripts.engine.hypotheses import Hypotheses
 from launcher_scripts.engine.results import Candidate
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
 from tests.engine.reference_beams import Settings, Text, search
-from tests.engine.small_models import context_logits, engine_for, random_tensors, small_config
+from tests.engine.small_models import (
+    context_logits,
+    engine_for,
+    random_tensors,
+    runner_for,
+    small_config,
+)
 from tests.engine.small_t5 import SOURCE, VARIANTS, decoder_logits, t5_config, t5_tensors
 
 END = 3
@@ -132,6 +139,30 @@ def test_searches_of_all_widths_and_other_rows_run_together(engine, max_tokens):
     assert together == alone
 
 
+class EagerGraphs:
+    """Stands for the CUDA graphs, which replay on the rows' slots in a tensor of their own."""
+
+    def run(self, _: object, slots: torch.Tensor, function: Callable[..., torch.Tensor]) -> object:
+        return function(slots.clone())
+
+
+def test_as_on_a_device(engine, monkeypatch):
+    """A step is launched before the last is read, rows are padded, nothing looks at the cache."""
+    rows = mixed_requests()
+    wanted = [texts(engine.submit(row).result(60)) for row in rows]
+    monkeypatch.setitem(STEPS_AHEAD, "cpu", 1)
+    monkeypatch.setattr("launcher_scripts.engine.kv_cache.looking_is_free", lambda _: False)
+    settings, runner = runner_for(GPT, random_tensors(GPT), max_batch_size=16)
+    monkeypatch.setattr(runner, "_graphs", EagerGraphs())
+    monkeypatch.setattr(runner._batches, "_max_rows", 16)
+    device = Engine.from_runner(settings, lambda: runner)
+    futures = [device.submit(row) for row in rows]
+    got = [texts(future.result(60)) for future in futures]
+    monkeypatch.setattr(runner, "_graphs", None)
+    device.close()
+    assert got == wanted
+
+
 def test_a_search_of_width_one_is_greedy(engine):
     greedy = engine.submit(GenerateRequest(PROMPT, 12)).result(60)
     assert run(engine, PROMPT, 12, 1).output_ids == greedy.output_ids
@@ -196,6 +227,27 @@ def test_prompts_longer_than_a_step_are_shared_by_all_hypotheses(monkeypatch):
     pieces.close()
 
 
+def test_tokens_that_all_hypotheses_share_are_not_copied(monkeypatch):
+    """Long searches copy few of their tokens, and find the same."""
+    config = small_config(end_id=1000)
+    copied: list[int] = []
+    original = BeamSearch._reorder
+
+    def counting(self: BeamSearch, slots: torch.Tensor, parents: torch.Tensor, count: int) -> None:
+        copied.append(count)
+        original(self, slots, parents, count)
+
+    monkeypatch.setattr(BeamSearch, "_reorder", counting)
+    engine = engine_for(config, random_tensors(config))
+    got = texts(run(engine, PROMPT, 80, 4))
+    less, copied[:] = sum(copied), []
+    monkeypatch.setattr("launcher_scripts.engine.hypotheses.LOOK_BACK", 0)
+    assert texts(run(engine, PROMPT, 80, 4)) == got
+    engine.close()
+    assert sum(copied) == sum(range(1, 79))
+    assert less < sum(copied) / 2
+
+
 def candidate(parent: int, token: int, total: float, *, ends: bool = False) -> Candidate:
     return Candidate(parent, token, ends, total, total, total)
 
@@ -233,3 +285,16 @@ def test_only_the_best_of_a_step_may_end():
     best = [each.beam(log_probs=False).output_ids for each in hypotheses.best()]
     assert hypotheses.finished
     assert best == [(8, 0), (7, 5, 0)]
+
+
+def test_shared_tokens_are_counted():
+    source = random.Random(7)
+    hypotheses = Hypotheses(3, 0.0, 100)
+    running: list[Text] = [(), (), ()]
+    for step in range(60):
+        parents = [source.choice((0, 0, 0, 1, 2)) if step else 0 for _ in range(6)]
+        candidates = [candidate(p, 10 + i, -step - i / 9) for i, p in enumerate(parents)]
+        hypotheses.take(candidates)
+        running = [(*running[each.parent], each.token) for each in candidates[:3]]
+        same = [len(set(column)) == 1 for column in zip(*running, strict=True)]
+        assert hypotheses.shared == (same.index(False) if False in same else len(same))

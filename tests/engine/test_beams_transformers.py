@@ -74,15 +74,18 @@ class Pair:
         return self.engine.submit(request)
 
 
+def load(name: str, folder: Path) -> Pair:
+    model = MODELS[name].save(folder / "hf")
+    engine = Engine.load(EngineSettings(export_folder(folder / "hf", folder), device="cpu"))
+    free = Pair(model, engine, end=1000).ours(SOURCES[0], 4, 8)
+    return Pair(model, engine, end=max(free.beams[1].output_ids[2:5]))  # one that comes
+
+
 @pytest.fixture(scope="module", params=["t5_v1_0", "t5_v1_1", "gpt2"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[Pair]:
-    folder = tmp_path_factory.mktemp(request.param)
-    model = MODELS[request.param].save(folder / "hf")
-    settings = EngineSettings(export_folder(folder / "hf", folder), device="cpu")
-    engine = Engine.load(settings)
-    free = Pair(model, engine, end=1000).ours(SOURCES[0], 4, 8)
-    yield Pair(model, engine, end=max(free.beams[1].output_ids[2:5]))  # one that comes
-    engine.close()
+    pair = load(request.param, tmp_path_factory.mktemp(request.param))
+    yield pair
+    pair.engine.close()
 
 
 def check(output: GenerateOutput, theirs: Any, penalty: float) -> None:
@@ -95,7 +98,7 @@ def check(output: GenerateOutput, theirs: Any, penalty: float) -> None:
     assert output.output_ids == output.beams[0].output_ids
 
 
-@pytest.mark.parametrize("width", [2, 3, 5, 16])
+@pytest.mark.parametrize("width", [2, 3, 5, 16, 64])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.5, -1.0])
 def test_width_and_length_penalty(pair: Pair, width, penalty):
     for ids in SOURCES:
@@ -112,6 +115,16 @@ def test_searches_end_at_different_lengths(pair: Pair):
         for beam in pair.ours(ids, 16, 8, len_penalty=1.0).beams
     }
     assert len(lengths) >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MODELS if "bart" not in name])
+def test_every_kind_of_model(tmp_path: Path, name):
+    pair = load(name, tmp_path)
+    for ids in SOURCES:
+        ours = pair.ours(ids, 4, 7, len_penalty=1.0, no_repeat_ngram_size=3)
+        check(ours, pair.theirs(ids, 4, 7, length_penalty=1.0, no_repeat_ngram_size=3), 1.0)
+    pair.engine.close()
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,15 @@ triton = pytest.importorskip("triton")
 from launcher_scripts.engine.layers import alibi_slopes  # noqa: E402
 from launcher_scripts.kernels import fused, reference  # noqa: E402
 from launcher_scripts.kernels.operands import (  # noqa: E402
+    EmbeddingTables,
     Heads,
+    Hidden,
     LayerCache,
     Linear,
     Norm,
     RelativeBias,
+    RowColumns,
+    StepRows,
 )
 from launcher_scripts.kernels.quantization import quantized  # noqa: E402
 
@@ -216,6 +220,156 @@ def test_decode_attention_with_a_relative_bias(dtype, longest):
     got = fused.decode_attention(*arguments, **more)
     assert not got.isnan().any()
     assert_close(got, reference.decode_attention(*arguments, **more), dtype)
+
+
+def hidden_pair(rows: int, linear: Linear) -> tuple[Hidden, Hidden]:
+    """The same hidden states in the fused and in the reference form, before the linear."""
+    exact = 0.5 + random(rows, linear.weight.shape[1])
+    dtype = linear.weight.dtype
+    return fused.hidden(exact, linear.norm, dtype), reference.hidden(exact, linear.norm, dtype)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm", None])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_project_hidden(rows, kind, dtype, size):
+    norm = None if kind is None else make_norm(kind, size[0])
+    linear = make_linear(size[1], size[0], norm, kind != "rmsnorm", dtype)
+    mine, theirs = hidden_pair(rows, linear)
+    got = fused.project_hidden(mine, fused.prepare(linear))
+    assert_close(got, reference.project_hidden(theirs, reference.prepare(linear)), dtype)
+
+
+@pytest.mark.parametrize("activation", sorted(reference.ACTIVATIONS))
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_expand(rows, kind, gated, activation):
+    size = SIZES[1]
+    norm = make_norm(kind, size[0])
+    up, gate = (make_linear(size[1], size[0], norm, True, torch.float32) for _ in range(2))
+    mine, theirs = hidden_pair(rows, up)
+    prepared = fused.prepare(gate) if gated else None
+    got = fused.expand(mine, fused.prepare(up), prepared, activation)
+    want = reference.expand(theirs, up, gate if gated else None, activation)
+    assert_close(got, want, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_accumulate(rows, bias, dtype):
+    size = SIZES[0]
+    linear = make_linear(size[1], size[0], None, bias, dtype)
+    norm = make_norm("layernorm", size[1])
+    x, exact = random(rows, size[0], dtype=dtype), random(rows, size[1])
+    got = fused.accumulate(x, linear, fused.hidden(exact, norm, dtype), norm)
+    want = reference.accumulate(x, linear, reference.hidden(exact, norm, dtype), norm)
+    assert_close(got.exact, want.exact, dtype)
+    assert_close(got.operand, want.exact.to(dtype) if rows == 1 else want.operand, dtype)
+
+
+@pytest.mark.parametrize("held", [5, 40, 38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_largest(rows, dtype, held):
+    head = make_linear(40, SIZES[0][0], make_norm("rmsnorm", SIZES[0][0]), True, dtype)
+    head.weight[3] = head.weight[1]
+    head.bias[[1, 3]] = 50.0
+    mine, theirs = hidden_pair(rows, head)
+    got, want = (
+        fused.largest(mine, fused.prepare(head), held),
+        reference.largest(theirs, head, held),
+    )
+    assert_close(got[0], want[0], dtype)
+    assert got[1].dtype == torch.int64
+    assert got[1].tolist() == want[1].tolist() == [1] * rows
+
+
+@pytest.mark.parametrize("rotary_size", [0, 4, 12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_project_heads(rows, dtype, rotary_size):
+    heads, size = Heads(4, 2, 12), SIZES[1][0]
+    linear = make_linear(8 * 12, size, make_norm("layernorm", size), True, dtype)
+    positions = torch.tensor([3, 0, 7][:rows], device=DEVICE)
+    starts = torch.tensor([2, 9, 10][:rows], device=DEVICE)
+    step = StepRows(starts, positions, positions + 1)
+    rotary = None
+    if rotary_size:
+        frequencies = 10.0 ** -torch.arange(rotary_size // 2, device=DEVICE).float()
+        rotary = reference.rotary_table(torch.arange(12, device=DEVICE), frequencies)
+    mine, theirs = hidden_pair(rows, linear)
+    caches = [poisoned_cache(heads, 18, dtype) for _ in range(2)]
+    got = fused.project_heads(mine, fused.prepare(linear), heads, rotary, step, caches[0])
+    want = reference.project_heads(theirs, linear, heads, rotary, step, caches[1])
+    assert_close(got, want, dtype)
+    written = sorted((starts + positions).tolist())
+    for got, want in zip(parts(caches[0]), parts(caches[1]), strict=True):
+        assert_close(got[:, written], want[:, written], dtype)
+        assert got.isnan().any(-1).tolist() == want.isnan().any(-1).tolist()
+
+
+@pytest.mark.parametrize("sources", [False, True])
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("slots", [[2], [2, 0, 4, 4]])
+def test_begin_step(slots, learned, sources):
+    """Rows grow, ids go to the history; padding rows stay as they are."""
+    tables = EmbeddingTables(
+        random(11, 21, dtype=torch.bfloat16), 5, random(9, 21) if learned else None
+    )
+    norm = make_norm("layernorm", 21)
+    found = []
+    for kernels in (fused, reference):
+        columns = RowColumns(
+            *(
+                torch.tensor(values, device=DEVICE)
+                for values in (
+                    [6, 9, 15, 7, -1],
+                    [4, 0, 9, 0, 19],
+                    [3, 0, 5, 2, 0],
+                    [2, 0, 7, 1, 0],
+                    [2, 0, 0, 1, 0],
+                )
+            )
+        )
+        history = torch.full((20,), -1, device=DEVICE)
+        hidden, rows = kernels.begin_step(
+            torch.tensor(slots, device=DEVICE), columns, history, tables, norm, sources=sources
+        )
+        found.append((hidden, rows, columns.length, history))
+    (got, rows, lengths, history), (want, same_rows, same_lengths, same_history) = found
+    assert torch.equal(got.exact, want.exact)
+    operand = want.exact.bfloat16() if len(slots) == 1 else want.operand
+    assert_close(got.operand, operand, torch.bfloat16)
+    assert torch.equal(lengths, same_lengths)
+    assert torch.equal(history, same_history)
+    for name in ("starts", "positions", "lengths", "source_starts", "source_lengths"):
+        mine, theirs = getattr(rows, name), getattr(same_rows, name)
+        assert (mine is None) == (theirs is None)
+        assert mine is None or torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("longest", [70, 300, 1500])
+def test_decode_attention_in_a_step(longest, alibi, fresh):
+    """Counts of arrivals are left at zero, so that they serve the next layer."""
+    heads, tokens = Heads(6, 2, 12), 1600
+    cache = poisoned_cache(heads, tokens, torch.float32)
+    cache = LayerCache(*parts(cache), torch.zeros(18, dtype=torch.int32, device=DEVICE))
+    lengths = torch.tensor([1, longest, min(65, longest)], device=DEVICE)
+    starts = torch.tensor([1599, 90, 0], device=DEVICE)
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        for part in parts(cache):
+            part[:, start : start + length] = random(2, length, 12)
+    slopes = torch.tensor(alibi_slopes(6), device=DEVICE) if alibi else None
+    for _ in range(2):
+        arguments = (random(3, 6, 12), cache, starts, lengths, longest, slopes)
+        got = fused.decode_attention(*arguments, fresh=fresh)
+        assert_close(got, reference.decode_attention(*arguments), torch.float32)
+        assert not cache.arrivals.any()
 
 
 def test_store_kv_without_queries():

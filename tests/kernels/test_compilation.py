@@ -13,9 +13,10 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from launcher_scripts.kernels import (  # noqa: E402
     attention_kernels,
-    gemv_kernel,
+    gemv_kernels,
     int8_kernels,
     row_kernels,
+    step_kernels,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -32,22 +33,59 @@ def compile_kernel(kernel, pointers: dict[str, str], numbers: dict[str, str], co
     return triton.compile(source, target=HOPPER).asm["ptx"]
 
 
+TILE = {"ROWS": 2, "BLOCK": 256, "ROLLED": False, "EARLY": True}
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("gated", [False, True])
-def test_gemv(dtype, gated):
-    pointers = dict.fromkeys(("x", "weight", "gate_weight", "bias", "gate_bias"), dtype)
-    pointers |= {"residual": "fp32", "out": "fp32"}
+@pytest.mark.parametrize("rolled", [False, True])
+def test_gemv(dtype, gated, rolled):
+    pointers = dict.fromkeys(("x", "gain", "weight", "gate_weight", "rounded"), dtype)
+    vectors = ("offsets", "gate_offsets", "sums", "gate_sums", "residual", "out")
+    pointers |= dict.fromkeys(vectors, "fp32")
     constants = {
+        "OUT": 515,
         "IN": 768,
-        "BIAS": True,
+        "NORM": 1,
+        "OFFSET": True,
         "ACTIVATION": 2,
         "GATED": gated,
         "RESIDUAL": not gated,
-        "ROWS": 2,
-        "BLOCK": 256,
+        "ROUNDED": True,
+        **TILE,
+        "ROLLED": rolled,
     }
-    ptx = compile_kernel(gemv_kernel.gemv, pointers, {"out_size": "i32"}, constants)
-    assert ".visible .entry gemv" in ptx
+    ptx = compile_kernel(gemv_kernels.gemv, pointers, {"eps": "fp32"}, constants)
+    assert "griddepcontrol.wait" in ptx
+
+
+@pytest.mark.parametrize(("dtype", "half"), list(itertools.product(TYPES, (0, 8, 32))))
+def test_gemv_heads(dtype, half):
+    pointers = dict.fromkeys(("x", "gain", "weight", "query", "keys", "values"), dtype)
+    pointers |= dict.fromkeys(("offsets", "sums", "cosines", "sines"), "fp32")
+    pointers |= dict.fromkeys(("starts", "positions"), "i64")
+    numbers = {"pool_tokens": "i32", "eps": "fp32"}
+    heads = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half}
+    constants = {"IN": 768, "NORM": 1, "OFFSET": True, **heads, **TILE}
+    assert compile_kernel(gemv_kernels.gemv_heads, pointers, numbers, constants)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_gemv_largest(dtype):
+    pointers = dict.fromkeys(("x", "gain", "weight"), dtype)
+    pointers |= dict.fromkeys(("offsets", "sums", "largest"), "fp32") | {"places": "i32"}
+    constants = {"OUT": 515, "IN": 768, "NORM": 2, "OFFSET": True, **TILE}
+    assert compile_kernel(gemv_kernels.gemv_largest, pointers, {"eps": "fp32"}, constants)
+
+
+def test_begin_rows():
+    pointers = {"table": "bf16", "position_table": "bf16", "exact": "fp32", "rounded": "bf16"}
+    numbers = dict.fromkeys(("first_id", "held", "padding", "size"), "i32")
+    constants = {"SOURCES": True, "POSITIONS": True, "ROUNDED": True, "BLOCK": 1024}
+    known = {*pointers, *numbers, *constants}
+    names = step_kernels.begin_rows.arg_names
+    pointers |= {name: "i64" for name in names if name not in known}
+    assert compile_kernel(step_kernels.begin_rows, pointers, numbers, constants)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -63,8 +101,9 @@ def test_look_up_and_argmax():
     pointers = {"logits": "fp32", "values": "fp32", "places": "i32"}
     numbers = dict.fromkeys(("stride", "size"), "i32")
     assert compile_kernel(row_kernels.block_argmax, pointers, numbers, {"BLOCK": 1024})
-    pointers = {"values": "fp32", "places": "i32", "out": "i64"}
-    assert compile_kernel(row_kernels.final_argmax, pointers, {"blocks": "i32"}, {"BLOCK": 64})
+    pointers = {"largest": "fp32", "places": "i32", "values": "fp32", "tokens": "i64"}
+    constants = {"EARLY": True, "BLOCK": 64}
+    assert compile_kernel(step_kernels.pick_largest, pointers, {"parts": "i32"}, constants)
 
 
 @pytest.mark.parametrize("kind", [1, 2])
@@ -91,9 +130,7 @@ def test_attention(dtype, splits, relative):
     pointers |= dict.fromkeys(("slopes", "bias", "partial", "weights"), "fp32")
     shape = {"HEADS": 8, "SIZE": 48, "BLOCK": 64, "SPLITS": splits}
     constants = shape | {"GROUP": 4, "ALIBI": splits > 1, "RELATIVE": relative, "TILE": 64}
+    constants |= {"SPLIT_BLOCK": splits, "EARLY": True, "FRESH": not relative}
     numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32"}
+    pointers["arrivals"] = "i32"
     assert compile_kernel(attention_kernels.attend, pointers, numbers, constants)
-    merged = {"partial": "fp32", "weights": "fp32", "out": dtype}
-    assert compile_kernel(
-        attention_kernels.merge_splits, merged, {}, shape | {"SPLIT_BLOCK": splits}
-    )

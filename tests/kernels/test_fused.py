@@ -48,10 +48,11 @@ def test_both_sides_have_the_same_operations():
         for name, value in vars(reference).items()
         if inspect.isfunction(value) and not name.startswith("_")
     }
-    source = (Path(reference.__file__).parent / "fused.py").read_text(encoding="utf-8")
+    folder = Path(reference.__file__).parent
     defined = {
         node.name if isinstance(node, ast.FunctionDef) else target.id
-        for node in ast.parse(source).body
+        for name in ("fused.py", "fused_rows.py")
+        for node in ast.parse((folder / name).read_text(encoding="utf-8")).body
         if isinstance(node, (ast.FunctionDef, ast.Assign))
         for target in (node.targets if isinstance(node, ast.Assign) else [None])
     }

@@ -130,7 +130,8 @@ def test_the_launcher_scripts_of_this_checkout_are_the_default(
 def test_every_setting_of_the_server_has_a_key(hydra_config: Compose) -> None:
     fields = {field.name for field in dataclasses.fields(DeploySettings)}
     server = hydra_config()["deploy"]["server"]
-    assert set(server) == fields - {"model_repository", "results_dir", "job_folder"}
+    elsewhere = {"model_repository", "results_dir", "job_folder", "replica", "restarts"}
+    assert set(server) == fields - elsewhere
 
 
 def test_every_setting_of_the_export_has_a_key(hydra_config: Compose) -> None:

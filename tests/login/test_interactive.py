@@ -171,7 +171,7 @@ def test_the_server_ends_when_the_launcher_is_killed(start: Start, tmp_path: Pat
 def test_evaluation_has_a_server_beside_it(run: Run, arguments: list[str], tmp_path: Path) -> None:
     result = run("stages=[export,deploy,evaluate]", LOCAL, *arguments, EVALUATE_SECONDS="0.5")
     assert result.returncode == 0, result.stderr
-    assert 'measuring at {"http": "127.0.0.1:8000"}' in result.stdout
+    assert 'measuring at {"http": "127.0.0.1:8000", ' in result.stdout
     assert "measured the speed" in result.stdout
     assert_ended((deploy_folder(tmp_path) / "pids").read_text())
     log = next((deploy_folder(tmp_path) / "jobs/001").glob("log-*")).read_text()

@@ -39,14 +39,18 @@ class Client:
         self._client.close()
 
     def infer(
-        self, model: str, outputs: Sequence[str] | None = None, **tensors: np.ndarray
+        self,
+        model: str,
+        outputs: Sequence[str] | None = None,
+        sequence: dict[str, Any] | None = None,
+        **tensors: np.ndarray,
     ) -> dict[str, np.ndarray]:
         inputs = infer_inputs(self._module, tensors)
         wanted = outputs and [self._module.InferRequestedOutput(name) for name in outputs]
         result = (
-            self._client.infer(model, inputs, outputs=wanted, client_timeout=60)
+            self._client.infer(model, inputs, outputs=wanted, client_timeout=60, **(sequence or {}))
             if (self._module.__name__.endswith("grpc"))
-            else self._client.infer(model, inputs, outputs=wanted)
+            else self._client.infer(model, inputs, outputs=wanted, **(sequence or {}))
         )
         return arrays(result)
 

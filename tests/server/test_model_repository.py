@@ -43,6 +43,40 @@ def test_configurations_are_the_golden_ones(tmp_path: Path, model: str) -> None:
     assert text == (GOLDEN / f"{model}.pbtxt").read_text()
 
 
+@pytest.mark.parametrize("model", ["tiny", *TEXT_MODELS])
+def test_configurations_with_sessions_are_the_golden_ones(tmp_path: Path, model: str) -> None:
+    settings = export(tmp_path, max_batch_size=1, interactive=True, decoupled=True)
+    text = (settings.model_repository / model / "config.pbtxt").read_text()
+    assert text == (GOLDEN / "interactive" / f"{model}.pbtxt").read_text()
+
+
+def test_sessions_have_what_the_contract_says(tmp_path: Path) -> None:
+    settings = export(tmp_path, max_batch_size=1, interactive=True, interactive_sessions=5)
+    config = parse(settings.model_repository / "tiny" / "config.pbtxt")
+    inputs = {tensor.name: tensor for tensor in config.input}
+    assert list(inputs["input_ids"].dims) == [-1, -1]
+    assert list(inputs["stop_words_list"].dims) == [-1, 2, -1]
+    for name in ("input_lengths", "session_len", "memory_len"):
+        assert list(inputs[name].dims) == [-1, 1]
+        assert list(inputs[name].reshape.shape) == [-1]
+    assert not any(tensor.allow_ragged_batch for tensor in config.input)
+    outputs = {tensor.name: list(tensor.dims) for tensor in config.output}
+    assert (outputs["output_ids"], outputs["sequence_length"]) == ([-1, -1, -1], [-1, -1])
+    assert config.max_batch_size == 1
+    assert not config.HasField("dynamic_batching")
+    batching = config.sequence_batching
+    assert batching.max_sequence_idle_microseconds == 60_000_000
+    assert batching.oldest.max_candidate_sequences == 5
+    assert [control.name for control in batching.control_input] == ["START", "END"]
+
+
+def test_sessions_serve_one_request_at_a_time() -> None:
+    with pytest.raises(ConfigError, match="a model with sessions has max_batch_size 1"):
+        export_settings(Path("unused"), max_batch_size=4, interactive=True)
+    with pytest.raises(ConfigError, match="interactive_sessions must be at least 1"):
+        export_settings(Path("unused"), interactive_sessions=0)
+
+
 def test_the_model_is_what_the_contract_says(tmp_path: Path) -> None:
     settings = export(tmp_path, tp=2, enable_custom_all_reduce=True, max_batch_size=5)
     config = parse(settings.model_repository / "tiny" / "config.pbtxt")
@@ -103,7 +137,8 @@ def test_text_models_carry_the_tokenizer_and_its_code(tmp_path: Path) -> None:
     for role, more in (("preprocessing", []), ("postprocessing", ["text_deltas.py"])):
         version = root / role / "1"
         assert sorted(path.name for path in version.iterdir()) == sorted([*files, *more])
-    assert list((root / "ensemble" / "1").iterdir()) == []
+    # Object stores, which a repository may be copied to, have no empty folders.
+    assert [path.name for path in (root / "ensemble" / "1").iterdir()] == ["README.txt"]
     assert sorted(path.name for path in root.iterdir()) == [*TEXT_MODELS, "tiny"]
 
 
@@ -177,7 +212,7 @@ def test_a_checkpoint_without_tokenizer(tmp_path: Path) -> None:
     ("changes", "reason"),
     [
         ({"name": "ensemble"}, "that of a text model"),
-        ({"model_type": "gpt4"}, "unknown export.run.model_type; got 'gpt4'; choices: gpt3"),
+        ({"model_type": "gpt4"}, "unknown export.run.model_type; got 'gpt4'; choices: agm, gpt3"),
         ({"triton_model_dir": "/x/other"}, "must be the model's name; got 'other'; choices: tiny"),
     ],
 )

@@ -62,7 +62,7 @@ def client(served: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[C
 def engine() -> Iterator[Engine]:
     """The same model on one rank in this process: what every served answer must be."""
     config = text_config()
-    engine = engine_for(config, random_tensors(config))
+    engine = engine_for(config, random_tensors(config), max_batch_size=64)
     yield engine
     engine.close()
 
@@ -181,6 +181,15 @@ def test_beams_of_several_widths_in_one_request(client: Client, engine: Engine) 
             assert total == pytest.approx(hypothesis.cum_log_probs, abs=1e-4)
             per_token = answer["output_log_probs"][row, beam, : len(hypothesis.output_ids)]
             np.testing.assert_allclose(per_token, hypothesis.output_log_probs, atol=1e-4)
+
+
+def test_the_widest_search(client: Client, engine: Engine) -> None:
+    answer = client.infer("tiny", **ids_request([PROMPTS[0]], 4, beam_width=64))
+    sampling = SamplingParameters(beam_width=64)
+    wanted = expected(engine, PROMPTS[0], 4, sampling=sampling).beams
+    ends = answer["sequence_length"][0]
+    got = [ids[3:end].tolist() for ids, end in zip(answer["output_ids"][0], ends, strict=True)]
+    assert got == [list(beam.output_ids) for beam in wanted]
 
 
 def test_texts_of_every_beam_through_the_ensemble(client: Client, engine: Engine) -> None:

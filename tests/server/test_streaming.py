@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 PROMPT = (5, 6, 7)
 SAMPLED = {"runtime_top_k": 40, "temperature": 1.7, "random_seed": 11}
 LONG = text_config(max_positions=16384)
-ROWS_IN_FLIGHT = 32
+ROWS_IN_FLIGHT = 64
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +44,26 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     config.write_text(text.replace("{ decoupled: false }", "{\n  decoupled: True\n}"))
     t5.export(folder, name="t5", tp=2, decoupled=True)
     export(folder, LONG, name="plain")
-    with running(folder / "job", settings.model_repository) as step:
-        yield step.wait_until_ready()
+    numpy_dir = own_numpy(folder / "numpy")
+    with running(folder / "job", settings.model_repository, numpy_dir=str(numpy_dir)) as step:
+        yield {**step.wait_until_ready(), "numpy": numpy_dir, "processes": step.survivors()}
         assert step.stop() == 0, step.err
         assert step.survivors() == []
+
+
+def own_numpy(folder: Path) -> Path:
+    """A folder with a copy of the numpy that is installed, as pip would fill it."""
+    site = Path(np.__file__).parents[1]
+    for path in (site / "numpy", site / "numpy.libs", *site.glob("numpy-*.dist-info")):
+        ignored = shutil.ignore_patterns("tests", "__pycache__", "f2py")
+        shutil.copytree(path, folder / path.name, ignore=ignored)
+    return folder
+
+
+def test_text_models_have_a_numpy_of_their_own(served: dict[str, Any]) -> None:
+    loaded = [Path(f"/proc/{pid}/maps").read_text() for pid, _ in served["processes"]]
+    assert any(f"{served['numpy']}/numpy/core/_multiarray_umath" in maps for maps in loaded)
+    assert not any(f"{np.__file__.removesuffix('__init__.py')}core" in maps for maps in loaded)
 
 
 @pytest.fixture
@@ -138,6 +155,29 @@ def test_a_t5_streams_with_zeros_after_its_tokens(stream: Stream) -> None:
         np.testing.assert_array_equal(ids[..., :count], last[..., :count])
         assert not ids[..., count:].any()
         assert response["sequence_length"].tolist() == [[count], [count]]
+
+
+def test_a_beam_search_streams_its_best_hypotheses(stream: Stream, served: dict[str, Any]) -> None:
+    tensors = ids_request([PROMPT], 6, beam_width=3, min_length=6, is_return_log_probs=True)
+    responses = stream.ask("gpt", **tensors)
+    answer = whole(served, **tensors)
+    assert len(responses) == 6
+    for name in answer:
+        np.testing.assert_array_equal(responses[-1][name], answer[name])
+    for count, response in enumerate(responses, 1):
+        assert response["output_ids"].shape == (1, 3, 9)
+        assert response["sequence_length"].tolist() == [[3 + count] * 3]
+        sums = response["cum_log_probs"][0].tolist()
+        assert sums == sorted(sums, reverse=True)
+        assert len({tuple(ids) for ids in response["output_ids"][0].tolist()}) == 3
+
+
+def test_every_response_has_the_whole_texts_of_a_beam_search(stream: Stream) -> None:
+    tensors = {"INPUT_0": text_rows("Hello"), "INPUT_1": np.array([[5]], np.uint32)}
+    tensors["beam_width"] = np.array([[2]], np.uint32)
+    for response in stream.ask("ensemble", **tensors):
+        assert response["OUTPUT_0"].shape == (1, 2, 1)
+        assert response["OUTPUT_DELTA"].tolist() == response["OUTPUT_0"].tolist()
 
 
 def test_text_comes_in_pieces_that_make_the_whole(stream: Stream, served: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ def export(
         checkpoint_path="unused",
         triton_model_dir=str(folder / "model_repo" / name),
         parallelism=Parallelism(tp, pp),
-        max_batch_size=8,
+        max_batch_size=1 if more.get("interactive") else 8,
         data_type=data_type,
         **more,
     )
@@ -97,6 +97,11 @@ def ids_request(rows: list[tuple[int, ...]], **more: Any) -> dict[str, np.ndarra
         row = np.atleast_1d(np.asarray(value, NUMPY_TYPES.get(name, np.uint32)))
         tensors[name] = np.stack([row] * len(rows))
     return tensors
+
+
+def test_a_t5_has_no_sessions(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs a decoder-only model; got 't5'"):
+        export(tmp_path, interactive=True)
 
 
 @pytest.mark.parametrize("model_type", ["t5", "t5-encoder"])

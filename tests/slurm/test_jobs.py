@@ -75,7 +75,7 @@ def test_evaluation_starts_beside_the_server_and_cancelling_stops_it_in_order(
     keeps = "evaluate.stop_server=False"
     submit("stages=[export,deploy,evaluate]", keeps, EVALUATE_WAITS="30")
     assert ended(slurm, submit, "evaluate") == ("COMPLETED", "0:0"), submit.log("evaluate")
-    assert 'measuring at {"http": "127.0.0.1:8000"}' in submit.log("evaluate")
+    assert 'measuring at {"http": "127.0.0.1:8000", ' in submit.log("evaluate")
     job_id = submit.record("deploy")["job_id"]
     slurm.run("scancel", job_id)
     assert ended(slurm, submit, "deploy")[0] == "CANCELLED"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import triton_python_backend_utils as pb_utils
 
+from launcher_scripts.engine.session import Session
 from launcher_scripts.errors import RequestError
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
@@ -26,6 +27,10 @@ CANCEL_POLL_SECONDS = 0.1
 
 Submit = Callable[..., "Future[GenerateOutput]"]
 ToTensors = Callable[[Sequence[GenerateOutput]], dict[str, torch.Tensor]]
+
+
+def nothing() -> None:
+    """What is done where nothing is to be done."""
 
 
 class Answers:
@@ -58,7 +63,7 @@ class Answers:
             try:
                 work = self._notes.get(timeout=CANCEL_POLL_SECONDS if self._open else None)
             except Empty:
-                work = _nothing
+                work = nothing
             if work is None:
                 return
             work()
@@ -86,6 +91,7 @@ class Answer:
         to_tensors: ToTensors,
         *,
         streams: bool,
+        on_end: Callable[[], None] = nothing,
     ) -> None:
         self._answers = answers
         self._sender = sender
@@ -94,17 +100,24 @@ class Answer:
         self._wanted = wanted
         self._to_tensors = to_tensors
         self._streams = streams
+        self._on_end = on_end
         self._futures: list[Future[GenerateOutput]] = []
         self._unsent: list[deque[GenerateOutput]] = [deque() for _ in rows]
         self._last: list[GenerateOutput | None] = [None] * len(rows)
+        self._in_session = False
         self._sent = 0
         self._ended = False
 
-    def start(self, submit: Submit) -> None:
-        """Hand the rows to the engine."""
+    def start(self, submit: Submit, sessions: Sequence[Session] = ()) -> None:
+        """Hand the rows to the engine, each with its session if there are any."""
+        self._in_session = bool(sessions)
         self._answers.note(lambda: self._answers.opened(self))
         self._futures = [
-            submit(row, self._progress_of(number) if self._streams else None)
+            submit(
+                row,
+                self._progress_of(number) if self._streams else None,
+                sessions[number] if sessions else None,
+            )
             for number, row in enumerate(self._rows)
         ]
         for number, future in enumerate(self._futures):
@@ -165,6 +178,8 @@ class Answer:
         tensors = self._to_tensors(outputs)
         if "is_return_progress" in self._tensors:
             tensors.update(self._progress(outputs, tensors))
+        if self._in_session:
+            tensors = {name: tensor[None] for name, tensor in tensors.items()}
         return pb_utils.InferenceResponse(
             [
                 pb_utils.Tensor.from_dlpack(name, torch.utils.dlpack.to_dlpack(tensor))
@@ -203,6 +218,7 @@ class Answer:
         self._answers.closed(self)
         for future in self._futures:
             future.cancel()
+        self._on_end()
         send_last(self._sender, response)
 
 
@@ -224,7 +240,3 @@ def send_last(sender: Any, response: Any) -> None:
 def _cancelled() -> Any:
     error = pb_utils.TritonError("the client cancelled the request", pb_utils.TritonError.CANCELLED)
     return pb_utils.InferenceResponse(error=error)
-
-
-def _nothing() -> None:
-    """No note came; only the time passed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,19 @@ from launcher_scripts.backends.fastertransformer.answers import (
     send_last,
 )
 from launcher_scripts.backends.fastertransformer.conversions import CONVERSIONS, Shape
+from launcher_scripts.backends.fastertransformer.nodes import (
+    end_server_later,
+    host_ranks,
+    node_group,
+)
 from launcher_scripts.backends.fastertransformer.parameters import engine_settings
+from launcher_scripts.backends.fastertransformer.sessions import Sessions, idle_seconds
 from launcher_scripts.backends.fastertransformer.status import DEVICE_VARIABLE, StatusFile
-from launcher_scripts.contracts import CONTRACTS
+from launcher_scripts.contracts_sessions import served_contract
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.prompts import prompt_start_id
 from launcher_scripts.engine.weights import DTYPES
-from launcher_scripts.errors import LauncherError, RequestError
+from launcher_scripts.errors import LauncherError, RequestError, ServerError
 from launcher_scripts.protocol import GenerateRequest, Tensor
 
 
@@ -38,62 +44,119 @@ class TritonPythonModel:
     """One served model."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load on every rank and generate once; the status file says ready after that."""
+        """Load on every rank and generate once; the status file says ready after that.
+
+        On a node that does not serve: host ranks until the end.
+        """
+        self._engine = None
         self._status = StatusFile.of_server(args["model_name"])
         self._status.write("loading")
+        config = json.loads(args["model_config"])
         try:
+            idle = idle_seconds(config)
             settings = engine_settings(
-                json.loads(args["model_config"]),
+                config,
                 Path(args["model_repository"]),
                 args["model_version"],
                 os.environ.get(DEVICE_VARIABLE, "auto"),
             )
-            self._contract = CONTRACTS[settings.model_type]
+            self._contract = served_contract(settings.model_type, sessions=idle is not None)
             self._conversion = CONVERSIONS[settings.model_type]
             if settings.enable_custom_all_reduce:
                 print("enable_custom_all_reduce: ranks sum over NCCL, with the same result")
-            self._engine = Engine.load(settings)
+            group = node_group(os.environ, args["model_name"], Path(args["model_repository"]))
+            if not group.place.serves:
+                host_ranks(group, settings.checkpoint_dir, settings.start_timeout)
+                return
+            self._engine = Engine.load(settings, group)
             self._engine.warm_up()
         except LauncherError as error:
             self._status.write("failed", reason=str(error))
             raise pb_utils.TritonModelException(str(error)) from error
-        self._streams = pb_utils.using_decoupled_model_transaction_policy(
-            json.loads(args["model_config"])
-        )
+        self._streams = pb_utils.using_decoupled_model_transaction_policy(config)
+        self._sessions = None if idle is None else Sessions(self._engine, idle)
         self._answers = Answers()
-        self._status.write("ready", ranks=self._engine.ranks)
-        self._engine.on_failure(
-            lambda error: self._status.write("failed", reason=str(error), ranks=self._engine.ranks)
-        )
+        self._engine.timeline.note("the first tokens are generated")
+        self._status.write("ready", ranks=self._engine.ranks, timeline=self._engine.timeline.events)
+        self._engine.on_failure(self._lost)
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Hand every request's rows to the engine; answers follow through response senders."""
         for request in requests:
             sender = request.get_response_sender()
             try:
-                tensors = input_tensors(request, self._contract.inputs)
-                rows = self._conversion.to_requests(tensors)
+                if self._sessions is None:
+                    self._begin(request, sender)
+                else:
+                    self._begin_turn(request, sender, self._sessions)
             except RequestError as error:
                 send_last(sender, error_response(error))
-                continue
-            answer = Answer(
-                self._answers,
-                sender,
-                rows,
-                tensors,
-                set(request.requested_output_names()),
-                self._to_tensors(rows, tensors["input_ids"].shape[1]),
-                streams=self._streams,
-            )
-            answer.start(self._engine.submit)
+
+    def _begin(self, request: Any, sender: Any) -> None:
+        tensors = input_tensors(request, self._contract.inputs)
+        rows = self._conversion.to_requests(tensors)
+        to_tensors = self._to_tensors(rows, tensors["input_ids"].shape[1])
+        answer = self._answer(request, sender, rows, tensors, to_tensors)
+        answer.start(self._engine.submit)
+
+    def _begin_turn(self, request: Any, sender: Any, sessions: Sessions) -> None:
+        """A request of a session: its tensors have an axis of one in front of its rows."""
+        key = request.correlation_id()
+        end = bool(control(request, "END"))
+        given = input_tensors(request, self._contract.inputs)
+        tensors = {name: tensor[0] for name, tensor in given.items()}
+        rows = self._conversion.to_requests(tensors)
+        turn = sessions.begin_turn(
+            key, start=bool(control(request, "START")), tensors=tensors, rows=rows
+        )
+        width = max(len(row.input_ids) for row in turn.shown)
+        to_tensors = self._to_tensors(turn.shown, width)
+        answer = self._answer(
+            request,
+            sender,
+            rows,
+            tensors,
+            to_tensors,
+            on_end=lambda: sessions.end_turn(key, turn, end=end),
+        )
+        answer.start(self._engine.submit, turn.sessions)
+
+    def _answer(
+        self,
+        request: Any,
+        sender: Any,
+        rows: Sequence[GenerateRequest],
+        tensors: Mapping[str, torch.Tensor],
+        to_tensors: ToTensors,
+        **more: Any,
+    ) -> Answer:
+        wanted = set(request.requested_output_names())
+        return Answer(
+            self._answers,
+            sender,
+            rows,
+            tensors,
+            wanted,
+            to_tensors,
+            streams=self._streams,
+            **more,
+        )
 
     def _to_tensors(self, rows: Sequence[GenerateRequest], width: int) -> ToTensors:
         config, dtype = self._engine.config, DTYPES[self._engine.settings.data_type]
         shape = Shape(width, config.end_id, dtype, prompt_start_id(config))
         return lambda outputs: self._conversion.to_tensors(rows, outputs, shape)
 
+    def _lost(self, error: ServerError) -> None:
+        """Tell who watches this server; one that nobody watches ends itself."""
+        self._status.write("failed", reason=str(error), ranks=self._engine.ranks)
+        if not self._status.is_read:
+            end_server_later(error)
+
     def finalize(self) -> None:
         """End every rank."""
+        if self._sessions is not None:
+            self._sessions.close()
         self._engine.close()
         self._answers.close()
 
@@ -106,3 +169,11 @@ def input_tensors(request: Any, inputs: Sequence[Tensor]) -> dict[str, torch.Ten
         if tensor is not None:
             found[spec.name] = torch.utils.dlpack.from_dlpack(tensor.to_dlpack())
     return found
+
+
+def control(request: Any, name: str) -> int:
+    """A control input of the sequence batcher: START or END."""
+    tensor = pb_utils.get_input_tensor_by_name(request, name)
+    if tensor is None:
+        return 0
+    return int(torch.utils.dlpack.from_dlpack(tensor.to_dlpack()).reshape(-1)[0])

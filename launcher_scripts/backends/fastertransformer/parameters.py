@@ -8,13 +8,15 @@ from typing import Any
 
 from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.engine.engine import EngineSettings
+from launcher_scripts.engine.requests import MOST_BEAMS
 from launcher_scripts.errors import ConfigError, Problems
 from launcher_scripts.parallel import Parallelism
 
 WHERE = "parameters in config.pbtxt"
 
-# max_batch_size bounds one request; rows of many requests run together whatever it is.
-ROWS_IN_FLIGHT = 32
+# max_batch_size bounds one request; rows of many requests run together whatever it is, and the
+# widest beam search fits.
+ROWS_IN_FLIGHT = MOST_BEAMS
 
 
 def engine_settings(

@@ -31,8 +31,18 @@ class StatusFile:
         folder = os.environ.get(STATUS_DIR_VARIABLE)
         return cls(Path(folder) if folder else None, model)
 
+    @property
+    def is_read(self) -> bool:
+        """Whether somebody watches the server through its status files."""
+        return self._path is not None
+
     def write(
-        self, state: str, *, reason: str | None = None, ranks: Sequence[RankInfo] = ()
+        self,
+        state: str,
+        *,
+        reason: str | None = None,
+        ranks: Sequence[RankInfo] = (),
+        timeline: Sequence[tuple[str, float]] = (),
     ) -> None:
         if self._path is None:
             return
@@ -41,6 +51,7 @@ class StatusFile:
             "reason": reason,
             "ranks": [asdict(rank) for rank in ranks],
             "versions": versions(),
+            "timeline": [list(event) for event in timeline],
         }
         partial = self._path.with_name(self._path.name + ".partial")
         partial.write_text(json.dumps(status), encoding="utf-8")

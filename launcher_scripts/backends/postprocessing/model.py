@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from text_deltas import RowText
-from text_tensors import BadRequestError, answer_each, array, require_working_arrays, tensor
+from text_tensors import BadRequestError, Tensors, answer_each, require_working_arrays
 from tokenizer import load_tokenizer
 
 
@@ -23,28 +23,25 @@ class TritonPythonModel:
     text so far, OUTPUT_DELTA what it has gained.
     """
 
-    def initialize(self, args: dict[str, str]) -> None:  # noqa: ARG002 - the backend passes it
+    def initialize(self, args: dict[str, str]) -> None:
         require_working_arrays()
+        self.tensors = Tensors(args["model_config"])
         self.tokenizer = load_tokenizer(Path(__file__).parent)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         return answer_each(requests, self.answer)
 
     def answer(self, request: Any) -> list[Any]:
-        tokens = array(request, "TOKENS_BATCH")  # [B, beam, time]
+        tokens = self.tensors.array(request, "TOKENS_BATCH")  # [B, beam, time]
         if tokens is None or tokens.ndim != 3:
             shape = None if tokens is None else tokens.shape
             raise BadRequestError(f"TOKENS_BATCH must have shape [batch, beam, time]; got {shape}")
         beams = tokens.shape[:2]
-        lengths = per_beam(request, "sequence_length", beams, tokens.shape[2])
-        prompts = per_beam(request, "RESPONSE_INPUT_LENGTHS", beams, 0)
-        streamed = per_beam(request, "streamed_length", beams, 0)
-        finished = per_beam(request, "is_finished", beams, True)
-        starts = (
-            prompts
-            if array(request, "text_start") is None
-            else (per_beam(request, "text_start", beams, 0))
-        )
+        lengths = self.per_beam(request, "sequence_length", beams, tokens.shape[2])
+        prompts = self.per_beam(request, "RESPONSE_INPUT_LENGTHS", beams, 0)
+        streamed = self.per_beam(request, "streamed_length", beams, 0)
+        finished = self.per_beam(request, "is_finished", beams, True)
+        starts = self.per_beam(request, "text_start", beams, prompts)
         texts, deltas = (np.empty((*beams, 1), dtype=np.object_) for _ in range(2))
         for row in np.ndindex(beams):
             ids = tokens[row][: int(lengths[row])].tolist()
@@ -53,16 +50,17 @@ class TritonPythonModel:
             whole = text.text(finished=ended, with_prompt=starts[row] == 0)
             texts[row][0] = whole.encode("utf-8")
             deltas[row][0] = text.delta(seen, finished=ended).encode("utf-8")
-        return [tensor("OUTPUT", texts), tensor("OUTPUT_DELTA", deltas)]
+        return [self.tensors.tensor("OUTPUT", texts), self.tensors.tensor("OUTPUT_DELTA", deltas)]
 
-
-def per_beam(request: Any, name: str, beams: tuple[int, int], default: int | bool) -> np.ndarray:
-    """The input `name` [B, beam], or `default` for every beam where it is left out."""
-    values = array(request, name)
-    if values is None:
-        return np.full(beams, default)
-    if values.shape != beams:
-        raise BadRequestError(
-            f"{name} must have shape {beams} for these tokens; got {values.shape}"
-        )
-    return values
+    def per_beam(
+        self, request: Any, name: str, beams: tuple[int, int], default: int | bool | np.ndarray
+    ) -> np.ndarray:
+        """The input `name` [B, beam], or `default` where it is left out."""
+        values = self.tensors.array(request, name)
+        if values is None:
+            return np.full(beams, default)
+        if values.shape != beams:
+            raise BadRequestError(
+                f"{name} must have shape {beams} for these tokens; got {values.shape}"
+            )
+        return values

@@ -13,14 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from text_tensors import (
-    BadRequestError,
-    answer_each,
-    array,
-    require_working_arrays,
-    tensor,
-    texts,
-)
+from text_tensors import BadRequestError, Tensors, answer_each, require_working_arrays
 from tokenizer import Tokenizer, load_tokenizer
 
 
@@ -32,6 +25,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         require_working_arrays()
+        self.tensors = Tensors(args["model_config"])
         self.tokenizer = load_tokenizer(Path(__file__).parent)
         parameters = json.loads(args["model_config"])["parameters"]
         self.pad_id = int(parameters["pad_id"]["string_value"])
@@ -43,28 +37,32 @@ class TritonPythonModel:
         return answer_each(requests, self.answer)
 
     def answer(self, request: Any) -> list[Any]:
-        queries = texts(request, "QUERY")
+        queries = self.tensors.texts(request, "QUERY")
         if queries is None:
             raise BadRequestError("QUERY is required")
         rows = [[*self.tokenizer.encode(query), *self.closing] for query in queries]
         lengths = np.array([[len(row)] for row in rows], dtype=np.uint32)
         encoded = [
-            tensor("INPUT_ID", pad_right(rows, self.pad_id)),
-            tensor("REQUEST_INPUT_LEN", lengths),
+            self.tensors.tensor("INPUT_ID", pad_right(rows, self.pad_id)),
+            self.tensors.tensor("REQUEST_INPUT_LEN", lengths),
         ]
-        output_len = array(request, "REQUEST_OUTPUT_LEN")
+        output_len = self.tensors.array(request, "REQUEST_OUTPUT_LEN")
         if output_len is None:  # nothing is to be generated
             return encoded
         return [
             *encoded,
-            tensor("BAD_WORDS_IDS", self.word_list(request, "BAD_WORDS_DICT", len(rows))),
-            tensor("STOP_WORDS_IDS", self.word_list(request, "STOP_WORDS_DICT", len(rows))),
-            tensor("REQUEST_OUTPUT_LEN", output_len.astype(np.uint32)),
-            tensor("RETURN_PROGRESS", np.ones((len(rows), 1), dtype=np.bool_)),
+            self.tensors.tensor(
+                "BAD_WORDS_IDS", self.word_list(request, "BAD_WORDS_DICT", len(rows))
+            ),
+            self.tensors.tensor(
+                "STOP_WORDS_IDS", self.word_list(request, "STOP_WORDS_DICT", len(rows))
+            ),
+            self.tensors.tensor("REQUEST_OUTPUT_LEN", output_len.astype(np.uint32)),
+            self.tensors.tensor("RETURN_PROGRESS", np.ones((len(rows), 1), dtype=np.bool_)),
         ]
 
     def word_list(self, request: Any, name: str, rows: int) -> np.ndarray:
-        lines = texts(request, name) or [""] * rows
+        lines = self.tensors.texts(request, name) or [""] * rows
         if len(lines) != rows:
             raise BadRequestError(f"{name} takes one row per query; got {len(lines)} for {rows}")
         return to_word_lists(lines, self.tokenizer)

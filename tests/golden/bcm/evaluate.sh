@@ -1,9 +1,6 @@
 #!/bin/bash
 # evaluate: evaluate_gpt3_126m
-#SBATCH --exclusive
-#SBATCH --gpus-per-node=8
 #SBATCH --job-name=nemo-megatron-evaluate_gpt3_126m
-#SBATCH --mem=0
 #SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1

@@ -82,11 +82,15 @@ signal_server() {
         scancel --quiet --signal="$1" "$SLURM_JOB_ID" || true
     fi
 }
-server_runs() {
-    [[ $(server_state) =~ ^(RUNNING|PENDING|CONFIGURING|COMPLETING|SUSPENDED|REQUEUED|UNKNOWN)$ ]]
+living='^(RUNNING|PENDING|CONFIGURING|COMPLETING|SUSPENDED|REQUEUED|UNKNOWN)$'
+server_lives() {
+    server_state | grep -qE "$living"
+}
+server_ended() {
+    server_state | grep -qvE "$living"
 }
 explain() {
-    echo "error: $1 (server: $(server_state)); the end of its log $server_log:"
+    echo "error: $1 (server: $(server_state | xargs)); the end of its log $server_log:"
     tail -n 20 "$server_log" | sed 's/^/  | /'
 } >&2
 
@@ -99,7 +103,7 @@ beside_server() {
     while kill -0 "$client" 2> /dev/null; do
         if ((SECONDS - checked >= 1)); then
             checked=$SECONDS
-            if ! server_runs && kill -0 "$client" 2> /dev/null; then
+            if server_ended && kill -0 "$client" 2> /dev/null; then
                 explain "the server ended before the evaluation did"
                 exit 1
             fi
@@ -120,10 +124,10 @@ clean_up() {
     if [ -n "$client" ]; then kill "$client" 2> /dev/null || true; fi
     signal_server TERM
     for ((second = 0; second < 50; second++)); do
-        server_runs || break
+        server_lives || break
         sleep 1
     done
-    if server_runs; then signal_server KILL; fi
+    if server_lives; then signal_server KILL; fi
 }
 trap clean_up EXIT
 trap 'echo "error: the time limit or a preemption ends this job" >&2; exit 1' USR1

@@ -1,9 +1,6 @@
 #!/bin/bash
 # evaluate: evaluate_gpt3_126m
-#SBATCH --exclusive
-#SBATCH --gpus-per-node=8
 #SBATCH --job-name=nemo-megatron-evaluate_gpt3_126m
-#SBATCH --mem=0
 #SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
@@ -24,7 +21,7 @@ server_log=/mount/results/jobs/deploy/log-deploy_gpt3_126m_"$server".out
 server_state() {
     local shown
     if shown=$(scontrol --oneliner show job "$server" 2>&1); then
-        expr "$shown" : '.* JobState=\([A-Z_]*\)' || true
+        sed 's/.* JobState=\([A-Z_]*\).*/\1/' <<< "$shown"
     elif [[ $shown == *"Invalid job id"* ]]; then
         echo FORGOTTEN
     else
@@ -38,11 +35,15 @@ signal_server() {
         scancel --quiet --signal="$1" "$server" || true
     fi
 }
-server_runs() {
-    [[ $(server_state) =~ ^(RUNNING|PENDING|CONFIGURING|COMPLETING|SUSPENDED|REQUEUED|UNKNOWN)$ ]]
+living='^(RUNNING|PENDING|CONFIGURING|COMPLETING|SUSPENDED|REQUEUED|UNKNOWN)$'
+server_lives() {
+    server_state | grep -qE "$living"
+}
+server_ended() {
+    server_state | grep -qvE "$living"
 }
 explain() {
-    echo "error: $1 (server: $(server_state)); the end of its log $server_log:"
+    echo "error: $1 (server: $(server_state | xargs)); the end of its log $server_log:"
     tail -n 20 "$server_log" | sed 's/^/  | /'
 } >&2
 
@@ -55,7 +56,7 @@ beside_server() {
     while kill -0 "$client" 2> /dev/null; do
         if ((SECONDS - checked >= 10)); then
             checked=$SECONDS
-            if ! server_runs && kill -0 "$client" 2> /dev/null; then
+            if server_ended && kill -0 "$client" 2> /dev/null; then
                 explain "the server ended before the evaluation did"
                 exit 1
             fi
@@ -76,10 +77,10 @@ clean_up() {
     if [ -n "$client" ]; then kill "$client" 2> /dev/null || true; fi
     signal_server TERM
     for ((second = 0; second < 50; second++)); do
-        server_runs || break
+        server_lives || break
         sleep 1
     done
-    if server_runs; then signal_server KILL; fi
+    if server_lives; then signal_server KILL; fi
 }
 trap clean_up EXIT
 trap 'echo "error: the time limit or a preemption ends this job" >&2; exit 1' USR1

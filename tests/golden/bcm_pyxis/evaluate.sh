@@ -2,9 +2,7 @@
 # evaluate: evaluate_gpt3_126m
 #SBATCH --account=4711
 #SBATCH --comment='it is "#1"'
-#SBATCH --gpus-per-node=8
 #SBATCH --job-name=nemo-megatron-evaluate_gpt3_126m
-#SBATCH --mem=0
 #SBATCH --nodelist='n[1-2]'
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1

@@ -3,6 +3,7 @@
 SERVER: dies_early | never_ready | dies_later | deaf (to SIGTERM) | leaves_child
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -13,10 +14,13 @@ from pathlib import Path
 import yaml
 
 settings = yaml.safe_load(Path(sys.argv[sys.argv.index("--settings") + 1]).read_text())
+number = f"-{sys.argv[sys.argv.index('--replica') + 1]}" if "--replica" in sys.argv else ""
+ready_file = Path(settings["results_dir"]) / f"ready{number}.json"
+ready = {"http": "127.0.0.1:8000", "job": {"folder": settings["job_folder"]}}
 behaviour = os.environ.get("SERVER", "")
 results = Path(settings["results_dir"])
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-(results / "pids").write_text(f"{os.getpid()} {child.pid}")
+(results / f"pids{number}").write_text(f"{os.getpid()} {child.pid}")
 print("server starts", flush=True)
 
 
@@ -36,9 +40,9 @@ if behaviour == "dies_early":
     child.kill()
     sys.exit(7)
 if behaviour != "never_ready":
-    partial = results / "ready.json.partial"
-    partial.write_text('{"http": "127.0.0.1:8000"}')
-    partial.replace(results / "ready.json")
+    partial = ready_file.with_suffix(".partial")
+    partial.write_text(json.dumps(ready))
+    partial.replace(ready_file)
 if behaviour == "dies_later":
     time.sleep(0.7)
     print("a rank died", flush=True)

@@ -1,0 +1,69 @@
+"""Time on the device of one decode step: a graph of it, replayed at a given context."""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+
+from launcher_scripts.engine.graphs import bucket_bounds
+from launcher_scripts.engine.plan import Bounds, RowStart
+from launcher_scripts.engine.runner import Runner
+from launcher_scripts.engine.sampler import sampling_batch
+from launcher_scripts.protocol import SamplingParameters
+
+STEPS = 8
+
+
+def step_ms(runner: Runner, rows: int, context: int, source: int = 0, repeat: int = 20) -> float:
+    """Median milliseconds of a greedy step of `rows` rows, each with `context` tokens cached.
+
+    Includes everything from the last token to the next one. A row reads `source` tokens of an
+    encoder's input, too.
+    """
+    with torch.inference_mode():
+        return _step_ms(runner, rows, context, source, repeat)
+
+
+def _step_ms(runner: Runner, rows: int, context: int, source: int, repeat: int) -> float:
+    extent = source + context + STEPS + 1
+    starts = [
+        RowStart(slot, slot * extent + source, (1,), -1, SamplingParameters())
+        for slot in range(rows)
+    ]
+    if rows * extent > runner.decoder.cache.capacity:
+        raise ValueError(f"{rows} rows of {extent} tokens do not fit the cache")
+    _fill(runner)
+    runner.states.join(starts)
+    runner.states.source_length[:rows] = source
+    batch = sampling_batch(starts, runner.device)
+    bounds = bucket_bounds(Bounds(context + STEPS, source))
+
+    def rewind() -> None:
+        runner.states.length[:rows] = context - STEPS // 2
+
+    rewind()
+    runner.greedy_step(batch, batch.slots, bounds)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        runner.greedy_step(batch, batch.slots, bounds)
+    times = []
+    for _ in range(repeat + 2):
+        rewind()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(STEPS):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / STEPS)
+    graph.reset()
+    return statistics.median(times[2:])
+
+
+def _fill(runner: Runner) -> None:
+    """Keys and values that are no zeros: those can be faster to read."""
+    for layer in runner.decoder.cache.layers.values():
+        layer.keys.normal_()
+        layer.values.normal_()

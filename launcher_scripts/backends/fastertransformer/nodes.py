@@ -1,0 +1,87 @@
+"""A model whose server runs on several nodes: on node 0 it serves, on the others it hosts ranks.
+
+There its initialize() lasts as long as the model does, so that server never looks ready.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from launcher_scripts.engine.node_group import NodeGroup
+from launcher_scripts.engine.rank_host import POLL_SECONDS, RankHost
+from launcher_scripts.engine.rendezvous import ADVICE, find_invitations, rendezvous_folders
+from launcher_scripts.errors import ServerError, problem
+from launcher_scripts.nodes import ATTEMPT_VARIABLE, INTERFACE_VARIABLE, find_place
+
+ANSWER_SECONDS = 1.0  # that clients get to be told of a failure
+LINGER_SECONDS = 5.0  # node 0 tells the reason and ends first
+
+
+def node_group(env: Mapping[str, str], model: str, model_dir: Path) -> NodeGroup:
+    """How this server's processes on all nodes find each other for one model.
+
+    Raises ServerError where the environment contradicts itself.
+    """
+    return NodeGroup(
+        find_place(env),
+        model,
+        rendezvous_folders(env, model_dir),
+        env.get(INTERFACE_VARIABLE),
+        int(env.get(ATTEMPT_VARIABLE, "0")),
+    )
+
+
+def host_ranks(group: NodeGroup, checkpoint_dir: Path, patience: float) -> None:
+    """Host this node's ranks of the model until its engine on node 0 ends, then end the server.
+
+    Raises ServerError when node 0 is not found within `patience` seconds, or is lost.
+    """
+    place = group.place
+    where = f"node {place.node} of {place.nodes} (started by {place.launcher})"
+    print(f"{where}: node 0 serves model {group.model}; this server only hosts ranks", flush=True)
+    reason = _find(group, checkpoint_dir, patience).run()
+    if reason is not None:
+        time.sleep(LINGER_SECONDS)
+        raise ServerError(reason)
+    end_server(signal.SIGTERM)
+
+
+def end_server_later(error: ServerError) -> None:
+    """End a server that lost a rank, with an exit code that is not 0, once clients have been told.
+
+    Triton itself would go on, look ready, and answer every request with an error.
+    """
+    print(f"ending the server: {error}", file=sys.stderr, flush=True)
+    threading.Timer(ANSWER_SECONDS, end_server, (signal.SIGKILL,)).start()
+
+
+def end_server(number: int) -> None:
+    """Send a signal to the server that this process is a worker of."""
+    server = os.getppid()
+    name = Path(f"/proc/{server}/comm").read_text().strip()
+    if name == "tritonserver":
+        os.kill(server, number)
+
+
+def _find(group: NodeGroup, checkpoint_dir: Path, patience: float) -> RankHost:
+    """Join the newest engine of this run that lets us."""
+    deadline = time.monotonic() + patience
+    said = "nothing"
+    while time.monotonic() < deadline:
+        for invitation in find_invitations(group.folders, group.place.run).values():
+            if invitation.model != group.model:
+                continue
+            try:
+                return RankHost(group.place, invitation, checkpoint_dir)
+            except (ServerError, OSError) as error:
+                said = str(error)
+        time.sleep(POLL_SECONDS)
+    looked = ", ".join(map(str, group.folders))
+    what = f"node 0 of model {group.model} was not found within {patience:g} s in {looked}"
+    raise ServerError(problem(what, got=said, change=ADVICE))

@@ -1,0 +1,200 @@
+"""Sessions of the interactive model: which requests belong together, and what was said so far."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from launcher_scripts.engine.engine import Engine
+from launcher_scripts.engine.prompts import prompt_start_id, real_ids
+from launcher_scripts.engine.session import Session
+from launcher_scripts.errors import ConfigError, Problems, RequestError
+from launcher_scripts.protocol import GenerateRequest
+
+# Triton frees a sequence's place when it has been idle; ours goes a little later.
+IDLE_MARGIN_SECONDS = 1.0
+DEFAULT_IDLE_MICROSECONDS = 1_000_000  # Triton's own
+WHERE = "sequence_batching in config.pbtxt"
+
+
+@dataclass
+class Line:
+    """One row of a session: its place in the engine, and its ids before the last request.
+
+    asked: the real ids of the last request, which count once the engine has taken them
+    """
+
+    session: Session
+    text: tuple[int, ...] = ()
+    asked: tuple[int, ...] = ()
+
+    def turn(self, request: GenerateRequest, prompt_start: int) -> GenerateRequest:
+        """Begin a request; returns it with the whole text so far as its prompt."""
+        if self.session.said is not None:
+            self.text += (*self.asked, *self.session.said)
+            if self.session.ended and request.input_ids:
+                self.text = self.text[:-1]
+        self.asked, self.session.said = real_ids(request, prompt_start), None
+        return replace(
+            request,
+            input_ids=(*self.text, *self.asked),
+            prompt_task=None,
+            prompt_embedding=None,
+        )
+
+
+@dataclass
+class Conversation:
+    """The rows of one session. `open_requests` is 1 while a request is on its way."""
+
+    lines: list[Line]
+    last_used: float = field(default_factory=time.monotonic)
+    open_requests: int = 0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request of a session: its rows' places, and its rows as the client will see them."""
+
+    sessions: list[Session]
+    shown: list[GenerateRequest]
+
+
+class Sessions:
+    """All sessions by correlation id. One that is idle too long is ended."""
+
+    def __init__(self, engine: Engine, idle_seconds: float) -> None:
+        self._engine = engine
+        self._idle_seconds = idle_seconds + IDLE_MARGIN_SECONDS
+        self._lock = threading.Lock()
+        self._conversations: dict[int | str, Conversation] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="sessions", daemon=True)
+        self._thread.start()
+
+    def begin_turn(
+        self,
+        key: int | str,
+        *,
+        start: bool,
+        tensors: Mapping[str, Tensor],
+        rows: Sequence[GenerateRequest],
+    ) -> Turn:
+        """A request of session `key`. Raises RequestError if it cannot belong to it."""
+        with self._lock:
+            if start:
+                self._end(key)
+                self._conversations[key] = Conversation(_new_lines(tensors, len(rows)))
+            conversation = self._conversations.get(key)
+            if conversation is None:
+                raise RequestError(
+                    f"there is no session {key}: it has ended, was idle for too long, or its first "
+                    "request did not say START"
+                )
+            if len(rows) != len(conversation.lines):
+                raise RequestError(
+                    f"session {key} has {len(conversation.lines)} rows; got {len(rows)}"
+                )
+            if conversation.open_requests:
+                raise RequestError(f"session {key} has a request on its way; wait for its answer")
+            conversation.open_requests = 1
+        prompt_start = prompt_start_id(self._engine.config)
+        pairs = list(zip(conversation.lines, rows, strict=True))
+        return Turn(
+            [line.session for line, _ in pairs],
+            [line.turn(row, prompt_start) for line, row in pairs],
+        )
+
+    def end_turn(self, key: int | str, turn: Turn, *, end: bool) -> None:
+        """The request was answered, or failed; `end`: it was the last one of its session.
+
+        Rows that are no longer equally far end the session too.
+        """
+        with self._lock:
+            conversation = self._conversations.get(key)
+            if conversation is None or conversation.lines[0].session is not turn.sessions[0]:
+                return
+            conversation.open_requests = 0
+            conversation.last_used = time.monotonic()
+            refused = [session.said is None and not session.busy for session in turn.sessions]
+            unequal = any(refused) and len(refused) > 1
+            never = all(refused) and not any(session.positions for session in turn.sessions)
+            if end or unequal or never:
+                self._end(key)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _end(self, key: int | str) -> None:
+        conversation = self._conversations.pop(key, None)
+        for line in conversation.lines if conversation is not None else ():
+            self._engine.close_session(line.session)
+
+    def _watch(self) -> None:
+        while not self._closing.wait(min(1.0, self._idle_seconds / 4)):
+            now = time.monotonic()
+            with self._lock:
+                idle = [
+                    key
+                    for key, conversation in self._conversations.items()
+                    if not conversation.open_requests
+                    and now - conversation.last_used > self._idle_seconds
+                ]
+                for key in idle:
+                    self._end(key)
+
+
+def idle_seconds(config: Mapping[str, Any]) -> float | None:
+    """How long a session may be idle; None: the model has no sessions. Raises ConfigError."""
+    batching = config.get("sequence_batching")
+    if batching is None:
+        return None
+    problems = Problems("the model's config.pbtxt")
+    if int(config.get("max_batch_size", 0)) != 1:
+        problems.add(
+            "Sequence Batching for interactive text generation: only supports max batch size = 1",
+            got=config.get("max_batch_size", 0),
+            change="max_batch_size in config.pbtxt",
+        )
+    if "dynamic_batching" in config:
+        problems.add(
+            "Sequence Batching cannot work with dynamic batching at the same time !", change=WHERE
+        )
+    instances = sum(int(group.get("count", 1)) for group in config.get("instance_group", ()))
+    if instances > 1:
+        problems.add(
+            "one instance serves all sessions: oldest { max_candidate_sequences: ... } says how "
+            "many at once",
+            got=f"{instances} instances",
+            change=WHERE,
+        )
+    problems.raise_if_any(ConfigError)
+    idle = int(batching.get("max_sequence_idle_microseconds", 0)) or DEFAULT_IDLE_MICROSECONDS
+    return idle / 1e6
+
+
+def _new_lines(tensors: Mapping[str, Tensor], rows: int) -> list[Line]:
+    lengths = _lengths(tensors, "session_len", rows)
+    if lengths is None:
+        raise RequestError("the first request of a session needs session_len")
+    memories = _lengths(tensors, "memory_len", rows) or lengths
+    return [
+        Line(Session(length, min(length, memory)))
+        for length, memory in zip(lengths, memories, strict=True)
+    ]
+
+
+def _lengths(tensors: Mapping[str, Tensor], name: str, rows: int) -> list[int] | None:
+    tensor = tensors.get(name)
+    if tensor is None:
+        return None
+    values = tensor.long().reshape(-1).tolist()
+    if len(values) != rows:
+        raise RequestError(f"{name} needs one value per row of input_ids, [{rows}]; got {values}")
+    return [int(value) for value in values]

@@ -1,0 +1,238 @@
+"""The fast way through a decode step: every row's last token in, hidden states or tokens out.
+
+A decoder is a list of sublayers with a norm before each, and each hands the next its hidden states
+in the form that one's first projection reads. The operations are fusions of those the layers of a
+prefill use; what they cannot express goes through `Network.decode` (see `obstacles`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.engine.plan import Bounds
+from launcher_scripts.kernels.operands import (
+    EmbeddingTables,
+    Heads,
+    Hidden,
+    LayerCache,
+    Linear,
+    Norm,
+    RelativeBias,
+    RowColumns,
+    StepRows,
+)
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What the sublayers of one step share; rotary as in kernels.project_heads."""
+
+    rows: StepRows
+    bounds: Bounds
+    rotary: tuple[Tensor, Tensor] | None
+
+
+class Sublayer:
+    """One residual branch; `first` is the projection that reads the hidden states."""
+
+    def __init__(
+        self, first: Linear, last: Linear, kernels: ModuleType, communicator: Communicator
+    ) -> None:
+        self.first = kernels.prepare(first)
+        self.last = last
+        self.kernels = kernels
+        self.communicator = communicator
+
+    def forward(self, x: Hidden, context: StepContext, norm_of_next: Norm | None) -> Hidden:
+        inner = self.branch(x, context)
+        if self.communicator.tp_size == 1:
+            return self.kernels.accumulate(inner, self.last, x, norm_of_next)
+        part = self.kernels.project(inner, replace(self.last, bias=None))
+        total = self.communicator.tp_sum(part)
+        exact = self.kernels.add_residual(total, self.last.bias, x.exact)
+        return self.kernels.hidden(exact, norm_of_next, inner.dtype)
+
+    def branch(self, x: Hidden, context: StepContext) -> Tensor:
+        """[B, inputs of `last`]"""
+        raise NotImplementedError
+
+
+class SelfAttention(Sublayer):
+    """Attention of a row's new token to its own, the new one included."""
+
+    def __init__(
+        self,
+        first: Linear,
+        last: Linear,
+        kernels: ModuleType,
+        communicator: Communicator,
+        *,
+        cache: LayerCache,
+        heads: Heads,
+        slopes: Tensor | None = None,
+        bias: RelativeBias | None = None,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__(first, last, kernels, communicator)
+        self.cache = cache
+        self.heads = heads
+        self.slopes = slopes
+        self.bias = bias
+        self.scale = scale
+
+    def branch(self, x: Hidden, context: StepContext) -> Tensor:
+        rows = context.rows
+        query = self.kernels.project_heads(
+            x, self.first, self.heads, context.rotary, rows, self.cache
+        )
+        return self.kernels.decode_attention(
+            query,
+            self.cache,
+            rows.starts,
+            rows.lengths,
+            context.bounds.own,
+            self.slopes,
+            scale=self.scale,
+            relative=self.bias,
+            positions=rows.positions,
+            fresh=True,
+        )
+
+
+class SourceAttention(SelfAttention):
+    """Attention of a row's new token to the encoder's input."""
+
+    def branch(self, x: Hidden, context: StepContext) -> Tensor:
+        rows = context.rows
+        query = self.kernels.project_hidden(x, self.first)
+        return self.kernels.decode_attention(
+            query.view(query.shape[0], self.heads.num_heads, self.heads.head_size),
+            self.cache,
+            rows.source_starts,
+            rows.source_lengths,
+            context.bounds.source,
+            None,
+            scale=self.scale,
+            relative=self.bias,
+            positions=rows.positions,
+            fresh=False,
+        )
+
+
+class MLP(Sublayer):
+    """Up and down, perhaps gated."""
+
+    def __init__(
+        self,
+        first: Linear,
+        last: Linear,
+        kernels: ModuleType,
+        communicator: Communicator,
+        *,
+        gate: Linear | None,
+        activation: str,
+    ) -> None:
+        super().__init__(first, last, kernels, communicator)
+        self.gate = None if gate is None else kernels.prepare(gate)
+        self.activation = activation
+
+    def branch(self, x: Hidden, _: StepContext) -> Tensor:
+        return self.kernels.expand(x, self.first, self.gate, self.activation)
+
+
+class DecodeStep:
+    """The decoder of a rank that has all layers, one token of every row at a time.
+
+    rotary: cosines and sines of all positions, float32 [positions, rotary_size / 2], or None
+    """
+
+    def __init__(
+        self,
+        sublayers: Sequence[Sublayer],
+        head: Linear,
+        tables: EmbeddingTables,
+        embedding_norm: Norm | None,
+        rotary: tuple[Tensor, Tensor] | None,
+        vocab_size: int,
+        history: Tensor,
+        kernels: ModuleType,
+        communicator: Communicator,
+    ) -> None:
+        self.sublayers = sublayers
+        self.head = kernels.prepare(head)
+        self.tables = tables
+        self.embedding_norm = embedding_norm
+        self.rotary = rotary
+        self.vocab_size = vocab_size
+        self.history = history
+        self.kernels = kernels
+        self.communicator = communicator
+        firsts = [sublayer.first.norm for sublayer in sublayers]
+        self._norms = [*firsts, self.head.norm]
+
+    def forward(self, columns: RowColumns, slots: Tensor, bounds: Bounds) -> Hidden:
+        """Hidden states [B, hidden] after the last layer; the rows in slots [B] grow by a token."""
+        x, rows = self.kernels.begin_step(
+            slots,
+            columns,
+            self.history,
+            self._own_tables(),
+            self._norms[0],
+            sources=bounds.source > 0,
+        )
+        if self.communicator.tp_size > 1 or self.embedding_norm is not None:
+            exact = self.communicator.tp_sum(x.exact)
+            if self.embedding_norm is not None:
+                exact = self.kernels.norm(exact, self.embedding_norm, torch.float32)
+            x = self.kernels.hidden(exact, self._norms[0], x.operand.dtype)
+        context = StepContext(rows, bounds, self.rotary)
+        for sublayer, norm_of_next in zip(self.sublayers, self._norms[1:], strict=True):
+            x = sublayer.forward(x, context, norm_of_next)
+        return x
+
+    def logits(self, x: Hidden) -> Tensor:
+        """Float32 [B, vocab] on every rank."""
+        local = self.kernels.logits(x.exact, self.head)
+        return self.communicator.tp_concat(local)[:, : self.vocab_size]
+
+    def greedy(self, x: Hidden) -> Tensor:
+        """The ids that argmax would find in `logits`, int64 [B]."""
+        if self.communicator.tp_size > 1:
+            return self.kernels.argmax(self.logits(x))
+        return self.kernels.largest(x, self.head, self.vocab_size)[1]
+
+    def _own_tables(self) -> EmbeddingTables:
+        """One rank adds the positions: the embeddings are summed over the ranks."""
+        if self.communicator.tp_rank == 0:
+            return self.tables
+        return replace(self.tables, positions=None)
+
+
+def obstacles(
+    config: object,
+    communicator: Communicator,
+    learned: Sequence[object],
+    linears: Sequence[Linear],
+) -> list[str]:
+    """Why the model's decode steps cannot go through a DecodeStep; empty where they can.
+
+    learned: what is learned on top of the layers, None where there is nothing
+    """
+    found = []
+    if any(linear.scale is not None for linear in linears):
+        found.append("weights are int8")
+    if communicator.parallelism.pp_size > 1:
+        found.append("the layers are split into pipeline stages")
+    if getattr(config, "norm_placement", "pre") != "pre":
+        found.append("norms follow the sums")
+    if any(part is not None for part in learned):
+        found.append("IA3 or adapters work inside the layers")
+    if getattr(config, "head_size", 2) % 2:
+        found.append("heads have an odd number of features")
+    return found

@@ -1,0 +1,97 @@
+"""What has become of the jobs that main.py started, and how to end them.
+
+    python3 -m launcher_scripts.jobs list
+    python3 -m launcher_scripts.jobs status deploy_gpt3_126m
+    python3 -m launcher_scripts.jobs wait --ready --timeout 600 deploy_gpt3_126m
+
+A job is named by its folder, its id, its name (the latest run) or name/run. Exit codes:
+status 0: serves, or is done; 1: has failed; 3: not so far; 5: nobody knows; wait: that of the job,
+124: the time is over. 4: no such job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher_scripts.errors import LauncherError
+from launcher_scripts.jobs.commands import COMMANDS, Request
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = vars(_parser().parse_args(argv))
+    command = COMMANDS[options.pop("command")]
+    options["jobs"] = tuple(options.get("jobs", ()))
+    try:
+        return command(Request(**options))
+    except LauncherError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # The reader has seen enough; Python would complain about the rest at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python3 -m launcher_scripts.jobs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, names, described in (
+        ("list", "", "every job and its state"),
+        ("status", "*", "servers, nodes and load; of all that have not ended"),
+        ("logs", "+", "what jobs have printed"),
+        ("wait", "+", "until jobs have ended, or servers are ready"),
+        ("stop", "+", "end in order: servers finish their requests"),
+        ("cancel", "+", "end at once"),
+    ):
+        command = commands.add_parser(name, help=described, description=described)
+        command.add_argument(
+            "--results",
+            type=Path,
+            default=RESULTS,
+            metavar="DIR",
+            help="base_results_dir of the jobs (%(default)s)",
+        )
+        if name != "logs":
+            command.add_argument("--json", dest="as_json", action="store_true", help="as JSON")
+        if names:
+            about = "folder, id, name or name/run"
+            command.add_argument("jobs", metavar="JOB", nargs=names, help=about)
+        _add_own(command, name)
+    return parser
+
+
+def _add_own(command: argparse.ArgumentParser, name: str) -> None:
+    """The options of a single command."""
+    if name == "status":
+        command.add_argument(
+            *("-w", "--watch"),
+            dest="every",
+            type=float,
+            nargs="?",
+            const=2.0,
+            metavar="SECONDS",
+            help="show it again and again (every %(const)s s)",
+        )
+    elif name == "logs":
+        command.add_argument("-f", "--follow", action="store_true", help="until the jobs end")
+        command.add_argument("-n", "--lines", type=int, metavar="N", help="only the last N lines")
+    elif name == "wait":
+        command.add_argument("--ready", action="store_true", help="servers: until they are ready")
+        command.add_argument("--timeout", type=float, metavar="SECONDS", help="give up then: 124")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

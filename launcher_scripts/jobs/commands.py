@@ -1,0 +1,178 @@
+"""The commands on jobs. Each returns the exit code of the program."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.cluster import CLUSTERS
+from launcher_scripts.cluster.state import FORGOTTEN
+from launcher_scripts.errors import lookup
+from launcher_scripts.jobs.folders import KnownJob, NoSuchJob, choose_jobs, find_jobs
+from launcher_scripts.jobs.logs import follow_logs, log_files, print_logs, tail
+from launcher_scripts.jobs.status import FAILED, NOBODY_KNOWS, NOT_YET, Status, look
+from launcher_scripts.jobs.tables import LIST_COLUMNS, STATUS_COLUMNS, coloured, plain
+
+TIMED_OUT = 124  # as timeout(1) says it
+_WAIT_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for; see the options' help."""
+
+    results: Path
+    jobs: tuple[str, ...] = ()
+    as_json: bool = False
+    every: float | None = None
+    follow: bool = False
+    lines: int | None = None
+    ready: bool = False
+    timeout: float | None = None
+
+    def chosen(self) -> list[KnownJob]:
+        return choose_jobs(self.results, self.jobs)
+
+
+def list_jobs(request: Request) -> int:
+    """Every job and its state."""
+    show(look(find_jobs(request.results), ask_servers=False), LIST_COLUMNS, request.as_json)
+    return 0
+
+
+def status(request: Request) -> int:
+    """The state of the named jobs, or of all that have not ended, and what their servers say."""
+    if request.every is not None:
+        return _watch(request, request.every)
+    statuses = _statuses(request)
+    show(statuses, STATUS_COLUMNS, request.as_json)
+    return worst(statuses)
+
+
+def logs(request: Request) -> int:
+    """The logs; with `follow` as they grow, until the jobs have ended."""
+    jobs = request.chosen()
+    if not request.follow and not any(map(log_files, jobs)):
+        raise NoSuchJob("there is no log yet: " + ", ".join(str(job.folder) for job in jobs))
+    read = print_logs(jobs, request.lines)
+    if request.follow:
+        follow_logs(jobs, read)
+    return 0
+
+
+def wait(request: Request) -> int:
+    """Wait until every job has ended, or with `ready` until every server is ready.
+
+    Returns 0, the exit code of the first job that failed, 1 for one that will never start, or 124
+    when the time is over.
+    """
+    jobs = request.chosen()
+    patience = float("inf") if request.timeout is None else request.timeout
+    deadline = time.monotonic() + patience
+    while True:
+        statuses = look(jobs, ask_servers=request.ready)
+        lost = [s for s in statuses if s.state.name == FORGOTTEN or s.blocked]
+        if lost:
+            print(f"error: {_said(lost[0])}", file=sys.stderr)
+            return FAILED if lost[0].blocked else NOBODY_KNOWS
+        failed = [s for s in statuses if s.state.ended and _disappoints(s, request.ready)]
+        if failed:
+            print(f"error: {_said(failed[0])}\n{tail(failed[0].job)}", file=sys.stderr)
+            return failed[0].state.exit_code or 1
+        if all(_is_there(s, request.ready) for s in statuses):
+            show(statuses, STATUS_COLUMNS, request.as_json)
+            return 0
+        if time.monotonic() > deadline:
+            waiting = next(s for s in statuses if not _is_there(s, request.ready))
+            print(f"error: after {patience:g} s: {_said(waiting)}", file=sys.stderr)
+            return TIMED_OUT
+        time.sleep(_WAIT_SECONDS)
+
+
+def stop(request: Request) -> int:
+    """Let the jobs end in order: servers finish their requests. Returns when they have ended."""
+    return _end(request, lambda kind: kind.stop)
+
+
+def cancel(request: Request) -> int:
+    """End the jobs at once."""
+    return _end(request, lambda kind: kind.cancel)
+
+
+COMMANDS: dict[str, Callable[[Request], int]] = {
+    "list": list_jobs,
+    "status": status,
+    "logs": logs,
+    "wait": wait,
+    "stop": stop,
+    "cancel": cancel,
+}
+
+
+def show(statuses: Sequence[Status], columns: Sequence[str], as_json: bool) -> None:
+    """Print a table, for people or for programs."""
+    if as_json:
+        print(json.dumps([item.to_json() for item in statuses], indent=2))
+    elif sys.stdout.isatty():
+        from rich.console import Console
+
+        Console().print(coloured(statuses, columns))
+    else:
+        print(plain(statuses, columns))
+
+
+def worst(statuses: Sequence[Status]) -> int:
+    """The exit code for several jobs: a failure before ignorance, that before patience."""
+    codes = {item.exit_code for item in statuses}
+    return next((code for code in (FAILED, NOBODY_KNOWS, NOT_YET) if code in codes), 0)
+
+
+def _statuses(request: Request) -> list[Status]:
+    if request.jobs:
+        return look(request.chosen())
+    return [s for s in look(find_jobs(request.results)) if not s.state.ended]
+
+
+def _watch(request: Request, every: float) -> int:
+    """The table again and again until Ctrl-C, in place where there is a terminal."""
+    if not sys.stdout.isatty():
+        while True:
+            show(_statuses(request), STATUS_COLUMNS, request.as_json)
+            sys.stdout.flush()
+            time.sleep(every)
+    from rich.live import Live
+
+    with Live(auto_refresh=False, screen=True) as live:
+        while True:
+            live.update(coloured(_statuses(request), STATUS_COLUMNS), refresh=True)
+            time.sleep(every)
+
+
+def _end(request: Request, how: Callable[[Any], Callable[..., None]]) -> int:
+    jobs = request.chosen()
+    for item in look(jobs, ask_servers=False):
+        if not item.state.ended:
+            kind = lookup(CLUSTERS, item.job.record.cluster_type, "cluster_type")
+            how(kind)(item.job.folder, item.job.record, item.job_id)
+    statuses = look(jobs, ask_servers=False)
+    show(statuses, LIST_COLUMNS, request.as_json)
+    return 0 if all(item.state.ended for item in statuses) else 1
+
+
+def _disappoints(item: Status, ready: bool) -> bool:
+    return not item.state.succeeded or (ready and item.is_service)
+
+
+def _is_there(item: Status, ready: bool) -> bool:
+    return item.serves if ready and item.is_service else item.state.ended
+
+
+def _said(item: Status) -> str:
+    code = "" if item.state.exit_code is None else f" with exit code {item.state.exit_code}"
+    reason = f" ({item.reason})" if item.reason else ""
+    return f"job {item.job_id} {item.job.name} is {item.word}{code}{reason}"

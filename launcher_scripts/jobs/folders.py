@@ -1,0 +1,93 @@
+"""Finding jobs: every job folder below a folder of results, and those that a person names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher_scripts.cluster.record import RECORD, JobRecord
+from launcher_scripts.errors import LauncherError, problem
+
+# How deep below the results job folders lie: <model>/<stage>/jobs/<run>, or less.
+_PATTERNS = tuple(f"{above}jobs/*/{RECORD}" for above in ("", "*/", "*/*/", "*/*/*/"))
+
+
+class NoSuchJob(LauncherError):
+    """Nobody knows a job of that name."""
+
+    exit_code = 4
+
+
+@dataclass(frozen=True)
+class KnownJob:
+    """A job folder and its record. ids: those of the job's replicas that are meant."""
+
+    folder: Path
+    record: JobRecord
+    ids: tuple[str, ...]
+
+    @classmethod
+    def read(cls, folder: Path) -> KnownJob:
+        record = JobRecord.read(folder)
+        return cls(folder, record, record.ids())
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def run(self) -> str:
+        """The number of the run, which is the job folder's name."""
+        return self.folder.name
+
+
+def find_jobs(results: Path) -> list[KnownJob]:
+    """Every job below `results`, oldest first."""
+    paths = {path for pattern in _PATTERNS for path in results.glob(pattern)}
+    jobs = [KnownJob.read(path.parent) for path in paths]
+    return sorted(jobs, key=lambda job: (job.record.submitted, str(job.folder)))
+
+
+def choose_jobs(results: Path, names: Iterable[str]) -> list[KnownJob]:
+    """The jobs that `names` name: a job folder or one that holds its runs, an id, one replica's id,
+    a name (its latest run), or name/run. Raises NoSuchJob.
+    """
+    known: list[KnownJob] | None = None
+    chosen: list[KnownJob] = []
+    for name in names:
+        path = Path(name).absolute()
+        if (path / RECORD).exists():
+            chosen.append(KnownJob.read(path))
+            continue
+        if known is None:
+            known = find_jobs(results)
+        below = [job for job in known if path in job.folder.parents] or find_jobs(path)[-1:]
+        found = below[-1:] or _by_id(known, name) or _by_name(known, name)
+        if not found:
+            raise NoSuchJob(_unknown(name, known, results))
+        chosen += found
+    return list(dict.fromkeys(chosen))
+
+
+def _by_id(known: list[KnownJob], name: str) -> list[KnownJob]:
+    whole = [job for job in known if job.record.job_id == name]
+    one = [KnownJob(job.folder, job.record, (name,)) for job in known if name in job.ids]
+    return whole or one
+
+
+def _by_name(known: list[KnownJob], name: str) -> list[KnownJob]:
+    """The latest run of that name, or the run that is named."""
+    latest = [job for job in known if job.name == name]
+    exact = [job for job in known if f"{job.name}/{job.run}" == name]
+    return latest[-1:] or exact[-1:]
+
+
+def _unknown(name: str, known: list[KnownJob], results: Path) -> str:
+    names = dict.fromkeys(job.name for job in reversed(known))
+    return problem(
+        f"no such job below {results}",
+        got=name,
+        choices=names or ("none: no job has been submitted from here",),
+        change="the name, or --results (base_results_dir of the jobs)",
+    )

@@ -1,0 +1,93 @@
+"""What a running server says of itself over HTTP: whether it is ready, and how busy it is."""
+
+from __future__ import annotations
+
+import http.client
+import re
+from dataclasses import dataclass
+
+_SECONDS = 2.0
+_SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
+_GIB = 2.0**30
+
+GPU_USE, GPU_USED, GPU_TOTAL = (
+    f"nv_gpu_{name}" for name in ("utilization", "memory_used_bytes", "memory_total_bytes")
+)
+# Written by our backend: tokens of the models' caches of keys and values.
+KV_USED, KV_TOTAL = "launcher_kv_cache_tokens_used", "launcher_kv_cache_tokens"
+REQUESTS = "nv_inference_request_success"
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy a server is; None for what it does not say.
+
+    gpu_use:  mean share of the GPUs' time, 0 to 1
+    gpu_used, gpu_total: bytes of memory of all GPUs
+    kv_use:   share of the caches' tokens that hold keys and values, 0 to 1
+    requests: answered since the start
+    """
+
+    gpu_use: float | None = None
+    gpu_used: float | None = None
+    gpu_total: float | None = None
+    kv_use: float | None = None
+    requests: int | None = None
+
+    def gpu_text(self) -> str:
+        if self.gpu_total is None or self.gpu_used is None:
+            return ""
+        share = "" if self.gpu_use is None else f"{self.gpu_use:.0%} "
+        return f"{share}{self.gpu_used / _GIB:.1f}/{self.gpu_total / _GIB:.1f} GiB"
+
+    def kv_text(self) -> str:
+        return "" if self.kv_use is None else f"{self.kv_use:.0%}"
+
+
+def is_ready(address: str) -> bool:
+    """Whether the server at host:port has loaded every model."""
+    answer = _get(address, "/v2/health/ready")
+    return answer is not None and answer[0] == 200
+
+
+def load(address: str) -> Load:
+    """The load of the server whose metrics are at host:port."""
+    answer = _get(address, "/metrics")
+    if answer is None or answer[0] != 200:
+        return Load()
+    return parse_load(answer[1])
+
+
+def parse_load(text: str) -> Load:
+    """The load in Prometheus' text format; samples of several GPUs and models are combined."""
+    samples: dict[str, list[float]] = {}
+    for line in text.splitlines():
+        found = _SAMPLE.fullmatch(line.strip())
+        if found:
+            samples.setdefault(found["name"], []).append(float(found["value"]))
+
+    def total(name: str) -> float | None:
+        return sum(samples[name]) if name in samples else None
+
+    use, used_tokens, tokens = samples.get(GPU_USE), total(KV_USED), total(KV_TOTAL)
+    requests = total(REQUESTS)
+    return Load(
+        gpu_use=sum(use) / len(use) if use else None,
+        gpu_used=total(GPU_USED),
+        gpu_total=total(GPU_TOTAL),
+        kv_use=used_tokens / tokens if tokens and used_tokens is not None else None,
+        requests=None if requests is None else int(requests),
+    )
+
+
+def _get(address: str, path: str) -> tuple[int, str] | None:
+    """Status and body; None where nobody answers."""
+    connection = http.client.HTTPConnection(address, timeout=_SECONDS)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read().decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()

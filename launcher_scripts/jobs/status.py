@@ -1,0 +1,154 @@
+"""One look at a job: what its cluster says, and what its server says once it is ready."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.cluster import CLUSTERS
+from launcher_scripts.cluster.record import read_end, read_json, write_end
+from launcher_scripts.cluster.slurm_queue import BLOCKING_REASONS
+from launcher_scripts.cluster.state import FORGOTTEN, UNKNOWN, JobState
+from launcher_scripts.errors import ClusterError, lookup
+from launcher_scripts.jobs.folders import KnownJob
+from launcher_scripts.jobs.metrics import Load, is_ready, load
+
+PROTOCOLS = ("http", "grpc", "metrics")
+# Exit codes of `status`.
+WELL, FAILED, NOT_YET, NOBODY_KNOWS = 0, 1, 3, 5
+
+
+@dataclass(frozen=True)
+class Status:
+    """A job, or one replica of it.
+
+    ready: what the server's ready file says, while the job runs; None: not ready
+    answers: whether the server says so itself; None: not asked
+    """
+
+    job: KnownJob
+    job_id: str
+    state: JobState
+    ready: dict[str, Any] | None = None
+    answers: bool | None = None
+    load: Load = field(default_factory=Load)
+
+    @property
+    def is_service(self) -> bool:
+        return self.job.record.ready_file is not None
+
+    @property
+    def serves(self) -> bool:
+        return self.ready is not None and self.answers is not False
+
+    @property
+    def word(self) -> str:
+        """The state in one word: Slurm's, and what it means for a server."""
+        if not (self.is_service and self.state.running):
+            return self.state.name
+        if self.ready is None:
+            return "STARTING"
+        return "READY" if self.serves else "NOT ANSWERING"
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the job waits for what will not come."""
+        return self.state.waiting and self.state.reason in BLOCKING_REASONS
+
+    @property
+    def reason(self) -> str:
+        """Why the job is not well, in a sentence where there is more to say than a word."""
+        reason = self.state.reason
+        if self.blocked:
+            return f"{reason}, it will never start: {BLOCKING_REASONS[reason]}"
+        return reason
+
+    @property
+    def endpoints(self) -> dict[str, str]:
+        ready = self.ready or {}
+        return {name: ready[name] for name in PROTOCOLS if name in ready}
+
+    @property
+    def exit_code(self) -> int:
+        """That of `status`: 0 serves or is done, 1 has failed, 3 is not so far, 5 unknown."""
+        if self.state.name in (UNKNOWN, FORGOTTEN):
+            return NOBODY_KNOWS
+        if self.state.ended and not self.state.succeeded:
+            return FAILED
+        well = self.serves and self.state.running if self.is_service else self.state.ended
+        return WELL if well else NOT_YET
+
+    def to_json(self) -> dict[str, Any]:
+        record = self.job.record
+        return {
+            "name": record.name,
+            "run": self.job.run,
+            "stage": record.stage,
+            "cluster_type": record.cluster_type,
+            "id": self.job_id,
+            "folder": str(self.job.folder),
+            "status": self.word,
+            **self.state.to_json(),
+            "reason": self.reason,
+            "ready": self.serves if self.is_service else None,
+            "endpoints": self.endpoints,
+            "models": (self.ready or {}).get("models", []),
+            "ranks": (self.ready or {}).get("ranks", []),
+            "load": vars(self.load),
+        }
+
+
+def look(jobs: Iterable[KnownJob], *, ask_servers: bool = True) -> list[Status]:
+    """The status of every job and replica, in order; they are asked at the same time."""
+    pairs = [(job, job_id) for job in jobs for job_id in job.ids]
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        return list(pool.map(lambda pair: _look(*pair, ask_servers=ask_servers), pairs))
+
+
+def job_state(job: KnownJob, job_id: str) -> JobState:
+    """The state of a job or replica; its end is remembered in the job folder."""
+    state = read_end(job.folder, job_id)
+    if state is not None:
+        return state
+    record = job.record
+    cluster = lookup(CLUSTERS, record.cluster_type, "cluster_type")
+    state = cluster.state(job.folder, record, job_id)
+    if state.name == FORGOTTEN or not state.ended:
+        return read_end(job.folder, job_id) or state
+    with contextlib.suppress(ClusterError):  # the folder of somebody else's job
+        write_end(job.folder, job_id, state)
+    return state
+
+
+def _look(job: KnownJob, job_id: str, *, ask_servers: bool) -> Status:
+    state = job_state(job, job_id)
+    ready = _ready(job, job_id) if state.running else None
+    if ready is None or not ask_servers:
+        return Status(job, job_id, state, ready)
+    answers = is_ready(ready["http"]) if "http" in ready else None
+    busy = load(ready["metrics"]) if answers and "metrics" in ready else Load()
+    return Status(job, job_id, state, ready, answers, busy)
+
+
+def _ready(job: KnownJob, job_id: str) -> dict[str, Any] | None:
+    """The ready file of this run of the server, and of no other."""
+    if job.record.ready_file is None:
+        return None
+    shared = job.record.ready_path(job_id)
+    for path in (job.folder / shared.name, shared):
+        ready = _of_run(path, job.folder)
+        if ready is not None:
+            return ready
+    return None
+
+
+def _of_run(path: Path, folder: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(ClusterError):
+        ready = read_json(path)
+        if ready is not None and (ready.get("job") or {}).get("folder") == str(folder):
+            return ready
+    return None

@@ -1,0 +1,148 @@
+"""The operations of fused.py that are one kernel of a program per row, or a few."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from launcher_scripts.kernels.attention_kernels import attend, attention_shape
+from launcher_scripts.kernels.operands import Heads, LayerCache, Norm, RelativeBias
+from launcher_scripts.kernels.row_kernels import (
+    block_argmax,
+    look_up,
+    normalize,
+    rotate_and_store,
+)
+from launcher_scripts.kernels.row_products import NORM_CODES, best_of_parts, early
+
+ARGMAX_BLOCK = 1024
+ALONE = {"EARLY": False}
+
+
+def embed(ids: Tensor, table: Tensor, first_id: int) -> Tensor:
+    """See reference.embed."""
+    size = table.shape[1]
+    out = torch.empty(ids.shape[0], size, device=table.device)
+    look_up[(ids.shape[0],)](
+        ids, table, out, first_id, table.shape[0], size, BLOCK=triton.next_power_of_2(size)
+    )
+    return out
+
+
+def norm(x: Tensor, weights: Norm, dtype: torch.dtype) -> Tensor:
+    """See reference.norm."""
+    rows, size = x.shape
+    out = torch.empty(rows, size, dtype=dtype, device=x.device)
+    block = triton.next_power_of_2(size)
+    normalize[(rows,)](
+        x,
+        weights.weight,
+        weights.weight if weights.bias is None else weights.bias,
+        out,
+        size,
+        weights.eps,
+        KIND=NORM_CODES[weights.kind],
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 256)),
+    )
+    return out
+
+
+def store_kv(
+    qkv: Tensor,
+    heads: Heads,
+    rotary: tuple[Tensor, Tensor] | None,
+    slots: Tensor,
+    cache: LayerCache,
+) -> Tensor:
+    """See reference.store_kv."""
+    tokens = qkv.shape[0]
+    query = torch.empty(
+        tokens, heads.num_heads, heads.head_size, dtype=qkv.dtype, device=qkv.device
+    )
+    cosines, sines = (qkv, qkv) if rotary is None else rotary
+    rotate_and_store[(tokens, heads.num_heads + 2 * heads.num_kv_heads)](
+        qkv,
+        query,
+        cache.keys,
+        cache.values,
+        slots,
+        cosines,
+        sines,
+        cache.keys.shape[1],
+        HEADS=heads.num_heads,
+        KV_HEADS=heads.num_kv_heads,
+        SIZE=heads.head_size,
+        HALF=0 if rotary is None else cosines.shape[1],
+        BLOCK=triton.next_power_of_2(heads.head_size),
+        num_warps=1,
+    )
+    return query
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """See reference.argmax. Two kernels: of blocks, then of the blocks' results."""
+    rows, size = logits.shape
+    blocks = triton.cdiv(size, ARGMAX_BLOCK)
+    values = torch.empty(rows, blocks, device=logits.device)
+    places = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+    block_argmax[(rows, blocks)](
+        logits, values, places, logits.stride(0), size, BLOCK=ARGMAX_BLOCK, num_warps=4
+    )
+    return best_of_parts(values, places)[1]
+
+
+def decode_attention(
+    query: Tensor,
+    cache: LayerCache,
+    starts: Tensor,
+    lengths: Tensor,
+    longest: int,
+    slopes: Tensor | None,
+    *,
+    scale: float | None = None,
+    relative: RelativeBias | None = None,
+    positions: Tensor | None = None,
+    fresh: bool | None = None,
+) -> Tensor:
+    """See reference.decode_attention. Long contexts are split over programs and merged."""
+    rows, num_heads, size = query.shape
+    splits, tile, warps = attention_shape(longest)
+    out = query.new_empty(rows, num_heads * size)
+    # [rows, heads, splits]: unnormalized outputs, then largest score and sum of weights
+    partial = torch.empty(rows, num_heads, splits, size, device=query.device)
+    weights = torch.empty(rows, num_heads, splits, 2, device=query.device)
+    arrivals = cache.arrivals
+    if arrivals is None or arrivals.numel() < rows * num_heads:
+        arrivals = torch.zeros(rows * num_heads, dtype=torch.int32, device=query.device)
+    attend[(rows, num_heads, splits)](
+        query,
+        cache.keys,
+        cache.values,
+        starts,
+        lengths,
+        query if slopes is None else slopes,
+        lengths if positions is None else positions,
+        query if relative is None else relative.table,
+        out,
+        partial,
+        weights,
+        arrivals,
+        cache.keys.shape[1],
+        size**-0.5 if scale is None else scale,
+        0 if relative is None else relative.reach,
+        HEADS=num_heads,
+        GROUP=num_heads // cache.keys.shape[0],
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        SPLITS=splits,
+        SPLIT_BLOCK=triton.next_power_of_2(splits),
+        ALIBI=slopes is not None,
+        RELATIVE=relative is not None,
+        FRESH=bool(fresh),
+        TILE=tile,
+        num_warps=warps,
+        **(ALONE if fresh is None else early(query)),
+    )
+    return out

@@ -1,0 +1,254 @@
+"""Matrix times vector in the Triton language: what a step of one row consists of.
+
+With EARLY set, a kernel starts while the one before still runs (programmatic dependent launch) and
+fetches its first weights, which nobody writes, before it waits for that one's results.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from launcher_scripts.kernels.row_product_kernel import (
+    activate,
+    load_tile,
+    multiply,
+    normalized,
+    vector,
+)
+
+
+@triton.jit
+def gemv(
+    x,
+    gain,
+    weight,
+    gate_weight,
+    offsets,
+    gate_offsets,
+    sums,
+    gate_sums,
+    residual,
+    out,
+    rounded,
+    eps,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    EARLY: tl.constexpr,
+    ROLLED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out = residual + act(W norm(x) + b) * (W2 norm(x) + b2), the parts as the flags say.
+
+    ROUNDED: the result goes to `rounded` as well, in its type.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)[None, :]
+    even: tl.constexpr = OUT % ROWS == 0 and IN % BLOCK == 0
+    base = rows[:, None].to(tl.int64) * IN + columns
+    tile = load_tile(weight, base, rows, columns, 0, OUT, IN, even)
+    gate_tile = tile
+    if GATED:
+        gate_tile = load_tile(gate_weight, base, rows, columns, 0, OUT, IN, even)
+    offset = vector(offsets, rows, OUT, OFFSET)
+    gate_offset = vector(gate_offsets, rows, OUT, OFFSET and GATED)
+    row_sums = vector(sums, rows, OUT, NORM == 1)
+    gate_row_sums = vector(gate_sums, rows, OUT, NORM == 1 and GATED)
+    if EARLY:
+        gdc_wait()
+    added = vector(residual, rows, OUT, RESIDUAL)
+    value, gate, total, squares = multiply(
+        x,
+        gain,
+        weight,
+        rows,
+        gate_weight,
+        rows,
+        tile,
+        gate_tile,
+        OUT,
+        IN,
+        NORM,
+        GATED,
+        ROLLED,
+        even,
+        ROWS,
+        BLOCK,
+    )
+    value = normalized(value, row_sums, total, squares, eps, IN, NORM) + offset
+    value = activate(value, ACTIVATION)
+    if GATED:
+        gate = normalized(gate, gate_row_sums, total, squares, eps, IN, NORM)
+        value = value * (gate + gate_offset)
+    value = value + added
+    tl.store(out + rows, value.to(out.dtype.element_ty), mask=rows < OUT)
+    if ROUNDED:
+        tl.store(rounded + rows, value.to(rounded.dtype.element_ty), mask=rows < OUT)
+
+
+@triton.jit
+def gemv_heads(
+    x,
+    gain,
+    weight,
+    offsets,
+    sums,
+    query,
+    keys,
+    values,
+    starts,
+    positions,
+    cosines,
+    sines,
+    pool_tokens,
+    eps,
+    IN: tl.constexpr,
+    NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    EARLY: tl.constexpr,
+    ROLLED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Query, key and value of one token: queries to `query`, the rest to its place in the cache.
+
+    A program owns ROWS pairs of features that rotary positions would turn together (HALF of each
+    head's pairs do turn), so that it can turn them.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    OUT: tl.constexpr = (HEADS + 2 * KV_HEADS) * SIZE
+    pairs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    pair = pairs % (SIZE // 2)
+    head = pairs // (SIZE // 2)
+    lower = tl.where(pair < HALF, pair, pair + HALF)
+    upper = lower + tl.where(pair < HALF, HALF, SIZE // 2 - HALF)
+    rows = head * SIZE + lower
+    other_rows = head * SIZE + upper
+    columns = tl.arange(0, BLOCK)[None, :]
+    even: tl.constexpr = (OUT // 2) % ROWS == 0 and IN % BLOCK == 0
+    inside = pairs < OUT // 2
+    base = rows[:, None].to(tl.int64) * IN + columns
+    other_base = other_rows[:, None].to(tl.int64) * IN + columns
+    tile = load_tile(weight, base, rows, columns, 0, OUT, IN, even)
+    other_tile = load_tile(weight, other_base, other_rows, columns, 0, OUT, IN, even)
+    offset = vector(offsets, rows, OUT, OFFSET)
+    other_offset = vector(offsets, other_rows, OUT, OFFSET)
+    row_sums = vector(sums, rows, OUT, NORM == 1)
+    other_sums = vector(sums, other_rows, OUT, NORM == 1)
+    position = tl.load(positions)
+    slot = tl.load(starts) + position
+    if HALF > 0:
+        turns = (pair < HALF) & (head < HEADS + KV_HEADS) & inside
+        cosine = tl.load(cosines + position * HALF + pair, mask=turns, other=1.0)
+        sine = tl.load(sines + position * HALF + pair, mask=turns, other=0.0)
+    if EARLY:
+        gdc_wait()
+    low, high, total, squares = multiply(
+        x,
+        gain,
+        weight,
+        rows,
+        weight,
+        other_rows,
+        tile,
+        other_tile,
+        OUT,
+        IN,
+        NORM,
+        True,
+        ROLLED,
+        even,
+        ROWS,
+        BLOCK,
+    )
+    low = normalized(low, row_sums, total, squares, eps, IN, NORM) + offset
+    high = normalized(high, other_sums, total, squares, eps, IN, NORM) + other_offset
+    if HALF > 0:
+        turned = low * cosine - high * sine
+        high = high * cosine + low * sine
+        low = turned
+    asks = inside & (head < HEADS)
+    is_key = inside & (head >= HEADS) & (head < HEADS + KV_HEADS)
+    is_value = inside & (head >= HEADS + KV_HEADS)
+    place = (((head - HEADS) % KV_HEADS).to(tl.int64) * pool_tokens + slot) * SIZE
+    _store_pair(query, head * SIZE, lower, upper, low, high, asks)
+    _store_pair(keys, place, lower, upper, low, high, is_key)
+    _store_pair(values, place, lower, upper, low, high, is_value)
+
+
+@triton.jit
+def _store_pair(target, place, lower, upper, low, high, present):
+    kind = target.dtype.element_ty
+    tl.store(target + place + lower, low.to(kind), mask=present)
+    tl.store(target + place + upper, high.to(kind), mask=present)
+
+
+@triton.jit
+def gemv_largest(
+    x,
+    gain,
+    weight,
+    offsets,
+    sums,
+    largest,
+    places,
+    eps,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    EARLY: tl.constexpr,
+    ROLLED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The largest of ROWS values of W norm(x) + b, and where it is: the first of equal ones."""
+    if EARLY:
+        gdc_launch_dependents()
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)[None, :]
+    even: tl.constexpr = OUT % ROWS == 0 and IN % BLOCK == 0
+    base = rows[:, None].to(tl.int64) * IN + columns
+    tile = load_tile(weight, base, rows, columns, 0, OUT, IN, even)
+    offset = vector(offsets, rows, OUT, OFFSET)
+    row_sums = vector(sums, rows, OUT, NORM == 1)
+    if EARLY:
+        gdc_wait()
+    value, _, total, squares = multiply(
+        x,
+        gain,
+        weight,
+        rows,
+        weight,
+        rows,
+        tile,
+        tile,
+        OUT,
+        IN,
+        NORM,
+        False,
+        ROLLED,
+        even,
+        ROWS,
+        BLOCK,
+    )
+    value = normalized(value, row_sums, total, squares, eps, IN, NORM) + offset
+    value = tl.where(rows < OUT, value, -float("inf"))
+    top, place = tl.max(value, 0, return_indices=True)
+    tl.store(largest + tl.program_id(0), top)
+    tl.store(places + tl.program_id(0), tl.program_id(0) * ROWS + place)

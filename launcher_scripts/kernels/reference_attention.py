@@ -1,0 +1,161 @@
+"""The attentions of reference.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from launcher_scripts.kernels.operands import LayerCache, RelativeBias
+
+QUERIES_AT_ONCE = 512
+
+
+def context_attention(
+    query: Tensor,
+    cache: LayerCache,
+    start: int,
+    past: int,
+    slopes: Tensor | None,
+    *,
+    scale: float | None = None,
+    relative: RelativeBias | None = None,
+) -> Tensor:
+    """Causal attention of one row's new tokens: [n, heads * head_size].
+
+    query [n, heads, head_size] holds positions past..past+n-1; the row's keys and values are
+    already in the cache from token `start` on. `slopes` float32 [heads]: ALiBi (Press et al.
+    2022), bias slope * (k - q). `scale` multiplies q.k; None: head_size ** -0.5.
+    """
+    new = query.shape[0]
+    whole = past + new
+    key, value = (_for_heads(part[:, start : start + whole], query) for part in _parts(cache))
+    mask = None
+    if slopes is not None or relative is not None or past:
+        distance = torch.arange(whole, device=query.device) - torch.arange(
+            past, whole, device=query.device
+        ).unsqueeze(1)  # [n, T], k - q
+        mask = torch.zeros_like(distance, dtype=torch.float32)
+        if slopes is not None:
+            mask = slopes[:, None, None] * distance
+        if relative is not None:
+            mask = mask + _relative_scores(relative, past, new, whole)
+        mask = mask.masked_fill(distance > 0, float("-inf")).to(query.dtype)
+    out = functional.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key[None],
+        value[None],
+        attn_mask=None if mask is None else mask.expand(1, query.shape[1], new, whole),
+        is_causal=mask is None,
+        scale=scale,
+    )
+    return out[0].transpose(0, 1).reshape(new, -1)
+
+
+def source_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    relative: RelativeBias | None = None,
+    first: int = 0,
+) -> Tensor:
+    """Attention of rows of one length to all of their keys: [B, n, heads * head_size].
+
+    query [B, n, heads, head_size] holds positions first..first+n-1; key and value are
+    [B, heads, T, head_size]. Queries go in pieces where there is a bias, which takes
+    heads * n * T numbers.
+    """
+    outputs = []
+    at_once = query.shape[1] if relative is None else QUERIES_AT_ONCE
+    for start, part in enumerate(query.split(at_once, dim=1)):
+        bias = None
+        if relative is not None:
+            position = first + start * at_once
+            bias = _relative_scores(relative, position, part.shape[1], key.shape[2])
+        out = functional.scaled_dot_product_attention(
+            part.transpose(1, 2),
+            key,
+            value,
+            attn_mask=None if bias is None else bias.to(query.dtype)[None],
+            scale=scale,
+        )
+        outputs.append(out.transpose(1, 2).flatten(2))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def source_attention_weights(
+    query: Tensor, key: Tensor, *, scale: float, relative: RelativeBias | None = None
+) -> Tensor:
+    """How source_attention weighs the keys: float32 [B, heads, n, T]."""
+    scores = query.transpose(1, 2).float() @ key.transpose(-1, -2).float() * scale
+    if relative is not None:
+        scores = scores + _relative_scores(relative, 0, query.shape[1], key.shape[2])
+    return scores.softmax(-1)
+
+
+def decode_attention(
+    query: Tensor,
+    cache: LayerCache,
+    starts: Tensor,
+    lengths: Tensor,
+    longest: int,
+    slopes: Tensor | None,
+    *,
+    scale: float | None = None,
+    relative: RelativeBias | None = None,
+    positions: Tensor | None = None,
+    fresh: bool | None = None,  # noqa: ARG001 - of interest to kernels that overlap
+) -> Tensor:
+    """Attention of one new token per row: [B, heads * head_size].
+
+    query [B, heads, head_size]; row b attends to the lengths[b] cache tokens from starts[b] on,
+    its own included where they are its own. `longest` bounds the lengths. `scale` as in
+    context_attention; `relative` counts from the row's positions [B].
+
+    `fresh` may be given in a step that began with begin_step: whether its rows' last tokens were
+    stored in it; everything else was there before, so that reading can begin early.
+    """
+    rows, num_heads, head_size = query.shape
+    offsets = torch.arange(longest, device=query.device)
+    tokens = torch.where(offsets < lengths[:, None], starts[:, None] + offsets, starts[:, None])
+    group = num_heads // cache.keys.shape[0]
+    key = cache.keys[:, tokens].float()  # [kv_heads, B, T, head_size]
+    value = cache.values[:, tokens].float()
+    grouped = query.float().view(rows, -1, group, head_size).transpose(0, 1)  # [kv, B, g, D]
+    scores = grouped @ key.transpose(-1, -2) * _scale(scale, head_size)  # [kv, B, g, T]
+    if slopes is not None:
+        distance = offsets - (lengths[:, None] - 1)  # [B, T]
+        scores = scores + slopes.view(-1, 1, group, 1) * distance[None, :, None]
+    if relative is not None:
+        distance = (offsets - positions[:, None]).clamp(-relative.reach, relative.reach)
+        bias = relative.table[:, distance + relative.reach]  # [heads, B, T]
+        scores = scores + bias.unflatten(0, (-1, group)).transpose(1, 2)
+    scores = scores.masked_fill((offsets >= lengths[:, None])[None, :, None], float("-inf"))
+    out = scores.softmax(-1) @ value  # [kv, B, g, D]
+    return out.transpose(0, 1).reshape(rows, -1).to(query.dtype)
+
+
+def _relative_scores(relative: RelativeBias, first: int, queries: int, keys: int) -> Tensor:
+    """The bias of queries first..first+queries-1 on keys 0..keys-1: [heads, queries, keys].
+
+    A score depends on k - q alone, so each query's row is a window of one line of distances.
+    """
+    nearest, farthest = keys - first, first + queries - 1
+    distances = torch.arange(-farthest, nearest, device=relative.table.device)
+    places = distances.clamp(-relative.reach, relative.reach) + relative.reach
+    return relative.table[:, places].unfold(-1, keys, 1).flip(1)
+
+
+def _scale(scale: float | None, head_size: int) -> float:
+    return head_size**-0.5 if scale is None else scale
+
+
+def _parts(cache: LayerCache) -> tuple[Tensor, Tensor]:
+    return cache.keys, cache.values
+
+
+def _for_heads(part: Tensor, query: Tensor) -> Tensor:
+    """Keys or values [kv_heads, T, head_size], repeated so that every query head has its own."""
+    return part.repeat_interleave(query.shape[1] // part.shape[0], dim=0)

@@ -1,0 +1,206 @@
+"""Products of a weight with one row: how operands become launches of gemv_kernels.py."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from launcher_scripts.kernels.gemv_kernels import gemv, gemv_heads, gemv_largest
+from launcher_scripts.kernels.operands import (
+    FoldedNorm,
+    Heads,
+    Hidden,
+    LayerCache,
+    Linear,
+    StepRows,
+)
+from launcher_scripts.kernels.step_kernels import pick_largest
+from launcher_scripts.kernels.tiles import RowTile, row_tile
+
+NORM_CODES = {"layernorm": 1, "rmsnorm": 2}
+ACTIVATION_CODES = {None: 0, "gelu": 1, "gelu_erf": 2, "relu": 3, "silu": 4, "squared_relu": 5}
+FOLDED_AT_ONCE = 1 << 26
+
+
+@cache
+def _overlaps(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def early(tensor: Tensor) -> dict[str, bool]:
+    """Launch options of a kernel that may start before the one before it has ended."""
+    return {"EARLY": True, "launch_pdl": True} if _overlaps(tensor.device) else {"EARLY": False}
+
+
+def fold_norm(linear: Linear) -> FoldedNorm | None:
+    """The linear's norm for its kernels; the sums are of the gain as it will be used."""
+    norm = linear.norm
+    if norm is None:
+        return None
+    gain = norm.weight.to(linear.weight.dtype)
+    sums, offsets = None, None
+    if norm.kind == "layernorm":
+        sums = _times(linear.weight, gain.float())
+    if norm.bias is not None:
+        offsets = _times(linear.weight, norm.bias.float())
+    if linear.bias is not None:
+        offsets = linear.bias.float() + (0 if offsets is None else offsets)
+    return FoldedNorm(gain, sums, offsets)
+
+
+def _times(weight: Tensor, vector: Tensor) -> Tensor:
+    """weight @ vector in float32, a few rows at a time: a copy of all would be large."""
+    rows = max(1, FOLDED_AT_ONCE // weight.shape[1])
+    return torch.cat([part.float() @ vector for part in weight.split(rows)])
+
+
+def _norm_operands(x: Tensor, linear: Linear) -> dict[str, object]:
+    """Arguments of a kernel about the norm and bias; x stands for what there is not."""
+    folded = linear.folded
+    if folded is None:
+        offsets, gain, sums, code, eps = linear.bias, None, None, 0, 0.0
+    else:
+        offsets, gain, sums = folded.offsets, folded.gain, folded.sums
+        code, eps = NORM_CODES[linear.norm.kind], linear.norm.eps
+    return {
+        "gain": x if gain is None else gain,
+        "offsets": x if offsets is None else offsets,
+        "sums": x if sums is None else sums,
+        "eps": eps,
+        "NORM": code,
+        "OFFSET": offsets is not None,
+    }
+
+
+def row_product(
+    x: Tensor,
+    linear: Linear,
+    out: Tensor,
+    kind: str,
+    *,
+    gate: Linear | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    rounded: Tensor | None = None,
+    launch: dict[str, bool],
+    tile: RowTile | None = None,
+) -> None:
+    """x [1, in] of the weight's type through a projection to out [1, out]; see gemv."""
+    out_size, in_size = linear.weight.shape
+    tile = tile or row_tile(kind, in_size)
+    operands = _norm_operands(x, linear)
+    others = _norm_operands(x, linear if gate is None else gate)
+    gemv[(triton.cdiv(out_size, tile.rows),)](
+        x,
+        weight=linear.weight,
+        gate_weight=linear.weight if gate is None else gate.weight,
+        gate_offsets=others["offsets"],
+        gate_sums=others["sums"],
+        residual=x if residual is None else residual,
+        out=out,
+        rounded=x if rounded is None else rounded,
+        OUT=out_size,
+        IN=in_size,
+        ACTIVATION=ACTIVATION_CODES[activation],
+        GATED=gate is not None,
+        RESIDUAL=residual is not None,
+        ROUNDED=rounded is not None,
+        ROLLED=tile.rolled,
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        num_warps=tile.warps,
+        num_stages=1,
+        **operands,
+        **launch,
+    )
+
+
+def row_heads(
+    x: Hidden,
+    linear: Linear,
+    heads: Heads,
+    rotary: tuple[Tensor, Tensor] | None,
+    rows: StepRows,
+    cache: LayerCache,
+    tile: RowTile | None = None,
+) -> Tensor:
+    """reference.project_heads for one row."""
+    operand = x.operand
+    out_size, in_size = linear.weight.shape
+    tile = tile or row_tile("heads", in_size)
+    query = operand.new_empty(1, heads.num_heads, heads.head_size)
+    cosines, sines = (operand, operand) if rotary is None else rotary
+    gemv_heads[(triton.cdiv(out_size // 2, tile.rows),)](
+        operand,
+        weight=linear.weight,
+        query=query,
+        keys=cache.keys,
+        values=cache.values,
+        starts=rows.starts,
+        positions=rows.positions,
+        cosines=cosines,
+        sines=sines,
+        pool_tokens=cache.keys.shape[1],
+        IN=in_size,
+        HEADS=heads.num_heads,
+        KV_HEADS=heads.num_kv_heads,
+        SIZE=heads.head_size,
+        HALF=0 if rotary is None else cosines.shape[1],
+        ROLLED=tile.rolled,
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        num_warps=tile.warps,
+        num_stages=1,
+        **_norm_operands(operand, linear),
+        **early(operand),
+    )
+    return query
+
+
+def row_largest(
+    x: Hidden, head: Linear, held: int, tile: RowTile | None = None
+) -> tuple[Tensor, Tensor]:
+    """reference.largest for one row."""
+    operand = x.operand
+    in_size = head.weight.shape[1]
+    tile = tile or row_tile("largest", in_size)
+    parts = triton.cdiv(held, tile.rows)
+    found = torch.empty(parts, device=operand.device)
+    places = torch.empty(parts, dtype=torch.int32, device=operand.device)
+    gemv_largest[(parts,)](
+        operand,
+        weight=head.weight,
+        largest=found,
+        places=places,
+        OUT=held,
+        IN=in_size,
+        ROLLED=tile.rolled,
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        num_warps=tile.warps,
+        num_stages=1,
+        **_norm_operands(operand, head),
+        **early(operand),
+    )
+    return best_of_parts(found[None], places[None])
+
+
+def best_of_parts(found: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of [N, parts] values and the place that belongs to it: [N] each."""
+    rows, parts = found.shape
+    values = torch.empty(rows, device=found.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=found.device)
+    pick_largest[(rows,)](
+        found,
+        places,
+        values,
+        tokens,
+        parts,
+        BLOCK=triton.next_power_of_2(parts),
+        num_warps=8 if parts > 1024 else 1,
+        **early(found),
+    )
+    return values, tokens

@@ -1,0 +1,81 @@
+"""What a decode step begins and ends with, one kernel each, in the Triton language."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def begin_rows(
+    slots,
+    token,
+    start,
+    length,
+    source_start,
+    source_length,
+    history,
+    table,
+    position_table,
+    starts,
+    positions,
+    lengths,
+    sources,
+    source_starts,
+    exact,
+    rounded,
+    first_id,
+    held,
+    padding,
+    size,
+    SOURCES: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: one row's token goes to the history and its embedding to `exact`.
+
+    Nothing later starts before this has ended, so all may read what it writes without waiting.
+    """
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    identity = tl.load(token + slot)
+    first = tl.load(start + slot)
+    position = tl.load(length + slot)
+    tl.store(history + first + position, identity)
+    tl.store(length + slot, position + 1, mask=slot != padding)
+    tl.store(starts + row, first)
+    tl.store(positions + row, position)
+    tl.store(lengths + row, position + 1)
+    if SOURCES:
+        source = tl.load(source_length + slot)
+        tl.store(sources + row, tl.maximum(source, 1))
+        tl.store(source_starts + row, tl.load(source_start + slot))
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    local = identity - first_id
+    mine = (local >= 0) & (local < held)
+    value = tl.load(table + local * size + columns, mask=inside & mine, other=0.0).to(tl.float32)
+    if POSITIONS:
+        place = position_table + position * size + columns
+        value += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    target = row.to(tl.int64) * size + columns
+    tl.store(exact + target, value, mask=inside)
+    if ROUNDED:
+        tl.store(rounded + target, value.to(rounded.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def pick_largest(largest, places, values, tokens, parts, EARLY: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: the largest of a row's parts and its place, the first of equal ones."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < parts
+    value = tl.load(largest + row * parts + columns, mask=inside, other=-float("inf"))
+    top, part = tl.max(value, 0, return_indices=True)
+    tl.store(values + row, top)
+    tl.store(tokens + row, tl.load(places + row * parts + part).to(tl.int64))

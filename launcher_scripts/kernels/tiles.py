@@ -1,0 +1,41 @@
+"""Which tile a kernel uses for which shape: found once on a device, kept in tiles.json.
+
+The table says what it was measured on; `python3 -m benchmarks.tune` measures it again. Shapes that
+it does not name get a tile by rule.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+TABLE = Path(__file__).with_name("tiles.json")
+PAIRED = ("heads", "gated")  # two rows of the weight for every row of the tile
+
+
+class RowTile(NamedTuple):
+    """rows of the weight per program, columns per piece, warps; whether pieces come in a loop."""
+
+    rows: int
+    block: int
+    warps: int
+    rolled: bool
+
+
+@cache
+def row_tile(kind: str, in_size: int) -> RowTile:
+    """The tile of a product with one row: kind is plain, add, up, gated, heads or largest."""
+    found = json.loads(TABLE.read_text(encoding="utf-8"))["row_products"].get(f"{kind} {in_size}")
+    return RowTile(*found) if found else _row_rule(kind, in_size)
+
+
+def _row_rule(kind: str, in_size: int) -> RowTile:
+    rows = 4 // (2 if kind in PAIRED else 1)
+    if in_size >= 4096:
+        return RowTile(rows, 2048, 8, in_size > 12288)
+    block = 1024
+    while block > 8 and block // 2 >= in_size:
+        block //= 2
+    return RowTile(rows, block, 4, False)

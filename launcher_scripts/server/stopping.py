@@ -1,0 +1,35 @@
+"""How a service is asked to end: by a signal, noted for whoever waits."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass
+class StopRequest:
+    """Whether somebody asked this program to end; `received` is the first signal."""
+
+    received: int | None = None
+
+    def __call__(self, received: int, _frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = received
+
+    @property
+    def name(self) -> str:
+        return "nobody asked" if self.received is None else signal.Signals(self.received).name
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self) for number in _STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

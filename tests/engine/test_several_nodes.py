@@ -1,0 +1,205 @@
+"""Engines whose ranks are on other nodes; a node is a process that hosts ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.engine.engine import Engine, EngineSettings
+from launcher_scripts.engine.node_group import NodeGroup
+from launcher_scripts.engine.rendezvous import (
+    Invitation,
+    Publication,
+    find_invitations,
+    rendezvous_folders,
+)
+from launcher_scripts.errors import ServerError
+from launcher_scripts.nodes import Place
+from launcher_scripts.parallel import Parallelism
+from launcher_scripts.protocol import GenerateRequest
+from tests.engine.small_models import engine_for, random_tensors, write_checkpoint
+from tests.engine.test_parallel import GPT2, IDS, long_request, wait_until_gone
+
+HOST = """
+import os, sys
+from pathlib import Path
+from launcher_scripts.engine import rank_processes
+from launcher_scripts.engine.rank_host import NodeHost
+from launcher_scripts.errors import ServerError
+from launcher_scripts.nodes import Place
+
+rank_processes.WORKER = os.environ.get("TEST_WORKER", rank_processes.WORKER)
+node, nodes, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+host = NodeHost(Place(node, nodes, "a test", "run-1"), [folder], patience=30.0)
+try:
+    host.run(lambda: False, 5.0)
+except ServerError as error:
+    sys.exit(str(error))
+"""
+
+
+class Node:
+    """Another node of an engine, hosting ranks."""
+
+    def __init__(self, folder: Path, node: int, nodes: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOST, str(node), str(nodes), str(folder / "ranks")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+
+    def output(self) -> str:
+        return self.process.communicate(timeout=30)[0]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(autouse=True)
+def one_thread_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nodes share this machine's cores, which none of them knows."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def group(tmp_path: Path):
+    """Starts an engine over nodes; everything is ended after the test."""
+    engines: list[Engine] = []
+    nodes: list[Node] = []
+
+    def start(tp: int, pp: int, count: int, **more) -> tuple[Engine, list[Node]]:
+        tensors = random_tensors(GPT2)
+        folder = tmp_path / f"{tp}-gpu"
+        if not folder.exists():
+            write_checkpoint(folder, GPT2, tensors, tp)
+        nodes.extend(Node(tmp_path, node, count) for node in range(1, count))
+        settings = EngineSettings(
+            folder, parallelism=Parallelism(tp, pp), device="cpu", max_batch_size=4, **more
+        )
+        place = Place(0, count, "a test", "run-1")
+        engines.append(Engine.load(settings, NodeGroup(place, "tiny", (tmp_path / "ranks",))))
+        return engines[-1], nodes
+
+    yield start
+    for engine in engines:
+        engine.close()
+    for node in nodes:
+        node.end()
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_two_nodes_agree_with_one_rank(group, tmp_path: Path, tp: int, pp: int):
+    engine, (node,) = group(tp, pp, 2)
+    (published,) = (tmp_path / "ranks").iterdir()
+    assert published.stat().st_mode & 0o777 == 0o600
+    alone = engine_for(GPT2, random_tensors(GPT2))
+    request = GenerateRequest(IDS, 12)
+    assert engine.submit(request).result(60) == alone.submit(request).result(60)
+    assert [info.rank for info in engine.ranks] == [0, 1]
+    assert [what for what, _ in engine.timeline.events][-1] == "all ranks are ready"
+    engine.close()
+    alone.close()
+    output = node.output()
+    assert node.process.returncode == 0, output
+    assert "hosts ranks [1] of model tiny for rank 0 at" in output
+    assert "model tiny is closed" in output
+    assert list((tmp_path / "ranks").iterdir()) == []
+
+
+def test_a_model_that_needs_fewer_nodes_leaves_the_others_idle(group):
+    engine, (node,) = group(1, 1, 2)
+    assert len(engine.submit(GenerateRequest(IDS, 3)).result(60).output_ids) == 3
+    time.sleep(1)
+    engine.close()
+    assert "hosts ranks [] of model tiny" in node.output()
+    assert node.process.returncode == 0
+
+
+@pytest.mark.parametrize("who", ["rank", "node"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_what_is_lost_on_another_node_is_named(group, who: str, number: int):
+    engine, (node,) = group(2, 1, 2)
+    rank = engine.ranks[1].pid
+    futures = [engine.submit(long_request()) for _ in range(30)]
+    futures[0].result(60)
+    noticed: list[float] = []
+    engine.on_failure(lambda _: noticed.append(time.monotonic()))
+    start = time.monotonic()
+    os.kill(rank if who == "rank" else node.process.pid, number)
+    with pytest.raises(ServerError) as raised:
+        futures[-1].result(20)
+    assert noticed[0] - start < 5.5
+    reason = str(raised.value)
+    if who == "rank":
+        assert f"rank 1 on node 1 ({engine.ranks[1].host}, pid {rank})" in reason
+        assert ("SIGKILL" if number == signal.SIGKILL else "SIGSTOP") in reason
+        assert " step " in reason
+    else:
+        assert f"pid {node.process.pid})" in reason
+        assert ", with rank 1" in reason or "rank 1 on node 1" in reason
+    engine.close()
+    if number == signal.SIGSTOP and who == "node":
+        os.kill(node.process.pid, signal.SIGCONT)
+    wait_until_gone([rank])
+
+
+@pytest.mark.parametrize(
+    ("way", "what"),
+    [("computing", "hangs computing step 20"), ("exchanging", "hangs in step 20, all_reduce")],
+)
+def test_a_rank_that_hangs_while_its_beat_goes_on(group, monkeypatch, way: str, what: str):
+    monkeypatch.setenv("TEST_WORKER", "tests.engine.hanging_worker")
+    monkeypatch.setenv("TEST_HANGS_WHILE", way)
+    engine, _ = group(2, 1, 2)
+    noticed: list[float] = []
+    engine.on_failure(lambda _: noticed.append(time.monotonic()))
+    start = time.monotonic()
+    with pytest.raises(ServerError, match=rf"rank 1 on node 1 .* {what}"):
+        engine.submit(long_request()).result(30)
+    assert noticed[0] - start < 8
+
+
+def test_nobody_joins(tmp_path: Path):
+    folder = write_checkpoint(tmp_path / "2-gpu", GPT2, random_tensors(GPT2), 2)
+    settings = EngineSettings(folder, parallelism=Parallelism(2), device="cpu", start_timeout=2.0)
+    group = NodeGroup(Place(0, 2, "a test", "run-1"), "tiny", (tmp_path / "ranks",))
+    with pytest.raises(ServerError, match=r"not within 2 s: never joined: rank 1 on node 1"):
+        Engine.load(settings, group)
+    assert list((tmp_path / "ranks").iterdir()) == []
+
+
+def test_rank_0_is_found_where_it_could_write(tmp_path: Path):
+    folders = rendezvous_folders({"HOME": str(tmp_path / "home")}, tmp_path / "model")
+    (tmp_path / "model").write_text("no folder")
+    invitation = Invitation("tiny", ("10.0.0.1", "n1"), 4321, "aa", 1)
+    publication = Publication(folders, "run-1", invitation)
+    assert list(find_invitations(folders, "run-1").values()) == [invitation]
+    assert find_invitations(folders, "run-10") == {}
+    publication.withdraw()
+    assert find_invitations(folders, "run-1") == {}
+    assert not (tmp_path / "home" / ".launcher").exists()
+    assert rendezvous_folders({"LAUNCHER_RENDEZVOUS": "/a"}, tmp_path) == (Path("/a"),)
+
+
+def test_no_folder_takes_the_address(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        ServerError, match=r"no folder to tell the other nodes.*LAUNCHER_RENDEZVOUS"
+    ):
+        Publication([tmp_path / "file" / "x"], "run-1", Invitation("tiny", (), 1, "aa"))
+
+
+def test_a_damaged_or_foreign_file_is_no_invitation(tmp_path: Path):
+    (tmp_path / "ranks-run-1-a.json").write_text("{")
+    (tmp_path / "ranks-run-1-b.json").write_text(json.dumps({"addresses": [], "extra": 1}))
+    assert find_invitations([tmp_path], "run-1") == {}

@@ -1,0 +1,76 @@
+"""Finding jobs by folder, id, name and run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.cluster.record import JobRecord
+from launcher_scripts.errors import ClusterError
+from launcher_scripts.jobs.folders import NoSuchJob, choose_jobs, find_jobs
+
+
+def make_job(results: Path, stage: str, run: int, **fields: object) -> Path:
+    """A job folder as the launcher leaves it."""
+    folder = results / "tiny" / f"{stage}_tp1" / "jobs" / f"{run:03d}"
+    folder.mkdir(parents=True)
+    values = {
+        "stage": stage,
+        "name": f"{stage}_tiny",
+        "cluster_type": "bcm",
+        "job_id": str(100 + run),
+        "after": None,
+        "settings": "settings.yaml",
+        "script": "script.sh",
+        "log": f"log-{stage}_tiny_{100 + run}.out",
+        "submitted": float(run),
+        **fields,
+    }
+    JobRecord(**values).write(folder)  # type: ignore[arg-type]
+    return folder
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    make_job(tmp_path, "export", 1)
+    make_job(tmp_path, "deploy", 2)
+    make_job(tmp_path, "deploy", 3, job_id="500", log="log-deploy_tiny_500.out", replicas=2)
+    return tmp_path
+
+
+def test_all_jobs_are_found_in_the_order_of_their_submission(results: Path) -> None:
+    assert [(job.name, job.run) for job in find_jobs(results)] == [
+        ("export_tiny", "001"),
+        ("deploy_tiny", "002"),
+        ("deploy_tiny", "003"),
+    ]
+
+
+def test_a_job_has_many_names(results: Path) -> None:
+    folder = results / "tiny" / "deploy_tp1"
+    for name in ("deploy_tiny", "500", "deploy_tiny/003", str(folder), str(folder / "jobs/003")):
+        (job,) = choose_jobs(results, [name])
+        assert (job.run, job.ids) == ("003", ("500_0", "500_1"))
+    (job,) = choose_jobs(results, ["500_1"])
+    assert job.ids == ("500_1",)
+    assert job.record.log_file(job.folder, "500_1").name == "log-deploy_tiny_500_1.out"
+    (job,) = choose_jobs(results, ["deploy_tiny/002"])
+    assert job.ids == ("102",)
+    assert job.record.log_file(job.folder, "102").name == "log-deploy_tiny_102.out"
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones(results: Path) -> None:
+    with pytest.raises(NoSuchJob, match="got 'deploy'; choices: deploy_tiny, export_tiny") as error:
+        choose_jobs(results, ["deploy"])
+    assert error.value.exit_code == 4
+    with pytest.raises(NoSuchJob, match="no job has been submitted"):
+        choose_jobs(results / "empty", ["x"])
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"stage": "export"}'])
+def test_a_damaged_record_is_named(results: Path, text: str) -> None:
+    path = results / "tiny" / "export_tp1" / "jobs" / "001" / "job.json"
+    path.write_text(text)
+    with pytest.raises(ClusterError, match="export_tp1"):
+        find_jobs(results)

@@ -1,0 +1,121 @@
+"""Jobs of this machine, seen and ended from outside of the launcher that runs them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.jobs.conftest import Jobs
+from tests.login.test_interactive import LOCAL, Start, assert_ended, deploy_folder, wait_for
+
+Ask = Callable[..., list[dict[str, Any]]]
+
+
+def server(jobs: Jobs) -> str:
+    """The server's job folder, once its server has said that it is ready."""
+    deadline = time.monotonic() + 20
+    while "deploy_tiny" not in jobs("list").stdout:
+        assert time.monotonic() < deadline
+    return "deploy_tiny"
+
+
+def test_a_server_from_its_start_to_its_end(
+    serving: subprocess.Popen[str], jobs: Jobs, statuses: Ask, tmp_path: Path
+) -> None:
+    name = server(jobs)
+    wait_for(deploy_folder(tmp_path) / "ready.json")
+    (seen,) = statuses(name)
+    assert (seen["stage"], seen["cluster_type"], seen["name"]) == (
+        "deploy",
+        "interactive",
+        "RUNNING",
+    )
+    # The stand-in names an address where nobody answers.
+    assert (seen["status"], seen["endpoints"]) == ("NOT ANSWERING", {"http": "127.0.0.1:8000"})
+    assert jobs("status", name).returncode == 3
+    listed = jobs("list")
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == [
+        *("JOB", "export_tiny", "deploy_tiny")
+    ]
+    assert "COMPLETED" in listed.stdout.splitlines()[1]
+    stopped = jobs("stop", name)
+    assert stopped.returncode == 0, stopped.stderr
+    assert "COMPLETED" in stopped.stdout
+    assert serving.wait(20) == 0
+    assert "server stopped in order" in jobs("logs", name).stdout
+    assert jobs("logs", "-n", "1", name).stdout == "server stopped in order\n"
+    assert jobs("wait", name).returncode == 0
+    assert_ended((deploy_folder(tmp_path) / "pids").read_text())
+
+
+def test_cancelling_ends_everything_at_once(
+    serving: subprocess.Popen[str], jobs: Jobs, tmp_path: Path
+) -> None:
+    name = server(jobs)
+    wait_for(deploy_folder(tmp_path) / "ready.json")
+    assert jobs("cancel", name).returncode == 0
+    serving.wait(20)
+    assert_ended((deploy_folder(tmp_path) / "pids").read_text())
+    assert "no such job" in jobs("wait", "other").stderr
+
+
+def test_a_failed_job_s_code_is_that_of_wait(run: Any, arguments: list[str], jobs: Jobs) -> None:
+    assert run("stages=[export]", LOCAL, *arguments, EXPORT_EXITS="23").returncode == 23
+    waited = jobs("wait", "export_tiny")
+    assert waited.returncode == 23
+    assert "is FAILED with exit code 23" in waited.stderr
+    assert "  | converting tiny" in waited.stderr
+    assert jobs("status", "export_tiny").returncode == 1
+
+
+def test_waiting_has_an_end(start: Start, jobs: Jobs, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    start("stages=[export]", EXPORT_WAITS=str(pid_file))
+    pid = wait_for(pid_file)
+    waited = jobs("wait", "--timeout=0.3", "export_tiny")
+    assert waited.returncode == 124
+    assert "after 0.3 s: job" in waited.stderr
+    assert jobs("status").returncode == 3
+    assert jobs("stop", "export_tiny").returncode == 0
+    assert_ended(pid)
+
+
+def test_a_killed_launcher_leaves_no_running_job(
+    serving: subprocess.Popen[str], jobs: Jobs, statuses: Ask, tmp_path: Path
+) -> None:
+    name = server(jobs)
+    wait_for(deploy_folder(tmp_path) / "ready.json")
+    serving.kill()
+    serving.wait()
+    assert_ended((deploy_folder(tmp_path) / "pids").read_text())
+    (seen,) = statuses(name)
+    assert (seen["status"], seen["exit_code"]) == ("CANCELLED", 143)
+    assert "the launcher was killed" in seen["reason"]
+
+
+def test_following_a_log_ends_with_its_job(start: Start, jobs: Jobs, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    process = start("stages=[export]", EXPORT_WAITS=str(pid_file))
+    wait_for(pid_file)
+    process.terminate()
+    followed = jobs("logs", "-f", "export_tiny")
+    assert (followed.returncode, followed.stdout) == (0, "converting tiny\n")
+
+
+def test_neither_torch_nor_numpy_is_needed(checkout: Path, tmp_path: Path) -> None:
+    blocked = tmp_path / "blocked"
+    for package in ("torch", "tritonclient", "numpy", "hydra"):
+        (blocked / package).mkdir(parents=True)
+        (blocked / package / "__init__.py").write_text(f"raise ImportError('{package}')")
+    ran = subprocess.run(
+        ["python3", "-m", "launcher_scripts.jobs", "list", f"--results={tmp_path}"],
+        cwd=checkout,
+        env={"PYTHONPATH": str(blocked), "PATH": str(Path(sys.executable).parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert (ran.returncode, ran.stdout.split()[0]) == (0, "JOB"), ran.stderr

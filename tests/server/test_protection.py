@@ -1,0 +1,143 @@
+"""Who may do what with a real server: TLS, restricted interfaces, secrets that show up nowhere."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.errors import ConfigError, ServerError
+from launcher_scripts.security import (
+    ClientTls,
+    ServerSecurity,
+    ServerTls,
+    read_secrets,
+)
+from launcher_scripts.server.protection import TOKEN_HEADER, Protection
+from tests.server.processes import running
+from tests.server.test_service import make_repository
+
+
+def secrets_file(folder: Path, text: str, mode: int = 0o600) -> Path:
+    path = folder / "secrets"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_secrets_are_lines_of_a_private_file(tmp_path: Path) -> None:
+    text = "# S3\nAWS_ACCESS_KEY_ID=a=b\n\nAWS_SECRET_ACCESS_KEY= c d\n"
+    assert read_secrets(secrets_file(tmp_path, text)) == {
+        "AWS_ACCESS_KEY_ID": "a=b",
+        "AWS_SECRET_ACCESS_KEY": " c d",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "says"),
+    [
+        ("A=hidden", 0o640, r"mode 640\): chmod 600"),
+        ("A=hidden\nhidden", 0o600, "line 2 is not NAME=value"),
+        ("A-B=hidden", 0o600, "line 1 is not NAME=value"),
+    ],
+)
+def test_what_is_no_secrets_file_is_refused_without_its_values(
+    tmp_path: Path, text: str, mode: int, says: str
+) -> None:
+    with pytest.raises(ServerError, match=says) as error:
+        read_secrets(secrets_file(tmp_path, text, mode))
+    assert "hidden" not in str(error.value)
+    with pytest.raises(ServerError, match="FileNotFoundError"):
+        read_secrets(tmp_path / "absent")
+
+
+def test_unknown_interfaces_and_half_certificates_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"got 'admin'; choices: health, .*restricted_apis"):
+        ServerSecurity(restricted_apis=("admin",))
+    with pytest.raises(ConfigError, match="a certificate needs its key"):
+        ClientTls("ca.pem", certificate="me.pem")
+
+
+def test_arguments_and_addresses() -> None:
+    plain = Protection(ServerSecurity(restricted_apis=()))
+    assert plain.arguments() == ["--model-control-mode=none"]
+    tls = ServerSecurity(grpc_tls=ServerTls("c.pem", "k.pem"))
+    arguments = Protection(tls).arguments()
+    assert "--grpc-use-ssl=true" in arguments
+    assert tls.hosts("0.0.0.0") == {"http": "127.0.0.1", "grpc": "0.0.0.0", "metrics": "127.0.0.1"}
+    assert ServerSecurity().hosts("::")["http"] == "::"
+    first, second = (Protection(ServerSecurity()).arguments()[1] for _ in range(2))
+    assert first.startswith(f"--http-restricted-api=shared-memory,trace,logging:{TOKEN_HEADER}=")
+    assert first != second
+
+
+def certificates(folder: Path) -> dict[str, str]:
+    """A certificate authority, and a server's and a client's certificates of it."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("there is no openssl to make certificates with")
+
+    def run(*argv: str) -> None:
+        subprocess.run([openssl, *argv], cwd=folder, check=True, capture_output=True)
+
+    new = ("req", "-newkey", "rsa:2048", "-nodes")
+    run(*new, "-x509", "-subj", "/CN=test ca", "-keyout", "ca.key", "-out", "ca.pem")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1")
+    for name in ("server", "client"):
+        run(*new, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
+        signed = ("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key")
+        run(*signed, "-CAcreateserial", "-extfile", "names", "-out", f"{name}.pem")
+        (folder / f"{name}.key").chmod(0o600)
+    return {path.name: str(path) for path in folder.iterdir()}
+
+
+def status(address: str, method: str, path: str, **headers: str) -> int:
+    connection = http.client.HTTPConnection(address, timeout=10)
+    try:
+        connection.request(method, path, body="{}", headers=headers)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("pytriton") is None,
+    reason="the pip-installable tritonserver is not there",
+)
+def test_a_protected_server(tmp_path: Path) -> None:
+    from launcher_scripts.clients.remote import RemoteServer
+
+    pem = certificates(tmp_path)
+    secret = "a-secret-of-the-cloud"
+    file = secrets_file(tmp_path, f"AWS_SECRET_ACCESS_KEY={secret}\nLAUNCHER_ADMIN_TOKEN=open-up\n")
+    security = ServerSecurity(
+        grpc_tls=ServerTls(pem["server.pem"], pem["server.key"], pem["ca.pem"]),
+        secrets_file=str(file),
+    )
+    # The model is ready only when it has been given the secret.
+    checks = f"assert os.environ['AWS_SECRET_ACCESS_KEY'] == {secret!r}; self.status('ready')"
+    repository = make_repository(tmp_path, checks)
+    with running(tmp_path / "job", repository, security=security) as step:
+        ready = step.wait_until_ready()
+        mutual = ClientTls(pem["ca.pem"], pem["client.pem"], pem["client.key"])
+        for tls, answers in ((mutual, True), (ClientTls(pem["ca.pem"]), False), (None, False)):
+            with RemoteServer(ready["grpc"], protocol="grpc", request_timeout=3, tls=tls) as server:
+                assert server.is_ready("standin") is answers
+        address = ready["http"]
+        assert address.startswith("127.0.0.1:")
+        assert status(address, "GET", "/v2/health/ready") == 200
+        assert status(address, "POST", "/v2/repository/models/standin/unload") >= 400
+        for path in ("/v2/systemsharedmemory/status", "/v2/trace/setting", "/v2/logging"):
+            assert status(address, "GET", path) == 403
+            assert status(address, "GET", path, **{TOKEN_HEADER: "guess"}) == 403
+            assert status(address, "GET", path, **{TOKEN_HEADER: "open-up"}) == 200
+        assert status(address, "GET", "/v2/health/ready") == 200
+        assert step.stop() == 0, step.err
+        written = step.out + step.err + (tmp_path / "job" / "settings.yaml").read_text()
+        assert f"{TOKEN_HEADER}=***" in written
+        assert secret not in written
+        assert "open-up" not in written

@@ -1,0 +1,106 @@
+"""The jobs command on a real Slurm: servers side by side, and how they are watched and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm.cluster import TestCluster
+from tests.slurm.conftest import Submit
+from tests.slurm.test_jobs import ended
+
+Jobs = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def jobs(checkout: Path, submit: Submit) -> Jobs:
+    """`python3 -m launcher_scripts.jobs COMMAND ...` on the results of the test."""
+
+    def ask(command: str, *more: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "launcher_scripts.jobs", command]
+        return subprocess.run(
+            [*argv, f"--results={submit.results.parent}", *more],
+            cwd=checkout,
+            env=dict(os.environ),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return ask
+
+
+def statuses(jobs: Jobs, *names: str) -> list[dict[str, Any]]:
+    found = json.loads(jobs("status", "--json", *names).stdout)
+    assert isinstance(found, list)
+    return found
+
+
+def test_replicas_are_an_array_of_jobs_that_one_evaluation_asks(
+    slurm: TestCluster, submit: Submit, jobs: Jobs
+) -> None:
+    free = [f"deploy.server.{name}_port=0" for name in ("http", "grpc", "metrics")]
+    shared = ["cluster.exclusive=False", "cluster.mem=100", "deploy.replicas=2", *free]
+    submit("stages=[export,deploy,evaluate]", *shared, EVALUATE_WAITS="30")
+    assert ended(slurm, submit, "evaluate") == ("COMPLETED", "0:0"), submit.log("evaluate")
+    record = submit.record("deploy")
+    assert submit.log("evaluate").count('"http": "127.0.0.1:8000"') == 2
+    names = {path.name for path in record["folder"].iterdir()}
+    assert {f"log-deploy_tiny_{record['job_id']}_{k}.out" for k in (0, 1)} <= names
+    assert jobs("wait", "deploy_tiny").returncode == 0
+    seen = statuses(jobs, "deploy_tiny")
+    assert [item["id"] for item in seen] == [f"{record['job_id']}_{k}" for k in (0, 1)]
+    assert {(item["status"], item["exit_code"]) for item in seen} == {("COMPLETED", 0)}
+    assert jobs("logs", "deploy_tiny").stdout.count("server stopped in order") == 2
+
+
+def test_a_server_is_watched_and_stopped_in_order(
+    slurm: TestCluster, submit: Submit, jobs: Jobs
+) -> None:
+    submit("stages=[export,deploy]")
+    waited = jobs("wait", "--timeout=60", "export_tiny")
+    assert waited.returncode == 0, waited.stderr
+    record = submit.record("deploy")
+    while statuses(jobs, record["job_id"])[0]["status"] in ("PENDING", "STARTING"):
+        assert jobs("status", record["job_id"]).returncode == 3
+    (seen,) = statuses(jobs, record["job_id"])
+    assert (seen["status"], seen["nodes"]) == ("NOT ANSWERING", "n1")
+    stopped = jobs("stop", "deploy_tiny")
+    assert stopped.returncode == 0, stopped.stderr
+    assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0")
+    assert "server stopped in order" in jobs("logs", "deploy_tiny").stdout
+    assert slurm.job_processes(record["job_id"]) == []
+
+
+def test_what_slurm_has_forgotten_is_remembered_in_the_job_folder(
+    slurm: TestCluster, submit: Submit, jobs: Jobs
+) -> None:
+    submit("stages=[export]", EXPORT_EXITS="5")
+    waited = jobs("wait", "export_tiny")
+    assert waited.returncode == 5
+    assert "  | converting tiny" in waited.stderr
+    folder = submit.record("export")["folder"]
+    assert (folder / f"end_{submit.record('export')['job_id']}.json").exists()
+    assert slurm.is_up()
+
+
+def test_a_job_that_will_never_start_says_why(
+    slurm: TestCluster, submit: Submit, jobs: Jobs
+) -> None:
+    submit("stages=[export]")
+    # The launcher does not submit such a job, but a partition's limits can change behind it.
+    late = ("--partition=single", "--time=2-0", "--output=/dev/null", "--wrap=true")
+    job_id = slurm.run("sbatch", "--parsable", *late).stdout.strip()
+    record = submit.record("export")["folder"] / "job.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "job_id": job_id}))
+    waited = jobs("wait", "--timeout=30", "export_tiny")
+    assert waited.returncode == 1
+    assert "PartitionTimeLimit, it will never start: its time limit is beyond" in waited.stderr
+    assert jobs("cancel", "export_tiny").returncode == 0
