@@ -23,7 +23,7 @@ from launcher_scripts.engine.decode_step import (
 from launcher_scripts.engine.encoder import Encoder, embed, layer_bias, through_stage
 from launcher_scripts.engine.kv_cache import KVCache
 from launcher_scripts.engine.layers import ParallelLayer, Rows, Segment, Step
-from launcher_scripts.engine.learned_parts import scaled, token_tasks
+from launcher_scripts.engine.learned_parts import learned_of, scaled, token_tasks
 from launcher_scripts.engine.network import Encoded
 from launcher_scripts.engine.t5_weights import CrossLayerWeights, T5Weights
 from launcher_scripts.kernels.operands import EmbeddingTables, Heads, LayerCache, RelativeBias
@@ -175,7 +175,7 @@ class EncoderDecoder:
         self.step_obstacles = obstacles(
             self.config,
             communicator,
-            self._learned(),
+            learned_of(weights.decoder_layers.values()),
             [layer.query_key_value for layer in weights.decoder_layers.values()],
         )
         self.step = None
@@ -225,14 +225,6 @@ class EncoderDecoder:
             raise RuntimeError("only the last pipeline stage has an output projection")
         local = self.kernels.logits(hidden, self.weights.head)
         return self.communicator.tp_concat(local)[:, : self.config.vocab_size]
-
-    def _learned(self) -> list[object]:
-        layers = self.weights.decoder_layers.values()
-        return [
-            part
-            for layer in layers
-            for part in (layer.ia3, layer.attention_adapter, layer.mlp_adapter)
-        ]
 
     def _decode_step(self) -> DecodeStep:
         weights = self.weights
