@@ -35,6 +35,7 @@ from launcher_scripts.checkpoint.manifest import TOOL_VERSION
 from launcher_scripts.checkpoint.plan import SourceCheckpoint, Task, make_plan
 from launcher_scripts.checkpoint.progress import Progress
 from launcher_scripts.checkpoint.reshard import rank_columns
+from launcher_scripts.checkpoint.served_types import backend_model_type
 from launcher_scripts.checkpoint.streaming import strips
 from launcher_scripts.checkpoint.verification import verify_export
 from launcher_scripts.checkpoint.workspace import Workspace
@@ -78,6 +79,8 @@ def export(settings: ExportSettings) -> Path:
     config = _with_token_ids(settings, checkpoint, files)
     if learned:
         config = learned.with_start_id(config)
+    if settings.model_type:
+        backend_model_type(settings.model_type, config)
     check_parallelism(settings, config)
     tasks = make_plan(checkpoint, family_of(config).weights(config), f"the checkpoint {path}")
     if learned:
