@@ -11,7 +11,6 @@ from launcher_scripts.engine.t5_weights import (
     T5Weights,
 )
 from launcher_scripts.engine.weights import WeightLoader
-from launcher_scripts.errors import CheckpointError, problem
 from launcher_scripts.kernels.operands import Linear, Norm
 from launcher_scripts.models.bart import BartConfig
 
@@ -24,14 +23,6 @@ class BartWeightLoader(WeightLoader):
     def load(self) -> T5Weights:
         """Everything this rank needs, and nothing else, is read."""
         config = self.config
-        if config.num_heads != config.num_decoder_heads:
-            raise CheckpointError(
-                problem(
-                    "the engine needs as many heads in the decoder as in the encoder",
-                    got=config.num_decoder_heads,
-                    choices=[config.num_heads],
-                )
-            )
         first = self.pp_rank == 0
         last = self.pp_rank == self.parallelism.pp_size - 1
         final = last and self._pre

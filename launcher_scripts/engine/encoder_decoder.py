@@ -31,10 +31,16 @@ from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.t5 import T5Config
 
 
-def t5_heads(config: T5Config | BartConfig, tp_size: int) -> Heads:
-    """The heads of one rank."""
+def encoder_heads(config: T5Config | BartConfig, tp_size: int) -> Heads:
+    """The encoder's heads of one rank."""
     heads = config.num_heads // tp_size
     return Heads(heads, heads, config.head_size)
+
+
+def decoder_heads(config: T5Config | BartConfig, tp_size: int) -> Heads:
+    """The decoder's heads of one rank."""
+    heads = config.num_decoder_heads // tp_size
+    return Heads(heads, heads, config.decoder_head_size)
 
 
 class CrossLayer(ParallelLayer):
@@ -92,7 +98,7 @@ class CrossLayer(ParallelLayer):
         return self.normed(x, weights.mlp_norm)
 
     def _attend(self, query: Tensor, step: Step) -> Tensor:
-        with_bias = {"scale": self.config.attention_scale, "relative": self.bias}
+        with_bias = {"scale": self.config.decoder_attention_scale, "relative": self.bias}
         if step.segments is None:
             return self.kernels.decode_attention(
                 query,
@@ -115,7 +121,7 @@ class CrossLayer(ParallelLayer):
         )
 
     def _attend_source(self, query: Tensor, step: Step) -> Tensor:
-        with_bias = {"scale": self.config.attention_scale, "relative": self.source_bias}
+        with_bias = {"scale": self.config.decoder_attention_scale, "relative": self.source_bias}
         if step.segments is None:
             source = step.source
             return self.kernels.decode_attention(
@@ -157,8 +163,9 @@ class EncoderDecoder:
         self.kernels = kernels
         self.communicator = communicator
         self.device = device
-        self.heads = t5_heads(self.config, communicator.tp_size)
-        self._encoder = Encoder(weights, self.heads, kernels, communicator, device)
+        self.heads = decoder_heads(self.config, communicator.tp_size)
+        of_encoder = encoder_heads(self.config, communicator.tp_size)
+        self._encoder = Encoder(weights, of_encoder, kernels, communicator, device)
         self._layers = [
             CrossLayer(
                 self.config,
@@ -235,7 +242,7 @@ class EncoderDecoder:
             attention = {
                 "cache": layer.cache,
                 "heads": self.heads,
-                "scale": self.config.attention_scale,
+                "scale": self.config.decoder_attention_scale,
             }
             sublayers += [
                 SelfAttention(

@@ -9,7 +9,7 @@ from typing import Any
 from launcher_scripts.engine.agm_weights import AgmWeightLoader
 from launcher_scripts.engine.bart_weights import BartWeightLoader
 from launcher_scripts.engine.decoder import Decoder, local_heads
-from launcher_scripts.engine.encoder_decoder import EncoderDecoder, t5_heads
+from launcher_scripts.engine.encoder_decoder import EncoderDecoder, decoder_heads
 from launcher_scripts.engine.network import Network
 from launcher_scripts.engine.t5_weights import T5WeightLoader
 from launcher_scripts.engine.weights import WeightLoader
@@ -80,7 +80,7 @@ FAMILIES = {
     "t5": EngineFamily(
         T5WeightLoader,
         EncoderDecoder,
-        t5_heads,
+        decoder_heads,
         lambda config: 0 if config.encoder_only else config.num_decoder_layers,
         _t5_depth,
         _t5_tokens,
@@ -88,7 +88,7 @@ FAMILIES = {
     "bart": EngineFamily(
         BartWeightLoader,
         EncoderDecoder,
-        t5_heads,
+        decoder_heads,
         lambda config: config.num_decoder_layers,
         _t5_depth,
         _t5_tokens,

@@ -77,6 +77,14 @@ class BartConfig:
         return float(self.head_size**-0.5)
 
     @property
+    def decoder_head_size(self) -> int:
+        return self.hidden_size // self.num_decoder_heads
+
+    @property
+    def decoder_attention_scale(self) -> float:
+        return float(self.decoder_head_size**-0.5)
+
+    @property
     def position_embedding(self) -> str:
         return "learned"
 
