@@ -58,7 +58,8 @@ class ExportSettings:
     """Turn one checkpoint into a model repository.
 
     triton_model_dir is the model's folder inside the repository; shards go to
-    <triton_model_dir>/1/<tp_size>-gpu. num_attention_heads is for checkpoints that do not say it.
+    <triton_model_dir>/1/<tp_size>-gpu. model_type is what the model is served as; "" where only the
+    shards are wanted. num_attention_heads is for checkpoints that do not say it.
     prompt_, ia3_ and adapter_checkpoints are added to the base in order; ia3_in_place folds IA3
     into the weights. decoupled: the served model answers with every token. interactive: its
     requests belong to sessions, interactive_sessions of them at once.
@@ -155,6 +156,7 @@ class DeploySettings:
     (10.0.0.0/16) of what the ranks of several nodes talk over; None: any. restarts: how often a
     server that was ready may be started again after it lost a rank or died. model_repository may
     be in a cloud storage (s3://, gs://, as://); cloud_credentials is Triton's file of keys for it.
+    numpy_dir: a folder with numpy 1 for a server whose Python backend needs it; None: none needed.
     """
 
     model_repository: str
@@ -165,6 +167,7 @@ class DeploySettings:
     host: str = "0.0.0.0"
     device: str = "auto"
     tritonserver: str | None = None
+    numpy_dir: str | None = None
     public_host: str | None = None
     ready_timeout: float = 1800.0
     stop_timeout: float = 30.0

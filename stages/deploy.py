@@ -37,6 +37,7 @@ class Server:
     metrics_port: int
     device: str
     tritonserver: str | None
+    numpy_dir: str | None
     public_host: str | None
     ready_timeout: float
     stop_timeout: float
@@ -183,6 +184,8 @@ class Deploy(Stage):
         )
         if settings.tritonserver is not None and not cluster.in_container:
             checks.exists("the server", settings.tritonserver, "deploy.server.tritonserver")
+        if settings.numpy_dir is not None and not cluster.in_container:
+            checks.exists("the folder with numpy", settings.numpy_dir, "deploy.server.numpy_dir")
 
     def _check_replicas(self) -> None:
         checks, most, key = self.launch.checks, self.launch.cluster.max_replicas, "deploy.replicas"

@@ -31,7 +31,9 @@ def require_working_arrays() -> None:
     if returned.tolist() != known.tolist():
         raise pb_utils.TritonModelException(
             "this server's Python backend was built for numpy 1 and cannot carry text with "
-            f"numpy {np.__version__}; install 'numpy<2' for the server's Python, or export with "
+            f"numpy {np.__version__}; give the server a folder with numpy 1 "
+            "(deploy.server.numpy_dir: python3 -m pip install --no-deps --target FOLDER "
+            "numpy==1.26.4), install 'numpy<2' for its Python, or export with "
             "export.model.tokenizer=none to serve token ids only"
         )
 

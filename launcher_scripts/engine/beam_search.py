@@ -184,8 +184,8 @@ class BeamSearch:
     ) -> list[BeamCopy]:
         """Choose the next hypotheses of every search from logits [rows of the batches, vocab].
 
-        logits is None but on the last stage, which decides for all. reorder: the most generated
-        tokens in the cache of any search that goes on after this step. The rankings go to rank 0.
+        logits is None but on the last stage, which decides for all. reorder: how many of the last
+        tokens in the cache may differ between hypotheses. The rankings go to rank 0.
         """
         copies = []
         first = 0
@@ -231,14 +231,14 @@ class BeamSearch:
         states.beam_score.index_copy_(0, slots, score.view(-1))
         return slots.view(-1, batch.width).gather(1, parent.gather(1, chosen)).view(-1)
 
-    def _reorder(self, slots: Tensor, parents: Tensor, longest: int) -> None:
-        """Copy the parents' generated tokens, at most `longest`, to the slots."""
+    def _reorder(self, slots: Tensor, parents: Tensor, count: int) -> None:
+        """Copy the last `count` generated tokens of the parents to the slots."""
         states = self.states
-        place = torch.arange(longest, device=slots.device)
-        prompt = states.prompt_length[slots][:, None]
-        inside = place < states.length[slots][:, None] - prompt  # [B, T]
+        back = torch.arange(1, count + 1, device=slots.device)
+        place = states.length[slots][:, None] - back  # [B, T]
+        inside = place >= states.prompt_length[slots][:, None]
         source, target = (
-            torch.where(inside, states.start[of][:, None] + prompt + place, self.cache.scratch)
+            torch.where(inside, states.start[of][:, None] + place, self.cache.scratch)
             for of in (parents, slots)
         )
         self.cache.copy(source, target)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from launcher_scripts.engine.results import Candidate
 from launcher_scripts.protocol import Beam
 
+LOOK_BACK = 64
+
 
 @dataclass(frozen=True, eq=False)
 class Hypothesis:
@@ -45,7 +47,10 @@ class Hypothesis:
 
 
 class Hypotheses:
-    """A search of `width` hypotheses over at most `output_len` tokens."""
+    """A search of `width` hypotheses over at most `output_len` tokens.
+
+    shared: how many first tokens all have in common that go on, so far as LOOK_BACK shows it
+    """
 
     def __init__(self, width: int, len_penalty: float, output_len: int) -> None:
         self._width = width
@@ -54,6 +59,7 @@ class Hypotheses:
         self._length = 0
         self._running: list[Hypothesis | None] = [None] * width
         self._ended: list[Hypothesis] = []
+        self.shared = 0
 
     @property
     def finished(self) -> bool:
@@ -80,6 +86,16 @@ class Hypotheses:
         self._ended = _best(self._ended, self._width)
         pairs = sorted(zip(candidates, grown, strict=True), key=lambda pair: pair[0].ends)
         self._running = [hypothesis for _, hypothesis in pairs[: self._width]]
+        self._find_shared()
+
+    def _find_shared(self) -> None:
+        """Go back from the last tokens to the one that all descend from."""
+        last = set(self._running)
+        for back in range(min(LOOK_BACK, self._length - self.shared)):
+            if len(last) == 1:
+                self.shared = self._length - back
+                return
+            last = {each and each.parent for each in last}
 
     def best(self) -> list[Hypothesis]:
         """The W best so far, best first: ended ones, and until the end those that go on."""

@@ -99,11 +99,11 @@ class Plan:
     """One step: rows that join, that are encoded, whose prompts run on, that run one token further.
 
     beams are the first slots of the beam searches of which every hypothesis runs one token further,
-    beside the rows in `decode`. reorder bounds the generated tokens in the cache of the searches
-    that go on after the step. moves come before everything else. windows: whether any row in
-    `decode` has a window. longest and longest_source bound the cache tokens of all of them:
-    prompt and generated ones, the new one included; and those of the encoder's input, where there
-    is one.
+    beside the rows in `decode`. reorder bounds how many of the last tokens in the cache may differ
+    between hypotheses of the searches that go on after the step. moves come before everything else.
+    windows: whether any row in `decode` has a window. longest and longest_source bound the cache
+    tokens of all of them: prompt and generated ones, the new one included; and those of the
+    encoder's input, where there is one.
     """
 
     starts: tuple[RowStart, ...] = ()

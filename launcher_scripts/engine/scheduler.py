@@ -7,7 +7,7 @@ from collections import deque
 from launcher_scripts.engine.kv_cache import ExtentAllocator
 from launcher_scripts.engine.plan import Move, Plan, PrefillPart, RowStart
 from launcher_scripts.engine.results import EncodedRow, StepResult
-from launcher_scripts.engine.row import Row, answer, output_so_far, take, take_beams
+from launcher_scripts.engine.row import Row, answer, snapshot, take, take_beams
 from launcher_scripts.engine.session import Session
 
 
@@ -58,7 +58,7 @@ class Scheduler:
             prefill=tuple(prefill),
             decode=tuple(row.slot for row in decode),
             beams=tuple(row.slot for row in beams),
-            reorder=max((row.launched - 1 for row in beams if self._decodes(row)), default=0),
+            reorder=max(map(self._reordered, beams), default=0),
             longest=max((row.cached for row in running), default=0),
             longest_source=max((len(row.source) for row in running), default=0),
             moves=tuple(self._moves),
@@ -95,7 +95,7 @@ class Scheduler:
             self._leave(row)
             answer(row)
         elif row.on_progress is not None:
-            row.on_progress(output_so_far(row))
+            row.on_progress(snapshot(row))
 
     def _take_encoded(self, row: Row, encoded: EncodedRow) -> None:
         """The encoder's answer is the whole one where nothing is decoded."""
@@ -110,6 +110,15 @@ class Scheduler:
     def _decodes(self, row: Row) -> bool:
         whole_prompt = row.prefilled == len(row.prompt)
         return whole_prompt and row.launched < row.request.output_len
+
+    def _reordered(self, row: Row) -> int:
+        """How many of the generated tokens in the cache may differ between the hypotheses.
+
+        Those known to be shared a step ago still are: all that go on descend from the same.
+        """
+        if row.hypotheses is None or not self._decodes(row):
+            return 0
+        return row.launched - 1 - row.hypotheses.shared
 
     def _admit(self) -> list[RowStart]:
         starts = []

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from launcher_scripts.clients.connection import NUMPY_TYPES
 from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.errors import RequestError, lookup, problem
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest, Tensor
+from launcher_scripts.protocol import Beam, GenerateOutput, GenerateRequest, Tensor
 
 NO_TOKEN = (1 << 32) - 1  # fills up decoder_input_ids
 
@@ -212,7 +212,7 @@ def output_names(rows: Sequence[GenerateRequest], model_type: str = "GPT") -> tu
 def row_outputs(
     rows: Sequence[GenerateRequest], tensors: Mapping[str, NDArray[Any]]
 ) -> list[GenerateOutput]:
-    """The answer to `rows`, one output each; of several beams the best one (the first).
+    """The answer to `rows`, one output each.
 
     tensors: output_ids [B, beam, time], sequence_length [B, beam], cum_log_probs [B, beam],
              output_log_probs [B, beam, generated], context_logits [B, longest prompt, vocab],
@@ -223,27 +223,39 @@ def row_outputs(
     starts = tensors.get("response_input_lengths")
     for index, row in enumerate(rows):
         prompt = 0 if starts is None else int(starts[index, 0])
-        end = int(tensors["sequence_length"][index, 0])
-        log_probs: tuple[float, ...] = ()
-        cum_log_probs = logits = embeddings = None
-        if row.return_log_probs:
-            log_probs = tuple(
-                float(value) for value in tensors["output_log_probs"][index, 0, : end - prompt]
-            )
-            cum_log_probs = float(tensors["cum_log_probs"][index, 0])
+        width = row.sampling.beam_width if row.output_len else 1
+        beams = tuple(_beam(row, tensors, index, beam, prompt) for beam in range(width))
+        logits = embeddings = None
         if row.return_context_logits:
             read = row.input_ids if starts is not None else row.decoder_input_ids
             logits = tensors["context_logits"][index, : len(read)]
         if row.return_context_embeddings:
             embeddings = tensors["context_embeddings"][index, 0]
-        generated = tensors["output_ids"][index, 0, prompt:end]
         outputs.append(
             GenerateOutput(
-                output_ids=tuple(int(token) for token in generated),
-                cum_log_probs=cum_log_probs,
-                output_log_probs=log_probs,
+                output_ids=beams[0].output_ids,
+                cum_log_probs=beams[0].cum_log_probs,
+                output_log_probs=beams[0].output_log_probs,
                 context_logits=logits,
                 context_embeddings=embeddings,
+                beams=beams if width > 1 else (),
             )
         )
     return outputs
+
+
+def _beam(
+    row: GenerateRequest,
+    tensors: Mapping[str, NDArray[Any]],
+    index: int,
+    beam: int,
+    prompt: int,
+) -> Beam:
+    """One hypothesis of row `index`, whose output_ids begin with `prompt` ids of the prompt."""
+    end = int(tensors["sequence_length"][index, beam])
+    ids = tuple(int(token) for token in tensors["output_ids"][index, beam, prompt:end])
+    if not row.return_log_probs:
+        return Beam(ids)
+    per_token = tensors["output_log_probs"][index, beam, : end - prompt]
+    total = float(tensors["cum_log_probs"][index, beam])
+    return Beam(ids, total, tuple(float(value) for value in per_token))

@@ -8,10 +8,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher_scripts.errors import ServerError, problem
+from launcher_scripts.server.text_numpy import check_numpy_dir
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 OUR_BACKEND = CHECKOUT / "launcher_scripts" / "backends" / "fastertransformer"
@@ -27,12 +28,14 @@ class Installation:
     backends_dir:   its own backends; `python` among them
     stub:           the Python backend's worker, for the Python that runs this program
     library_dirs:   where its shared libraries lie, when the system does not know
+    numpy_dir:      where its Python backend's models find numpy; None: where everybody does
     """
 
     executable: Path
     backends_dir: Path
     stub: Path
     library_dirs: tuple[Path, ...] = ()
+    numpy_dir: Path | None = None
 
     def environment(self) -> dict[str, str]:
         """Variables for the server alone; its library path would break other programs.
@@ -95,11 +98,19 @@ class Installation:
             )
 
 
-def find_installation(configured: str | None) -> Installation:
+def find_installation(configured: str | None, numpy_dir: str | None = None) -> Installation:
     """The configured server, else the container's or the one on PATH, else the pip package's.
 
-    Raises ServerError that lists where was looked.
+    numpy_dir: see Installation. Raises ServerError that lists where was looked.
     """
+    installation = _find(configured)
+    if numpy_dir is None:
+        return installation
+    check_numpy_dir(Path(numpy_dir))
+    return replace(installation, numpy_dir=Path(numpy_dir))
+
+
+def _find(configured: str | None) -> Installation:
     if configured is not None:
         executable = shutil.which(configured)
         if executable is None:

@@ -21,6 +21,7 @@ from launcher_scripts.models.repository import is_remote
 from launcher_scripts.server.installation import Installation
 from launcher_scripts.server.ports import Ports
 from launcher_scripts.server.protection import Protection
+from launcher_scripts.server.text_numpy import prefer_numpy
 from launcher_scripts.settings import DeploySettings
 
 STATUS_DIR_VARIABLE = "LAUNCHER_STATUS_DIR"
@@ -62,6 +63,8 @@ class ServerProcess:
         self.status_dir = folder / "status"
         self.status_dir.mkdir()
         installation.make_backends(folder / "backends")
+        if installation.numpy_dir is not None:
+            prefer_numpy(folder, installation.numpy_dir)
         self._shm_prefix = f"{folder.name}_"
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._errors: list[str] = []

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
+from launcher_scripts.engine.beam_search import BeamSearch
 from launcher_scripts.engine.engine import STEPS_AHEAD, Engine
 from launcher_scripts.engine.hypotheses import Hypotheses
 from launcher_scripts.engine.results import Candidate
@@ -202,7 +203,7 @@ def test_a_cancelled_search_gives_back_all_of_its_places():
 def test_progress_holds_the_best_hypotheses_so_far(engine):
     seen: list[GenerateOutput] = []
     row = request(PROMPT, 6, 3, min_length=6)
-    final = engine.submit(row, seen.append).result(60)
+    final = engine.submit(row, lambda snapshot: seen.append(snapshot())).result(60)
     assert [len(each.beams) for each in seen] == [3] * 5
     assert [{len(text) for text in texts(each)} for each in seen] == [{n} for n in range(1, 6)]
     for each in seen:
@@ -224,6 +225,27 @@ def test_prompts_longer_than_a_step_are_shared_by_all_hypotheses(monkeypatch):
     pieces = engine_for(GPT, random_tensors(GPT))
     assert texts(run(pieces, prompt, 8, 5)) == wanted
     pieces.close()
+
+
+def test_tokens_that_all_hypotheses_share_are_not_copied(monkeypatch):
+    """Long searches copy few of their tokens, and find the same."""
+    config = small_config(end_id=1000)
+    copied: list[int] = []
+    original = BeamSearch._reorder
+
+    def counting(self: BeamSearch, slots: torch.Tensor, parents: torch.Tensor, count: int) -> None:
+        copied.append(count)
+        original(self, slots, parents, count)
+
+    monkeypatch.setattr(BeamSearch, "_reorder", counting)
+    engine = engine_for(config, random_tensors(config))
+    got = texts(run(engine, PROMPT, 80, 4))
+    less, copied[:] = sum(copied), []
+    monkeypatch.setattr("launcher_scripts.engine.hypotheses.LOOK_BACK", 0)
+    assert texts(run(engine, PROMPT, 80, 4)) == got
+    engine.close()
+    assert sum(copied) == sum(range(1, 79))
+    assert less < sum(copied) / 2
 
 
 def candidate(parent: int, token: int, total: float, *, ends: bool = False) -> Candidate:
@@ -263,3 +285,16 @@ def test_only_the_best_of_a_step_may_end():
     best = [each.beam(log_probs=False).output_ids for each in hypotheses.best()]
     assert hypotheses.finished
     assert best == [(8, 0), (7, 5, 0)]
+
+
+def test_shared_tokens_are_counted():
+    source = random.Random(7)
+    hypotheses = Hypotheses(3, 0.0, 100)
+    running: list[Text] = [(), (), ()]
+    for step in range(60):
+        parents = [source.choice((0, 0, 0, 1, 2)) if step else 0 for _ in range(6)]
+        candidates = [candidate(p, 10 + i, -step - i / 9) for i, p in enumerate(parents)]
+        hypotheses.take(candidates)
+        running = [(*running[each.parent], each.token) for each in candidates[:3]]
+        same = [len(set(column)) == 1 for column in zip(*running, strict=True)]
+        assert hypotheses.shared == (same.index(False) if False in same else len(same))

@@ -13,7 +13,7 @@ from launcher_scripts.evaluation.tensors import (
     row_outputs,
     word_lists,
 )
-from launcher_scripts.protocol import GPT_INPUTS, GenerateRequest, SamplingParameters
+from launcher_scripts.protocol import GPT_INPUTS, Beam, GenerateRequest, SamplingParameters
 
 # A value other than the contract's default for every field of a request.
 SAMPLING = SamplingParameters(
@@ -195,3 +195,25 @@ def test_outputs_are_cut_to_each_rows_length_and_best_beam():
     np.testing.assert_array_equal(first.context_logits, logits[0])
     assert first.context_embeddings is None and second.context_embeddings.tolist() == [3, 4]
     assert second.context_logits is None and second.cum_log_probs is None
+
+
+def test_a_beam_searchs_output_holds_every_hypothesis():
+    rows = [
+        GenerateRequest((1,), 3, SamplingParameters(beam_width=2), return_log_probs=True),
+        GenerateRequest((2,), 3, return_log_probs=True),
+    ]
+    search, plain = row_outputs(
+        rows,
+        {
+            "output_ids": np.array([[[1, 5, 6, 0], [1, 7, 0, 0]], [[2, 8, 9, 4], [0] * 4]]),
+            "sequence_length": np.array([[3, 2], [4, 0]]),
+            "cum_log_probs": np.array([[-1, -2], [-3, 0]]),
+            "output_log_probs": np.array(
+                [[[-0.25, -0.75, 0], [-2, 0, 0]], [[-1, -1, -1], [0, 0, 0]]]
+            ),
+            "response_input_lengths": np.array([[1, 1], [1, 1]]),
+        },
+    )
+    assert search.beams == (Beam((5, 6), -1, (-0.25, -0.75)), Beam((7,), -2, (-2,)))
+    assert (search.output_ids, search.cum_log_probs) == ((5, 6), -1)
+    assert (plain.output_ids, plain.beams) == ((8, 9, 4), ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from launcher_scripts.errors import ServerError
 from launcher_scripts.server import installation
 from launcher_scripts.server.installation import OUR_BACKEND, STUB, find_installation
+from launcher_scripts.server.text_numpy import prefer_numpy
 
 
 @pytest.fixture
@@ -74,3 +76,42 @@ def test_no_server_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setattr(installation.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ServerError, match=r"on PATH, .*nvidia-pytriton"):
         find_installation(None)
+
+
+def numpy_folder(folder: Path, version: str, suffix: str) -> Path:
+    """What pip leaves of numpy, as far as it is looked at."""
+    (folder / "numpy" / "core").mkdir(parents=True)
+    (folder / "numpy.libs").mkdir()
+    (folder / "numpy" / "core" / f"_multiarray_umath{suffix}").touch()
+    metadata = folder / f"numpy-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: numpy\nVersion: {version}\n")
+    return folder
+
+
+def test_a_numpy_for_the_text_models_is_found_first(container: Path, tmp_path: Path) -> None:
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    folder = numpy_folder(tmp_path / "numpy1", "1.26.4", suffix)
+    found = find_installation(str(container / "bin" / "tritonserver"), str(folder))
+    assert found.numpy_dir == folder
+    (tmp_path / "work").mkdir()
+    prefer_numpy(tmp_path / "work", folder)
+    assert (tmp_path / "work" / "numpy" / "core").is_dir()
+    assert sorted(path.name for path in (tmp_path / "work").iterdir()) == ["numpy", "numpy.libs"]
+
+
+@pytest.mark.parametrize(
+    ("version", "suffix", "reason"),
+    [
+        ("2.3.5", ".so", "must hold numpy 1; got '2.3.5'; change deploy.server.numpy_dir"),
+        ("1.26.4", ".cpython-27-other.so", "for another Python"),
+    ],
+)
+def test_a_numpy_that_does_not_help_is_refused(
+    container: Path, tmp_path: Path, version: str, suffix: str, reason: str
+) -> None:
+    folder = numpy_folder(tmp_path / "numpy1", version, suffix)
+    with pytest.raises(ServerError, match=reason):
+        find_installation(str(container / "bin" / "tritonserver"), str(folder))
+    with pytest.raises(ServerError, match="must hold numpy 1; got 'no numpy'"):
+        find_installation(str(container / "bin" / "tritonserver"), str(tmp_path / "nowhere"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,10 +44,26 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     config.write_text(text.replace("{ decoupled: false }", "{\n  decoupled: True\n}"))
     t5.export(folder, name="t5", tp=2, decoupled=True)
     export(folder, LONG, name="plain")
-    with running(folder / "job", settings.model_repository) as step:
-        yield step.wait_until_ready()
+    numpy_dir = own_numpy(folder / "numpy")
+    with running(folder / "job", settings.model_repository, numpy_dir=str(numpy_dir)) as step:
+        yield {**step.wait_until_ready(), "numpy": numpy_dir, "processes": step.survivors()}
         assert step.stop() == 0, step.err
         assert step.survivors() == []
+
+
+def own_numpy(folder: Path) -> Path:
+    """A folder with a copy of the numpy that is installed, as pip would fill it."""
+    site = Path(np.__file__).parents[1]
+    for path in (site / "numpy", site / "numpy.libs", *site.glob("numpy-*.dist-info")):
+        ignored = shutil.ignore_patterns("tests", "__pycache__", "f2py")
+        shutil.copytree(path, folder / path.name, ignore=ignored)
+    return folder
+
+
+def test_text_models_have_a_numpy_of_their_own(served: dict[str, Any]) -> None:
+    loaded = [Path(f"/proc/{pid}/maps").read_text() for pid, _ in served["processes"]]
+    assert any(f"{served['numpy']}/numpy/core/_multiarray_umath" in maps for maps in loaded)
+    assert not any(f"{np.__file__.removesuffix('__init__.py')}core" in maps for maps in loaded)
 
 
 @pytest.fixture
