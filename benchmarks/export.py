@@ -1,21 +1,24 @@
 """How long exports take, beside `cp` of the same bytes in the same run, and how much memory.
 
-    python3 benchmarks/export.py [--case gpt] [--layers 24] [--runs 5] [--folder /fast/disk]
+    python3 benchmarks/export.py [--case gpt] [--layers 24] [--folder /fast/disk] [--save]
 
 Makes a checkpoint of a real shape (export_sources.py; `gpt` with 24 layers is the 345M GPT, 1.4 GB
 in fp32), then alternates `cp` and exports to fp32 and to fp16, each into a fresh folder with the
-source in the page cache and the disk settled before. Prints medians and the peak memory of the
-export's process tree (proportional set size, sampled); mapped pages of the source count, so
-`private` is what the export holds itself.
+source in the page cache and the disk settled before. Prints medians, minima, ratios to `cp` and
+the peak memory of the export's process tree (proportional set size, sampled); mapped pages of the
+source count, so `private` is what the export holds itself. --save keeps all runs, with the machine,
+in results/export-<case>-<file system>.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import json
 import os
 import platform
+import re
 import resource
-import shutil
 import statistics
 import subprocess
 import sys
@@ -23,8 +26,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 from export_sources import SOURCES, BenchmarkSource
@@ -53,18 +57,56 @@ def main() -> int:
     parser.add_argument("--tp-size", type=int, default=8)
     parser.add_argument("--processes", type=int, default=16)
     parser.add_argument("--folder", type=Path, default=None, help="where to work")
+    parser.add_argument("--save", action="store_true", help="keep the figures in results/")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         source = SOURCES[arguments.case](folder, arguments.layers)
         files = [source.path] if source.path.is_file() else list(source.path.iterdir())
-        size = sum(file.stat().st_size for file in files) / 1e9
+        size = sum(file.stat().st_size for file in files)
+        where = machine(folder)
         print(
-            f"{arguments.case}, {arguments.layers} layers: {size:.2f} GB "
-            f"to TP {arguments.tp_size}, {os.cpu_count()} CPUs, {platform.platform()}"
+            f"{arguments.case}, {arguments.layers} layers: {size / 1e9:.2f} GB "
+            f"to TP {arguments.tp_size}, {where['cpus']} CPUs ({where['cpu']}, load "
+            f"{where['load']}), {where['file system']}, {where['platform']}"
         )
-        report(measure(source, folder, arguments), source)
+        rows = measure(source, folder, arguments)
+        report(rows, source)
+        if arguments.save:
+            save(rows, size, where, arguments)
     return 0
+
+
+def machine(folder: Path) -> dict[str, Any]:
+    """What the figures depend on."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    around = [mount for mount in mounts if folder.resolve().is_relative_to(mount[0])]
+    models = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    return {
+        "cpu": next(iter(models), platform.machine()),
+        "cpus": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 1),
+        "file system": max(around, key=lambda mount: len(mount[0]))[1],
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in ("numpy", "blake3")},
+    }
+
+
+def save(
+    rows: list[Measurement], size: int, where: dict[str, Any], arguments: argparse.Namespace
+) -> None:
+    values = {
+        "machine": where,
+        "case": arguments.case,
+        "layers": arguments.layers,
+        "tp_size": arguments.tp_size,
+        "source_bytes": size,
+        "runs": [asdict(row) for row in rows],
+    }
+    name = f"export-{arguments.case}-{where['file system']}.json"
+    text = json.dumps(values, indent=1, default=float) + "\n"
+    (CHECKOUT / "benchmarks" / "results" / name).write_text(text)
 
 
 def measure(
@@ -88,7 +130,9 @@ def measure(
             row.seconds.append(seconds)
             row.mebibytes.append(peak)
             row.private.append(private)
-            remove(target)
+            emptied = folder / f"emptied{len(row.seconds)}_{row.name}"
+            empty(target)
+            target.rename(emptied)
     return rows
 
 
@@ -98,7 +142,7 @@ def write_settings(
     path = target.with_name("settings.yaml")
     values = {
         "model_name": "gpt",
-        "model_type": options.case,
+        "model_type": "",
         "checkpoint_path": str(source.path),
         "triton_model_dir": str(target),
         "parallelism": {"tp_size": options.tp_size, "pp_size": 1},
@@ -167,24 +211,34 @@ def proportional_mebibytes(pid: int) -> dict[str, float]:
     return {row[0]: int(row[1]) / 1024 for row in rows}
 
 
-def remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+def empty(path: Path) -> None:
+    """Give space and memory back, but keep the names.
+
+    ext4 looks at every file deleted in the last minutes again before it makes one: files that are
+    deleted between the runs would cost the next run's more than writing does.
+    """
+    for file in [path] if path.is_file() else path.rglob("*"):
+        if file.is_file():
+            os.truncate(file, 0)
 
 
 def report(rows: list[Measurement], source: BenchmarkSource) -> None:
-    copy = statistics.median(rows[0].seconds)
-    titles = ("median s", "x cp", "target", "min s", "max s", "CPU s", "peak MiB", "private")
-    print(" " * 6 + "".join(f"{title:>10}" for title in titles))
+    copy = rows[0]
+    titles = ("median s", "x cp", "target", "min s", "x cp", "CPU s", "x cp", "peak MiB", "private")
+    print(" " * 6 + "".join(f"{title:>9}" for title in titles))
     for row in rows:
-        median = statistics.median(row.seconds)
+        cells = [statistics.median(row.seconds), statistics.median(row.seconds)]
+        cells[1] /= statistics.median(copy.seconds)
         target = f"{TARGETS[row.name]:.1f}" if row.name in TARGETS else ""
+        least = [min(row.seconds), min(row.seconds) / min(copy.seconds)]
+        used = statistics.median(row.processor_seconds)
+        least += [used, used / statistics.median(copy.processor_seconds)]
         print(
-            f"{row.name:6}{median:10.2f}{median / copy:10.2f}{target:>10}{min(row.seconds):10.2f}"
-            f"{max(row.seconds):10.2f}{statistics.median(row.processor_seconds):10.2f}"
-            f"{max(row.mebibytes):10.0f}{max(row.private):10.0f}"
+            f"{row.name:6}"
+            + "".join(f"{cell:9.2f}" for cell in cells)
+            + f"{target:>9}"
+            + "".join(f"{cell:9.2f}" for cell in least)
+            + f"{max(row.mebibytes):9.0f}{max(row.private):9.0f}"
         )
     print(f"the largest tensor has {source.largest / 2**20:.0f} MiB in fp32")
 

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 Tensors = dict[str, torch.Tensor]
 GPT = {"hidden": 1024, "heads": 16, "ffn": 4096, "vocab": 50304, "positions": 1024}
 T5_3B = {"d_model": 1024, "d_kv": 128, "num_heads": 32, "d_ff": 16384, "vocab_size": 32128}
-PROMPT_TOKENS = 100
+PROMPT_TOKENS, ADAPTER, LORA = 100, 64, 16
 _BLOCK = np.random.default_rng(0).standard_normal(1 << 22, np.float32) * np.float32(0.02)
 
 
@@ -71,6 +71,48 @@ def gpt_with_prompts(folder: Path, layers: int) -> BenchmarkSource:
     return BenchmarkSource(source.path, source.largest, settings)
 
 
+def gpt_with_parts(folder: Path, layers: int) -> BenchmarkSource:
+    """The first one with IA3, parallel adapters and LoRA on query, key and value."""
+    source = gpt_345m(folder, layers)
+    hidden, ffn = GPT["hidden"], GPT["ffn"]
+    norm = {"layer_norm.weight": (hidden,), "layer_norm.bias": (hidden,)}
+    adapter = {"linear_in.weight": (ADAPTER, hidden), "linear_out.weight": (hidden, ADAPTER)}
+    ia3: dict[str, dict[str, tuple[int, ...]]] = {
+        ".self_attention:key_infused_adapter": {"scalers": (hidden,)},
+        ".self_attention:value_infused_adapter": {"scalers": (hidden,)},
+        ".mlp:mlp_infused_adapter": {"scalers": (ffn,)},
+    }
+    adapters = {f":adapter_{number}": {**adapter, **norm} for number in (1, 2)}
+    lora = {
+        ".self_attention.adapter_layer.lora_kqv_adapter": {
+            "linear_in.weight": (LORA, hidden),
+            "linear_out.weight": (3 * hidden, LORA),
+        }
+    }
+    tuning = {"adapter_tuning": {"type": "parallel_adapter", "norm_position": "pre"}}
+    scale = {"peft": {"lora_tuning": {"adapter_dim": LORA, "alpha": LORA}}}
+    stem = "model.language_model.encoder.layers."
+    for name, modules, config in (("ia3", ia3, {}), ("adapters", adapters, tuning)):
+        state = {
+            f"{stem}{layer}{module}": {part: tensor(*shape) for part, shape in parts.items()}
+            for layer in range(layers)
+            for module, parts in modules.items()
+        }
+        _archive(folder / f"{name}.nemo", config, {"model_weights.ckpt": state})
+    flat = {
+        f"{stem}{layer}{module}.{part}": tensor(*shape)
+        for layer in range(layers)
+        for module, parts in lora.items()
+        for part, shape in parts.items()
+    }
+    _archive(folder / "lora.nemo", scale, {"model_weights.ckpt": flat})
+    settings = {
+        "ia3_checkpoints": [str(folder / "ia3.nemo")],
+        "adapter_checkpoints": [str(folder / "adapters.nemo"), str(folder / "lora.nemo")],
+    }
+    return BenchmarkSource(source.path, source.largest, settings)
+
+
 def t5_3b(folder: Path, layers: int) -> BenchmarkSource:
     """A T5-3B of Hugging Face, one safetensors file (2.9 billion parameters with 24 layers)."""
     path = folder / "t5_3b"
@@ -85,6 +127,7 @@ SOURCES: dict[str, Callable[[Path, int], BenchmarkSource]] = {
     "gpt": gpt_345m,
     "gpt_tp2_pp2": gpt_tp2_pp2,
     "gpt_prompts": gpt_with_prompts,
+    "gpt_parts": gpt_with_parts,
     "t5_3b": t5_3b,
 }
 

@@ -58,7 +58,8 @@ class ExportSettings:
     """Turn one checkpoint into a model repository.
 
     triton_model_dir is the model's folder inside the repository; shards go to
-    <triton_model_dir>/1/<tp_size>-gpu. num_attention_heads is for checkpoints that do not say it.
+    <triton_model_dir>/1/<tp_size>-gpu. model_type is what the model is served as; "" where only the
+    shards are wanted. num_attention_heads is for checkpoints that do not say it.
     prompt_, ia3_ and adapter_checkpoints are added to the base in order; ia3_in_place folds IA3
     into the weights. decoupled: the served model answers with every token. interactive: its
     requests belong to sessions, interactive_sessions of them at once.

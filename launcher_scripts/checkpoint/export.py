@@ -35,6 +35,7 @@ from launcher_scripts.checkpoint.manifest import TOOL_VERSION
 from launcher_scripts.checkpoint.plan import SourceCheckpoint, Task, make_plan
 from launcher_scripts.checkpoint.progress import Progress
 from launcher_scripts.checkpoint.reshard import rank_columns
+from launcher_scripts.checkpoint.served_types import backend_model_type
 from launcher_scripts.checkpoint.streaming import strips
 from launcher_scripts.checkpoint.verification import verify_export
 from launcher_scripts.checkpoint.workspace import Workspace
@@ -78,6 +79,8 @@ def export(settings: ExportSettings) -> Path:
     config = _with_token_ids(settings, checkpoint, files)
     if learned:
         config = learned.with_start_id(config)
+    if settings.model_type:
+        backend_model_type(settings.model_type, config)
     check_parallelism(settings, config)
     tasks = make_plan(checkpoint, family_of(config).weights(config), f"the checkpoint {path}")
     if learned:
@@ -151,8 +154,10 @@ def open_source(
         found = (key for key, source in SOURCES.items() if source.matches(archive))
         name = next(found, "")
         if not name:
+            lacking = nemo_training.without_sizes(archive)
+            text = f"{archive.path} is in no known format{': ' if lacking else ''}{lacking}"
             raise CheckpointError(
-                problem(f"{archive.path} is in no known format", choices=sorted(SOURCES))
+                problem(text, choices=sorted(SOURCES), change="export.model.checkpoint_path")
             )
         print(f"found a checkpoint of {name}", flush=True)
     checkpoint = lookup(SOURCES, name, "export.model.source").open(archive, hints)

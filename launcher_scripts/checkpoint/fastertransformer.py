@@ -167,6 +167,7 @@ class FTWriter:
         self.tp_size = tp_size
         self.weight_data_type = weight_data_type
         self.dtype = DTYPES[weight_data_type]
+        self._dtype_name = dtype_name(self.dtype)
         self.source = dict(source or {})
         self.overwrite = overwrite
         self.partial = partial_folder(self.folder)
@@ -222,7 +223,7 @@ class FTWriter:
             raise CheckpointError(
                 problem(f"{file.name} has another size", got=size, choices=[expected])
             )
-        self._add(FileEntry(file.name, size, digest.hexdigest(), shape, dtype_name(self.dtype)))
+        self._add(FileEntry(file.name, size, digest.hexdigest(), shape, self._dtype_name))
 
     def copy(self, content: bytes, name: str) -> None:
         """Write a file that is no weight, such as the tokenizer's."""

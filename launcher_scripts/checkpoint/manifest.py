@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -88,12 +88,14 @@ class Manifest:
         return {entry.name: entry for entry in self.files}
 
     def write(self, folder: Path) -> None:
-        """Write `folder`/manifest.json; files are listed by name."""
-        values = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        values["files"] = [
-            entry.values() for entry in sorted(self.files, key=lambda entry: entry.name)
-        ]
-        text = json.dumps(values, indent=1) + "\n"
+        """Write `folder`/manifest.json, a line per file, by name."""
+        head = {"format": FORMAT, "version": VERSION, "model_type": self.model_type}
+        head |= {"tp_size": self.tp_size, "weight_data_type": self.weight_data_type}
+        files = sorted(self.files, key=lambda entry: entry.name)
+        lines = ",\n  ".join(json.dumps(entry.values()) for entry in files)
+        parts = [json.dumps(head)[1:-1], f'"files": [\n  {lines}\n ]']
+        parts += [f'"{key}": {json.dumps(getattr(self, key))}' for key in ("source", "tool")]
+        text = "{\n " + ",\n ".join(parts) + "\n}\n"
         (folder / FILE_NAME).write_text(text, encoding="utf-8")
 
 

@@ -17,27 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
+from launcher_scripts.checkpoint.served_types import backend_model_type
 from launcher_scripts.checkpoint.text_models import write_text_models
-from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.contracts_sessions import (
     CONTROLS,
     MAX_SEQUENCE_IDLE_MICROSECONDS,
     served_contract,
 )
-from launcher_scripts.errors import CheckpointError, ConfigError, lookup, problem
-from launcher_scripts.models import family_of
+from launcher_scripts.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.render import pbtxt, render
 from launcher_scripts.settings import ExportSettings
 from launcher_scripts.tokenizer import TokenizerError, load_tokenizer
-
-# What the user's `model_type` is called in config.pbtxt.
-BACKEND_MODEL_TYPES = {
-    "gpt3": "GPT",
-    "t5": "T5",
-    "mt5": "T5",
-    "t5-encoder": "T5-Encoder",
-    "agm": "Agm",
-}
 
 TEXT_MODELS = ("preprocessing", "postprocessing", "ensemble")
 
@@ -61,10 +51,10 @@ class ModelRepository:
         model_dir = Path(settings.triton_model_dir)
         check_model_name(settings)
         checkpoint = FTCheckpoint.open(settings.checkpoint_dir, verify=False)
-        model_type = backend_model_type(settings, checkpoint)
+        model_type = backend_model_type(settings.model_type, checkpoint.config)
         contract = served_contract(model_type, sessions=settings.interactive)
         names = text_model_names(self, settings.model_name, contract.text.roles)
-        text_models = settings.tokenizer.source != "none"
+        text_models = settings.tokenizer.source != "none" and bool(names)
         targets = [model_dir / "config.pbtxt"]
         if text_models:
             check_tokenizer(checkpoint)
@@ -109,26 +99,6 @@ def check_model_name(settings: ExportSettings) -> None:
                 change="export.run.model_train_name",
             )
         )
-
-
-def backend_model_type(settings: ExportSettings, checkpoint: FTCheckpoint) -> str:
-    """The row of CONTRACTS that the settings mean; it must fit the family of the checkpoint."""
-    key = "export.run.model_type"
-    model_type = lookup(BACKEND_MODEL_TYPES, settings.model_type, key)
-    family = family_of(checkpoint.config).name
-    if CONTRACTS[model_type].family != family:
-        choices = [
-            name for name, row in BACKEND_MODEL_TYPES.items() if CONTRACTS[row].family == family
-        ]
-        raise ConfigError(
-            problem(
-                f"the checkpoint, of family {family}, cannot be served as this model_type",
-                got=settings.model_type,
-                choices=choices,
-                change=key,
-            )
-        )
-    return model_type
 
 
 def text_model_names(
@@ -177,7 +147,7 @@ def refuse_existing(targets: Iterable[Path]) -> None:
 
 def model_config(settings: ExportSettings, checkpoint: FTCheckpoint) -> str:
     """config.pbtxt of the model itself."""
-    model_type = backend_model_type(settings, checkpoint)
+    model_type = backend_model_type(settings.model_type, checkpoint.config)
     contract = served_contract(model_type, sessions=settings.interactive)
     checkpoint_path = settings.checkpoint_dir.relative_to(settings.triton_model_dir)
     return render(

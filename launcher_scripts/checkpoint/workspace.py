@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,7 +20,7 @@ class Workspace:
 
     def array(self, name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         """An array of any content; the last one of that name is no longer valid."""
-        size = int(np.prod(shape)) * dtype.itemsize
+        size = math.prod(shape) * dtype.itemsize
         memory = self._memory.get(name)
         if memory is None or memory.size < size:
             self._memory.pop(name, None)

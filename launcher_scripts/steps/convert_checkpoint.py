@@ -18,9 +18,9 @@ from launcher_scripts.steps.flags import Flag, FlagTable, Values
 
 
 def _named(values: Values) -> Values:
-    """The model is called like its folder; its family is read from the checkpoint."""
+    """The model is called like its folder; what it may be served as is left open."""
     name = Path(values["triton_model_dir"]).absolute().name
-    return {"model_name": name, "model_type": name, **values}
+    return {"model_name": name, "model_type": "", **values}
 
 
 FLAGS = FlagTable(
@@ -72,6 +72,8 @@ FLAGS = FlagTable(
         "enable_custom_all_reduce",
         "data_type",
         "decoupled",
+        "interactive",
+        "interactive_sessions",
     ),
     complete=_named,
 )

@@ -22,13 +22,13 @@ def export_folder(
     """Export without a tokenizer, unless `more` says otherwise; the folder of the shards."""
     values = {
         "tokenizer": TokenizerSettings("none"),
+        "model_type": "",
         "processes": 2,
         "parallelism": Parallelism(tp_size, 1),
         **more,
     }
     settings = ExportSettings(
         model_name="m",
-        model_type="gpt3",
         checkpoint_path=str(checkpoint),
         triton_model_dir=str(target / "m"),
         weight_data_type=data_type,

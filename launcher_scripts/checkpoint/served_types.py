@@ -1,0 +1,55 @@
+"""What a checkpoint can be served as: the user's `model_type`, and its name in config.pbtxt."""
+
+from __future__ import annotations
+
+from launcher_scripts.contracts import CONTRACTS
+from launcher_scripts.errors import ConfigError, lookup, problem
+from launcher_scripts.models import family_of
+from launcher_scripts.models.family import ModelConfig
+
+# What the user's `model_type` is called in config.pbtxt.
+BACKEND_MODEL_TYPES = {
+    "gpt3": "GPT",
+    "t5": "T5",
+    "mt5": "T5",
+    "t5-encoder": "T5-Encoder",
+    "agm": "Agm",
+    "bart": "BART",
+}
+
+KEY = "export.run.model_type"
+
+
+def backend_model_type(model_type: str, config: ModelConfig) -> str:
+    """The row of CONTRACTS that `model_type` means.
+
+    Raises ConfigError when it is unknown, or cannot serve a model of these hyperparameters.
+    """
+    name = lookup(BACKEND_MODEL_TYPES, model_type, KEY)
+    family = family_of(config).name
+    encoder_only = bool(getattr(config, "encoder_only", False))
+    fitting = [
+        key
+        for key, row in BACKEND_MODEL_TYPES.items()
+        if CONTRACTS[row].family == family and (CONTRACTS[row].encoder_only or not encoder_only)
+    ]
+    if model_type in fitting:
+        return name
+    what = f"the checkpoint, of family {family}{' (an encoder alone)' if encoder_only else ''},"
+    if not fitting:
+        raise ConfigError(
+            problem(
+                f"{what} cannot be served: convert it without a model repository by "
+                "python3 -m launcher_scripts.steps.convert_checkpoint --help",
+                got=model_type,
+                change=KEY,
+            )
+        )
+    raise ConfigError(
+        problem(
+            f"{what} cannot be served as this model_type",
+            got=model_type,
+            choices=fitting,
+            change=KEY,
+        )
+    )
