@@ -186,10 +186,12 @@ def random_weights(config: GPTConfig) -> GPTWeights:
     return DeviceLoader(config, Parallelism(), 0, torch.bfloat16, DEVICE, nothing_to_read).load()
 
 
+def engine_settings(**more: object) -> EngineSettings:
+    return EngineSettings(Path("random"), data_type="bf16", device="cuda", **more)
+
+
 def engine_over(weights: GPTWeights) -> Engine:
-    settings = EngineSettings(
-        Path("random"), data_type="bf16", device="cuda", max_batch_size=8, max_tokens=4096
-    )
+    settings = engine_settings(max_batch_size=8, max_tokens=4096)
 
     def build():
         prepare_process(settings, DEVICE)

@@ -8,6 +8,7 @@ says which.
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -112,6 +113,11 @@ def find_place(env: Mapping[str, str]) -> Place:
         return Place(launcher=row.name)
     run = "-".join(re.sub(r"[^\w.]", "_", env.get(name, "")) for name in row.run)
     return Place(rank, size, row.name, run)
+
+
+def node_name(env: Mapping[str, str]) -> str:
+    """This node as its cluster calls it."""
+    return env.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _check_one_per_node(

@@ -88,20 +88,17 @@ class SelfAttention(Sublayer):
 
     def branch(self, x: Hidden, context: StepContext) -> Tensor:
         rows = context.rows
-        query = self.kernels.project_heads(
-            x, self.first, self.heads, context.rotary, rows, self.cache
-        )
-        return self.kernels.decode_attention(
-            query,
+        return self.kernels.attend_own(
+            x,
+            self.first,
+            self.heads,
+            context.rotary,
+            rows,
             self.cache,
-            rows.starts,
-            rows.lengths,
             context.bounds.own,
             self.slopes,
             scale=self.scale,
             relative=self.bias,
-            positions=rows.positions,
-            fresh=True,
         )
 
 
@@ -201,11 +198,13 @@ class DecodeStep:
         local = self.kernels.logits(x.exact, self.head)
         return self.communicator.tp_concat(local)[:, : self.vocab_size]
 
-    def greedy(self, x: Hidden) -> Tensor:
-        """The ids that argmax would find in `logits`, int64 [B]."""
-        if self.communicator.tp_size > 1:
-            return self.kernels.argmax(self.logits(x))
-        return self.kernels.largest(x, self.head, self.vocab_size)[1]
+    def greedy(self, x: Hidden, columns: RowColumns, slots: Tensor) -> Tensor:
+        """The ids that argmax would find in `logits`, int64 [B]; now the rows' last tokens."""
+        if self.communicator.tp_size == 1:
+            return self.kernels.choose(x, self.head, self.vocab_size, columns, slots)
+        tokens = self.kernels.argmax(self.logits(x))
+        columns.token.index_copy_(0, slots, tokens)
+        return tokens
 
     def _own_tables(self) -> EmbeddingTables:
         """One rank adds the positions: the embeddings are summed over the ranks."""

@@ -24,7 +24,7 @@ from launcher_scripts.engine.pending import Pending
 from launcher_scripts.engine.ranks import NAMING_SECONDS, Ranks
 from launcher_scripts.engine.requests import check_request, parts, warm_up_request
 from launcher_scripts.engine.results import StepResult
-from launcher_scripts.engine.row import Row
+from launcher_scripts.engine.row import Progress, Row
 from launcher_scripts.engine.runner import Runner
 from launcher_scripts.engine.scheduler import Scheduler
 from launcher_scripts.engine.session import Session, prompt_in_session
@@ -110,13 +110,13 @@ class Engine:
     def submit(
         self,
         request: GenerateRequest,
-        on_progress: Callable[[GenerateOutput], None] | None = None,
+        on_progress: Progress | None = None,
         session: Session | None = None,
     ) -> Future[GenerateOutput]:
         """Queue one row. The future carries RequestError for a wrong request, and ServerError
         when the engine is lost. Cancelling it frees the row's place.
 
-        on_progress gets the row's tokens so far after each but the last, which is the future's.
+        on_progress gets a snapshot of the row's tokens after each but the last, which is the future's.
         It is called by the thread that steps, in order, so it must return at once. A request of a
         session goes on where the one before ended; close_session must be called for it one day.
         """

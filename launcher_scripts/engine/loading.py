@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from launcher_scripts.errors import ConfigError, Problems, ServerError, lookup, 
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.nodes import node_name
 from launcher_scripts.parallel import Parallelism
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}
@@ -137,7 +137,7 @@ def prepare_process(settings: EngineSettings, device: torch.device) -> None:
 def rank_info(rank: int, device: torch.device) -> RankInfo:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     label = f"{device} ({name})" if device.type == "cuda" else "cpu"
-    return RankInfo(rank, os.getpid(), socket.gethostname(), label)
+    return RankInfo(rank, os.getpid(), node_name(os.environ), label)
 
 
 def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:

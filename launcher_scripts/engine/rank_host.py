@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import selectors
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from launcher_scripts.engine.messages import (
 from launcher_scripts.engine.rank_processes import RankOrder, RankProcess
 from launcher_scripts.engine.rendezvous import ADVICE, Invitation, find_invitations
 from launcher_scripts.errors import ServerError, problem
-from launcher_scripts.nodes import Place
+from launcher_scripts.nodes import Place, node_name
 
 POLL_SECONDS = 0.2
 BEAT_SECONDS = 0.5
@@ -45,7 +44,7 @@ class RankHost:
         """Join rank 0; raises ServerError where it cannot be reached."""
         token = bytes.fromhex(invitation.token)
         self._link = connect(invitation.addresses, invitation.port, token, CONNECT_SECONDS)
-        self._link.send(NodeHello(place.node, place.nodes, os.getpid(), socket.gethostname()))
+        self._link.send(NodeHello(place.node, place.nodes, os.getpid(), node_name(os.environ)))
         self._place = place
         self._invitation = invitation
         self._checkpoint_dir = None if checkpoint_dir is None else str(checkpoint_dir)
@@ -133,7 +132,7 @@ class RankHost:
                 process.kill()
 
     def _say(self, what: str) -> None:
-        where = f"node {self._place.node} of {self._place.nodes} ({socket.gethostname()})"
+        where = f"node {self._place.node} of {self._place.nodes} ({node_name(os.environ)})"
         print(f"{where}: {what}", flush=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from launcher_scripts.engine.results import BeamResult, EncodedRow, TokenResult
 from launcher_scripts.engine.session import Session
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
+Snapshot = Callable[[], GenerateOutput]
+Progress = Callable[[Snapshot], None]
+
 
 @dataclass(eq=False)
 class Row:
@@ -26,7 +30,7 @@ class Row:
     empty where nothing is to be decoded. start is the cache token after those of the source. A
     row of several hypotheses has a slot for each, and their cache tokens one after the other. A
     row of a session lives in the session's extent, after the tokens of the requests before.
-    on_progress gets what there is after every token but the last, which the future brings.
+    on_progress gets a snapshot after every token but the last, which the future brings.
     """
 
     request: GenerateRequest
@@ -34,7 +38,7 @@ class Row:
     prompt: tuple[int, ...]
     end_id: int
     source: tuple[int, ...] = ()
-    on_progress: Callable[[GenerateOutput], None] | None = None
+    on_progress: Progress | None = None
     slots: tuple[int, ...] = ()
     start: int = -1
     encoded: bool = False
@@ -160,21 +164,36 @@ def answer(row: Row) -> None:
 
 def output_so_far(row: Row) -> GenerateOutput:
     """The row's tokens so far; of a beam search the best hypotheses so far."""
+    return snapshot(row)()
+
+
+def snapshot(row: Row) -> Snapshot:
+    """The row as it is now, to be looked at later, by any thread.
+
+    The tokens of a row without a beam search only ever become more, so how many there are is all
+    that has to be kept.
+    """
+    if row.hypotheses is None:
+        return partial(_first_tokens, row, len(row.tokens))
     asked = row.request.return_log_probs
-    if row.hypotheses is not None:
-        beams = tuple(each.beam(log_probs=asked) for each in row.hypotheses.best())
-        best = beams[0]
-        return GenerateOutput(
-            best.output_ids,
-            best.cum_log_probs,
-            best.output_log_probs,
-            context_embeddings=row.context_embeddings,
-            beams=beams,
-        )
+    beams = tuple(each.beam(log_probs=asked) for each in row.hypotheses.best())
+    best = beams[0]
+    output = GenerateOutput(
+        best.output_ids,
+        best.cum_log_probs,
+        best.output_log_probs,
+        context_embeddings=row.context_embeddings,
+        beams=beams,
+    )
+    return lambda: output
+
+
+def _first_tokens(row: Row, count: int) -> GenerateOutput:
+    asked, log_probs = row.request.return_log_probs, row.log_probs[:count]
     return GenerateOutput(
-        output_ids=tuple(row.tokens),
-        cum_log_probs=sum(whole for whole, _ in row.log_probs) if asked else None,
-        output_log_probs=tuple(candidates for _, candidates in row.log_probs) if asked else (),
+        output_ids=tuple(row.tokens[:count]),
+        cum_log_probs=sum(whole for whole, _ in log_probs) if asked else None,
+        output_log_probs=tuple(candidates for _, candidates in log_probs) if asked else (),
         context_embeddings=row.context_embeddings,
     )
 

@@ -7,7 +7,7 @@ from collections import deque
 from launcher_scripts.engine.kv_cache import ExtentAllocator
 from launcher_scripts.engine.plan import Move, Plan, PrefillPart, RowStart
 from launcher_scripts.engine.results import EncodedRow, StepResult
-from launcher_scripts.engine.row import Row, answer, output_so_far, take, take_beams
+from launcher_scripts.engine.row import Row, answer, snapshot, take, take_beams
 from launcher_scripts.engine.session import Session
 
 
@@ -95,7 +95,7 @@ class Scheduler:
             self._leave(row)
             answer(row)
         elif row.on_progress is not None:
-            row.on_progress(output_so_far(row))
+            row.on_progress(snapshot(row))
 
     def _take_encoded(self, row: Row, encoded: EncodedRow) -> None:
         """The encoder's answer is the whole one where nothing is decoded."""

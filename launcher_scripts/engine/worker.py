@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from launcher_scripts.engine.messages import Failed, Loaded, Meet, RankHello, Re
 from launcher_scripts.engine.progress import Progress
 from launcher_scripts.engine.rank_processes import RankOrder, die_with_parent
 from launcher_scripts.errors import ServerError
+from launcher_scripts.nodes import node_name
 
 if TYPE_CHECKING:
     from launcher_scripts.engine.loading import EngineSettings
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"rank {order.rank}: {error}", file=sys.stderr)
         return 1
     progress = Progress()
-    link.send(RankHello(order.rank, os.getpid(), socket.gethostname()))
+    link.send(RankHello(order.rank, os.getpid(), node_name(os.environ)))
     threading.Thread(target=_beat, args=(link, progress), name="beat", daemon=True).start()
     try:
         _serve(link, order, progress)

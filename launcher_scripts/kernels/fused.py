@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from launcher_scripts.kernels import int8_kernels, reference
+from launcher_scripts.kernels.dot_products import dot_add, dot_largest, dot_product, fits
 from launcher_scripts.kernels.fused_rows import (
     ALONE,
     argmax,
+    attention_launch,
     decode_attention,
     embed,
     norm,
@@ -30,6 +32,7 @@ from launcher_scripts.kernels.operands import (
     LayerCache,
     Linear,
     Norm,
+    RelativeBias,
     RowColumns,
     StepRows,
 )
@@ -190,10 +193,53 @@ def project_heads(
     return store_kv(qkv, heads, rotary, rows.starts + rows.positions, cache)
 
 
+def attend_own(
+    x: Hidden,
+    linear: Linear,
+    heads: Heads,
+    rotary: tuple[Tensor, Tensor] | None,
+    rows: StepRows,
+    cache: LayerCache,
+    longest: int,
+    slopes: Tensor | None,
+    *,
+    scale: float | None = None,
+    relative: RelativeBias | None = None,
+) -> Tensor:
+    """See reference.attend_own. One row's projection stores keys and values, several rows' not:
+    there the attention does."""
+    alone = x.operand.shape[0] == 1
+    if alone:
+        query = row_heads(x, linear, heads, rotary, rows, cache)
+    else:
+        query = _few_rows(x.operand, linear, "heads")
+    return attention_launch(
+        query,
+        heads,
+        cache,
+        (rows.starts, rows.lengths, rows.positions),
+        longest,
+        slopes,
+        scale,
+        relative,
+        fresh=True,
+        launch=early(query),
+        store=not alone,
+        rotary=None if alone else rotary,
+    )
+
+
+def _few_rows(x: Tensor, linear: Linear, kind: str) -> Tensor:
+    """linear(x) for more than one row, its norm aside."""
+    if fits(x):
+        return dot_product(x, linear, kind)
+    return functional.linear(x, linear.weight, linear.bias)
+
+
 def project_hidden(x: Hidden, linear: Linear) -> Tensor:
     """See reference.project_hidden."""
     if x.operand.shape[0] > 1:
-        return functional.linear(x.operand, linear.weight, linear.bias)
+        return _few_rows(x.operand, linear, "plain")
     out = x.operand.new_empty(1, linear.weight.shape[0])
     row_product(x.operand, linear, out, "plain", launch=early(out))
     return out
@@ -201,16 +247,20 @@ def project_hidden(x: Hidden, linear: Linear) -> Tensor:
 
 def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tensor:
     """See reference.expand."""
+    kind = "up" if gate is None else "gated"
+    if fits(x.operand):
+        return dot_product(x.operand, up, kind, gate=gate, activation=activation)
     if x.operand.shape[0] > 1:
         return reference.expand(x, up, gate, activation)
     out = x.operand.new_empty(1, up.weight.shape[0])
-    kind = "up" if gate is None else "gated"
     row_product(x.operand, up, out, kind, gate=gate, activation=activation, launch=early(out))
     return out
 
 
 def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
     """See reference.accumulate."""
+    if fits(x) and norm_of_next is not None:
+        return dot_add(x, linear, onto, norm_of_next)
     if x.shape[0] > 1:
         return hidden(project_add(x, linear, onto.exact), norm_of_next, onto.operand.dtype)
     exact = torch.empty_like(onto.exact)
@@ -219,10 +269,21 @@ def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | Non
     return Hidden(exact, exact if rounded is None else rounded)
 
 
-def largest(x: Hidden, head: Linear, held: int) -> tuple[Tensor, Tensor]:
-    """See reference.largest."""
+def choose(x: Hidden, head: Linear, held: int, columns: RowColumns, slots: Tensor) -> Tensor:
+    """See reference.choose."""
+    return largest(x, head, held, (columns.token, slots))[1]
+
+
+def largest(
+    x: Hidden, head: Linear, held: int, keep: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """See reference.largest. keep: a column and the rows' slots, where the places go as well."""
     if x.operand.shape[0] == 1:
-        return row_largest(x, head, held)
+        return row_largest(x, head, held, keep)
+    if fits(x.operand):
+        return dot_largest(x, head, held, keep)
     whole = logits(x.operand, Linear(head.weight, head.bias))[:, :held]
     places = argmax(whole)
+    if keep is not None:
+        keep[0].index_copy_(0, keep[1], places)
     return whole.gather(1, places[:, None])[:, 0], places

@@ -19,7 +19,8 @@ _REQUEST_SECONDS = 10.0
 class ModelStatus:
     """What the backend says of one model: `<status dir>/<model>.json`.
 
-    state: loading, ready or failed; ranks: rank, pid, host and device of each
+    state: loading, ready or failed; ranks: rank, pid, host and device of each; timeline: what was
+    done when in its start, in seconds since 1970
     """
 
     model: str
@@ -27,6 +28,7 @@ class ModelStatus:
     reason: str | None = None
     ranks: tuple[dict[str, Any], ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
+    timeline: tuple[tuple[str, float], ...] = ()
 
 
 def read_statuses(folder: Path) -> list[ModelStatus]:
@@ -41,6 +43,7 @@ def read_statuses(folder: Path) -> list[ModelStatus]:
                 values.get("reason"),
                 tuple(values.get("ranks") or ()),
                 values.get("versions") or {},
+                tuple((what, at) for what, at in values.get("timeline") or ()),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise ServerError(f"cannot read the backend's status file {path}: {error}") from error

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterable
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from launcher_scripts.errors import ServerError, problem
 from launcher_scripts.settings import DeploySettings
+
+RENEW_SECONDS = 5.0
 
 
 class ReadyFiles:
@@ -17,7 +22,7 @@ class ReadyFiles:
         self._shared = settings.ready_file
         folder = settings.job_folder
         self._own = None if folder is None else Path(folder) / self._shared.name
-        self._written = ""
+        self._facts: dict[str, Any] = {}
 
     def prepare(self) -> None:
         """Make the folder of the ready file, and remove an older server's."""
@@ -31,11 +36,25 @@ class ReadyFiles:
 
     def write(self, facts: dict[str, Any]) -> None:
         """From now on others may use the server."""
-        self._written = json.dumps(facts, indent=2) + "\n"
-        for path in filter(None, (self._own, self._shared)):
+        self._facts = json.loads(json.dumps(facts))  # as it will be read
+        self._write(filter(None, (self._own, self._shared)))
+
+    def renew(self) -> None:
+        """Say that the server still lives; who finds an old time knows that it was killed.
+
+        A disk that is full now is no reason to end a server. Another server's file stays.
+        """
+        ours = self._shared_is_ours()
+        with contextlib.suppress(ServerError):
+            self._write(filter(None, (self._own, self._shared if ours else None)))
+
+    def _write(self, paths: Iterable[Path]) -> None:
+        alive_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        text = json.dumps({**self._facts, "alive_at": alive_at}, indent=2) + "\n"
+        for path in paths:
             partial = path.with_name(path.name + ".partial")
             try:
-                partial.write_text(self._written, encoding="utf-8")
+                partial.write_text(text, encoding="utf-8")
                 partial.replace(path)
             except OSError as error:
                 raise ServerError(f"cannot write {path}: {error}") from error
@@ -44,9 +63,15 @@ class ReadyFiles:
         """Take the address back; another server's, which came later, stays."""
         if self._own is not None:
             self._own.unlink(missing_ok=True)
-        try:
-            ours = self._written and self._shared.read_text(encoding="utf-8") == self._written
-        except FileNotFoundError:
-            return
-        if ours:
+        if self._shared_is_ours():
             self._shared.unlink(missing_ok=True)
+
+    def _shared_is_ours(self) -> bool:
+        try:
+            shown = json.loads(self._shared.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return bool(self._facts) and {**shown, "alive_at": None} == {
+            **self._facts,
+            "alive_at": None,
+        }

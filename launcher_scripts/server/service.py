@@ -13,14 +13,9 @@ from typing import Any
 
 from launcher_scripts.errors import ServerError, problem
 from launcher_scripts.models.repository import is_remote
-from launcher_scripts.nodes import (
-    ALONE,
-    ATTEMPT_VARIABLE,
-    INTERFACE_VARIABLE,
-    RENDEZVOUS_VARIABLE,
-    Place,
-)
+from launcher_scripts.nodes import ALONE, Place
 from launcher_scripts.server.addresses import addresses, local_host
+from launcher_scripts.server.group import group_env
 from launcher_scripts.server.health import (
     ModelStatus,
     TritonClient,
@@ -32,7 +27,8 @@ from launcher_scripts.server.installation import Installation, find_installation
 from launcher_scripts.server.ports import Ports, ports_in_use, reserved_ports
 from launcher_scripts.server.process import ServerProcess, is_alive
 from launcher_scripts.server.protection import Protection
-from launcher_scripts.server.ready_files import ReadyFiles
+from launcher_scripts.server.ready_files import RENEW_SECONDS, ReadyFiles
+from launcher_scripts.server.start_times import Event, process_started, start_table
 from launcher_scripts.server.stopping import StopRequest
 from launcher_scripts.settings import DeploySettings
 
@@ -58,7 +54,7 @@ def serve(settings: DeploySettings, place: Place = ALONE) -> None:
     was_ready = False
     with stop.listening():
         for attempt in range(settings.restarts + 1):
-            env = _group_env(settings, place, attempt)
+            env = group_env(settings, place, attempt)
             run = _Run(settings, installation, stop, ready_files, env)
             try:
                 run.until_stopped()
@@ -101,42 +97,25 @@ class _Run:
             )
             patience = settings.stop_timeout + _UNLOAD_SECONDS
             try:
-                service = Service(settings, process, ports, stop, protection)
+                service = Service(settings, process, ports, stop, protection, self._ready_files)
                 if service.wait_until_ready():
                     held.close()
-                    service.announce(self._ready_files)
+                    service.announce()
                     self.was_ready = True
                     service.watch()
                 print(f"stopping the server: {stop.name}", flush=True)
-            except ServerError:
+            except ServerError as error:
                 # The end of a job is told to all of its processes at once: the server may be gone
                 # a moment before this process hears of it.
                 time.sleep(_POLL_SECONDS)
                 if stop.received is None:
                     patience = min(patience, _FAILED_SECONDS)
                     raise
-                print(f"stopping the server: {stop.name}", flush=True)
+                found = str(error).partition("\n")[0]
+                print(f"stopping the server: {stop.name} ({found})", flush=True)
             finally:
                 self._ready_files.remove()
                 process.stop(patience)
-
-
-def rendezvous_folder(settings: DeploySettings) -> Path:
-    """Where the nodes of this server find rank 0 of each model."""
-    return Path(settings.job_folder or settings.results_dir) / "ranks"
-
-
-def _group_env(settings: DeploySettings, place: Place, attempt: int) -> dict[str, str]:
-    """What the backend needs to know about the other nodes, if there are any."""
-    if place.nodes == 1:
-        return {}
-    env = {
-        RENDEZVOUS_VARIABLE: str(rendezvous_folder(settings)),
-        ATTEMPT_VARIABLE: str(attempt),
-    }
-    if settings.network_interface is not None:
-        env[INTERFACE_VARIABLE] = settings.network_interface
-    return env
 
 
 def check_repository(repository: str) -> None:
@@ -162,14 +141,17 @@ class Service:
         ports: Ports,
         stop: StopRequest,
         protection: Protection,
+        ready_files: ReadyFiles,
     ) -> None:
         self._settings = settings
         self._process = process
         self._ports = ports
         self._stop = stop
+        self._ready_files = ready_files
         local = local_host(settings.hosts["http"])
         self._client = TritonClient(local, ports.http, protection.headers)
         self._watched: dict[int, str] = {}
+        self._server_started = time.time()
 
     def wait_until_ready(self) -> bool:
         """True when every model answers; False when somebody asked to stop before."""
@@ -189,7 +171,7 @@ class Service:
             time.sleep(_POLL_SECONDS)
         return False
 
-    def announce(self, ready_files: ReadyFiles) -> None:
+    def announce(self) -> None:
         """Write the ready file: from now on others may use the server."""
         statuses = self._check()
         self._watched = self._processes(statuses)
@@ -203,19 +185,34 @@ class Service:
             "ranks": [{"model": s.model, **rank} for s in statuses for rank in s.ranks],
             "pid": self._process.pid,
             "job": _job(self._settings),
+            "timeline": self._timeline(statuses),
         }
-        ready_files.write(facts)
+        self._ready_files.write(facts)
         print(f"ready: {json.dumps(facts)}", flush=True)
+        print(f"seconds of the start:\n{start_table(facts['timeline'])}", flush=True)
 
     def watch(self) -> None:
         """Return when somebody asks to stop; raise when any part of the server dies before."""
+        renewed = time.monotonic()
         while self._stop.received is None:
             self._check()
+            if time.monotonic() - renewed > RENEW_SECONDS:
+                self._ready_files.renew()
+                renewed = time.monotonic()
             for pid, what in self._watched.items():
                 if not is_alive(pid):
                     self._let_backend_say_why()
                     raise self._error(f"{what} (process {pid}) died")
             time.sleep(_POLL_SECONDS)
+
+    def _timeline(self, statuses: list[ModelStatus]) -> list[Event]:
+        """What happened when until now, on every model's side as well."""
+        return [
+            ("this step was started", round(process_started(), 3)),
+            ("the server was started", round(self._server_started, 3)),
+            *((f"{s.model}: {what}", at) for s in statuses for what, at in s.timeline),
+            ("ready", round(time.time(), 3)),
+        ]
 
     def _let_backend_say_why(self) -> None:
         """The backend may know more of a process's death; raises what it says."""

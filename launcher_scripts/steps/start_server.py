@@ -14,15 +14,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from launcher_scripts.engine.rank_host import NodeHost
 from launcher_scripts.nodes import find_place
-from launcher_scripts.server.service import rendezvous_folder, serve
+from launcher_scripts.server.group import rendezvous_folder
+from launcher_scripts.server.service import serve
 from launcher_scripts.server.stopping import StopRequest
 from launcher_scripts.settings import DeploySettings
 from launcher_scripts.steps.command import run_step
+
+# srun ends a step with its first failing task, and drops what that has only just said.
+LAST_WORDS_SECONDS = 1.0
 
 
 def start(settings: DeploySettings) -> None:
@@ -49,7 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body(settings: DeploySettings) -> None:
         start(replace(settings, replica=given.replica))
 
-    return run_step("Serve a model repository until stopped.", DeploySettings, body, rest)
+    code = run_step("Serve a model repository until stopped.", DeploySettings, body, rest)
+    if code and "SLURM_STEP_ID" in os.environ:
+        sys.stderr.flush()
+        time.sleep(LAST_WORDS_SECONDS)
+    return code
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 from launcher_scripts.engine.decoder import Decoder
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.loading import PREFILL_TOKENS
+from launcher_scripts.engine.row import Snapshot
 from launcher_scripts.engine.session import Session
 from launcher_scripts.errors import RequestError
 from launcher_scripts.kernels import reference
@@ -202,8 +203,8 @@ def test_a_cancelled_request_leaves_what_it_has_said(learned):
     started = threading.Event()
     seen: list[tuple[int, ...]] = []
 
-    def progress(output: GenerateOutput) -> None:
-        seen.append(output.output_ids)
+    def progress(snapshot: Snapshot) -> None:
+        seen.append(snapshot().output_ids)
         if len(seen) == 4:
             started.set()
 

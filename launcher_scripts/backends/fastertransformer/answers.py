@@ -18,12 +18,14 @@ from typing import Any
 import torch
 import triton_python_backend_utils as pb_utils
 
+from launcher_scripts.engine.row import Progress, Snapshot
 from launcher_scripts.engine.session import Session
 from launcher_scripts.errors import RequestError
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
 # How often the server is asked whether a client has gone; it only answers when asked.
 CANCEL_POLL_SECONDS = 0.1
+POLL_SHARE = 10  # asking takes at most one part in so many of the time
 
 Submit = Callable[..., "Future[GenerateOutput]"]
 ToTensors = Callable[[Sequence[GenerateOutput]], dict[str, torch.Tensor]]
@@ -58,7 +60,7 @@ class Answers:
         self._open.discard(answer)
 
     def _run(self) -> None:
-        next_poll = 0.0
+        next_poll = time.monotonic()
         while True:
             try:
                 work = self._notes.get(timeout=CANCEL_POLL_SECONDS if self._open else None)
@@ -67,10 +69,12 @@ class Answers:
             if work is None:
                 return
             work()
-            if self._open and time.monotonic() >= next_poll:
+            started = time.monotonic()
+            if self._open and started >= next_poll:
                 for answer in list(self._open):
                     answer.look_for_cancellation()
-                next_poll = time.monotonic() + CANCEL_POLL_SECONDS
+                ended = time.monotonic()
+                next_poll = ended + max(CANCEL_POLL_SECONDS, POLL_SHARE * (ended - started))
 
 
 class Answer:
@@ -102,7 +106,7 @@ class Answer:
         self._streams = streams
         self._on_end = on_end
         self._futures: list[Future[GenerateOutput]] = []
-        self._unsent: list[deque[GenerateOutput]] = [deque() for _ in rows]
+        self._unsent: list[deque[Snapshot]] = [deque() for _ in rows]
         self._last: list[GenerateOutput | None] = [None] * len(rows)
         self._in_session = False
         self._sent = 0
@@ -111,7 +115,6 @@ class Answer:
     def start(self, submit: Submit, sessions: Sequence[Session] = ()) -> None:
         """Hand the rows to the engine, each with its session if there are any."""
         self._in_session = bool(sessions)
-        self._answers.note(lambda: self._answers.opened(self))
         self._futures = [
             submit(
                 row,
@@ -120,23 +123,28 @@ class Answer:
             )
             for number, row in enumerate(self._rows)
         ]
+        self._answers.note(self._open)
         for number, future in enumerate(self._futures):
             future.add_done_callback(self._end_of(number))
+
+    def _open(self) -> None:
+        if not self._ended:
+            self._answers.opened(self)
 
     def look_for_cancellation(self) -> None:
         """Free the rows of a client that has gone."""
         if self._sender.is_cancelled():
             self._end(_cancelled())
 
-    def _progress_of(self, number: int) -> Callable[[GenerateOutput], None]:
-        return lambda output: self._answers.note(lambda: self._take(number, output))
+    def _progress_of(self, number: int) -> Progress:
+        return lambda snapshot: self._answers.note(lambda: self._take(number, snapshot))
 
     def _end_of(self, number: int) -> Callable[[Future[GenerateOutput]], None]:
         return lambda future: self._answers.note(lambda: self._take_last(number, future))
 
-    def _take(self, number: int, output: GenerateOutput) -> None:
+    def _take(self, number: int, snapshot: Snapshot) -> None:
         if not self._ended:
-            self._unsent[number].append(output)
+            self._unsent[number].append(snapshot)
             self._send_ready()
 
     def _take_last(self, number: int, future: Future[GenerateOutput]) -> None:
@@ -147,14 +155,14 @@ class Answer:
             self._end(error_response(error))
             return
         self._last[number] = future.result()
-        self._unsent[number].append(future.result())
+        self._unsent[number].append(future.result)
         self._send_ready()
 
     def _send_ready(self) -> None:
         """Send as many responses as every row has come along for."""
         while not self._ended and self._everyone_has_more():
             rows = zip(self._unsent, self._last, strict=True)
-            outputs = [unsent.popleft() if unsent else last for unsent, last in rows]
+            outputs = [unsent.popleft()() if unsent else last for unsent, last in rows]
             complete = not any(self._unsent) and None not in self._last
             try:
                 response = self._response([output for output in outputs if output is not None])

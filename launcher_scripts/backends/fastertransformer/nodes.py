@@ -20,6 +20,7 @@ from launcher_scripts.errors import ServerError, problem
 from launcher_scripts.nodes import ATTEMPT_VARIABLE, INTERFACE_VARIABLE, find_place
 
 ANSWER_SECONDS = 1.0  # that clients get to be told of a failure
+STUB = b"triton_python_backend_stub"  # its arguments: the model's file, a region's name, ...
 LINGER_SECONDS = 5.0  # node 0 tells the reason and ends first
 
 
@@ -58,7 +59,7 @@ def end_server_later(error: ServerError) -> None:
     Triton itself would go on, look ready, and answer every request with an error.
     """
     print(f"ending the server: {error}", file=sys.stderr, flush=True)
-    threading.Timer(ANSWER_SECONDS, end_server, (signal.SIGKILL,)).start()
+    threading.Timer(ANSWER_SECONDS, _kill_server).start()
 
 
 def end_server(number: int) -> None:
@@ -67,6 +68,20 @@ def end_server(number: int) -> None:
     name = Path(f"/proc/{server}/comm").read_text().strip()
     if name == "tritonserver":
         os.kill(server, number)
+
+
+def _kill_server() -> None:
+    """Kill the server, and remove the shared memory of its workers, which it no longer can."""
+    server = os.getppid()
+    regions = [
+        Path("/dev/shm", arguments[2].decode())
+        for folder in Path("/proc").glob(f"{server}/task/*/children")
+        for child in folder.read_text().split()
+        if (arguments := Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"))[0].endswith(STUB)
+    ]
+    end_server(signal.SIGKILL)
+    for region in regions:
+        region.unlink(missing_ok=True)
 
 
 def _find(group: NodeGroup, checkpoint_dir: Path, patience: float) -> RankHost:
