@@ -64,8 +64,6 @@ class TritonPythonModel:
             )
             self._contract = served_contract(settings.model_type, sessions=idle is not None)
             self._conversion = CONVERSIONS[settings.model_type]
-            if settings.enable_custom_all_reduce:
-                print("enable_custom_all_reduce: ranks sum over NCCL, with the same result")
             group = node_group(os.environ, args["model_name"], Path(args["model_repository"]))
             if not group.place.serves:
                 host_ranks(group, settings.checkpoint_dir, settings.start_timeout)
