@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher_scripts.errors import ConfigError, LauncherError
+from stages.choices import check_choices
 from stages.plan import Plan, make_plan
 
 CHECKOUT = Path(__file__).resolve().parent
@@ -44,10 +45,18 @@ def main(config: DictConfig) -> None:
         else:
             plan.submit()
     except LauncherError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        refused(error)
+
+
+def refused(error: LauncherError) -> NoReturn:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":
     register_resolvers()
+    try:
+        check_choices(sys.argv[1:], CHECKOUT / "conf")
+    except LauncherError as error:
+        refused(error)
     main()

@@ -134,6 +134,8 @@ class TextContract:
     @property
     def roles(self) -> tuple[str, ...]:
         """The text models there are."""
+        if not self.ensemble_inputs:
+            return ()
         if self.postprocessing_outputs:
             return ("preprocessing", "postprocessing", "ensemble")
         return ("preprocessing", "ensemble")
@@ -273,6 +275,9 @@ class Contract:
         return _declared(self.outputs, data_type)
 
 
+BART_INPUTS = tuple(t for t in T5_INPUTS if "prompt" not in t.name and t.name != "ia3_tasks")
+NO_TEXT = TextContract((), (), (), (), (), (), {})
+
 # model_type in config.pbtxt -> its contract
 CONTRACTS = {
     "GPT": Contract("gpt", GPT_INPUTS, GPT_OUTPUTS, GPT_TEXT, batched=True),
@@ -285,4 +290,5 @@ CONTRACTS = {
         encoder_only=True,
     ),
     "Agm": Contract("agm", AGM_INPUTS, AGM_OUTPUTS, AGM_TEXT),
+    "BART": Contract("bart", BART_INPUTS, T5_OUTPUTS, NO_TEXT),
 }

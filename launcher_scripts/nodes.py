@@ -131,7 +131,7 @@ def _check_one_per_node(
     ):
         got = f"{row.per_node}={env[row.per_node]}"
         problems.add(f"{row.name} started several servers on this node", got=got, change=HOW)
-    if row.node_count in env:
+    if row.node_count is not None and row.node_count in env:
         nodes = _number(env, row.node_count, problems)
         if nodes != size:
             got = f"{row.size}={size}, {row.node_count}={nodes}"

@@ -16,7 +16,7 @@ from launcher_scripts.settings import ExportSettings, TokenizerSettings
 from stages.paths import absolute
 from stages.stage import Launch, Stage
 
-MODEL_TYPES = ("gpt3", "t5", "mt5", "t5-encoder", "agm")
+MODEL_TYPES = ("gpt3", "t5", "mt5", "t5-encoder", "agm", "bart")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from launcher_scripts.errors import ServerError
@@ -50,9 +52,14 @@ PLACES = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_places(name):
+def test_places(name, monkeypatch):
     env, place = PLACES[name]
     assert find_place(env) == place
+    for variable in set(os.environ):
+        monkeypatch.delenv(variable)
+    for variable, value in env.items():
+        monkeypatch.setenv(variable, value)
+    assert find_place(os.environ) == place
 
 
 WRONG = {

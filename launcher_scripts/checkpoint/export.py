@@ -154,8 +154,10 @@ def open_source(
         found = (key for key, source in SOURCES.items() if source.matches(archive))
         name = next(found, "")
         if not name:
+            lacking = nemo_training.without_sizes(archive)
+            text = f"{archive.path} is in no known format{': ' if lacking else ''}{lacking}"
             raise CheckpointError(
-                problem(f"{archive.path} is in no known format", choices=sorted(SOURCES))
+                problem(text, choices=sorted(SOURCES), change="export.model.checkpoint_path")
             )
         print(f"found a checkpoint of {name}", flush=True)
     checkpoint = lookup(SOURCES, name, "export.model.source").open(archive, hints)

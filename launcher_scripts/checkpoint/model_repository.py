@@ -54,7 +54,7 @@ class ModelRepository:
         model_type = backend_model_type(settings.model_type, checkpoint.config)
         contract = served_contract(model_type, sessions=settings.interactive)
         names = text_model_names(self, settings.model_name, contract.text.roles)
-        text_models = settings.tokenizer.source != "none"
+        text_models = settings.tokenizer.source != "none" and bool(names)
         targets = [model_dir / "config.pbtxt"]
         if text_models:
             check_tokenizer(checkpoint)

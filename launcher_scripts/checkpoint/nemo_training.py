@@ -31,6 +31,7 @@ _STEP = re.compile(r"step=(\d+)")
 _METRIC = re.compile(r"--(?P<metric>[\w/]+)=(?P<value>-?\d+(?:\.\d+)?)")
 # How far above the checkpoints their hyperparameters may lie.
 _LEVELS = 3
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,18 @@ def is_training(archive: Archive) -> bool:
     if archive.container != "folder" or not _candidates(archive):
         return False
     return _hparams(archive.path) is not None
+
+
+def without_sizes(archive: Archive) -> str:
+    """What a folder of checkpoints that is no source of its own lacks; "" for any other."""
+    names = sorted(_candidates(archive)) if archive.container == "folder" else []
+    if not names:
+        return ""
+    return (
+        f"the checkpoints of a training ({', '.join(names[:_SHOWN])}) need its {HPARAMS}, which "
+        f"holds the model's sizes, in this folder or up to {_LEVELS - 1} above; or name "
+        "the .nemo file that the training wrote"
+    )
 
 
 def find_checkpoint(archive: Archive, wanted: str) -> TrainingCheckpoint:

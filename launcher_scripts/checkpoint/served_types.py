@@ -14,6 +14,7 @@ BACKEND_MODEL_TYPES = {
     "mt5": "T5",
     "t5-encoder": "T5-Encoder",
     "agm": "Agm",
+    "bart": "BART",
 }
 
 KEY = "export.run.model_type"

@@ -85,14 +85,17 @@ class Process:
         """End the script and all of its group.
 
         The leader is asked first and has `leader_seconds` to end its children in order, or until
-        `hurry` says otherwise; what is left of the group is asked then, and killed at last.
+        `hurry` says otherwise; what is left of the group is asked then, and killed at last. Where
+        the leader ends without its children, they have the rest of that time.
         """
+        deadline = time.monotonic() + leader_seconds
         if not self.ended():
             self._stopped = True
             self._popen.terminate()
             _wait_for(self.ended, leader_seconds, hurry)
         self._signal_group(signal.SIGTERM)
-        _wait_for(lambda: not self._group_lives(), _GROUP_SECONDS, hurry)
+        left = max(_GROUP_SECONDS, deadline - time.monotonic())
+        _wait_for(lambda: not self._group_lives(), left, hurry)
         self._signal_group(signal.SIGKILL)
         self._popen.wait()
         self.ended()

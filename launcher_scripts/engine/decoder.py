@@ -17,7 +17,7 @@ from launcher_scripts.engine.decode_step import (
 )
 from launcher_scripts.engine.kv_cache import KVCache
 from launcher_scripts.engine.layers import DecoderLayer, Rows, Segment, Step, alibi_slopes
-from launcher_scripts.engine.learned_parts import token_tasks, with_virtual_tokens
+from launcher_scripts.engine.learned_parts import learned_of, token_tasks, with_virtual_tokens
 from launcher_scripts.engine.weights import GPTWeights
 from launcher_scripts.kernels.operands import EmbeddingTables, Heads
 from launcher_scripts.models.gpt import GPTConfig
@@ -69,7 +69,7 @@ class Decoder:
         self.step_obstacles = obstacles(
             self.config,
             communicator,
-            self._learned(),
+            learned_of(weights.layers.values()),
             [layer.query_key_value for layer in weights.layers.values()],
         )
         self.step = None if self.step_obstacles else self._decode_step()
@@ -131,14 +131,6 @@ class Decoder:
             self.communicator.to_next_stage(x)
         return x
 
-    def _learned(self) -> list[object]:
-        layers = self.weights.layers.values()
-        return [
-            part
-            for layer in layers
-            for part in (layer.ia3, layer.attention_adapter, layer.mlp_adapter)
-        ]
-
     def _decode_step(self) -> DecodeStep:
         weights = self.weights
         shared = (self.kernels, self.communicator)
@@ -152,6 +144,8 @@ class Decoder:
                 cache=cache,
                 heads=self.heads,
                 slopes=self._slopes(layer),
+                bias=own.relative,
+                scale=self.config.attention_scale,
             )
             mlp = MLP(
                 own.mlp_up,

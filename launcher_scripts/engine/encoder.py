@@ -1,4 +1,4 @@
-"""A T5 encoder on one rank: rows of different lengths in, their hidden states out."""
+"""An encoder on one rank: rows of different lengths in, their hidden states out."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from launcher_scripts.engine.learned_parts import scaled, token_tasks, with_virt
 from launcher_scripts.engine.network import Encoded
 from launcher_scripts.engine.t5_weights import Embedding, EncoderLayerWeights, T5Weights
 from launcher_scripts.kernels.operands import Heads, RelativeBias
+from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.t5 import T5Config
 
 
-def layer_bias(bias: RelativeBias | None, config: T5Config, layer: int) -> RelativeBias | None:
+def layer_bias(
+    bias: RelativeBias | None, config: T5Config | BartConfig, layer: int
+) -> RelativeBias | None:
     """The bias of one layer (0-based): all have the same, unless the layers scale it."""
     if bias is None or not config.relative_bias_layer_scaling:
         return bias
@@ -41,7 +44,7 @@ def embed(
     x = replaced(communicator.tp_sum(x))
     if embedding.positions is not None:
         x = x + kernels.embed(positions, embedding.positions, 0)
-    return x
+    return x if embedding.norm is None else kernels.norm(x, embedding.norm, torch.float32)
 
 
 def through_stage(
@@ -69,7 +72,7 @@ class EncoderLayer(ParallelLayer):
 
     def __init__(
         self,
-        config: T5Config,
+        config: T5Config | BartConfig,
         weights: EncoderLayerWeights,
         heads: Heads,
         bias: RelativeBias | None,
@@ -109,9 +112,11 @@ class EncoderLayer(ParallelLayer):
                 attentions += self.kernels.source_attention_weights(query, key, **with_bias)
         attended = torch.cat(outputs)
         x = self.row_parallel(attended, weights.attention_dense, x, weights.attention_adapter)
+        x = self.normed(x, weights.attention_norm)
         hidden = self.kernels.mlp_up(x, weights.mlp_up, weights.mlp_gate, self.config.activation)
         hidden = scaled(hidden, ia3 and ia3.mlp, tasks)
-        return self.row_parallel(hidden, weights.mlp_down, x, weights.mlp_adapter)
+        x = self.row_parallel(hidden, weights.mlp_down, x, weights.mlp_adapter)
+        return self.normed(x, weights.mlp_norm)
 
 
 class Encoder:

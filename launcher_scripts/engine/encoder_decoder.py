@@ -1,4 +1,4 @@
-"""A T5 on one rank: the encoder, and a decoder that attends to its own tokens and to the source.
+"""A T5 or BART on one rank: an encoder, and a decoder that attends to its own and to the source.
 
 The keys and values of a row's source are computed once per decoder layer and kept in the cache,
 in the tokens right before the row's own.
@@ -23,17 +23,24 @@ from launcher_scripts.engine.decode_step import (
 from launcher_scripts.engine.encoder import Encoder, embed, layer_bias, through_stage
 from launcher_scripts.engine.kv_cache import KVCache
 from launcher_scripts.engine.layers import ParallelLayer, Rows, Segment, Step
-from launcher_scripts.engine.learned_parts import scaled, token_tasks
+from launcher_scripts.engine.learned_parts import learned_of, scaled, token_tasks
 from launcher_scripts.engine.network import Encoded
 from launcher_scripts.engine.t5_weights import CrossLayerWeights, T5Weights
 from launcher_scripts.kernels.operands import EmbeddingTables, Heads, LayerCache, RelativeBias
+from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.t5 import T5Config
 
 
-def t5_heads(config: T5Config, tp_size: int) -> Heads:
-    """The heads of one rank."""
+def encoder_heads(config: T5Config | BartConfig, tp_size: int) -> Heads:
+    """The encoder's heads of one rank."""
     heads = config.num_heads // tp_size
     return Heads(heads, heads, config.head_size)
+
+
+def decoder_heads(config: T5Config | BartConfig, tp_size: int) -> Heads:
+    """The decoder's heads of one rank."""
+    heads = config.num_decoder_heads // tp_size
+    return Heads(heads, heads, config.decoder_head_size)
 
 
 class CrossLayer(ParallelLayer):
@@ -44,7 +51,7 @@ class CrossLayer(ParallelLayer):
 
     def __init__(
         self,
-        config: T5Config,
+        config: T5Config | BartConfig,
         weights: CrossLayerWeights,
         cache: LayerCache,
         heads: Heads,
@@ -81,14 +88,17 @@ class CrossLayer(ParallelLayer):
         query = self.kernels.store_kv(qkv, self.heads, None, step.slots, self.cache)
         attended = self._attend(query, step)
         x = self.row_parallel(attended, weights.attention_dense, x, weights.attention_adapter)
+        x = self.normed(x, weights.attention_norm)
         query = self.kernels.project(x, weights.source_query).view(query.shape)
         x = self.row_parallel(self._attend_source(query, step), weights.source_dense, x)
+        x = self.normed(x, weights.source_norm)
         hidden = self.kernels.mlp_up(x, weights.mlp_up, weights.mlp_gate, self.config.activation)
         hidden = scaled(hidden, ia3 and ia3.mlp, step.ia3_tasks)
-        return self.row_parallel(hidden, weights.mlp_down, x, weights.mlp_adapter)
+        x = self.row_parallel(hidden, weights.mlp_down, x, weights.mlp_adapter)
+        return self.normed(x, weights.mlp_norm)
 
     def _attend(self, query: Tensor, step: Step) -> Tensor:
-        with_bias = {"scale": self.config.attention_scale, "relative": self.bias}
+        with_bias = {"scale": self.config.decoder_attention_scale, "relative": self.bias}
         if step.segments is None:
             return self.kernels.decode_attention(
                 query,
@@ -111,7 +121,7 @@ class CrossLayer(ParallelLayer):
         )
 
     def _attend_source(self, query: Tensor, step: Step) -> Tensor:
-        with_bias = {"scale": self.config.attention_scale, "relative": self.source_bias}
+        with_bias = {"scale": self.config.decoder_attention_scale, "relative": self.source_bias}
         if step.segments is None:
             source = step.source
             return self.kernels.decode_attention(
@@ -153,8 +163,9 @@ class EncoderDecoder:
         self.kernels = kernels
         self.communicator = communicator
         self.device = device
-        self.heads = t5_heads(self.config, communicator.tp_size)
-        self._encoder = Encoder(weights, self.heads, kernels, communicator, device)
+        self.heads = decoder_heads(self.config, communicator.tp_size)
+        of_encoder = encoder_heads(self.config, communicator.tp_size)
+        self._encoder = Encoder(weights, of_encoder, kernels, communicator, device)
         self._layers = [
             CrossLayer(
                 self.config,
@@ -171,7 +182,7 @@ class EncoderDecoder:
         self.step_obstacles = obstacles(
             self.config,
             communicator,
-            self._learned(),
+            learned_of(weights.decoder_layers.values()),
             [layer.query_key_value for layer in weights.decoder_layers.values()],
         )
         self.step = None
@@ -222,14 +233,6 @@ class EncoderDecoder:
         local = self.kernels.logits(hidden, self.weights.head)
         return self.communicator.tp_concat(local)[:, : self.config.vocab_size]
 
-    def _learned(self) -> list[object]:
-        layers = self.weights.decoder_layers.values()
-        return [
-            part
-            for layer in layers
-            for part in (layer.ia3, layer.attention_adapter, layer.mlp_adapter)
-        ]
-
     def _decode_step(self) -> DecodeStep:
         weights = self.weights
         shared = (self.kernels, self.communicator)
@@ -239,7 +242,7 @@ class EncoderDecoder:
             attention = {
                 "cache": layer.cache,
                 "heads": self.heads,
-                "scale": self.config.attention_scale,
+                "scale": self.config.decoder_attention_scale,
             }
             sublayers += [
                 SelfAttention(
@@ -262,7 +265,7 @@ class EncoderDecoder:
             sublayers,
             weights.head,
             tables,
-            None,
+            embedding.norm,
             None,
             self.config.vocab_size,
             self.cache.ids,

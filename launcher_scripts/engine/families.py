@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher_scripts.engine.agm_weights import AgmWeightLoader
+from launcher_scripts.engine.bart_weights import BartWeightLoader
 from launcher_scripts.engine.decoder import Decoder, local_heads
-from launcher_scripts.engine.encoder_decoder import EncoderDecoder, t5_heads
+from launcher_scripts.engine.encoder_decoder import EncoderDecoder, decoder_heads
 from launcher_scripts.engine.network import Network
 from launcher_scripts.engine.t5_weights import T5WeightLoader
 from launcher_scripts.engine.weights import WeightLoader
 from launcher_scripts.kernels.operands import Heads
 from launcher_scripts.models import family_of
 from launcher_scripts.models.agm import AgmConfig
+from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
@@ -50,7 +52,7 @@ def _gpt_tokens(config: GPTConfig, rows: int) -> int:
     return rows * config.max_positions
 
 
-def _t5_tokens(config: T5Config, rows: int) -> int:
+def _t5_tokens(config: T5Config | BartConfig, rows: int) -> int:
     """As many for the input as for the output."""
     least = LEAST_RELATIVE_TOKENS if config.position_embedding == "relative" else 0
     return max(2 * rows * config.max_positions, least)
@@ -60,7 +62,7 @@ def _agm_tokens(_: AgmConfig, rows: int) -> int:
     return max(rows * RELATIVE_ROW_TOKENS, LEAST_RELATIVE_TOKENS)
 
 
-def _t5_depth(config: T5Config) -> int:
+def _t5_depth(config: T5Config | BartConfig) -> int:
     if config.encoder_only:
         return config.num_layers
     return min(config.num_layers, config.num_decoder_layers)
@@ -78,8 +80,16 @@ FAMILIES = {
     "t5": EngineFamily(
         T5WeightLoader,
         EncoderDecoder,
-        t5_heads,
+        decoder_heads,
         lambda config: 0 if config.encoder_only else config.num_decoder_layers,
+        _t5_depth,
+        _t5_tokens,
+    ),
+    "bart": EngineFamily(
+        BartWeightLoader,
+        EncoderDecoder,
+        decoder_heads,
+        lambda config: config.num_decoder_layers,
         _t5_depth,
         _t5_tokens,
     ),

@@ -12,7 +12,7 @@ from torch import Tensor
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.learned_parts import NO_TASK, Adapter, Prompt, scaled
 from launcher_scripts.engine.weights import LayerWeights
-from launcher_scripts.kernels.operands import Heads, LayerCache, Linear
+from launcher_scripts.kernels.operands import Heads, LayerCache, Linear, Norm
 from launcher_scripts.models.gpt import GPTConfig
 
 
@@ -100,6 +100,10 @@ class ParallelLayer:
         if adapter is not None:
             residual = self.kernels.add_residual(self._adapted(out, adapter), None, residual)
         return self.kernels.add_residual(out, linear.bias, residual)
+
+    def normed(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """x float32 [N, hidden] after the norm that follows a sum, where there is one."""
+        return x if norm is None else self.kernels.norm(x, norm, torch.float32)
 
     def _adapted(self, x: Tensor, adapter: Adapter) -> Tensor:
         inner = self.kernels.mlp_up(x, adapter.up, None, "silu")

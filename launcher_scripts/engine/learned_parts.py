@@ -6,8 +6,9 @@ It has a position and a place in the cache as any other token does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,13 @@ class Adapter:
     up: Linear
     down: Linear
     norm_after: Norm | None = None
+
+
+def learned_of(layers: Iterable[Any]) -> list[IA3Factors | Adapter | None]:
+    """What works inside of these layers' weights; None for what a layer does not have."""
+    return [
+        part for layer in layers for part in (layer.ia3, layer.attention_adapter, layer.mlp_adapter)
+    ]
 
 
 def scaled(x: Tensor, factors: Tensor | None, tasks: Tensor | None) -> Tensor:

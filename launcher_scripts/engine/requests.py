@@ -12,12 +12,14 @@ from launcher_scripts.engine.prompts import (
 )
 from launcher_scripts.engine.session import Session, check_session, prompt_in_session
 from launcher_scripts.errors import Problems, RequestError
+from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 
 MOST_IDS = 1 << 32
+ENCODER_DECODERS = (T5Config, BartConfig)
 MOST_BEAMS = 64
 MOST_LENGTH_PENALTY = 32  # an exponent that every length still fits
 PENALTIES_EXCLUDE = (
@@ -33,7 +35,7 @@ def parts(request: GenerateRequest, config: ModelConfig) -> tuple[tuple[int, ...
     alone has none. Virtual tokens are negative.
     """
     start = (config.start_id if request.start_id is None else request.start_id,)
-    if not isinstance(config, T5Config):
+    if not isinstance(config, ENCODER_DECODERS):
         return (), with_prompt(request, request.input_ids or start, config)
     source = with_prompt(request, request.input_ids, config)
     if config.encoder_only:
@@ -79,7 +81,7 @@ def check_request(
 
 def _check_asked(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:
     """Whether the model has the parts that the request is about."""
-    encodes = isinstance(config, T5Config)
+    encodes = isinstance(config, ENCODER_DECODERS)
     if not encodes and (request.decoder_input_ids or request.return_hidden_state):
         problems.add("decoder_input_ids and hidden states need a model with an encoder")
     if not encodes or not config.encoder_only:
@@ -105,7 +107,7 @@ def _check_ids(problems: Problems, request: GenerateRequest, config: ModelConfig
         if wrong:
             what = f"{name} is an id" if name == "start_id" else f"{name} has ids"
             problems.add(f"{what} outside of the vocabulary", got=wrong[:5], choices=valid)
-    if isinstance(config, T5Config) and not source:
+    if isinstance(config, ENCODER_DECODERS) and not source:
         problems.add("input_ids is empty, and the encoder needs at least one token")
     if request.end_id is not None and not 0 <= request.end_id < MOST_IDS:
         problems.add("end_id is no token id", got=request.end_id)

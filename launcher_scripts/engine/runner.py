@@ -211,10 +211,9 @@ class Runner:
         step = self.decoder.step
         if step is None or bounds.windows:
             chosen = self._greedy(self._forward_step(slots, bounds))
-        else:
-            tokens = step.greedy(step.forward(self.states.columns, slots, bounds))
-            chosen = Sampled(tokens, None)
-        return self._finish(chosen, slots, batch).tokens
+            return self._finish(chosen, slots, batch).tokens
+        columns = self.states.columns
+        return step.greedy(step.forward(columns, slots, bounds), columns, slots)
 
     def _forward_step(self, slots: Tensor, bounds: Bounds) -> Tensor | None:
         """One token of every row through this stage; logits [B, vocab] on the last one."""

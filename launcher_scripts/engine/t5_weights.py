@@ -11,54 +11,65 @@ from launcher_scripts.engine.learned_parts import Adapter, IA3Factors
 from launcher_scripts.engine.relative_bias import relative_bias
 from launcher_scripts.engine.weights import WeightLoader
 from launcher_scripts.kernels.operands import Linear, Norm, RelativeBias
+from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.t5 import T5Config
 
 
 @dataclass(frozen=True)
 class EncoderLayerWeights:
-    """One layer; the norms live in the projections that follow them."""
+    """One layer; norms before attention and MLP live in the projections that follow them.
+
+    attention_norm, mlp_norm: those that come after the sums instead
+    """
 
     query_key_value: Linear
     attention_dense: Linear
     mlp_up: Linear
     mlp_gate: Linear | None
     mlp_down: Linear
-    ia3: IA3Factors | None
-    attention_adapter: Adapter | None
-    mlp_adapter: Adapter | None
+    ia3: IA3Factors | None = None
+    attention_adapter: Adapter | None = None
+    mlp_adapter: Adapter | None = None
+    attention_norm: Norm | None = None
+    mlp_norm: Norm | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CrossLayerWeights(EncoderLayerWeights):
     """One decoder layer: attention to the encoder's states beside the rest.
 
-    source_key_value reads the encoder's states as they are.
+    source_key_value reads the encoder's states as they are. source_norm comes after the sum.
     """
 
     source_query: Linear
     source_key_value: Linear
     source_dense: Linear
+    source_norm: Norm | None = None
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """tokens: [vocab / tp, hidden], ids from first_id on; positions: [max_positions, hidden]."""
+    """tokens: [vocab / tp, hidden], ids from first_id on; positions: [max_positions, hidden].
+
+    norm: of the sum of both
+    """
 
     first_id: int
     tokens: Tensor
     positions: Tensor | None
+    norm: Norm | None = None
 
 
 @dataclass(frozen=True)
 class T5Weights:
-    """One rank's part of a T5, or of its encoder alone.
+    """One rank's part of a T5 or BART, or of an encoder alone.
 
     Embeddings are on the first pipeline stage, the encoder's last norm and the head on the last;
     layers go by their global number in their stack. prompt_tables, [virtual tokens, hidden] of
     every task, are with the encoder's embedding.
     """
 
-    config: T5Config
+    config: T5Config | BartConfig
     encoder_embedding: Embedding | None
     encoder_layers: dict[int, EncoderLayerWeights]
     encoder_norm: Norm | None
@@ -107,9 +118,6 @@ class T5WeightLoader(WeightLoader):
             head=self._output(decoder) if last and decodes else None,
             prompt_tables=self._prompt_tables() if first else (),
         )
-
-    def _own(self, num_layers: int) -> range:
-        return self.parallelism.layers(num_layers, self.pp_rank)
 
     def _embedding(self, tokens: str, positions: str) -> Embedding:
         rows = self.config.local_size("vocab_size", self.parallelism.tp_size)
@@ -163,13 +171,6 @@ class T5WeightLoader(WeightLoader):
             "mlp_gate": self._linear(f"{inner}.wi2", layer, norm) if self.config.gated else None,
             "mlp_down": self._linear(f"{inner}.wo", layer),
         }
-
-    def _joined(self, names: list[str], layer: int, norm: Norm | None = None) -> Linear:
-        """Projections of one input as one, their outputs side by side."""
-        parts = [self._whole(name, layer) for name in names]
-        biases = [part.bias for part in parts if part.bias is not None]
-        weight = torch.cat([part.weight for part in parts])
-        return self._stored(Linear(weight, torch.cat(biases) if biases else None, norm))
 
     def _bias(self, side: str, attention: str, bidirectional: bool) -> RelativeBias | None:
         if self.config.position_embedding != "relative":

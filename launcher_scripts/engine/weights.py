@@ -190,6 +190,9 @@ class WeightLoader:
         down = self._linear(f"{stem}.DenseSiluDense.wo", layer)
         return Adapter(up, down, None if before else norm)
 
+    def _own(self, num_layers: int) -> range:
+        return self.parallelism.layers(num_layers, self.pp_rank)
+
     def _head(self, table: Tensor | None) -> Linear:
         weight = table if self.config.tied_embeddings else self._table("lm_head.weight")
         final_norm = self._norm("final_layernorm") if self.config.final_norm else None
@@ -237,6 +240,13 @@ class WeightLoader:
         if f"{name}.bias" in self._specs:
             bias = self._tensor(f"{name}.bias", self.dtype, layer)
         return Linear(weight.t().contiguous(), bias, norm)
+
+    def _joined(self, names: list[str], layer: int, norm: Norm | None = None) -> Linear:
+        """Projections of one input as one, their outputs side by side."""
+        parts = [self._whole(name, layer) for name in names]
+        biases = [part.bias for part in parts if part.bias is not None]
+        weight = torch.cat([part.weight for part in parts])
+        return self._stored(Linear(weight, torch.cat(biases) if biases else None, norm))
 
     def _norm(self, name: str, layer: int | None = None) -> Norm:
         bias = None

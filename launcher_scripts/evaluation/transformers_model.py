@@ -21,7 +21,7 @@ KEY = "evaluate.tasks.<task>.reference"
 
 
 class TransformersModel:
-    """Generates greedily, and scores."""
+    """Generates greedily or by beams, and scores."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError when transformers is not there or cannot load the folder."""
@@ -88,7 +88,7 @@ class TransformersModel:
                 attention_mask=mask,
                 max_new_tokens=max(row.output_len for row in rows),
                 do_sample=False,
-                num_beams=1,
+                **beam_arguments(rows),
                 pad_token_id=self._end_ids[0] if self._end_ids else 0,
             )
         start = 1 if self._encodes else longest
@@ -101,10 +101,22 @@ class TransformersModel:
         return tuple(ids[: ends[0] + 1] if ends else ids)
 
 
+def beam_arguments(rows: Sequence[GenerateRequest]) -> dict[str, Any]:
+    """How transformers searches as the served engine does; the rows must agree on it."""
+    widths = {(row.sampling.beam_width, row.sampling.len_penalty) for row in rows}
+    if len(widths) > 1:
+        raise ConfigError(
+            problem("rows of one batch need one beam_width and len_penalty", got=sorted(widths))
+        )
+    ((width, len_penalty),) = widths
+    if width == 1:
+        return {"num_beams": 1}
+    return {"num_beams": width, "length_penalty": len_penalty, "early_stopping": True}
+
+
 def _check(rows: Sequence[GenerateRequest]) -> None:
     """What only the served model knows cannot be compared with transformers."""
     asked: dict[str, Any] = {
-        "beam_width": any(row.sampling.beam_width > 1 for row in rows),
         "prompt_task": any(row.prompt_task is not None for row in rows),
         "ia3_task": any(row.ia3_task is not None for row in rows),
     }

@@ -6,6 +6,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from launcher_scripts.kernels.attention_tile import (
+    add_tile,
+    bonus_of,
+    load_keys_values,
+    turned,
+)
+
 
 def attention_shape(longest: int) -> tuple[int, int, int]:
     """(splits, tokens per piece, warps) for contexts up to `longest`: measured on an H200.
@@ -18,70 +25,48 @@ def attention_shape(longest: int) -> tuple[int, int, int]:
 
 
 @triton.jit
-def _tile(keys, values, pool, tokens, last, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Keys and values of some tokens; zeros from `last` on."""
-    features = tl.arange(0, BLOCK)
-    where = pool + tokens[:, None].to(tl.int64) * SIZE + features[None, :]
-    mask = (tokens < last)[:, None] & (features < SIZE)[None, :]
-    key = tl.load(keys + where, mask=mask, other=0.0)
-    return key, tl.load(values + where, mask=mask, other=0.0)
-
-
-@triton.jit
-def _scores(
-    keys,
-    tokens,
-    inside,
-    scaled,
-    slope,
-    length,
-    bias,
-    position,
-    reach,
-    ALIBI: tl.constexpr,
-    RELATIVE: tl.constexpr,
-):
-    """q . k of a tile of keys, with what their distance adds; -inf outside."""
-    scores = tl.sum(keys.to(tl.float32) * scaled[None, :], 1)
-    if ALIBI:
-        scores += slope * (tokens - (length - 1)).to(tl.float32)
-    if RELATIVE:
-        place = tl.minimum(tl.maximum(tokens - position, -reach), reach) + reach
-        scores += tl.load(bias + place, mask=inside, other=0.0)
-    return tl.where(inside, scores, -float("inf"))
-
-
-@triton.jit
-def _add_tile(largest, total, mixed, scores, value):
-    top = tl.maximum(largest, tl.max(scores, 0))
-    shrink = tl.exp(largest - top)
-    chances = tl.exp(scores - top)
-    total = total * shrink + tl.sum(chances, 0)
-    mixed = mixed * shrink + tl.sum(chances[:, None] * value.to(tl.float32), 0)
-    return top, total, mixed
-
-
-@triton.jit
 def _newest_first(
     keys,
     values,
     place,
-    held,
+    new_key,
+    new_value,
+    cosines,
+    sines,
+    turn,
     scaled,
     bias,
     distance,
     reach,
     present,
+    stores,
     RELATIVE: tl.constexpr,
+    STORE: tl.constexpr,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(largest score, sum of weights, weighted values) of the newest token, if it is here."""
+    """(largest score, sum of weights, weighted values) of the newest token, if it is here.
+
+    With STORE it comes from new_key and new_value, and goes to its place in the cache.
+    """
     largest = -1e30
     total = 0.0
     mixed = tl.zeros([BLOCK], tl.float32)
+    features = tl.arange(0, BLOCK)
+    held = features < SIZE
     if present:
-        key = tl.load(keys + place, mask=held, other=0.0).to(tl.float32)
-        mixed = tl.load(values + place, mask=held, other=0.0).to(tl.float32)
+        if STORE:
+            kind = keys.dtype.element_ty
+            rounded = turned(new_key, cosines, sines, turn, SIZE, HALF, BLOCK).to(kind)
+            value = tl.load(new_value + features, mask=held, other=0.0)
+            tl.store(keys + place, rounded, mask=held & stores)
+            tl.store(values + place, value, mask=held & stores)
+            key = rounded.to(tl.float32)
+            mixed = value.to(tl.float32)
+        else:
+            key = tl.load(keys + place, mask=held, other=0.0).to(tl.float32)
+            mixed = tl.load(values + place, mask=held, other=0.0).to(tl.float32)
         largest = tl.sum(key * scaled, 0)
         if RELATIVE:
             largest += tl.load(bias + tl.minimum(tl.maximum(distance, -reach), reach) + reach)
@@ -103,6 +88,8 @@ def attend(
     partial,
     weights,
     arrivals,
+    cosines,
+    sines,
     pool_tokens,
     scale,
     reach,
@@ -116,6 +103,8 @@ def attend(
     RELATIVE: tl.constexpr,
     EARLY: tl.constexpr,
     FRESH: tl.constexpr,
+    STORE: tl.constexpr,
+    HALF: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """One program: one row, one query head, one of SPLITS parts of the context.
@@ -124,67 +113,85 @@ def attend(
     row and head that ends last merges the parts; it leaves its count in `arrivals` at zero.
 
     EARLY: starts, lengths and all tokens are there before the kernel this one waits for ends,
-    except that with FRESH that one stores the last token.
+    except that with FRESH that one stores the last token. STORE: `query` holds keys and values
+    beside the queries, not yet turned; the last token is taken from there, turned and stored.
     """
     if EARLY:
         gdc_launch_dependents()
     row = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
-    start = tl.load(starts + row).to(tl.int64)
     length = tl.load(lengths + row).to(tl.int32)
-    old = length - 1 if FRESH else length
-    share = tl.cdiv(tl.cdiv(old, SPLITS), TILE) * TILE
+    old = length - (1 if FRESH else 0)
+    share = tl.cdiv(tl.maximum(1, tl.cdiv(old, SPLITS)), TILE) * TILE
+    parts = tl.maximum(1, tl.cdiv(old, share))
     first = split * share
+    if first > 0 and first >= old:
+        return
     last = tl.minimum(first + share, old)
-    features = tl.arange(0, BLOCK)
-    held = features < SIZE
-    pool = ((head // GROUP) * pool_tokens.to(tl.int64) + start) * SIZE
+    group = head // GROUP  # the head's keys and values
+    pool = (group * pool_tokens.to(tl.int64) + tl.load(starts + row)) * SIZE
     tokens = first + tl.arange(0, TILE)
-    key, value = _tile(keys, values, pool, tokens, last, SIZE, BLOCK)
-    slope = 0.0
-    position = 0
-    if ALIBI:
-        slope = tl.load(slopes + head)
-    if RELATIVE:
-        position = tl.load(positions + row).to(tl.int32)
-        bias += head * (2 * reach + 1)
+    key, value = load_keys_values(keys, values, pool, tokens, last, SIZE, BLOCK)
+    slope = tl.load(slopes + head) if ALIBI else 0.0
+    position = tl.load(positions + row).to(tl.int32) if RELATIVE or HALF > 0 else 0
+    bias += head * (2 * reach + 1) if RELATIVE else 0
     if EARLY:
         gdc_wait()
-    asked = tl.load(query + (row * HEADS + head) * SIZE + features, mask=held, other=0.0)
-    scaled = asked.to(tl.float32) * scale
-    present = FRESH and split == 0
-    newest = pool + old.to(tl.int64) * SIZE + features
+    beside: tl.constexpr = 2 * (HEADS // GROUP) if STORE else 0
+    asked = query + (row * (HEADS + beside)) * SIZE
+    scaled = turned(asked + head * SIZE, cosines, sines, position, SIZE, HALF, BLOCK) * scale
     largest, total, mixed = _newest_first(
-        keys, values, newest, held, scaled, bias, old - position, reach, present, RELATIVE, BLOCK
+        keys,
+        values,
+        pool + old.to(tl.int64) * SIZE + tl.arange(0, BLOCK),
+        asked + (HEADS + group) * SIZE,
+        asked + (HEADS + HEADS // GROUP + group) * SIZE,
+        cosines,
+        sines,
+        position,
+        scaled,
+        bias,
+        old - position,
+        reach,
+        FRESH and split == 0,
+        head % GROUP == 0,
+        RELATIVE,
+        STORE,
+        SIZE,
+        HALF,
+        BLOCK,
     )
     for tile in range(first, last, TILE):
-        scores = _scores(
-            key,
-            tokens,
-            tokens < last,
-            scaled,
-            slope,
-            length,
-            bias,
-            position,
-            reach,
-            ALIBI,
-            RELATIVE,
-        )
-        largest, total, mixed = _add_tile(largest, total, mixed, scores, value)
+        bonus = bonus_of(tokens, slope, length, bias, position, reach, last, ALIBI, RELATIVE)
+        largest, total, mixed = add_tile(largest, total, mixed, key, value, scaled, bonus)
         tokens = tile + TILE + tl.arange(0, TILE)
-        key, value = _tile(keys, values, pool, tokens, last, SIZE, BLOCK)
-    group = row * HEADS + head
+        key, value = load_keys_values(keys, values, pool, tokens, last, SIZE, BLOCK)
+    place = row * HEADS + head
     if SPLITS == 1:
-        place = out + group * SIZE + features
-        tl.store(place, (mixed / total).to(out.dtype.element_ty), mask=held)
+        _store_head(out, place, mixed / total, SIZE, BLOCK)
     else:
-        part = group * SPLITS + split
-        tl.store(partial + part * SIZE + features, mixed, mask=held)
-        tl.store(weights + part * 2, largest)
-        tl.store(weights + part * 2 + 1, total)
-        _merge_if_last(partial, weights, arrivals, out, group, SIZE, BLOCK, SPLITS, SPLIT_BLOCK)
+        part = place * SPLITS + split
+        _store_part(partial, weights, part, mixed, largest, total, SIZE, BLOCK)
+        _merge_if_last(
+            partial, weights, arrivals, out, place, parts, SIZE, BLOCK, SPLITS, SPLIT_BLOCK
+        )
+
+
+@triton.jit
+def _store_part(
+    partial, weights, part, mixed, largest, total, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    _store_head(partial, part, mixed, SIZE, BLOCK)
+    tl.store(weights + part * 2, largest)
+    tl.store(weights + part * 2 + 1, total)
+
+
+@triton.jit
+def _store_head(target, place, values, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    features = tl.arange(0, BLOCK)
+    where = target + place * SIZE + features
+    tl.store(where, values.to(target.dtype.element_ty), mask=features < SIZE)
 
 
 @triton.jit
@@ -194,6 +201,7 @@ def _merge_if_last(
     arrivals,
     out,
     group,
+    parts,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -201,8 +209,8 @@ def _merge_if_last(
 ):
     tl.debug_barrier()
     before = tl.atomic_add(arrivals + group, 1, sem="acq_rel")
-    if before == SPLITS - 1:
-        _merge(partial, weights, out, group, SIZE, BLOCK, SPLITS, SPLIT_BLOCK)
+    if before == parts - 1:
+        _merge(partial, weights, out, group, parts, SIZE, BLOCK, SPLITS, SPLIT_BLOCK)
         tl.store(arrivals + group, 0)
 
 
@@ -212,6 +220,7 @@ def _merge(
     weights,
     out,
     group,
+    parts,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -224,7 +233,7 @@ def _merge(
     features = tl.arange(0, BLOCK)
     held = features < SIZE
     splits = tl.arange(0, SPLIT_BLOCK)
-    present = splits < SPLITS
+    present = splits < parts
     part = group * SPLITS + splits
     largest = tl.load(weights + part * 2, mask=present, other=-1e30, cache_modifier=".cg")
     total = tl.load(weights + part * 2 + 1, mask=present, other=0.0, cache_modifier=".cg")
@@ -236,4 +245,4 @@ def _merge(
         cache_modifier=".cg",
     )
     value = tl.sum(mixed * share[:, None], 0) / tl.sum(total * share, 0)
-    tl.store(out + group * SIZE + features, value.to(out.dtype.element_ty), mask=held)
+    _store_head(out, group, value, SIZE, BLOCK)

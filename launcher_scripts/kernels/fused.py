@@ -15,9 +15,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from launcher_scripts.kernels import int8_kernels, reference
+from launcher_scripts.kernels.dot_products import (
+    add_parts,
+    dot_add,
+    dot_largest,
+    dot_partial,
+    dot_product,
+    fits,
+)
+from launcher_scripts.kernels.fused_products import logits, mlp_up, project, project_add
 from launcher_scripts.kernels.fused_rows import (
-    ALONE,
     argmax,
+    attention_launch,
     decode_attention,
     embed,
     norm,
@@ -30,6 +39,7 @@ from launcher_scripts.kernels.operands import (
     LayerCache,
     Linear,
     Norm,
+    RelativeBias,
     RowColumns,
     StepRows,
 )
@@ -42,7 +52,17 @@ from launcher_scripts.kernels.row_products import (
 )
 from launcher_scripts.kernels.step_kernels import begin_rows
 
-__all__ = ["argmax", "decode_attention", "embed", "norm", "store_kv"]
+__all__ = [
+    "argmax",
+    "decode_attention",
+    "embed",
+    "logits",
+    "mlp_up",
+    "norm",
+    "project",
+    "project_add",
+    "store_kv",
+]
 
 ACTIVATIONS = reference.ACTIVATIONS
 
@@ -53,62 +73,6 @@ context_attention = reference.context_attention
 window_attention = reference.window_attention
 source_attention = reference.source_attention
 source_attention_weights = reference.source_attention_weights
-
-
-def project(x: Tensor, linear: Linear) -> Tensor:
-    """See reference.project."""
-    linear = dense(linear)
-    if x.shape[0] == 1:
-        return _row(x, linear, linear.weight.dtype, "plain")
-    return functional.linear(_normalized(x, linear), linear.weight, linear.bias)
-
-
-def project_add(x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
-    """See reference.project_add."""
-    linear = dense(linear)
-    if x.shape[0] == 1:
-        return _row(x, linear, torch.float32, "add", residual=residual)
-    return residual + functional.linear(x, linear.weight, linear.bias)
-
-
-def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tensor:
-    """See reference.mlp_up."""
-    up, gate = dense(up), gate and dense(gate)
-    if x.shape[0] == 1:
-        kind = "up" if gate is None else "gated"
-        without = None if gate is None else Linear(gate.weight, gate.bias)
-        return _row(x, up, up.weight.dtype, kind, gate=without, activation=activation)
-    normalized = _normalized(x, up)
-    hidden = ACTIVATIONS[activation](functional.linear(normalized, up.weight, up.bias))
-    if gate is None:
-        return hidden
-    return hidden * functional.linear(normalized, gate.weight, gate.bias)
-
-
-def logits(x: Tensor, head: Linear) -> Tensor:
-    """See reference.logits."""
-    if x.shape[0] == 1:
-        return _row(x, head, torch.float32, "plain")
-    normalized = _normalized(x, head)
-    if normalized.dtype == torch.float32 or not x.is_cuda:
-        bias = None if head.bias is None else head.bias.float()
-        return functional.linear(normalized.float(), head.weight.float(), bias)
-    out = torch.mm(normalized, head.weight.t(), out_dtype=torch.float32)
-    return out if head.bias is None else out + head.bias
-
-
-def _normalized(x: Tensor, linear: Linear) -> Tensor:
-    if linear.norm is None:
-        return x.to(linear.weight.dtype)
-    return norm(x, linear.norm, linear.weight.dtype)
-
-
-def _row(x: Tensor, linear: Linear, dtype: torch.dtype, kind: str, **more: object) -> Tensor:
-    """One row through a projection behind a norm of its own: [1, out] of `dtype`."""
-    out = torch.empty(1, linear.weight.shape[0], dtype=dtype, device=x.device)
-    alone = Linear(linear.weight, linear.bias)
-    row_product(_normalized(x, linear), alone, out, kind, launch=ALONE, **more)
-    return out
 
 
 def prepare(linear: Linear) -> Linear:
@@ -190,10 +154,53 @@ def project_heads(
     return store_kv(qkv, heads, rotary, rows.starts + rows.positions, cache)
 
 
+def attend_own(
+    x: Hidden,
+    linear: Linear,
+    heads: Heads,
+    rotary: tuple[Tensor, Tensor] | None,
+    rows: StepRows,
+    cache: LayerCache,
+    longest: int,
+    slopes: Tensor | None,
+    *,
+    scale: float | None = None,
+    relative: RelativeBias | None = None,
+) -> Tensor:
+    """See reference.attend_own. One row's projection stores keys and values, several rows' not:
+    there the attention does."""
+    alone = x.operand.shape[0] == 1
+    if alone:
+        query = row_heads(x, linear, heads, rotary, rows, cache)
+    else:
+        query = _few_rows(x.operand, linear, "heads")
+    return attention_launch(
+        query,
+        heads,
+        cache,
+        (rows.starts, rows.lengths, rows.positions),
+        longest,
+        slopes,
+        scale,
+        relative,
+        fresh=True,
+        launch=early(query),
+        store=not alone,
+        rotary=None if alone else rotary,
+    )
+
+
+def _few_rows(x: Tensor, linear: Linear, kind: str) -> Tensor:
+    """linear(x) for more than one row, its norm aside."""
+    if fits(x):
+        return dot_product(x, linear, kind)
+    return functional.linear(x, linear.weight, linear.bias)
+
+
 def project_hidden(x: Hidden, linear: Linear) -> Tensor:
     """See reference.project_hidden."""
     if x.operand.shape[0] > 1:
-        return functional.linear(x.operand, linear.weight, linear.bias)
+        return _few_rows(x.operand, linear, "plain")
     out = x.operand.new_empty(1, linear.weight.shape[0])
     row_product(x.operand, linear, out, "plain", launch=early(out))
     return out
@@ -201,16 +208,20 @@ def project_hidden(x: Hidden, linear: Linear) -> Tensor:
 
 def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tensor:
     """See reference.expand."""
+    kind = "up" if gate is None else "gated"
+    if fits(x.operand):
+        return dot_product(x.operand, up, kind, gate=gate, activation=activation)
     if x.operand.shape[0] > 1:
         return reference.expand(x, up, gate, activation)
     out = x.operand.new_empty(1, up.weight.shape[0])
-    kind = "up" if gate is None else "gated"
     row_product(x.operand, up, out, kind, gate=gate, activation=activation, launch=early(out))
     return out
 
 
 def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
     """See reference.accumulate."""
+    if fits(x) and norm_of_next is not None:
+        return dot_add(x, linear, onto, norm_of_next)
     if x.shape[0] > 1:
         return hidden(project_add(x, linear, onto.exact), norm_of_next, onto.operand.dtype)
     exact = torch.empty_like(onto.exact)
@@ -219,10 +230,37 @@ def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | Non
     return Hidden(exact, exact if rounded is None else rounded)
 
 
-def largest(x: Hidden, head: Linear, held: int) -> tuple[Tensor, Tensor]:
-    """See reference.largest."""
+def choose(x: Hidden, head: Linear, held: int, columns: RowColumns, slots: Tensor) -> Tensor:
+    """See reference.choose."""
+    return largest(x, head, held, (columns.token, slots))[1]
+
+
+def partial_product(x: Tensor, linear: Linear) -> Tensor:
+    """See reference.partial_product."""
+    alone = replace(linear, bias=None, norm=None)
+    if x.shape[0] == 1 and linear.scale is None:
+        out = torch.empty(1, linear.weight.shape[0], device=x.device)
+        row_product(x, alone, out, "add", launch=early(x))
+        return out
+    return dot_partial(x, alone) if fits(x) else logits(x, alone)
+
+
+def add_sum(total: Tensor, bias: Tensor | None, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
+    """See reference.add_sum. One row is rounded only, as in `hidden`."""
+    alone = total.shape[0] == 1
+    return add_parts(total[None], bias, onto, None if alone else norm_of_next)
+
+
+def largest(
+    x: Hidden, head: Linear, held: int, keep: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """See reference.largest. keep: a column and the rows' slots, where the places go as well."""
     if x.operand.shape[0] == 1:
-        return row_largest(x, head, held)
+        return row_largest(x, head, held, keep)
+    if fits(x.operand):
+        return dot_largest(x, head, held, keep)
     whole = logits(x.operand, Linear(head.weight, head.bias))[:, :held]
     places = argmax(whole)
+    if keep is not None:
+        keep[0].index_copy_(0, keep[1], places)
     return whole.gather(1, places[:, None])[:, 0], places

@@ -107,42 +107,81 @@ def decode_attention(
     fresh: bool | None = None,
 ) -> Tensor:
     """See reference.decode_attention. Long contexts are split over programs and merged."""
-    rows, num_heads, size = query.shape
+    _, num_heads, size = query.shape
+    heads = Heads(num_heads, cache.keys.shape[0], size)
+    return attention_launch(
+        query,
+        heads,
+        cache,
+        (starts, lengths, positions),
+        longest,
+        slopes,
+        scale,
+        relative,
+        fresh=bool(fresh),
+        launch=ALONE if fresh is None else early(query),
+    )
+
+
+def attention_launch(
+    query: Tensor,
+    heads: Heads,
+    cache: LayerCache,
+    rows: tuple[Tensor, Tensor, Tensor | None],
+    longest: int,
+    slopes: Tensor | None,
+    scale: float | None,
+    relative: RelativeBias | None,
+    *,
+    fresh: bool,
+    launch: dict[str, bool],
+    store: bool = False,
+    rotary: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """The kernel `attend`; rows are starts, lengths and positions, [B] each."""
+    starts, lengths, positions = rows
+    count, num_heads, size = starts.shape[0], heads.num_heads, heads.head_size
     splits, tile, warps = attention_shape(longest)
-    out = query.new_empty(rows, num_heads * size)
+    device = query.device
+    out = query.new_empty(count, num_heads * size)
     # [rows, heads, splits]: unnormalized outputs, then largest score and sum of weights
-    partial = torch.empty(rows, num_heads, splits, size, device=query.device)
-    weights = torch.empty(rows, num_heads, splits, 2, device=query.device)
+    partial = torch.empty(count, num_heads, splits, size, device=device)
+    weights = torch.empty(count, num_heads, splits, 2, device=device)
     arrivals = cache.arrivals
-    if arrivals is None or arrivals.numel() < rows * num_heads:
-        arrivals = torch.zeros(rows * num_heads, dtype=torch.int32, device=query.device)
-    attend[(rows, num_heads, splits)](
+    if arrivals is None or arrivals.numel() < count * num_heads:
+        arrivals = torch.zeros(count * num_heads, dtype=torch.int32, device=device)
+    cosines, sines = (weights, weights) if rotary is None else rotary
+    attend[(count, num_heads, splits)](
         query,
         cache.keys,
         cache.values,
         starts,
         lengths,
-        query if slopes is None else slopes,
+        weights if slopes is None else slopes,
         lengths if positions is None else positions,
-        query if relative is None else relative.table,
+        weights if relative is None else relative.table,
         out,
         partial,
         weights,
         arrivals,
+        cosines,
+        sines,
         cache.keys.shape[1],
         size**-0.5 if scale is None else scale,
         0 if relative is None else relative.reach,
         HEADS=num_heads,
-        GROUP=num_heads // cache.keys.shape[0],
+        GROUP=heads.group,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
         SPLITS=splits,
         SPLIT_BLOCK=triton.next_power_of_2(splits),
         ALIBI=slopes is not None,
         RELATIVE=relative is not None,
-        FRESH=bool(fresh),
+        FRESH=fresh,
+        STORE=store,
+        HALF=0 if rotary is None else cosines.shape[1],
         TILE=tile,
         num_warps=warps,
-        **(ALONE if fresh is None else early(query)),
+        **launch,
     )
     return out

@@ -36,6 +36,7 @@ def gemv(
     OUT: tl.constexpr,
     IN: tl.constexpr,
     NORM: tl.constexpr,
+    GAIN: tl.constexpr,
     OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
@@ -79,6 +80,7 @@ def gemv(
         OUT,
         IN,
         NORM,
+        GAIN,
         GATED,
         ROLLED,
         even,
@@ -114,6 +116,7 @@ def gemv_heads(
     eps,
     IN: tl.constexpr,
     NORM: tl.constexpr,
+    GAIN: tl.constexpr,
     OFFSET: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -170,6 +173,7 @@ def gemv_heads(
         OUT,
         IN,
         NORM,
+        GAIN,
         True,
         ROLLED,
         even,
@@ -179,9 +183,7 @@ def gemv_heads(
     low = normalized(low, row_sums, total, squares, eps, IN, NORM) + offset
     high = normalized(high, other_sums, total, squares, eps, IN, NORM) + other_offset
     if HALF > 0:
-        turned = low * cosine - high * sine
-        high = high * cosine + low * sine
-        low = turned
+        low, high = low * cosine - high * sine, high * cosine + low * sine
     asks = inside & (head < HEADS)
     is_key = inside & (head >= HEADS) & (head < HEADS + KV_HEADS)
     is_value = inside & (head >= HEADS + KV_HEADS)
@@ -211,6 +213,7 @@ def gemv_largest(
     OUT: tl.constexpr,
     IN: tl.constexpr,
     NORM: tl.constexpr,
+    GAIN: tl.constexpr,
     OFFSET: tl.constexpr,
     EARLY: tl.constexpr,
     ROLLED: tl.constexpr,
@@ -241,6 +244,7 @@ def gemv_largest(
         OUT,
         IN,
         NORM,
+        GAIN,
         False,
         ROLLED,
         even,

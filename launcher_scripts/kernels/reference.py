@@ -6,6 +6,8 @@ everything else has the type of the weights.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -18,6 +20,7 @@ from launcher_scripts.kernels.operands import (
     LayerCache,
     Linear,
     Norm,
+    RelativeBias,
     RowColumns,
     StepRows,
 )
@@ -86,6 +89,16 @@ def project_add(x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
     """residual + linear(x): float32 [N, hidden]."""
     linear = dense(linear)
     return residual + functional.linear(x, linear.weight, linear.bias)
+
+
+def partial_product(x: Tensor, linear: Linear) -> Tensor:
+    """linear(x) without its bias: float32 [N, hidden], to be summed over ranks."""
+    return logits(x, replace(linear, bias=None, norm=None))
+
+
+def add_sum(total: Tensor, bias: Tensor | None, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
+    """Hidden states plus a sum over ranks [N, hidden] and a bias, for a projection that follows."""
+    return hidden(add_residual(total, bias, onto.exact), norm_of_next, onto.operand.dtype)
 
 
 def add_residual(partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
@@ -196,6 +209,34 @@ def project_heads(
     return store_kv(qkv, heads, rotary, rows.starts + rows.positions, cache)
 
 
+def attend_own(
+    x: Hidden,
+    linear: Linear,
+    heads: Heads,
+    rotary: tuple[Tensor, Tensor] | None,
+    rows: StepRows,
+    cache: LayerCache,
+    longest: int,
+    slopes: Tensor | None,
+    *,
+    scale: float | None = None,
+    relative: RelativeBias | None = None,
+) -> Tensor:
+    """project_heads, then decode_attention of the rows to their own tokens: [B, heads * size]."""
+    query = project_heads(x, linear, heads, rotary, rows, cache)
+    return decode_attention(
+        query,
+        cache,
+        rows.starts,
+        rows.lengths,
+        longest,
+        slopes,
+        scale=scale,
+        relative=relative,
+        positions=rows.positions,
+    )
+
+
 def project_hidden(x: Hidden, linear: Linear) -> Tensor:
     """linear of the normalized hidden states: [B, out]."""
     return functional.linear(x.operand, linear.weight, linear.bias)
@@ -220,6 +261,13 @@ def largest(x: Hidden, head: Linear, held: int) -> tuple[Tensor, Tensor]:
     whole = logits(x.operand, Linear(head.weight, head.bias))[:, :held]
     places = argmax(whole)
     return whole.gather(1, places[:, None])[:, 0], places
+
+
+def choose(x: Hidden, head: Linear, held: int, columns: RowColumns, slots: Tensor) -> Tensor:
+    """The places of `largest`, int64 [B], which become the last tokens of the rows in slots [B]."""
+    tokens = largest(x, head, held)[1]
+    columns.token.index_copy_(0, slots, tokens)
+    return tokens
 
 
 def _without_norm(linear: Linear | None) -> Linear | None:

@@ -63,6 +63,7 @@ def multiply(
     OUT: tl.constexpr,
     IN: tl.constexpr,
     NORM: tl.constexpr,
+    GAIN: tl.constexpr,
     PAIRED: tl.constexpr,
     ROLLED: tl.constexpr,
     EVEN: tl.constexpr,
@@ -85,7 +86,7 @@ def multiply(
     if ROLLED:
         for first in tl.range(0, IN, BLOCK):
             coming = load_tile(weight, base, rows, columns, first + BLOCK, OUT, IN, False)
-            piece, weighed = _pieces(x, gain, columns, first, IN, NORM, BLOCK)
+            piece, weighed = _pieces(x, gain, columns, first, IN, GAIN, BLOCK)
             product += _eighths(tile, weighed, ROWS, BLOCK)
             if PAIRED:
                 other += _eighths(other_tile, weighed, ROWS, BLOCK)
@@ -104,7 +105,7 @@ def multiply(
                     other_tile = load_tile(
                         other_weight, other_base, other_rows, columns, first, OUT, IN, EVEN
                     )
-            piece, weighed = _pieces(x, gain, columns, first, IN, NORM, BLOCK)
+            piece, weighed = _pieces(x, gain, columns, first, IN, GAIN, BLOCK)
             product += _eighths(tile, weighed, ROWS, BLOCK)
             if PAIRED:
                 other += _eighths(other_tile, weighed, ROWS, BLOCK)
@@ -115,7 +116,7 @@ def multiply(
 
 
 @triton.jit
-def _pieces(x, gain, columns, first, IN: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr):
+def _pieces(x, gain, columns, first, IN: tl.constexpr, GAIN: tl.constexpr, BLOCK: tl.constexpr):
     """Part of x in float32, and the same times the norm's gain."""
     if IN % BLOCK == 0:
         piece = tl.load(x + first + columns).to(tl.float32)
@@ -123,7 +124,7 @@ def _pieces(x, gain, columns, first, IN: tl.constexpr, NORM: tl.constexpr, BLOCK
         inside = first + columns < IN
         piece = tl.load(x + first + columns, mask=inside, other=0.0).to(tl.float32)
     weighed = piece
-    if NORM > 0:
+    if GAIN:
         if IN % BLOCK == 0:
             held = tl.load(gain + first + columns)
         else:
@@ -133,15 +134,20 @@ def _pieces(x, gain, columns, first, IN: tl.constexpr, NORM: tl.constexpr, BLOCK
 
 
 @triton.jit
+def _add_both(first, second, other_first, other_second):
+    return first + other_first, second + other_second
+
+
+@triton.jit
 def normalized(value, sums, total, squares, eps, IN: tl.constexpr, NORM: tl.constexpr):
     """W g x as it would be of the normalized x, but for the offset."""
-    if NORM > 0:
-        variance = tl.sum(tl.sum(squares, 1), 0) / IN
-        if NORM == 1:
-            mean = tl.sum(tl.sum(total, 1), 0) / IN
-            variance = variance - mean * mean
-            value = value - mean * sums
-        value = value * (1.0 / tl.sqrt(variance + eps))
+    if NORM == 1:
+        whole, whole_squares = tl.reduce((total, squares), 1, _add_both)
+        mean = tl.sum(whole, 0) / IN
+        variance = tl.sum(whole_squares, 0) / IN - mean * mean
+        value = (value - mean * sums) * tl.rsqrt(variance + eps)
+    elif NORM == 2:
+        value = value * tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / IN + eps)
     return value
 
 

@@ -18,7 +18,7 @@ from launcher_scripts.kernels.operands import (
     StepRows,
 )
 from launcher_scripts.kernels.step_kernels import pick_largest
-from launcher_scripts.kernels.tiles import RowTile, row_tile
+from launcher_scripts.kernels.tiles import row_tile
 
 NORM_CODES = {"layernorm": 1, "rmsnorm": 2}
 ACTIVATION_CODES = {None: 0, "gelu": 1, "gelu_erf": 2, "relu": 3, "silu": 4, "squared_relu": 5}
@@ -71,6 +71,7 @@ def _norm_operands(x: Tensor, linear: Linear) -> dict[str, object]:
         "sums": x if sums is None else sums,
         "eps": eps,
         "NORM": code,
+        "GAIN": gain is not None,
         "OFFSET": offsets is not None,
     }
 
@@ -86,11 +87,10 @@ def row_product(
     residual: Tensor | None = None,
     rounded: Tensor | None = None,
     launch: dict[str, bool],
-    tile: RowTile | None = None,
 ) -> None:
     """x [1, in] of the weight's type through a projection to out [1, out]; see gemv."""
     out_size, in_size = linear.weight.shape
-    tile = tile or row_tile(kind, in_size)
+    tile = row_tile(kind, in_size)
     operands = _norm_operands(x, linear)
     others = _norm_operands(x, linear if gate is None else gate)
     gemv[(triton.cdiv(out_size, tile.rows),)](
@@ -125,12 +125,11 @@ def row_heads(
     rotary: tuple[Tensor, Tensor] | None,
     rows: StepRows,
     cache: LayerCache,
-    tile: RowTile | None = None,
 ) -> Tensor:
     """reference.project_heads for one row."""
     operand = x.operand
     out_size, in_size = linear.weight.shape
-    tile = tile or row_tile("heads", in_size)
+    tile = row_tile("heads", in_size)
     query = operand.new_empty(1, heads.num_heads, heads.head_size)
     cosines, sines = (operand, operand) if rotary is None else rotary
     gemv_heads[(triton.cdiv(out_size // 2, tile.rows),)](
@@ -161,12 +160,15 @@ def row_heads(
 
 
 def row_largest(
-    x: Hidden, head: Linear, held: int, tile: RowTile | None = None
+    x: Hidden,
+    head: Linear,
+    held: int,
+    keep: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """reference.largest for one row."""
     operand = x.operand
     in_size = head.weight.shape[1]
-    tile = tile or row_tile("largest", in_size)
+    tile = row_tile("largest", in_size)
     parts = triton.cdiv(held, tile.rows)
     found = torch.empty(parts, device=operand.device)
     places = torch.empty(parts, dtype=torch.int32, device=operand.device)
@@ -185,11 +187,16 @@ def row_largest(
         **_norm_operands(operand, head),
         **early(operand),
     )
-    return best_of_parts(found[None], places[None])
+    return best_of_parts(found[None], places[None], keep)
 
 
-def best_of_parts(found: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of [N, parts] values and the place that belongs to it: [N] each."""
+def best_of_parts(
+    found: Tensor, places: Tensor, keep: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The largest of [N, parts] values and the place that belongs to it: [N] each.
+
+    keep: a column and the rows' slots in it, where the places go as well
+    """
     rows, parts = found.shape
     values = torch.empty(rows, device=found.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=found.device)
@@ -198,7 +205,9 @@ def best_of_parts(found: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         places,
         values,
         tokens,
+        *((tokens, tokens) if keep is None else keep),
         parts,
+        KEEP=keep is not None,
         BLOCK=triton.next_power_of_2(parts),
         num_warps=8 if parts > 1024 else 1,
         **early(found),

@@ -67,8 +67,22 @@ def begin_rows(
 
 
 @triton.jit
-def pick_largest(largest, places, values, tokens, parts, EARLY: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: the largest of a row's parts and its place, the first of equal ones."""
+def pick_largest(
+    largest,
+    places,
+    values,
+    tokens,
+    column,
+    slots,
+    parts,
+    KEEP: tl.constexpr,
+    EARLY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: the largest of a row's parts and its place, the first of equal ones.
+
+    KEEP: the place goes to the column of the row's slot, too.
+    """
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -78,4 +92,7 @@ def pick_largest(largest, places, values, tokens, parts, EARLY: tl.constexpr, BL
     value = tl.load(largest + row * parts + columns, mask=inside, other=-float("inf"))
     top, part = tl.max(value, 0, return_indices=True)
     tl.store(values + row, top)
-    tl.store(tokens + row, tl.load(places + row * parts + part).to(tl.int64))
+    place = tl.load(places + row * parts + part).to(tl.int64)
+    tl.store(tokens + row, place)
+    if KEEP:
+        tl.store(column + tl.load(slots + row), place)

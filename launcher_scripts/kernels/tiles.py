@@ -24,11 +24,42 @@ class RowTile(NamedTuple):
     rolled: bool
 
 
+class DotTile(NamedTuple):
+    """rows of the weight per program, columns per piece, warps, pieces on their way, and how many
+    programs share the columns (where the parts are summed afterwards)."""
+
+    rows: int
+    block: int
+    warps: int
+    stages: int
+    splits: int
+
+
+@cache
+def dot_tile(kind: str, in_size: int) -> DotTile:
+    """The tile of a product with a few rows: kind is plain, heads, add, up, gated or largest."""
+    found = _table()["dot_products"].get(f"{kind} {in_size}")
+    if found:
+        return DotTile(*found)
+    return DotTile(64, 128, 4, 4, 4 if kind == "add" else 1)
+
+
 @cache
 def row_tile(kind: str, in_size: int) -> RowTile:
     """The tile of a product with one row: kind is plain, add, up, gated, heads or largest."""
-    found = json.loads(TABLE.read_text(encoding="utf-8"))["row_products"].get(f"{kind} {in_size}")
+    found = _table()["row_products"].get(f"{kind} {in_size}")
     return RowTile(*found) if found else _row_rule(kind, in_size)
+
+
+@cache
+def _table() -> dict[str, dict[str, list[int]]]:
+    return json.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def forget() -> None:
+    """Read the table again, which has changed."""
+    for function in (_table, row_tile, dot_tile):
+        function.cache_clear()
 
 
 def _row_rule(kind: str, in_size: int) -> RowTile:

@@ -23,6 +23,7 @@ class BartConfig:
     """Hyperparameters of a BART ("post" norms) or an mBART ("pre" norms and final ones).
 
     num_layers, num_heads and ffn_size are the encoder's. `activation` "gelu" is the tanh form.
+    The properties say in T5Config's words what every BART is.
     """
 
     vocab_size: int
@@ -65,6 +66,43 @@ class BartConfig:
     @property
     def qkv_size(self) -> int:
         return 3 * self.hidden_size
+
+    @property
+    def head_size(self) -> int:
+        """Of the encoder's heads."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def attention_scale(self) -> float:
+        return float(self.head_size**-0.5)
+
+    @property
+    def decoder_head_size(self) -> int:
+        return self.hidden_size // self.num_decoder_heads
+
+    @property
+    def decoder_attention_scale(self) -> float:
+        return float(self.decoder_head_size**-0.5)
+
+    @property
+    def position_embedding(self) -> str:
+        return "learned"
+
+    @property
+    def normalization(self) -> str:
+        return "layernorm"
+
+    @property
+    def gated(self) -> bool:
+        return False
+
+    @property
+    def relative_bias_layer_scaling(self) -> bool:
+        return False
+
+    @property
+    def encoder_only(self) -> bool:
+        return False
 
     def tp_sizes(self) -> list[int]:
         heads = gcd(self.num_heads, self.num_decoder_heads)

@@ -86,6 +86,18 @@ class T5Config(LearnedPartSizes):
         return self.num_heads * self.head_size
 
     @property
+    def num_decoder_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def decoder_head_size(self) -> int:
+        return self.head_size
+
+    @property
+    def decoder_attention_scale(self) -> float:
+        return self.attention_scale
+
+    @property
     def qkv_size(self) -> int:
         return 3 * self.inner_size
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +14,8 @@ from types import FrameType
 from launcher_scripts.errors import LauncherError
 from launcher_scripts.settings import Settings, read_settings
 from launcher_scripts.steps.flags import FlagTable
+
+_PR_SET_PDEATHSIG = 1
 
 
 def run_step(
@@ -28,6 +32,7 @@ def run_step(
     like an exception and give the shell's 130 and 143.
     """
     given = _parsed(description, sys.argv[1:] if argv is None else argv, flags)
+    _end_with_slurmstepd()
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         if flags is None or "settings" in given:
@@ -61,6 +66,22 @@ def _parsed(description: str, argv: Sequence[str], flags: FlagTable | None) -> a
     )
     flags.add_to(by_flags)
     return by_flags.parse_args(argv)
+
+
+def _end_with_slurmstepd() -> None:
+    """Ask the kernel for SIGTERM when Slurm's daemon of this step dies.
+
+    It is the one that ends the step's processes, so nobody would any more.
+    """
+    parent = os.getppid()
+    try:
+        name = Path(f"/proc/{parent}/comm").read_text().strip()
+    except OSError:
+        return
+    if name == "slurmstepd":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        if os.getppid() != parent:
+            raise SystemExit(128 + signal.SIGTERM)
 
 
 class _Terminated(SystemExit):

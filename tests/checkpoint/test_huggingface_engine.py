@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.errors import ConfigError
 from launcher_scripts.protocol import GenerateRequest
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS
@@ -34,8 +33,20 @@ def test_the_engine_continues_as_transformers_does(tmp_path: Path, name: str) ->
     assert (torch.as_tensor(answer.context_logits) - context).abs().max() <= 1e-5
 
 
-def test_a_family_it_does_not_serve_is_refused_by_name(tmp_path: Path) -> None:
-    ENCODER_DECODERS["bart"].make().save_pretrained(tmp_path / "hf")
+@pytest.mark.parametrize("name", ["bart", "mbart"])
+def test_the_engine_answers_as_transformers_does(tmp_path: Path, name: str) -> None:
+    model = ENCODER_DECODERS[name].make().eval()
+    model.save_pretrained(tmp_path / "hf")
     folder = export_folder(tmp_path / "hf", tmp_path)
-    with pytest.raises(ConfigError, match="got 'family bart'; choices: gpt, t5"):
-        Engine.load(EngineSettings(folder, device="cpu"))
+    decoder = (2, 9, 33, 4)
+    engine = Engine.load(EngineSettings(folder, device="cpu"))
+    try:
+        request = GenerateRequest(
+            PROMPT, output_len=0, decoder_input_ids=decoder, return_context_logits=True
+        )
+        got = engine.submit(request).result(60).context_logits
+    finally:
+        engine.close()
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPT]), decoder_input_ids=torch.tensor([decoder])).logits
+    assert (got - expected[0]).abs().max() <= 1e-5

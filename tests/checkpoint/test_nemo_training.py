@@ -14,7 +14,7 @@ import yaml
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
 from launcher_scripts.errors import LauncherError
 from launcher_scripts.settings import TokenizerSettings
-from tests.checkpoint.exporting import export_folder, open_weights
+from tests.checkpoint.exporting import export_folder, open_weights, refused_export
 from tests.checkpoint.reference_forward_gpt import logits
 from tests.checkpoint.test_torch_file import Evil
 from tests.checkpoint.training_maker import add_checkpoint, checkpoint_name
@@ -46,6 +46,17 @@ def test_every_form(form: str, below: str, tmp_path: Path) -> None:
     name = checkpoint_name(2.34, 7)
     stored = add_checkpoint(tmp_path / "t", config, variant, name, virtual=virtual)
     check(export_folder(tmp_path / "t" / below, tmp_path, 2), stored)
+
+
+def test_a_checkpoint_without_its_settings(tmp_path: Path) -> None:
+    """A Lightning file alone does not say the model's sizes."""
+    add_checkpoint(tmp_path / "t", small_config(), Variant(), "one")
+    (alone,) = (tmp_path / "t").rglob("one.ckpt")
+    folder = tmp_path / "a" / "b" / "c"
+    folder.mkdir(parents=True)
+    shutil.copy(alone, folder)
+    for path in (folder, folder / "one.ckpt"):
+        refused_export(path, tmp_path, r"training \(one\) need its hparams\.yaml")
 
 
 def test_a_checkpoint_by_its_path(tmp_path: Path) -> None:

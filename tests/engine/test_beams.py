@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 
 import pytest
 import torch
@@ -198,6 +200,36 @@ def test_a_cancelled_search_gives_back_all_of_its_places():
         assert search.cancel()
     assert len(texts(run(engine, PROMPT, 70, 8))) == 8
     engine.close()
+
+
+def test_clients_come_and_go():
+    """Rows of all kinds from six threads, some cancelled; at the end every place is free."""
+    crowd = engine_for(GPT, random_tensors(GPT), max_batch_size=20, max_tokens=900)
+    rows = mixed_requests()
+    wanted = [texts(crowd.submit(row).result(60)) for row in rows]
+    wrong: list[int] = []
+
+    def ask(seed: int) -> None:
+        source = random.Random(seed)
+        for _ in range(25):
+            index = source.randrange(len(rows))
+            future = crowd.submit(rows[index])
+            if source.random() < 0.25:
+                time.sleep(source.random() * 0.01)
+                future.cancel()
+            with suppress(CancelledError):
+                if texts(future.result(60)) != wanted[index]:
+                    wrong.append(index)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+    everything = request(PROMPT, 41, 20)  # 20 slots, 20 * (5 + 41 - 1) tokens
+    assert len(texts(crowd.submit(everything).result(60))) == 20
+    crowd.close()
 
 
 def test_progress_holds_the_best_hypotheses_so_far(engine):

@@ -16,7 +16,7 @@ from launcher_scripts.models.learned_parts import LearnedParts, PromptTask
 from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 from tests.checkpoint import reference_forward_gpt, reference_forward_t5
 from tests.engine.small_models import engine_for, load_engine, random_tensors, small_config
-from tests.engine.small_t5 import DECODER, NEMO, t5_config, t5_tensors
+from tests.engine.small_t5 import DECODER, NEMO, as_encoder, t5_config, t5_tensors
 
 PARTS = LearnedParts(
     prompt_tasks=(PromptTask("squad", 3), PromptTask("boolq", 5)),
@@ -184,6 +184,37 @@ def test_greedy_decoding_goes_on_with_the_rows_task(served: tuple[Model, Engine]
         ids.append(int(model.expected(step)[-1].argmax()))
     row = replace(case.request, output_len=4, return_context_logits=False)
     assert list(engine.submit(row).result(60).output_ids) == ids[len(case.request.input_ids) :]
+
+
+def test_beams_keep_their_rows_task(served: tuple[Model, Engine]) -> None:
+    """Searches with and without a task side by side find what each finds alone."""
+    _, engine = served
+    sampling = SamplingParameters(beam_width=3)
+    rows = [GenerateRequest(TEXT, 5, sampling, ia3_task=task) for task in (None, 0, 1)]
+    rows.append(GenerateRequest(SQUAD, 5, sampling, prompt_task=0, ia3_task=1))
+    alone = [engine.submit(row).result(60).output_ids for row in rows]
+    together = [future.result(60).output_ids for future in [engine.submit(r) for r in rows]]
+    assert together == alone
+    assert len(set(alone)) == len(rows)
+
+
+def test_an_encoder_alone() -> None:
+    """The encoder of a T5 with prompts, IA3 and adapters, served by itself."""
+    model = t5()
+    config = as_encoder(model.config)
+    weights = {name: torch.from_numpy(values) for name, values in model.tensors.items()}
+    engine = engine_for(config, model.tensors)
+    try:
+        for case in CASES:
+            row = replace(case.request, return_context_logits=False, return_hidden_state=True)
+            ids = torch.tensor([row.input_ids])
+            expected = reference_forward_t5.encode(
+                weights, model.config, ids, prompt=case.prompt, ia3=case.ia3
+            )
+            got = engine.submit(row).result(60).hidden_state
+            torch.testing.assert_close(got, expected[0], rtol=0, atol=TOLERANCE)
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -107,13 +107,17 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-def test_rows_of_a_batch_are_answered_as_if_alone(folder: Path) -> None:
+@pytest.mark.parametrize("width", [1, 3])
+def test_rows_of_a_batch_are_answered_as_if_alone(folder: Path, width: int) -> None:
     model = TransformersModel(folder)
     rows = [
         GenerateRequest((5, 6, 7, 8, 9), 6),
         GenerateRequest((30,), 4),
         GenerateRequest((12, 13, 1), 9),
     ]
+    if width > 1:
+        beams = SamplingParameters(beam_width=width, len_penalty=0.8)
+        rows = [replace(row, sampling=beams, output_len=5) for row in rows]
     alone = [output.output_ids for output in model.generate_each(rows, 1)]
     assert [output.output_ids for output in model.generate_each(rows, 3)] == alone
     for row, ids in zip(rows, alone, strict=True):
@@ -132,8 +136,10 @@ def test_greedy_ids_follow_the_logits(folder: Path) -> None:
 
 def test_what_transformers_does_not_know_is_refused(folder: Path, tmp_path: Path) -> None:
     model = TransformersModel(folder)
-    row = GenerateRequest((1,), 1, SamplingParameters(beam_width=2), prompt_task=0)
-    with pytest.raises(ConfigError, match=r"got \['beam_width', 'prompt_task'\]"):
-        list(model.generate_each([row]))
+    with pytest.raises(ConfigError, match=r"no reference for this; got \['prompt_task'\]"):
+        list(model.generate_each([GenerateRequest((1,), 1, prompt_task=0)]))
+    rows = [GenerateRequest((1,), 1, SamplingParameters(beam_width=width)) for width in (1, 2)]
+    with pytest.raises(ConfigError, match="rows of one batch need one beam_width"):
+        list(model.generate_each(rows))
     with pytest.raises(ConfigError, match="transformers cannot load"):
         TransformersModel(tmp_path)

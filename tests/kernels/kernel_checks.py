@@ -270,6 +270,22 @@ def test_accumulate(rows, bias, dtype):
     assert_close(got.operand, want.exact.to(dtype) if rows == 1 else want.operand, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sums_over_ranks(rows, bias, dtype):
+    size = SIZES[0]
+    linear = make_linear(size[1], size[0], None, bias, dtype)
+    norm = make_norm("rmsnorm", size[1])
+    x, exact = random(rows, size[0], dtype=dtype), random(rows, size[1])
+    part, same = fused.partial_product(x, linear), reference.partial_product(x, linear)
+    assert_close(part, same, dtype)
+    got = fused.add_sum(same, linear.bias, fused.hidden(exact, norm, dtype), norm)
+    want = reference.add_sum(same, linear.bias, reference.hidden(exact, norm, dtype), norm)
+    assert_close(got.exact, want.exact, torch.float32)
+    assert_close(got.operand, want.exact.to(dtype) if rows == 1 else want.operand, dtype)
+
+
 @pytest.mark.parametrize("held", [5, 40, 38])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3])
@@ -309,6 +325,52 @@ def test_project_heads(rows, dtype, rotary_size):
     for got, want in zip(parts(caches[0]), parts(caches[1]), strict=True):
         assert_close(got[:, written], want[:, written], dtype)
         assert got.isnan().any(-1).tolist() == want.isnan().any(-1).tolist()
+
+
+@pytest.mark.parametrize("rotary_size", [0, 8])
+@pytest.mark.parametrize("longest", [70, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_attend_own(rows, dtype, longest, rotary_size):
+    """The new token is stored, turned, and attended to; a row may have no other."""
+    heads, size = Heads(4, 2, 12), SIZES[1][0]
+    linear = make_linear(8 * 12, size, make_norm("layernorm", size), True, dtype)
+    positions = torch.tensor([longest - 1, 0, 66][:rows], device=DEVICE)
+    starts = torch.tensor([2, 399, 310][:rows], device=DEVICE)
+    step = StepRows(starts, positions, positions + 1)
+    rotary = None
+    if rotary_size:
+        frequencies = 10.0 ** -torch.arange(rotary_size // 2, device=DEVICE).float()
+        rotary = reference.rotary_table(torch.arange(400, device=DEVICE), frequencies)
+    mine, theirs = hidden_pair(rows, linear)
+    caches = [poisoned_cache(heads, 400, dtype) for _ in range(2)]
+    for start, length in zip(starts.tolist(), positions.tolist(), strict=True):
+        filled = [random(2, length, 12, dtype=dtype) for _ in range(2)]
+        for cache in caches:
+            for part, values in zip(parts(cache), filled, strict=True):
+                part[:, start : start + length] = values
+    more = (heads, rotary, step)
+    got = fused.attend_own(mine, fused.prepare(linear), *more, caches[0], longest, None)
+    want = reference.attend_own(theirs, linear, *more, caches[1], longest, None)
+    assert_close(got, want, dtype)
+    written = (starts + positions).tolist()
+    for got, want in zip(parts(caches[0]), parts(caches[1]), strict=True):
+        assert_close(got[:, written], want[:, written], dtype)
+        assert got.isnan().any(-1).tolist() == want.isnan().any(-1).tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_choose_keeps_the_tokens(rows):
+    head = make_linear(40, SIZES[0][0], make_norm("rmsnorm", SIZES[0][0]), False, torch.float32)
+    mine, theirs = hidden_pair(rows, head)
+    slots = torch.tensor([2, 0, 3][:rows], device=DEVICE)
+    kept = []
+    for kernels, x in ((fused, mine), (reference, theirs)):
+        columns = RowColumns(*torch.full((5, 4), -1, device=DEVICE))
+        tokens = kernels.choose(x, kernels.prepare(head), 38, columns, slots)
+        assert columns.token[slots].tolist() == tokens.tolist()
+        kept.append(columns.token)
+    assert torch.equal(*kept)
 
 
 @pytest.mark.parametrize("sources", [False, True])

@@ -13,6 +13,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from launcher_scripts.kernels import (  # noqa: E402
     attention_kernels,
+    dot_kernels,
     gemv_kernels,
     int8_kernels,
     row_kernels,
@@ -33,7 +34,7 @@ def compile_kernel(kernel, pointers: dict[str, str], numbers: dict[str, str], co
     return triton.compile(source, target=HOPPER).asm["ptx"]
 
 
-TILE = {"ROWS": 2, "BLOCK": 256, "ROLLED": False, "EARLY": True}
+TILE = {"GAIN": True, "ROWS": 2, "BLOCK": 256, "ROLLED": False, "EARLY": True}
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -78,6 +79,35 @@ def test_gemv_largest(dtype):
     assert compile_kernel(gemv_kernels.gemv_largest, pointers, {"eps": "fp32"}, constants)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_dot_rows(dtype, splits):
+    pointers = dict.fromkeys(("x", "weight", "gate_weight", "offsets", "gate_offsets"), dtype)
+    pointers |= {"out": "fp32", "largest": "fp32", "places": "i32"}
+    constants = {
+        "OUT": 515,
+        "IN": 768,
+        "OFFSET": splits == 1,
+        "ACTIVATION": 1,
+        "GATED": splits == 1,
+        "LARGEST": False,
+        "SPLITS": splits,
+        "EARLY": True,
+        "ROWS": 64,
+        "BLOCK": 128,
+        "BATCH": 16,
+    }
+    assert compile_kernel(dot_kernels.dot_rows, pointers, {"count": "i32"}, constants)
+
+
+def test_add_and_normalize():
+    vectors = ("parts", "offsets", "residual", "gain", "bias", "exact", "operand")
+    pointers = dict.fromkeys(vectors, "fp32")
+    numbers = {"count": "i32", "size": "i32", "eps": "fp32"}
+    constants = {"PARTS": 4, "OFFSET": True, "NORM": 1, "EARLY": True, "BLOCK": 1024}
+    assert compile_kernel(dot_kernels.add_and_normalize, pointers, numbers, constants)
+
+
 def test_begin_rows():
     pointers = {"table": "bf16", "position_table": "bf16", "exact": "fp32", "rounded": "bf16"}
     numbers = dict.fromkeys(("first_id", "held", "padding", "size"), "i32")
@@ -101,8 +131,9 @@ def test_look_up_and_argmax():
     pointers = {"logits": "fp32", "values": "fp32", "places": "i32"}
     numbers = dict.fromkeys(("stride", "size"), "i32")
     assert compile_kernel(row_kernels.block_argmax, pointers, numbers, {"BLOCK": 1024})
-    pointers = {"largest": "fp32", "places": "i32", "values": "fp32", "tokens": "i64"}
-    constants = {"EARLY": True, "BLOCK": 64}
+    pointers = {"largest": "fp32", "places": "i32", "values": "fp32"}
+    pointers |= dict.fromkeys(("tokens", "column", "slots"), "i64")
+    constants = {"KEEP": True, "EARLY": True, "BLOCK": 64}
     assert compile_kernel(step_kernels.pick_largest, pointers, {"parts": "i32"}, constants)
 
 
@@ -127,10 +158,11 @@ def test_rotate_and_store(dtype, half):
 def test_attention(dtype, splits, relative):
     pointers = dict.fromkeys(("query", "keys", "values", "out"), dtype)
     pointers |= dict.fromkeys(("starts", "lengths", "positions"), "i64")
-    pointers |= dict.fromkeys(("slopes", "bias", "partial", "weights"), "fp32")
+    pointers |= dict.fromkeys(("slopes", "bias", "partial", "weights", "cosines", "sines"), "fp32")
     shape = {"HEADS": 8, "SIZE": 48, "BLOCK": 64, "SPLITS": splits}
     constants = shape | {"GROUP": 4, "ALIBI": splits > 1, "RELATIVE": relative, "TILE": 64}
     constants |= {"SPLIT_BLOCK": splits, "EARLY": True, "FRESH": not relative}
+    constants |= {"STORE": splits > 1 and not relative, "HALF": 16}
     numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32"}
     pointers["arrivals"] = "i32"
     assert compile_kernel(attention_kernels.attend, pointers, numbers, constants)

@@ -141,7 +141,7 @@ def test_the_folder_has_the_name_of_the_model(problems: Finder) -> None:
         ("export.run.time_limit=soon", "days-hours:minutes:seconds"),
         (
             "export.run.model_type=bert",
-            "choices: gpt3, t5, mt5, t5-encoder, agm; change export.run.model_type",
+            "choices: gpt3, t5, mt5, t5-encoder, agm, bart; change export.run.model_type",
         ),
         ("export.run.name=a/b", "part of file names"),
         ("export.model.weight_data_type=int8", "choices: fp32, fp16"),

@@ -58,8 +58,8 @@ def test_tab_completion(run: Run, typed: str, offered: set[str]) -> None:
 @pytest.mark.parametrize(
     ("mistake", "answers"),
     [
-        ("cluster_type=slurm", ("cluster_type/slurm", "bcm", "interactive")),
-        ("export=gpt3/export", ("export/gpt3/export",)),
+        ("cluster_type=slurm", ("unknown cluster_type; got 'slurm'", "bcm, bcp, interactive")),
+        ("export=gpt3/export", ("got 'gpt3/export'", "gpt3/export_gpt3, mt5/export_mt5")),
         ("export.model.proceses=2", ("proceses",)),
         ("stages=[exprot]", ("unknown stages", "'exprot'", "deploy, evaluate, export")),
         ("stages=export", ("stages must be a list", "'export'", "stages=[...]")),

@@ -1,133 +1,167 @@
-"""Real checkpoints served in every way: does a prompt have one answer?
+"""The same prompts asked in every way, at every division: how many rows get the same tokens.
 
-    python3 -m tests.server.determinism_table [NAME ...]
+    python3 -m tests.server.determinism_table [CHECKPOINT ...]
 
-prints, for each checkpoint and division, how many of the prompts have the tokens they have alone
-on one rank: alone, in a batch, streamed alone and streamed in a batch. Half of them are sampled.
+exports each checkpoint (the shared fixtures' trained T5 and a NeMo GPT by default), serves it, and
+prints one line per division. A row counts when its tokens are those of tp 1, pp 1, asked alone.
+Half of the rows are greedy, half sampled with a seed of their own.
 """
 
 from __future__ import annotations
 
-import random
-import shutil
+import contextlib
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from launcher_scripts.checkpoint.config_ini import read_config
+from launcher_scripts.clients.connection import Tensors
+from launcher_scripts.clients.models import Models, find_models
+from launcher_scripts.clients.remote import RemoteServer
+from launcher_scripts.evaluation.tensors import request_tensors, row_outputs
 from launcher_scripts.parallel import Parallelism
-from launcher_scripts.settings import ExportSettings
-from tests.server import fixture_table
+from launcher_scripts.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.settings import ExportSettings, TokenizerSettings, write_settings
+from launcher_scripts.steps import convert_checkpoint, write_model_repository
 from tests.server.processes import running
-from tests.server.requests import Client, Stream, ids_request
 
+FIXTURES = Path(__file__).resolve().parents[3] / "shared" / "fixtures"
 CHECKPOINTS = (
-    "gpt_gpt2bpe_learned_nemo1.18.1",
-    "gpt_sp_rope_swiglu_nemo1.18.1",
-    "gpt_gpt2bpe_alibi_nemo1.23.0",
-    "t5_sp_learned_shared_nemo1.18.1",
-    "t5_sp_relative_geglu_untied_nemo1.18.1",
+    FIXTURES / "hf" / "t5_multi30k",
+    FIXTURES / "nemo" / "gpt_gpt2bpe_learned_nemo1.18.1" / "model.nemo",
 )
-WAYS = ("alone", "batch of 8", "streamed", "streamed batch of 8")
-ROWS = 8
-OUTPUT_LEN = 24
-READY_SECONDS = 240.0
+DIVISIONS = (Parallelism(1, 1), Parallelism(2, 1), Parallelism(1, 2))
+BATCH = 8
+ROWS = 32
+VOCAB_SIZE = 400  # of the smallest fixture
 
-Answers = dict[str, list[list[int]]]
-
-
-def checkpoints() -> list[str]:
-    """Those of CHECKPOINTS that are there."""
-    there = fixture_table.fixture_names()
-    return [name for name in CHECKPOINTS if name in there]
+Answers = list[tuple[int, ...]]
 
 
-def answers(name: str, parallelism: Parallelism, folder: Path) -> Answers:
-    """Way -> the generated tokens of every prompt."""
-    folder.mkdir(exist_ok=True)
-    settings = fixture_table.export(name, parallelism, folder)
-    add_streaming_copy(settings)
-    config = read_config(settings.checkpoint_dir).config
-    t5 = settings.model_type == "t5"
-    batch = request(config.vocab_size, t5=t5)
-    singles = [{key: value[[row]] for key, value in batch.items()} for row in range(ROWS)]
-    with running(folder / "job", settings.model_repository) as step:
-        ready = step.wait_until_ready(READY_SECONDS)
-        with Client(ready, "grpc") as client, Stream(ready) as stream:
-            whole = client.infer("model", **batch)
-            streamed = stream.ask("model_stream", **batch)[-1]
-            found = {
-                "alone": [tokens(client.infer("model", **single), 0) for single in singles],
-                "batch of 8": [tokens(whole, row) for row in range(ROWS)],
-                "streamed": [
-                    tokens(stream.ask("model_stream", **single)[-1], 0) for single in singles
-                ],
-                "streamed batch of 8": [tokens(streamed, row) for row in range(ROWS)],
-            }
-        if step.stop() or step.survivors():
-            raise RuntimeError(f"the server of {name} did not end well: {step.err}")
+def rows() -> list[GenerateRequest]:
+    """The same prompts every time."""
+    random = np.random.default_rng(5)
+    made = []
+    for number in range(ROWS):
+        ids = tuple(map(int, random.integers(5, VOCAB_SIZE, random.integers(2, 12))))
+        sampling = SamplingParameters(top_k=40 if number % 2 else 0, random_seed=number)
+        made.append(GenerateRequest(ids, int(random.integers(8, 24)), sampling))
+    return made
+
+
+def alone(server: RemoteServer, plain: Models, _: Models) -> Answers:
+    return [answer for row in rows() for answer in _answers([row], _ask(server, plain, [row]))]
+
+
+def in_one_request(server: RemoteServer, plain: Models, _: Models) -> Answers:
+    """Requests of eight rows."""
+    return [answer for part in _parts() for answer in _answers(part, _ask(server, plain, part))]
+
+
+def at_once(server: RemoteServer, plain: Models, _: Models) -> Answers:
+    """Eight requests in flight."""
+    found: Answers = []
+    for part in _parts():
+        waiting = [
+            server.submit(plain.name, request_tensors([row], plain.model_type)) for row in part
+        ]
+        for row, answer in zip(part, waiting, strict=True):
+            found += _answers([row], answer())
     return found
 
 
-def add_streaming_copy(settings: ExportSettings) -> None:
-    """The model once more, decoupled by hand."""
-    model = Path(settings.triton_model_dir)
-    copy = model.with_name("model_stream")
-    shutil.copytree(model, copy)
-    text = (copy / "config.pbtxt").read_text()
-    text = text.replace('name: "model"', 'name: "model_stream"', 1)
-    (copy / "config.pbtxt").write_text(text.replace("decoupled: false", "decoupled: True"))
+def streamed(server: RemoteServer, _: Models, live: Models) -> Answers:
+    return [answer for row in rows() for answer in _answers([row], _ask(server, live, [row]))]
 
 
-def request(vocab_size: int, *, t5: bool) -> dict[str, np.ndarray]:
-    """Eight prompts of different lengths; every other one is sampled."""
-    source = random.Random(0)
-    prompts = [
-        [source.randrange(vocab_size) for _ in range(source.randrange(1, 24))] for _ in range(ROWS)
-    ]
-    tensors: dict[str, Any] = ids_request(prompts, OUTPUT_LEN)
-    if t5:
-        tensors["sequence_length"] = tensors.pop("input_lengths")
-        tensors["max_output_len"] = tensors.pop("request_output_len")
-    rows = np.arange(ROWS, dtype=np.uint32)[:, None]
-    return {
-        **tensors,
-        "runtime_top_k": rows % 2 * 20,
-        "random_seed": rows.astype(np.uint64),
-        "temperature": np.where(rows % 2, 1.3, 1.0).astype(np.float32),
-    }
+WAYS: dict[str, Callable[[RemoteServer, Models, Models], Answers]] = {
+    "alone": alone,
+    "rows of a request of 8": in_one_request,
+    "8 requests at once": at_once,
+    "streamed": streamed,
+}
 
 
-def tokens(answer: dict[str, np.ndarray], row: int) -> list[int]:
-    start = answer.get("response_input_lengths", np.zeros((ROWS, 1), int))[row, 0]
-    return answer["output_ids"][row, 0, start : answer["sequence_length"][row, 0]].tolist()
+def _parts() -> list[list[GenerateRequest]]:
+    whole = rows()
+    return [whole[start : start + BATCH] for start in range(0, ROWS, BATCH)]
 
 
-def same(found: Answers, expected: list[list[int]]) -> dict[str, int]:
-    """Way -> how many prompts have the expected tokens."""
-    return {way: sum(a == b for a, b in zip(found[way], expected, strict=True)) for way in WAYS}
+def _ask(server: RemoteServer, models: Models, part: Sequence[GenerateRequest]) -> Tensors:
+    tensors = request_tensors(part, models.model_type)
+    return models.last_answer(server, models.name, tensors)
 
 
-def main(names: Sequence[str]) -> int:
-    print(f"| checkpoint | TP x PP | {' | '.join(WAYS)} |")
-    print(f"|---|---|{'---|' * len(WAYS)}")
-    differing = 0
-    for name in names or checkpoints():
-        expected: list[list[int]] = []
-        for parallelism in fixture_table.DIVISIONS:
-            with tempfile.TemporaryDirectory() as folder:
-                found = answers(name, parallelism, Path(folder))
-            expected = expected or found["alone"]
-            counts = same(found, expected)
-            differing += sum(ROWS - count for count in counts.values())
-            cells = " | ".join(f"{count} of {ROWS}" for count in counts.values())
-            print(f"| {name} | {parallelism.tp_size} x {parallelism.pp_size} | {cells} |")
-            sys.stdout.flush()
-    return 1 if differing else 0
+def _answers(part: Sequence[GenerateRequest], tensors: Tensors) -> Answers:
+    return [output.output_ids for output in row_outputs(part, tensors)]
+
+
+def export(checkpoint: Path, parallelism: Parallelism, folder: Path) -> Path:
+    """The checkpoint as two models, `plain` and `live`, which streams; their repository."""
+    for name in ("plain", "live"):
+        settings = ExportSettings(
+            model_name=name,
+            model_type="t5" if "t5" in str(checkpoint) else "gpt3",
+            checkpoint_path=str(checkpoint),
+            triton_model_dir=str(folder / "model_repo" / name),
+            parallelism=parallelism,
+            processes=2,
+            max_batch_size=BATCH,
+            tokenizer=TokenizerSettings("none"),
+            decoupled=name == "live",
+        )
+        write_settings(settings, folder / "export.yaml")
+        for step in (convert_checkpoint, write_model_repository):
+            with contextlib.redirect_stdout(sys.stderr):
+                failed = step.main(["--settings", str(folder / "export.yaml")])
+            if failed:
+                raise RuntimeError(f"{step.__name__} failed for {checkpoint}")
+    return settings.model_repository
+
+
+def ask_all(checkpoint: Path, parallelism: Parallelism, folder: Path) -> dict[str, Answers]:
+    """way -> every row's tokens."""
+    repository = export(checkpoint, parallelism, folder)
+    with running(folder / "job", repository) as step:
+        ready: dict[str, Any] = step.wait_until_ready(120)
+        with RemoteServer(ready["grpc"], protocol="grpc") as server:
+            plain, live = (find_models(server, name) for name in ("plain", "live"))
+            found = {name: way(server, plain, live) for name, way in WAYS.items()}
+        if step.stop():
+            raise RuntimeError(f"the server did not end well: {step.err}")
+    return found
+
+
+def counts(checkpoint: Path) -> dict[Parallelism, dict[str, int]]:
+    """division -> way -> how many rows have the tokens of tp 1, pp 1, asked alone."""
+    expected: Answers = []
+    table = {}
+    for parallelism in DIVISIONS:
+        with tempfile.TemporaryDirectory() as folder:
+            found = ask_all(checkpoint, parallelism, Path(folder))
+        expected = expected or found["alone"]
+        table[parallelism] = {
+            way: sum(map(tuple.__eq__, answers, expected)) for way, answers in found.items()
+        }
+    return table
+
+
+def main(paths: Sequence[str]) -> int:
+    print("| checkpoint | TP, PP | " + " | ".join(WAYS) + " |")
+    print("|---" * (len(WAYS) + 2) + "|")
+    same = True
+    for checkpoint in map(Path, paths or map(str, CHECKPOINTS)):
+        name = checkpoint.parent.name if checkpoint.suffix else checkpoint.name
+        for parallelism, cells in counts(checkpoint).items():
+            same = same and set(cells.values()) == {ROWS}
+            shown = " | ".join(f"{count} of {ROWS}" for count in cells.values())
+            print(
+                f"| {name} | {parallelism.tp_size}, {parallelism.pp_size} | {shown} |", flush=True
+            )
+    return 0 if same else 1
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ class TestCluster:
         self._build_spank_plugin()
         try:
             for daemon in self.daemons:
-                self._start_daemon(daemon)
+                self.start_daemon(daemon)
                 if daemon == "slurmdbd":
                     self._register()
             _wait_until(self.is_up, timeout, lambda: f"no idle nodes: {self._last_words()}")
@@ -218,7 +218,8 @@ class TestCluster:
 
         _wait_until(known, 20, lambda: f"slurmdbd does not answer: {self._last_words()}")
 
-    def _start_daemon(self, daemon: str) -> None:
+    def start_daemon(self, daemon: str) -> None:
+        """Start one of `daemons`, and wait until its process is there."""
         environment = {**self.environment, "PATH": _SEARCH_PATH}
         if daemon == "mariadbd":
             start_database(self.paths, environment)

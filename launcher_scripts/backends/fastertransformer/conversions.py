@@ -63,4 +63,5 @@ CONVERSIONS = {
     "T5": Conversion(conversion_t5.to_requests, _t5),
     "T5-Encoder": Conversion(conversion_t5.to_encoder_requests, _t5_encoder),
     "Agm": Conversion(conversion_agm.to_requests, _agm),
+    "BART": Conversion(conversion_t5.to_requests, _t5),
 }

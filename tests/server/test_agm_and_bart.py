@@ -1,4 +1,4 @@
-"""An Agm over the wire: total lengths, prompts in the answer, n-grams, and text."""
+"""An Agm and a BART in one server: total lengths, prompts in the answer, n-grams, and text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from launcher_scripts.checkpoint.fastertransformer import FTWriter, weight_files
 from launcher_scripts.checkpoint.model_repository import ModelRepository
 from launcher_scripts.tokenizer import load_tokenizer
 from tests.engine.small_agm import agm_config, agm_tensors, plain_greedy, plain_logits
-from tests.engine.small_models import rank_part
+from tests.engine.small_bart import bart_config
+from tests.engine.small_bart import plain_greedy as bart_greedy
+from tests.engine.small_models import random_tensors, rank_part
 from tests.server.processes import running
 from tests.server.repositories import TOKENIZERS, VOCAB_SIZE, export_settings
 from tests.server.requests import Client, text_rows
@@ -26,15 +28,16 @@ pytestmark = pytest.mark.skipif(
 )
 PROMPTS = [(5, 6, 7, 8), (400,)]
 CONFIG = agm_config(vocab_size=VOCAB_SIZE, end_id=3)
+BART = bart_config(vocab_size=VOCAB_SIZE)
 
 
-def export(folder: Path, tp: int) -> Path:
-    settings = export_settings(folder, tp=tp, model_type="agm")
-    tensors = agm_tensors(CONFIG)
-    with FTWriter(settings.checkpoint_dir, CONFIG, tp, "fp32") as writer:
-        for file in weight_files(CONFIG, tp):
+def export(folder: Path, name: str, config: Any, tensors: dict[str, np.ndarray]) -> Path:
+    """A model of its family's name, for two ranks."""
+    settings = export_settings(folder, name=name, tp=2, model_type=name)
+    with FTWriter(settings.checkpoint_dir, config, 2, "fp32") as writer:
+        for file in weight_files(config, 2):
             whole = tensors[file.spec.tensor_name(file.layer)]
-            part = rank_part(file.spec, CONFIG, whole, tp, file.tp_rank)
+            part = rank_part(file.spec, config, whole, 2, file.tp_rank)
             writer.write(file, [np.ascontiguousarray(part)])
         for path in (TOKENIZERS / "gpt2bpe").iterdir():
             writer.copy(path.read_bytes(), path.name)
@@ -44,8 +47,9 @@ def export(folder: Path, tp: int) -> Path:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("agm")
-    repository = export(folder, 2)
+    folder = tmp_path_factory.mktemp("forks")
+    export(folder, "bart", BART, random_tensors(BART))
+    repository = export(folder, "agm", CONFIG, agm_tensors(CONFIG))
     with running(folder / "job", repository) as step:
         yield step.wait_until_ready()
         assert step.stop() == 0, step.err
@@ -68,7 +72,7 @@ def request(whole: int, **more: np.ndarray) -> dict[str, np.ndarray]:
 
 def test_logits_and_tokens(client: Client) -> None:
     tensors = agm_tensors(CONFIG)
-    answer = client.infer("tiny", **request(9, is_return_context_logits=np.ones((2, 1), np.bool_)))
+    answer = client.infer("agm", **request(9, is_return_context_logits=np.ones((2, 1), np.bool_)))
     assert answer["output_ids"].shape == (2, 1, 9)
     for row, prompt in enumerate(PROMPTS):
         expected = plain_logits(CONFIG, tensors, prompt).numpy()
@@ -83,7 +87,7 @@ def test_logits_and_tokens(client: Client) -> None:
 
 def test_no_ngram_comes_twice(client: Client) -> None:
     size = np.full((2, 1), 1, np.uint32)
-    answer = client.infer("tiny", **request(30, no_repeat_ngram_size=size))
+    answer = client.infer("agm", **request(30, no_repeat_ngram_size=size))
     for row in range(2):
         tokens = answer["output_ids"][row, 0, : int(answer["sequence_length"][row, 0])].tolist()
         assert len(tokens) == len(set(tokens))
@@ -91,11 +95,12 @@ def test_no_ngram_comes_twice(client: Client) -> None:
 
 def test_the_whole_length_must_hold_the_prompt(client: Client) -> None:
     with pytest.raises(InferenceServerException, match="counts the prompt's tokens, too; got 3"):
-        client.infer("tiny", **request(3))
+        client.infer("agm", **request(3))
 
 
 def test_text(client: Client, served: dict[str, Any]) -> None:
-    assert {"preprocessing", "postprocessing", "ensemble"} <= set(served["models"])
+    text_models = {"preprocessing", "postprocessing", "ensemble"}
+    assert set(served["models"]) == {"agm", "bart", *text_models}
     tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
     text = "The quick brown"
     prompt = tuple(tokenizer.encode(text))
@@ -107,3 +112,9 @@ def test_text(client: Client, served: dict[str, Any]) -> None:
     assert answer["sequence_length"][0, 0] == whole
     generated = tokenizer.decode([*prompt, *wanted]).removeprefix(tokenizer.decode(prompt))
     assert answer["OUTPUT_0"][0, 0, 0].decode() == generated
+
+
+def test_bart(client: Client) -> None:
+    answer = client.infer("bart", **request(6))
+    for row, source in enumerate(PROMPTS):
+        assert answer["output_ids"][row, 0].tolist() == bart_greedy(BART, source, 6)

@@ -1,0 +1,153 @@
+"""A weight times a few rows on the matrix units, in the Triton language: steps of several rows.
+
+The weight's rows are the tall side of each product, the rows of x the narrow one, so that a weight
+is read once however few rows there are.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from launcher_scripts.kernels.row_product_kernel import activate
+
+
+@triton.jit
+def _dot(
+    x,
+    weight,
+    rows,
+    first,
+    last,
+    count,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BATCH: tl.constexpr,
+):
+    """float32 [ROWS, BATCH]: rows of the weight times the rows of x, over columns first..last-1."""
+    columns = tl.arange(0, BLOCK)
+    batch = tl.arange(0, BATCH)
+    product = tl.zeros([ROWS, BATCH], tl.float32)
+    weights = weight + rows[:, None].to(tl.int64) * IN + columns[None, :]
+    places = x + batch[None, :] * IN + columns[:, None]
+    for column in tl.range(first, last, BLOCK):
+        if OUT % ROWS == 0 and IN % BLOCK == 0:
+            tile = tl.load(weights + column, eviction_policy="evict_first")
+        else:
+            mask = (rows < OUT)[:, None] & (column + columns < IN)[None, :]
+            tile = tl.load(weights + column, mask=mask, other=0.0, eviction_policy="evict_first")
+        inside = (batch < count)[None, :] & (column + columns < IN)[:, None]
+        piece = tl.load(places + column, mask=inside, other=0.0)
+        product = tl.dot(tile, piece, product, input_precision="ieee")
+    return product
+
+
+@triton.jit
+def dot_rows(
+    x,
+    weight,
+    gate_weight,
+    offsets,
+    gate_offsets,
+    out,
+    largest,
+    places,
+    count,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BATCH: tl.constexpr,
+):
+    """out = act(W x + b) * (W2 x + b2) for `count` rows of x, the parts as the flags say.
+
+    With SPLITS > 1 the parts over the columns go to out [SPLITS, count, OUT], to be summed. With
+    LARGEST nothing but the largest of the program's values and its place is kept, for each row.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    part = tl.program_id(0)
+    split = tl.program_id(1)
+    rows = part * ROWS + tl.arange(0, ROWS)
+    batch = tl.arange(0, BATCH)
+    share: tl.constexpr = ((IN + BLOCK - 1) // BLOCK + SPLITS - 1) // SPLITS * BLOCK
+    first = split * share
+    last = tl.minimum(first + share, IN)
+    value = _dot(x, weight, rows, first, last, count, OUT, IN, ROWS, BLOCK, BATCH)
+    if OFFSET:
+        value += tl.load(offsets + rows, mask=rows < OUT, other=0.0).to(tl.float32)[:, None]
+    value = activate(value, ACTIVATION)
+    if GATED:
+        gate = _dot(x, gate_weight, rows, first, last, count, OUT, IN, ROWS, BLOCK, BATCH)
+        if OFFSET:
+            gate += tl.load(gate_offsets + rows, mask=rows < OUT, other=0.0)[:, None]
+        value = value * gate
+    if LARGEST:
+        value = tl.where((rows < OUT)[:, None], value, -float("inf"))
+        top, place = tl.max(value, 0, return_indices=True)
+        target = batch * tl.num_programs(0) + part
+        tl.store(largest + target, top, mask=batch < count)
+        tl.store(places + target, part * ROWS + place, mask=batch < count)
+    else:
+        target = out + (split * count + batch[None, :]) * OUT + rows[:, None]
+        mask = (rows < OUT)[:, None] & (batch < count)[None, :]
+        tl.store(target, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_and_normalize(
+    parts,
+    offsets,
+    residual,
+    gain,
+    bias,
+    exact,
+    operand,
+    count,
+    size,
+    eps,
+    PARTS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    NORM: tl.constexpr,
+    EARLY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: one row of residual + the sum of parts + offsets, and the same normalized (or,
+    with NORM 0, in the operand's type)."""
+    if EARLY:
+        gdc_launch_dependents()
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    held = tl.zeros([BLOCK], tl.float32)
+    shift = tl.zeros([BLOCK], tl.float32)
+    added = tl.zeros([BLOCK], tl.float32)
+    if NORM > 0:
+        held = tl.load(gain + columns, mask=inside, other=0.0)
+    if NORM == 1:
+        shift = tl.load(bias + columns, mask=inside, other=0.0)
+    if OFFSET:
+        added = tl.load(offsets + columns, mask=inside, other=0.0).to(tl.float32)
+    if EARLY:
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    values = tl.load(residual + row * size + columns, mask=inside, other=0.0) + added
+    for part in tl.static_range(PARTS):
+        place = parts + (part * count + row) * size + columns
+        values += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(exact + row * size + columns, values, mask=inside)
+    if NORM == 1:
+        values = tl.where(inside, values - tl.sum(values, 0) / size, 0.0)
+    if NORM > 0:
+        variance = tl.sum(values * values, 0) / size
+        values = values * (1.0 / tl.sqrt(variance + eps)) * held + shift
+    tl.store(operand + row * size + columns, values.to(operand.dtype.element_ty), mask=inside)

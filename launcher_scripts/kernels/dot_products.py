@@ -1,0 +1,140 @@
+"""Products of a weight with a few rows: how operands become launches of dot_kernels.py."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from launcher_scripts.kernels.dot_kernels import add_and_normalize, dot_rows
+from launcher_scripts.kernels.operands import Hidden, Linear, Norm
+from launcher_scripts.kernels.row_products import (
+    ACTIVATION_CODES,
+    NORM_CODES,
+    best_of_parts,
+    early,
+)
+from launcher_scripts.kernels.tiles import DotTile, dot_tile
+
+MOST_ROWS = 64
+SMALLEST_BATCH = 16  # the narrow side of a matrix product
+
+
+def fits(x: Tensor) -> bool:
+    """Whether x [N, in] goes through here: more rows and float32 are for cuBLAS."""
+    return 1 < x.shape[0] <= MOST_ROWS and x.dtype != torch.float32
+
+
+def dot_product(
+    x: Tensor,
+    linear: Linear,
+    kind: str,
+    *,
+    gate: Linear | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """act(linear(x)), times gate(x) where there is one: [N, out]; norms are not looked at."""
+    out = x.new_empty(x.shape[0], linear.weight.shape[0])
+    tile = dot_tile(kind, linear.weight.shape[1])._replace(splits=1)
+    _launch(x, linear, tile, linear.weight.shape[0], out=out, gate=gate, activation=activation)
+    return out
+
+
+def dot_add(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm) -> Hidden:
+    """reference.accumulate for a few rows: parts of the product, then their sum and its norm."""
+    return add_parts(_parts(x, linear), linear.bias, onto, norm_of_next)
+
+
+def dot_partial(x: Tensor, linear: Linear) -> Tensor:
+    """reference.partial_product for a few rows."""
+    return _parts(x, linear).sum(0)
+
+
+def _parts(x: Tensor, linear: Linear) -> Tensor:
+    """linear(x) without its bias, in parts to be summed: float32 [P, N, out]."""
+    out_size, in_size = linear.weight.shape
+    tile = dot_tile("add", in_size)
+    parts = torch.empty(tile.splits, x.shape[0], out_size, device=x.device)
+    _launch(x, Linear(linear.weight), tile, out_size, out=parts)
+    return parts
+
+
+def add_parts(
+    parts: Tensor, bias: Tensor | None, onto: Hidden, norm_of_next: Norm | None
+) -> Hidden:
+    """Hidden states plus the sum of parts [P, N, hidden] and a bias, normalized or rounded."""
+    count, size = onto.exact.shape
+    exact, operand = torch.empty_like(onto.exact), torch.empty_like(onto.operand)
+    gain = parts if norm_of_next is None else norm_of_next.weight
+    shift = None if norm_of_next is None else norm_of_next.bias
+    block = triton.next_power_of_2(size)
+    add_and_normalize[(count,)](
+        parts,
+        parts if bias is None else bias,
+        onto.exact,
+        gain,
+        gain if shift is None else shift,
+        exact,
+        operand,
+        count,
+        size,
+        0.0 if norm_of_next is None else norm_of_next.eps,
+        PARTS=parts.shape[0],
+        OFFSET=bias is not None,
+        NORM=0 if norm_of_next is None else NORM_CODES[norm_of_next.kind],
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 256)),
+        **early(parts),
+    )
+    return Hidden(exact, operand)
+
+
+def dot_largest(
+    x: Hidden, head: Linear, held: int, keep: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """reference.largest for a few rows."""
+    tile = dot_tile("largest", head.weight.shape[1])._replace(splits=1)
+    count, parts = x.operand.shape[0], triton.cdiv(held, tile.rows)
+    found = torch.empty(count, parts, device=x.operand.device)
+    places = torch.empty(count, parts, dtype=torch.int32, device=x.operand.device)
+    _launch(x.operand, head, tile, held, largest=(found, places))
+    return best_of_parts(found, places, keep)
+
+
+def _launch(
+    x: Tensor,
+    linear: Linear,
+    tile: DotTile,
+    out_size: int,
+    *,
+    out: Tensor | None = None,
+    gate: Linear | None = None,
+    activation: str | None = None,
+    largest: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    found, places = (x, x) if largest is None else largest
+    gate_bias = None if gate is None else gate.bias
+    dot_rows[(triton.cdiv(out_size, tile.rows), tile.splits)](
+        x,
+        linear.weight,
+        linear.weight if gate is None else gate.weight,
+        x if linear.bias is None else linear.bias,
+        x if gate_bias is None else gate_bias,
+        x if out is None else out,
+        found,
+        places,
+        x.shape[0],
+        OUT=out_size,
+        IN=linear.weight.shape[1],
+        OFFSET=linear.bias is not None,
+        ACTIVATION=ACTIVATION_CODES[activation],
+        GATED=gate is not None,
+        LARGEST=largest is not None,
+        SPLITS=tile.splits,
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        BATCH=max(SMALLEST_BATCH, triton.next_power_of_2(x.shape[0])),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **early(x),
+    )

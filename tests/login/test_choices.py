@@ -1,0 +1,50 @@
+"""Choices of conf/ on the command line: what is answered, and what is left to Hydra."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.errors import ConfigError
+from stages.choices import check_choices
+
+
+@pytest.fixture
+def conf(tmp_path: Path) -> Path:
+    for name in ("export/gpt3/small", "export/t5/large", "cluster_type/bcm"):
+        file = tmp_path / f"{name}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    return tmp_path
+
+
+def test_every_wrong_choice_is_answered(conf: Path) -> None:
+    with pytest.raises(ConfigError, match="2 problems") as caught:
+        check_choices(["export=gpt3/large", "cluster_type=slurm", "stages=[export]"], conf)
+    text = str(caught.value)
+    assert "unknown export; got 'gpt3/large'; choices: gpt3/small, t5/large" in text
+    assert "unknown cluster_type; got 'slurm'; choices: bcm" in text
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "export=gpt3/small",
+        "export=t5/large.yaml",
+        "cluster_type@here=bcm",
+        "export=null",
+        "export=",
+        "~export",
+        "+more=export",
+        "export.model.tokenizer=none",
+        "export=${choice}",
+        "export=gpt3/small,t5/large",
+    ],
+)
+def test_what_is_right_or_not_ours_passes(argument: str, conf: Path) -> None:
+    check_choices([argument], conf)
+
+
+def test_other_folders_may_hold_choices(conf: Path) -> None:
+    check_choices(["--config-dir=/elsewhere", "export=mine"], conf)

@@ -1,0 +1,116 @@
+"""tritonserver typed by hand under mpirun: on one node, and on two that find each other."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from tests.server.processes import wait_for
+from tests.server.repositories import export
+from tests.server.requests import Client, generated, ids_request
+from tests.server.typed import TypedServer
+from tests.slurm.processes import processes, read
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("pytriton") is None,
+    reason="the pip-installable tritonserver is not there",
+)
+
+
+def mpirun_env(node: int, nodes: int) -> dict[str, str]:
+    """What Open MPI's mpirun leaves in the environment of one process per node."""
+    ranks = {
+        "OMPI_COMM_WORLD_RANK": node,
+        "OMPI_COMM_WORLD_SIZE": nodes,
+        "OMPI_COMM_WORLD_LOCAL_SIZE": 1,
+        "PMIX_RANK": node,
+        "PMIX_NAMESPACE": 1_000_000 + os.getpid(),
+    }
+    return {**os.environ, **{name: str(value) for name, value in ranks.items()}}
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """Rank processes of servers whose backends lie in `folder`."""
+    return [
+        pid
+        for pid, entry in processes()
+        if b"engine.worker" in read(entry / "cmdline")
+        and str(folder).encode() in read(entry / "environ")
+    ]
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TypedServer]]:
+    """Models of two ranks and of one, in servers on two nodes."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    export(tmp_path, name="wide", tp=2)
+    repository = export(tmp_path, name="narrow", tp=1).model_repository
+    servers = [
+        TypedServer(tmp_path / str(node), repository, mpirun_env(node, 2)) for node in range(2)
+    ]
+    yield servers
+    for server in servers:
+        server.kill()
+
+
+def test_models_of_different_sizes_on_two_nodes(two_nodes: list[TypedServer], tmp_path: Path):
+    first, second = two_nodes
+    with Client(first.wait_until_ready(), "http") as client:
+        request = ids_request([(5, 6, 7)], 6)
+        answers = [generated(client.infer(model, **request)) for model in ("wide", "narrow")]
+        assert answers[0] == answers[1]
+        assert not second.ready()
+        assert second.process.poll() is None
+        log = second.log.read_text()
+        assert "node 1 of 2 (started by mpirun (Open MPI)): node 0 serves model wide" in log
+        assert "hosts ranks [1] of model wide for rank 0 at" in log
+        assert "hosts ranks [] of model narrow for rank 0 at" in log
+        (rank,) = ranks_of(tmp_path / "1")
+        os.kill(rank, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises((InferenceServerException, OSError)):
+            while time.monotonic() < start + 10:
+                client.infer("wide", **request)
+    assert first.wait() != 0
+    assert second.wait() != 0
+    took = time.monotonic() - start
+    assert took < 40
+    assert f"ending the server: rank 1 on node 1 ({os.uname().nodename}, pid {rank})" in (
+        first.log.read_text()
+    )
+    wait_for(lambda: not ranks_of(tmp_path), 10)
+
+
+def test_a_server_that_is_stopped_lets_the_other_node_end(two_nodes: list[TypedServer]):
+    first, second = two_nodes
+    first.wait_until_ready()
+    first.process.terminate()
+    assert first.wait() == 0, first.log.read_text()
+    second.wait()
+    assert "model wide is closed" in second.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not there")
+def test_mpirun_on_one_node(tmp_path: Path):
+    repository = export(tmp_path, tp=2).model_repository
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    launching = ["mpirun", "-n", "1", "--allow-run-as-root"]
+    server = TypedServer(tmp_path, repository, env, launching)
+    try:
+        with Client(server.wait_until_ready(), "http") as client:
+            assert len(generated(client.infer("tiny", **ids_request([(5, 6)], 4)))) == 4
+        server.process.terminate()
+        server.wait()
+        wait_for(lambda: not ranks_of(tmp_path), 10)
+    finally:
+        server.kill()

@@ -1,0 +1,89 @@
+"""Servers as somebody would start them by hand, without a step of this project around them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from launcher_scripts.server.installation import find_installation
+from tests.slurm.configuration import free_ports
+
+PORTS = ("http", "grpc", "metrics")
+
+
+class TypedServer:
+    """`<launching command> tritonserver --model-repository ...` for each of `nodes` processes.
+
+    With a launching command it is started once, and starts the processes itself. Nodes that are
+    really one machine need ports of their own, which `$NODE` (a shell expression) chooses.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        repository: Path,
+        env: Mapping[str, str],
+        launching: Sequence[str] = (),
+        node: str = "0",
+        nodes: int = 1,
+    ) -> None:
+        installation = find_installation(None)
+        backends = folder / "backends"
+        if not backends.exists():
+            backends.mkdir(parents=True)
+            installation.make_backends(backends)
+        self.ports = free_ports(3 * nodes)
+        self.log = folder / f"server-{node if node.isdigit() else 'all'}.log"
+        options = [
+            str(installation.executable),
+            f"--model-repository={repository}",
+            f"--backend-directory={backends}",
+            "--disable-auto-complete-config",
+            *(f"--{name}-address=127.0.0.1" for name in PORTS),
+        ]
+        numbers = " ".join(map(str, self.ports))
+        script = (
+            f'ports=({numbers}); first=$((3 * ({node}))); exec "$@" '
+            + " ".join(f"--{name}-port=${{ports[first + {i}]}}" for i, name in enumerate(PORTS))
+            + f" --backend-config=python,shm-region-prefix-name=typed{os.getpid()}_"
+        )
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*launching, "bash", "-c", script, "bash", *options],
+                env={**env, **installation.environment(), "LAUNCHER_DEVICE": "cpu"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def ready(self, node: int = 0) -> bool:
+        url = f"http://127.0.0.1:{self.ports[3 * node]}/v2/health/ready"
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                return answer.status == 200
+        except OSError:
+            return False
+
+    def wait_until_ready(self, timeout: float = 90) -> dict[str, str]:
+        """The addresses, as a ready file has them."""
+        deadline = time.monotonic() + timeout
+        while not self.ready():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.1)
+        return {name: f"127.0.0.1:{self.ports[i]}" for i, name in enumerate(PORTS)}
+
+    def wait(self, timeout: float = 30) -> int:
+        return self.process.wait(timeout)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        for region in Path("/dev/shm").glob(f"typed{os.getpid()}_*"):
+            region.unlink(missing_ok=True)

@@ -1,0 +1,158 @@
+"""What a user sees when something breaks: the reason, the exit code, and nothing left running.
+
+docs/failures.md has the table with the times. Ranks and servers that die are in other tests.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.settings import DeploySettings, write_settings
+from tests.slurm.cluster import TestCluster
+from tests.slurm.conftest import Submit
+from tests.slurm.processes import alive, processes, read
+from tests.slurm.test_jobs import ended, wait_for
+
+
+def find(slurm: TestCluster, job_id: str, name: str) -> int:
+    """A process of a job by its program's name."""
+    found = [
+        pid
+        for pid in slurm.job_processes(job_id)
+        if read(Path(f"/proc/{pid}/comm")).decode().strip() == name
+    ]
+    assert found, f"no {name} in job {job_id}"
+    return found[0]
+
+
+def step_daemon(job_id: str, step: str) -> int:
+    """The slurmstepd of a step: `slurmstepd: [7.0]`, or `[7.batch]` of the script."""
+    for pid, folder in processes():
+        if f"[{job_id}.{step}]".encode() in read(folder / "cmdline"):
+            return pid
+    raise AssertionError(f"no slurmstepd of {job_id}.{step}")
+
+
+@pytest.fixture
+def serving(slurm: TestCluster, submit: Submit) -> str:  # noqa: ARG001
+    """The job id of a server that is ready."""
+    submit("stages=[export,deploy]")
+    record = submit.record("deploy")
+    wait_for(record["folder"].parent.parent / "ready.json")
+    return str(record["job_id"])
+
+
+def nothing_runs(slurm: TestCluster, job_id: str, seconds: float = 15) -> bool:
+    deadline = time.monotonic() + seconds
+    while slurm.job_processes(job_id) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return slurm.job_processes(job_id) == []
+
+
+def test_a_killed_srun_ends_its_server(slurm: TestCluster, submit: Submit, serving: str) -> None:
+    os.kill(find(slurm, serving, "srun"), signal.SIGKILL)
+    assert ended(slurm, submit, "deploy") == ("FAILED", "137:0")
+    assert "Killed" in submit.log("deploy")
+    assert nothing_runs(slurm, serving)
+
+
+def test_a_script_that_slurm_has_lost_is_ended_by_cancelling(
+    slurm: TestCluster, submit: Submit, serving: str
+) -> None:
+    """Without its slurmstepd the script runs on, and so does the server."""
+    os.kill(step_daemon(serving, "batch"), signal.SIGKILL)
+    time.sleep(2)
+    assert slurm.job_processes(serving) != []
+    slurm.run("scancel", serving)
+    assert ended(slurm, submit, "deploy")[0] == "CANCELLED"
+    assert nothing_runs(slurm, serving)
+
+
+def test_a_server_outlives_a_node_s_daemon_that_comes_back(
+    slurm: TestCluster, submit: Submit, serving: str
+) -> None:
+    pid = slurm.pid("slurmd-n1")
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(1)
+    slurm.start_daemon("slurmd-n1")
+    slurm.run("scancel", "--batch", "--signal=TERM", serving)
+    assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0"), submit.log("deploy")
+    assert nothing_runs(slurm, serving)
+
+
+STEP = """
+import sys, time
+from launcher_scripts.settings import DeploySettings
+from launcher_scripts.steps.command import run_step
+
+def serve(settings):
+    print("serving", flush=True)
+    time.sleep(300)
+
+sys.exit(run_step("", DeploySettings, serve))
+"""
+
+
+def test_a_step_ends_with_its_killed_step_daemon(
+    slurm: TestCluster, tmp_path: Path, checkout: Path
+) -> None:
+    """Slurm notices nothing, and would leave the step's processes on the node for ever."""
+    settings, log = tmp_path / "settings.yaml", tmp_path / "log"
+    write_settings(DeploySettings("/models", str(tmp_path)), settings)
+    (tmp_path / "step.py").write_text(STEP)
+    command = f"srun {sys.executable} {tmp_path}/step.py --settings {settings}"
+    environment = {**slurm.environment, "PYTHONPATH": str(checkout)}
+    submitted = slurm.run(
+        *("sbatch", "--parsable", f"--output={log}", f"--wrap={command}"), env=environment
+    )
+    job_id = submitted.stdout.strip()
+    wait_for(log)
+    step = find(slurm, job_id, Path(sys.executable).name)
+    os.kill(step_daemon(job_id, "0"), signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while alive(step) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(step)
+    slurm.run("scancel", job_id)
+    assert nothing_runs(slurm, job_id)
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    with (folder / "ballast").open("wb", buffering=0) as file, pytest.raises(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+def test_a_full_disk_stops_the_submission(
+    slurm: TestCluster, submit: Submit, full_disk: Path
+) -> None:
+    fill(full_disk)
+    ran = submit("stages=[export]", f"base_results_dir={full_disk}", check=False)
+    assert ran.returncode == 1
+    assert "No space left on device" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert slurm.run("squeue", "--noheader").stdout == ""
