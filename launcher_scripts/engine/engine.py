@@ -60,6 +60,7 @@ class Engine:
         self._failure_callbacks: list[Callable[[ServerError], None]] = []
         self._ranks = Ranks(settings, self._fail)
         self._runner: Runner | None = None
+        self._scheduler: Scheduler | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -96,6 +97,11 @@ class Engine:
     @property
     def cache_tokens(self) -> int:
         return self._loaded.decoder.cache.capacity
+
+    @property
+    def cache_tokens_used(self) -> int:
+        """Tokens of the cache that belong to rows and sessions now."""
+        return 0 if self._scheduler is None else self._scheduler.used_tokens
 
     @property
     def ranks(self) -> list[RankInfo]:
@@ -214,6 +220,7 @@ class Engine:
             runner.decoder.cache.capacity,
             PREFILL_TOKENS[runner.device.type],
         )
+        self._scheduler = scheduler
         launched: deque[StepResult] = deque()
         while self._receive(scheduler, wait=not (launched or scheduler.rows)):
             plan = scheduler.plan()
