@@ -163,27 +163,32 @@ def latency(
     return statistics.median(times[2:])
 
 
-def random_weights(config: GPTConfig) -> GPTWeights:
-    """Weights of a size that keeps activations in range, made on the device."""
+def random_weights(
+    config: GPTConfig, parallelism: Parallelism = Parallelism(), rank: int = 0
+) -> GPTWeights:
+    """One rank's weights, of a size that keeps activations in range, made on its device."""
     torch.manual_seed(0)
+    tp_size, device = parallelism.tp_size, torch.device("cuda", rank)
 
     class DeviceLoader(WeightLoader):
         def _table(self, name: str) -> torch.Tensor:
-            return self._random(self._specs[name].shape_on(config, 1), torch.bfloat16)
+            rows = config.local_size("vocab_size", tp_size)
+            whole = self._specs[name].shape_on(config, 1)
+            return self._random((rows, *whole[1:]), torch.bfloat16)
 
         def _tensor(self, name: str, dtype: torch.dtype, _: int | None = None) -> torch.Tensor:
             spec = self._specs[name]
-            values = self._random(spec.shape_on(config, 1), dtype)
+            values = self._random(spec.shape_on(config, tp_size), dtype)
             is_gain = "layernorm" in spec.name and spec.name.endswith("weight")
             return values.add_(1) if is_gain else values
 
         def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=DEVICE).normal_(0, 0.02)
+            return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02)
 
     def nothing_to_read(spec, layer):
         raise RuntimeError(f"{spec.name} of layer {layer} should have been random")
 
-    return DeviceLoader(config, Parallelism(), 0, torch.bfloat16, DEVICE, nothing_to_read).load()
+    return DeviceLoader(config, parallelism, rank, torch.bfloat16, device, nothing_to_read).load()
 
 
 def engine_settings(**more: object) -> EngineSettings:

@@ -12,6 +12,13 @@ from torch import Tensor
 
 from launcher_scripts.engine.interfaces import LOOPBACK, interface_towards
 from launcher_scripts.engine.progress import Progress
+from launcher_scripts.engine.symmetric_memory import (
+    BUFFER_BYTES,
+    Route,
+    SymmetricSums,
+    choose_route,
+    obstacle,
+)
 from launcher_scripts.errors import ServerError
 from launcher_scripts.parallel import Parallelism
 
@@ -44,12 +51,19 @@ class Communicator:
         return self.pp_rank == self.parallelism.pp_size - 1
 
     def tp_sum(self, tensor: Tensor) -> Tensor:
-        """The sum of `tensor` over the tensor-parallel ranks, in place where there are several."""
+        """The sum of `tensor` over the tensor-parallel ranks; may overwrite `tensor`."""
         return tensor
 
     def tp_concat(self, tensor: Tensor) -> Tensor:
         """[N, part] of every tensor-parallel rank side by side: [N, part * tp_size]."""
         return tensor
+
+    def tp_stack(self, tensor: Tensor) -> Tensor:
+        """A few values of every tensor-parallel rank: [...] -> [tp_size, ...]."""
+        return tensor[None]
+
+    def use_peer_memory(self) -> None:
+        """Sum through the GPUs' shared memory where they can, and say so on rank 0."""
 
     def to_next_stage(self, tensor: Tensor) -> None:
         """Send to the same tensor-parallel rank of the next pipeline stage."""
@@ -108,7 +122,8 @@ class ProcessGroupCommunicator(Communicator):
             device_id=device if cuda else None,
         )
         self.device = device
-        self._tp_group = self._own_group(
+        self._symmetric: SymmetricSums | None = None
+        self.tp_group = self._own_group(
             [list(parallelism.tp_group(stage)) for stage in range(parallelism.pp_size)]
         )
         self._pp_group = self._own_group(
@@ -126,9 +141,14 @@ class ProcessGroupCommunicator(Communicator):
         )
 
     def tp_sum(self, tensor: Tensor) -> Tensor:
-        if self.tp_size > 1:
+        if self.tp_size == 1:
+            return tensor
+        route = Route.PROCESS_GROUP if self._symmetric is None else choose_route(tensor)
+        if self._symmetric is not None and route is not Route.PROCESS_GROUP:
+            return self._symmetric.sum(tensor, route)
+        if tensor.numel():
             with self._progress.exchange("all_reduce", tensor.nbytes):
-                dist.all_reduce(tensor, group=self._tp_group)
+                dist.all_reduce(tensor, group=self.tp_group)
         return tensor
 
     def tp_concat(self, tensor: Tensor) -> Tensor:
@@ -137,8 +157,45 @@ class ProcessGroupCommunicator(Communicator):
         rows, part = tensor.shape
         gathered = tensor.new_empty(self.tp_size * rows, part)
         with self._progress.exchange("all_gather", gathered.nbytes):
-            _all_gather(gathered, tensor.contiguous(), group=self._tp_group)
+            _all_gather(gathered, tensor.contiguous(), group=self.tp_group)
         return gathered.view(self.tp_size, rows, part).transpose(0, 1).reshape(rows, -1)
+
+    def tp_stack(self, tensor: Tensor) -> Tensor:
+        padded = tensor.new_zeros(self.tp_size, *tensor.shape)
+        padded[self.tp_rank] = tensor
+        return self.tp_sum(padded)
+
+    def use_peer_memory(self) -> None:
+        if self.tp_size == 1:
+            return
+        reason = obstacle(self._peer_devices())
+        if self._all_agree(reason is None):
+            try:
+                self._symmetric = SymmetricSums(self.tp_group, self.device)
+            except RuntimeError as error:
+                reason = f"sharing memory failed: {error}"
+            if not self._all_agree(reason is None):
+                self._symmetric = None
+        if self.rank == 0:
+            print(f"enable_custom_all_reduce: {self._sums_are_over(reason)}", flush=True)
+
+    def _peer_devices(self) -> list[tuple[str, torch.device]]:
+        """Host and device of every tensor-parallel rank."""
+        peers: list[tuple[str, torch.device]] = [("", self.device)] * self.tp_size
+        dist.all_gather_object(peers, (socket.gethostname(), self.device), group=self.tp_group)
+        return peers
+
+    def _all_agree(self, mine: bool) -> bool:
+        return self.minimum(int(mine)) == 1
+
+    def _sums_are_over(self, reason: str | None) -> str:
+        group = "NCCL" if self.device.type == "cuda" else "gloo"
+        if self._symmetric is None:
+            return f"ranks sum over {group}: {reason or 'another rank cannot share its memory'}"
+        return (
+            f"ranks sum up to {BUFFER_BYTES >> 20} MiB of float32 through each other's memory, "
+            f"and over {group} what is larger"
+        )
 
     def to_next_stage(self, tensor: Tensor) -> None:
         to = self.parallelism.rank(self.tp_rank, self.pp_rank + 1)

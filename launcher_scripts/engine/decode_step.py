@@ -16,6 +16,7 @@ from torch import Tensor
 
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.plan import Bounds
+from launcher_scripts.engine.vocabulary import EXACT_IDS, largest_of_ranks
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
     Heads,
@@ -53,10 +54,8 @@ class Sublayer:
         inner = self.branch(x, context)
         if self.communicator.tp_size == 1:
             return self.kernels.accumulate(inner, self.last, x, norm_of_next)
-        part = self.kernels.project(inner, replace(self.last, bias=None))
-        total = self.communicator.tp_sum(part)
-        exact = self.kernels.add_residual(total, self.last.bias, x.exact)
-        return self.kernels.hidden(exact, norm_of_next, inner.dtype)
+        total = self.communicator.tp_sum(self.kernels.partial_product(inner, self.last))
+        return self.kernels.add_sum(total, self.last.bias, x, norm_of_next)
 
     def branch(self, x: Hidden, context: StepContext) -> Tensor:
         """[B, inputs of `last`]"""
@@ -202,9 +201,22 @@ class DecodeStep:
         """The ids that argmax would find in `logits`, int64 [B]; now the rows' last tokens."""
         if self.communicator.tp_size == 1:
             return self.kernels.choose(x, self.head, self.vocab_size, columns, slots)
-        tokens = self.kernels.argmax(self.logits(x))
+        tokens = self._largest_of_ranks(x)
         columns.token.index_copy_(0, slots, tokens)
         return tokens
+
+    def _largest_of_ranks(self, x: Hidden) -> Tensor:
+        rows, part = x.exact.shape[0], self.head.weight.shape[0]
+        if part * self.communicator.tp_size >= EXACT_IDS:
+            return self.kernels.argmax(self.logits(x))
+        first = self.communicator.tp_rank * part
+        held = min(part, self.vocab_size - first)
+        if held > 0:
+            values, places = self.kernels.largest(x, self.head, held)
+        else:
+            values = x.exact.new_full((rows,), -torch.inf)
+            places = torch.zeros(rows, dtype=torch.int64, device=values.device)
+        return largest_of_ranks(values, places + first, self.communicator)
 
     def _own_tables(self) -> EmbeddingTables:
         """One rank adds the positions: the embeddings are summed over the ranks."""

@@ -47,6 +47,7 @@ class EngineSettings:
     max_tokens:      most tokens in the key/value cache; None: max_batch_size rows of the model's
                      full length, as far as memory reaches
     int8_mode:       1: the layers' matrices are kept as int8, quantized when they are loaded
+    enable_custom_all_reduce: sum over ranks through the GPUs' shared memory where they have it
     stall_timeout:   seconds without a sign of life after which a rank counts as lost
     start_timeout:   seconds a rank may take to load
     """
@@ -220,6 +221,8 @@ def assemble_runner(
 ) -> Runner:
     """Plan the cache, as all ranks agree, and put the decoder together."""
     config = weights.config
+    if settings.enable_custom_all_reduce:
+        communicator.use_peer_memory()
     family = engine_family(config)
     dtype = DTYPES[settings.data_type]
     heads = family.heads(config, communicator.tp_size)

@@ -122,14 +122,17 @@ def add_and_normalize(
     EARLY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: one row of residual + the sum of parts + offsets, and the same normalized."""
+    """One program: one row of residual + the sum of parts + offsets, and the same normalized (or,
+    with NORM 0, in the operand's type)."""
     if EARLY:
         gdc_launch_dependents()
     columns = tl.arange(0, BLOCK)
     inside = columns < size
-    held = tl.load(gain + columns, mask=inside, other=0.0)
+    held = tl.zeros([BLOCK], tl.float32)
     shift = tl.zeros([BLOCK], tl.float32)
     added = tl.zeros([BLOCK], tl.float32)
+    if NORM > 0:
+        held = tl.load(gain + columns, mask=inside, other=0.0)
     if NORM == 1:
         shift = tl.load(bias + columns, mask=inside, other=0.0)
     if OFFSET:
@@ -144,6 +147,7 @@ def add_and_normalize(
     tl.store(exact + row * size + columns, values, mask=inside)
     if NORM == 1:
         values = tl.where(inside, values - tl.sum(values, 0) / size, 0.0)
-    variance = tl.sum(values * values, 0) / size
-    values = values * (1.0 / tl.sqrt(variance + eps)) * held + shift
+    if NORM > 0:
+        variance = tl.sum(values * values, 0) / size
+        values = values * (1.0 / tl.sqrt(variance + eps)) * held + shift
     tl.store(operand + row * size + columns, values.to(operand.dtype.element_ty), mask=inside)

@@ -42,32 +42,46 @@ def dot_product(
 
 def dot_add(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm) -> Hidden:
     """reference.accumulate for a few rows: parts of the product, then their sum and its norm."""
-    count, size = onto.exact.shape
-    tile = dot_tile("add", linear.weight.shape[1])
-    parts = torch.empty(tile.splits, count, size, device=x.device)
-    _launch(x, Linear(linear.weight), tile, size, out=parts)
-    return add_parts(parts, linear.bias, onto, norm_of_next)
+    return add_parts(_parts(x, linear), linear.bias, onto, norm_of_next)
 
 
-def add_parts(parts: Tensor, bias: Tensor | None, onto: Hidden, norm_of_next: Norm) -> Hidden:
-    """Hidden states plus the sum of parts [P, N, hidden] and a bias, normalized."""
+def dot_partial(x: Tensor, linear: Linear) -> Tensor:
+    """reference.partial_product for a few rows."""
+    return _parts(x, linear).sum(0)
+
+
+def _parts(x: Tensor, linear: Linear) -> Tensor:
+    """linear(x) without its bias, in parts to be summed: float32 [P, N, out]."""
+    out_size, in_size = linear.weight.shape
+    tile = dot_tile("add", in_size)
+    parts = torch.empty(tile.splits, x.shape[0], out_size, device=x.device)
+    _launch(x, Linear(linear.weight), tile, out_size, out=parts)
+    return parts
+
+
+def add_parts(
+    parts: Tensor, bias: Tensor | None, onto: Hidden, norm_of_next: Norm | None
+) -> Hidden:
+    """Hidden states plus the sum of parts [P, N, hidden] and a bias, normalized or rounded."""
     count, size = onto.exact.shape
     exact, operand = torch.empty_like(onto.exact), torch.empty_like(onto.operand)
+    gain = parts if norm_of_next is None else norm_of_next.weight
+    shift = None if norm_of_next is None else norm_of_next.bias
     block = triton.next_power_of_2(size)
     add_and_normalize[(count,)](
         parts,
         parts if bias is None else bias,
         onto.exact,
-        norm_of_next.weight,
-        norm_of_next.weight if norm_of_next.bias is None else norm_of_next.bias,
+        gain,
+        gain if shift is None else shift,
         exact,
         operand,
         count,
         size,
-        norm_of_next.eps,
+        0.0 if norm_of_next is None else norm_of_next.eps,
         PARTS=parts.shape[0],
         OFFSET=bias is not None,
-        NORM=NORM_CODES[norm_of_next.kind],
+        NORM=0 if norm_of_next is None else NORM_CODES[norm_of_next.kind],
         BLOCK=block,
         num_warps=max(1, min(16, block // 256)),
         **early(parts),

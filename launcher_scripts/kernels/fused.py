@@ -15,9 +15,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from launcher_scripts.kernels import int8_kernels, reference
-from launcher_scripts.kernels.dot_products import dot_add, dot_largest, dot_product, fits
+from launcher_scripts.kernels.dot_products import (
+    add_parts,
+    dot_add,
+    dot_largest,
+    dot_partial,
+    dot_product,
+    fits,
+)
+from launcher_scripts.kernels.fused_products import logits, mlp_up, project, project_add
 from launcher_scripts.kernels.fused_rows import (
-    ALONE,
     argmax,
     attention_launch,
     decode_attention,
@@ -45,7 +52,17 @@ from launcher_scripts.kernels.row_products import (
 )
 from launcher_scripts.kernels.step_kernels import begin_rows
 
-__all__ = ["argmax", "decode_attention", "embed", "norm", "store_kv"]
+__all__ = [
+    "argmax",
+    "decode_attention",
+    "embed",
+    "logits",
+    "mlp_up",
+    "norm",
+    "project",
+    "project_add",
+    "store_kv",
+]
 
 ACTIVATIONS = reference.ACTIVATIONS
 
@@ -56,62 +73,6 @@ context_attention = reference.context_attention
 window_attention = reference.window_attention
 source_attention = reference.source_attention
 source_attention_weights = reference.source_attention_weights
-
-
-def project(x: Tensor, linear: Linear) -> Tensor:
-    """See reference.project."""
-    linear = dense(linear)
-    if x.shape[0] == 1:
-        return _row(x, linear, linear.weight.dtype, "plain")
-    return functional.linear(_normalized(x, linear), linear.weight, linear.bias)
-
-
-def project_add(x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
-    """See reference.project_add."""
-    linear = dense(linear)
-    if x.shape[0] == 1:
-        return _row(x, linear, torch.float32, "add", residual=residual)
-    return residual + functional.linear(x, linear.weight, linear.bias)
-
-
-def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tensor:
-    """See reference.mlp_up."""
-    up, gate = dense(up), gate and dense(gate)
-    if x.shape[0] == 1:
-        kind = "up" if gate is None else "gated"
-        without = None if gate is None else Linear(gate.weight, gate.bias)
-        return _row(x, up, up.weight.dtype, kind, gate=without, activation=activation)
-    normalized = _normalized(x, up)
-    hidden = ACTIVATIONS[activation](functional.linear(normalized, up.weight, up.bias))
-    if gate is None:
-        return hidden
-    return hidden * functional.linear(normalized, gate.weight, gate.bias)
-
-
-def logits(x: Tensor, head: Linear) -> Tensor:
-    """See reference.logits."""
-    if x.shape[0] == 1:
-        return _row(x, head, torch.float32, "plain")
-    normalized = _normalized(x, head)
-    if normalized.dtype == torch.float32 or not x.is_cuda:
-        bias = None if head.bias is None else head.bias.float()
-        return functional.linear(normalized.float(), head.weight.float(), bias)
-    out = torch.mm(normalized, head.weight.t(), out_dtype=torch.float32)
-    return out if head.bias is None else out + head.bias
-
-
-def _normalized(x: Tensor, linear: Linear) -> Tensor:
-    if linear.norm is None:
-        return x.to(linear.weight.dtype)
-    return norm(x, linear.norm, linear.weight.dtype)
-
-
-def _row(x: Tensor, linear: Linear, dtype: torch.dtype, kind: str, **more: object) -> Tensor:
-    """One row through a projection behind a norm of its own: [1, out] of `dtype`."""
-    out = torch.empty(1, linear.weight.shape[0], dtype=dtype, device=x.device)
-    alone = Linear(linear.weight, linear.bias)
-    row_product(_normalized(x, linear), alone, out, kind, launch=ALONE, **more)
-    return out
 
 
 def prepare(linear: Linear) -> Linear:
@@ -272,6 +233,22 @@ def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | Non
 def choose(x: Hidden, head: Linear, held: int, columns: RowColumns, slots: Tensor) -> Tensor:
     """See reference.choose."""
     return largest(x, head, held, (columns.token, slots))[1]
+
+
+def partial_product(x: Tensor, linear: Linear) -> Tensor:
+    """See reference.partial_product."""
+    alone = replace(linear, bias=None, norm=None)
+    if x.shape[0] == 1 and linear.scale is None:
+        out = torch.empty(1, linear.weight.shape[0], device=x.device)
+        row_product(x, alone, out, "add", launch=early(x))
+        return out
+    return dot_partial(x, alone) if fits(x) else logits(x, alone)
+
+
+def add_sum(total: Tensor, bias: Tensor | None, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
+    """See reference.add_sum. One row is rounded only, as in `hidden`."""
+    alone = total.shape[0] == 1
+    return add_parts(total[None], bias, onto, None if alone else norm_of_next)
 
 
 def largest(

@@ -6,6 +6,8 @@ everything else has the type of the weights.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -87,6 +89,16 @@ def project_add(x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
     """residual + linear(x): float32 [N, hidden]."""
     linear = dense(linear)
     return residual + functional.linear(x, linear.weight, linear.bias)
+
+
+def partial_product(x: Tensor, linear: Linear) -> Tensor:
+    """linear(x) without its bias: float32 [N, hidden], to be summed over ranks."""
+    return logits(x, replace(linear, bias=None, norm=None))
+
+
+def add_sum(total: Tensor, bias: Tensor | None, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
+    """Hidden states plus a sum over ranks [N, hidden] and a bias, for a projection that follows."""
+    return hidden(add_residual(total, bias, onto.exact), norm_of_next, onto.operand.dtype)
 
 
 def add_residual(partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:

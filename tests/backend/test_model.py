@@ -78,9 +78,27 @@ class Request:
             self.answered.set()
 
 
+GAUGES: dict[tuple[str, str], float] = {}
+
+
+class Gauges:
+    """Triton's metrics, in GAUGES by name and model."""
+
+    GAUGE = "gauge"
+
+    def __init__(self, name, description, kind):
+        assert description and kind == self.GAUGE
+        self.name = name
+
+    def Metric(self, labels):
+        key = (self.name, labels["model"])
+        return types.SimpleNamespace(set=lambda value: GAUGES.update({key: value}))
+
+
 @pytest.fixture
 def backend(monkeypatch):
     stand_in = types.ModuleType("triton_python_backend_utils")
+    stand_in.MetricFamily = Gauges
     stand_in.Tensor = Tensor
     stand_in.TritonError = TritonError
     stand_in.InferenceResponse = Response
@@ -94,10 +112,10 @@ def backend(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     room = "launcher_scripts.backends.fastertransformer"
-    for name in ("model", "answers"):
+    for name in ("model", "answers", "cache_metrics"):
         monkeypatch.delitem(sys.modules, f"{room}.{name}", raising=False)
     yield importlib.import_module(f"{room}.model")
-    for name in ("model", "answers"):
+    for name in ("model", "answers", "cache_metrics"):
         sys.modules.pop(f"{room}.{name}", None)
 
 
@@ -136,6 +154,8 @@ def test_requests_are_answered_each_on_its_own(backend, tmp_path, monkeypatch):
     assert (status["state"], status["reason"]) == ("ready", None)
     assert status["ranks"][0]["device"] == "cpu"
     assert status["versions"]["torch"] == torch.__version__
+    assert GAUGES["launcher_kv_cache_tokens", "tiny"] > 0
+    assert GAUGES["launcher_kv_cache_tokens_used", "tiny"] == 0
     good = request([[3, 4, 5], [6, 7, 0]], [3, 2], [[2], [4]])
     bad_row = request([[3, 4], [99, 0]], [2, 1], [[2], [2]])
     bad_tensor = request([[3, 4]], [9], [[2]])

@@ -139,10 +139,12 @@ def test_low_precision_is_near(data_type):
     engine.close()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
-def test_two_gpus_equal_the_cpu(tmp_path, tp, pp):
-    config = wider(**MODERN)
+@pytest.mark.parametrize("custom", [False, True])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2), (4, 1)])
+def test_several_gpus_equal_the_cpu(tmp_path, capsys, tp, pp, custom):
+    if torch.cuda.device_count() < tp * pp:
+        pytest.skip(f"needs {tp * pp} GPUs")
+    config = wider(**{**MODERN, "num_heads": 12, "head_size": 16, "num_kv_heads": 4})
     tensors = random_tensors(config)
     reference = engine_for(config, tensors)
     expected = [
@@ -150,7 +152,10 @@ def test_two_gpus_equal_the_cpu(tmp_path, tp, pp):
     ]
     logits = context_logits(reference, PROMPTS[5])
     reference.close()
-    engine = load_engine(tmp_path, config, tensors, tp, pp, device="cuda")
+    engine = load_engine(
+        tmp_path, config, tensors, tp, pp, device="cuda", enable_custom_all_reduce=custom
+    )
+    assert ("through each other's memory" in capsys.readouterr().out) == (custom and tp > 1)
     for _ in range(3):
         futures = [
             engine.submit(GenerateRequest(prompt, length))

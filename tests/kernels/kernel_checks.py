@@ -270,6 +270,22 @@ def test_accumulate(rows, bias, dtype):
     assert_close(got.operand, want.exact.to(dtype) if rows == 1 else want.operand, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sums_over_ranks(rows, bias, dtype):
+    size = SIZES[0]
+    linear = make_linear(size[1], size[0], None, bias, dtype)
+    norm = make_norm("rmsnorm", size[1])
+    x, exact = random(rows, size[0], dtype=dtype), random(rows, size[1])
+    part, same = fused.partial_product(x, linear), reference.partial_product(x, linear)
+    assert_close(part, same, dtype)
+    got = fused.add_sum(same, linear.bias, fused.hidden(exact, norm, dtype), norm)
+    want = reference.add_sum(same, linear.bias, reference.hidden(exact, norm, dtype), norm)
+    assert_close(got.exact, want.exact, torch.float32)
+    assert_close(got.operand, want.exact.to(dtype) if rows == 1 else want.operand, dtype)
+
+
 @pytest.mark.parametrize("held", [5, 40, 38])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3])

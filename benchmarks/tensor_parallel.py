@@ -1,0 +1,198 @@
+"""What tensor parallelism gains at batch 1, with and without enable_custom_all_reduce.
+
+    python3 -m benchmarks.tensor_parallel --out tensor-parallel.json [--shapes 1.3b 5b 20b]
+
+One process per GPU, each with random bfloat16 weights of its part, and all take the same steps.
+First the sums alone are timed. Both are recorded in CUDA graphs. Floors are a rank's weight bytes
+over the read bandwidth measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+
+import torch
+
+from benchmarks.generate import (
+    SHAPES,
+    bandwidths,
+    engine_settings,
+    machine,
+    random_weights,
+    release,
+)
+from benchmarks.steps import step_ms
+from launcher_scripts.engine.communicator import (
+    Communicator,
+    ProcessGroupCommunicator,
+    join_store,
+    open_store,
+)
+from launcher_scripts.engine.interfaces import LOOPBACK
+from launcher_scripts.engine.loading import assemble_runner, prepare_process
+from launcher_scripts.engine.symmetric_memory import BUFFER_BYTES, Route, SymmetricSums
+from launcher_scripts.parallel import Parallelism
+
+TIMEOUT = 300.0
+CONTEXT = 80
+BATCHES = (1, 8)
+SUMS_PER_GRAPH = 32
+SUM_BYTES = tuple(4096 << (2 * step) for step in range(6))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1.3b", "5b", "20b"])
+    parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
+    arguments = parser.parse_args(argv)
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        print(f"two GPUs are needed; {gpus} found", file=sys.stderr)
+        return 1
+    report = {"machine": machine(), "bandwidth": bandwidths(), "sums": [], "rows": []}
+    release()
+    sizes = [size for size in (2, 4, 8) if size <= gpus]
+    for tp_size in sizes:
+        report["sums"].append(in_processes(time_sums, tp_size, 1, arguments))
+        print(json.dumps(report["sums"][-1]), flush=True)
+    for tp_size, custom in [(1, False)] + [(size, on) for size in sizes for on in (False, True)]:
+        for row in in_processes(steps, tp_size, len(arguments.shapes), arguments, custom):
+            report["rows"].append(with_floor(row, report))
+            print(json.dumps(report["rows"][-1]), flush=True)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(report, indent=2), encoding="utf-8")
+    return 0
+
+
+def with_floor(row: dict, report: dict) -> dict:
+    """The row with its floor, and how many times faster it is than one GPU."""
+    row["floor_ms_per_step"] = row["rank_bytes"] / report["bandwidth"]["read_tb_per_s"] / 1e9
+    same = (row["model"], row["rows"])
+    alone = next((old for old in report["rows"] if (old["model"], old["rows"]) == same), row)
+    row["speedup"] = round(alone["ms_per_step"] / row["ms_per_step"], 2)
+    return row
+
+
+def in_processes(function, tp_size: int, groups: int, *more):
+    """What rank 0 returns of function(rank, tp_size, ports, *more) in a process per rank."""
+    context = multiprocessing.get_context("spawn")
+    stores = [open_store(LOOPBACK, TIMEOUT) for _ in range(groups)]
+    results = context.SimpleQueue()
+    ranks = [
+        context.Process(
+            target=_rank,
+            args=(results, function, rank, tp_size, [store.port for store in stores], *more),
+        )
+        for rank in range(tp_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+        if rank.exitcode:
+            raise RuntimeError(f"a rank of {tp_size} ended with exit code {rank.exitcode}")
+    return results.get()
+
+
+def _rank(results: SimpleQueue, function, rank: int, *arguments) -> None:
+    torch.cuda.set_device(rank)
+    result = function(rank, *arguments)
+    if rank == 0:
+        results.put(result)
+
+
+def time_sums(rank: int, tp_size: int, ports: list[int], _: argparse.Namespace) -> dict:
+    """Microseconds of a float32 sum in a CUDA graph, by route and size."""
+    device = torch.device("cuda", rank)
+    communicator = join(rank, tp_size, ports[0])
+    sums = SymmetricSums(communicator.tp_group, device)
+    times: dict[str, dict[int, float]] = {route.value: {} for route in Route}
+    for size in (size for size in SUM_BYTES if size <= BUFFER_BYTES):
+        tensor = torch.randn(1, size // 4, device=device)
+        for route in Route:
+            if route is Route.PROCESS_GROUP:
+                seconds = graph_seconds(lambda tensor=tensor: communicator.tp_sum(tensor))
+            else:
+                seconds = graph_seconds(lambda tensor=tensor, via=route: sums.sum(tensor, via))
+            times[route.value][size] = round(seconds * 1e6, 1)
+    torch.cuda.synchronize()
+    communicator.close()
+    return {"tp_size": tp_size, "microseconds_by_bytes": times}
+
+
+def graph_seconds(function) -> float:
+    """Median seconds of one of many calls recorded in a graph."""
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(SUMS_PER_GRAPH):
+            function()
+    times = []
+    for _ in range(15):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / SUMS_PER_GRAPH)
+    graph.reset()
+    return statistics.median(times[3:])
+
+
+def join(rank: int, tp_size: int, port: int) -> Communicator:
+    if tp_size == 1:
+        return Communicator()
+    return ProcessGroupCommunicator(
+        Parallelism(tp_size),
+        rank,
+        join_store(LOOPBACK, port, TIMEOUT),
+        torch.device("cuda", rank),
+        TIMEOUT,
+    )
+
+
+def steps(
+    rank: int, tp_size: int, ports: list[int], arguments: argparse.Namespace, custom: bool
+) -> list[dict]:
+    """One row per shape and batch size."""
+    rows = []
+    device = torch.device("cuda", rank)
+    settings = engine_settings(
+        parallelism=Parallelism(tp_size),
+        max_batch_size=max(BATCHES),
+        max_tokens=4096,
+        enable_custom_all_reduce=custom,
+    )
+    prepare_process(settings, device)
+    for name, port in zip(arguments.shapes, ports, strict=True):
+        weights = random_weights(SHAPES[name].config(), Parallelism(tp_size), rank)
+        communicator = join(rank, tp_size, port)
+        with torch.inference_mode():
+            runner = assemble_runner(weights, settings, communicator, device)
+        rows += [
+            {
+                "model": name,
+                "tp_size": tp_size,
+                "enable_custom_all_reduce": custom,
+                "rows": count,
+                "context": CONTEXT,
+                "rank_bytes": weights.bytes(),
+                "ms_per_step": step_ms(runner, count, CONTEXT),
+            }
+            for count in BATCHES
+        ]
+        runner.close()
+        del runner, weights
+        release()
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

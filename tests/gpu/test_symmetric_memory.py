@@ -1,0 +1,80 @@
+"""Sums through shared memory: right, equal on all ranks, and safe to repeat in a CUDA graph."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+import torch
+
+from launcher_scripts.engine.communicator import (
+    ProcessGroupCommunicator,
+    join_store,
+    open_store,
+)
+from launcher_scripts.engine.interfaces import LOOPBACK
+from launcher_scripts.engine.symmetric_memory import BUFFER_BYTES, ONE_SHOT_BYTES, choose_route
+from launcher_scripts.parallel import Parallelism
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
+
+SIZES = [1, 3, 515, 4096, ONE_SHOT_BYTES // 4, ONE_SHOT_BYTES // 4 + 1, 1 << 20, BUFFER_BYTES // 4]
+ROUNDS = 50
+
+
+def part(rank: int, size: int) -> torch.Tensor:
+    return torch.randn(1, size, generator=torch.Generator().manual_seed(100 * rank + size))
+
+
+def check_rank(rank: int, tp: int, port: int, results) -> None:
+    """Adds `ROUNDS` times, each the sum of the one before, so a race would show."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    communicator = ProcessGroupCommunicator(
+        Parallelism(tp), rank, join_store(LOOPBACK, port, 60), device, 60
+    )
+    communicator.use_peer_memory()
+    sums = {}
+    for size in SIZES:
+        source = part(rank, size).to(device)
+        once = communicator.tp_sum(source.clone())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            x = source
+            for _ in range(ROUNDS):
+                x = communicator.tp_sum(x / tp)
+        for _ in range(3):
+            graph.replay()
+        sums[size] = (once.cpu().numpy(), x.cpu().numpy())
+    unaligned = torch.arange(9.0, device=device)[1:]
+    sums["unaligned"] = communicator.tp_sum(unaligned).cpu().numpy()
+    torch.cuda.synchronize()
+    graph.reset()
+    communicator.close()
+    results.put((rank, sums))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_sums(tp):
+    if torch.cuda.device_count() < tp:
+        pytest.skip(f"needs {tp} GPUs")
+    context = multiprocessing.get_context("spawn")
+    store, results = open_store(LOOPBACK, 60), context.Queue()
+    ranks = [
+        context.Process(target=check_rank, args=(rank, tp, store.port, results))
+        for rank in range(tp)
+    ]
+    for rank in ranks:
+        rank.start()
+    found = dict(results.get(timeout=120) for _ in ranks)
+    for rank in ranks:
+        rank.join()
+    for size in SIZES:
+        assert choose_route(torch.empty(size)).value != "process group"
+        want = sum(part(rank, size).double() for rank in range(tp))
+        for rank in range(tp):
+            once, repeated = (torch.from_numpy(array) for array in found[rank][size])
+            torch.testing.assert_close(once.double(), want, atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(repeated.double(), want / tp, atol=1e-5, rtol=1e-5)
+            assert torch.equal(once, torch.from_numpy(found[0][size][0]))
+    assert found[0]["unaligned"].tolist() == [tp * value for value in range(1, 9)]
