@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.hints import Hints
+from launcher_scripts.checkpoint.source_checkpoint import WholeTensors
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.workspace import Workspace
 from launcher_scripts.errors import CheckpointError, problem
-from launcher_scripts.models.family import Partition
 from launcher_scripts.models.gpt import GPTConfig
 
 SUFFIX = ".gguf"
@@ -33,12 +33,14 @@ class QuantisedTensor(SourceTensor):
 
 
 @dataclass(frozen=True)
-class GGUFCheckpoint:
+class GGUFCheckpoint(WholeTensors):
     """An opened file.
 
     tensors:  name -> tensor
     metadata: the tokenizer's fields
     """
+
+    format: ClassVar[str] = "gguf"
 
     archive: Archive
     config: GPTConfig
@@ -74,18 +76,6 @@ class GGUFCheckpoint:
         metadata = tokenizer_metadata(file.reader)
         return cls(archive, _config(file, metadata), tensors, metadata)
 
-    def names(self) -> set[str]:
-        """Every tensor that must find its place in the target."""
-        return set(self.tensors)
-
-    def find(self, name: str, _partition: Partition, _sections: int = 1) -> SourceTensor | None:
-        """One tensor, which is never cut here; None if it is not there."""
-        return self.tensors.get(name)
-
-    @property
-    def token_rule(self) -> None:
-        """Special ids are the tokenizer's or the configuration's."""
-
     @property
     def knows_token_ids(self) -> bool:
         """The file names them."""
@@ -98,18 +88,6 @@ class GGUFCheckpoint:
         return {
             "tokenizer.json": build_tokenizer(self.metadata).to_str().encode(),
             "special_tokens_map.json": json.dumps(special_tokens(self.metadata)).encode(),
-        }
-
-    def extra_files(self) -> dict[str, bytes]:
-        """Other files to put beside the weights."""
-        return {}
-
-    def describe(self) -> dict[str, Any]:
-        """What the manifest records about the source."""
-        return {
-            "path": str(self.archive.path),
-            "format": "gguf",
-            "dialects": list(self.dialects),
         }
 
 

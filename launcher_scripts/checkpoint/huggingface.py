@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -16,9 +16,10 @@ from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.dtypes import plain
 from launcher_scripts.checkpoint.hints import Hints
 from launcher_scripts.checkpoint.huggingface_configs import RawConfig
+from launcher_scripts.checkpoint.source_checkpoint import WholeTensors
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
 from launcher_scripts.errors import CheckpointError, Problems, problem
-from launcher_scripts.models.family import ModelConfig, Partition
+from launcher_scripts.models.family import ModelConfig
 
 CONFIG_NAME = "config.json"
 DECODER = ("decoder.", "lm_head.")
@@ -90,13 +91,15 @@ ARCHITECTURES = {
 
 
 @dataclass(frozen=True)
-class HuggingFaceCheckpoint:
+class HuggingFaceCheckpoint(WholeTensors):
     """An opened folder.
 
     raw:      config.json
     dialects: dialects of the weight table, the first that has a row wins
     tensors:  name without prefix -> tensor
     """
+
+    format: ClassVar[str] = "huggingface"
 
     archive: Archive
     raw: Mapping[str, Any]
@@ -132,18 +135,6 @@ class HuggingFaceCheckpoint:
         values.problems.raise_if_any(CheckpointError)
         return cls(archive, raw, config, (*variants, row.dialect), tensors)
 
-    def names(self) -> set[str]:
-        """Every tensor that must find its place in the target."""
-        return set(self.tensors)
-
-    def find(self, name: str, _partition: Partition, _sections: int = 1) -> SourceTensor | None:
-        """One tensor, which is never cut here; None if it is not there."""
-        return self.tensors.get(name)
-
-    @property
-    def token_rule(self) -> None:
-        """Special ids are the tokenizer's or the configuration's."""
-
     @property
     def knows_token_ids(self) -> bool:
         """config.json has them."""
@@ -153,19 +144,9 @@ class HuggingFaceCheckpoint:
         """Exported name -> content of the checkpoint's own tokenizer."""
         return tokenizer_files.plain_files(self.archive)
 
-    def extra_files(self) -> dict[str, bytes]:
-        """Other files to put beside the weights."""
-        return {}
-
-    def describe(self) -> dict[str, Any]:
-        """What the manifest records about the source."""
-        return {
-            "path": str(self.archive.path),
-            "format": "huggingface",
-            "model_type": self.raw.get("model_type"),
-            "transformers_version": self.raw.get("transformers_version"),
-            "dialects": list(self.dialects),
-        }
+    def details(self) -> dict[str, Any]:
+        """What the manifest records besides path, format and dialects."""
+        return {key: self.raw.get(key) for key in ("model_type", "transformers_version")}
 
 
 def architecture(raw: Mapping[str, Any], path: Path) -> Architecture:

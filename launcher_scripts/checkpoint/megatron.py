@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,13 +21,12 @@ from launcher_scripts.checkpoint.megatron_args import read_args
 from launcher_scripts.checkpoint.shards import (
     Shards,
     StateDict,
-    find_whole,
     merged_stages,
     rank_files,
 )
+from launcher_scripts.checkpoint.source_checkpoint import TensorShards
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
 from launcher_scripts.errors import CheckpointError, problem
-from launcher_scripts.models.family import Partition
 from launcher_scripts.models.gpt import GPTConfig
 
 WEIGHTS_NAME = "model_optim_rng.pt"
@@ -50,7 +49,7 @@ _INERT_MODULES = ("megatron", "numpy", "apex", "deepspeed", "transformer_engine"
 
 
 @dataclass(frozen=True)
-class MegatronCheckpoint:
+class MegatronCheckpoint(TensorShards):
     """An opened checkpoint.
 
     version:  how the rows of query, key and value are ordered
@@ -59,6 +58,8 @@ class MegatronCheckpoint:
     dialects: dialects of the weight table, the first that has a row wins
     shards:   name -> the tensor on every tensor-parallel rank
     """
+
+    format: ClassVar[str] = "megatron"
 
     archive: Archive
     root: str
@@ -111,26 +112,6 @@ class MegatronCheckpoint:
             said.notes,
         )
 
-    def names(self) -> set[str]:
-        """Every tensor that must find its place in the target."""
-        return set(self.shards)
-
-    def find(self, name: str, partition: Partition, sections: int = 1) -> SourceTensor | None:
-        """One whole tensor, merged from its shards as `partition` says; None if it is not there.
-
-        sections: see Layout. The source's weights are [out, in], the transpose of the stored form.
-        """
-        return find_whole(self.shards, name, partition, sections)
-
-    @property
-    def token_rule(self) -> None:
-        """Special ids are the tokenizer's or the configuration's."""
-
-    @property
-    def knows_token_ids(self) -> bool:
-        """Megatron-LM leaves the ids to the tokenizer."""
-        return False
-
     def tokenizer_files(self) -> dict[str, bytes]:
         """Exported name -> content of a tokenizer that lies in the checkpoint's folder."""
         return tokenizer_files.plain_files(self.archive)
@@ -142,14 +123,9 @@ class MegatronCheckpoint:
         text = "".join(f"{name}:{value}\n" for name, value in said.items())
         return {"args.txt": text.encode()} if text else {}
 
-    def describe(self) -> dict[str, Any]:
-        """What the manifest records about the source."""
-        return {
-            "path": str(self.archive.path),
-            "format": "megatron",
-            "checkpoint_version": self.version,
-            "dialects": list(self.dialects),
-        }
+    def details(self) -> dict[str, Any]:
+        """What the manifest records besides path, format and dialects."""
+        return {"checkpoint_version": self.version}
 
 
 def _root(archive: Archive) -> str:

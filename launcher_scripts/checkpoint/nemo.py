@@ -7,44 +7,38 @@ globally.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePosixPath
-from typing import Any
-
-import yaml
+from typing import Any, ClassVar
 
 from launcher_scripts.checkpoint import distributed, nemo_training, tokenizer_files
 from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.hints import Hints
+from launcher_scripts.checkpoint.nemo_files import (
+    config_files,
+    distributed_tensors,
+    read_config,
+    weight_files,
+)
 from launcher_scripts.checkpoint.nemo_gpt import read_gpt
 from launcher_scripts.checkpoint.nemo_state import chunked_stages, stripped
 from launcher_scripts.checkpoint.nemo_t5 import read_t5, t5_token_ids
 from launcher_scripts.checkpoint.nemo_training import TrainingCheckpoint
-from launcher_scripts.checkpoint.shards import Shards, find_whole, merged_stages, rank_files
+from launcher_scripts.checkpoint.shards import Shards, merged_stages, rank_files
+from launcher_scripts.checkpoint.source_checkpoint import TensorShards
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
 from launcher_scripts.errors import CheckpointError, problem
-from launcher_scripts.models.family import ModelConfig, Partition
+from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 
-CONFIG_NAME = "model_config.yaml"
-WEIGHTS_NAME = "model_weights.ckpt"
-DISTRIBUTED_FOLDER = "model_weights/"
 TABLE = "embedding.word_embeddings.weight"
 T5_TABLE = "encoder_embedding.word_embeddings.weight"
 
-_RANK_FOLDERS = (
-    re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)/" + re.escape(WEIGHTS_NAME)),
-    re.compile(r"mp_rank_(?P<tp>\d+)/" + re.escape(WEIGHTS_NAME)),
-    re.compile(re.escape(WEIGHTS_NAME)),
-)
-
 
 @dataclass(frozen=True)
-class NemoCheckpoint:
+class NemoCheckpoint(TensorShards):
     """An opened checkpoint.
 
     raw:      model_config.yaml, or what a training's hparams.yaml says in its place
@@ -55,6 +49,8 @@ class NemoCheckpoint:
     notes:    what a user should know about the model
     training: the checkpoint of a training that this is; None for a .nemo file
     """
+
+    format: ClassVar[str] = "nemo"
 
     archive: Archive
     root: str
@@ -68,42 +64,23 @@ class NemoCheckpoint:
     @classmethod
     def matches(cls, archive: Archive) -> bool:
         """Whether the archive looks like NeMo's."""
-        if any(PurePosixPath(name).name == CONFIG_NAME for name in archive.names()):
-            return True
-        return nemo_training.is_training(archive)
+        return bool(config_files(archive)) or nemo_training.is_training(archive)
 
     @classmethod
     def open(cls, archive: Archive, hints: Hints) -> NemoCheckpoint:
         """Raises CheckpointError for what is damaged, incomplete or not supported."""
         training, notes = None, ()
-        if nemo_training.is_training(archive) and not _roots(archive):
+        if nemo_training.is_training(archive) and not config_files(archive):
             training = nemo_training.find_checkpoint(archive, hints.training_checkpoint)
             root, raw = "", training.raw
             shards = _read_training(archive, training)
             notes = (f"the checkpoint of the training: {training.name}",)
         else:
-            root = _root(archive)
-            raw = _read_yaml(archive, root + CONFIG_NAME)
+            root, raw = read_config(archive)
             shards = _read_weights(archive, root, raw)
         read = _t5 if T5_TABLE in shards else _gpt
         config, dialects, more = read(archive, raw, shards)
         return cls(archive, root, raw, config, dialects, shards, (*notes, *more), training)
-
-    def names(self) -> set[str]:
-        """Every tensor that must find its place in the target."""
-        return set(self.shards)
-
-    def find(self, name: str, partition: Partition, sections: int = 1) -> SourceTensor | None:
-        """One whole tensor, merged from its shards as `partition` says; None if it is not there.
-
-        sections: see Layout. The source's weights are [out, in], the transpose of the stored form.
-        """
-        return find_whole(self.shards, name, partition, sections)
-
-    @property
-    def knows_token_ids(self) -> bool:
-        """NeMo leaves the ids to the tokenizer."""
-        return False
 
     @property
     def token_rule(self) -> tokenizer_files.TokenRule | None:
@@ -119,61 +96,23 @@ class NemoCheckpoint:
             find = partial(tokenizer_files.beside, self.training.folder)
         return tokenizer_files.nemo_files(self.raw, self.archive.path, find)
 
-    def extra_files(self) -> dict[str, bytes]:
-        """Other files to put beside the weights."""
-        return {}
-
-    def describe(self) -> dict[str, Any]:
-        """What the manifest records about the source."""
+    def details(self) -> dict[str, Any]:
+        """What the manifest records besides path, format and dialects."""
         return {
-            "path": str(self.archive.path),
-            "format": "nemo",
             "container": "training" if self.training else self.archive.container,
             **({"checkpoint": self.training.name} if self.training else {}),
             "nemo_version": self.raw.get("nemo_version"),
-            "dialects": list(self.dialects),
         }
-
-
-def _roots(archive: Archive) -> list[str]:
-    """Every model_config.yaml of the archive."""
-    return [name for name in archive.names() if PurePosixPath(name).name == CONFIG_NAME]
-
-
-def _root(archive: Archive) -> str:
-    found = _roots(archive)
-    if len(found) != 1:
-        raise CheckpointError(
-            problem(f"{archive.path} must hold one {CONFIG_NAME}", got=found or "none")
-        )
-    return found[0].removesuffix(CONFIG_NAME)
-
-
-def _read_yaml(archive: Archive, name: str) -> Mapping[str, Any]:
-    try:
-        raw = yaml.safe_load(archive.read(name))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{name} of {archive.path} is damaged: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{name} of {archive.path} holds no mapping")
-    return raw
 
 
 def _read_weights(
     archive: Archive, root: str, raw: Mapping[str, Any]
 ) -> dict[str, tuple[SourceTensor, ...]]:
     """Name -> shards of what lies beside model_config.yaml."""
-    if root + DISTRIBUTED_FOLDER + distributed.METADATA in archive.names():
-        tensors = distributed.read_tensors(archive, root + DISTRIBUTED_FOLDER)
+    tensors = distributed_tensors(archive, root)
+    if tensors is not None:
         return merged_stages([[stripped(tensors)]])
-    choices = [
-        WEIGHTS_NAME,
-        f"mp_rank_00/{WEIGHTS_NAME}",
-        f"tp_rank_00_pp_rank_000/{WEIGHTS_NAME}",
-        DISTRIBUTED_FOLDER + distributed.METADATA,
-    ]
-    files = rank_files(archive, root, _RANK_FOLDERS, choices)
-    return merged_stages(chunked_stages(archive, files, raw))
+    return merged_stages(chunked_stages(archive, weight_files(archive, root), raw))
 
 
 def _read_training(

@@ -10,27 +10,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from launcher_scripts.checkpoint import distributed, torch_file
+from launcher_scripts.checkpoint import torch_file
 from launcher_scripts.checkpoint.archive import Archive
-from launcher_scripts.checkpoint.shards import merged_stages, rank_files
+from launcher_scripts.checkpoint.nemo_files import (
+    distributed_tensors,
+    read_config,
+    weight_files,
+)
+from launcher_scripts.checkpoint.shards import merged_stages
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
-from launcher_scripts.errors import CheckpointError, Problems, problem
+from launcher_scripts.errors import CheckpointError, Problems
 from launcher_scripts.models.learned_parts import ATTENTION_ADAPTER, FFN_ADAPTER
 
-CONFIG_NAME = "model_config.yaml"
-WEIGHTS_NAME = "model_weights.ckpt"
-_DISTRIBUTED = "model_weights/"
-_RANK_FOLDERS = (
-    re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)/" + re.escape(WEIGHTS_NAME)),
-    re.compile(r"mp_rank_(?P<tp>\d+)/" + re.escape(WEIGHTS_NAME)),
-    re.compile(re.escape(WEIGHTS_NAME)),
-)
 _PREFIX = re.compile(
     r"^(?:model\.(?!layers\.)(?:module\.)?(?:language_model\.)?)?(?:enc_dec_model\.)*"
 )
@@ -111,16 +107,7 @@ def read_parts(path: Path, scratch: Path | None = None) -> PartFile:
     Raises CheckpointError when it is damaged, or is no checkpoint of NeMo's.
     """
     archive = Archive(path, scratch)
-    found = [name for name in archive.names() if PurePosixPath(name).name == CONFIG_NAME]
-    if len(found) != 1:
-        raise CheckpointError(problem(f"{path} must hold one {CONFIG_NAME}", got=found or "none"))
-    root = found[0].removesuffix(CONFIG_NAME)
-    try:
-        raw = yaml.safe_load(archive.read(found[0]))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{found[0]} of {path} is damaged: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{found[0]} of {path} holds no mapping")
+    root, raw = read_config(archive)
     ranks = _read_ranks(archive, root)
     if len(ranks) > 1 and selects_layers(raw):
         # Stages count their layers from 0: only full stages tell where the next one begins.
@@ -140,12 +127,11 @@ def selects_layers(raw: Mapping[str, Any]) -> bool:
 
 def _read_ranks(archive: Archive, root: str) -> list[list[dict[str, SourceTensor]]]:
     """The flat state dicts, [pipeline stage][tensor-parallel rank]."""
-    if root + _DISTRIBUTED + distributed.METADATA in archive.names():
-        tensors = distributed.read_tensors(archive, root + _DISTRIBUTED)
+    tensors = distributed_tensors(archive, root)
+    if tensors is not None:
         return [[_named(tensors.items())]]
-    files = rank_files(archive, root, _RANK_FOLDERS, (WEIGHTS_NAME, f"mp_rank_00/{WEIGHTS_NAME}"))
     ranks = []
-    for names in files:
+    for names in weight_files(archive, root):
         stage = []
         for name in names:
             origin = f"{name} of {archive.path}"

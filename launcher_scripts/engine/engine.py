@@ -60,6 +60,7 @@ class Engine:
         self._failure_callbacks: list[Callable[[ServerError], None]] = []
         self._ranks = Ranks(settings, self._fail)
         self._runner: Runner | None = None
+        self._scheduler: Scheduler | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -98,6 +99,11 @@ class Engine:
         return self._loaded.decoder.cache.capacity
 
     @property
+    def cache_tokens_used(self) -> int:
+        """Tokens of the cache that belong to rows and sessions now."""
+        return 0 if self._scheduler is None else self._scheduler.used_tokens
+
+    @property
     def ranks(self) -> list[RankInfo]:
         """Where every rank runs, rank 0 first."""
         return list(self._ranks.infos)
@@ -116,7 +122,7 @@ class Engine:
         """Queue one row. The future carries RequestError for a wrong request, and ServerError
         when the engine is lost. Cancelling it frees the row's place.
 
-        on_progress gets a snapshot of the row's tokens after each but the last, the future's.
+        on_progress gets a snapshot of the row after each token but the last, which is the future's.
         It is called by the thread that steps, in order, so it must return at once. A request of a
         session goes on where the one before ended; close_session must be called for it one day.
         """
@@ -214,6 +220,7 @@ class Engine:
             runner.decoder.cache.capacity,
             PREFILL_TOKENS[runner.device.type],
         )
+        self._scheduler = scheduler
         launched: deque[StepResult] = deque()
         while self._receive(scheduler, wait=not (launched or scheduler.rows)):
             plan = scheduler.plan()

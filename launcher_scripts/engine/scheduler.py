@@ -33,6 +33,11 @@ class Scheduler:
         """Every row that has not ended."""
         return [*self._running.values(), *self._waiting]
 
+    @property
+    def used_tokens(self) -> int:
+        """Tokens of the cache that belong to rows and sessions."""
+        return self._extents.capacity - self._extents.free_tokens
+
     def add(self, row: Row) -> None:
         self._waiting.append(row)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import sys
 import threading
 import types
+import weakref
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from launcher_scripts.backends.fastertransformer.sessions import idle_seconds
 from launcher_scripts.contracts_sessions import served_contract
 from launcher_scripts.errors import ConfigError
 from launcher_scripts.parallel import Parallelism
+from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 from tests.engine.small_models import (
     engine_for,
     generate,
@@ -78,9 +82,27 @@ class Request:
             self.answered.set()
 
 
+GAUGES: dict[tuple[str, str], float] = {}
+
+
+class Gauges:
+    """Triton's metrics, in GAUGES by name and model."""
+
+    GAUGE = "gauge"
+
+    def __init__(self, name, description, kind):
+        assert description and kind == self.GAUGE
+        self.name = name
+
+    def Metric(self, labels):
+        key = (self.name, labels["model"])
+        return types.SimpleNamespace(set=lambda value: GAUGES.update({key: value}))
+
+
 @pytest.fixture
 def backend(monkeypatch):
     stand_in = types.ModuleType("triton_python_backend_utils")
+    stand_in.MetricFamily = Gauges
     stand_in.Tensor = Tensor
     stand_in.TritonError = TritonError
     stand_in.InferenceResponse = Response
@@ -94,10 +116,10 @@ def backend(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     room = "launcher_scripts.backends.fastertransformer"
-    for name in ("model", "answers"):
+    for name in ("model", "answers", "cache_metrics"):
         monkeypatch.delitem(sys.modules, f"{room}.{name}", raising=False)
     yield importlib.import_module(f"{room}.model")
-    for name in ("model", "answers"):
+    for name in ("model", "answers", "cache_metrics"):
         sys.modules.pop(f"{room}.{name}", None)
 
 
@@ -136,6 +158,8 @@ def test_requests_are_answered_each_on_its_own(backend, tmp_path, monkeypatch):
     assert (status["state"], status["reason"]) == ("ready", None)
     assert status["ranks"][0]["device"] == "cpu"
     assert status["versions"]["torch"] == torch.__version__
+    assert GAUGES["launcher_kv_cache_tokens", "tiny"] > 0
+    assert GAUGES["launcher_kv_cache_tokens_used", "tiny"] == 0
     good = request([[3, 4, 5], [6, 7, 0]], [3, 2], [[2], [4]])
     bad_row = request([[3, 4], [99, 0]], [2, 1], [[2], [2]])
     bad_tensor = request([[3, 4]], [9], [[2]])
@@ -157,6 +181,37 @@ def test_requests_are_answered_each_on_its_own(backend, tmp_path, monkeypatch):
         assert len(one.answers) == 1
         assert text in str(one.answers[0].error)
         assert one.answers[0].error.code == "invalid"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_answered_request_keeps_nothing(backend, fails):
+    """Its tensors lie in shared memory, which must not wait for the collection of circles."""
+    module = importlib.import_module(f"{backend.__package__}.answers")
+    futures: list[Future[GenerateOutput]] = []
+
+    def submit(*_: object) -> Future[GenerateOutput]:
+        futures.append(Future())
+        return futures[-1]
+
+    rows = (GenerateRequest((1,), 1), GenerateRequest((2,), 1))
+    one, thread = Request({}, ()), module.Answers()
+    answer = module.Answer(thread, one, rows, {}, set(), lambda _: {}, streams=False)
+    left = weakref.ref(answer)
+    gc.disable()
+    try:
+        answer.start(submit)
+        if fails:
+            futures[1].set_exception(ValueError("no"))
+        else:
+            futures[0].set_result(GenerateOutput((1,)))
+            futures[1].set_result(GenerateOutput((1,)))
+        assert one.answered.wait(10)
+        thread.close()
+        futures.clear()
+        del answer
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_a_model_that_cannot_load_says_why(backend, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def main_job(slurm: TestCluster, run: Run, image: Path, tmp_path: Path) -> Submi
     return Submit(run, arguments, tmp_path / "results" / "tiny")
 
 
-def test_export_deploy_and_evaluate(slurm: TestCluster, main_job: Submit) -> None:
+def test_export_deploy_and_evaluate(slurm: TestCluster, main_job: Submit, checkout: Path) -> None:
     before = len(slurm.pyxis_record())
     main_job("stages=[export,deploy,evaluate]", "evaluate.stop_server=False")
     for stage in ("export", "evaluate"):
@@ -67,6 +68,14 @@ def test_export_deploy_and_evaluate(slurm: TestCluster, main_job: Submit) -> Non
     assert len(report["speed"]["measured_on"]["server"]["ranks"]) == 2
     assert len({entry["job"] for entry in slurm.pyxis_record()[before:] if "job" in entry}) == 3
     job_id = main_job.record("deploy")["job_id"]
+    command = [sys.executable, "-m", "launcher_scripts.jobs", "status", "--json", job_id]
+    results = f"--results={main_job.results.parent}"
+    asked = slurm.run(*command, results, cwd=checkout, env=dict(os.environ))
+    assert asked.returncode == 0, asked.stdout + asked.stderr
+    (seen,) = json.loads(asked.stdout)
+    assert (seen["status"], len(seen["ranks"])) == ("READY", 2)
+    assert "tiny" in seen["models"]
+    assert (seen["load"]["kv_use"], seen["load"]["requests"] > 0) == (0.0, True)
     assert slurm.job_processes(job_id) != []
     slurm.run("scancel", job_id)
     assert slurm.wait(job_id)["JobState"] == "CANCELLED"
