@@ -13,6 +13,7 @@ from launcher_scripts.engine.rank_processes import RankProcess
 # Importing torch and opening a device hold up the signs of life.
 LOADING_SILENCE = 30.0
 NODE_SILENCE = 4.0
+BEAT_SECONDS = 1.0
 GRACE_SECONDS = 1.5  # the end of a process and the last words of it come separately
 
 
@@ -115,6 +116,13 @@ class NodeHost(Peer):
         super().__init__(f"node {hello.node} ({hello.host}, pid {hello.pid})")
         self.link = link
         self.ranks = ranks
+        self._told_at = 0.0
+
+    def hear_of_us(self) -> None:
+        """Give it a sign of life, now and then."""
+        if time.monotonic() - self._told_at > BEAT_SECONDS:
+            self._told_at = time.monotonic()
+            self.send_if_there(Beat())
 
     def trouble(self) -> str | None:
         """Why the node counts as lost; None while it is well."""

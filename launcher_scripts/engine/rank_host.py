@@ -32,6 +32,7 @@ BEAT_SECONDS = 0.5
 CONNECT_SECONDS = 10.0
 STOP_SECONDS = 10.0
 SUSPENDED_SECONDS = 1.5  # a rank may be suspended this long without counting as lost
+LEADER_SILENCE = 30.0  # rank 0 may be busy with its device while it loads
 LINGER_SECONDS = 20.0  # the node that serves tells why and ends first
 
 
@@ -60,14 +61,17 @@ class RankHost:
 
     def run(self) -> str | None:
         """Host the ranks until the model's engine ends: None in order, else the reason."""
-        beaten = 0.0
+        beaten, heard = 0.0, time.monotonic()
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._link, selectors.EVENT_READ)
                 while not self._ended:
                     if selector.select(POLL_SECONDS):
+                        heard = time.monotonic()
                         for message in self._link.arrived():
                             self._hear(message)
+                    if time.monotonic() - heard > LEADER_SILENCE:
+                        raise EOFError(f"no sign of life for {LEADER_SILENCE:g} s")
                     self._look_after_ranks()
                     if time.monotonic() - beaten > BEAT_SECONDS:
                         self._link.send(Beat())

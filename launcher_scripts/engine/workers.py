@@ -276,6 +276,7 @@ class WorkerGroup:
             trouble = host.trouble()
             if trouble is not None:
                 return trouble
+            host.hear_of_us()
         for rank in self._ranks.values():
             trouble = rank.trouble(self._settings.stall_timeout)
             if trouble is not None:

@@ -197,11 +197,20 @@ class ServerProcess:
 
 def is_alive(pid: int) -> bool:
     """Whether the process runs; one that only waits to be noticed by its parent does not."""
+    return _state(pid) not in ("", "Z", "X")
+
+
+def is_suspended(pid: int) -> bool:
+    """Whether the process was stopped by a signal or a debugger."""
+    return _state(pid) in ("T", "t")
+
+
+def _state(pid: int) -> str:
+    """The process's state as a letter of /proc; empty when there is no such process."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
-    return state not in ("Z", "X")
+        return ""
 
 
 def _end_with_parent() -> Callable[[], None]:

@@ -25,7 +25,7 @@ from launcher_scripts.server.health import (
 )
 from launcher_scripts.server.installation import Installation, find_installation
 from launcher_scripts.server.ports import Ports, ports_in_use, reserved_ports
-from launcher_scripts.server.process import ServerProcess, is_alive
+from launcher_scripts.server.process import ServerProcess, is_alive, is_suspended
 from launcher_scripts.server.protection import Protection
 from launcher_scripts.server.ready_files import RENEW_SECONDS, ReadyFiles
 from launcher_scripts.server.start_times import Event, process_started, start_table
@@ -36,6 +36,7 @@ _POLL_SECONDS = 0.2
 # What a server needs to unload its models after its last request, and what one gets that is broken.
 _UNLOAD_SECONDS = 5.0
 _NAMING_SECONDS = 1.0
+_SUSPENDED_SECONDS = 2.0  # that a process may be stopped for, by a debugger or a signal
 _FAILED_SECONDS = 5.0
 
 
@@ -151,6 +152,7 @@ class Service:
         local = local_host(settings.hosts["http"])
         self._client = TritonClient(local, ports.http, protection.headers)
         self._watched: dict[int, str] = {}
+        self._suspended: dict[int, float] = {}
         self._server_started = time.time()
 
     def wait_until_ready(self) -> bool:
@@ -200,10 +202,21 @@ class Service:
                 self._ready_files.renew()
                 renewed = time.monotonic()
             for pid, what in self._watched.items():
-                if not is_alive(pid):
+                trouble = self._trouble(pid)
+                if trouble is not None:
                     self._let_backend_say_why()
-                    raise self._error(f"{what} (process {pid}) died")
+                    raise self._error(f"{what} (process {pid}) {trouble}")
             time.sleep(_POLL_SECONDS)
+
+    def _trouble(self, pid: int) -> str | None:
+        """Why a process cannot go on; None while it runs."""
+        if not is_alive(pid):
+            return "died"
+        if not is_suspended(pid):
+            self._suspended.pop(pid, None)
+            return None
+        since = self._suspended.setdefault(pid, time.monotonic())
+        return "is suspended" if time.monotonic() - since > _SUSPENDED_SECONDS else None
 
     def _timeline(self, statuses: list[ModelStatus]) -> list[Event]:
         """What happened when until now, on every model's side as well."""
@@ -223,7 +236,7 @@ class Service:
 
     def _processes(self, statuses: list[ModelStatus]) -> dict[int, str]:
         """pid -> name of every process here that must live as long as the server."""
-        watched = {}
+        watched = {self._process.pid: "the server"}
         members = self._process.members()
         for pid in members:
             with contextlib.suppress(OSError):

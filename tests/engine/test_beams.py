@@ -18,6 +18,7 @@ from launcher_scripts.engine.hypotheses import Hypotheses
 from launcher_scripts.engine.results import Candidate
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
 from tests.engine.reference_beams import Settings, Text, search
+from tests.engine.small_agm import agm_config, agm_tensors
 from tests.engine.small_models import (
     context_logits,
     engine_for,
@@ -30,6 +31,7 @@ from tests.engine.small_t5 import SOURCE, VARIANTS, decoder_logits, t5_config, t
 END = 3
 GPT = small_config(end_id=END)
 ALIBI = small_config(end_id=END, position_embedding="alibi", norm_placement="post")
+AGM = agm_config(end_id=END)
 PROMPT = (5, 60, 11, 11, 2)
 
 
@@ -88,7 +90,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("kind", ["gpt", "alibi", "t5"])
+@pytest.mark.parametrize("kind", ["gpt", "alibi", "agm", "t5"])
 def test_a_search_is_the_plain_one(name, kind):
     if kind == "t5":
         config = t5_config(**VARIANTS["google"], end_id=END)
@@ -98,8 +100,9 @@ def test_a_search_is_the_plain_one(name, kind):
         def logits_after(text: Text) -> torch.Tensor:
             return decoder_logits(engine, SOURCE, text)[-1]
     else:
-        config = {"gpt": GPT, "alibi": ALIBI}[kind]
-        engine = engine_for(config, random_tensors(config))
+        config = {"gpt": GPT, "alibi": ALIBI, "agm": AGM}[kind]
+        tensors = agm_tensors(AGM) if config is AGM else random_tensors(config)
+        engine = engine_for(config, tensors)
         prompt = ids = PROMPT
 
         def logits_after(text: Text) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """A ready file counts only when it is of the run of the server that is meant."""
 
 import json
+from datetime import datetime, timedelta, timezone
 
 import pytest
 
@@ -30,3 +31,18 @@ def test_the_meant_run_and_any_run_are_taken(tmp_path):
             client, content = connect(evaluate_settings(tmp_path, server_job_folder=folder))
             with client:
                 assert content == ready
+
+
+@pytest.mark.parametrize(("seconds", "taken"), [(5, True), (3600, False)])
+def test_a_file_that_nobody_renews_is_of_a_killed_server(tmp_path, seconds, taken):
+    """Another server may have its port by now, so that something answers there."""
+    with FakeServer() as server:
+        alive_at = datetime.now(timezone.utc) - timedelta(seconds=seconds)
+        ready = {"http": server.address, "models": ["counting"], "alive_at": alive_at.isoformat()}
+        (tmp_path / "ready.json").write_text(json.dumps(ready))
+        settings = evaluate_settings(tmp_path, ready_timeout=0.3)
+        if taken:
+            connect(settings)[0].close()
+            return
+        with pytest.raises(ServerError, match=r"last renewed 36\d\d s ago: its server was killed"):
+            connect(settings)

@@ -53,7 +53,12 @@ def test_text_goes_through_the_checkpoints_own_tokenizer(tmp_path: Path, name: s
             before = client.infer(
                 "preprocessing", QUERY=text_rows(TEXT), REQUEST_OUTPUT_LEN=output_len
             )
-            answer = client.infer("ensemble", INPUT_0=text_rows(TEXT), INPUT_1=output_len)
+            answer = client.infer(
+                "ensemble",
+                INPUT_0=text_rows(TEXT),
+                INPUT_1=output_len,
+                is_return_prompt=np.array([[True]]),
+            )
         assert step.stop() == 0
     assert before["INPUT_ID"][0].tolist() == ids
     assert answer["OUTPUT_0"][0, 0, 0].decode().startswith(TEXT)

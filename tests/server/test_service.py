@@ -81,6 +81,8 @@ def test_ready_then_stopped(tmp_path: Path, number: int) -> None:
         assert ready["models"] == ["standin"]
         assert set(ready["versions"]) == {"tritonserver", "standin"}
         assert [rank["model"] for rank in ready["ranks"]] == ["standin"]
+        assert [what for what, _ in ready["timeline"]][-1] == "ready"
+        assert "  +0.00  this step was started" in step.out
         assert len({ready["http"], ready["grpc"], ready["metrics"]}) == 3
         assert step.shared_memory()
         assert step.stop(number) == 0, step.err
@@ -148,6 +150,13 @@ def test_a_killed_rank(tmp_path: Path) -> None:
         assert_clean_failure(step, f"rank 1 of model standin (process {rank['pid']}) died")
 
 
+def test_a_suspended_server(tmp_path: Path) -> None:
+    with running(tmp_path / "job", make_repository(tmp_path)) as step:
+        server = step.wait_until_ready()["pid"]
+        os.kill(server, signal.SIGSTOP)
+        assert_clean_failure(step, f"the server (process {server}) is suspended")
+
+
 def test_a_killed_python_worker(tmp_path: Path) -> None:
     with running(tmp_path / "job", make_repository(tmp_path)) as step:
         step.wait_until_ready()
@@ -163,6 +172,25 @@ def test_a_model_that_fails_later(tmp_path: Path) -> None:
     with running(tmp_path / "job", make_repository(tmp_path, "import threading; " + later)) as step:
         step.wait_until_ready()
         assert_clean_failure(step, "model standin failed: rank 1 died")
+
+
+def test_a_server_that_was_ready_is_started_again_as_often_as_allowed(tmp_path: Path) -> None:
+    with running(tmp_path / "job", make_repository(tmp_path), restarts=1) as step:
+        first = step.wait_until_ready()
+        os.kill(first["ranks"][0]["pid"], signal.SIGKILL)
+        wait_for(lambda: not step.settings.ready_file.exists(), 10)
+        second = step.wait_until_ready()
+        assert second["pid"] != first["pid"]
+        assert "restart 1 of 1: rank 1 of model standin" in step.out
+        os.kill(second["pid"], signal.SIGKILL)
+        assert_clean_failure(step, "the server was killed by SIGKILL")
+
+
+def test_a_server_that_was_never_ready_is_not_started_again(tmp_path: Path) -> None:
+    repository = make_repository(tmp_path, "raise ValueError('no weights')")
+    with running(tmp_path / "job", repository, restarts=3) as step:
+        assert_clean_failure(step, "no weights")
+        assert "restart" not in step.out
 
 
 def test_the_server_does_not_outlive_the_step(tmp_path: Path) -> None:
