@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from launcher_scripts.clients.connection import CONNECTIONS
 from launcher_scripts.clients.models import DEFAULT_MODEL
 from launcher_scripts.clients.remote import RemoteServer
-from launcher_scripts.errors import LauncherError
+from launcher_scripts.errors import ConfigError, LauncherError, Problems
+from launcher_scripts.security import ClientTls
 
 DEFAULT_ADDRESSES = {"http": "localhost:8000", "grpc": "localhost:8001"}
+TLS_FILES = {
+    "ca": "certificates of whom to trust",
+    "certificate": "this client's own, where the server wants one",
+    "key": "of that certificate",
+}
 
 
 def run(body: Callable[[], None]) -> int:
@@ -45,6 +52,8 @@ def add_server_flags(parser: argparse.ArgumentParser, protocol: str = "http") ->
         default=protocol,
         help=f"how to ask it [{protocol}]",
     )
+    for name, what in TLS_FILES.items():
+        parser.add_argument(f"--{name}", metavar="FILE", help=f"gRPC with TLS: {what}")
     parser.add_argument(
         "-m",
         "--model",
@@ -77,5 +86,23 @@ def add_session_flags(parser: argparse.ArgumentParser) -> None:
 
 def connect(flags: argparse.Namespace) -> RemoteServer:
     """The server that the flags of add_server_flags mean."""
+    files = {name: getattr(flags, name) for name in TLS_FILES}
     address = flags.url or DEFAULT_ADDRESSES[flags.protocol]
-    return RemoteServer(address, protocol=flags.protocol, verbose=flags.verbose)
+    tls = client_tls(files, flags.protocol)
+    return RemoteServer(address, protocol=flags.protocol, verbose=flags.verbose, tls=tls)
+
+
+def client_tls(files: Mapping[str, str | None], protocol: str) -> ClientTls | None:
+    """What TLS_FILES say; raises ConfigError when they do not belong together."""
+    if not any(files.values()):
+        return None
+    problems = Problems("the files for TLS")
+    if protocol != "grpc":
+        problems.add("Triton's HTTP is not encrypted", choices=("grpc",), change="--protocol")
+    if not files["ca"]:
+        problems.add("whom to trust is not said", change="--ca")
+    for name, path in files.items():
+        if path and not Path(path).is_file():
+            problems.add("there is no such file", got=path, change=f"--{name}")
+    problems.raise_if_any(ConfigError)
+    return ClientTls(**files)  # type: ignore[arg-type]

@@ -7,7 +7,8 @@ The file is one of the FasterTransformer backend's tools/issue_request.py:
      "request": [{"name": "input_ids", "data": [[1, 2, 3]], "dtype": "uint32"}, ...]}
 
 Every key of config may be left out; sequence_id, sequence_start and sequence_end are for a model
-with sessions. requests/ beside this file holds samples.
+with sessions; ca, certificate and key name files for gRPC with TLS. requests/ beside this file
+holds samples.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.clients.arguments import DEFAULT_ADDRESSES, run
+from launcher_scripts.clients.arguments import DEFAULT_ADDRESSES, TLS_FILES, client_tls, run
 from launcher_scripts.clients.connection import SequenceStep, Tensors
 from launcher_scripts.clients.models import DEFAULT_MODEL
 from launcher_scripts.clients.remote import RemoteServer
@@ -34,6 +35,7 @@ DEFAULT_CONFIG = {
     "model_name": DEFAULT_MODEL,
     "verbose": False,
     "stream_api": False,
+    **dict.fromkeys(TLS_FILES),
     "sequence_id": 0,
     "sequence_start": False,
     "sequence_end": False,
@@ -62,7 +64,8 @@ def issue(request_file: Path, params: str | None, test: bool) -> None:
     config, tensors = check(whole, str(request_file))
     protocol = "grpc" if config["stream_api"] else config["protocol"]
     address = config["url"] or DEFAULT_ADDRESSES[protocol]
-    with RemoteServer(address, protocol=protocol, verbose=config["verbose"]) as server:
+    tls = client_tls({name: config[name] for name in TLS_FILES}, protocol)
+    with RemoteServer(address, protocol=protocol, verbose=config["verbose"], tls=tls) as server:
         if config["stream_api"]:
             responses = server.stream(config["model_name"], tensors, step_of(config))
             print_stream(responses, test)

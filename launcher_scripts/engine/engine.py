@@ -122,11 +122,7 @@ class Engine:
         """Queue one row. The future carries RequestError for a wrong request, and ServerError
         when the engine is lost. Cancelling it frees the row's place.
 
-<<<<<<< HEAD
         on_progress gets a snapshot of the row after each token but the last, which is the future's.
-=======
-        on_progress gets a snapshot of the row's tokens after each but the last, the future's.
->>>>>>> main
         It is called by the thread that steps, in order, so it must return at once. A request of a
         session goes on where the one before ended; close_session must be called for it one day.
         """

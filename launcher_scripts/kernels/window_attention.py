@@ -8,6 +8,8 @@ from torch.nn import functional
 
 from launcher_scripts.kernels.operands import LayerCache
 
+QUERIES_AT_ONCE = 512
+
 
 def window_attention(
     query: Tensor,
@@ -22,6 +24,24 @@ def window_attention(
     As context_attention otherwise: query [n, heads, head_size] at positions past..past+n-1 of the
     extent that begins at cache token `start`; [n, heads * head_size].
     """
+    pieces = query.split(QUERIES_AT_ONCE)
+    return torch.cat(
+        [
+            _attend(piece, cache, start, past + number * QUERIES_AT_ONCE, window, slopes)
+            for number, piece in enumerate(pieces)
+        ]
+    )
+
+
+def _attend(
+    query: Tensor,
+    cache: LayerCache,
+    start: int,
+    past: int,
+    window: int,
+    slopes: Tensor | None,
+) -> Tensor:
+    """A few queries of window_attention: their masks are as wide as the window and they."""
     new, num_heads, _ = query.shape
     first = max(0, past - window + 1)
     keys = torch.arange(first, past + new, device=query.device)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import sys
 import threading
 import types
+import weakref
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from launcher_scripts.backends.fastertransformer.sessions import idle_seconds
 from launcher_scripts.contracts_sessions import served_contract
 from launcher_scripts.errors import ConfigError
 from launcher_scripts.parallel import Parallelism
+from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 from tests.engine.small_models import (
     engine_for,
     generate,
@@ -177,6 +181,37 @@ def test_requests_are_answered_each_on_its_own(backend, tmp_path, monkeypatch):
         assert len(one.answers) == 1
         assert text in str(one.answers[0].error)
         assert one.answers[0].error.code == "invalid"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_answered_request_keeps_nothing(backend, fails):
+    """Its tensors lie in shared memory, which must not wait for the collection of circles."""
+    module = importlib.import_module(f"{backend.__package__}.answers")
+    futures: list[Future[GenerateOutput]] = []
+
+    def submit(*_: object) -> Future[GenerateOutput]:
+        futures.append(Future())
+        return futures[-1]
+
+    rows = (GenerateRequest((1,), 1), GenerateRequest((2,), 1))
+    one, thread = Request({}, ()), module.Answers()
+    answer = module.Answer(thread, one, rows, {}, set(), lambda _: {}, streams=False)
+    left = weakref.ref(answer)
+    gc.disable()
+    try:
+        answer.start(submit)
+        if fails:
+            futures[1].set_exception(ValueError("no"))
+        else:
+            futures[0].set_result(GenerateOutput((1,)))
+            futures[1].set_result(GenerateOutput((1,)))
+        assert one.answered.wait(10)
+        thread.close()
+        futures.clear()
+        del answer
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_a_model_that_cannot_load_says_why(backend, tmp_path, monkeypatch):

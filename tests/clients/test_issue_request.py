@@ -114,3 +114,21 @@ def test_a_stream_adds_one_token_at_a_time() -> None:
     for wrong in ([1, 2], [1, 2, 3, 4], [1, 9, 3]):
         with pytest.raises(ServerError, match="does not add one token"):
             issue_request.check_one_more(before, np.array(wrong))
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"protocol": "http", "ca": "SELF"}, "HTTP is not encrypted; choices: grpc"),
+        ({"protocol": "grpc", "key": "SELF", "certificate": "SELF"}, "whom to trust is not said"),
+        ({"protocol": "grpc", "ca": "/nowhere/ca.pem"}, "no such file; got '/nowhere/ca.pem'"),
+        ({"protocol": "grpc", "ca": "SELF", "key": "SELF"}, "a certificate needs its key"),
+    ],
+)
+def test_files_for_tls_belong_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, str], says: str
+) -> None:
+    path = tmp_path / "file.json"
+    config = {key: str(path) if value == "SELF" else value for key, value in config.items()}
+    assert issue_request.main([write(path, {**COUNT, "config": config})]) == 1
+    assert says in capsys.readouterr().err

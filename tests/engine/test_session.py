@@ -198,6 +198,32 @@ def test_a_request_without_ids_goes_on(learned):
     learned.close_session(ended)
 
 
+def test_a_request_for_no_tokens_is_heard(learned):
+    session = Session(100, 100)
+    first = learned.submit(GenerateRequest((3, 4, 5), 0), session=session).result(60)
+    assert first.output_ids == ()
+    after = learned.submit(GenerateRequest((9,), 3), session=session).result(60)
+    alone = learned.submit(GenerateRequest((3, 4, 5, 9), 3)).result(60)
+    assert after.output_ids == alone.output_ids
+    silent = Session(100, 100)
+    learned.submit(GenerateRequest((3,), 0), session=silent).result(60)
+    with pytest.raises(RequestError, match="no token to go on from"):
+        learned.submit(GenerateRequest((), 3), session=silent).result(60)
+    for each in (session, silent):
+        learned.close_session(each)
+
+
+@pytest.mark.parametrize("kind", ["rope", "alibi"])
+def test_a_windows_context_may_be_cut_anywhere(monkeypatch, kind):
+    config = KINDS[kind]
+    turns = [(tuple(range(30)), 3), (tuple(range(20, 60)), 4)]
+    engine = engine_for(config, random_tensors(config))
+    expected = play(engine, Session(150, 41), turns)
+    monkeypatch.setattr("launcher_scripts.kernels.window_attention.QUERIES_AT_ONCE", 7)
+    assert play(engine, Session(150, 41), turns) == expected
+    engine.close()
+
+
 def test_a_cancelled_request_leaves_what_it_has_said(learned):
     session = Session(150, 150)
     started = threading.Event()

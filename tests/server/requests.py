@@ -19,6 +19,7 @@ NUMPY_TYPES = {
     "is_return_log_probs": np.bool_,
     "is_return_context_logits": np.bool_,
     "is_return_prompt": np.bool_,
+    "is_return_context_embeddings": np.bool_,
     "bad_words_list": np.int32,
     "stop_words_list": np.int32,
     "ia3_tasks": np.int32,

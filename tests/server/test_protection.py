@@ -108,7 +108,8 @@ def status(address: str, method: str, path: str, **headers: str) -> int:
     importlib.util.find_spec("pytriton") is None,
     reason="the pip-installable tritonserver is not there",
 )
-def test_a_protected_server(tmp_path: Path) -> None:
+def test_a_protected_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from launcher_scripts.clients.__main__ import main as clients
     from launcher_scripts.clients.remote import RemoteServer
 
     pem = certificates(tmp_path)
@@ -127,6 +128,10 @@ def test_a_protected_server(tmp_path: Path) -> None:
         for tls, answers in ((mutual, True), (ClientTls(pem["ca.pem"]), False), (None, False)):
             with RemoteServer(ready["grpc"], protocol="grpc", request_timeout=3, tls=tls) as server:
                 assert server.is_ready("standin") is answers
+        files = ["--ca", pem["ca.pem"], "--certificate", pem["client.pem"]]
+        files += ["--key", pem["client.key"], "-i", "grpc", "-u", ready["grpc"]]
+        assert clients(["identity_test", *files, "-m", "nobody"]) == 1
+        assert "no such model; got 'nobody'; choices: standin" in capsys.readouterr().err
         address = ready["http"]
         assert address.startswith("127.0.0.1:")
         assert status(address, "GET", "/v2/health/ready") == 200

@@ -97,6 +97,16 @@ def test_context_logits(client: Client, engine: Engine) -> None:
     np.testing.assert_allclose(answer["context_logits"][0], np.asarray(wanted), atol=2e-4)
 
 
+def test_context_embeddings_are_for_the_rows_that_ask(client: Client, engine: Engine) -> None:
+    tensors = ids_request(PROMPTS[2:4], 2, is_return_context_embeddings=True)
+    tensors["is_return_context_embeddings"] = np.array([[True], [False]])
+    answer = client.infer("tiny", **tensors)
+    wanted = expected(engine, PROMPTS[2], 2, return_context_embeddings=True).context_embeddings
+    assert answer["context_embeddings"].shape == (2, 1, wanted.shape[0])
+    np.testing.assert_allclose(answer["context_embeddings"][0, 0], np.asarray(wanted), atol=2e-4)
+    assert not answer["context_embeddings"][1].any()
+
+
 def test_requests_at_once_are_answered_as_if_alone(served: dict[str, Any], engine: Engine) -> None:
     """Ragged prompts and different parameters; every fourth request is wrong."""
 

@@ -226,6 +226,9 @@ class Answer:
         self._answers.closed(self)
         for future in self._futures:
             future.cancel()
+        # The futures know this answer by their callbacks. In a circle it would keep its tensors,
+        # which lie in the server's shared memory, until Python looks for circles.
+        self._futures, self._unsent = [], []
         self._on_end()
         send_last(self._sender, response)
 
