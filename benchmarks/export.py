@@ -23,7 +23,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -44,9 +43,9 @@ class Measurement:
 
     name: str
     seconds: list[float] = field(default_factory=list)
-    mebibytes: list[float] = field(default_factory=list)
-    private: list[float] = field(default_factory=list)
     processor_seconds: list[float] = field(default_factory=list)
+    mebibytes: float = 0.0
+    private: float = 0.0
 
 
 def main() -> int:
@@ -112,9 +111,12 @@ def save(
 def measure(
     source: BenchmarkSource, folder: Path, arguments: argparse.Namespace
 ) -> list[Measurement]:
-    """cp, fp32 and fp16 in turn, so that a noisy machine disturbs all of them."""
+    """cp, fp32 and fp16 in turn, so that a noisy machine disturbs all of them.
+
+    Memory is sampled in a run of its own: looking at a process takes time of its processors.
+    """
     rows = [Measurement("cp"), Measurement("fp32"), Measurement("fp16")]
-    for _ in range(arguments.runs):
+    for number in range(arguments.runs + 1):
         for row in rows:
             target = folder / "target"
             if row.name == "cp":
@@ -124,15 +126,14 @@ def measure(
                 step = "launcher_scripts.steps.convert_checkpoint"
                 command = [sys.executable, "-m", step, "--settings", str(settings)]
             os.sync()
-            before = processor_seconds()
-            seconds, peak, private = timed(command)
-            row.processor_seconds.append(processor_seconds() - before)
-            row.seconds.append(seconds)
-            row.mebibytes.append(peak)
-            row.private.append(private)
-            emptied = folder / f"emptied{len(row.seconds)}_{row.name}"
+            if number < arguments.runs:
+                before = processor_seconds()
+                row.seconds.append(run(command)[0])
+                row.processor_seconds.append(processor_seconds() - before)
+            else:
+                row.mebibytes, row.private = run(command, sampled=True)[1:]
             empty(target)
-            target.rename(emptied)
+            target.rename(folder / f"emptied{number}_{row.name}")
     return rows
 
 
@@ -155,26 +156,19 @@ def write_settings(
     return path
 
 
-def timed(command: list[str]) -> tuple[float, float, float]:
-    """Seconds a command runs, the most MiB its process tree holds, and holds alone."""
+def run(command: list[str], *, sampled: bool = False) -> tuple[float, float, float]:
+    """Seconds a command runs; `sampled`, the most MiB its processes hold, and hold alone."""
     start = time.perf_counter()
     log = tempfile.TemporaryFile()  # noqa: SIM115 read and closed below
     process = subprocess.Popen(command, cwd=CHECKOUT, stdout=log, stderr=log)
     peaks = {"Pss:": 0.0, "Pss_Anon:": 0.0}
-    done = threading.Event()
-
-    def sample() -> None:
-        while not done.wait(SAMPLE_SECONDS):
-            found = [proportional_mebibytes(pid) for pid in tree(process.pid)]
-            for key in peaks:
-                peaks[key] = max(peaks[key], sum(each.get(key, 0.0) for each in found))
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
+    while sampled and process.poll() is None:
+        found = [proportional_mebibytes(pid) for pid in tree(process.pid)]
+        for key in peaks:
+            peaks[key] = max(peaks[key], sum(each.get(key, 0.0) for each in found))
+        time.sleep(SAMPLE_SECONDS)
     status = process.wait()
     seconds = time.perf_counter() - start
-    done.set()
-    sampler.join()
     with log:
         log.seek(0)
         output = log.read().decode()
@@ -238,7 +232,7 @@ def report(rows: list[Measurement], source: BenchmarkSource) -> None:
             + "".join(f"{cell:9.2f}" for cell in cells)
             + f"{target:>9}"
             + "".join(f"{cell:9.2f}" for cell in least)
-            + f"{max(row.mebibytes):9.0f}{max(row.private):9.0f}"
+            + f"{row.mebibytes:9.0f}{row.private:9.0f}"
         )
     print(f"the largest tensor has {source.largest / 2**20:.0f} MiB in fp32")
 

@@ -97,7 +97,7 @@ def group(tmp_path: Path):
         node.end()
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_two_nodes_agree_with_one_rank(group, tmp_path: Path, tp: int, pp: int):
     engine, (node,) = group(tp, pp, 2)
     (published,) = (tmp_path / "ranks").iterdir()
@@ -125,8 +125,15 @@ def test_a_model_that_needs_fewer_nodes_leaves_the_others_idle(group):
     assert node.process.returncode == 0
 
 
-@pytest.mark.parametrize("who", ["rank", "node"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("who", "number"),
+    [
+        ("rank", signal.SIGKILL),
+        ("node", signal.SIGSTOP),
+        pytest.param("rank", signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param("node", signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_lost_on_another_node_is_named(group, who: str, number: int):
     engine, (node,) = group(2, 1, 2)
     rank = engine.ranks[1].pid
@@ -155,7 +162,10 @@ def test_what_is_lost_on_another_node_is_named(group, who: str, number: int):
 
 @pytest.mark.parametrize(
     ("way", "what"),
-    [("computing", "hangs computing step 20"), ("exchanging", "hangs in step 20, all_reduce")],
+    [
+        ("computing", "hangs computing step 20"),
+        pytest.param("exchanging", "hangs in step 20, all_reduce", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_hangs_while_its_beat_goes_on(group, monkeypatch, way: str, what: str):
     monkeypatch.setenv("TEST_WORKER", "tests.engine.hanging_worker")

@@ -90,6 +90,7 @@ def test_models_of_different_sizes_on_two_nodes(two_nodes: list[TypedServer], tm
     wait_for(lambda: not ranks_of(tmp_path), 10)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_stopped_lets_the_other_node_end(two_nodes: list[TypedServer]):
     first, second = two_nodes
     first.wait_until_ready()

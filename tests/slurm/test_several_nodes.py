@@ -21,10 +21,10 @@ from launcher_scripts.steps import convert_checkpoint, write_model_repository
 from launcher_scripts.steps.quickstart import write_nemo_file
 from tests.login.conftest import Run
 from tests.quickstart.tiny_gguf import hf_weights, write_gguf
+from tests.server.typed import TypedServer
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
-from tests.slurm.processes import alive, read
-from tests.slurm.test_jobs import ended
+from tests.slurm.processes import alive, processes, read
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pytriton") is None or importlib.util.find_spec("torch") is None,
@@ -107,14 +107,20 @@ def test_lambada_is_the_same_with_a_pipeline_over_two_nodes(
 class Served:
     """A deployment on both nodes, and what runs of it."""
 
-    def __init__(self, slurm: TestCluster, launch: Submit) -> None:
+    def __init__(self, slurm: TestCluster, results: Path) -> None:
         self.slurm = slurm
-        self.launch = launch
-        self.job_id = launch.record("deploy")["job_id"]
-        (self.ready_file,) = (
-            folder / "ready.json" for folder in launch.results.glob("deploy_*") if folder.is_dir()
-        )
+        self.folder = results / "jobs" / "001"
+        self.record = json.loads((self.folder / "job.json").read_text())
+        self.job_id = self.record["job_id"]
+        self.ready_file = results / "ready.json"
         self.ready = self.wait_until_ready()
+
+    def log(self) -> str:
+        return (self.folder / self.record["log"]).read_text()
+
+    def on_nodes(self) -> str:
+        shown = self.slurm.run("squeue", "--noheader", "--format=%N", "--jobs", self.job_id)
+        return shown.stdout.strip()
 
     def wait_until_ready(self, after: str = "") -> dict[str, Any]:
         deadline = time.monotonic() + 90
@@ -124,7 +130,7 @@ class Served:
                 if ready["http"] != after:
                     return ready
             time.sleep(0.1)
-        raise TimeoutError(self.launch.log("deploy"))
+        raise TimeoutError(self.log())
 
     def answers(self) -> bool:
         """Whether a reader would take this server for ready."""
@@ -146,14 +152,14 @@ class Served:
 
     def end(self) -> tuple[str, str, str]:
         """State, exit code and log, once nothing of it runs any more."""
-        state, code = ended(self.slurm, self.launch, "deploy")
+        fields = self.slurm.wait(self.job_id)
         deadline = time.monotonic() + 20
         while self.slurm.job_processes(self.job_id) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert self.slurm.job_processes(self.job_id) == []
         assert not alive(self.rank(0))
         assert not alive(self.rank(1))
-        return state, code, self.launch.log("deploy")
+        return fields["JobState"], fields["ExitCode"], self.log()
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +187,8 @@ def serve(slurm: TestCluster, launch: Submit, repository: Path) -> Iterator[Any]
 
     def start(*more: str) -> Served:
         launch("stages=[deploy]", f"deploy.model_repository={repository}", *NODES, *more)
-        return Served(slurm, launch)
+        (results,) = launch.results.glob("deploy_*")
+        return Served(slurm, results)
 
     yield start
     slurm.cancel_all()
@@ -252,12 +259,13 @@ def test_a_lost_rank_is_replaced_when_restarts_are_allowed(serve: Any) -> None:
     os.kill(served.rank(1), signal.SIGKILL)
     served.ready = served.wait_until_ready(after=first)
     assert served.ready["http"] != first
-    log = served.launch.log("deploy")
+    log = served.log()
     assert "restart 1 of 1: model tiny failed: rank 1 on node 1 (n2" in log
     os.kill(served.rank(1), signal.SIGKILL)
     assert served.end()[0] == "FAILED"
 
 
+@pytest.mark.slow
 def test_a_signal_drains_both_nodes(slurm: TestCluster, serve: Any) -> None:
     served = serve()
     slurm.run("scancel", "--batch", "--signal=USR1", served.job_id)
@@ -266,3 +274,58 @@ def test_a_signal_drains_both_nodes(slurm: TestCluster, serve: Any) -> None:
     assert "stopping the server: SIGTERM" in log
     assert "node 1 of 2 (n2): model tiny is closed" in log
     assert not served.ready_file.exists()
+
+
+@pytest.mark.slow
+def test_two_deployments_share_their_nodes(
+    slurm: TestCluster, launch: Submit, repository: Path
+) -> None:
+    """Both ask for two nodes because a node of theirs has one GPU, and no port is fixed."""
+    shared = ("cluster.exclusive=False", "cluster.mem=1500", "cluster.gpus_per_node=1")
+    served = []
+    for name in ("one", "two"):
+        results = f"deploy.run.results_dir={launch.results / f'deploy_{name}'}"
+        model = f"deploy.model_repository={repository}"
+        launch("stages=[deploy]", model, *TP2, *shared, results, "deploy.server.stop_timeout=5")
+    for name in ("one", "two"):
+        served.append(Served(slurm, launch.results / f"deploy_{name}"))
+    assert all(one.answers() for one in served)
+    assert len({one.ready["http"] for one in served}) == 2
+    assert {one.on_nodes() for one in served} == {"n[1-2]"}
+    os.kill(served[0].rank(1), signal.SIGKILL)
+    assert served[0].end()[0] == "FAILED"
+    assert served[1].answers()
+    slurm.run("scancel", "--batch", "--signal=USR1", served[1].job_id)
+    assert served[1].end()[0] == "COMPLETED"
+
+
+@pytest.mark.slow
+def test_the_documented_command_by_hand(
+    slurm: TestCluster, repository: Path, tmp_path: Path
+) -> None:
+    launching = ("srun", "-N", "2", "-n", "2", "--mpi=pmix", "--label", "--kill-on-bad-exit=1")
+    env = {**slurm.environment, "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    server = TypedServer(tmp_path, repository, env, launching, node="SLURM_PROCID", nodes=2)
+    try:
+        server.wait_until_ready()
+        assert not server.ready(1)
+        log = server.log.read_text()
+        told = "node 1 of 2 (started by srun (Slurm)): node 0 serves model tiny; this server only"
+        assert f"1: {told} hosts ranks" in log
+        assert "1: node 1 of 2 (n2): hosts ranks [1] of model tiny for rank 0 at" in log
+        (rank,) = (
+            pid
+            for pid, entry in processes()
+            if b"engine.worker" in read(entry / "cmdline")
+            and str(tmp_path).encode() in read(entry / "environ")
+        )
+        start = time.monotonic()
+        os.kill(rank, signal.SIGKILL)
+        while server.ready():
+            assert time.monotonic() - start < UNREADY_SECONDS
+            time.sleep(0.05)
+        assert server.wait() != 0
+        lost = f"0: ending the server: rank 1 on node 1 (n2, pid {rank}) was ended by SIGKILL"
+        assert lost in server.log.read_text()
+    finally:
+        server.kill()
