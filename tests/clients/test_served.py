@@ -207,6 +207,16 @@ def test_a_session_of_ids(
         assert row.tolist()[: len(text)] == text
 
 
+def test_the_sample_of_a_session(
+    capsys: pytest.CaptureFixture[str], served: dict[str, Any], engine: Engine
+) -> None:
+    params = json.dumps({"config": {"url": served["http"], "model_name": "talk"}})
+    assert main(["issue_request", str(REQUESTS / "interactive.json"), "--params", params]) == 0
+    ids = capsys.readouterr().out.partition("output_ids:\n")[2].partition("]")[0]
+    wanted = engine.submit(GenerateRequest(PROMPTS[0], 16)).result(60).output_ids
+    assert [int(word) for word in ids.replace("[", "").split()] == [*PROMPTS[0], *wanted]
+
+
 def test_a_session_of_text(capsys: pytest.CaptureFixture[str], served: dict[str, Any]) -> None:
     flags = ["-m", "talk", "-session_id", "8", "-session_len", "256", "--output-len", "4"]
     printed = run(capsys, served, "interactive_end_to_end_test", *flags, "--return_log_probs")
