@@ -44,7 +44,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     export(folder, LONG, name="live", decoupled=True)
     export(folder, LONG, name="talk", interactive=True, max_batch_size=1)
     with running(folder / "job", settings.model_repository) as step:
-        yield step.wait_until_ready()
+        yield step.wait_until_ready(180)
         assert step.stop() == 0, step.err
 
 
