@@ -48,16 +48,16 @@ def test_a_misspelled_option_is_refused(slurm: TestCluster, command: str, tmp_pa
 
 
 def test_test_only_checks_without_submitting(slurm: TestCluster, tmp_path: Path) -> None:
-    def test_only(*lines: str) -> tuple[int, str]:
+    def answer_to(*lines: str) -> tuple[int, str]:
         script = tmp_path / "job.sh"
         script.write_text("\n".join(["#!/bin/bash", *lines, "true", ""]))
         ran = slurm.run("sbatch", "--test-only", str(script))
         return ran.returncode, ran.stderr
 
-    assert test_only("#SBATCH --nodes=2", "#SBATCH --container-image=/x.sqsh")[0] == 0
-    assert test_only("#SBATCH --no-such-option=1")[0] == 255
-    assert test_only("#SBATCH --nodes=3")[0] == 1
-    code, message = test_only("#SBATCH --partition=absent")
+    assert answer_to("#SBATCH --nodes=2", "#SBATCH --container-image=/x.sqsh")[0] == 0
+    assert answer_to("#SBATCH --no-such-option=1")[0] == 255
+    assert answer_to("#SBATCH --nodes=3")[0] == 1
+    code, message = answer_to("#SBATCH --partition=absent")
     assert (code, "invalid partition" in message) == (1, True)
     assert slurm.run("squeue", "--noheader").stdout == ""
 

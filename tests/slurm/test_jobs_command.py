@@ -14,7 +14,7 @@ import pytest
 
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
-from tests.slurm.test_jobs import ended
+from tests.slurm.test_jobs import ended, wait_for
 
 Jobs = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -59,6 +59,22 @@ def test_replicas_are_an_array_of_jobs_that_one_evaluation_asks(
     assert [item["id"] for item in seen] == [f"{record['job_id']}_{k}" for k in (0, 1)]
     assert {(item["status"], item["exit_code"]) for item in seen} == {("COMPLETED", 0)}
     assert jobs("logs", "deploy_tiny").stdout.count("server stopped in order") == 2
+
+
+def test_one_replica_is_stopped_and_the_others_go_on(
+    slurm: TestCluster, submit: Submit, jobs: Jobs
+) -> None:
+    free = [f"deploy.server.{name}_port=0" for name in ("http", "grpc", "metrics")]
+    shared = ["cluster.exclusive=False", "cluster.mem=100", "cluster.gpus_per_node=2"]
+    submit("stages=[export,deploy]", "deploy.replicas=2", *shared, *free)
+    record = submit.record("deploy")
+    for number in (0, 1):
+        wait_for(record["folder"].parent.parent / f"ready-{number}.json")
+    # Slurm gives the last task of an array the number of the array itself.
+    assert jobs("stop", f"{record['job_id']}_1").returncode == 0
+    assert [item["name"] for item in statuses(jobs, "deploy_tiny")] == ["RUNNING", "COMPLETED"]
+    assert jobs("stop", "deploy_tiny").returncode == 0
+    assert slurm.job_processes() == []
 
 
 def test_a_server_is_watched_and_stopped_in_order(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
@@ -97,7 +98,26 @@ def test_requeueing_starts_the_server_again(slurm: TestCluster, submit: Submit) 
     record = submit.record("deploy")
     ready_file = record["folder"].parent.parent / "ready.json"
     wait_for(ready_file)
+    ready_file.unlink()  # the stand-in leaves it behind; the real server takes it back
     slurm.run("scontrol", "requeue", record["job_id"])
-    shown = slurm.run("scontrol", "--oneliner", "show", "job", record["job_id"]).stdout
-    assert "Restarts=1" in shown
-    assert "Requeue=1" in shown
+    until_done(lambda: slurm.job_processes(record["job_id"]) == [])
+    # Slurm lets a requeued job wait for two minutes.
+    until_done(lambda: "BeginTime" in shown(slurm, record["job_id"]))
+    slurm.run("scontrol", "update", f"jobid={record['job_id']}", "starttime=now")
+    wait_for(ready_file)
+    assert "Restarts=1 " in shown(slurm, record["job_id"])
+    assert "JobState=RUNNING" in shown(slurm, record["job_id"])
+    # The second start has added to the log of the first, which ended in order.
+    said = [line for line in submit.log("deploy").splitlines() if line.startswith("server")]
+    assert said == ["server starts", "server stopped in order", "server starts"]
+
+
+def shown(slurm: TestCluster, job_id: str) -> str:
+    return str(slurm.run("scontrol", "--oneliner", "show", "job", job_id).stdout)
+
+
+def until_done(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -1,0 +1,46 @@
+#!/bin/bash
+# deploy: deploy_gpt3_126m
+#SBATCH --array=0-1
+#SBATCH --exclusive
+#SBATCH --gpus-per-node=8
+#SBATCH --job-name=nemo-megatron-deploy_gpt3_126m
+#SBATCH --mem=0
+#SBATCH --no-requeue
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output=/mount/results/jobs/deploy/log-deploy_gpt3_126m_%A_%a.out
+#SBATCH --signal=B:USR1@60
+#SBATCH --time=1-00:00:00
+
+# The first command that fails ends the job, and its exit code is the job's.
+set -euo pipefail
+
+export PYTHONPATH=/opt/NeMo-Megatron-Launcher
+export PYTHONUNBUFFERED=1
+export TRITON_CACHE_DIR=/mount/results/cache/triton
+export TRANSFORMERS_OFFLINE=1
+
+# A time limit, a preemption or a person ends the server in order: it finishes its requests.
+# The server runs in the background because only a shell that waits hears a signal.
+# One task of an array has the array's own number, which stands for all of them.
+signalled=
+trap 'signalled=1; scancel --quiet --signal=TERM "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" || true' USR1 TERM
+
+# Step 1 of 1: start_server
+srun \
+    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
+    --kill-on-bad-exit=1 --overlap --mpi=pmix \
+    --gpus-per-node=2 \
+    --container-image=/images/inference.sqsh \
+    --container-name="launcher_${SLURM_JOB_ID}_deploy" \
+    --container-mounts=/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
+    --container-workdir=/mount/results/jobs/deploy \
+    --no-container-mount-home \
+    --container-env=PYTHONPATH,PYTHONUNBUFFERED,TRITON_CACHE_DIR,TRANSFORMERS_OFFLINE \
+    python3 -m launcher_scripts.steps.start_server --settings /mount/results/jobs/deploy/deploy_gpt3_126m_hydra.yaml --replica "$SLURM_ARRAY_TASK_ID" &
+server=$!
+
+# A signal interrupts the waiting, not the server.
+while signalled= code=0; wait "$server" || code=$?; [ -n "$signalled" ]; do :; done
+exit "$code"

@@ -1,0 +1,112 @@
+#!/bin/bash
+# evaluate: evaluate_gpt3_126m
+#SBATCH --job-name=nemo-megatron-evaluate_gpt3_126m
+#SBATCH --no-requeue
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output=/mount/results/jobs/evaluate/log-evaluate_gpt3_126m_%j.out
+#SBATCH --time=2:00:00
+
+# The first command that fails ends the job, and its exit code is the job's.
+set -euo pipefail
+
+export PYTHONPATH=/opt/NeMo-Megatron-Launcher
+export PYTHONUNBUFFERED=1
+export MPLCONFIGDIR=/mount/results/cache/matplotlib
+export TRANSFORMERS_OFFLINE=1
+
+# The servers are an array of jobs, which must all run as long as they are measured.
+server=$(cat /mount/results/jobs/deploy/job_id)
+server_log=/mount/results/jobs/deploy/log-deploy_gpt3_126m_"$server"_*.out
+server_state() {
+    local shown
+    if shown=$(scontrol --oneliner show job "$server" 2>&1); then
+        sed 's/.* JobState=\([A-Z_]*\).*/\1/' <<< "$shown"
+    elif [[ $shown == *"Invalid job id"* ]]; then
+        echo FORGOTTEN
+    else
+        echo UNKNOWN
+    fi
+}
+signal_server() {
+    if [ "$1" = KILL ]; then
+        scancel --quiet "$server" || true
+    else
+        scancel --quiet --signal="$1" "$server" || true
+    fi
+}
+living='^(RUNNING|PENDING|CONFIGURING|COMPLETING|SUSPENDED|REQUEUED|UNKNOWN)$'
+server_lives() {
+    server_state | grep -qE "$living"
+}
+server_ended() {
+    server_state | grep -qvE "$living"
+}
+explain() {
+    echo "error: $1 (server: $(server_state | xargs)); the end of its log $server_log:"
+    tail -n 20 /mount/results/jobs/deploy/log-deploy_gpt3_126m_"$server"_*.out | sed 's/^/  | /'
+} >&2
+
+# Run a command while the server runs; the server's end is the end of the command as well.
+client=
+beside_server() {
+    local checked=$SECONDS code=0
+    "$@" &
+    client=$!
+    while kill -0 "$client" 2> /dev/null; do
+        if ((SECONDS - checked >= 10)); then
+            checked=$SECONDS
+            if server_ended && kill -0 "$client" 2> /dev/null; then
+                explain "the server ended before the evaluation did"
+                exit 1
+            fi
+        fi
+        sleep 0.5
+    done
+    wait "$client" || code=$?
+    client=
+    if [ "$code" != 0 ]; then
+        explain "the evaluation failed with exit code $code"
+        exit "$code"
+    fi
+}
+
+# At the end, whatever the reason: no client is left, and the server is stopped in order.
+clean_up() {
+    trap '' USR1 TERM
+    if [ -n "$client" ]; then kill "$client" 2> /dev/null || true; fi
+    signal_server TERM
+    for ((second = 0; second < 50; second++)); do
+        server_lives || break
+        sleep 1
+    done
+    if server_lives; then signal_server KILL; fi
+}
+trap clean_up EXIT
+trap 'echo "error: the time limit or a preemption ends this job" >&2; exit 1' USR1
+trap 'exit 143' TERM
+
+# Step 1 of 2: measure_accuracy
+beside_server srun \
+    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
+    --kill-on-bad-exit=1 --overlap --mpi=none \
+    --container-image=/images/inference.sqsh \
+    --container-name="launcher_${SLURM_JOB_ID}_evaluate" \
+    --container-mounts=/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
+    --container-workdir=/mount/results/jobs/evaluate \
+    --no-container-mount-home \
+    --container-env=PYTHONPATH,PYTHONUNBUFFERED,MPLCONFIGDIR,TRANSFORMERS_OFFLINE \
+    python3 -m launcher_scripts.steps.measure_accuracy --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml
+
+# Step 2 of 2: measure_speed
+beside_server srun \
+    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
+    --kill-on-bad-exit=1 --overlap --mpi=none \
+    --container-image=/images/inference.sqsh \
+    --container-name="launcher_${SLURM_JOB_ID}_evaluate" \
+    --container-mounts=/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
+    --container-workdir=/mount/results/jobs/evaluate \
+    --no-container-mount-home \
+    --container-env=PYTHONPATH,PYTHONUNBUFFERED,MPLCONFIGDIR,TRANSFORMERS_OFFLINE \
+    python3 -m launcher_scripts.steps.measure_speed --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml
