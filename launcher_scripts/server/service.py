@@ -264,8 +264,7 @@ class Service:
         return statuses
 
     def _error(self, reason: str) -> ServerError:
-        """The reason comes last: there a log is looked at first."""
-        return ServerError(f"the end of the server's log:\n{self._process.tail()}\n\n{reason}")
+        return ServerError(f"{reason}\nthe end of the server's log:\n{self._process.tail()}")
 
 
 def _job(settings: DeploySettings) -> dict[str, Any]:
