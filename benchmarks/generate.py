@@ -26,11 +26,14 @@ from torch.nn import functional
 from benchmarks.plain_torch import PlainTorchGPT
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.engine import Engine, EngineSettings
+from launcher_scripts.engine.families import engine_family
 from launcher_scripts.engine.loading import assemble_runner, prepare_process
-from launcher_scripts.engine.weights import GPTWeights, WeightLoader
+from launcher_scripts.engine.t5_weights import T5Weights
+from launcher_scripts.engine.weights import GPTWeights
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.kernels.operands import Linear
 from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.protocol import GenerateRequest
 
@@ -164,13 +167,13 @@ def latency(
 
 
 def random_weights(
-    config: GPTConfig, parallelism: Parallelism = Parallelism(), rank: int = 0
-) -> GPTWeights:
+    config: GPTConfig | T5Config, parallelism: Parallelism = Parallelism(), rank: int = 0
+) -> GPTWeights | T5Weights:
     """One rank's weights, of a size that keeps activations in range, made on its device."""
     torch.manual_seed(0)
     tp_size, device = parallelism.tp_size, torch.device("cuda", rank)
 
-    class DeviceLoader(WeightLoader):
+    class DeviceLoader(engine_family(config).loader):
         def _table(self, name: str) -> torch.Tensor:
             rows = config.local_size("vocab_size", tp_size)
             whole = self._specs[name].shape_on(config, 1)
@@ -179,7 +182,7 @@ def random_weights(
         def _tensor(self, name: str, dtype: torch.dtype, _: int | None = None) -> torch.Tensor:
             spec = self._specs[name]
             values = self._random(spec.shape_on(config, tp_size), dtype)
-            is_gain = "layernorm" in spec.name and spec.name.endswith("weight")
+            is_gain = "norm" in spec.name and spec.name.endswith("weight")
             return values.add_(1) if is_gain else values
 
         def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
 from launcher_scripts.checkpoint.plan import Task
 from launcher_scripts.checkpoint.streaming import strips
+from launcher_scripts.checkpoint.workspace import Workspace
 from launcher_scripts.errors import CheckpointError, Problems
 from launcher_scripts.models.family import Partition, WeightSpec
 
@@ -24,9 +26,17 @@ def verify_export(folder: Path, tasks: Sequence[Task], processes: int) -> None:
     checkpoint = FTCheckpoint.open(folder)
     problems = Problems(f"the exported checkpoint {folder}")
     workers = min(processes, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(workers) as pool:
-        for task, same in zip(tasks, pool.map(lambda t: _same(checkpoint, t), tasks), strict=True):
-            if not same:
+    own = threading.local()
+
+    def start() -> None:
+        own.workspace = Workspace()
+
+    def same(task: Task) -> bool:
+        return _same(checkpoint, task, own.workspace)
+
+    with ThreadPoolExecutor(workers, initializer=start) as pool:
+        for task, sound in zip(tasks, pool.map(same, tasks), strict=True):
+            if not sound:
                 problems.add(f"{task.name} is not what the source holds")
     problems.raise_if_any(CheckpointError)
 
@@ -56,15 +66,15 @@ def rebuilt(checkpoint: FTCheckpoint, spec: WeightSpec, layer: int | None) -> np
     return np.ascontiguousarray(np.concatenate(blocks, axis=-1)).view(checkpoint.dtype)
 
 
-def _same(checkpoint: FTCheckpoint, task: Task) -> bool:
+def _same(checkpoint: FTCheckpoint, task: Task, workspace: Workspace) -> bool:
     """Whether the rebuilt tensor has the bits that the source's values become."""
     found = rebuilt(checkpoint, task.spec, task.layer)
     if found is None:
         return False
     data = found.reshape(-1).view(np.uint8)
-    columns = [unit for block in task.blocks() for unit in block]
+    columns = [unit for block in task.blocks(workspace) for unit in block]
     at = 0
-    for strip in strips(columns, checkpoint.dtype, task.name):
+    for strip in strips(columns, checkpoint.dtype, task.name, workspace):
         expected = strip.reshape(-1).view(np.uint8)
         if not np.array_equal(data[at : at + expected.size], expected):
             return False

@@ -22,8 +22,10 @@ from launcher_scripts.engine.symmetric_memory import (
 from launcher_scripts.errors import ServerError
 from launcher_scripts.parallel import Parallelism
 
-# Which network interface the libraries below open their connections on.
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+# Which network interface the libraries below open their connections on. Within a node NCCL knows
+# better ways, and finds its own interface to agree on them.
+_LOCAL_VARIABLES = ("GLOO_SOCKET_IFNAME",)
+_INTERFACE_VARIABLES = (*_LOCAL_VARIABLES, "NCCL_SOCKET_IFNAME")
 
 # Newer releases of torch give the operation this name and warn at the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -109,7 +111,7 @@ class ProcessGroupCommunicator(Communicator):
         self._progress = progress or Progress()
         interface = interface_towards(host)
         if interface is not None:
-            for name in _INTERFACE_VARIABLES:
+            for name in _LOCAL_VARIABLES if host == LOOPBACK else _INTERFACE_VARIABLES:
                 os.environ.setdefault(name, interface)
         limit = timedelta(seconds=timeout)
         cuda = device.type == "cuda"

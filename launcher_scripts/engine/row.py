@@ -68,6 +68,14 @@ class Row:
         return self.request.sampling.beam_width if self.request.output_len else 1
 
     @property
+    def begins_decoding(self) -> bool:
+        """Whether decoding takes the whole prompt: one token, of which nothing else is asked."""
+        request = self.request
+        asked = request.return_context_logits or request.return_context_embeddings
+        alone = len(self.prompt) == self.width == 1 and request.output_len > 0
+        return bool(self.source) and alone and not asked
+
+    @property
     def own_capacity(self) -> int:
         """Cache tokens of each hypothesis; the last token chosen is never fed back."""
         return len(self.prompt) + max(self.request.output_len - 1, 0)

@@ -128,7 +128,7 @@ def _integers(row: RowStart, start: int) -> list[int]:
     sampling = row.sampling
     reset = NO_TOKEN if sampling.top_p_reset_id is None else sampling.top_p_reset_id
     return [
-        NO_TOKEN,
+        row.ids[0] if len(row.ids) == 1 else NO_TOKEN,
         row.past,
         start,
         row.past + len(row.ids),

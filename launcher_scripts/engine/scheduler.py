@@ -194,6 +194,9 @@ class Scheduler:
             count = min(len(row.prompt) - row.prefilled, budget)
             if count <= 0 or (row.source and not row.encoded):
                 continue
+            if row.begins_decoding:
+                row.prefilled = count
+                continue
             parts.append(PrefillPart(row.slot, row.past + row.prefilled, count))
             budget -= count
             row.prefilled += count

@@ -44,7 +44,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     export(folder, LONG, name="live", decoupled=True)
     export(folder, LONG, name="talk", interactive=True, max_batch_size=1)
     with running(folder / "job", settings.model_repository) as step:
-        yield step.wait_until_ready()
+        yield step.wait_until_ready(180)
         assert step.stop() == 0, step.err
 
 
@@ -205,6 +205,16 @@ def test_a_session_of_ids(
             text += prompt
             text += engine.submit(GenerateRequest(tuple(text), 4)).result(60).output_ids
         assert row.tolist()[: len(text)] == text
+
+
+def test_the_sample_of_a_session(
+    capsys: pytest.CaptureFixture[str], served: dict[str, Any], engine: Engine
+) -> None:
+    params = json.dumps({"config": {"url": served["http"], "model_name": "talk"}})
+    assert main(["issue_request", str(REQUESTS / "interactive.json"), "--params", params]) == 0
+    ids = capsys.readouterr().out.partition("output_ids:\n")[2].partition("]")[0]
+    wanted = engine.submit(GenerateRequest(PROMPTS[0], 16)).result(60).output_ids
+    assert [int(word) for word in ids.replace("[", "").split()] == [*PROMPTS[0], *wanted]
 
 
 def test_a_session_of_text(capsys: pytest.CaptureFixture[str], served: dict[str, Any]) -> None:

@@ -85,7 +85,7 @@ def test_what_a_checkpoint_cannot_be_served_as(tmp_path: Path):
 
     with pytest.raises(ConfigError, match=r"of family t5, cannot .*got 'GPT'; choices: T5, T5-Enc"):
         load(model_type="GPT")
-    with pytest.raises(ConfigError, match="unknown model_type; got 'T6'; choices: GPT, T5"):
+    with pytest.raises(ConfigError, match=r"unknown model_type; got 'T6'; choices: .*GPT, .*T5"):
         load(model_type="T6")
     with pytest.raises(ConfigError, match="pipeline_para_size 3 exceeds the model's 2 layers"):
         load(parallelism=Parallelism(1, 3))

@@ -21,6 +21,7 @@ from launcher_scripts.nodes import ATTEMPT_VARIABLE, INTERFACE_VARIABLE, find_pl
 
 ANSWER_SECONDS = 1.0  # that clients get to be told of a failure
 STUB = b"triton_python_backend_stub"  # its arguments: the model's file, a region's name, ...
+CLOSING_SECONDS = 2.0  # node 0 unloads its models at the same time, but not in the same moment
 LINGER_SECONDS = 5.0  # node 0 tells the reason and ends first
 
 
@@ -50,6 +51,7 @@ def host_ranks(group: NodeGroup, checkpoint_dir: Path, patience: float) -> None:
     if reason is not None:
         time.sleep(LINGER_SECONDS)
         raise ServerError(reason)
+    time.sleep(CLOSING_SECONDS)
     end_server(signal.SIGTERM)
 
 

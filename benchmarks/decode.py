@@ -1,0 +1,244 @@
+"""Single steps on one GPU: decode by model, batch and context, prefill, and T5; floors beside.
+
+    python3 -m benchmarks.decode --out decode.json [--shapes 126m 5b t5-base ...]
+
+Floors are the bytes a step has to read (weights, and the keys and values of the context) over the
+read bandwidth measured in the same run; of a prefill, its operations over the rate of a large
+matrix product. Weights are random bfloat16, decoding is greedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from concurrent.futures import wait
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.generate import (
+    DEVICE,
+    SHAPES,
+    bandwidths,
+    engine_settings,
+    machine,
+    random_weights,
+    release,
+)
+from benchmarks.steps import step_ms
+from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.engine.engine import Engine
+from launcher_scripts.engine.layers import Segment
+from launcher_scripts.engine.loading import assemble_runner, prepare_process
+from launcher_scripts.engine.runner import Runner
+from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.t5 import T5Config
+from launcher_scripts.protocol import GenerateRequest
+
+MODERN = {
+    "normalization": "rmsnorm",
+    "activation": "silu",
+    "gated": True,
+    "position_embedding": "rope",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+GPT_CASES = ((1, 80), (1, 1024), (8, 80), (32, 80))
+T5_CASES = ((1, 40, 200), (32, 64, 128))  # rows, context, source
+T5_REQUESTS = ((1, 60, 20), (32, 128, 64))  # rows, input, output
+PREFILL_TOKENS = 2048
+PREFILL_SHAPE = "5b"
+
+
+def modern(config: GPTConfig) -> GPTConfig:
+    """The same size with rotary positions, RMS norms, a gated MLP and a quarter of the keys."""
+    width = config.ffn_size * 2 // 3 // 256 * 256
+    return replace(config, **MODERN, ffn_size=width, num_kv_heads=config.num_heads // 4)
+
+
+def t5(hidden: int, layers: int, heads: int, ffn: int) -> T5Config:
+    """T5 1.1 of these sizes."""
+    return T5Config(
+        vocab_size=32128,
+        num_layers=layers,
+        num_decoder_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        head_size=64,
+        ffn_size=ffn,
+        activation="gelu",
+        gated=True,
+        tied_embeddings=False,
+        end_id=32127,
+    )
+
+
+CONFIGS: dict[str, GPTConfig | T5Config] = {
+    **{name: shape.config() for name, shape in SHAPES.items()},
+    "1.3b-modern": modern(SHAPES["1.3b"].config()),
+    "5b-modern": modern(SHAPES["5b"].config()),
+    "t5-base": t5(768, 12, 12, 2048),
+    "t5-3b": t5(2048, 24, 32, 5120),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=CONFIGS, default=list(CONFIGS))
+    parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("there is no CUDA device; the shapes are far beyond a CPU", file=sys.stderr)
+        return 1
+    report = {
+        "machine": machine(),
+        "bandwidth": bandwidths(),
+        "matrix_tflops": round(matrix_tflops(), 1),
+        "rows": [],
+    }
+    release()
+    print(json.dumps({key: report[key] for key in ("bandwidth", "matrix_tflops")}), flush=True)
+    for name in arguments.shapes:
+        config = CONFIGS[name]
+        measure = measure_t5 if isinstance(config, T5Config) else measure_gpt
+        for row in measure(name, config, report):
+            report["rows"].append(row)
+            print(json.dumps(row), flush=True)
+        release()
+        if arguments.out:
+            arguments.out.write_text(json.dumps(report, indent=2), encoding="utf-8")
+    return 0
+
+
+def measure_gpt(name: str, config: GPTConfig, report: dict) -> list[dict]:
+    weights = random_weights(config)
+    runner = runner_over(weights, rows=32, tokens=16384)
+    token_bytes = 2 * config.num_layers * 2 * config.num_kv_heads * config.head_size
+    rows = []
+    for count, context in GPT_CASES:
+        needed = weights.bytes() + count * context * token_bytes
+        ms = step_ms(runner, count, context)
+        rows.append(_row(name, report, needed, ms, rows=count, context=context))
+    if name == PREFILL_SHAPE:
+        rows.append(prefill_row(name, runner, weights.bytes() // 2, report))
+    return rows
+
+
+def measure_t5(name: str, config: T5Config, report: dict) -> list[dict]:
+    weights = random_weights(config)
+    runner = runner_over(weights, rows=32, tokens=16384)
+    read = [weights.head.weight]
+    for layer in weights.decoder_layers.values():
+        parts = (layer.query_key_value, layer.attention_dense, layer.source_query)
+        parts += (layer.source_dense, layer.mlp_up, layer.mlp_gate, layer.mlp_down)
+        read += [part.weight for part in parts]
+    token_bytes = 2 * config.num_decoder_layers * 2 * config.num_heads * config.head_size
+    rows = []
+    for count, context, source in T5_CASES:
+        needed = sum(map(_bytes, read)) + count * (context + source) * token_bytes
+        ms = step_ms(runner, count, context, source)
+        rows.append(_row(name, report, needed, ms, rows=count, context=context, source=source))
+    del runner
+    release()
+    return rows + end_to_end(name, weights)
+
+
+def _row(name: str, report: dict, needed: int, ms: float, **more: int) -> dict:
+    floor = needed / report["bandwidth"]["read_tb_per_s"] / 1e9
+    return {
+        "model": name,
+        **more,
+        "ms": round(ms, 4),
+        "floor_ms": round(floor, 4),
+        "share_of_floor": round(floor / ms, 3),
+    }
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def runner_over(weights: object, rows: int, tokens: int) -> Runner:
+    settings = engine_settings(max_batch_size=rows, max_tokens=tokens)
+    prepare_process(settings, DEVICE)
+    with torch.inference_mode():
+        return assemble_runner(weights, settings, Communicator(), DEVICE)
+
+
+@torch.inference_mode()
+def prefill_row(name: str, runner: Runner, parameters: int, report: dict) -> dict:
+    """A prompt of PREFILL_TOKENS through all layers, and the logits of its last token."""
+    ids = torch.arange(PREFILL_TOKENS, device=DEVICE)
+    segments = (Segment(0, 0, PREFILL_TOKENS),)
+
+    def run() -> None:
+        runner.decoder.logits(runner.decoder.prefill(ids, segments)[-1:])
+
+    ms = statistics.median(_milliseconds(run) for _ in range(8))
+    config = runner.decoder.config
+    head = config.vocab_size * config.hidden_size
+    attention = 2 * config.num_layers * PREFILL_TOKENS**2 * config.num_heads * config.head_size
+    operations = 2 * (parameters - 2 * head) * PREFILL_TOKENS + attention
+    rate = operations / ms / 1e9
+    return {
+        "model": name,
+        "prefill_tokens": PREFILL_TOKENS,
+        "ms": round(ms, 3),
+        "tflops": round(rate, 1),
+        "share_of_matrix_rate": round(rate / report["matrix_tflops"], 3),
+    }
+
+
+def end_to_end(name: str, weights: object) -> list[dict]:
+    """Whole requests through the engine, all of one call at the same time."""
+    settings = engine_settings(max_batch_size=32, max_tokens=16384)
+
+    def build() -> Runner:
+        prepare_process(settings, DEVICE)
+        return assemble_runner(weights, settings, Communicator(), DEVICE)
+
+    engine = Engine.from_runner(settings, build)
+    rows = []
+    for count, given, wanted in T5_REQUESTS:
+        prompt = tuple((37 * index + 11) % 32000 for index in range(given))
+        times = []
+        for _ in range(6):
+            start = time.perf_counter()
+            wait([engine.submit(GenerateRequest(prompt, wanted)) for _ in range(count)])
+            times.append((time.perf_counter() - start) * 1e3)
+        rows.append(
+            {
+                "model": name,
+                "rows": count,
+                "input": given,
+                "output": wanted,
+                "engine_ms": round(statistics.median(times[2:]), 2),
+            }
+        )
+    engine.close()
+    return rows
+
+
+def matrix_tflops(size: int = 8192) -> float:
+    """Rate of a large bfloat16 product of random matrices."""
+    left, right = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    ms = statistics.median(_milliseconds(lambda: left @ right) for _ in range(10))
+    return 2 * size**3 / ms / 1e9
+
+
+def _milliseconds(function) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    function()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
