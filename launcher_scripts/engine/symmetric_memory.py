@@ -1,4 +1,4 @@
-"""Sums over GPUs that read each other's memory: microseconds where NCCL takes tens of them.
+"""Sums over GPUs that read each other's memory: half of NCCL's time for a few kilobytes.
 
 One buffer per rank is mapped into every rank of its tensor-parallel group. A one-shot sum has each
 rank read all buffers; a two-shot sum has it add up its slice and read the others' results, which

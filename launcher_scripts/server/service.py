@@ -264,8 +264,9 @@ class Service:
         return statuses
 
     def _error(self, reason: str) -> ServerError:
-        """The reason comes last: there a log is looked at first."""
-        error = ServerError(f"the end of the server's log:\n{self._process.tail()}\n\n{reason}")
+        error = ServerError(f"{reason}
+the end of the server's log:
+{self._process.tail()}")
         error.problems = (reason,)
         return error
 
