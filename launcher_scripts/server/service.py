@@ -264,9 +264,7 @@ class Service:
         return statuses
 
     def _error(self, reason: str) -> ServerError:
-        error = ServerError(f"{reason}
-the end of the server's log:
-{self._process.tail()}")
+        error = ServerError(f"{reason}\nthe end of the server's log:\n{self._process.tail()}")
         error.problems = (reason,)
         return error
 
