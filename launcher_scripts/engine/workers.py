@@ -153,8 +153,7 @@ class WorkerGroup:
         """End every rank at once; for a group that failed."""
         self._closing.set()
         self._listener.close()
-        if self._publication is not None:
-            self._publication.withdraw()
+        self._withdraw()
         for peer in self._peers():
             peer.end()
 
@@ -179,7 +178,13 @@ class WorkerGroup:
         for rank in self._ranks.values():
             rank.wait(2 * STOP_SECONDS)
 
+    def _withdraw(self) -> None:
+        """Nobody joins any more."""
+        if self._publication is not None:
+            self._publication.withdraw()
+
     def _give_up(self, reason: str) -> None:
+        self._withdraw()
         for host in self._hosts.values():
             host.send_if_there(GroupLost(reason))
         self._on_failure(ServerError(reason))
