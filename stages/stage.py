@@ -129,9 +129,10 @@ class Stage(ABC):
     def cache(self, name: str) -> Path:
         """A folder that outlives the job, for what programs keep below the home directory.
 
-        In a container there is no home directory, and what is there cannot be written to.
+        In a container there is no home directory, and what is there cannot be written to. The
+        folder above exists as soon as there is a job folder, so it can be mounted.
         """
-        return Path(absolute(self.launch.config.base_results_dir)) / "cache" / name
+        return self.results_dir / f"{name}_cache"
 
     @property
     def in_container(self) -> bool:

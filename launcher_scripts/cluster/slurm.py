@@ -193,12 +193,15 @@ def _complain(said: str) -> None:
 
 
 def _check_reason(submitted: Submitted) -> None:
-    """Raise when Slurm has queued a job that it can never start."""
+    """Raise when Slurm has queued a job that it can never start.
+
+    One whose predecessor has failed meanwhile is taken out of the queue by Slurm itself.
+    """
     if not slurm_queue.answers():
         return
     time.sleep(0.1)  # the reason is noted when the job is first considered
     reason = slurm_queue.job_state(submitted.job_id).reason
-    if reason in slurm_queue.BLOCKING_REASONS:
+    if reason in slurm_queue.BLOCKING_REASONS and reason != slurm_queue.FAILED_PREDECESSOR:
         raise ClusterError(
             problem(
                 f"Slurm would keep the {submitted.job.stage} job {submitted.job_id} waiting for "

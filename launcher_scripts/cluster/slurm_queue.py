@@ -14,6 +14,7 @@ from launcher_scripts.errors import Problems, problem
 _TIMEOUT = 30.0
 _UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "N/A")
 
+FAILED_PREDECESSOR = "DependencyNeverSatisfied"
 # Why a job that waits will wait for ever as it is, and what to change. Slurm's words.
 BLOCKING_REASONS: Mapping[str, str] = {
     "PartitionTimeLimit": "its time limit is beyond the partition's: run.time_limit of the stage, "
@@ -21,7 +22,7 @@ BLOCKING_REASONS: Mapping[str, str] = {
     "PartitionNodeLimit": "the partition gives no job as many nodes: deploy.run.nodes, or "
     "cluster.partition",
     "BadConstraints": "no node is as it asks: cluster.constraint, cluster.nodelist",
-    "DependencyNeverSatisfied": "the job that it waits for has failed",
+    FAILED_PREDECESSOR: "the job that it waits for has failed",
     "InvalidAccount": "there is no such account: cluster.account",
     "InvalidQOS": "there is no such quality of service: cluster.qos",
     "AccountNotAllowed": "the partition does not take the account: cluster.account",

@@ -17,16 +17,16 @@ _CHECK_SECONDS = 10
 
 def slurm_script(job: Job, options: SlurmOptions, sbatch: Mapping[str, Any]) -> str:
     """The text that sbatch is given; `sbatch` are the options in its head, by their long names."""
-    client_env = {} if job.client is None else job.client.env
+    env = {**(job.client.env if job.client is not None else {}), **job.env}
     return render(
         "slurm.sh.j2",
         job=job,
-        env={**client_env, **job.env},
+        env=env,
         sbatch=dict(sorted(sbatch.items())),
         options=options,
         remove_containers=_removes_containers(options),
         server_log=file_pattern(job.folder.server_log_stem),
-        enroot=_enroot(job, options),
+        enroot=_enroot(job, options, env),
         beside=_beside(job, options),
     )
 
@@ -36,7 +36,7 @@ def _removes_containers(options: SlurmOptions) -> bool:
     return options.container_scope == "global" and options.container_runtime == "pyxis"
 
 
-def _enroot(job: Job, options: SlurmOptions) -> str:
+def _enroot(job: Job, options: SlurmOptions, env: Mapping[str, str]) -> str:
     """The functions of the script that run a step in a container without pyxis."""
     container = job.container
     if container is None or options.container_runtime != "enroot":
@@ -49,7 +49,7 @@ def _enroot(job: Job, options: SlurmOptions) -> str:
         "enroot.sh.j2",
         image=EnrootImage.find(container.image, options.image_cache),
         mounts=[enroot_mount(mount) for mount in mounts],
-        env=tuple(job.env),
+        env=tuple(env),
         workdir=job.folder.root,
     )
 

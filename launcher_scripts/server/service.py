@@ -64,7 +64,8 @@ def serve(settings: DeploySettings, place: Place = ALONE) -> None:
                 was_ready = was_ready or run.was_ready
                 if not was_ready or attempt == settings.restarts or stop.received is not None:
                     raise
-                print(f"restart {attempt + 1} of {settings.restarts}: {error}", flush=True)
+                count = f"{attempt + 1} of {settings.restarts}"
+                print(f"{error}\nrestart {count}: {_reason(error)}", flush=True)
 
 
 class _Run:
@@ -112,8 +113,7 @@ class _Run:
                 if stop.received is None:
                     patience = min(patience, _FAILED_SECONDS)
                     raise
-                found = str(error).partition("\n")[0]
-                print(f"stopping the server: {stop.name} ({found})", flush=True)
+                print(f"stopping the server: {stop.name} ({_reason(error)})", flush=True)
             finally:
                 self._ready_files.remove()
                 process.stop(patience)
@@ -264,8 +264,14 @@ class Service:
         return statuses
 
     def _error(self, reason: str) -> ServerError:
-        """The reason comes last: there a log is looked at first."""
-        return ServerError(f"the end of the server's log:\n{self._process.tail()}\n\n{reason}")
+        error = ServerError(f"{reason}\nthe end of the server's log:\n{self._process.tail()}")
+        error.problems = (reason,)
+        return error
+
+
+def _reason(error: ServerError) -> str:
+    """What went wrong, without the log."""
+    return "; ".join(error.problems) or str(error)
 
 
 def _job(settings: DeploySettings) -> dict[str, Any]:

@@ -17,7 +17,7 @@ set -euo pipefail
 
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
-export TRITON_CACHE_DIR=/mount/results/cache/triton
+export TRITON_CACHE_DIR=/mount/results/gpt3_126m/deploy_tp2_pp1_fp16_fp16/triton_cache
 export TRANSFORMERS_OFFLINE=1
 
 # Run a command in a container of this task's own, which is removed at the end. A signal reaches

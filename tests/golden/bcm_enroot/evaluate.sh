@@ -13,7 +13,7 @@ set -euo pipefail
 
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
-export MPLCONFIGDIR=/mount/results/cache/matplotlib
+export MPLCONFIGDIR=/mount/results/gpt3_126m/evaluate_tp2_pp1_fp16_fp16/matplotlib_cache
 export TRANSFORMERS_OFFLINE=1
 
 # Run a command in a container of this task's own, which is removed at the end. A signal reaches

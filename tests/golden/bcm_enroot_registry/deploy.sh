@@ -17,9 +17,9 @@ set -euo pipefail
 
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
-export MPLCONFIGDIR=/mount/results/cache/matplotlib
+export MPLCONFIGDIR=/mount/results/gpt3_126m/evaluate_tp2_pp1_fp16_fp16/matplotlib_cache
 export TRANSFORMERS_OFFLINE=1
-export TRITON_CACHE_DIR=/mount/results/cache/triton
+export TRITON_CACHE_DIR=/mount/results/gpt3_126m/deploy_tp2_pp1_fp16_fp16/triton_cache
 
 # The image is fetched once for all nodes and jobs.
 mkdir -p /mount/results/images
@@ -49,7 +49,7 @@ in_container() {
     LOCAL_RANK=${LOCAL_RANK:-$SLURM_LOCALID}
     export MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK
     local options=()
-    for variable in MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK PYTHONPATH PYTHONUNBUFFERED TRITON_CACHE_DIR TRANSFORMERS_OFFLINE \
+    for variable in MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK PYTHONPATH PYTHONUNBUFFERED MPLCONFIGDIR TRANSFORMERS_OFFLINE TRITON_CACHE_DIR \
         $(compgen -e | grep -E '^(SLURM|PMIX|PMI)_|^SLURMD_NODENAME$'); do
         options+=(--env "$variable")
     done
