@@ -1,0 +1,84 @@
+"""Which models decode by fused steps, and how ranks agree on the largest logit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.engine.decode_step import obstacles
+from launcher_scripts.engine.symmetric_memory import (
+    BUFFER_BYTES,
+    ONE_SHOT_BYTES,
+    Route,
+    choose_route,
+    obstacle,
+)
+from launcher_scripts.engine.vocabulary import largest_of_ranks
+from launcher_scripts.kernels.operands import Linear
+from launcher_scripts.parallel import Parallelism
+from tests.engine.small_models import engine_for, random_tensors, small_config
+
+
+def linear(scale: torch.Tensor | None = None) -> Linear:
+    return Linear(torch.zeros(2, 2), scale=scale)
+
+
+def test_what_keeps_a_model_from_fused_steps():
+    config = small_config()
+    assert obstacles(config, Communicator(), [None], [linear()]) == []
+    assert obstacles(config, Communicator(), [object()], [linear(torch.ones(2))]) == [
+        "weights are int8",
+        "IA3 or adapters work inside the layers",
+    ]
+    post = small_config(norm_placement="post")
+    assert obstacles(post, Communicator(Parallelism(1, 2)), [], []) == [
+        "the layers are split into pipeline stages",
+        "norms follow the sums",
+    ]
+    odd = SimpleNamespace(norm_placement="pre", head_size=7)
+    assert obstacles(odd, Communicator(), [], []) == ["heads have an odd number of features"]
+
+
+@pytest.mark.parametrize(("placement", "said"), [("pre", False), ("post", True)])
+def test_a_model_that_takes_the_general_path_says_so(capsys, placement, said):
+    config = small_config(norm_placement=placement)
+    engine_for(config, random_tensors(config)).close()
+    assert ("take the general path: norms follow" in capsys.readouterr().out) == said
+
+
+class TwoRanks(Communicator):
+    """This rank's values, and another's that come after."""
+
+    def __init__(self, other: torch.Tensor) -> None:
+        super().__init__(Parallelism(2), 0)
+        self.other = other
+
+    def tp_stack(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([tensor, self.other])
+
+
+def test_the_lowest_id_of_equal_logits_wins():
+    infinity = torch.inf
+    mine = torch.tensor([1.0, 5.0, 2.0, -infinity])
+    other = torch.tensor([[3.0, 5.0, 1.0, 0.0], [60.0, 61.0, 62.0, 16777215.0]])
+    ids = largest_of_ranks(mine, torch.tensor([7, 8, 9, 0]), TwoRanks(other))
+    assert ids.tolist() == [60, 8, 9, 16777215]
+    assert ids.dtype == torch.int64
+
+
+def test_how_a_sum_travels():
+    assert choose_route(torch.empty(ONE_SHOT_BYTES // 4)) is Route.ONE_SHOT
+    assert choose_route(torch.empty(ONE_SHOT_BYTES // 4 + 1)) is Route.TWO_SHOT
+    assert choose_route(torch.empty(BUFFER_BYTES // 4 + 1)) is Route.PROCESS_GROUP
+    assert choose_route(torch.empty(8, dtype=torch.bfloat16)) is Route.PROCESS_GROUP
+    assert choose_route(torch.empty(0)) is Route.PROCESS_GROUP
+
+
+def test_ranks_that_cannot_share_memory():
+    cuda = torch.device("cuda", 0)
+    assert obstacle([("a", torch.device("cpu"))]) == "the ranks are not on CUDA devices"
+    assert obstacle([("a", cuda), ("b", cuda)]) == "the ranks are on different nodes"
+    assert obstacle([("a", cuda), ("a", cuda)]) is None
