@@ -44,11 +44,13 @@ def rendezvous_folders(env: Mapping[str, str], model_dir: Path) -> tuple[Path, .
 
 
 class Publication:
-    """An invitation in every folder that takes it, until it is withdrawn."""
+    """An invitation in every folder that takes it, until it is withdrawn; None: nobody is invited."""
 
-    def __init__(self, folders: Sequence[Path], run: str, invitation: Invitation) -> None:
+    def __init__(self, folders: Sequence[Path], run: str, invitation: Invitation | None) -> None:
+        self._files: list[Path] = []
+        if invitation is None:
+            return
         name = f"{_prefix(run)}{secrets.token_hex(8)}.json"
-        self._files = []
         reasons = []
         for folder in folders:
             try:

@@ -83,7 +83,7 @@ class WorkerGroup:
             rank: RankOrder(rank, addresses, self._listener.port, token.hex())
             for rank in self._ranks
         }
-        self._publication: Publication | None = None
+        self._publication = Publication((), "", None)
         if group.place.nodes > 1:
             invitation = Invitation(
                 group.model, addresses, self._listener.port, token.hex(), group.attempt
@@ -153,7 +153,7 @@ class WorkerGroup:
         """End every rank at once; for a group that failed."""
         self._closing.set()
         self._listener.close()
-        self._withdraw()
+        self._publication.withdraw()
         for peer in self._peers():
             peer.end()
 
@@ -178,13 +178,8 @@ class WorkerGroup:
         for rank in self._ranks.values():
             rank.wait(2 * STOP_SECONDS)
 
-    def _withdraw(self) -> None:
-        """Nobody joins any more."""
-        if self._publication is not None:
-            self._publication.withdraw()
-
     def _give_up(self, reason: str) -> None:
-        self._withdraw()
+        self._publication.withdraw()
         for host in self._hosts.values():
             host.send_if_there(GroupLost(reason))
         self._on_failure(ServerError(reason))
