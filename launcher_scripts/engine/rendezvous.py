@@ -44,7 +44,7 @@ def rendezvous_folders(env: Mapping[str, str], model_dir: Path) -> tuple[Path, .
 
 
 class Publication:
-    """An invitation in every folder that takes it, until it is withdrawn; None: nobody is invited."""
+    """An invitation, if there is one, in every folder that takes it, until it is withdrawn."""
 
     def __init__(self, folders: Sequence[Path], run: str, invitation: Invitation | None) -> None:
         self._files: list[Path] = []
