@@ -36,15 +36,6 @@ def backend_model_type(model_type: str, config: ModelConfig) -> str:
     if model_type in fitting:
         return name
     what = f"the checkpoint, of family {family}{' (an encoder alone)' if encoder_only else ''},"
-    if not fitting:
-        raise ConfigError(
-            problem(
-                f"{what} cannot be served: convert it without a model repository by "
-                "python3 -m launcher_scripts.steps.convert_checkpoint --help",
-                got=model_type,
-                change=KEY,
-            )
-        )
     raise ConfigError(
         problem(
             f"{what} cannot be served as this model_type",

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from launcher_scripts.cluster.record import read_json, write_end, write_text
+from launcher_scripts.cluster.record import read_end, read_json, write_end, write_text
 from launcher_scripts.cluster.state import UNKNOWN, JobState, wait_for
 from launcher_scripts.errors import ClusterError
 
@@ -21,8 +21,17 @@ _START_TIME_FIELD = 19  # of /proc/<pid>/stat, counted behind the program's name
 
 
 def note_process(folder: Path, pid: int) -> None:
-    """Remember the process that leads a job: its start tells it from a later one of its number."""
-    content = {"pid": pid, "host": socket.gethostname(), "started": _started(pid)}
+    """Remember the process that leads a job, and this one, which will note its end: their starts
+    tell them from later ones of their numbers.
+    """
+    launcher = os.getpid()
+    content = {
+        "pid": pid,
+        "host": socket.gethostname(),
+        "started": _started(pid),
+        "launcher": launcher,
+        "launcher_started": _started(launcher),
+    }
     write_text(folder / "process.json", json.dumps(content) + "\n")
 
 
@@ -37,7 +46,10 @@ def note_end(folder: Path, job_id: str, code: int, *, stopped: bool) -> None:
 
 
 def process_state(folder: Path, job_id: str) -> JobState:
-    """The state of a job that has left no word of its end. job_id: the launcher's process id."""
+    """The state of a job that has left no word of its end. job_id: the launcher's process id.
+
+    A job whose process has ended still runs until its launcher has noted the end.
+    """
     process = read_json(folder / "process.json")
     if process is None:
         if _started(int(job_id)) is not None:
@@ -46,10 +58,12 @@ def process_state(folder: Path, job_id: str) -> JobState:
     host = str(process["host"])
     if host != socket.gethostname():
         return JobState(UNKNOWN, nodes=host, reason=f"it runs on {host}: ask there")
-    if _started(process["pid"]) != process["started"]:
-        reason = "the launcher was killed, and the job with it"
-        return JobState("CANCELLED", 143, nodes=host, reason=reason)
-    return JobState("RUNNING", nodes=host, seconds=_lived(folder))
+    launcher_lives = _started(process["launcher"]) == process["launcher_started"]
+    if _started(process["pid"]) == process["started"] or launcher_lives:
+        return JobState("RUNNING", nodes=host, seconds=_lived(folder))
+    reason = "the launcher was killed, and the job with it"
+    # Both may have ended in order since the caller looked for the word of the end.
+    return read_end(folder, job_id) or JobState("CANCELLED", 143, nodes=host, reason=reason)
 
 
 def ask_to_end(folder: Path, job_id: str, seconds: float) -> None:

@@ -55,8 +55,9 @@ def test_found_before_anything_is_written(tmp_path: Path) -> None:
     refused_export(source, tmp_path, "cannot be served as this model_type", model_type="mt5")
 
 
-def test_shards_alone_of_what_is_not_served(tmp_path: Path) -> None:
+def test_another_family_s_model_type(tmp_path: Path) -> None:
     folder = tmp_path / "bart"
     ENCODER_DECODERS["bart"].save(folder)
-    refused_export(folder, tmp_path, "steps.convert_checkpoint --help", model_type="t5")
+    message = "of family bart, cannot be served as this model_type; got 't5'; choices: bart"
+    refused_export(folder, tmp_path, message, model_type="t5")
     assert (export_folder(folder, tmp_path) / "manifest.json").is_file()

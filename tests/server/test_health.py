@@ -59,7 +59,7 @@ def test_reserved_ports_can_be_listened_on_and_are_given_to_nobody_else() -> Non
         numbers = [*vars(first).values(), *vars(second).values()]
         assert len(set(numbers)) == 6
         with socket.create_server(("127.0.0.1", first.http)):
-            assert ports_in_use("127.0.0.1", first) == {"http": first.http}
+            assert ports_in_use(settings().hosts, first) == {"http": first.http}
 
 
 def test_a_host_that_is_not_this_machines() -> None:
