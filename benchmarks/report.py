@@ -27,7 +27,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     requests = load(arguments.results, "generate-h200.json")["rows"]
     steps = load(arguments.results, "decode-h200.json")["rows"]
-    print("\n".join([*request_table(requests), "", *step_table(steps)]))
+    served = load(arguments.results, "serve-h200.json")["models"]
+    tables = (request_table(requests), step_table(steps), serve_table(served))
+    print("\n\n".join("\n".join(table) for table in tables))
     if arguments.plot:
         arguments.plot.write_text(plot(requests), encoding="utf-8")
     return 0
@@ -64,6 +66,20 @@ def step_table(rows: list[dict]) -> list[str]:
             found = [row for row in rows if row["model"] == model and _case(row) == case]
             cells += [f"{row['ms']:.3f} ({row['share_of_floor']:.0%})" for row in found] or [""]
         lines.append(f"| {model} | {' | '.join(cells)} |")
+    return lines
+
+
+def serve_table(models: list[dict]) -> list[str]:
+    """Tokens per second through tritonserver, by requests in flight."""
+    lines = [
+        "| model | requests in flight | tokens/s | static batches of as many | ratio |",
+        "|---|---|---|---|---|",
+    ]
+    for model in models:
+        for row in model["rows"]:
+            speeds = (f"{row[f'{way}_tokens_per_s']:,.0f}" for way in ("in_flight", "static"))
+            cells = (model["shape"].upper(), str(row["clients"]), *speeds, f"{row['ratio']:.2f}")
+            lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
