@@ -31,6 +31,7 @@ from launcher_scripts.backends.fastertransformer.nodes import (
     node_group,
 )
 from launcher_scripts.backends.fastertransformer.parameters import engine_settings
+from launcher_scripts.backends.fastertransformer.server_watch import ServerWatch
 from launcher_scripts.backends.fastertransformer.sessions import Sessions, idle_seconds
 from launcher_scripts.backends.fastertransformer.status import DEVICE_VARIABLE, StatusFile
 from launcher_scripts.contracts_sessions import served_contract
@@ -51,6 +52,7 @@ class TritonPythonModel:
         """
         self._engine = None
         self._metrics: CacheMetrics | None = None
+        self._watch = ServerWatch()
         self._status = StatusFile.of_server(args["model_name"])
         self._status.write("loading")
         config = json.loads(args["model_config"])
@@ -162,6 +164,7 @@ class TritonPythonModel:
             self._sessions.close()
         self._engine.close()
         self._answers.close()
+        self._watch.close()
 
 
 def input_tensors(request: Any, inputs: Sequence[Tensor]) -> dict[str, torch.Tensor]:
