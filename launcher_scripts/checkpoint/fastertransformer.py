@@ -58,6 +58,16 @@ def weight_files(config: ModelConfig, tp_size: int) -> Iterator[WeightFile]:
                 yield WeightFile(spec, layer, tp_rank)
 
 
+def weight_bytes(config: ModelConfig, tp_size: int, weight_data_type: str) -> int:
+    """Size of all .bin files together."""
+    return DTYPES[weight_data_type].itemsize * sum(
+        math.prod(spec.shape_on(config, tp_size))
+        * len(spec.layer_numbers(config))
+        * (tp_size if spec.partition.per_rank else 1)
+        for spec in family_of(config).weights(config)
+    )
+
+
 @dataclass(frozen=True)
 class FTCheckpoint:
     """An opened checkpoint: every file is there and has the size its tensor needs.
@@ -207,23 +217,25 @@ class FTWriter:
 
     def write(self, file: WeightFile, chunks: Iterable[np.ndarray]) -> None:
         """Write one weight from its consecutive pieces, each contiguous and of the right dtype."""
-        digest, size = DIGESTS[ALGORITHM](), 0
+        digest, size, name = DIGESTS[ALGORITHM](), 0, file.name
+        path = f"{self.partial}/{name}"
         try:
-            with (self.partial / file.name).open("wb", buffering=0) as out:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            try:
                 for chunk in chunks:
                     data = memoryview(chunk).cast("B")
-                    _write_all(out.fileno(), data)
+                    _write_all(descriptor, data)
                     digest.update(data)
                     size += len(data)
+            finally:
+                os.close(descriptor)
         except OSError as error:
-            raise CheckpointError(f"cannot write {self.partial / file.name}: {error}") from error
+            raise CheckpointError(f"cannot write {path}: {error}") from error
         shape = file.spec.shape_on(self.config, self.tp_size)
         expected = math.prod(shape) * self.dtype.itemsize
         if size != expected:
-            raise CheckpointError(
-                problem(f"{file.name} has another size", got=size, choices=[expected])
-            )
-        self._add(FileEntry(file.name, size, digest.hexdigest(), shape, self._dtype_name))
+            raise CheckpointError(problem(f"{name} has another size", got=size, choices=[expected]))
+        self._add(FileEntry(name, size, digest.hexdigest(), shape, self._dtype_name))
 
     def copy(self, content: bytes, name: str) -> None:
         """Write a file that is no weight, such as the tokenizer's."""
