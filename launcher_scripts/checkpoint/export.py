@@ -24,9 +24,8 @@ from launcher_scripts.checkpoint.fastertransformer import (
     WeightFile,
     partial_folder,
     refuse_existing,
-    weight_bytes,
 )
-from launcher_scripts.checkpoint.forecast import Forecast
+from launcher_scripts.checkpoint.forecast import Forecast, weight_bytes
 from launcher_scripts.checkpoint.hints import Hints
 from launcher_scripts.checkpoint.journal import identity
 from launcher_scripts.checkpoint.learned import with_learned_parts

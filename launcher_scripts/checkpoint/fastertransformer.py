@@ -58,16 +58,6 @@ def weight_files(config: ModelConfig, tp_size: int) -> Iterator[WeightFile]:
                 yield WeightFile(spec, layer, tp_rank)
 
 
-def weight_bytes(config: ModelConfig, tp_size: int, weight_data_type: str) -> int:
-    """Size of all .bin files together."""
-    return DTYPES[weight_data_type].itemsize * sum(
-        math.prod(spec.shape_on(config, tp_size))
-        * len(spec.layer_numbers(config))
-        * (tp_size if spec.partition.per_rank else 1)
-        for spec in family_of(config).weights(config)
-    )
-
-
 @dataclass(frozen=True)
 class FTCheckpoint:
     """An opened checkpoint: every file is there and has the size its tensor needs.
