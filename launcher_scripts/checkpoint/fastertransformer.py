@@ -208,17 +208,14 @@ class FTWriter:
     def write(self, file: WeightFile, chunks: Iterable[np.ndarray]) -> None:
         """Write one weight from its consecutive pieces, each contiguous and of the right dtype."""
         digest, size, name = DIGESTS[ALGORITHM](), 0, file.name
-        path = f"{self.partial}/{name}"
+        path = self.partial / name
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            try:
+            with path.open("wb", buffering=0) as out:
                 for chunk in chunks:
                     data = memoryview(chunk).cast("B")
-                    _write_all(descriptor, data)
+                    _write_all(out.fileno(), data)
                     digest.update(data)
                     size += len(data)
-            finally:
-                os.close(descriptor)
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {error}") from error
         shape = file.spec.shape_on(self.config, self.tp_size)
