@@ -160,7 +160,9 @@ def run(command: list[str], *, sampled: bool = False) -> tuple[float, float, flo
     """Seconds a command runs; `sampled`, the most MiB its processes hold, and hold alone."""
     start = time.perf_counter()
     log = tempfile.TemporaryFile()  # noqa: SIM115 read and closed below
-    process = subprocess.Popen(command, cwd=CHECKOUT, stdout=log, stderr=log)
+    # As in an installation, Python keeps the modules it has compiled.
+    env = {key: os.environ[key] for key in os.environ if key != "PYTHONDONTWRITEBYTECODE"}
+    process = subprocess.Popen(command, cwd=CHECKOUT, env=env, stdout=log, stderr=log)
     peaks = {"Pss:": 0.0, "Pss_Anon:": 0.0}
     while sampled and process.poll() is None:
         found = [proportional_mebibytes(pid) for pid in tree(process.pid)]

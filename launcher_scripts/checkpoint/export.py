@@ -20,14 +20,12 @@ import numpy as np
 from launcher_scripts.checkpoint import SOURCES, nemo_training, tokenizer_files
 from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.fastertransformer import (
-    DTYPES,
     FTWriter,
     WeightFile,
     partial_folder,
     refuse_existing,
-    weight_files,
 )
-from launcher_scripts.checkpoint.forecast import Forecast
+from launcher_scripts.checkpoint.forecast import Forecast, weight_bytes
 from launcher_scripts.checkpoint.hints import Hints
 from launcher_scripts.checkpoint.journal import identity
 from launcher_scripts.checkpoint.learned import with_learned_parts
@@ -198,12 +196,7 @@ def check_parallelism(settings: ExportSettings, config: ModelConfig) -> None:
 
 def _check_space(settings: ExportSettings, config: ModelConfig, target: Path) -> int:
     """Bytes of all files to write, which must fit the disk."""
-    tp_size = settings.parallelism.tp_size
-    itemsize = DTYPES[settings.weight_data_type].itemsize
-    total = sum(
-        int(np.prod(file.spec.shape_on(config, tp_size))) * itemsize
-        for file in weight_files(config, tp_size)
-    )
+    total = weight_bytes(config, settings.parallelism.tp_size, settings.weight_data_type)
     free = _free_space(target)
     if total > free:
         raise CheckpointError(

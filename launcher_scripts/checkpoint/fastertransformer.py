@@ -207,23 +207,22 @@ class FTWriter:
 
     def write(self, file: WeightFile, chunks: Iterable[np.ndarray]) -> None:
         """Write one weight from its consecutive pieces, each contiguous and of the right dtype."""
-        digest, size = DIGESTS[ALGORITHM](), 0
+        digest, size, name = DIGESTS[ALGORITHM](), 0, file.name
+        path = self.partial / name
         try:
-            with (self.partial / file.name).open("wb", buffering=0) as out:
+            with path.open("wb", buffering=0) as out:
                 for chunk in chunks:
                     data = memoryview(chunk).cast("B")
                     _write_all(out.fileno(), data)
                     digest.update(data)
                     size += len(data)
         except OSError as error:
-            raise CheckpointError(f"cannot write {self.partial / file.name}: {error}") from error
+            raise CheckpointError(f"cannot write {path}: {error}") from error
         shape = file.spec.shape_on(self.config, self.tp_size)
         expected = math.prod(shape) * self.dtype.itemsize
         if size != expected:
-            raise CheckpointError(
-                problem(f"{file.name} has another size", got=size, choices=[expected])
-            )
-        self._add(FileEntry(file.name, size, digest.hexdigest(), shape, self._dtype_name))
+            raise CheckpointError(problem(f"{name} has another size", got=size, choices=[expected]))
+        self._add(FileEntry(name, size, digest.hexdigest(), shape, self._dtype_name))
 
     def copy(self, content: bytes, name: str) -> None:
         """Write a file that is no weight, such as the tokenizer's."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from launcher_scripts.checkpoint.fastertransformer import DTYPES
 from launcher_scripts.checkpoint.plan import Task
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
+from launcher_scripts.models import family_of
+from launcher_scripts.models.family import ModelConfig
 
 # What two processors and an ordinary disk write, layouts and digests included
 # (benchmarks/export.py); more of them are faster.
@@ -56,3 +60,13 @@ def _place(tensor: SourceTensor) -> object:
 
 def _count(tensor: SourceTensor) -> int:
     return tensor.nbytes // tensor.dtype.itemsize
+
+
+def weight_bytes(config: ModelConfig, tp_size: int, weight_data_type: str) -> int:
+    """Size of all .bin files together."""
+    return DTYPES[weight_data_type].itemsize * sum(
+        math.prod(spec.shape_on(config, tp_size))
+        * len(spec.layer_numbers(config))
+        * (tp_size if spec.partition.per_rank else 1)
+        for spec in family_of(config).weights(config)
+    )
