@@ -10,13 +10,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.row_product_kernel import activate
+from launcher_scripts.kernels.row_product_kernel import ZERO, activate, scales
 
 
 @triton.jit
 def _dot(
     x,
     weight,
+    scale,
     rows,
     first,
     last,
@@ -41,8 +42,10 @@ def _dot(
             tile = tl.load(weights + column, mask=mask, other=0.0, eviction_policy="evict_first")
         inside = (batch < count)[None, :] & (column + columns < IN)[:, None]
         piece = tl.load(places + column, mask=inside, other=0.0)
+        if weight.dtype.element_ty == tl.uint8:
+            tile = (tile.to(tl.float32) - ZERO).to(piece.dtype)
         product = tl.dot(tile, piece, product, input_precision="ieee")
-    return product
+    return product * scales(scale, weight, rows, OUT)[:, None]
 
 
 @triton.jit
@@ -50,6 +53,8 @@ def dot_rows(
     x,
     weight,
     gate_weight,
+    scale,
+    gate_scale,
     offsets,
     gate_offsets,
     out,
@@ -83,12 +88,14 @@ def dot_rows(
     share: tl.constexpr = ((IN + BLOCK - 1) // BLOCK + SPLITS - 1) // SPLITS * BLOCK
     first = split * share
     last = tl.minimum(first + share, IN)
-    value = _dot(x, weight, rows, first, last, count, OUT, IN, ROWS, BLOCK, BATCH)
+    value = _dot(x, weight, scale, rows, first, last, count, OUT, IN, ROWS, BLOCK, BATCH)
     if OFFSET:
         value += tl.load(offsets + rows, mask=rows < OUT, other=0.0).to(tl.float32)[:, None]
     value = activate(value, ACTIVATION)
     if GATED:
-        gate = _dot(x, gate_weight, rows, first, last, count, OUT, IN, ROWS, BLOCK, BATCH)
+        gate = _dot(
+            x, gate_weight, gate_scale, rows, first, last, count, OUT, IN, ROWS, BLOCK, BATCH
+        )
         if OFFSET:
             gate += tl.load(gate_offsets + rows, mask=rows < OUT, other=0.0)[:, None]
         value = value * gate

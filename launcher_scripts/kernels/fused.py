@@ -150,6 +150,7 @@ def project_heads(
         return row_heads(x, linear, heads, rotary, rows, cache)
     if rotary is not None:
         rotary = (rotary[0][rows.positions], rotary[1][rows.positions])
+    linear = dense(linear)
     qkv = functional.linear(x.operand, linear.weight, linear.bias)
     return store_kv(qkv, heads, rotary, rows.starts + rows.positions, cache)
 
@@ -194,6 +195,7 @@ def _few_rows(x: Tensor, linear: Linear, kind: str) -> Tensor:
     """linear(x) for more than one row, its norm aside."""
     if fits(x):
         return dot_product(x, linear, kind)
+    linear = dense(linear)
     return functional.linear(x, linear.weight, linear.bias)
 
 
@@ -238,7 +240,7 @@ def choose(x: Hidden, head: Linear, held: int, columns: RowColumns, slots: Tenso
 def partial_product(x: Tensor, linear: Linear) -> Tensor:
     """See reference.partial_product."""
     alone = replace(linear, bias=None, norm=None)
-    if x.shape[0] == 1 and linear.scale is None:
+    if x.shape[0] == 1:
         out = torch.empty(1, linear.weight.shape[0], device=x.device)
         row_product(x, alone, out, "add", launch=early(x))
         return out

@@ -15,6 +15,7 @@ from launcher_scripts.kernels.row_product_kernel import (
     load_tile,
     multiply,
     normalized,
+    scales,
     vector,
 )
 
@@ -25,6 +26,8 @@ def gemv(
     gain,
     weight,
     gate_weight,
+    scale,
+    gate_scale,
     offsets,
     gate_offsets,
     sums,
@@ -61,6 +64,8 @@ def gemv(
     gate_tile = tile
     if GATED:
         gate_tile = load_tile(gate_weight, base, rows, columns, 0, OUT, IN, even)
+    row_scale = scales(scale, weight, rows, OUT)
+    gate_row_scale = scales(gate_scale, gate_weight, rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
     gate_offset = vector(gate_offsets, rows, OUT, OFFSET and GATED)
     row_sums = vector(sums, rows, OUT, NORM == 1)
@@ -87,10 +92,10 @@ def gemv(
         ROWS,
         BLOCK,
     )
-    value = normalized(value, row_sums, total, squares, eps, IN, NORM) + offset
+    value = normalized(value * row_scale, row_sums, total, squares, eps, IN, NORM) + offset
     value = activate(value, ACTIVATION)
     if GATED:
-        gate = normalized(gate, gate_row_sums, total, squares, eps, IN, NORM)
+        gate = normalized(gate * gate_row_scale, gate_row_sums, total, squares, eps, IN, NORM)
         value = value * (gate + gate_offset)
     value = value + added
     tl.store(out + rows, value.to(out.dtype.element_ty), mask=rows < OUT)
@@ -103,6 +108,7 @@ def gemv_heads(
     x,
     gain,
     weight,
+    scale,
     offsets,
     sums,
     query,
@@ -149,6 +155,8 @@ def gemv_heads(
     other_base = other_rows[:, None].to(tl.int64) * IN + columns
     tile = load_tile(weight, base, rows, columns, 0, OUT, IN, even)
     other_tile = load_tile(weight, other_base, other_rows, columns, 0, OUT, IN, even)
+    row_scale = scales(scale, weight, rows, OUT)
+    other_scale = scales(scale, weight, other_rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
     other_offset = vector(offsets, other_rows, OUT, OFFSET)
     row_sums = vector(sums, rows, OUT, NORM == 1)
@@ -180,8 +188,8 @@ def gemv_heads(
         ROWS,
         BLOCK,
     )
-    low = normalized(low, row_sums, total, squares, eps, IN, NORM) + offset
-    high = normalized(high, other_sums, total, squares, eps, IN, NORM) + other_offset
+    low = normalized(low * row_scale, row_sums, total, squares, eps, IN, NORM) + offset
+    high = normalized(high * other_scale, other_sums, total, squares, eps, IN, NORM) + other_offset
     if HALF > 0:
         low, high = low * cosine - high * sine, high * cosine + low * sine
     asks = inside & (head < HEADS)
@@ -205,6 +213,7 @@ def gemv_largest(
     x,
     gain,
     weight,
+    scale,
     offsets,
     sums,
     largest,
@@ -228,6 +237,7 @@ def gemv_largest(
     even: tl.constexpr = OUT % ROWS == 0 and IN % BLOCK == 0
     base = rows[:, None].to(tl.int64) * IN + columns
     tile = load_tile(weight, base, rows, columns, 0, OUT, IN, even)
+    row_scale = scales(scale, weight, rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
     row_sums = vector(sums, rows, OUT, NORM == 1)
     if EARLY:
@@ -251,7 +261,7 @@ def gemv_largest(
         ROWS,
         BLOCK,
     )
-    value = normalized(value, row_sums, total, squares, eps, IN, NORM) + offset
+    value = normalized(value * row_scale, row_sums, total, squares, eps, IN, NORM) + offset
     value = tl.where(rows < OUT, value, -float("inf"))
     top, place = tl.max(value, 0, return_indices=True)
     tl.store(largest + tl.program_id(0), top)

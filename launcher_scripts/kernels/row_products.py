@@ -17,6 +17,7 @@ from launcher_scripts.kernels.operands import (
     Linear,
     StepRows,
 )
+from launcher_scripts.kernels.quantization import dequantized
 from launcher_scripts.kernels.step_kernels import pick_largest
 from launcher_scripts.kernels.tiles import row_tile
 
@@ -40,25 +41,27 @@ def fold_norm(linear: Linear) -> FoldedNorm | None:
     norm = linear.norm
     if norm is None:
         return None
-    gain = norm.weight.to(linear.weight.dtype)
+    gain = norm.weight.to(linear.dtype)
     sums, offsets = None, None
     if norm.kind == "layernorm":
-        sums = _times(linear.weight, gain.float())
+        sums = _times(linear, gain.float())
     if norm.bias is not None:
-        offsets = _times(linear.weight, norm.bias.float())
+        offsets = _times(linear, norm.bias.float())
     if linear.bias is not None:
         offsets = linear.bias.float() + (0 if offsets is None else offsets)
     return FoldedNorm(gain, sums, offsets)
 
 
-def _times(weight: Tensor, vector: Tensor) -> Tensor:
-    """weight @ vector in float32, a few rows at a time: a copy of all would be large."""
-    rows = max(1, FOLDED_AT_ONCE // weight.shape[1])
-    return torch.cat([part.float() @ vector for part in weight.split(rows)])
+def _times(linear: Linear, vector: Tensor) -> Tensor:
+    """Its weight @ vector in float32, a few rows at a time: a copy of all would be large."""
+    rows = max(1, FOLDED_AT_ONCE // linear.weight.shape[1])
+    parts = linear.weight.split(rows)
+    scales = [None] * len(parts) if linear.scale is None else linear.scale.split(rows)
+    return torch.cat([dequantized(*part) @ vector for part in zip(parts, scales, strict=True)])
 
 
-def _norm_operands(x: Tensor, linear: Linear) -> dict[str, object]:
-    """Arguments of a kernel about the norm and bias; x stands for what there is not."""
+def _operands(x: Tensor, linear: Linear) -> dict[str, object]:
+    """Arguments of a kernel about scales, norm and bias; x stands for what there is not."""
     folded = linear.folded
     if folded is None:
         offsets, gain, sums, code, eps = linear.bias, None, None, 0, 0.0
@@ -66,6 +69,7 @@ def _norm_operands(x: Tensor, linear: Linear) -> dict[str, object]:
         offsets, gain, sums = folded.offsets, folded.gain, folded.sums
         code, eps = NORM_CODES[linear.norm.kind], linear.norm.eps
     return {
+        "scale": x if linear.scale is None else linear.scale,
         "gain": x if gain is None else gain,
         "offsets": x if offsets is None else offsets,
         "sums": x if sums is None else sums,
@@ -88,15 +92,16 @@ def row_product(
     rounded: Tensor | None = None,
     launch: dict[str, bool],
 ) -> None:
-    """x [1, in] of the weight's type through a projection to out [1, out]; see gemv."""
+    """x [1, in] of the compute type through a projection to out [1, out]; see gemv."""
     out_size, in_size = linear.weight.shape
     tile = row_tile(kind, in_size)
-    operands = _norm_operands(x, linear)
-    others = _norm_operands(x, linear if gate is None else gate)
+    operands = _operands(x, linear)
+    others = _operands(x, linear if gate is None else gate)
     gemv[(triton.cdiv(out_size, tile.rows),)](
         x,
         weight=linear.weight,
         gate_weight=linear.weight if gate is None else gate.weight,
+        gate_scale=others["scale"],
         gate_offsets=others["offsets"],
         gate_sums=others["sums"],
         residual=x if residual is None else residual,
@@ -153,7 +158,7 @@ def row_heads(
         BLOCK=tile.block,
         num_warps=tile.warps,
         num_stages=1,
-        **_norm_operands(operand, linear),
+        **_operands(operand, linear),
         **early(operand),
     )
     return query
@@ -184,7 +189,7 @@ def row_largest(
         BLOCK=tile.block,
         num_warps=tile.warps,
         num_stages=1,
-        **_norm_operands(operand, head),
+        **_operands(operand, head),
         **early(operand),
     )
     return best_of_parts(found[None], places[None], keep)
