@@ -10,14 +10,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.row_product_kernel import ZERO, activate, scales
+from launcher_scripts.kernels.row_product_kernel import ZERO, activate, scales_of
 
 
 @triton.jit
 def _dot(
     x,
     weight,
-    scale,
+    scales,
     rows,
     first,
     last,
@@ -45,7 +45,7 @@ def _dot(
         if weight.dtype.element_ty == tl.uint8:
             tile = (tile.to(tl.float32) - ZERO).to(piece.dtype)
         product = tl.dot(tile, piece, product, input_precision="ieee")
-    return product * scales(scale, weight, rows, OUT)[:, None]
+    return product * scales_of(scales, weight, rows, OUT)[:, None]
 
 
 @triton.jit
@@ -53,8 +53,8 @@ def dot_rows(
     x,
     weight,
     gate_weight,
-    scale,
-    gate_scale,
+    scales,
+    gate_scales,
     offsets,
     gate_offsets,
     out,
@@ -88,13 +88,13 @@ def dot_rows(
     share: tl.constexpr = ((IN + BLOCK - 1) // BLOCK + SPLITS - 1) // SPLITS * BLOCK
     first = split * share
     last = tl.minimum(first + share, IN)
-    value = _dot(x, weight, scale, rows, first, last, count, OUT, IN, ROWS, BLOCK, BATCH)
+    value = _dot(x, weight, scales, rows, first, last, count, OUT, IN, ROWS, BLOCK, BATCH)
     if OFFSET:
         value += tl.load(offsets + rows, mask=rows < OUT, other=0.0).to(tl.float32)[:, None]
     value = activate(value, ACTIVATION)
     if GATED:
         gate = _dot(
-            x, gate_weight, gate_scale, rows, first, last, count, OUT, IN, ROWS, BLOCK, BATCH
+            x, gate_weight, gate_scales, rows, first, last, count, OUT, IN, ROWS, BLOCK, BATCH
         )
         if OFFSET:
             gate += tl.load(gate_offsets + rows, mask=rows < OUT, other=0.0)[:, None]
@@ -120,17 +120,20 @@ def add_and_normalize(
     bias,
     exact,
     operand,
+    moments,
     count,
     size,
     eps,
     PARTS: tl.constexpr,
     OFFSET: tl.constexpr,
     NORM: tl.constexpr,
+    WEIGHED: tl.constexpr,
     EARLY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program: one row of residual + the sum of parts + offsets, and the same normalized (or,
-    with NORM 0, in the operand's type)."""
+    with NORM 0, in the operand's type). WEIGHED: instead of the norm only its gain is applied, and
+    the row's moments are kept."""
     if EARLY:
         gdc_launch_dependents()
     columns = tl.arange(0, BLOCK)
@@ -138,7 +141,7 @@ def add_and_normalize(
     held = tl.zeros([BLOCK], tl.float32)
     shift = tl.zeros([BLOCK], tl.float32)
     added = tl.zeros([BLOCK], tl.float32)
-    if NORM > 0:
+    if NORM > 0 or WEIGHED:
         held = tl.load(gain + columns, mask=inside, other=0.0)
     if NORM == 1:
         shift = tl.load(bias + columns, mask=inside, other=0.0)
@@ -157,4 +160,8 @@ def add_and_normalize(
     if NORM > 0:
         variance = tl.sum(values * values, 0) / size
         values = values * (1.0 / tl.sqrt(variance + eps)) * held + shift
+    if WEIGHED:
+        tl.store(moments + row * 2, tl.sum(values, 0))
+        tl.store(moments + row * 2 + 1, tl.sum(values * values, 0))
+        values = values * held
     tl.store(operand + row * size + columns, values.to(operand.dtype.element_ty), mask=inside)
