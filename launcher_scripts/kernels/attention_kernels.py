@@ -10,6 +10,7 @@ from launcher_scripts.kernels.attention_tile import (
     add_tile,
     bonus_of,
     load_keys_values,
+    summed,
     turned,
 )
 
@@ -31,6 +32,7 @@ def _newest_first(
     place,
     new_key,
     new_value,
+    stride,
     cosines,
     sines,
     turn,
@@ -42,6 +44,7 @@ def _newest_first(
     stores,
     RELATIVE: tl.constexpr,
     STORE: tl.constexpr,
+    PARTS: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -58,8 +61,9 @@ def _newest_first(
     if present:
         if STORE:
             kind = keys.dtype.element_ty
-            rounded = turned(new_key, cosines, sines, turn, SIZE, HALF, BLOCK).to(kind)
-            value = tl.load(new_value + features, mask=held, other=0.0)
+            fresh = turned(new_key, stride, cosines, sines, turn, PARTS, SIZE, HALF, BLOCK)
+            rounded = fresh.to(kind)
+            value = summed(new_value + features, stride, held, PARTS).to(kind)
             tl.store(keys + place, rounded, mask=held & stores)
             tl.store(values + place, value, mask=held & stores)
             key = rounded.to(tl.float32)
@@ -104,6 +108,7 @@ def attend(
     EARLY: tl.constexpr,
     FRESH: tl.constexpr,
     STORE: tl.constexpr,
+    PARTS: tl.constexpr,
     HALF: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -115,6 +120,7 @@ def attend(
     EARLY: starts, lengths and all tokens are there before the kernel this one waits for ends,
     except that with FRESH that one stores the last token. STORE: `query` holds keys and values
     beside the queries, not yet turned; the last token is taken from there, turned and stored.
+    PARTS: `query` is that many tensors, whose sum it is.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -140,13 +146,16 @@ def attend(
         gdc_wait()
     beside: tl.constexpr = 2 * (HEADS // GROUP) if STORE else 0
     asked = query + (row * (HEADS + beside)) * SIZE
-    scaled = turned(asked + head * SIZE, cosines, sines, position, SIZE, HALF, BLOCK) * scale
+    stride = tl.num_programs(0) * (HEADS + beside) * SIZE
+    mine = asked + head * SIZE
+    scaled = turned(mine, stride, cosines, sines, position, PARTS, SIZE, HALF, BLOCK) * scale
     largest, total, mixed = _newest_first(
         keys,
         values,
         pool + old.to(tl.int64) * SIZE + tl.arange(0, BLOCK),
         asked + (HEADS + group) * SIZE,
         asked + (HEADS + HEADS // GROUP + group) * SIZE,
+        stride,
         cosines,
         sines,
         position,
@@ -158,6 +167,7 @@ def attend(
         head % GROUP == 0,
         RELATIVE,
         STORE,
+        PARTS,
         SIZE,
         HALF,
         BLOCK,

@@ -20,6 +20,7 @@ from launcher_scripts.kernels.dot_products import (
     dot_add,
     dot_largest,
     dot_partial,
+    dot_parts,
     dot_product,
     fits,
 )
@@ -169,11 +170,11 @@ def attend_own(
 ) -> Tensor:
     """See reference.attend_own. One row's projection stores keys and values, several rows' not:
     there the attention does."""
-    alone = x.operand.shape[0] == 1
+    alone, parts = x.operand.shape[0] == 1, 1
     if alone:
         query = row_heads(x, linear, heads, rotary, rows, cache)
     else:
-        query = _few_rows(x.operand, linear, "heads")
+        query, parts = _few_rows_in_parts(x.operand, linear, "heads")
     return attention_launch(
         query,
         heads,
@@ -186,21 +187,56 @@ def attend_own(
         fresh=True,
         launch=early(query),
         store=not alone,
+        parts=parts,
         rotary=None if alone else rotary,
     )
 
 
-def _few_rows(x: Tensor, linear: Linear, kind: str) -> Tensor:
-    """linear(x) for more than one row, its norm aside."""
+def attend_source(
+    x: Hidden,
+    linear: Linear,
+    heads: Heads,
+    rows: StepRows,
+    cache: LayerCache,
+    longest: int,
+    *,
+    scale: float | None = None,
+    relative: RelativeBias | None = None,
+) -> Tensor:
+    """See reference.attend_source."""
+    if x.operand.shape[0] == 1:
+        query, parts = project_hidden(x, linear), 1
+    else:
+        query, parts = _few_rows_in_parts(x.operand, linear, "query")
+    return attention_launch(
+        query,
+        heads,
+        cache,
+        (rows.source_starts, rows.source_lengths, rows.positions),
+        longest,
+        None,
+        scale,
+        relative,
+        fresh=False,
+        launch=early(query),
+        parts=parts,
+    )
+
+
+def _few_rows_in_parts(x: Tensor, linear: Linear, kind: str) -> tuple[Tensor, int]:
+    """linear(x) for more than one row, its norm aside; and of how many parts it is the sum."""
     if fits(x):
-        return dot_product(x, linear, kind)
-    return functional.linear(x, linear.weight, linear.bias)
+        parts = dot_parts(x, linear, kind)
+        return parts, parts.shape[0]
+    return functional.linear(x, linear.weight, linear.bias), 1
 
 
 def project_hidden(x: Hidden, linear: Linear) -> Tensor:
     """See reference.project_hidden."""
+    if fits(x.operand):
+        return dot_product(x.operand, linear, "plain")
     if x.operand.shape[0] > 1:
-        return _few_rows(x.operand, linear, "plain")
+        return functional.linear(x.operand, linear.weight, linear.bias)
     out = x.operand.new_empty(1, linear.weight.shape[0])
     row_product(x.operand, linear, out, "plain", launch=early(out))
     return out

@@ -237,6 +237,36 @@ def attend_own(
     )
 
 
+def attend_source(
+    x: Hidden,
+    linear: Linear,
+    heads: Heads,
+    rows: StepRows,
+    cache: LayerCache,
+    longest: int,
+    *,
+    scale: float | None = None,
+    relative: RelativeBias | None = None,
+) -> Tensor:
+    """project_hidden, then decode_attention of the rows to the encoder's inputs: [B, heads * size].
+
+    `longest` bounds the inputs' tokens.
+    """
+    query = project_hidden(x, linear)
+    return decode_attention(
+        query.view(query.shape[0], heads.num_heads, heads.head_size),
+        cache,
+        rows.source_starts,
+        rows.source_lengths,
+        longest,
+        None,
+        scale=scale,
+        relative=relative,
+        positions=rows.positions,
+        fresh=False,
+    )
+
+
 def project_hidden(x: Hidden, linear: Linear) -> Tensor:
     """linear of the normalized hidden states: [B, out]."""
     return functional.linear(x.operand, linear.weight, linear.bias)
