@@ -47,6 +47,7 @@ from launcher_scripts.kernels.operands import (
 from launcher_scripts.kernels.row_products import (
     early,
     fold_norm,
+    row_accumulate,
     row_heads,
     row_largest,
     row_product,
@@ -93,7 +94,10 @@ def begin_step(
     """See reference.begin_step."""
     rows, size, dtype = slots.shape[0], tables.tokens.shape[1], tables.tokens.dtype
     exact = torch.empty(rows, size, device=slots.device)
-    rounded = exact if dtype == torch.float32 else exact.new_empty(rows, size, dtype=dtype)
+    weighed = rows == 1 and norm_of_next is not None
+    alike = dtype == torch.float32 and not weighed
+    rounded = exact if alike else exact.new_empty(rows, size, dtype=dtype)
+    moments = torch.empty(2, 1, device=slots.device) if weighed else None
     made = torch.empty(5, rows, dtype=torch.int64, device=slots.device)
     starts, positions, lengths, source_starts, source_lengths = made
     begin_rows[(rows,)](
@@ -113,6 +117,8 @@ def begin_step(
         source_starts,
         exact,
         rounded,
+        norm_of_next.weight if weighed else exact,
+        moments if weighed else exact,
         tables.first_id,
         tables.tokens.shape[0],
         columns.padding,
@@ -120,6 +126,7 @@ def begin_step(
         SOURCES=sources,
         POSITIONS=tables.positions is not None,
         ROUNDED=rounded is not exact,
+        WEIGHED=weighed,
         BLOCK=triton.next_power_of_2(size),
         num_warps=8,
     )
@@ -127,14 +134,16 @@ def begin_step(
     if sources:
         found = StepRows(starts, positions, lengths, source_starts, source_lengths)
     if rows == 1:
-        return Hidden(exact, rounded), found
+        return Hidden(exact, rounded, moments), found
     return hidden(exact, norm_of_next, dtype), found
 
 
 def hidden(exact: Tensor, norm_of_next: Norm | None, dtype: torch.dtype) -> Hidden:
-    """See reference.hidden. One row is rounded only: its projections have their norms folded in."""
-    if exact.shape[0] == 1 or norm_of_next is None:
+    """See reference.hidden. One row's projections have their norms folded in."""
+    if norm_of_next is None:
         return Hidden(exact, exact.to(dtype))
+    if exact.shape[0] == 1:
+        return add_parts(exact[None][:0], None, exact, norm_of_next, dtype)
     return Hidden(exact, norm(exact, norm_of_next, dtype))
 
 
@@ -238,7 +247,7 @@ def project_hidden(x: Hidden, linear: Linear) -> Tensor:
     if x.operand.shape[0] > 1:
         return functional.linear(x.operand, linear.weight, linear.bias)
     out = x.operand.new_empty(1, linear.weight.shape[0])
-    row_product(x.operand, linear, out, "plain", launch=early(out))
+    row_product(x.operand, linear, out, "plain", moments=x.moments, launch=early(out))
     return out
 
 
@@ -250,7 +259,8 @@ def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tenso
     if x.operand.shape[0] > 1:
         return reference.expand(x, up, gate, activation)
     out = x.operand.new_empty(1, up.weight.shape[0])
-    row_product(x.operand, up, out, kind, gate=gate, activation=activation, launch=early(out))
+    more = {"moments": x.moments, "gate": gate, "activation": activation}
+    row_product(x.operand, up, out, kind, **more, launch=early(out))
     return out
 
 
@@ -260,10 +270,7 @@ def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | Non
         return dot_add(x, linear, onto, norm_of_next)
     if x.shape[0] > 1:
         return hidden(project_add(x, linear, onto.exact), norm_of_next, onto.operand.dtype)
-    exact = torch.empty_like(onto.exact)
-    rounded = None if x.dtype == torch.float32 else torch.empty_like(onto.operand)
-    row_product(x, linear, exact, "add", residual=onto.exact, rounded=rounded, launch=early(x))
-    return Hidden(exact, exact if rounded is None else rounded)
+    return row_accumulate(x, linear, onto, norm_of_next)
 
 
 def choose(x: Hidden, head: Linear, held: int, columns: RowColumns, slots: Tensor) -> Tensor:
@@ -282,9 +289,8 @@ def partial_product(x: Tensor, linear: Linear) -> Tensor:
 
 
 def add_sum(total: Tensor, bias: Tensor | None, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
-    """See reference.add_sum. One row is rounded only, as in `hidden`."""
-    alone = total.shape[0] == 1
-    return add_parts(total[None], bias, onto, None if alone else norm_of_next)
+    """See reference.add_sum."""
+    return add_parts(total[None], bias, onto.exact, norm_of_next, onto.operand.dtype)
 
 
 def largest(

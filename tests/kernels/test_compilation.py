@@ -34,15 +34,16 @@ def compile_kernel(kernel, pointers: dict[str, str], numbers: dict[str, str], co
     return triton.compile(source, target=HOPPER).asm["ptx"]
 
 
-TILE = {"GAIN": True, "ROWS": 2, "BLOCK": 256, "ROLLED": False, "EARLY": True}
+TILE = {"PARTS": 3, "SPREAD": 4, "ROWS": 2, "BLOCK": 256, "ROLLED": False, "EARLY": True}
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rolled", [False, True])
 def test_gemv(dtype, gated, rolled):
-    pointers = dict.fromkeys(("x", "gain", "weight", "gate_weight", "rounded"), dtype)
-    vectors = ("offsets", "gate_offsets", "sums", "gate_sums", "residual", "out")
+    pointers = dict.fromkeys(("x", "weight", "gate_weight", "rounded"), dtype)
+    vectors = ("offsets", "gate_offsets", "sums", "gate_sums", "residual", "gain", "out")
+    vectors += ("moments", "new_moments")
     pointers |= dict.fromkeys(vectors, "fp32")
     constants = {
         "OUT": 515,
@@ -53,6 +54,7 @@ def test_gemv(dtype, gated, rolled):
         "GATED": gated,
         "RESIDUAL": not gated,
         "ROUNDED": True,
+        "WEIGHED": not gated,
         **TILE,
         "ROLLED": rolled,
     }
@@ -62,8 +64,8 @@ def test_gemv(dtype, gated, rolled):
 
 @pytest.mark.parametrize(("dtype", "half"), list(itertools.product(TYPES, (0, 8, 32))))
 def test_gemv_heads(dtype, half):
-    pointers = dict.fromkeys(("x", "gain", "weight", "query", "keys", "values"), dtype)
-    pointers |= dict.fromkeys(("offsets", "sums", "cosines", "sines"), "fp32")
+    pointers = dict.fromkeys(("x", "weight", "query", "keys", "values"), dtype)
+    pointers |= dict.fromkeys(("moments", "offsets", "sums", "cosines", "sines"), "fp32")
     pointers |= dict.fromkeys(("starts", "positions"), "i64")
     numbers = {"pool_tokens": "i32", "eps": "fp32"}
     heads = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half}
@@ -73,8 +75,8 @@ def test_gemv_heads(dtype, half):
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_gemv_largest(dtype):
-    pointers = dict.fromkeys(("x", "gain", "weight"), dtype)
-    pointers |= dict.fromkeys(("offsets", "sums", "largest"), "fp32") | {"places": "i32"}
+    pointers = dict.fromkeys(("x", "weight"), dtype)
+    pointers |= dict.fromkeys(("moments", "offsets", "sums", "largest"), "fp32") | {"places": "i32"}
     constants = {"OUT": 515, "IN": 768, "NORM": 2, "OFFSET": True, **TILE}
     assert compile_kernel(gemv_kernels.gemv_largest, pointers, {"eps": "fp32"}, constants)
 
@@ -103,17 +105,20 @@ def test_dot_rows(dtype, splits):
 
 
 def test_add_and_normalize():
-    vectors = ("parts", "offsets", "residual", "gain", "bias", "exact", "operand")
+    vectors = ("parts", "offsets", "residual", "gain", "bias", "exact", "operand", "moments")
     pointers = dict.fromkeys(vectors, "fp32")
     numbers = {"count": "i32", "size": "i32", "eps": "fp32"}
-    constants = {"PARTS": 4, "OFFSET": True, "NORM": 1, "EARLY": True, "BLOCK": 1024}
+    constants = {"PARTS": 4, "OFFSET": True, "NORM": 0, "WEIGHED": True, "EARLY": True}
+    constants["BLOCK"] = 1024
     assert compile_kernel(dot_kernels.add_and_normalize, pointers, numbers, constants)
 
 
 def test_begin_rows():
     pointers = {"table": "bf16", "position_table": "bf16", "exact": "fp32", "rounded": "bf16"}
+    pointers |= {"gain": "fp32", "moments": "fp32"}
     numbers = dict.fromkeys(("first_id", "held", "padding", "size"), "i32")
-    constants = {"SOURCES": True, "POSITIONS": True, "ROUNDED": True, "BLOCK": 1024}
+    constants = {"SOURCES": True, "POSITIONS": True, "ROUNDED": True, "WEIGHED": True}
+    constants["BLOCK"] = 1024
     known = {*pointers, *numbers, *constants}
     names = step_kernels.begin_rows.arg_names
     pointers |= {name: "i64" for name in names if name not in known}
