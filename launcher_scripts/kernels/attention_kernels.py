@@ -79,6 +79,14 @@ def _newest_first(
 
 
 @triton.jit
+def _part(old, split, SPLITS: tl.constexpr, TILE: tl.constexpr):
+    """(old, first and last + 1 of this part of that many tokens, how many parts have any)"""
+    share = tl.cdiv(tl.maximum(1, tl.cdiv(old, SPLITS)), TILE) * TILE
+    first = split * share
+    return old, first, tl.minimum(first + share, old), tl.maximum(1, tl.cdiv(old, share))
+
+
+@triton.jit
 def attend(
     query,
     keys,
@@ -128,13 +136,9 @@ def attend(
     head = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(lengths + row).to(tl.int32)
-    old = length - (1 if FRESH else 0)
-    share = tl.cdiv(tl.maximum(1, tl.cdiv(old, SPLITS)), TILE) * TILE
-    parts = tl.maximum(1, tl.cdiv(old, share))
-    first = split * share
+    old, first, last, parts = _part(length - (1 if FRESH else 0), split, SPLITS, TILE)
     if first > 0 and first >= old:
         return
-    last = tl.minimum(first + share, old)
     group = head // GROUP  # the head's keys and values
     pool = (group * pool_tokens.to(tl.int64) + tl.load(starts + row)) * SIZE
     tokens = first + tl.arange(0, TILE)
