@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 import triton
 from torch import Tensor
-from torch.nn import functional
 
 from launcher_scripts.kernels import int8_kernels, reference
 from launcher_scripts.kernels.dot_products import (
