@@ -40,6 +40,19 @@ def dot_product(
     return out
 
 
+def dot_parts(x: Tensor, linear: Linear, kind: str) -> Tensor:
+    """linear(x), perhaps in parts that whoever reads it sums: [P, N, out]; norms are not looked at.
+
+    One part has the type of x, several have float32.
+    """
+    out_size, in_size = linear.weight.shape
+    tile = dot_tile(kind, in_size)
+    dtype = x.dtype if tile.splits == 1 else torch.float32
+    parts = x.new_empty(tile.splits, x.shape[0], out_size, dtype=dtype)
+    _launch(x, linear, tile, out_size, out=parts)
+    return parts
+
+
 def dot_add(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm) -> Hidden:
     """reference.accumulate for a few rows: parts of the product, then their sum and its norm."""
     dtype = onto.operand.dtype
@@ -142,6 +155,7 @@ def _launch(
         GATED=gate is not None,
         LARGEST=largest is not None,
         SPLITS=tile.splits,
+        AHEAD=tile.ahead,
         ROWS=tile.rows,
         BLOCK=tile.block,
         BATCH=max(SMALLEST_BATCH, triton.next_power_of_2(x.shape[0])),

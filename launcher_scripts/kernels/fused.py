@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 import triton
 from torch import Tensor
-from torch.nn import functional
 
 from launcher_scripts.kernels import inbox_products, int8_kernels, reference
 from launcher_scripts.kernels.dot_products import (
@@ -26,21 +25,23 @@ from launcher_scripts.kernels.dot_products import (
 from launcher_scripts.kernels.fused_products import logits, mlp_up, project, project_add
 from launcher_scripts.kernels.fused_rows import (
     argmax,
-    attention_launch,
     decode_attention,
     embed,
     norm,
     store_kv,
 )
+from launcher_scripts.kernels.fused_steps import (
+    attend_own,
+    attend_source,
+    project_heads,
+    project_hidden,
+)
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
-    Heads,
     Hidden,
-    LayerCache,
     Linear,
     Norm,
     Ranks,
-    RelativeBias,
     RowColumns,
     StepRows,
 )
@@ -48,7 +49,6 @@ from launcher_scripts.kernels.row_products import (
     early,
     fold_norm,
     row_accumulate,
-    row_heads,
     row_largest,
     row_product,
 )
@@ -56,6 +56,8 @@ from launcher_scripts.kernels.step_kernels import begin_rows
 
 __all__ = [
     "argmax",
+    "attend_own",
+    "attend_source",
     "decode_attention",
     "embed",
     "logits",
@@ -63,6 +65,8 @@ __all__ = [
     "norm",
     "project",
     "project_add",
+    "project_heads",
+    "project_hidden",
     "store_kv",
 ]
 
@@ -145,75 +149,6 @@ def hidden(exact: Tensor, norm_of_next: Norm | None, dtype: torch.dtype) -> Hidd
     if exact.shape[0] == 1:
         return add_parts(exact[None][:0], None, exact, norm_of_next, dtype)
     return Hidden(exact, norm(exact, norm_of_next, dtype))
-
-
-def project_heads(
-    x: Hidden,
-    linear: Linear,
-    heads: Heads,
-    rotary: tuple[Tensor, Tensor] | None,
-    rows: StepRows,
-    cache: LayerCache,
-) -> Tensor:
-    """See reference.project_heads."""
-    if x.operand.shape[0] == 1:
-        return row_heads(x, linear, heads, rotary, rows, cache)
-    if rotary is not None:
-        rotary = (rotary[0][rows.positions], rotary[1][rows.positions])
-    qkv = functional.linear(x.operand, linear.weight, linear.bias)
-    return store_kv(qkv, heads, rotary, rows.starts + rows.positions, cache)
-
-
-def attend_own(
-    x: Hidden,
-    linear: Linear,
-    heads: Heads,
-    rotary: tuple[Tensor, Tensor] | None,
-    rows: StepRows,
-    cache: LayerCache,
-    longest: int,
-    slopes: Tensor | None,
-    *,
-    scale: float | None = None,
-    relative: RelativeBias | None = None,
-) -> Tensor:
-    """See reference.attend_own. One row's projection stores keys and values, several rows' not:
-    there the attention does."""
-    alone = x.operand.shape[0] == 1
-    if alone:
-        query = row_heads(x, linear, heads, rotary, rows, cache)
-    else:
-        query = _few_rows(x.operand, linear, "heads")
-    return attention_launch(
-        query,
-        heads,
-        cache,
-        (rows.starts, rows.lengths, rows.positions),
-        longest,
-        slopes,
-        scale,
-        relative,
-        fresh=True,
-        launch=early(query),
-        store=not alone,
-        rotary=None if alone else rotary,
-    )
-
-
-def _few_rows(x: Tensor, linear: Linear, kind: str) -> Tensor:
-    """linear(x) for more than one row, its norm aside."""
-    if fits(x):
-        return dot_product(x, linear, kind)
-    return functional.linear(x, linear.weight, linear.bias)
-
-
-def project_hidden(x: Hidden, linear: Linear) -> Tensor:
-    """See reference.project_hidden."""
-    if x.operand.shape[0] > 1:
-        return _few_rows(x.operand, linear, "plain")
-    out = x.operand.new_empty(1, linear.weight.shape[0])
-    row_product(x.operand, linear, out, "plain", moments=x.moments, launch=early(out))
-    return out
 
 
 def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from launcher_scripts.engine.layers import alibi_slopes  # noqa: E402
-from launcher_scripts.kernels import fused, inbox_products, reference  # noqa: E402
+from launcher_scripts.kernels import dot_products, fused, inbox_products, reference  # noqa: E402
 from launcher_scripts.kernels.operands import (  # noqa: E402
     EmbeddingTables,
     Heads,
@@ -25,6 +25,7 @@ from launcher_scripts.kernels.operands import (  # noqa: E402
     StepRows,
 )
 from launcher_scripts.kernels.quantization import quantized  # noqa: E402
+from launcher_scripts.kernels.tiles import DotTile  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -380,6 +381,42 @@ def test_project_heads(rows, dtype, rotary_size):
         assert got.isnan().any(-1).tolist() == want.isnan().any(-1).tolist()
 
 
+@pytest.fixture(params=[1, 2])
+def in_parts(request, monkeypatch):
+    """Projections of queries leave that many parts."""
+    tile = DotTile(64, 32, 4, 2, request.param, 1)
+    monkeypatch.setattr(dot_products, "dot_tile", lambda *_: tile)
+
+
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize("longest", [70, 300])
+@pytest.mark.parametrize("dtype", DOT_TYPES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_attend_source(rows, dtype, longest, relative):
+    heads, size = Heads(4, 4, 12), SIZES[1][0]
+    linear = make_linear(4 * 12, size, make_norm("rmsnorm", size), True, dtype)
+    positions, lengths, starts = (
+        torch.tensor(values[:rows], device=DEVICE)
+        for values in ([3, 0, 90], [longest, 1, 66], [2, 399, 310])
+    )
+    step = StepRows(starts + lengths, positions, positions + 1, starts, lengths)
+    cache = poisoned_cache(heads, 400, dtype)
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        for part in parts(cache):
+            part[:, start : start + length] = random(4, length, 12, dtype=dtype)
+    mine, theirs = hidden_pair(rows, linear)
+    more = {
+        "scale": 1.0,
+        "relative": RelativeBias(random(4, 2 * 9 + 1)) if relative else None,
+    }
+    got = fused.attend_source(mine, fused.prepare(linear), heads, step, cache, longest, **more)
+    want = reference.attend_source(theirs, linear, heads, step, cache, longest, **more)
+    assert not got.isnan().any()
+    assert_close(got, want, dtype)
+
+
+@pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize("rotary_size", [0, 8])
 @pytest.mark.parametrize("longest", [70, 300])
 @pytest.mark.parametrize("dtype", DOT_TYPES)

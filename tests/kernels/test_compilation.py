@@ -111,12 +111,14 @@ def test_dot_rows(dtype, splits):
         "GATED": splits == 1,
         "LARGEST": False,
         "SPLITS": splits,
+        "AHEAD": 2,
         "EARLY": True,
         "ROWS": 64,
         "BLOCK": 128,
         "BATCH": 16,
     }
-    assert compile_kernel(dot_kernels.dot_rows, pointers, {"count": "i32"}, constants)
+    ptx = compile_kernel(dot_kernels.dot_rows, pointers, {"count": "i32"}, constants)
+    assert "prefetch.global.L2" in ptx.partition("griddepcontrol.wait")[0]
 
 
 def test_add_and_normalize():
@@ -184,7 +186,7 @@ def test_attention(dtype, splits, relative):
     shape = {"HEADS": 8, "SIZE": 48, "BLOCK": 64, "SPLITS": splits}
     constants = shape | {"GROUP": 4, "ALIBI": splits > 1, "RELATIVE": relative, "TILE": 64}
     constants |= {"SPLIT_BLOCK": splits, "EARLY": True, "FRESH": not relative}
-    constants |= {"STORE": splits > 1 and not relative, "HALF": 16}
+    constants |= {"STORE": splits > 1 and not relative, "HALF": 16, "PARTS": splits}
     numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32"}
     pointers["arrivals"] = "i32"
     assert compile_kernel(attention_kernels.attend, pointers, numbers, constants)
