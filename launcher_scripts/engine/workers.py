@@ -281,7 +281,11 @@ class WorkerGroup:
             trouble = rank.trouble(self._settings.stall_timeout)
             if trouble is not None:
                 return trouble
-        beats = {0: self._progress.beat(), **{r.rank: r.beat for r in self._ranks.values()}}
+        try:
+            own = self._progress.beat()
+        except ServerError as error:
+            return f"rank 0: {error}"
+        beats = {0: own, **{r.rank: r.beat for r in self._ranks.values()}}
         stuck = self._watchdog.stuck(beats, self._sent, time.monotonic() - self._sent_at)
         names = [self._ranks[number].label if number else "rank 0" for number in stuck]
         found = [f"{name} {what}" for name, what in zip(names, stuck.values(), strict=True)]
