@@ -106,19 +106,15 @@ class SourceAttention(SelfAttention):
     """Attention of a row's new token to the encoder's input."""
 
     def branch(self, x: Hidden, context: StepContext) -> Tensor:
-        rows = context.rows
-        query = self.kernels.project_hidden(x, self.first)
-        return self.kernels.decode_attention(
-            query.view(query.shape[0], self.heads.num_heads, self.heads.head_size),
+        return self.kernels.attend_source(
+            x,
+            self.first,
+            self.heads,
+            context.rows,
             self.cache,
-            rows.source_starts,
-            rows.source_lengths,
             context.bounds.source,
-            None,
             scale=self.scale,
             relative=self.bias,
-            positions=rows.positions,
-            fresh=False,
         )
 
 

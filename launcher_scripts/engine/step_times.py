@@ -8,7 +8,7 @@ import torch
 
 from launcher_scripts.engine.device_steps import DeviceSteps
 from launcher_scripts.engine.progress import Progress
-from launcher_scripts.kernels.compilation import tell_of_compilation
+from launcher_scripts.kernels.compiling import tell_of_compilation
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.parallel import Parallelism

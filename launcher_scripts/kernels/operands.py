@@ -26,12 +26,10 @@ class Norm:
 class FoldedNorm:
     """A norm before a projection W x + c as row_product_kernel.py wants it, known beforehand.
 
-    gain:    [in] in the compute type, g
     sums:    float32 [out], W g; None for an RMS norm
     offsets: float32 [out], W b + c; None where there is neither
     """
 
-    gain: Tensor
     sums: Tensor | None
     offsets: Tensor | None
 
@@ -67,11 +65,14 @@ class Hidden:
 
     exact:   float32 [N, hidden], the residual stream
     operand: [N, hidden] in the compute type, what the next projection reads: `exact` normalized
-             for it, or only rounded where the projection has its norm folded in
+             for it, or only times the norm's gain where the projection has its norm folded in
+    moments: float32 [2, parts], sums of `exact` and of its squares over parts of the row, for a
+             norm that is folded in
     """
 
     exact: Tensor
     operand: Tensor
+    moments: Tensor | None = None
 
 
 @dataclass(frozen=True)

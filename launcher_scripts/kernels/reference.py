@@ -30,12 +30,15 @@ from launcher_scripts.kernels.reference_attention import (
     source_attention,
     source_attention_weights,
 )
+from launcher_scripts.kernels.reference_rotary import rotary_table, store_kv
 
 __all__ = [
     "context_attention",
     "decode_attention",
+    "rotary_table",
     "source_attention",
     "source_attention_weights",
+    "store_kv",
 ]
 
 window_attention = windows.window_attention
@@ -115,34 +118,6 @@ def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tenso
     if gate is None:
         return hidden
     return hidden * functional.linear(normalized, gate.weight, gate.bias)
-
-
-def rotary_table(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, float32 [N, rotary_size / 2], for positions [N]."""
-    angles = positions.float()[:, None] * frequencies
-    return angles.cos(), angles.sin()
-
-
-def store_kv(
-    qkv: Tensor,
-    heads: Heads,
-    rotary: tuple[Tensor, Tensor] | None,
-    slots: Tensor,
-    cache: LayerCache,
-) -> Tensor:
-    """Rotate queries and keys of qkv [N, q + k + v]; put keys and values at cache tokens slots [N].
-
-    Rotary positions turn the first dimensions of a head by halves (Su et al. 2021, in the form of
-    GPT-NeoX). Returns the queries [N, heads, head_size].
-    """
-    tokens = qkv.shape[0]
-    split = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
-    query, key, value = qkv.view(tokens, -1, heads.head_size).split(split, dim=1)
-    if rotary is not None:
-        query, key = _rotate(query, *rotary), _rotate(key, *rotary)
-    cache.keys[:, slots] = key.transpose(0, 1)  # [kv_heads, N, head_size]
-    cache.values[:, slots] = value.transpose(0, 1)
-    return query
 
 
 def logits(x: Tensor, head: Linear) -> Tensor:
@@ -237,6 +212,36 @@ def attend_own(
     )
 
 
+def attend_source(
+    x: Hidden,
+    linear: Linear,
+    heads: Heads,
+    rows: StepRows,
+    cache: LayerCache,
+    longest: int,
+    *,
+    scale: float | None = None,
+    relative: RelativeBias | None = None,
+) -> Tensor:
+    """project_hidden, then decode_attention of the rows to the encoder's inputs: [B, heads * size].
+
+    `longest` bounds the inputs' tokens.
+    """
+    query = project_hidden(x, linear)
+    return decode_attention(
+        query.view(query.shape[0], heads.num_heads, heads.head_size),
+        cache,
+        rows.source_starts,
+        rows.source_lengths,
+        longest,
+        None,
+        scale=scale,
+        relative=relative,
+        positions=rows.positions,
+        fresh=False,
+    )
+
+
 def project_hidden(x: Hidden, linear: Linear) -> Tensor:
     """linear of the normalized hidden states: [B, out]."""
     return functional.linear(x.operand, linear.weight, linear.bias)
@@ -283,11 +288,3 @@ def _normalized(x: Tensor, linear: Linear) -> Tensor:
     if linear.norm is None:
         return x.to(linear.weight.dtype)
     return norm(x, linear.norm, linear.weight.dtype)
-
-
-def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    half = cosines.shape[-1]
-    first, second, rest = x.float().split((half, half, x.shape[-1] - 2 * half), dim=-1)
-    cosines, sines = cosines[:, None], sines[:, None]
-    turned = (first * cosines - second * sines, second * cosines + first * sines, rest)
-    return torch.cat(turned, dim=-1).to(x.dtype)

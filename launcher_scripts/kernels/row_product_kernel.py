@@ -3,8 +3,9 @@
 The weight is read in wide pieces, each once.
 
 A norm before a projection needs no kernel of its own. With gain g and bias b,
-W (g (x - mean) / deviation + b) = (W g x - mean * W g) / deviation + W b: the program sums x and
-its squares while it multiplies; W g and W b plus the bias are known when the model is loaded.
+W (g (x - mean) / deviation + b) = (W g x - mean * W g) / deviation + W b. The kernel that made x
+left g x and, for every part of x it had, the sums of x and of its squares (moments), so that not
+every program has to sum all of x; W g and W b plus the bias are known when the model is loaded.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ def _eighths(tile, piece, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def multiply(
     x,
-    gain,
     weight,
     rows,
     other_weight,
@@ -62,15 +62,13 @@ def multiply(
     other_tile,
     OUT: tl.constexpr,
     IN: tl.constexpr,
-    NORM: tl.constexpr,
-    GAIN: tl.constexpr,
     PAIRED: tl.constexpr,
     ROLLED: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(W g x, W' g x, sum of x, sum of squares), whose first tiles are there already.
+    """(W x, W' x), whose first tiles are there already.
 
     x has the weight's type, so that both are held by the threads in the same way: another one
     costs up to a third. W' are more rows of the same or another weight, with PAIRED. With ROLLED a
@@ -81,21 +79,16 @@ def multiply(
     other_base = other_rows[:, None].to(tl.int64) * IN + columns
     product = tl.zeros([ROWS, BLOCK // 8], tl.float32)
     other = tl.zeros([ROWS, BLOCK // 8], tl.float32)
-    total = tl.zeros([1, BLOCK], tl.float32)
-    squares = tl.zeros([1, BLOCK], tl.float32)
     if ROLLED:
         for first in tl.range(0, IN, BLOCK):
             coming = load_tile(weight, base, rows, columns, first + BLOCK, OUT, IN, False)
-            piece, weighed = _pieces(x, gain, columns, first, IN, GAIN, BLOCK)
-            product += _eighths(tile, weighed, ROWS, BLOCK)
+            piece = _piece(x, columns, first, IN, BLOCK)
+            product += _eighths(tile, piece, ROWS, BLOCK)
             if PAIRED:
-                other += _eighths(other_tile, weighed, ROWS, BLOCK)
+                other += _eighths(other_tile, piece, ROWS, BLOCK)
                 other_tile = load_tile(
                     other_weight, other_base, other_rows, columns, first + BLOCK, OUT, IN, False
                 )
-            if NORM > 0:
-                total += piece
-                squares += piece * piece
             tile = coming
     else:
         for first in tl.static_range(0, IN, BLOCK):
@@ -105,32 +98,34 @@ def multiply(
                     other_tile = load_tile(
                         other_weight, other_base, other_rows, columns, first, OUT, IN, EVEN
                     )
-            piece, weighed = _pieces(x, gain, columns, first, IN, GAIN, BLOCK)
-            product += _eighths(tile, weighed, ROWS, BLOCK)
+            piece = _piece(x, columns, first, IN, BLOCK)
+            product += _eighths(tile, piece, ROWS, BLOCK)
             if PAIRED:
-                other += _eighths(other_tile, weighed, ROWS, BLOCK)
-            if NORM > 0:
-                total += piece
-                squares += piece * piece
-    return tl.sum(product, 1), tl.sum(other, 1), total, squares
+                other += _eighths(other_tile, piece, ROWS, BLOCK)
+    return tl.sum(product, 1), tl.sum(other, 1)
 
 
 @triton.jit
-def _pieces(x, gain, columns, first, IN: tl.constexpr, GAIN: tl.constexpr, BLOCK: tl.constexpr):
-    """Part of x in float32, and the same times the norm's gain."""
+def _piece(x, columns, first, IN: tl.constexpr, BLOCK: tl.constexpr):
+    """Part of x in float32; zeros behind its end."""
     if IN % BLOCK == 0:
-        piece = tl.load(x + first + columns).to(tl.float32)
+        piece = tl.load(x + first + columns)
     else:
-        inside = first + columns < IN
-        piece = tl.load(x + first + columns, mask=inside, other=0.0).to(tl.float32)
-    weighed = piece
-    if GAIN:
-        if IN % BLOCK == 0:
-            held = tl.load(gain + first + columns)
-        else:
-            held = tl.load(gain + first + columns, mask=first + columns < IN, other=0.0)
-        weighed = piece * held.to(tl.float32)
-    return piece, weighed
+        piece = tl.load(x + first + columns, mask=first + columns < IN, other=0.0)
+    return piece.to(tl.float32)
+
+
+@triton.jit
+def load_moments(moments, NORM: tl.constexpr, PARTS: tl.constexpr, SPREAD: tl.constexpr):
+    """Sums of the parts of x, and of their squares; SPREAD is PARTS as a power of two."""
+    parts = tl.arange(0, SPREAD)
+    total = tl.zeros([SPREAD], tl.float32)
+    squares = tl.zeros([SPREAD], tl.float32)
+    if NORM == 1:
+        total = tl.load(moments + parts, mask=parts < PARTS, other=0.0)
+    if NORM > 0:
+        squares = tl.load(moments + PARTS + parts, mask=parts < PARTS, other=0.0)
+    return total, squares
 
 
 @triton.jit
@@ -139,16 +134,42 @@ def _add_both(first, second, other_first, other_second):
 
 
 @triton.jit
-def normalized(value, sums, total, squares, eps, IN: tl.constexpr, NORM: tl.constexpr):
+def mean_and_scale(total, squares, eps, IN: tl.constexpr, NORM: tl.constexpr):
+    """What the norm takes from x [IN] and what it multiplies with, from its moments."""
+    mean = 0.0
+    scale = 1.0
+    if NORM == 1:
+        whole, whole_squares = tl.reduce((total, squares), 0, _add_both)
+        mean = whole / IN
+        scale = tl.rsqrt(whole_squares / IN - mean * mean + eps)
+    elif NORM == 2:
+        scale = tl.rsqrt(tl.sum(squares, 0) / IN + eps)
+    return mean, scale
+
+
+@triton.jit
+def normalized(value, sums, mean, scale, NORM: tl.constexpr):
     """W g x as it would be of the normalized x, but for the offset."""
     if NORM == 1:
-        whole, whole_squares = tl.reduce((total, squares), 1, _add_both)
-        mean = tl.sum(whole, 0) / IN
-        variance = tl.sum(whole_squares, 0) / IN - mean * mean
-        value = (value - mean * sums) * tl.rsqrt(variance + eps)
+        value = (value - mean * sums) * scale
     elif NORM == 2:
-        value = value * tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / IN + eps)
+        value = value * scale
     return value
+
+
+@triton.jit
+def store_weighed(value, gain, rounded, moments, rows, OUT: tl.constexpr, WEIGHED: tl.constexpr):
+    """A program's values for a projection that follows: with WEIGHED times the gain of its norm,
+    and their moments beside the other programs'."""
+    inside = rows < OUT
+    operand = value
+    if WEIGHED:
+        operand = value * gain
+        held = tl.where(inside, value, 0.0)
+        place = moments + tl.program_id(0)
+        tl.store(place, tl.sum(held, 0))
+        tl.store(place + tl.num_programs(0), tl.sum(held * held, 0))
+    tl.store(rounded + rows, operand.to(rounded.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from launcher_scripts.engine.layers import alibi_slopes  # noqa: E402
-from launcher_scripts.kernels import fused, reference  # noqa: E402
+from launcher_scripts.kernels import dot_products, fused, reference  # noqa: E402
 from launcher_scripts.kernels.operands import (  # noqa: E402
     EmbeddingTables,
     Heads,
@@ -24,6 +24,7 @@ from launcher_scripts.kernels.operands import (  # noqa: E402
     StepRows,
 )
 from launcher_scripts.kernels.quantization import quantized  # noqa: E402
+from launcher_scripts.kernels.tiles import DotTile  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -231,6 +232,18 @@ def hidden_pair(rows: int, linear: Linear) -> tuple[Hidden, Hidden]:
     return fused.hidden(exact, linear.norm, dtype), reference.hidden(exact, linear.norm, dtype)
 
 
+def assert_for_norm(got: Hidden, want: Hidden, norm: Norm, dtype: torch.dtype) -> None:
+    """Several rows are normalized; of one the norm's gain is applied, and its moments are known."""
+    if got.exact.shape[0] > 1:
+        assert_close(got.operand, want.operand, dtype)
+        return
+    assert_close(got.operand, (want.exact * norm.weight).to(dtype), dtype)
+    exact = want.exact[0].double()
+    moments = torch.stack([exact.sum(), exact.square().sum()])
+    error = (got.moments.double().sum(1) - moments).abs()
+    assert (error <= TOLERANCE[dtype] * exact.square().sum()).all()
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DOT_TYPES)
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm", None])
@@ -269,7 +282,7 @@ def test_accumulate(rows, bias, dtype):
     got = fused.accumulate(x, linear, fused.hidden(exact, norm, dtype), norm)
     want = reference.accumulate(x, linear, reference.hidden(exact, norm, dtype), norm)
     assert_close(got.exact, want.exact, dtype)
-    assert_close(got.operand, want.exact.to(dtype) if rows == 1 else want.operand, dtype)
+    assert_for_norm(got, want, norm, dtype)
 
 
 @pytest.mark.parametrize("dtype", DOT_TYPES)
@@ -285,7 +298,7 @@ def test_sums_over_ranks(rows, bias, dtype):
     got = fused.add_sum(same, linear.bias, fused.hidden(exact, norm, dtype), norm)
     want = reference.add_sum(same, linear.bias, reference.hidden(exact, norm, dtype), norm)
     assert_close(got.exact, want.exact, torch.float32)
-    assert_close(got.operand, want.exact.to(dtype) if rows == 1 else want.operand, dtype)
+    assert_for_norm(got, want, norm, dtype)
 
 
 @pytest.mark.parametrize("held", [5, 40, 38])
@@ -329,6 +342,42 @@ def test_project_heads(rows, dtype, rotary_size):
         assert got.isnan().any(-1).tolist() == want.isnan().any(-1).tolist()
 
 
+@pytest.fixture(params=[1, 2])
+def in_parts(request, monkeypatch):
+    """Projections of queries leave that many parts."""
+    tile = DotTile(64, 32, 4, 2, request.param, 1)
+    monkeypatch.setattr(dot_products, "dot_tile", lambda *_: tile)
+
+
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize("longest", [70, 300])
+@pytest.mark.parametrize("dtype", DOT_TYPES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_attend_source(rows, dtype, longest, relative):
+    heads, size = Heads(4, 4, 12), SIZES[1][0]
+    linear = make_linear(4 * 12, size, make_norm("rmsnorm", size), True, dtype)
+    positions, lengths, starts = (
+        torch.tensor(values[:rows], device=DEVICE)
+        for values in ([3, 0, 90], [longest, 1, 66], [2, 399, 310])
+    )
+    step = StepRows(starts + lengths, positions, positions + 1, starts, lengths)
+    cache = poisoned_cache(heads, 400, dtype)
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        for part in parts(cache):
+            part[:, start : start + length] = random(4, length, 12, dtype=dtype)
+    mine, theirs = hidden_pair(rows, linear)
+    more = {
+        "scale": 1.0,
+        "relative": RelativeBias(random(4, 2 * 9 + 1)) if relative else None,
+    }
+    got = fused.attend_source(mine, fused.prepare(linear), heads, step, cache, longest, **more)
+    want = reference.attend_source(theirs, linear, heads, step, cache, longest, **more)
+    assert not got.isnan().any()
+    assert_close(got, want, dtype)
+
+
+@pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize("rotary_size", [0, 8])
 @pytest.mark.parametrize("longest", [70, 300])
 @pytest.mark.parametrize("dtype", DOT_TYPES)
@@ -405,8 +454,7 @@ def test_begin_step(slots, learned, sources):
         found.append((hidden, rows, columns.length, history))
     (got, rows, lengths, history), (want, same_rows, same_lengths, same_history) = found
     assert torch.equal(got.exact, want.exact)
-    operand = want.exact.bfloat16() if len(slots) == 1 else want.operand
-    assert_close(got.operand, operand, torch.bfloat16)
+    assert_for_norm(got, want, norm, torch.bfloat16)
     assert torch.equal(lengths, same_lengths)
     assert torch.equal(history, same_history)
     for name in ("starts", "positions", "lengths", "source_starts", "source_lengths"):

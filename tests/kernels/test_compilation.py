@@ -1,20 +1,175 @@
-"""Whoever waits for a kernel learns that it is being compiled."""
+"""Every kernel compiles for the GPUs it is meant for; the compiler needs no device."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from launcher_scripts.kernels.compilation import tell_of_compilation
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from launcher_scripts.kernels import (  # noqa: E402
+    attention_kernels,
+    dot_kernels,
+    gemv_kernels,
+    int8_kernels,
+    row_kernels,
+    step_kernels,
+)
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TYPES = ("fp32", "bf16", "fp16")
 
 
-def test_a_compilation_is_told_of(monkeypatch: pytest.MonkeyPatch):
-    knobs = pytest.importorskip("triton.knobs")
-    for name in ("jit_cache_hook", "jit_post_compile_hook"):
-        monkeypatch.setattr(knobs.runtime, name, None)
-    told: list[str] = []
-    assert tell_of_compilation(lambda: told.append("begins"), lambda: told.append("ended"))
-    details = {"key": "", "repr": "", "fn": None, "compile": {}, "is_manual_warmup": False}
-    assert knobs.runtime.jit_cache_hook(**details, already_compiled=False) is False
-    assert told == ["begins"]
-    assert knobs.runtime.jit_post_compile_hook(**details, already_compiled=False) is False
-    assert told == ["begins", "ended"]
+def compile_kernel(kernel, pointers: dict[str, str], numbers: dict[str, str], constants) -> str:
+    """The kernel's PTX; raises what the compiler finds wrong."""
+    signature = {name: f"*{kind}" for name, kind in pointers.items()} | numbers
+    signature |= dict.fromkeys(constants, "constexpr")
+    ordered = {name: signature[name] for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=ordered, constexprs=places)
+    return triton.compile(source, target=HOPPER).asm["ptx"]
+
+
+TILE = {"PARTS": 3, "SPREAD": 4, "ROWS": 2, "BLOCK": 256, "ROLLED": False, "EARLY": True}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rolled", [False, True])
+def test_gemv(dtype, gated, rolled):
+    pointers = dict.fromkeys(("x", "weight", "gate_weight", "rounded"), dtype)
+    vectors = ("offsets", "gate_offsets", "sums", "gate_sums", "residual", "gain", "out")
+    vectors += ("moments", "new_moments")
+    pointers |= dict.fromkeys(vectors, "fp32")
+    constants = {
+        "OUT": 515,
+        "IN": 768,
+        "NORM": 1,
+        "OFFSET": True,
+        "ACTIVATION": 2,
+        "GATED": gated,
+        "RESIDUAL": not gated,
+        "ROUNDED": True,
+        "WEIGHED": not gated,
+        **TILE,
+        "ROLLED": rolled,
+    }
+    ptx = compile_kernel(gemv_kernels.gemv, pointers, {"eps": "fp32"}, constants)
+    assert "griddepcontrol.wait" in ptx
+
+
+@pytest.mark.parametrize(("dtype", "half"), list(itertools.product(TYPES, (0, 8, 32))))
+def test_gemv_heads(dtype, half):
+    pointers = dict.fromkeys(("x", "weight", "query", "keys", "values"), dtype)
+    pointers |= dict.fromkeys(("moments", "offsets", "sums", "cosines", "sines"), "fp32")
+    pointers |= dict.fromkeys(("starts", "positions"), "i64")
+    numbers = {"pool_tokens": "i32", "eps": "fp32"}
+    heads = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half}
+    constants = {"IN": 768, "NORM": 1, "OFFSET": True, **heads, **TILE}
+    assert compile_kernel(gemv_kernels.gemv_heads, pointers, numbers, constants)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_gemv_largest(dtype):
+    pointers = dict.fromkeys(("x", "weight"), dtype)
+    pointers |= dict.fromkeys(("moments", "offsets", "sums", "largest"), "fp32") | {"places": "i32"}
+    constants = {"OUT": 515, "IN": 768, "NORM": 2, "OFFSET": True, **TILE}
+    assert compile_kernel(gemv_kernels.gemv_largest, pointers, {"eps": "fp32"}, constants)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_dot_rows(dtype, splits):
+    pointers = dict.fromkeys(("x", "weight", "gate_weight", "offsets", "gate_offsets"), dtype)
+    pointers |= {"out": "fp32", "largest": "fp32", "places": "i32"}
+    constants = {
+        "OUT": 515,
+        "IN": 768,
+        "OFFSET": splits == 1,
+        "ACTIVATION": 1,
+        "GATED": splits == 1,
+        "LARGEST": False,
+        "SPLITS": splits,
+        "AHEAD": 2,
+        "EARLY": True,
+        "ROWS": 64,
+        "BLOCK": 128,
+        "BATCH": 16,
+    }
+    ptx = compile_kernel(dot_kernels.dot_rows, pointers, {"count": "i32"}, constants)
+    assert "prefetch.global.L2" in ptx.partition("griddepcontrol.wait")[0]
+
+
+def test_add_and_normalize():
+    vectors = ("parts", "offsets", "residual", "gain", "bias", "exact", "operand", "moments")
+    pointers = dict.fromkeys(vectors, "fp32")
+    numbers = {"count": "i32", "size": "i32", "eps": "fp32"}
+    constants = {"PARTS": 4, "OFFSET": True, "NORM": 0, "WEIGHED": True, "EARLY": True}
+    constants["BLOCK"] = 1024
+    assert compile_kernel(dot_kernels.add_and_normalize, pointers, numbers, constants)
+
+
+def test_begin_rows():
+    pointers = {"table": "bf16", "position_table": "bf16", "exact": "fp32", "rounded": "bf16"}
+    pointers |= {"gain": "fp32", "moments": "fp32"}
+    numbers = dict.fromkeys(("first_id", "held", "padding", "size"), "i32")
+    constants = {"SOURCES": True, "POSITIONS": True, "ROUNDED": True, "WEIGHED": True}
+    constants["BLOCK"] = 1024
+    known = {*pointers, *numbers, *constants}
+    names = step_kernels.begin_rows.arg_names
+    pointers |= {name: "i64" for name in names if name not in known}
+    assert compile_kernel(step_kernels.begin_rows, pointers, numbers, constants)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_widen(dtype):
+    pointers = {"weight": "i8", "scale": "fp32", "out": dtype}
+    assert compile_kernel(int8_kernels.widen, pointers, {"size": "i32"}, {"BLOCK": 1024})
+
+
+def test_look_up_and_argmax():
+    pointers = {"ids": "i64", "table": "bf16", "out": "fp32"}
+    numbers = dict.fromkeys(("first_id", "held", "size"), "i32")
+    assert compile_kernel(row_kernels.look_up, pointers, numbers, {"BLOCK": 64})
+    pointers = {"logits": "fp32", "values": "fp32", "places": "i32"}
+    numbers = dict.fromkeys(("stride", "size"), "i32")
+    assert compile_kernel(row_kernels.block_argmax, pointers, numbers, {"BLOCK": 1024})
+    pointers = {"largest": "fp32", "places": "i32", "values": "fp32"}
+    pointers |= dict.fromkeys(("tokens", "column", "slots"), "i64")
+    constants = {"KEEP": True, "EARLY": True, "BLOCK": 64}
+    assert compile_kernel(step_kernels.pick_largest, pointers, {"parts": "i32"}, constants)
+
+
+@pytest.mark.parametrize("kind", [1, 2])
+def test_normalize(kind):
+    pointers = {"x": "fp32", "gain": "fp32", "bias": "fp32", "out": "bf16"}
+    numbers = {"size": "i32", "eps": "fp32"}
+    assert compile_kernel(row_kernels.normalize, pointers, numbers, {"KIND": kind, "BLOCK": 1024})
+
+
+@pytest.mark.parametrize(("dtype", "half"), list(itertools.product(TYPES, (0, 8, 32))))
+def test_rotate_and_store(dtype, half):
+    pointers = dict.fromkeys(("qkv", "query", "keys", "values"), dtype)
+    pointers |= {"slots": "i64", "cosines": "fp32", "sines": "fp32"}
+    constants = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half, "BLOCK": 64}
+    assert compile_kernel(row_kernels.rotate_and_store, pointers, {"pool_tokens": "i32"}, constants)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "splits", "relative"), list(itertools.product(TYPES, (1, 4), (False, True)))
+)
+def test_attention(dtype, splits, relative):
+    pointers = dict.fromkeys(("query", "keys", "values", "out"), dtype)
+    pointers |= dict.fromkeys(("starts", "lengths", "positions"), "i64")
+    pointers |= dict.fromkeys(("slopes", "bias", "partial", "weights", "cosines", "sines"), "fp32")
+    shape = {"HEADS": 8, "SIZE": 48, "BLOCK": 64, "SPLITS": splits}
+    constants = shape | {"GROUP": 4, "ALIBI": splits > 1, "RELATIVE": relative, "TILE": 64}
+    constants |= {"SPLIT_BLOCK": splits, "EARLY": True, "FRESH": not relative}
+    constants |= {"STORE": splits > 1 and not relative, "HALF": 16, "PARTS": splits}
+    numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32"}
+    pointers["arrivals"] = "i32"
+    assert compile_kernel(attention_kernels.attend, pointers, numbers, constants)
