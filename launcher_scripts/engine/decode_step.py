@@ -55,8 +55,9 @@ class Sublayer(ABC):
         inner = self.branch(x, context)
         if self.communicator.tp_size == 1:
             return self.kernels.accumulate(inner, self.last, x, norm_of_next)
-        total = self.communicator.tp_sum(self.kernels.partial_product(inner, self.last))
-        return self.kernels.add_sum(total, self.last.bias, x, norm_of_next)
+        return self.kernels.accumulate_over_ranks(
+            inner, self.last, x, norm_of_next, self.communicator
+        )
 
     @abstractmethod
     def branch(self, x: Hidden, context: StepContext) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -162,3 +163,35 @@ class RelativeBias:
     @property
     def reach(self) -> int:
         return self.table.shape[1] // 2
+
+
+@dataclass(frozen=True)
+class Inboxes:
+    """Memory into which the tensor-parallel ranks write their parts of a sum; see inbox_kernels.py.
+
+    own:       int64 [2, ranks, lane_words], this rank's, zeros at first
+    addresses: int64 [ranks], where every rank's inbox is
+    exchanges: int32 [parts of a row], zeros at first: how often each part was exchanged
+    """
+
+    own: Tensor
+    addresses: Tensor
+    exchanges: Tensor
+    rank: int
+
+    @property
+    def ranks(self) -> int:
+        return self.own.shape[1]
+
+    @property
+    def lane_words(self) -> int:
+        return self.own.shape[2]
+
+
+class Ranks(Protocol):
+    """The tensor-parallel ranks as an operation sees them; inboxes: where they have them."""
+
+    @property
+    def inboxes(self) -> Inboxes | None: ...
+
+    def tp_sum(self, tensor: Tensor) -> Tensor: ...

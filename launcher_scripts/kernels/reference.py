@@ -21,6 +21,7 @@ from launcher_scripts.kernels.operands import (
     LayerCache,
     Linear,
     Norm,
+    Ranks,
     RelativeBias,
     RowColumns,
     StepRows,
@@ -103,6 +104,13 @@ def partial_product(x: Tensor, linear: Linear) -> Tensor:
 def add_sum(total: Tensor, bias: Tensor | None, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
     """Hidden states plus a sum over ranks [N, hidden] and a bias, for a projection that follows."""
     return hidden(add_residual(total, bias, onto.exact), norm_of_next, onto.operand.dtype)
+
+
+def accumulate_over_ranks(
+    x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None, ranks: Ranks
+) -> Hidden:
+    """accumulate where every rank has a part of x [N, in] and of the weight's columns."""
+    return add_sum(ranks.tp_sum(partial_product(x, linear)), linear.bias, onto, norm_of_next)
 
 
 def add_residual(partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
@@ -262,10 +270,7 @@ def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | Non
 
 
 def largest(x: Hidden, head: Linear, held: int) -> tuple[Tensor, Tensor]:
-    """The largest of the first `held` logits of every row: float32 [B], and its place, int64 [B].
-
-    Of equal ones the first.
-    """
+    """The largest of a row's first `held` logits, float32 [B], and the first place, int64 [B]."""
     whole = logits(x.operand, Linear(head.weight, head.bias))[:, :held]
     places = argmax(whole)
     return whole.gather(1, places[:, None])[:, 0], places

@@ -15,6 +15,7 @@ from launcher_scripts.kernels import (  # noqa: E402
     attention_kernels,
     dot_kernels,
     gemv_kernels,
+    inbox_kernels,
     int8_kernels,
     row_kernels,
     step_kernels,
@@ -84,6 +85,22 @@ def test_gemv_largest(dtype):
     pointers |= {"places": "i32"}
     constants = {"OUT": 515, "IN": 768, "NORM": 2, "OFFSET": True, **TILE}
     assert compile_kernel(gemv_kernels.gemv_largest, pointers, {"eps": "fp32"}, constants)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_inboxes(dtype):
+    pointers = {"x": dtype, "weight": dtype, "inboxes": "i64", "exchanges": "i32"}
+    numbers = dict.fromkeys(("rank", "lane_words"), "i32")
+    shared = {"RANKS": 3, "SHARE": 64, "EARLY": True}
+    constants = {"OUT": 515, "IN": 768, **shared}
+    constants |= {"ROLLED": False, "ROWS": 2, "BLOCK": 256}
+    assert compile_kernel(inbox_kernels.gemv_to_inboxes, pointers, numbers, constants)
+    vectors = ("offsets", "residual", "gain", "exact", "moments")
+    pointers = dict.fromkeys(vectors, "fp32") | {"inbox": "i64", "exchanges": "i32"}
+    constants = {"SIZE": 515, "LANES": 4, "OFFSET": True, "WEIGHED": True, **shared}
+    pointers["operand"] = dtype
+    ptx = compile_kernel(inbox_kernels.add_from_inbox, pointers, {"lane_words": "i32"}, constants)
+    assert "ld.volatile.global" in ptx
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
