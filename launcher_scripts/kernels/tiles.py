@@ -25,19 +25,22 @@ class RowTile(NamedTuple):
 
 
 class DotTile(NamedTuple):
-    """rows of the weight per program, columns per piece, warps, pieces on their way, and how many
-    programs share the columns (where the parts are summed afterwards)."""
+    """rows of the weight per program, columns per piece, warps, pieces on their way, how many
+    programs share the columns (where the parts are summed afterwards), and how many pieces of the
+    weight are asked for before the inputs are there."""
 
     rows: int
     block: int
     warps: int
     stages: int
     splits: int
+    ahead: int = 0
 
 
 @cache
 def dot_tile(kind: str, in_size: int) -> DotTile:
-    """The tile of a product with a few rows: kind is plain, heads, add, up, gated or largest."""
+    """The tile of a product with a few rows: kind is plain, heads, query, add, up, gated
+    or largest."""
     found = _table()["dot_products"].get(f"{kind} {in_size}")
     if found:
         return DotTile(*found)
