@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.generate import DEVICE, VOCABULARY, engine_settings, random_weights, release
+from benchmarks.generate import DEVICE, engine_settings, random_weights, release
+from benchmarks.shapes import VOCABULARY
 from benchmarks.steps import step_ms
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.loading import assemble_runner, prepare_process

@@ -227,15 +227,12 @@ def obstacles(
     config: object,
     communicator: Communicator,
     learned: Sequence[object],
-    linears: Sequence[Linear],
 ) -> list[str]:
     """Why the model's decode steps cannot go through a DecodeStep; empty where they can.
 
     learned: what is learned on top of the layers, None where there is nothing
     """
     found = []
-    if any(linear.scale is not None for linear in linears):
-        found.append("weights are int8")
     if communicator.parallelism.pp_size > 1:
         found.append("the layers are split into pipeline stages")
     if getattr(config, "norm_placement", "pre") != "pre":

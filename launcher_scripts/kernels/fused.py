@@ -192,7 +192,7 @@ def accumulate_over_ranks(
 def partial_product(x: Tensor, linear: Linear) -> Tensor:
     """See reference.partial_product."""
     alone = replace(linear, bias=None, norm=None)
-    if x.shape[0] == 1 and linear.scale is None:
+    if x.shape[0] == 1:
         out = torch.empty(1, linear.weight.shape[0], device=x.device)
         row_product(x, alone, out, "add", launch=early(x))
         return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -39,11 +39,11 @@ class FoldedNorm:
 class Linear:
     """y = x W^T + b, of a normalized x where there is a norm.
 
-    weight:  [out, in] in the compute type, or int8
+    weight:  [out, in] in the compute type, or in bytes (see quantization.py)
     bias:    [out] in the compute type
     norm:    applied to x first
-    scale:   float32 [out]: what each row of an int8 weight is multiplied by
-    compute: the compute type of an int8 weight
+    scale:   float32 [out]: what each row of a weight in bytes is multiplied by
+    compute: the compute type of a weight in bytes
     folded:  the norm as a product with one row wants it; made by kernels.prepare
     """
 
@@ -58,6 +58,10 @@ class Linear:
     def dtype(self) -> torch.dtype:
         """The compute type."""
         return self.compute or self.weight.dtype
+
+    def without_norm(self) -> Linear:
+        """The projection of an x that is normalized already."""
+        return replace(self, norm=None, folded=None)
 
 
 @dataclass(frozen=True)
