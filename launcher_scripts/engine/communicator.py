@@ -20,6 +20,7 @@ from launcher_scripts.engine.symmetric_memory import (
     obstacle,
 )
 from launcher_scripts.errors import ServerError
+from launcher_scripts.kernels.operands import Inboxes
 from launcher_scripts.parallel import Parallelism
 
 # Which network interface the libraries below open their connections on. Within a node NCCL knows
@@ -61,6 +62,11 @@ class Communicator:
     def tp_sum(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over the tensor-parallel ranks; may overwrite `tensor`."""
         return tensor
+
+    @property
+    def inboxes(self) -> Inboxes | None:
+        """Where the tensor-parallel ranks write to each other, if they share memory."""
+        return None
 
     def tp_concat(self, tensor: Tensor) -> Tensor:
         """[N, part] of every tensor-parallel rank side by side: [N, part * tp_size]."""
@@ -157,6 +163,10 @@ class ProcessGroupCommunicator(Communicator):
             with self.progress.exchange("all_reduce", tensor.nbytes):
                 dist.all_reduce(tensor, group=self.tp_group)
         return tensor
+
+    @property
+    def inboxes(self) -> Inboxes | None:
+        return None if self._symmetric is None else self._symmetric.inboxes
 
     def tp_concat(self, tensor: Tensor) -> Tensor:
         if self.tp_size == 1:

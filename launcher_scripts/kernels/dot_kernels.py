@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.row_product_kernel import activate
+from launcher_scripts.kernels.row_product_kernel import ZERO, activate, scales_of
 
 
 @triton.jit
@@ -26,7 +26,8 @@ def _fetch(
 ):
     """Ask for the first AHEAD pieces of a weight's rows, so that they are in the second cache
     when they are needed: one address of every 128 bytes."""
-    lines = tl.arange(0, BLOCK // 64) * 64
+    line: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+    lines = tl.arange(0, BLOCK // line) * line
     held = tl.minimum(rows, OUT - 1)[:, None].to(tl.int64) * IN
     for piece in tl.static_range(AHEAD):
         columns = tl.minimum(first + piece * BLOCK + lines, last - 1)
@@ -41,14 +42,19 @@ def _fetch(
 
 
 @triton.jit
-def _piece(weights, rows, columns, OUT: tl.constexpr, IN: tl.constexpr, EVEN: tl.constexpr):
-    """Some columns of a weight's rows, which are read once."""
+def _piece(weights, rows, columns, kind, OUT: tl.constexpr, IN: tl.constexpr, EVEN: tl.constexpr):
+    """Some columns of a weight's rows, which are read once, in the type of x: `kind`.
+
+    A byte becomes the last one of 2^23 in float32, whose steps are ones there.
+    """
     if EVEN:
         tile = tl.load(weights, eviction_policy="evict_first")
     else:
         mask = (rows < OUT)[:, None] & (columns < IN)[None, :]
         tile = tl.load(weights, mask=mask, other=0.0, eviction_policy="evict_first")
-    return tile
+    if tile.dtype == tl.uint8:
+        tile = (tile.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
+    return tile.to(kind)
 
 
 @triton.jit
@@ -75,14 +81,15 @@ def _dot(
     gate = tl.zeros([ROWS, BATCH], tl.float32)
     where = rows[:, None].to(tl.int64) * IN + columns[None, :]
     places = x + batch[None, :] * IN + columns[:, None]
+    kind: tl.constexpr = x.dtype.element_ty
     even: tl.constexpr = OUT % ROWS == 0 and IN % BLOCK == 0
     for column in tl.range(first, last, BLOCK):
-        tile = _piece(weight + where + column, rows, column + columns, OUT, IN, even)
+        tile = _piece(weight + where + column, rows, column + columns, kind, OUT, IN, even)
         inside = (batch < count)[None, :] & (column + columns < IN)[:, None]
         piece = tl.load(places + column, mask=inside, other=0.0)
         product = tl.dot(tile, piece, product, input_precision="ieee")
         if GATED:
-            tile = _piece(gate_weight + where + column, rows, column + columns, OUT, IN, even)
+            tile = _piece(gate_weight + where + column, rows, column + columns, kind, OUT, IN, even)
             gate = tl.dot(tile, piece, gate, input_precision="ieee")
     return product, gate
 
@@ -92,6 +99,8 @@ def dot_rows(
     x,
     weight,
     gate_weight,
+    scales,
+    gate_scales,
     offsets,
     gate_offsets,
     out,
@@ -133,11 +142,13 @@ def dot_rows(
     value, gate = _dot(
         x, weight, gate_weight, rows, first, last, count, OUT, IN, GATED, ROWS, BLOCK, BATCH
     )
+    value *= scales_of(scales, weight, rows, OUT)[:, None]
     if OFFSET:
         offset = tl.load(offsets + rows, mask=(rows < OUT) & (split == 0), other=0.0)
         value += offset.to(tl.float32)[:, None]
     value = activate(value, ACTIVATION)
     if GATED:
+        gate *= scales_of(gate_scales, gate_weight, rows, OUT)[:, None]
         if OFFSET:
             gate += tl.load(gate_offsets + rows, mask=rows < OUT, other=0.0)[:, None]
         value = value * gate

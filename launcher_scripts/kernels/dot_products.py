@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 from torch import Tensor
@@ -69,7 +71,7 @@ def _parts(x: Tensor, linear: Linear) -> Tensor:
     out_size, in_size = linear.weight.shape
     tile = dot_tile("add", in_size)
     parts = torch.empty(tile.splits, x.shape[0], out_size, device=x.device)
-    _launch(x, Linear(linear.weight), tile, out_size, out=parts)
+    _launch(x, replace(linear, bias=None), tile, out_size, out=parts)
     return parts
 
 
@@ -142,6 +144,8 @@ def _launch(
         x,
         linear.weight,
         linear.weight if gate is None else gate.weight,
+        x if linear.scale is None else linear.scale,
+        x if gate is None or gate.scale is None else gate.scale,
         x if linear.bias is None else linear.bias,
         x if gate_bias is None else gate_bias,
         x if out is None else out,

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from launcher_scripts.kernels import int8_kernels, reference
+from launcher_scripts.kernels import inbox_products, int8_kernels, reference
 from launcher_scripts.kernels.dot_products import (
     add_parts,
     dot_add,
@@ -41,6 +41,7 @@ from launcher_scripts.kernels.operands import (
     Hidden,
     Linear,
     Norm,
+    Ranks,
     RowColumns,
     StepRows,
 )
@@ -177,10 +178,21 @@ def choose(x: Hidden, head: Linear, held: int, columns: RowColumns, slots: Tenso
     return largest(x, head, held, (columns.token, slots))[1]
 
 
+def accumulate_over_ranks(
+    x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None, ranks: Ranks
+) -> Hidden:
+    """See reference.accumulate_over_ranks."""
+    inboxes = ranks.inboxes
+    if inboxes is not None and inbox_products.fits(x, linear, inboxes):
+        inbox_products.send_product(x, linear, inboxes)
+        return inbox_products.receive_sum(linear.bias, onto, norm_of_next, inboxes)
+    return add_sum(ranks.tp_sum(partial_product(x, linear)), linear.bias, onto, norm_of_next)
+
+
 def partial_product(x: Tensor, linear: Linear) -> Tensor:
     """See reference.partial_product."""
     alone = replace(linear, bias=None, norm=None)
-    if x.shape[0] == 1 and linear.scale is None:
+    if x.shape[0] == 1:
         out = torch.empty(1, linear.weight.shape[0], device=x.device)
         row_product(x, alone, out, "add", launch=early(x))
         return out
