@@ -53,6 +53,7 @@ T5_CASES = ((1, 40, 200), (32, 64, 128))  # rows, context, source
 T5_REQUESTS = ((1, 60, 20), (32, 128, 64))  # rows, input, output
 PREFILL_TOKENS = 2048
 PREFILL_SHAPE = "5b"
+INT8 = "-int8"  # shapes of this ending keep the layers' weights in bytes
 
 
 def modern(config: GPTConfig) -> GPTConfig:
@@ -85,6 +86,7 @@ CONFIGS: dict[str, GPTConfig | T5Config] = {
     "t5-base": t5(768, 12, 12, 2048),
     "t5-3b": t5(2048, 24, 32, 5120),
 }
+CONFIGS |= {name + INT8: CONFIGS[name] for name in ("5b", "20b", "t5-3b")}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -116,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure_gpt(name: str, config: GPTConfig, report: dict) -> list[dict]:
-    weights = random_weights(config)
+    weights = random_weights(config, int8=name.endswith(INT8))
     runner = runner_over(weights, rows=32, tokens=16384)
     token_bytes = 2 * config.num_layers * 2 * config.num_kv_heads * config.head_size
     rows = []
@@ -130,7 +132,7 @@ def measure_gpt(name: str, config: GPTConfig, report: dict) -> list[dict]:
 
 
 def measure_t5(name: str, config: T5Config, report: dict) -> list[dict]:
-    weights = random_weights(config)
+    weights = random_weights(config, int8=name.endswith(INT8))
     runner = runner_over(weights, rows=32, tokens=16384)
     read = [weights.head.weight]
     for layer in weights.decoder_layers.values():

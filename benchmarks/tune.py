@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
     parser.add_argument("--gated", action="store_true", help="an MLP with a gate, and RMS norms")
+    parser.add_argument("--int8", action="store_true", help="weights of the layers in bytes")
     parser.add_argument("--skip", choices=("row", "dot"), help="products to leave as they are")
     parser.add_argument("--out", type=Path, default=TABLE)
     arguments = parser.parse_args(argv)
@@ -60,15 +61,23 @@ def main(argv: list[str] | None = None) -> int:
 def tune(size: str, arguments: argparse.Namespace, table: dict) -> None:
     """The tiles of one shape's products, into the table."""
     hidden, ffn, head_size = map(int, size.split(":"))
-    runner = few_layers(hidden, ffn, head_size, gated=arguments.gated)
+    runner = few_layers(hidden, ffn, head_size, gated=arguments.gated, int8=arguments.int8)
     up = "gated" if arguments.gated else "up"
-    products = [("add", ffn), (up, hidden), ("heads", hidden), ("add", hidden), ("largest", hidden)]
+    products = [("add", ffn), (up, hidden), ("heads", hidden), ("add", hidden)]
+    if not arguments.int8:  # the head's weight is in the compute type
+        products.append(("largest", hidden))
     if arguments.skip != "row":
-        choose(table, "row_products", products, row_candidates, lambda: step_ms(runner, 1, CONTEXT))
+        choose(
+            table,
+            tiles.part("row_products", arguments.int8),
+            products,
+            row_candidates,
+            lambda: step_ms(runner, 1, CONTEXT),
+        )
     if arguments.skip != "dot":
         choose(
             table,
-            "dot_products",
+            tiles.part("dot_products", arguments.int8),
             products,
             dot_candidates,
             lambda: sum(step_ms(runner, rows, CONTEXT, repeat=8) for rows in BATCHES),
@@ -79,7 +88,7 @@ def choose(
     table: dict,
     part: str,
     products: list[tuple[str, int]],
-    candidates: Callable[[str, int], Iterator[tuple]],
+    candidates: Callable[[str, int, bool], Iterator[tuple]],
     measure: Callable[[], float],
 ) -> None:
     """Give one product after the other the tile with which the step is shortest."""
@@ -94,12 +103,13 @@ def choose(
             print(f"{key} {tile}: {type(error).__name__}", flush=True)
             return float("inf")
 
+    in_bytes = part.startswith("byte")
     for kind, in_size in products:
         key = f"{kind} {in_size}"
-        now = tiles.row_tile if part == "row_products" else tiles.dot_tile
-        best = tuple(now(kind, in_size))
+        now = tiles.row_tile if part.endswith("row_products") else tiles.dot_tile
+        best = tuple(now(kind, in_size, in_bytes))
         shortest = first = with_tile(key, best)
-        for tile in candidates(kind, in_size):
+        for tile in candidates(kind, in_size, in_bytes):
             time = with_tile(key, tile)
             if time < shortest * GAIN:
                 best, shortest = tuple(tile), time
@@ -107,28 +117,30 @@ def choose(
         print(f"{part} {key}: {best}, step {first:.4f} -> {shortest:.4f} ms", flush=True)
 
 
-def row_candidates(kind: str, in_size: int) -> Iterator[RowTile]:
-    """Tiles that fit the threads: 8 columns for each, read 16 bytes at a time."""
+def row_candidates(kind: str, in_size: int, in_bytes: bool) -> Iterator[RowTile]:
+    """Tiles that fit the threads: 8 columns for each, read at a time."""
+    most = 32768 if in_bytes else 16384
     for rows, warps, rolled in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8), (False, True)):
         block = 256 * warps
         elements = rows * block * (2 if kind in PAIRED else 1)
         pieces = -(-in_size // block)
-        fits = 2048 <= elements <= 16384 and block < 2 * in_size
+        fits = most // 8 <= elements <= most and block < 2 * in_size
         if fits and (rolled or pieces <= 8) and not (rolled and pieces == 1):
             yield RowTile(rows, block, warps, rolled)
 
 
-def dot_candidates(kind: str, in_size: int) -> Iterator[DotTile]:
+def dot_candidates(kind: str, in_size: int, in_bytes: bool) -> Iterator[DotTile]:
     shapes = ((64, 128, 4), (64, 256, 4), (32, 128, 4), (128, 128, 4), (128, 64, 4), (128, 128, 8))
     for (rows, block, warps), stages, splits in itertools.product(
         shapes, (3, 4, 5), (1, 2, 4, 8) if kind == "add" else (1,)
     ):
-        in_flight = stages * block * (rows * (2 if kind == "gated" else 1) + 32) * 2
+        held = rows * (2 if kind == "gated" else 1) * (1 if in_bytes else 2)
+        in_flight = stages * block * (held + 32 * 2)
         if in_flight <= 220 << 10 and in_size // splits >= 2 * block:
             yield DotTile(rows, block, warps, stages, splits)
 
 
-def few_layers(hidden: int, ffn: int, head_size: int, *, gated: bool) -> Runner:
+def few_layers(hidden: int, ffn: int, head_size: int, *, gated: bool, int8: bool) -> Runner:
     ffn_bytes = hidden * ffn * 2 * (3 if gated else 2)
     changes = {
         "normalization": "rmsnorm",
@@ -154,7 +166,8 @@ def few_layers(hidden: int, ffn: int, head_size: int, *, gated: bool) -> Runner:
     settings = engine_settings(max_batch_size=max(BATCHES), max_tokens=8192)
     prepare_process(settings, DEVICE)
     with torch.inference_mode():
-        return assemble_runner(random_weights(config), settings, Communicator(), DEVICE)
+        weights = random_weights(config, int8=int8)
+        return assemble_runner(weights, settings, Communicator(), DEVICE)
 
 
 def measured_on() -> dict[str, str]:
@@ -171,7 +184,7 @@ def measured_on() -> dict[str, str]:
 def as_text(table: dict) -> str:
     """JSON with a line per tile."""
     parts = [f'  "measured_on": {json.dumps(table["measured_on"])}']
-    for part in ("row_products", "dot_products"):
+    for part in [name for name in table if name != "measured_on"]:
         lines = (f"    {json.dumps(key)}: {json.dumps(tile)}" for key, tile in table[part].items())
         parts.append(f'  "{part}": {{\n' + ",\n".join(lines) + "\n  }")
     return "{\n" + ",\n".join(parts) + "\n}\n"
