@@ -152,7 +152,7 @@ def _loading() -> list[str]:
             f"`benchmarks.load`, {tables.model_name(report['shape'])} ({size:.1f} GB, in the page",
             "cache), from the command to the first token; copying the bytes to the GPU takes",
             f"{report['floor_s']:.1f} s.",
-            *(f"CTranslate2, as a process of its own, takes {each:.1f} s." for each in peers),
+            f"CTranslate2 as a process of its own: {', '.join(f'{each:.1f}' for each in peers)} s.",
         ),
         joined(tables.load_table(report)),
     ]
