@@ -67,8 +67,8 @@ def main(argv: list[str] | None = None) -> int:
         print("there is no CUDA device to measure on", file=sys.stderr)
         return 1
     try:
+        compile_candidates(arguments)
         for size in arguments.sizes:
-            compile_candidates(size, arguments)
             tune(size, arguments)
             release()
     finally:
@@ -167,25 +167,26 @@ def with_tile(part: str, product: Product, tile: tuple, runner: Runner, repeat: 
         return float("inf")
 
 
-def compile_candidates(size: str, arguments: argparse.Namespace) -> None:
+def compile_candidates(arguments: argparse.Namespace) -> None:
     """Run every candidate once, in as many processes as asked for."""
     context = multiprocessing.get_context("spawn")
     shares = range(arguments.processes)
-    processes = [
-        context.Process(target=compile_share, args=(size, arguments, share)) for share in shares
-    ]
+    processes = [context.Process(target=compile_share, args=(arguments, share)) for share in shares]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
 
 
-def compile_share(size: str, arguments: argparse.Namespace, share: int) -> None:
-    config = configuration(size, gated=arguments.gated)
-    runner = few_layers(replace(config, num_layers=1), arguments)
-    for part, product in measured(config, arguments):
-        for tile in candidates(part, product)[share :: arguments.processes]:
-            with_tile(part, product, tile, runner, repeat=1)
+def compile_share(arguments: argparse.Namespace, share: int) -> None:
+    for size in arguments.sizes:
+        config = configuration(size, gated=arguments.gated)
+        runner = few_layers(replace(config, num_layers=1), arguments)
+        for part, product in measured(config, arguments):
+            for tile in candidates(part, product)[share :: arguments.processes]:
+                with_tile(part, product, tile, runner, repeat=1)
+        del runner
+        release()
 
 
 def row_candidates(kind: str, in_size: int, in_bytes: bool) -> Iterator[RowTile]:
