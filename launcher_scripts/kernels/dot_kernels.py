@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.row_product_kernel import ZERO, activate, scales_of
+from launcher_scripts.kernels.digit_kernels import dot_digits
+from launcher_scripts.kernels.row_product_kernel import activate, scales_of
 
 
 @triton.jit
@@ -42,19 +43,14 @@ def _fetch(
 
 
 @triton.jit
-def _piece(weights, rows, columns, kind, OUT: tl.constexpr, IN: tl.constexpr, EVEN: tl.constexpr):
-    """Some columns of a weight's rows, which are read once, in the type of x: `kind`.
-
-    A byte becomes the last one of 2^23 in float32, whose steps are ones there.
-    """
+def _piece(weights, rows, columns, OUT: tl.constexpr, IN: tl.constexpr, EVEN: tl.constexpr):
+    """Some columns of a weight's rows, which are read once."""
     if EVEN:
         tile = tl.load(weights, eviction_policy="evict_first")
     else:
         mask = (rows < OUT)[:, None] & (columns < IN)[None, :]
         tile = tl.load(weights, mask=mask, other=0.0, eviction_policy="evict_first")
-    if tile.dtype == tl.uint8:
-        tile = (tile.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
-    return tile.to(kind)
+    return tile
 
 
 @triton.jit
@@ -81,15 +77,14 @@ def _dot(
     gate = tl.zeros([ROWS, BATCH], tl.float32)
     where = rows[:, None].to(tl.int64) * IN + columns[None, :]
     places = x + batch[None, :] * IN + columns[:, None]
-    kind: tl.constexpr = x.dtype.element_ty
     even: tl.constexpr = OUT % ROWS == 0 and IN % BLOCK == 0
     for column in tl.range(first, last, BLOCK):
-        tile = _piece(weight + where + column, rows, column + columns, kind, OUT, IN, even)
+        tile = _piece(weight + where + column, rows, column + columns, OUT, IN, even)
         inside = (batch < count)[None, :] & (column + columns < IN)[:, None]
         piece = tl.load(places + column, mask=inside, other=0.0)
         product = tl.dot(tile, piece, product, input_precision="ieee")
         if GATED:
-            tile = _piece(gate_weight + where + column, rows, column + columns, kind, OUT, IN, even)
+            tile = _piece(gate_weight + where + column, rows, column + columns, OUT, IN, even)
             gate = tl.dot(tile, piece, gate, input_precision="ieee")
     return product, gate
 
@@ -97,6 +92,7 @@ def _dot(
 @triton.jit
 def dot_rows(
     x,
+    steps,
     weight,
     gate_weight,
     scales,
@@ -122,6 +118,8 @@ def dot_rows(
 ):
     """out = act(W x + b) * (W2 x + b2) for `count` rows of x, the parts as the flags say.
 
+    x and steps are as split_rows makes them where the weight is int8.
+
     With SPLITS > 1 the parts over the columns go to out [SPLITS, count, OUT], to be summed. With
     LARGEST nothing but the largest of the program's values and its place is kept, for each row.
     With EARLY the weight's first AHEAD pieces are on their way before x is there.
@@ -139,9 +137,27 @@ def dot_rows(
         if GATED:
             _fetch(gate_weight, rows, first, last, OUT, IN, AHEAD, BLOCK)
         gdc_wait()
-    value, gate = _dot(
-        x, weight, gate_weight, rows, first, last, count, OUT, IN, GATED, ROWS, BLOCK, BATCH
-    )
+    if weight.dtype.element_ty == tl.int8:
+        value, gate = dot_digits(
+            x,
+            steps,
+            weight,
+            gate_weight,
+            rows,
+            first,
+            last,
+            count,
+            OUT,
+            IN,
+            GATED,
+            ROWS,
+            BLOCK,
+            BATCH,
+        )
+    else:
+        value, gate = _dot(
+            x, weight, gate_weight, rows, first, last, count, OUT, IN, GATED, ROWS, BLOCK, BATCH
+        )
     value *= scales_of(scales, weight, rows, OUT)[:, None]
     if OFFSET:
         offset = tl.load(offsets + rows, mask=(rows < OUT) & (split == 0), other=0.0)

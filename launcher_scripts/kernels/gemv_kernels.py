@@ -100,6 +100,7 @@ def gemv(
         even,
         ROWS,
         BLOCK,
+        EARLY,
     )
     mean, scale = mean_and_scale(total, squares, eps, IN, NORM)
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
@@ -196,6 +197,7 @@ def gemv_heads(
         even,
         ROWS,
         BLOCK,
+        EARLY,
     )
     mean, scale = mean_and_scale(total, squares, eps, IN, NORM)
     low = normalized(low * row_scale, row_sums, mean, scale, NORM) + offset
@@ -269,6 +271,7 @@ def gemv_largest(
         even,
         ROWS,
         BLOCK,
+        EARLY,
     )
     mean, scale = mean_and_scale(total, squares, eps, IN, NORM)
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
