@@ -45,7 +45,7 @@ def dot_tile(kind: str, in_size: int, in_bytes: bool = False) -> DotTile:
     found = table()[part("dot_products", in_bytes)].get(f"{kind} {in_size}")
     if found:
         return DotTile(*found)
-    return DotTile(64, 128, 4, 4, 4 if kind == "add" else 1)
+    return DotTile(64, 256 if in_bytes else 128, 4, 4, 4 if kind == "add" else 1)
 
 
 @cache
