@@ -14,6 +14,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from launcher_scripts.kernels import (  # noqa: E402
     attention_kernels,
     dot_kernels,
+    gemv_heads_kernel,
     gemv_kernels,
     inbox_kernels,
     int8_kernels,
@@ -75,7 +76,7 @@ def test_gemv_heads(dtype, half):
     numbers = {"pool_tokens": "i32", "eps": "fp32"}
     heads = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half}
     constants = {"IN": 768, "NORM": 1, "OFFSET": True, **heads, **TILE}
-    assert compile_kernel(gemv_kernels.gemv_heads, pointers, numbers, constants)
+    assert compile_kernel(gemv_heads_kernel.gemv_heads, pointers, numbers, constants)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
