@@ -19,6 +19,15 @@ from launcher_scripts.kernels.row_product_kernel import (
 
 
 @triton.jit
+def _features(pairs, SIZE: tl.constexpr, HALF: tl.constexpr):
+    """Heads of the pairs, which pairs of theirs those are, and the two features of each."""
+    pair = pairs % (SIZE // 2)
+    lower = tl.where(pair < HALF, pair, pair + HALF)
+    upper = lower + tl.where(pair < HALF, HALF, SIZE // 2 - HALF)
+    return pairs // (SIZE // 2), pair, lower, upper
+
+
+@triton.jit
 def gemv_heads(
     x,
     moments,
@@ -58,10 +67,7 @@ def gemv_heads(
         gdc_launch_dependents()
     OUT: tl.constexpr = (HEADS + 2 * KV_HEADS) * SIZE
     pairs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    pair = pairs % (SIZE // 2)
-    head = pairs // (SIZE // 2)
-    lower = tl.where(pair < HALF, pair, pair + HALF)
-    upper = lower + tl.where(pair < HALF, HALF, SIZE // 2 - HALF)
+    head, pair, lower, upper = _features(pairs, SIZE, HALF)
     rows = head * SIZE + lower
     other_rows = head * SIZE + upper
     columns = tl.arange(0, BLOCK)[None, :]
