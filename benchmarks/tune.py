@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.decode import MODERN
 from benchmarks.generate import DEVICE, VOCABULARY, engine_settings, random_weights, release
 from benchmarks.steps import step_ms
 from launcher_scripts.engine.communicator import Communicator
@@ -130,14 +131,6 @@ def dot_candidates(kind: str, in_size: int) -> Iterator[DotTile]:
 
 def few_layers(hidden: int, ffn: int, head_size: int, *, gated: bool) -> Runner:
     ffn_bytes = hidden * ffn * 2 * (3 if gated else 2)
-    changes = {
-        "normalization": "rmsnorm",
-        "activation": "silu",
-        "gated": True,
-        "position_embedding": "rope",
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
     config = GPTConfig(
         vocab_size=VOCABULARY,
         num_layers=max(2, STEP_BYTES // (hidden * hidden * 8 + ffn_bytes)),
@@ -149,7 +142,7 @@ def few_layers(hidden: int, ffn: int, head_size: int, *, gated: bool) -> Runner:
         max_positions=2048,
         end_id=VOCABULARY,
         start_id=0,
-        **(changes if gated else {}),
+        **(MODERN if gated else {}),
     )
     settings = engine_settings(max_batch_size=max(BATCHES), max_tokens=8192)
     prepare_process(settings, DEVICE)
