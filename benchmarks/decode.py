@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from concurrent.futures import wait
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,13 +22,13 @@ from torch import Tensor
 
 from benchmarks.generate import (
     DEVICE,
-    SHAPES,
     bandwidths,
     engine_settings,
     machine,
     random_weights,
     release,
 )
+from benchmarks.shapes import CONFIGS
 from benchmarks.steps import step_ms
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.engine import Engine
@@ -40,56 +39,18 @@ from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.protocol import GenerateRequest
 
-MODERN = {
-    "normalization": "rmsnorm",
-    "activation": "silu",
-    "gated": True,
-    "position_embedding": "rope",
-    "attention_bias": False,
-    "mlp_bias": False,
-}
 GPT_CASES = ((1, 80), (1, 1024), (8, 80), (32, 80))
 T5_CASES = ((1, 40, 200), (32, 64, 128))  # rows, context, source
 T5_REQUESTS = ((1, 60, 20), (32, 128, 64))  # rows, input, output
 PREFILL_TOKENS = 2048
 PREFILL_SHAPE = "5b"
-
-
-def modern(config: GPTConfig) -> GPTConfig:
-    """The same size with rotary positions, RMS norms, a gated MLP and a quarter of the keys."""
-    width = config.ffn_size * 2 // 3 // 256 * 256
-    return replace(config, **MODERN, ffn_size=width, num_kv_heads=config.num_heads // 4)
-
-
-def t5(hidden: int, layers: int, heads: int, ffn: int) -> T5Config:
-    """T5 1.1 of these sizes."""
-    return T5Config(
-        vocab_size=32128,
-        num_layers=layers,
-        num_decoder_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        head_size=64,
-        ffn_size=ffn,
-        activation="gelu",
-        gated=True,
-        tied_embeddings=False,
-        end_id=32127,
-    )
-
-
-CONFIGS: dict[str, GPTConfig | T5Config] = {
-    **{name: shape.config() for name, shape in SHAPES.items()},
-    "1.3b-modern": modern(SHAPES["1.3b"].config()),
-    "5b-modern": modern(SHAPES["5b"].config()),
-    "t5-base": t5(768, 12, 12, 2048),
-    "t5-3b": t5(2048, 24, 32, 5120),
-}
+INT8 = "-int8"  # ends the names of models whose layers keep their weights in bytes
+MODELS = {**CONFIGS, **{name + INT8: CONFIGS[name] for name in ("5b", "20b", "t5-3b")}}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", nargs="+", choices=CONFIGS, default=list(CONFIGS))
+    parser.add_argument("--shapes", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -104,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     release()
     print(json.dumps({key: report[key] for key in ("bandwidth", "matrix_tflops")}), flush=True)
     for name in arguments.shapes:
-        config = CONFIGS[name]
+        config = MODELS[name]
         measure = measure_t5 if isinstance(config, T5Config) else measure_gpt
         for row in measure(name, config, report):
             report["rows"].append(row)
@@ -116,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure_gpt(name: str, config: GPTConfig, report: dict) -> list[dict]:
-    weights = random_weights(config)
+    weights = random_weights(config, int8=name.endswith(INT8))
     runner = runner_over(weights, rows=32, tokens=16384)
     token_bytes = 2 * config.num_layers * 2 * config.num_kv_heads * config.head_size
     rows = []
@@ -130,7 +91,7 @@ def measure_gpt(name: str, config: GPTConfig, report: dict) -> list[dict]:
 
 
 def measure_t5(name: str, config: T5Config, report: dict) -> list[dict]:
-    weights = random_weights(config)
+    weights = random_weights(config, int8=name.endswith(INT8))
     runner = runner_over(weights, rows=32, tokens=16384)
     read = [weights.head.weight]
     for layer in weights.decoder_layers.values():

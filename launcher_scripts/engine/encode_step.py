@@ -122,8 +122,7 @@ class SpanAttention(Sublayer):
 def encode_obstacles(weights: T5Weights, communicator: Communicator) -> list[str]:
     """Why a model's inputs cannot go through an EncodeStep; empty where they can."""
     layers = [*weights.encoder_layers.values(), *weights.decoder_layers.values()]
-    projections = [layer.query_key_value for layer in layers]
-    found = obstacles(weights.config, communicator, learned_of(layers), projections)
+    found = obstacles(weights.config, communicator, learned_of(layers))
     if communicator.tp_size > 1:
         found.append("ranks add many tokens up in the compute type")
     return found

@@ -12,9 +12,8 @@ from dataclasses import replace
 import torch
 import triton
 from torch import Tensor
-from torch.nn import functional
 
-from launcher_scripts.kernels import int8_kernels, reference
+from launcher_scripts.kernels import inbox_products, int8_kernels, reference
 from launcher_scripts.kernels.dot_products import (
     add_parts,
     dot_add,
@@ -35,6 +34,7 @@ from launcher_scripts.kernels.fused_spans import attend_spans, gated
 from launcher_scripts.kernels.fused_steps import (
     attend_own,
     attend_source,
+    many_rows,
     project_heads,
     project_hidden,
 )
@@ -43,6 +43,7 @@ from launcher_scripts.kernels.operands import (
     Hidden,
     Linear,
     Norm,
+    Ranks,
     RowColumns,
     StepRows,
 )
@@ -159,10 +160,10 @@ def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tenso
     if fits(x.operand):
         return dot_product(x.operand, up, kind, gate=gate, activation=activation)
     if x.operand.shape[0] > 1:
-        inner = functional.linear(x.operand, up.weight, up.bias)
+        inner = many_rows(x.operand, up)
         if gate is None:
             return ACTIVATIONS[activation](inner)
-        return gated(inner, functional.linear(x.operand, gate.weight, gate.bias), activation)
+        return gated(inner, many_rows(x.operand, gate), activation)
     out = x.operand.new_empty(1, up.weight.shape[0])
     more = {"moments": x.moments, "gate": gate, "activation": activation}
     row_product(x.operand, up, out, kind, **more, launch=early(out))
@@ -174,8 +175,8 @@ def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | Non
     if fits(x):
         return dot_add(x, linear, onto, norm_of_next)
     if x.shape[0] > 1:
-        added = functional.linear(x, linear.weight)[None]
-        return add_parts(added, linear.bias, onto.exact, norm_of_next, onto.operand.dtype)
+        added = many_rows(x, replace(linear, bias=None))
+        return add_parts(added[None], linear.bias, onto.exact, norm_of_next, onto.operand.dtype)
     return row_accumulate(x, linear, onto, norm_of_next)
 
 
@@ -184,10 +185,21 @@ def choose(x: Hidden, head: Linear, held: int, columns: RowColumns, slots: Tenso
     return largest(x, head, held, (columns.token, slots))[1]
 
 
+def accumulate_over_ranks(
+    x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None, ranks: Ranks
+) -> Hidden:
+    """See reference.accumulate_over_ranks."""
+    inboxes = ranks.inboxes
+    if inboxes is not None and inbox_products.fits(x, linear, inboxes):
+        inbox_products.send_product(x, linear, inboxes)
+        return inbox_products.receive_sum(linear.bias, onto, norm_of_next, inboxes)
+    return add_sum(ranks.tp_sum(partial_product(x, linear)), linear.bias, onto, norm_of_next)
+
+
 def partial_product(x: Tensor, linear: Linear) -> Tensor:
     """See reference.partial_product."""
     alone = replace(linear, bias=None, norm=None)
-    if x.shape[0] == 1 and linear.scale is None:
+    if x.shape[0] == 1:
         out = torch.empty(1, linear.weight.shape[0], device=x.device)
         row_product(x, alone, out, "add", launch=early(x))
         return out

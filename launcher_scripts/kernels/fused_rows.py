@@ -151,7 +151,7 @@ def attention_launch(
     """
     starts, lengths, positions = rows
     count, num_heads, size = starts.shape[0], heads.num_heads, heads.head_size
-    splits, tile, warps = attention_shape(longest)
+    splits, tile, warps = attention_shape(longest, count * num_heads)
     device = query.device
     out = cache.keys.new_empty(count, num_heads * size)
     # [rows, heads, splits]: unnormalized outputs, then largest score and sum of weights

@@ -17,6 +17,8 @@ from launcher_scripts.kernels.row_product_kernel import (
     mean_and_scale,
     multiply,
     normalized,
+    row_places,
+    scales_of,
     store_weighed,
     vector,
 )
@@ -28,6 +30,8 @@ def gemv(
     moments,
     weight,
     gate_weight,
+    scales,
+    gate_scales,
     offsets,
     gate_offsets,
     sums,
@@ -65,11 +69,13 @@ def gemv(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)[None, :]
     even: tl.constexpr = OUT % ROWS == 0 and IN % BLOCK == 0
-    base = rows[:, None].to(tl.int64) * IN + columns
+    base = row_places(rows, columns, IN)
     tile = load_tile(weight, base, rows, columns, 0, OUT, IN, even)
     gate_tile = tile
     if GATED:
         gate_tile = load_tile(gate_weight, base, rows, columns, 0, OUT, IN, even)
+    row_scale = scales_of(scales, weight, rows, OUT)
+    gate_scale = scales_of(gate_scales, gate_weight, rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
     gate_offset = vector(gate_offsets, rows, OUT, OFFSET and GATED)
     row_sums = vector(sums, rows, OUT, NORM == 1)
@@ -96,10 +102,10 @@ def gemv(
         BLOCK,
     )
     mean, scale = mean_and_scale(total, squares, eps, IN, NORM)
-    value = normalized(value, row_sums, mean, scale, NORM) + offset
+    value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
     value = activate(value, ACTIVATION)
     if GATED:
-        gate = normalized(gate, gate_row_sums, mean, scale, NORM)
+        gate = normalized(gate * gate_scale, gate_row_sums, mean, scale, NORM)
         value = value * (gate + gate_offset)
     value = value + added
     tl.store(out + rows, value.to(out.dtype.element_ty), mask=rows < OUT)
@@ -112,6 +118,7 @@ def gemv_heads(
     x,
     moments,
     weight,
+    scales,
     offsets,
     sums,
     query,
@@ -155,10 +162,12 @@ def gemv_heads(
     columns = tl.arange(0, BLOCK)[None, :]
     even: tl.constexpr = (OUT // 2) % ROWS == 0 and IN % BLOCK == 0
     inside = pairs < OUT // 2
-    base = rows[:, None].to(tl.int64) * IN + columns
-    other_base = other_rows[:, None].to(tl.int64) * IN + columns
+    base = row_places(rows, columns, IN)
+    other_base = row_places(other_rows, columns, IN)
     tile = load_tile(weight, base, rows, columns, 0, OUT, IN, even)
     other_tile = load_tile(weight, other_base, other_rows, columns, 0, OUT, IN, even)
+    row_scale = scales_of(scales, weight, rows, OUT)
+    other_scale = scales_of(scales, weight, other_rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
     other_offset = vector(offsets, other_rows, OUT, OFFSET)
     row_sums = vector(sums, rows, OUT, NORM == 1)
@@ -189,8 +198,8 @@ def gemv_heads(
         BLOCK,
     )
     mean, scale = mean_and_scale(total, squares, eps, IN, NORM)
-    low = normalized(low, row_sums, mean, scale, NORM) + offset
-    high = normalized(high, other_sums, mean, scale, NORM) + other_offset
+    low = normalized(low * row_scale, row_sums, mean, scale, NORM) + offset
+    high = normalized(high * other_scale, other_sums, mean, scale, NORM) + other_offset
     if HALF > 0:
         low, high = low * cosine - high * sine, high * cosine + low * sine
     asks = inside & (head < HEADS)
@@ -214,6 +223,7 @@ def gemv_largest(
     x,
     moments,
     weight,
+    scales,
     offsets,
     sums,
     largest,
@@ -236,8 +246,9 @@ def gemv_largest(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)[None, :]
     even: tl.constexpr = OUT % ROWS == 0 and IN % BLOCK == 0
-    base = rows[:, None].to(tl.int64) * IN + columns
+    base = row_places(rows, columns, IN)
     tile = load_tile(weight, base, rows, columns, 0, OUT, IN, even)
+    row_scale = scales_of(scales, weight, rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
     row_sums = vector(sums, rows, OUT, NORM == 1)
     if EARLY:
@@ -260,7 +271,7 @@ def gemv_largest(
         BLOCK,
     )
     mean, scale = mean_and_scale(total, squares, eps, IN, NORM)
-    value = normalized(value, row_sums, mean, scale, NORM) + offset
+    value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
     value = tl.where(rows < OUT, value, -float("inf"))
     top, place = tl.max(value, 0, return_indices=True)
     tl.store(largest + tl.program_id(0), top)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,11 +41,11 @@ class FoldedNorm:
 class Linear:
     """y = x W^T + b, of a normalized x where there is a norm.
 
-    weight:  [out, in] in the compute type, or int8
+    weight:  [out, in] in the compute type, or in bytes (see quantization.py)
     bias:    [out] in the compute type
     norm:    applied to x first
-    scale:   float32 [out]: what each row of an int8 weight is multiplied by
-    compute: the compute type of an int8 weight
+    scale:   float32 [out]: what each row of a weight in bytes is multiplied by
+    compute: the compute type of a weight in bytes
     folded:  the norm as a product with one row wants it; made by kernels.prepare
     """
 
@@ -59,6 +60,14 @@ class Linear:
     def dtype(self) -> torch.dtype:
         """The compute type."""
         return self.compute or self.weight.dtype
+
+    @property
+    def in_bytes(self) -> bool:
+        return self.scale is not None
+
+    def without_norm(self) -> Linear:
+        """The projection of an x that is normalized already."""
+        return replace(self, norm=None, folded=None)
 
 
 @dataclass(frozen=True)
@@ -185,3 +194,35 @@ def span_blocks(counts: Sequence[int]) -> list[tuple[int, int, int]]:
         for start, count in zip(starts, counts, strict=False)
         for first in range(0, count, SPAN_QUERIES)
     ]
+
+
+@dataclass(frozen=True)
+class Inboxes:
+    """Memory into which the tensor-parallel ranks write their parts of a sum; see inbox_kernels.py.
+
+    own:       int64 [2, ranks, lane_words], this rank's, zeros at first
+    addresses: int64 [ranks], where every rank's inbox is
+    exchanges: int32 [parts of a row], zeros at first: how often each part was exchanged
+    """
+
+    own: Tensor
+    addresses: Tensor
+    exchanges: Tensor
+    rank: int
+
+    @property
+    def ranks(self) -> int:
+        return self.own.shape[1]
+
+    @property
+    def lane_words(self) -> int:
+        return self.own.shape[2]
+
+
+class Ranks(Protocol):
+    """The tensor-parallel ranks as an operation sees them; inboxes: where they have them."""
+
+    @property
+    def inboxes(self) -> Inboxes | None: ...
+
+    def tp_sum(self, tensor: Tensor) -> Tensor: ...

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from launcher_scripts.kernels import quantization
 from launcher_scripts.kernels import window_attention as windows
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
@@ -20,6 +21,7 @@ from launcher_scripts.kernels.operands import (
     LayerCache,
     Linear,
     Norm,
+    Ranks,
     RelativeBias,
     RowColumns,
     StepRows,
@@ -80,7 +82,7 @@ def dense(linear: Linear) -> Linear:
     """The same projection with its weight in the compute type."""
     if linear.scale is None:
         return linear
-    weight = (linear.weight.float() * linear.scale[:, None]).to(linear.dtype)
+    weight = quantization.dequantized(linear.weight, linear.scale).to(linear.dtype)
     return Linear(weight, linear.bias, linear.norm)
 
 
@@ -106,6 +108,13 @@ def add_sum(total: Tensor, bias: Tensor | None, onto: Hidden, norm_of_next: Norm
     return hidden(add_residual(total, bias, onto.exact), norm_of_next, onto.operand.dtype)
 
 
+def accumulate_over_ranks(
+    x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None, ranks: Ranks
+) -> Hidden:
+    """accumulate where every rank has a part of x [N, in] and of the weight's columns."""
+    return add_sum(ranks.tp_sum(partial_product(x, linear)), linear.bias, onto, norm_of_next)
+
+
 def add_residual(partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     """residual + partial + bias: float32 [N, hidden], after the sum over ranks."""
     total = residual + partial
@@ -124,6 +133,7 @@ def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tenso
 
 def logits(x: Tensor, head: Linear) -> Tensor:
     """Next-token logits, float32 [N, vocab of this rank], accumulated in float32."""
+    head = dense(head)
     bias = None if head.bias is None else head.bias.float()
     return functional.linear(_normalized(x, head).float(), head.weight.float(), bias)
 
@@ -246,12 +256,13 @@ def attend_source(
 
 def project_hidden(x: Hidden, linear: Linear) -> Tensor:
     """linear of the normalized hidden states: [B, out]."""
+    linear = dense(linear)
     return functional.linear(x.operand, linear.weight, linear.bias)
 
 
 def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tensor:
     """mlp_up of the normalized hidden states: [B, ffn]."""
-    return mlp_up(x.operand, Linear(up.weight, up.bias), _without_norm(gate), activation)
+    return mlp_up(x.operand, up.without_norm(), gate and gate.without_norm(), activation)
 
 
 def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
@@ -261,10 +272,7 @@ def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | Non
 
 
 def largest(x: Hidden, head: Linear, held: int) -> tuple[Tensor, Tensor]:
-    """The largest of the first `held` logits of every row: float32 [B], and its place, int64 [B].
-
-    Of equal ones the first.
-    """
+    """The largest of a row's first `held` logits, float32 [B], and the first place, int64 [B]."""
     whole = logits(x.operand, Linear(head.weight, head.bias))[:, :held]
     places = argmax(whole)
     return whole.gather(1, places[:, None])[:, 0], places
@@ -275,10 +283,6 @@ def choose(x: Hidden, head: Linear, held: int, columns: RowColumns, slots: Tenso
     tokens = largest(x, head, held)[1]
     columns.token.index_copy_(0, slots, tokens)
     return tokens
-
-
-def _without_norm(linear: Linear | None) -> Linear | None:
-    return None if linear is None else Linear(linear.weight, linear.bias)
 
 
 def argmax(logits: Tensor) -> Tensor:

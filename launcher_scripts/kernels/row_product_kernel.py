@@ -6,12 +6,24 @@ A norm before a projection needs no kernel of its own. With gain g and bias b,
 W (g (x - mean) / deviation + b) = (W g x - mean * W g) / deviation + W b. The kernel that made x
 left g x and, for every part of x it had, the sums of x and of its squares (moments), so that not
 every program has to sum all of x; W g and W b plus the bias are known when the model is loaded.
+
+A weight in bytes is q * scale of its row, kept as the byte q + 128 (see quantization.py). No
+instruction makes numbers of bytes at the speed they are read. But the bits of a small integer are
+a float32, too, of that many of its smallest steps of 2^-149; multipliers take those as they are.
+So the kernel multiplies such numbers with an x made large, and takes 128 times the sum of x off.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from launcher_scripts.kernels.quantization import ZERO_POINT
+
+RAISED = tl.constexpr(2.0**80)  # times x: its products with steps of 2^-149 are normal numbers
+LOWERED = tl.constexpr(2.0 ** (149 - 80))
+ZERO = tl.constexpr(float(ZERO_POINT))
+PER_LOAD = tl.constexpr(8)  # columns a thread holds side by side: 16 bytes of x
 
 
 @triton.jit
@@ -33,6 +45,12 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def row_places(rows, columns, IN: tl.constexpr):
+    """Where columns [1, BLOCK] of the rows are; threads are to hold bytes as they hold x."""
+    return tl.max_contiguous(rows[:, None].to(tl.int64) * IN + columns, [1, PER_LOAD])
+
+
+@triton.jit
 def load_tile(
     weight, base, rows, columns, first, OUT: tl.constexpr, IN: tl.constexpr, EVEN: tl.constexpr
 ):
@@ -48,7 +66,11 @@ def load_tile(
 @triton.jit
 def _eighths(tile, piece, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Products summed eight at a time, as the threads hold them."""
-    return tl.sum(tl.reshape(tile.to(tl.float32) * piece, [ROWS, BLOCK // 8, 8]), 2)
+    if tile.dtype == tl.uint8:
+        values = tile.to(tl.uint32).to(tl.float32, bitcast=True)
+    else:
+        values = tile.to(tl.float32)
+    return tl.sum(tl.reshape(values * piece, [ROWS, BLOCK // PER_LOAD, PER_LOAD]), 2)
 
 
 @triton.jit
@@ -70,19 +92,25 @@ def multiply(
 ):
     """(W x, W' x), whose first tiles are there already.
 
-    x has the weight's type, so that both are held by the threads in the same way: another one
-    costs up to a third. W' are more rows of the same or another weight, with PAIRED. With ROLLED a
-    loop fetches the next tile while it multiplies one; without, the compiler sees them all.
+    The scales of a weight in bytes are not applied. x has the type of any other weight, so that
+    both are held by the threads in the same way: another one costs up to a third. W' are more rows
+    of the same or another weight, with PAIRED. With ROLLED a loop fetches the next tile while it
+    multiplies one; without, the compiler sees them all.
     """
     columns = tl.arange(0, BLOCK)[None, :]
-    base = rows[:, None].to(tl.int64) * IN + columns
-    other_base = other_rows[:, None].to(tl.int64) * IN + columns
-    product = tl.zeros([ROWS, BLOCK // 8], tl.float32)
-    other = tl.zeros([ROWS, BLOCK // 8], tl.float32)
+    base = row_places(rows, columns, IN)
+    other_base = row_places(other_rows, columns, IN)
+    in_bytes: tl.constexpr = weight.dtype.element_ty == tl.uint8
+    product = tl.zeros([ROWS, BLOCK // PER_LOAD], tl.float32)
+    other = tl.zeros([ROWS, BLOCK // PER_LOAD], tl.float32)
+    zeros = tl.zeros([1, BLOCK // PER_LOAD], tl.float32)
     if ROLLED:
         for first in tl.range(0, IN, BLOCK):
             coming = load_tile(weight, base, rows, columns, first + BLOCK, OUT, IN, False)
             piece = _piece(x, columns, first, IN, BLOCK)
+            if in_bytes:
+                zeros += _eighths(piece, ZERO, 1, BLOCK)
+                piece *= RAISED
             product += _eighths(tile, piece, ROWS, BLOCK)
             if PAIRED:
                 other += _eighths(other_tile, piece, ROWS, BLOCK)
@@ -99,9 +127,15 @@ def multiply(
                         other_weight, other_base, other_rows, columns, first, OUT, IN, EVEN
                     )
             piece = _piece(x, columns, first, IN, BLOCK)
+            if in_bytes:
+                zeros += _eighths(piece, ZERO, 1, BLOCK)
+                piece *= RAISED
             product += _eighths(tile, piece, ROWS, BLOCK)
             if PAIRED:
                 other += _eighths(other_tile, piece, ROWS, BLOCK)
+    if in_bytes:
+        product = product * LOWERED - zeros
+        other = other * LOWERED - zeros
     return tl.sum(product, 1), tl.sum(other, 1)
 
 
@@ -178,4 +212,13 @@ def vector(values, rows, OUT: tl.constexpr, PRESENT: tl.constexpr):
     found = tl.zeros(rows.shape, tl.float32)
     if PRESENT:
         found = tl.load(values + rows, mask=rows < OUT, other=0.0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def scales_of(scales, weight, rows, OUT: tl.constexpr):
+    """What the products of a weight's rows are multiplied by: ones, but for a weight in bytes."""
+    found = tl.full(rows.shape, 1.0, tl.float32)
+    if weight.dtype.element_ty == tl.uint8:
+        found = tl.load(scales + rows, mask=rows < OUT, other=0.0)
     return found

@@ -18,6 +18,7 @@ from launcher_scripts.kernels.operands import (
     Norm,
     StepRows,
 )
+from launcher_scripts.kernels.quantization import dequantized
 from launcher_scripts.kernels.step_kernels import pick_largest
 from launcher_scripts.kernels.tiles import row_tile
 
@@ -43,18 +44,20 @@ def fold_norm(linear: Linear) -> FoldedNorm | None:
         return None
     sums, offsets = None, None
     if norm.kind == "layernorm":
-        sums = _times(linear.weight, norm.weight.float())
+        sums = _times(linear, norm.weight.float())
     if norm.bias is not None:
-        offsets = _times(linear.weight, norm.bias.float())
+        offsets = _times(linear, norm.bias.float())
     if linear.bias is not None:
         offsets = linear.bias.float() + (0 if offsets is None else offsets)
     return FoldedNorm(sums, offsets)
 
 
-def _times(weight: Tensor, vector: Tensor) -> Tensor:
-    """weight @ vector in float32, a few rows at a time: a copy of all would be large."""
-    rows = max(1, FOLDED_AT_ONCE // weight.shape[1])
-    return torch.cat([part.float() @ vector for part in weight.split(rows)])
+def _times(linear: Linear, vector: Tensor) -> Tensor:
+    """Its weight @ vector in float32, a few rows at a time: a copy of all would be large."""
+    rows = max(1, FOLDED_AT_ONCE // linear.weight.shape[1])
+    parts = linear.weight.split(rows)
+    scales = [None] * len(parts) if linear.scale is None else linear.scale.split(rows)
+    return torch.cat([dequantized(*part) @ vector for part in zip(parts, scales, strict=True)])
 
 
 def _offsets(linear: Linear) -> Tensor | None:
@@ -62,12 +65,13 @@ def _offsets(linear: Linear) -> Tensor | None:
     return linear.bias if linear.folded is None else linear.folded.offsets
 
 
-def _norm_operands(x: Tensor, moments: Tensor | None, linear: Linear) -> dict[str, object]:
-    """Arguments of a kernel about the norm and bias; x stands for what there is not."""
+def _operands(x: Tensor, moments: Tensor | None, linear: Linear) -> dict[str, object]:
+    """Arguments of a kernel about scales, norm and bias; x stands for what there is not."""
     folded, offsets = linear.folded, _offsets(linear)
     sums = None if folded is None else folded.sums
     parts = 1 if folded is None else moments.shape[1]
     return {
+        "scales": x if linear.scale is None else linear.scale,
         "moments": x if folded is None else moments,
         "offsets": x if offsets is None else offsets,
         "sums": x if sums is None else sums,
@@ -93,14 +97,14 @@ def row_product(
     norm_of_next: Norm | None = None,
     launch: dict[str, bool],
 ) -> Tensor | None:
-    """x [1, in] of the weight's type through a projection to out [1, out]; see gemv.
+    """x [1, in] of the compute type through a projection to out [1, out]; see gemv.
 
     moments: of x, where the projection has a norm folded in
     norm_of_next: the result goes to `rounded` for a projection behind that norm; returns the
         result's moments
     """
     out_size, in_size = linear.weight.shape
-    tile = row_tile(kind, in_size)
+    tile = row_tile(kind, out_size, in_size, linear.in_bytes)
     programs = triton.cdiv(out_size, tile.rows)
     found = None if norm_of_next is None else torch.empty(2, programs, device=x.device)
     other = linear if gate is None else gate
@@ -110,6 +114,7 @@ def row_product(
         x,
         weight=linear.weight,
         gate_weight=other.weight,
+        gate_scales=x if other.scale is None else other.scale,
         gate_offsets=x if gate_offsets is None else gate_offsets,
         gate_sums=x if gate_sums is None else gate_sums,
         residual=x if residual is None else residual,
@@ -129,7 +134,7 @@ def row_product(
         BLOCK=tile.block,
         num_warps=tile.warps,
         num_stages=1,
-        **_norm_operands(x, moments, linear),
+        **_operands(x, moments, linear),
         **launch,
     )
     return found
@@ -164,7 +169,7 @@ def row_heads(
     """reference.project_heads for one row."""
     operand = x.operand
     out_size, in_size = linear.weight.shape
-    tile = row_tile("heads", in_size)
+    tile = row_tile("heads", out_size, in_size, linear.in_bytes)
     query = operand.new_empty(1, heads.num_heads, heads.head_size)
     cosines, sines = (operand, operand) if rotary is None else rotary
     gemv_heads[(triton.cdiv(out_size // 2, tile.rows),)](
@@ -188,7 +193,7 @@ def row_heads(
         BLOCK=tile.block,
         num_warps=tile.warps,
         num_stages=1,
-        **_norm_operands(operand, x.moments, linear),
+        **_operands(operand, x.moments, linear),
         **early(operand),
     )
     return query
@@ -203,7 +208,7 @@ def row_largest(
     """reference.largest for one row."""
     operand = x.operand
     in_size = head.weight.shape[1]
-    tile = row_tile("largest", in_size)
+    tile = row_tile("largest", head.weight.shape[0], in_size, head.in_bytes)
     parts = triton.cdiv(held, tile.rows)
     found = torch.empty(parts, device=operand.device)
     places = torch.empty(parts, dtype=torch.int32, device=operand.device)
@@ -219,7 +224,7 @@ def row_largest(
         BLOCK=tile.block,
         num_warps=tile.warps,
         num_stages=1,
-        **_norm_operands(operand, x.moments, head),
+        **_operands(operand, x.moments, head),
         **early(operand),
     )
     return best_of_parts(found[None], places[None], keep)

@@ -15,6 +15,7 @@ from launcher_scripts.kernels import (  # noqa: E402
     attention_kernels,
     dot_kernels,
     gemv_kernels,
+    inbox_kernels,
     int8_kernels,
     row_kernels,
     span_kernels,
@@ -35,16 +36,19 @@ def compile_kernel(kernel, pointers: dict[str, str], numbers: dict[str, str], co
     return triton.compile(source, target=HOPPER).asm["ptx"]
 
 
+# Compute type and that of the weight.
+WEIGHTS = [*((dtype, dtype) for dtype in TYPES), ("bf16", "u8"), ("fp32", "u8")]
 TILE = {"PARTS": 3, "SPREAD": 4, "ROWS": 2, "BLOCK": 256, "ROLLED": False, "EARLY": True}
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("dtype", "held"), WEIGHTS)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rolled", [False, True])
-def test_gemv(dtype, gated, rolled):
-    pointers = dict.fromkeys(("x", "weight", "gate_weight", "rounded"), dtype)
+def test_gemv(dtype, held, gated, rolled):
+    pointers = dict.fromkeys(("x", "rounded"), dtype)
+    pointers |= dict.fromkeys(("weight", "gate_weight"), held)
     vectors = ("offsets", "gate_offsets", "sums", "gate_sums", "residual", "gain", "out")
-    vectors += ("moments", "new_moments")
+    vectors += ("moments", "new_moments", "scales", "gate_scales")
     pointers |= dict.fromkeys(vectors, "fp32")
     constants = {
         "OUT": 515,
@@ -66,7 +70,8 @@ def test_gemv(dtype, gated, rolled):
 @pytest.mark.parametrize(("dtype", "half"), list(itertools.product(TYPES, (0, 8, 32))))
 def test_gemv_heads(dtype, half):
     pointers = dict.fromkeys(("x", "weight", "query", "keys", "values"), dtype)
-    pointers |= dict.fromkeys(("moments", "offsets", "sums", "cosines", "sines"), "fp32")
+    pointers |= dict.fromkeys(("scales", "moments", "offsets", "sums"), "fp32")
+    pointers |= dict.fromkeys(("cosines", "sines"), "fp32")
     pointers |= dict.fromkeys(("starts", "positions"), "i64")
     numbers = {"pool_tokens": "i32", "eps": "fp32"}
     heads = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half}
@@ -77,15 +82,36 @@ def test_gemv_heads(dtype, half):
 @pytest.mark.parametrize("dtype", TYPES)
 def test_gemv_largest(dtype):
     pointers = dict.fromkeys(("x", "weight"), dtype)
-    pointers |= dict.fromkeys(("moments", "offsets", "sums", "largest"), "fp32") | {"places": "i32"}
+    pointers |= dict.fromkeys(("scales", "moments", "offsets", "sums", "largest"), "fp32")
+    pointers |= {"places": "i32"}
     constants = {"OUT": 515, "IN": 768, "NORM": 2, "OFFSET": True, **TILE}
     assert compile_kernel(gemv_kernels.gemv_largest, pointers, {"eps": "fp32"}, constants)
 
 
+@pytest.mark.parametrize(("dtype", "weight"), [*zip(TYPES, TYPES, strict=True), ("bf16", "u8")])
+def test_inboxes(dtype, weight):
+    pointers = {"x": dtype, "weight": weight, "inboxes": "i64", "exchanges": "i32"}
+    pointers["scales"] = "fp32"
+    numbers = dict.fromkeys(("rank", "lane_words"), "i32")
+    shared = {"RANKS": 3, "SHARE": 64, "EARLY": True}
+    constants = {"OUT": 515, "IN": 768, **shared}
+    constants |= {"ROLLED": False, "ROWS": 2, "BLOCK": 256}
+    assert compile_kernel(inbox_kernels.gemv_to_inboxes, pointers, numbers, constants)
+    vectors = ("offsets", "residual", "gain", "exact", "moments")
+    pointers = dict.fromkeys(vectors, "fp32") | {"inbox": "i64", "exchanges": "i32"}
+    constants = {"SIZE": 515, "LANES": 4, "OFFSET": True, "WEIGHED": True, **shared}
+    pointers["operand"] = dtype
+    ptx = compile_kernel(inbox_kernels.add_from_inbox, pointers, {"lane_words": "i32"}, constants)
+    assert "ld.volatile.global" in ptx
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("in_bytes", [False, True])
 @pytest.mark.parametrize("splits", [1, 4])
-def test_dot_rows(dtype, splits):
-    pointers = dict.fromkeys(("x", "weight", "gate_weight", "offsets", "gate_offsets"), dtype)
+def test_dot_rows(dtype, in_bytes, splits):
+    pointers = dict.fromkeys(("x", "offsets", "gate_offsets"), dtype)
+    pointers |= dict.fromkeys(("weight", "gate_weight"), "u8" if in_bytes else dtype)
+    pointers |= dict.fromkeys(("scales", "gate_scales"), "fp32")
     pointers |= {"out": "fp32", "largest": "fp32", "places": "i32"}
     constants = {
         "OUT": 515,
@@ -128,8 +154,9 @@ def test_begin_rows():
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_widen(dtype):
-    pointers = {"weight": "i8", "scale": "fp32", "out": dtype}
-    assert compile_kernel(int8_kernels.widen, pointers, {"size": "i32"}, {"BLOCK": 1024})
+    pointers = {"weight": "u8", "scale": "fp32", "out": dtype}
+    numbers = dict.fromkeys(("size", "zero"), "i32")
+    assert compile_kernel(int8_kernels.widen, pointers, numbers, {"BLOCK": 1024})
 
 
 def test_look_up_and_argmax():

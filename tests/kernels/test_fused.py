@@ -28,9 +28,10 @@ INTERPRETER_WARNINGS = ("-W", "ignore:Conversion of an array:DeprecationWarning"
 @needs_triton
 def test_interpreted_kernels_equal_the_reference(checkout):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(checkout)}
-    checks = checkout / "tests" / "kernels" / "kernel_checks.py"
+    folder = checkout / "tests" / "kernels"
+    checks = [str(folder / name) for name in ("kernel_checks.py", "int8_checks.py")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *INTERPRETER_WARNINGS, str(checks)],
+        [sys.executable, "-m", "pytest", "-q", *INTERPRETER_WARNINGS, *checks],
         env=environment,
         cwd=checkout,
         capture_output=True,
