@@ -1,4 +1,4 @@
-"""Inputs on the fast way through an encoder: alone, together, filled up, and on the general path."""
+"""Inputs on the fast way through an encoder: together, alone, filled up; the general path."""
 
 from __future__ import annotations
 
