@@ -368,7 +368,7 @@ def test_project_heads(rows, dtype, rotary_size):
 @pytest.fixture(params=[1, 2])
 def in_parts(request, monkeypatch):
     """Projections of queries leave that many parts."""
-    tile = DotTile(64, 32, 4, 2, request.param, 1)
+    tile = DotTile(64, 64, 4, 2, request.param, 1)
     monkeypatch.setattr(dot_products, "dot_tile", lambda *_: tile)
 
 
