@@ -58,7 +58,8 @@ class Served:
         gpus = torch.cuda.device_count()
         if gpus == 0:
             return Server(self.folder)
-        return Server(self.folder, [number % gpus] if self.tp_size == 1 else range(self.tp_size))
+        chosen = [number % gpus] if self.tp_size == 1 else range(self.tp_size)
+        return Server(self.folder, CUDA_VISIBLE_DEVICES=",".join(map(str, chosen)))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", choices=(*CONFIGS, *TINY), default=list(SERVED))
     parser.add_argument("--tp", nargs="+", type=int, default=[1], help="numbers of GPUs")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--use-cases", action="store_true", help="one row only, no batches")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args(argv)
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +102,7 @@ def served_rows(arguments: argparse.Namespace, tp_size: int) -> Iterator[dict]:
                     yield {**facts, "error": reason(address)}
                     continue
                 try:
-                    for case, ms in timed_cases(served.model, address):
+                    for case, ms in timed_cases(served.model, address, arguments.use_cases):
                         yield {**facts, **vars(case), "ms": round(ms, 2), "peers": {}}
                 except Exception as error:  # the other models go on
                     yield {**facts, "error": reason(error)}
@@ -117,10 +119,11 @@ def start(served: Served, server: Server) -> str | Exception:
         return error
 
 
-def timed_cases(model: str, address: str) -> Iterator[tuple[Case, float]]:
+def timed_cases(model: str, address: str, use_cases: bool) -> Iterator[tuple[Case, float]]:
     """Every request of the model with its milliseconds."""
     for case in cases_of(model):
-        yield case, case_ms(address, model, case, config_of(model).vocab_size, SECONDS)
+        if case.rows == 1 or not use_cases:
+            yield case, case_ms(address, model, case, config_of(model).vocab_size, SECONDS)
 
 
 def start_writing(peer: str, arguments: argparse.Namespace) -> subprocess.Popen:
@@ -167,7 +170,7 @@ class Report:
         if "error" in row:
             self.facts["errors"].append(row)
         else:
-            case = Case(row["rows"], row["input"], row["output"])
+            case = Case.of(row)
             row["tokens_per_s"] = round(case.rows * case.output / row["ms"] * 1e3, 1)
             if self._rates is not None:
                 floor = floor_ms(config_of(row["model"]), case, self._rates) / row["tp_size"]

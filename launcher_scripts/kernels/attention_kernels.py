@@ -14,21 +14,23 @@ from launcher_scripts.kernels.attention_tile import (
     turned,
 )
 
-MANY_HEADS = 512  # of all rows: some for every multiprocessor
+SHORT_CONTEXT = 256  # tokens
+FEW_HEADS = 128  # about one program per multiprocessor
+MANY_HEADS = 512
 
 
 def attention_shape(longest: int, heads: int) -> tuple[int, int, int]:
-    """(splits, tokens per piece, warps) for contexts up to `longest` of that many heads of all
-    rows: measured on an H200.
+    """(splits, tokens per piece, warps) for contexts up to `longest` of so many rows times heads:
+    measured on an H200.
 
-    A short context is over sooner in one piece than with parts to merge. Many heads keep the
-    memory busy with small pieces each.
+    A short context is over sooner in one piece than with parts to merge. Few heads leave processors
+    idle, which large pieces use best; many small programs hide each other's waits.
     """
-    if heads >= MANY_HEADS:
-        return min(32, -(-longest // 512)), 32, 2
-    if longest <= 256:
+    if longest > SHORT_CONTEXT:
+        return (min(32, -(-longest // 64)), 32, 2) if heads <= FEW_HEADS else (8, 16, 1)
+    if heads <= FEW_HEADS:
         return 1, 128, 8
-    return min(32, -(-longest // 64)), 64, 4
+    return (1, 32, 2) if heads < MANY_HEADS else (1, 16, 1)
 
 
 @triton.jit
