@@ -185,11 +185,10 @@ def attend(
         BLOCK,
     )
     for _ in range(first, last, TILE):
-        coming = tokens + TILE
-        next_key, next_value = load_keys_values(keys, values, pool, coming, last, SIZE, BLOCK)
+        later = load_keys_values(keys, values, pool, tokens + TILE, last, SIZE, BLOCK)
         bonus = bonus_of(tokens, slope, length, bias, position, reach, last, ALIBI, RELATIVE)
         largest, total, mixed = add_tile(largest, total, mixed, key, value, scaled, bonus)
-        tokens, key, value = coming, next_key, next_value
+        tokens, key, value = tokens + TILE, later[0], later[1]
     place = row * HEADS + head
     if SPLITS == 1:
         _store_head(out, place, mixed / total, SIZE, BLOCK)
