@@ -41,13 +41,12 @@ def split_rows(x, digits, steps, size, EARLY: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _bytes(weights, rows, columns, OUT: tl.constexpr, IN: tl.constexpr, EVEN: tl.constexpr):
+def load_piece(weights, held, EVEN: tl.constexpr):
     """Some columns of a weight's rows, which are read once."""
     if EVEN:
         tile = tl.load(weights, eviction_policy="evict_first")
     else:
-        mask = (rows < OUT)[:, None] & (columns < IN)[None, :]
-        tile = tl.load(weights, mask=mask, other=0, eviction_policy="evict_first")
+        tile = tl.load(weights, mask=held, other=0, eviction_policy="evict_first")
     return tile
 
 
@@ -55,42 +54,34 @@ def _bytes(weights, rows, columns, OUT: tl.constexpr, IN: tl.constexpr, EVEN: tl
 def dot_digits(
     digits,
     steps,
-    weight,
-    gate_weight,
-    rows,
+    starts,
+    held,
     first,
     last,
     count,
-    OUT: tl.constexpr,
     IN: tl.constexpr,
-    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BATCH: tl.constexpr,
 ):
-    """float32 [ROWS, BATCH]: rows of the weight times the rows of x, over columns first..last-1;
-    and the same of the gate, with GATED. The scales of the weights are not applied."""
+    """float32 [ROWS, BATCH]: rows of an int8 weight times the rows of x, over columns first..last-1;
+    the weight's scales are not applied.
+
+    starts, held: [ROWS, 1], where the weight's rows start, and which there are
+    """
     columns = tl.arange(0, BLOCK)
     batch = tl.arange(0, BATCH)
     high = tl.zeros([ROWS, BATCH], tl.int32)
     low = tl.zeros([ROWS, BATCH], tl.int32)
-    gate_high = tl.zeros([ROWS, BATCH], tl.int32)
-    gate_low = tl.zeros([ROWS, BATCH], tl.int32)
-    where = rows[:, None].to(tl.int64) * IN + columns[None, :]
+    weights = starts + columns[None, :]
     places = digits + batch[None, :] * IN + columns[:, None]
-    even: tl.constexpr = OUT % ROWS == 0 and IN % BLOCK == 0
     for column in tl.range(first, last, BLOCK):
+        tile = load_piece(weights + column, held & (column + columns < IN)[None, :], EVEN)
         inside = (batch < count)[None, :] & (column + columns < IN)[:, None]
         highs = tl.load(places + column, mask=inside, other=0)
         lows = tl.load(places + count * IN + column, mask=inside, other=0)
-        tile = _bytes(weight + where + column, rows, column + columns, OUT, IN, even)
         high = tl.dot(tile, highs, high, out_dtype=tl.int32)
         low = tl.dot(tile, lows, low, out_dtype=tl.int32)
-        if GATED:
-            tile = _bytes(gate_weight + where + column, rows, column + columns, OUT, IN, even)
-            gate_high = tl.dot(tile, highs, gate_high, out_dtype=tl.int32)
-            gate_low = tl.dot(tile, lows, gate_low, out_dtype=tl.int32)
     step = tl.load(steps + batch, mask=batch < count, other=0.0)[None, :]
-    product = (high.to(tl.float32) * BASE + low.to(tl.float32)) * step
-    gate = (gate_high.to(tl.float32) * BASE + gate_low.to(tl.float32)) * step
-    return product, gate
+    return (high.to(tl.float32) * BASE + low.to(tl.float32)) * step

@@ -153,7 +153,8 @@ def _launch(
     found, places = (x, x) if largest is None else largest
     given, steps = split_digits(x) if linear.in_bytes else (x, x)
     gate_bias = None if gate is None else gate.bias
-    dot_rows[(triton.cdiv(out_size, tile.rows), tile.splits)](
+    own = tile.rows if gate is None else tile.rows // 2
+    dot_rows[(triton.cdiv(out_size, own), tile.splits)](
         given,
         steps,
         linear.weight,

@@ -26,9 +26,9 @@ class RowTile(NamedTuple):
 
 
 class DotTile(NamedTuple):
-    """rows of the weight per program, columns per piece, warps, pieces on their way, how many
-    programs share the columns (where the parts are summed afterwards), and how many pieces of the
-    weight are asked for before the inputs are there."""
+    """rows of the weight per program (of weight and gate together), columns per piece, warps,
+    pieces on their way, how many programs share the columns (where the parts are summed
+    afterwards), and how many pieces of the weight are asked for before the inputs are there."""
 
     rows: int
     block: int
