@@ -65,7 +65,7 @@ def dot_digits(
     BLOCK: tl.constexpr,
     BATCH: tl.constexpr,
 ):
-    """float32 [ROWS, BATCH]: rows of an int8 weight times the rows of x, over columns first..last-1;
+    """float32 [ROWS, BATCH]: rows of an int8 weight times those of x, over columns first..last-1;
     the weight's scales are not applied.
 
     starts, held: [ROWS, 1], where the weight's rows start, and which there are
