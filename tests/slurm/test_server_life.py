@@ -34,7 +34,9 @@ def test_a_failed_evaluation_keeps_its_code_and_stops_the_server(
     submit(CHAIN, EVALUATE_WAITS="30", EVALUATE_EXITS="5")
     assert ended(slurm, submit, "evaluate") == ("FAILED", "5:0")
     assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0")
-    assert "the evaluation failed with exit code 5 (server: RUNNING; its log: " in submit.log("evaluate")
+    assert "the evaluation failed with exit code 5 (server: RUNNING; its log: " in submit.log(
+        "evaluate"
+    )
 
 
 def test_a_server_that_dies_ends_the_evaluation_with_the_reason(
