@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.generate import DEVICE, engine_settings, random_weights, release
-from benchmarks.shapes import VOCABULARY
+from benchmarks.shapes import MODERN, VOCABULARY
 from benchmarks.steps import step_ms
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.loading import assemble_runner, prepare_process
@@ -224,14 +224,6 @@ def configuration(size: str, *, gated: bool) -> GPTConfig:
     """A model with as many layers as STEP_BYTES hold."""
     hidden, ffn, head_size, kv_heads = map(int, size.split(":"))
     ffn_bytes = hidden * ffn * 2 * (3 if gated else 2)
-    changes = {
-        "normalization": "rmsnorm",
-        "activation": "silu",
-        "gated": True,
-        "position_embedding": "rope",
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
     return GPTConfig(
         vocab_size=VOCABULARY,
         num_layers=max(2, STEP_BYTES // (hidden * hidden * 8 + ffn_bytes)),
@@ -243,7 +235,7 @@ def configuration(size: str, *, gated: bool) -> GPTConfig:
         max_positions=2048,
         end_id=VOCABULARY,
         start_id=0,
-        **(changes if gated else {}),
+        **(MODERN if gated else {}),
     )
 
 

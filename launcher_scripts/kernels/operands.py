@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -39,11 +41,11 @@ class FoldedNorm:
 class Linear:
     """y = x W^T + b, of a normalized x where there is a norm.
 
-    weight:  [out, in] in the compute type, or in bytes (see quantization.py)
+    weight:  [out, in] in the compute type, or int8 (see quantization.py)
     bias:    [out] in the compute type
     norm:    applied to x first
-    scale:   float32 [out]: what each row of a weight in bytes is multiplied by
-    compute: the compute type of a weight in bytes
+    scale:   float32 [out]: what each row of an int8 weight is multiplied by
+    compute: the compute type of an int8 weight
     folded:  the norm as a product with one row wants it; made by kernels.prepare
     """
 
@@ -167,6 +169,31 @@ class RelativeBias:
     @property
     def reach(self) -> int:
         return self.table.shape[1] // 2
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Rows of several tokens that lie one after the other, as attention of each to itself goes
+    through them.
+
+    blocks: int64 [blocks, 3]; each is up to SPAN_QUERIES queries of one row: the row's first token,
+            its tokens, and how many of them are before the block. Those without tokens fill up.
+    """
+
+    blocks: Tensor
+
+
+SPAN_QUERIES = 64
+
+
+def span_blocks(counts: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The blocks of rows with `counts` tokens, which follow each other."""
+    starts = itertools.accumulate(counts, initial=0)
+    return [
+        (start, count, first)
+        for start, count in zip(starts, counts, strict=False)
+        for first in range(0, count, SPAN_QUERIES)
+    ]
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,8 @@ def test_both_sides_have_the_same_operations():
     folder = Path(reference.__file__).parent
     defined = {
         node.name if isinstance(node, ast.FunctionDef) else target.id
-        for name in ("fused.py", "fused_products.py", "fused_rows.py", "fused_steps.py")
-        for node in ast.parse((folder / name).read_text(encoding="utf-8")).body
+        for name in ("", "_products", "_rows", "_spans", "_steps")
+        for node in ast.parse((folder / f"fused{name}.py").read_text(encoding="utf-8")).body
         if isinstance(node, (ast.FunctionDef, ast.Assign))
         for target in (node.targets if isinstance(node, ast.Assign) else [None])
     }
