@@ -24,6 +24,7 @@ from launcher_scripts.kernels.dot_products import (
     fits,
 )
 from launcher_scripts.kernels.fused_products import logits, mlp_up, project, project_add
+from launcher_scripts.kernels.fused_prompts import prompt_attention
 from launcher_scripts.kernels.fused_rows import (
     argmax,
     attention_launch,
@@ -61,6 +62,7 @@ __all__ = [
     "norm",
     "project",
     "project_add",
+    "prompt_attention",
     "store_kv",
 ]
 

@@ -27,6 +27,7 @@ from launcher_scripts.kernels.operands import (
 from launcher_scripts.kernels.reference_attention import (
     context_attention,
     decode_attention,
+    prompt_attention,
     source_attention,
     source_attention_weights,
 )
@@ -34,6 +35,7 @@ from launcher_scripts.kernels.reference_attention import (
 __all__ = [
     "context_attention",
     "decode_attention",
+    "prompt_attention",
     "source_attention",
     "source_attention_weights",
 ]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from launcher_scripts.kernels.operands import LayerCache, RelativeBias
+from launcher_scripts.kernels.operands import LayerCache, PromptSpans, RelativeBias
 
 QUERIES_AT_ONCE = 512
 
@@ -50,6 +50,24 @@ def context_attention(
         scale=scale,
     )
     return out[0].transpose(0, 1).reshape(new, -1)
+
+
+def prompt_attention(
+    query: Tensor,
+    cache: LayerCache,
+    spans: PromptSpans,
+    slopes: Tensor | None,
+    *,
+    scale: float | None = None,
+    relative: RelativeBias | None = None,
+) -> Tensor:
+    """context_attention of several rows, query [N, heads, head_size]: [N, heads * head_size]."""
+    parts = query.split([count for _, _, count in spans.spans])
+    outputs = [
+        context_attention(part, cache, start, past, slopes, scale=scale, relative=relative)
+        for part, (start, past, _) in zip(parts, spans.spans, strict=True)
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def source_attention(

@@ -5,5 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.kernels.kernel_checks import *  # noqa: F403
+from tests.kernels.prompt_checks import *  # noqa: F403
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]

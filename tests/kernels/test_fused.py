@@ -28,9 +28,10 @@ INTERPRETER_WARNINGS = ("-W", "ignore:Conversion of an array:DeprecationWarning"
 @needs_triton
 def test_interpreted_kernels_equal_the_reference(checkout):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(checkout)}
-    checks = checkout / "tests" / "kernels" / "kernel_checks.py"
+    folder = checkout / "tests" / "kernels"
+    checks = [str(folder / name) for name in ("kernel_checks.py", "prompt_checks.py")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *INTERPRETER_WARNINGS, str(checks)],
+        [sys.executable, "-m", "pytest", "-q", *INTERPRETER_WARNINGS, *checks],
         env=environment,
         cwd=checkout,
         capture_output=True,
@@ -53,7 +54,7 @@ def test_both_sides_have_the_same_operations():
     folder = Path(reference.__file__).parent
     defined = {
         node.name if isinstance(node, ast.FunctionDef) else target.id
-        for name in ("fused.py", "fused_products.py", "fused_rows.py")
+        for name in ("fused.py", "fused_products.py", "fused_prompts.py", "fused_rows.py")
         for node in ast.parse((folder / name).read_text(encoding="utf-8")).body
         if isinstance(node, (ast.FunctionDef, ast.Assign))
         for target in (node.targets if isinstance(node, ast.Assign) else [None])
