@@ -19,6 +19,7 @@ from launcher_scripts.replicas import replica_file
 from launcher_scripts.schema import build
 from launcher_scripts.security import ClientTls, ServerSecurity
 from launcher_scripts.task_settings import BenchmarkSettings, TaskSettings
+from launcher_scripts.whole_files import write_whole
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
 WEIGHT_DATA_TYPES = ("fp32", "fp16", "bf16")
@@ -251,9 +252,7 @@ def settings_text(settings: Any) -> str:
 
 def write_settings(settings: Any, path: Path) -> None:
     """Write one stage's settings as YAML, completely or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(settings_text(settings), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, settings_text(settings))
 
 
 def read_settings(kind: type[Settings], path: Path) -> Settings:

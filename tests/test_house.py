@@ -51,6 +51,7 @@ FLOOR = frozenset(
         "security",
         "settings",
         "task_settings",
+        "whole_files",
     }
 )
 # room -> the rooms that it may import besides itself
@@ -71,9 +72,18 @@ MAY_IMPORT = {
     "models": {"errors", "parallel"},
     "replicas": set(),
     "security": {"errors"},
-    "settings": {"errors", "parallel", "replicas", "schema", "security", "task_settings"},
+    "settings": {
+        "errors",
+        "parallel",
+        "replicas",
+        "schema",
+        "security",
+        "task_settings",
+        "whole_files",
+    },
     "task_settings": {"errors"},
     "tokenizer": set(),
+    "whole_files": set(),
     "checkpoint": FLOOR | {"tokenizer"},
     "kernels": {"errors", "parallel"},
     "engine": {"kernels", "checkpoint"} | FLOOR,

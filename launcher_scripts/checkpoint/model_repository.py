@@ -28,6 +28,7 @@ from launcher_scripts.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.render import pbtxt, render
 from launcher_scripts.settings import ExportSettings
 from launcher_scripts.tokenizer import TokenizerError, load_tokenizer
+from launcher_scripts.whole_files import write_whole
 
 TEXT_MODELS = ("preprocessing", "postprocessing", "ensemble")
 
@@ -69,9 +70,7 @@ class ModelRepository:
                 write_text_models(staging / "new", settings, checkpoint, contract.text, names)
                 for name in names.values():
                     replace_folder(staging / "new" / name, self.root / name, staging / "old")
-            partial = model_dir / "config.pbtxt.partial"
-            partial.write_text(config, encoding="utf-8")
-            partial.replace(model_dir / "config.pbtxt")
+            write_whole(model_dir / "config.pbtxt", config)
         except OSError as error:
             raise CheckpointError(f"cannot write the model repository: {error}") from error
         finally:

@@ -21,7 +21,7 @@ from launcher_scripts.clients.connection import Tensors
 from launcher_scripts.clients.issue_request import readable
 from launcher_scripts.clients.models import Models, find_models
 from launcher_scripts.clients.remote import RemoteServer
-from launcher_scripts.clients.tensors import rows_of
+from launcher_scripts.clients.tensors import sampling_tensors
 from launcher_scripts.contracts import CONTRACTS, Contract
 from launcher_scripts.errors import ConfigError, problem
 
@@ -71,7 +71,7 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
 
 def test(flags: argparse.Namespace) -> None:
     """The four blocks, one after the other."""
-    sampling = sampling_tensors(flags, len(SENTENCES))
+    sampling = sampling_tensors(flags, len(SENTENCES), log_probs=flags.return_log_probs)
     with connect(flags) as server:
         models = find_models(server, flags.model)
         contract = generating_contract(models)
@@ -100,22 +100,6 @@ def generating_contract(models: Models) -> Contract:
             )
         )
     return contract
-
-
-def sampling_tensors(flags: argparse.Namespace, rows: int) -> Tensors:
-    """How tokens are chosen; start and end token are the checkpoint's own."""
-    return rows_of(
-        rows,
-        runtime_top_k=flags.topk,
-        runtime_top_p=flags.topp,
-        beam_search_diversity_rate=0.0,
-        temperature=1.0,
-        len_penalty=1.0,
-        repetition_penalty=1.0,
-        random_seed=0,
-        is_return_log_probs=flags.return_log_probs,
-        beam_width=flags.beam_width,
-    )
 
 
 def query_tensors(output_len: int) -> Tensors:

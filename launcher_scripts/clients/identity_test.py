@@ -22,7 +22,13 @@ from launcher_scripts.clients.arguments import (
 from launcher_scripts.clients.connection import Tensors
 from launcher_scripts.clients.models import find_models
 from launcher_scripts.clients.remote import RemoteServer
-from launcher_scripts.clients.tensors import PROMPTS, no_words, prompt_ids, rows_of
+from launcher_scripts.clients.tensors import (
+    PROMPTS,
+    no_words,
+    prompt_ids,
+    rows_of,
+    sampling_tensors,
+)
 from launcher_scripts.errors import ServerError, problem
 
 REQUESTS = 10
@@ -77,20 +83,8 @@ def request_of(flags: argparse.Namespace) -> Tensors:
     rows, length = ids.shape
     return {
         "input_ids": ids,
-        **rows_of(
-            rows,
-            input_lengths=length,
-            request_output_len=flags.output_len,
-            runtime_top_k=flags.topk,
-            runtime_top_p=flags.topp,
-            beam_search_diversity_rate=0.0,
-            temperature=1.0,
-            len_penalty=1.0,
-            repetition_penalty=1.0,
-            random_seed=0,
-            is_return_log_probs=True,
-            beam_width=flags.beam_width,
-        ),
+        **rows_of(rows, input_lengths=length, request_output_len=flags.output_len),
+        **sampling_tensors(flags, rows, log_probs=True),
         **no_words(rows),
     }
 

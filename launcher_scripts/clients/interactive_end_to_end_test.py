@@ -25,7 +25,6 @@ from launcher_scripts.clients.end_to_end_test import (
     ensemble_tensors,
     generating_contract,
     query_tensors,
-    sampling_tensors,
     shown,
 )
 from launcher_scripts.clients.models import Models, find_models
@@ -37,6 +36,7 @@ from launcher_scripts.clients.sessions import (
     require_sessions,
     steps,
 )
+from launcher_scripts.clients.tensors import sampling_tensors
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def test(flags: argparse.Namespace) -> None:
     """The blocks, with one of the model and one of the ensemble for every request of a session."""
     check_flags(flags)
-    sampling = in_session(sampling_tensors(flags, len(SENTENCES)))
+    sampling = in_session(sampling_tensors(flags, len(SENTENCES), log_probs=flags.return_log_probs))
     with connect(flags) as server:
         models = find_models(server, flags.model)
         require_sessions(models)

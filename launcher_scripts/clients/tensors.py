@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,22 @@ PROMPTS = (
 def rows_of(rows: int, **values: Any) -> Tensors:
     """The contract's tensors of these names, [rows, 1] each, the same value in every row."""
     return {name: np.full((rows, 1), value, _TYPES[name]) for name, value in values.items()}
+
+
+def sampling_tensors(flags: argparse.Namespace, rows: int, *, log_probs: bool) -> Tensors:
+    """How tokens are chosen, [rows, 1] each; start and end token are the checkpoint's own."""
+    return rows_of(
+        rows,
+        runtime_top_k=flags.topk,
+        runtime_top_p=flags.topp,
+        beam_search_diversity_rate=0.0,
+        temperature=1.0,
+        len_penalty=1.0,
+        repetition_penalty=1.0,
+        random_seed=0,
+        is_return_log_probs=log_probs,
+        beam_width=flags.beam_width,
+    )
 
 
 def no_words(rows: int) -> Tensors:

@@ -15,6 +15,7 @@ from typing import Any
 from launcher_scripts.cluster.state import JobState
 from launcher_scripts.errors import ClusterError
 from launcher_scripts.replicas import replica_file
+from launcher_scripts.whole_files import write_whole
 
 RECORD = "job.json"
 
@@ -103,10 +104,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that readers see whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
+    """Write a file of the job folder, whole or not at all."""
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, text)
     except OSError as error:
         raise ClusterError(f"cannot write {path}: {error}") from error

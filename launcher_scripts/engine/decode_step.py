@@ -7,6 +7,7 @@ prefill use; what they cannot express goes through `Network.decode` (see `obstac
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -39,7 +40,7 @@ class StepContext:
     rotary: tuple[Tensor, Tensor] | None
 
 
-class Sublayer:
+class Sublayer(ABC):
     """One residual branch; `first` is the projection that reads the hidden states."""
 
     def __init__(
@@ -57,9 +58,9 @@ class Sublayer:
         total = self.communicator.tp_sum(self.kernels.partial_product(inner, self.last))
         return self.kernels.add_sum(total, self.last.bias, x, norm_of_next)
 
+    @abstractmethod
     def branch(self, x: Hidden, context: StepContext) -> Tensor:
         """[B, inputs of `last`]"""
-        raise NotImplementedError
 
 
 class SelfAttention(Sublayer):

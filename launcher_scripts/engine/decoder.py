@@ -16,8 +16,15 @@ from launcher_scripts.engine.decode_step import (
     obstacles,
 )
 from launcher_scripts.engine.kv_cache import KVCache
-from launcher_scripts.engine.layers import DecoderLayer, Rows, Segment, Step, alibi_slopes
-from launcher_scripts.engine.learned_parts import learned_of, token_tasks, with_virtual_tokens
+from launcher_scripts.engine.layers import (
+    DecoderLayer,
+    Rows,
+    Segment,
+    Step,
+    alibi_slopes,
+    new_token_tasks,
+)
+from launcher_scripts.engine.learned_parts import learned_of, with_virtual_tokens
 from launcher_scripts.engine.weights import GPTWeights
 from launcher_scripts.kernels.operands import EmbeddingTables, Heads
 from launcher_scripts.models.gpt import GPTConfig
@@ -84,7 +91,7 @@ class Decoder:
             slots=torch.cat(slots).to(self.device, non_blocking=True),
             rotary=self._rotary(positions),
             segments=segments,
-            ia3_tasks=self._tasks(segments),
+            ia3_tasks=new_token_tasks(self.config, segments, self.device),
         )
         return self._forward(ids, positions, step)
 
@@ -166,11 +173,6 @@ class Decoder:
             self.cache.ids,
             *shared,
         )
-
-    def _tasks(self, segments: tuple[Segment, ...]) -> Tensor | None:
-        tasks = [segment.ia3_task for segment in segments]
-        counts = [segment.count for segment in segments]
-        return token_tasks(self.config, tasks, counts, self.device)
 
     def _embed(self, ids: Tensor, positions: Tensor, segments: tuple[Segment, ...]) -> Tensor:
         weights = self.weights

@@ -22,8 +22,8 @@ from launcher_scripts.engine.decode_step import (
 )
 from launcher_scripts.engine.encoder import Encoder, embed, layer_bias, through_stage
 from launcher_scripts.engine.kv_cache import KVCache
-from launcher_scripts.engine.layers import ParallelLayer, Rows, Segment, Step
-from launcher_scripts.engine.learned_parts import learned_of, scaled, token_tasks
+from launcher_scripts.engine.layers import ParallelLayer, Rows, Segment, Step, new_token_tasks
+from launcher_scripts.engine.learned_parts import learned_of, scaled
 from launcher_scripts.engine.network import Encoded
 from launcher_scripts.engine.t5_weights import CrossLayerWeights, T5Weights
 from launcher_scripts.kernels.operands import EmbeddingTables, Heads, LayerCache, RelativeBias
@@ -209,7 +209,7 @@ class EncoderDecoder:
             slots=torch.cat(slots).to(self.device, non_blocking=True),
             segments=segments,
             positions=positions,
-            ia3_tasks=self._tasks(segments),
+            ia3_tasks=new_token_tasks(self.config, segments, self.device),
         )
         return self._forward(ids, step)
 
@@ -271,11 +271,6 @@ class EncoderDecoder:
             self.cache.ids,
             *shared,
         )
-
-    def _tasks(self, segments: tuple[Segment, ...]) -> Tensor | None:
-        tasks = [segment.ia3_task for segment in segments]
-        counts = [segment.count for segment in segments]
-        return token_tasks(self.config, tasks, counts, self.device)
 
     def _forward(self, ids: Tensor, step: Step) -> Tensor:
         self.cache.ids[step.slots] = ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -10,7 +11,13 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.communicator import Communicator
-from launcher_scripts.engine.learned_parts import NO_TASK, Adapter, Prompt, scaled
+from launcher_scripts.engine.learned_parts import (
+    NO_TASK,
+    Adapter,
+    Prompt,
+    scaled,
+    token_tasks,
+)
 from launcher_scripts.engine.weights import LayerWeights
 from launcher_scripts.kernels.operands import Heads, LayerCache, Linear, Norm
 from launcher_scripts.models.gpt import GPTConfig
@@ -35,6 +42,15 @@ class Segment:
     ia3_task: int = NO_TASK
     dropped: int = 0
     window: int = 0
+
+
+def new_token_tasks(
+    config: object, segments: Sequence[Segment], device: torch.device
+) -> Tensor | None:
+    """Every new token's row of the IA3 factors, int64 [N]; None for a model without IA3."""
+    tasks = [segment.ia3_task for segment in segments]
+    counts = [segment.count for segment in segments]
+    return token_tasks(config, tasks, counts, device)
 
 
 @dataclass(frozen=True)

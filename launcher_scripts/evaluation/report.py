@@ -25,6 +25,7 @@ from launcher_scripts.evaluation.tasks.task import TaskResult
 from launcher_scripts.render import render
 from launcher_scripts.settings import EvaluateSettings
 from launcher_scripts.task_settings import BenchmarkSettings, TaskSettings
+from launcher_scripts.whole_files import write_whole
 
 SCHEMA = 1
 CLIENT_PACKAGES = ("tritonclient", "numpy")
@@ -76,9 +77,9 @@ class Report:
     def _write(self) -> None:
         self.results_dir.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.content, indent=1, ensure_ascii=False, allow_nan=False)
-        _replace(self.json_file, text + "\n")
+        write_whole(self.json_file, text + "\n")
         # As it is read: JSON's keys are texts.
-        _replace(self.html_file, html(json.loads(text)))
+        write_whole(self.html_file, html(json.loads(text)))
 
 
 def html(content: dict[str, Any]) -> str:
@@ -142,9 +143,3 @@ def _read(path: Path, model_name: str) -> dict[str, Any]:
             )
         )
     return dict(content)
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

@@ -11,6 +11,7 @@ from typing import Any
 
 from launcher_scripts.errors import ServerError, problem
 from launcher_scripts.settings import DeploySettings
+from launcher_scripts.whole_files import write_whole
 
 RENEW_SECONDS = 5.0
 
@@ -52,10 +53,8 @@ class ReadyFiles:
         alive_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
         text = json.dumps({**self._facts, "alive_at": alive_at}, indent=2) + "\n"
         for path in paths:
-            partial = path.with_name(path.name + ".partial")
             try:
-                partial.write_text(text, encoding="utf-8")
-                partial.replace(path)
+                write_whole(path, text)
             except OSError as error:
                 raise ServerError(f"cannot write {path}: {error}") from error
 

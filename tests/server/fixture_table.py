@@ -1,17 +1,21 @@
 """Real NeMo checkpoints, exported and served: how far the logits are from NeMo's own.
 
-    python3 -m tests.server.fixture_table [NAME ...]
+    python3 -m tests.server.fixture_table [--device cuda] [--data-type bf16] [--servers N] [NAME]
 
-prints one line per checkpoint with the largest absolute difference at each division.
+prints one line per checkpoint with the largest absolute difference at each division; in bf16 and
+fp16 the difference is relative, of the whole tensors' norms.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,7 @@ from tests.server.requests import Client, ids_request
 FIXTURES = Path(__file__).resolve().parents[3] / "shared" / "fixtures" / "nemo"
 DIVISIONS = (Parallelism(1, 1), Parallelism(2, 1), Parallelism(1, 2))
 FAMILIES = ("gpt_", "mcore_gpt_", "t5_", "peft_")
+START_SECONDS = 120.0  # many may start at the same time
 TRAININGS = "_ptl_"
 # What a checkpoint of learned parts is for an export, by a part of its name.
 PARTS = {
@@ -37,6 +42,7 @@ PARTS = {
 }
 FP32_TOLERANCE = 2e-4
 BF16_TOLERANCE = 8e-2  # their reference ran in bf16
+RELATIVE_TOLERANCE = 1e-2  # served in bf16 or fp16
 
 
 def fixture_names() -> list[str]:
@@ -71,7 +77,11 @@ def checkpoint_path(name: str) -> Path:
 
 
 def export(
-    name: str, parallelism: Parallelism, folder: Path, tokenizer: str = "none"
+    name: str,
+    parallelism: Parallelism,
+    folder: Path,
+    tokenizer: str = "none",
+    data_type: str = "fp32",
 ) -> ExportSettings:
     """Both steps of the export stage, as its job runs them; learned parts with their base."""
     kind = next((key for part, key in PARTS.items() if part in name), None)
@@ -85,6 +95,7 @@ def export(
         processes=2,
         max_batch_size=8,
         tokenizer=TokenizerSettings(tokenizer),
+        data_type=data_type,
         **({kind: (str(checkpoint_path(name)),)} if kind else {}),
     )
     write_settings(settings, folder / "export.yaml")
@@ -117,42 +128,90 @@ def request_tensors(
     return tensors
 
 
-def largest_difference(name: str, parallelism: Parallelism, folder: Path) -> float:
-    """max |served - NeMo| over every prompt position and every real token of the vocabulary."""
-    settings = export(name, parallelism, folder)
+def served_and_expected(
+    name: str,
+    parallelism: Parallelism,
+    folder: Path,
+    *,
+    data_type: str,
+    device: str,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The logits of a served fixture and NeMo's own, [B, T, vocab] both."""
+    settings = export(name, parallelism, folder, data_type=data_type)
     with np.load(FIXTURES / name / "reference.npz") as arrays:
         reference = dict(arrays)
     tensors = request_tensors(name, reference, read_config(settings.checkpoint_dir).config)
-    with running(folder / "job", settings.model_repository) as step:
-        ready = step.wait_until_ready()
-        with Client(ready, "http") as client:
+    with running(folder / "job", settings.model_repository, device=device) as step:
+        ready = step.wait_until_ready(START_SECONDS)
+        with Client(ready, "grpc") as client:
             answer = client.infer("model", **tensors)
         if step.stop() or step.survivors():
             raise RuntimeError(f"the server of {name} did not end well: {step.err}")
-    served = answer["context_logits"]  # [B, T, vocab]
+    served = answer["context_logits"]
     expected = reference["logits"][..., : served.shape[-1]]
     if served.shape != expected.shape:
         raise RuntimeError(f"served {served.shape}, NeMo {expected.shape}")
-    return float(np.abs(served - expected).max())
+    return served, expected
 
 
-def main(names: Sequence[str]) -> int:
+@dataclass(frozen=True)
+class Cell:
+    """One entry of the table."""
+
+    name: str
+    parallelism: Parallelism
+    data_type: str = "fp32"
+    device: str = "cpu"
+
+    @property
+    def allowed(self) -> float:
+        return tolerance(self.name) if self.data_type == "fp32" else RELATIVE_TOLERANCE
+
+    def measure(self) -> float:
+        """The largest or, below fp32, the relative difference."""
+        with tempfile.TemporaryDirectory() as folder:
+            served, expected = served_and_expected(
+                self.name,
+                self.parallelism,
+                Path(folder),
+                data_type=self.data_type,
+                device=self.device,
+            )
+        if self.data_type == "fp32":
+            return float(np.abs(served - expected).max())
+        return float(np.linalg.norm(served - expected) / np.linalg.norm(expected))
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="fixture_table", description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="fixtures [all]")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--data-type", choices=("fp32", "fp16", "bf16"), default="fp32")
+    parser.add_argument("--servers", type=int, default=1, help="servers at the same time [1]")
+    flags = parser.parse_args(argv)
     heads = [f"TP {p.tp_size}, PP {p.pp_size}" for p in DIVISIONS]
     print("| checkpoint | " + " | ".join(heads) + " | allowed |")
     print("|---" * (len(heads) + 2) + "|")
     failed = 0
-    for name in names or fixture_names():
-        cells = []
-        for parallelism in DIVISIONS:
-            with tempfile.TemporaryDirectory() as folder:
+    with ProcessPoolExecutor(flags.servers) as pool:
+        rows = {
+            name: [
+                pool.submit(Cell(name, division, flags.data_type, flags.device).measure)
+                for division in DIVISIONS
+            ]
+            for name in flags.names or fixture_names()
+        }
+        for name, row in rows.items():
+            allowed = Cell(name, DIVISIONS[0], flags.data_type, flags.device).allowed
+            texts = []
+            for future in row:
                 try:
-                    difference = largest_difference(name, parallelism, Path(folder))
-                    cells.append(f"{difference:.1e}")
-                    failed += difference > tolerance(name)
+                    failed += not future.result() <= allowed
+                    texts.append(f"{future.result():.1e}")
                 except Exception as error:
-                    cells.append(f"{type(error).__name__}: {error}".splitlines()[0])
+                    texts.append(f"{type(error).__name__}: {error}".splitlines()[0])
                     failed += 1
-        print(f"| {name} | " + " | ".join(cells) + f" | {tolerance(name):.0e} |", flush=True)
+            print(f"| {name} | " + " | ".join(texts) + f" | {allowed:.0e} |", flush=True)
     return int(failed > 0)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from launcher_scripts.engine.messages import RankInfo
+from launcher_scripts.whole_files import write_whole
 
 STATUS_DIR_VARIABLE = "LAUNCHER_STATUS_DIR"
 DEVICE_VARIABLE = "LAUNCHER_DEVICE"
@@ -53,9 +54,7 @@ class StatusFile:
             "versions": versions(),
             "timeline": [list(event) for event in timeline],
         }
-        partial = self._path.with_name(self._path.name + ".partial")
-        partial.write_text(json.dumps(status), encoding="utf-8")
-        partial.replace(self._path)
+        write_whole(self._path, json.dumps(status))
 
 
 def versions() -> dict[str, str]:
