@@ -75,6 +75,11 @@ class PackedPrompts:
     def tokens(self) -> int:
         return sum(part.count for part in self.parts)
 
+    @property
+    def sizes(self) -> Sizes:
+        """Exactly as large as it is."""
+        return Sizes(self.tokens, len(self.spans.pieces()), len(self.parts))
+
     def bucket(self) -> Sizes | None:
         """The sizes that it is filled up to; None where it is larger than all."""
         tokens = next((size for size in TOKEN_BUCKETS if self.tokens <= size), None)
@@ -87,7 +92,7 @@ class PackedPrompts:
         """One int64 vector for `unpacked`; sizes: what is filled up to."""
         pieces = self.spans.pieces()
         if sizes is None:
-            sizes = Sizes(self.tokens, len(pieces), len(self.parts))
+            sizes = self.sizes
         places = [np.arange(part.past, part.past + part.count) for part in self.parts]
         ids = [
             token

@@ -61,13 +61,19 @@ def prompt_attention(
     scale: float | None = None,
     relative: RelativeBias | None = None,
 ) -> Tensor:
-    """context_attention of several rows, query [N, heads, head_size]: [N, heads * head_size]."""
-    parts = query.split([count for _, _, count in spans.spans])
-    outputs = [
-        context_attention(part, cache, start, past, slopes, scale=scale, relative=relative)
-        for part, (start, past, _) in zip(parts, spans.spans, strict=True)
-    ]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    """context_attention of several rows, query [N, heads, head_size]: [N, heads * head_size].
+
+    Tokens after those of the last row only fill a step up; anything may come out for them.
+    """
+    out = torch.empty_like(query).flatten(1)
+    place = 0
+    for start, past, count in spans.spans:
+        own = slice(place, place + count)
+        place += count
+        out[own] = context_attention(
+            query[own], cache, start, past, slopes, scale=scale, relative=relative
+        )
+    return out
 
 
 def source_attention(
