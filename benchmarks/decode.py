@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from concurrent.futures import wait
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,13 +22,13 @@ from torch import Tensor
 
 from benchmarks.generate import (
     DEVICE,
-    SHAPES,
     bandwidths,
     engine_settings,
     machine,
     random_weights,
     release,
 )
+from benchmarks.shapes import CONFIGS
 from benchmarks.steps import step_ms
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.engine import Engine
@@ -42,51 +41,11 @@ from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 
-MODERN = {
-    "normalization": "rmsnorm",
-    "activation": "silu",
-    "gated": True,
-    "position_embedding": "rope",
-    "attention_bias": False,
-    "mlp_bias": False,
-}
 GPT_CASES = ((1, 80), (1, 1024), (8, 80), (32, 80))
 T5_CASES = ((1, 40, 200), (32, 64, 128))  # rows, context, source
 T5_REQUESTS = ((1, 60, 20), (32, 128, 64))  # rows, input, output
 PREFILL_TOKENS = 2048
 PREFILL_SHAPE = "5b"
-
-
-def modern(config: GPTConfig) -> GPTConfig:
-    """The same size with rotary positions, RMS norms, a gated MLP and a quarter of the keys."""
-    width = config.ffn_size * 2 // 3 // 256 * 256
-    return replace(config, **MODERN, ffn_size=width, num_kv_heads=config.num_heads // 4)
-
-
-def t5(hidden: int, layers: int, heads: int, ffn: int) -> T5Config:
-    """T5 1.1 of these sizes."""
-    return T5Config(
-        vocab_size=32128,
-        num_layers=layers,
-        num_decoder_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        head_size=64,
-        ffn_size=ffn,
-        activation="gelu",
-        gated=True,
-        tied_embeddings=False,
-        end_id=32127,
-    )
-
-
-CONFIGS: dict[str, GPTConfig | T5Config] = {
-    **{name: shape.config() for name, shape in SHAPES.items()},
-    "1.3b-modern": modern(SHAPES["1.3b"].config()),
-    "5b-modern": modern(SHAPES["5b"].config()),
-    "t5-base": t5(768, 12, 12, 2048),
-    "t5-3b": t5(2048, 24, 32, 5120),
-}
 
 
 def main(argv: list[str] | None = None) -> int:

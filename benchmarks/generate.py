@@ -17,13 +17,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.nn import functional
 
 from benchmarks.plain_torch import PlainTorchGPT
+from benchmarks.shapes import SHAPES
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.families import engine_family
@@ -37,40 +37,7 @@ from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.protocol import GenerateRequest
 
-VOCABULARY = 51200
-POSITIONS = 2048
 DEVICE = torch.device("cuda", 0)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a GPT-2-like model."""
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-
-    def config(self) -> GPTConfig:
-        return GPTConfig(
-            vocab_size=VOCABULARY,
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_heads,
-            head_size=self.hidden_size // self.num_heads,
-            ffn_size=4 * self.hidden_size,
-            max_positions=POSITIONS,
-            end_id=VOCABULARY,
-            start_id=0,
-        )
-
-
-SHAPES = {
-    "126m": Shape(768, 12, 12),
-    "1.3b": Shape(2048, 24, 16),
-    "5b": Shape(4096, 24, 32),
-    "20b": Shape(6144, 44, 48),
-}
 LENGTHS = ((60, 20), (200, 200))
 
 # prompt [T] and output length -> generated ids

@@ -1,226 +1,207 @@
-"""How fast requests are served: tokens per second through tritonserver, by requests in flight.
+"""Latency and tokens per second of models behind tritonserver, beside transformers and CTranslate2.
 
-    python3 -m benchmarks.serve --folder EMPTY_FOLDER --out serve.json [--shape 1.3b] \
-        [--clients 1 8 32 128] [--requests 256]
+    python3 -m benchmarks.serve --folder EMPTY_FOLDER --out serve.json \
+        [--shapes 126m 1.3b 5b 20b t5-base t5-3b] [--tp 1 2 4] [--peers ctranslate2 transformers]
 
-A server of the shape's random bfloat16 weights is started, and the same mixed requests (32 to 512
-tokens in, 16 to 256 out, greedy) are asked over gRPC in two ways: by that many clients, each with
-one request at a time, which the server batches in flight; and as static batches, requests of that
-many rows one after the other, each answered when its longest row is. Both count only the tokens
-that were asked for. Also measured: one request of 60 tokens in and 20 out, and the time from the
-server's start to its first answer, with the files in the page cache.
+Repositories of random bfloat16 weights are written, each is served by a tritonserver of its own,
+and one after the other is asked over gRPC: one row in the use cases' lengths, then batches. The
+peers take the same requests in processes of their own, without a server between. Greedy; no row
+ends early. Floors are bytes and operations over the rates that were measured in the same run. A
+model or peer that fails has its reason in the results, and the others go on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import queue
-import signal
-import statistics
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
+import torch
 
-from benchmarks.generate import SHAPES, VOCABULARY, Shape, machine
-from launcher_scripts.checkpoint.fastertransformer import FTWriter, weight_files
-from launcher_scripts.checkpoint.model_repository import ModelRepository
-from launcher_scripts.evaluation.client import Client
+from benchmarks.decode import matrix_tflops
+from benchmarks.floors import Rates, floor_ms
+from benchmarks.generate import bandwidths, machine, release
+from benchmarks.peers import LEFT_OUT, PEERS, cases_of, config_of, peer_lines, reason
+from benchmarks.repositories import RandomModel
+from benchmarks.serving import Server, case_ms
+from benchmarks.shapes import CONFIGS, TINY, Case
 from launcher_scripts.models.gpt import GPTConfig
-from launcher_scripts.protocol import GenerateRequest
-from launcher_scripts.settings import (
-    DeploySettings,
-    ExportSettings,
-    TokenizerSettings,
-    write_settings,
-)
 
-MODEL = "served"
-INPUTS, OUTPUTS = (32, 512), (16, 256)
-LONE = (60, 20)
-START_SECONDS = 300
-TINY = Shape(64, 2, 4)
+SERVED = ("126m", "1.3b", "5b", "20b", "t5-base", "t5-3b")
+POSITIONS = 1024  # so that all servers' caches fit one GPU
+SECONDS = 0.4  # for a figure, at least
+PEER_SECONDS = 240.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that is served from a folder of its own, cut for `tp_size` GPUs."""
+
+    model: str
+    tp_size: int
+    folder: Path
+
+    def write(self) -> None:
+        config = config_of(self.model)
+        if isinstance(config, GPTConfig):
+            config = replace(config, max_positions=POSITIONS)
+        rows = max(case.rows for case in cases_of(self.model))
+        RandomModel(self.model, config, rows, self.tp_size).write(self.folder / "repository")
+
+    def server(self, number: int) -> Server:
+        """Servers of one GPU each are spread over the GPUs."""
+        gpus = torch.cuda.device_count()
+        if gpus == 0:
+            return Server(self.folder)
+        return Server(self.folder, [number % gpus] if self.tp_size == 1 else range(self.tp_size))
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--folder", type=Path, required=True, help="for the model; made if absent")
-    parser.add_argument("--shape", choices=(*SHAPES, "tiny"), default="1.3b")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--seconds", type=float, default=20, help="at most, for one figure")
+    parser.add_argument("--folder", type=Path, required=True, help="for the models; made if absent")
+    parser.add_argument("--shapes", nargs="+", choices=(*CONFIGS, *TINY), default=list(SERVED))
+    parser.add_argument("--tp", nargs="+", type=int, default=[1], help="numbers of GPUs")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args(argv)
-    config = {**SHAPES, "tiny": TINY}[arguments.shape].config()
-    write_repository(arguments.folder / "repository", config, max(arguments.clients))
-    report: dict = {"shape": arguments.shape, "rows": []}
-    with ExitStack() as stack:
-        started = time.perf_counter()
-        address = stack.enter_context(Server(arguments.folder))
-        report["ready_s"] = time.perf_counter() - started
-        ask(address, random_requests(1))
-        report["first_answer_s"] = time.perf_counter() - started
-        report["lone_60_20_ms"] = lone_latency(address)
-        for clients in arguments.clients:
-            row = measure(address, clients, arguments)
-            report["rows"].append(row)
-            print(json.dumps(row), flush=True)
-    if arguments.shape != "tiny":
-        report["machine"] = machine()
-    print(json.dumps({name: value for name, value in report.items() if name != "rows"}))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=2), encoding="utf-8")
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    report = Report(arguments.out)
+    report.measure_machine()
+    written = [start_writing(peer, arguments) for peer in arguments.peers]
+    for tp_size in arguments.tp:
+        for row in served_rows(arguments, tp_size):
+            report.add(row)
+    for process in written:
+        process.wait()
+    for peer in arguments.peers:
+        for line in peer_rows(peer, arguments):
+            report.add_peer(peer, line)
+    report.print_table()
     return 0
 
 
-def measure(address: str, clients: int, arguments: argparse.Namespace) -> dict:
-    """Tokens per second in flight and in static batches of the same requests."""
-    requests = random_requests(arguments.requests)
-    ask(address, requests[:clients], clients)  # warms up this many rows
-    in_flight = throughput(address, [[request] for request in requests], clients, arguments.seconds)
-    batches = [requests[first : first + clients] for first in range(0, len(requests), clients)]
-    static = throughput(address, batches, 1, arguments.seconds)
-    return {
-        "clients": clients,
-        "in_flight_tokens_per_s": round(in_flight, 1),
-        "static_tokens_per_s": round(static, 1),
-        "ratio": round(in_flight / static, 2),
-    }
-
-
-def throughput(
-    address: str, batches: Sequence[Sequence[GenerateRequest]], clients: int, seconds: float
-) -> float:
-    """Tokens asked for and answered over the time they took; nothing is asked after `seconds`."""
-    waiting: queue.SimpleQueue[Sequence[GenerateRequest]] = queue.SimpleQueue()
-    for batch in batches:
-        waiting.put(batch)
-    connected = threading.Barrier(clients + 1)
-    starts = [float("inf")]
-
-    def work() -> int:
-        tokens = 0
-        with Client(address, MODEL, protocol="grpc") as client:
-            client.is_ready()  # connects
-            connected.wait()
-            while time.perf_counter() < starts[0] + seconds:
+def served_rows(arguments: argparse.Namespace, tp_size: int) -> Iterator[dict]:
+    """Every model's rows: all servers are started together and asked one after the other."""
+    models = [
+        Served(name, tp_size, arguments.folder / f"{name}-tp{tp_size}") for name in arguments.shapes
+    ]
+    servers = [served.server(number) for number, served in enumerate(models)]
+    with ThreadPoolExecutor(len(models)) as pool:
+        try:
+            started = pool.map(start, models, servers)
+            for served, address in zip(models, list(started), strict=True):
+                facts = {"model": served.model, "tp_size": tp_size}
+                if isinstance(address, Exception):
+                    yield {**facts, "error": reason(address)}
+                    continue
                 try:
-                    batch = waiting.get_nowait()
-                except queue.Empty:
-                    break
-                tokens += sum(len(output.output_ids) for output in client.generate(batch))
-        return tokens
-
-    with ThreadPoolExecutor(clients) as pool:
-        workers = [pool.submit(work) for _ in range(clients)]
-        connected.wait()
-        starts[0] = time.perf_counter()
-        tokens = sum(worker.result() for worker in workers)
-        return tokens / (time.perf_counter() - starts[0])
+                    for case, ms in timed_cases(served.model, address):
+                        yield {**facts, **vars(case), "ms": round(ms, 2), "peers": {}}
+                except Exception as error:  # the other models go on
+                    yield {**facts, "error": reason(error)}
+        finally:
+            list(pool.map(Server.close, servers))
 
 
-def ask(address: str, requests: Sequence[GenerateRequest], clients: int = 1) -> None:
-    """Ask every one, for the effect alone."""
-    throughput(address, [[request] for request in requests], clients, float("inf"))
+def start(served: Served, server: Server) -> str | Exception:
+    """The address of the server, or why there is none."""
+    try:
+        served.write()
+        return server.start()["grpc"]
+    except Exception as error:  # the other models go on
+        return error
 
 
-def lone_latency(address: str) -> float:
-    """Median milliseconds of a lone request, after three that warm up."""
-    length, output_len = LONE
-    request = GenerateRequest(tuple(range(1, length + 1)), output_len)
-    times = []
-    with Client(address, MODEL, protocol="grpc") as client:
-        for _ in range(13):
-            start = time.perf_counter()
-            client.generate([request])
-            times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times[3:])
+def timed_cases(model: str, address: str) -> Iterator[tuple[Case, float]]:
+    """Every request of the model with its milliseconds."""
+    for case in cases_of(model):
+        yield case, case_ms(address, model, case, config_of(model).vocab_size, SECONDS)
 
 
-def random_requests(count: int) -> list[GenerateRequest]:
-    """The same ones in every run; lengths are uniform."""
-    random = np.random.default_rng(0)
-    requests = []
-    for _ in range(count):
-        length = int(random.integers(*INPUTS, endpoint=True))
-        output_len = int(random.integers(*OUTPUTS, endpoint=True))
-        ids = random.integers(1, VOCABULARY, length).tolist()
-        requests.append(GenerateRequest(tuple(ids), output_len))
-    return requests
-
-
-def write_repository(root: Path, config: GPTConfig, rows: int) -> None:
-    """A model repository of random bfloat16 weights; values repeat one block."""
-    # No end token, so that every row generates all that it was asked for.
-    config = replace(config, end_id=config.vocab_size)
-    block = np.random.default_rng(0).normal(0, 0.02, 1 << 22).astype(np.float32)
-    small = (block.view(np.uint32) >> 16).astype(np.uint16)
-    gains = ((block + 1).view(np.uint32) >> 16).astype(np.uint16)
-    with FTWriter(root / MODEL / "1" / "1-gpu", config, 1, "bf16") as writer:
-        for file in weight_files(config, 1):
-            name = file.spec.name
-            values = gains if "norm" in name and name.endswith("weight") else small
-            writer.write(file, [np.resize(values, file.spec.shape_on(config, 1))])
-    ModelRepository(root).write(
-        ExportSettings(
-            model_name=MODEL,
-            model_type="gpt3",
-            checkpoint_path="random",
-            triton_model_dir=str(root / MODEL),
-            tokenizer=TokenizerSettings(source="none"),
-            max_batch_size=rows,
-            weight_data_type="bf16",
-            data_type="bf16",
-        )
+def start_writing(peer: str, arguments: argparse.Namespace) -> subprocess.Popen:
+    """Make the peer's files while the servers start."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.peers", *peer_arguments(peer, arguments), "--write"]
     )
 
 
-class Server:
-    """start_server over folder/repository; entering waits for it and gives its gRPC address."""
+def peer_rows(peer: str, arguments: argparse.Namespace) -> Iterator[dict]:
+    return peer_lines(
+        "benchmarks.peers", peer_arguments(peer, arguments), arguments.folder, PEER_SECONDS
+    )
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._settings = DeploySettings(
-            str(folder / "repository"),
-            str(folder / "results"),
-            http_port=0,
-            grpc_port=0,
-            metrics_port=0,
-            host="127.0.0.1",
-            public_host="127.0.0.1",
-        )
-        self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> str:
-        settings, log = self._folder / "deploy.yaml", self._folder / "server.log"
-        write_settings(self._settings, settings)
-        command = [sys.executable, "-m", "launcher_scripts.steps.start_server"]
-        with log.open("wb") as out:
-            self._process = subprocess.Popen(
-                [*command, "--settings", str(settings)], stdout=out, stderr=out
+def peer_arguments(peer: str, arguments: argparse.Namespace) -> list[str]:
+    shapes = [name for name in arguments.shapes if name not in LEFT_OUT[peer]]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return [peer, "--folder", str(arguments.folder), "--device", device, "--shapes", *shapes]
+
+
+class Report:
+    """The figures so far, written to a file with every one that is added."""
+
+    def __init__(self, out: Path | None) -> None:
+        self._out = out
+        self.facts: dict = {"machine": {}, "rows": [], "errors": []}
+        self._rates: Rates | None = None
+
+    def measure_machine(self) -> None:
+        """What the GPU is and does; nothing without one."""
+        if not torch.cuda.is_available():
+            return
+        speeds = {**bandwidths(), "matrix_tflops": round(matrix_tflops(), 1)}
+        release()
+        self._rates = Rates(speeds["read_tb_per_s"] * 1e12, speeds["matrix_tflops"] * 1e12)
+        self.facts["machine"] = machine()
+        self.facts["machine"]["gpus"] = torch.cuda.device_count()
+        self.facts["rates"] = speeds
+        print(json.dumps(speeds), flush=True)
+
+    def add(self, row: dict) -> None:
+        """A served row, with its floor."""
+        if "error" in row:
+            self.facts["errors"].append(row)
+        else:
+            case = Case(row["rows"], row["input"], row["output"])
+            row["tokens_per_s"] = round(case.rows * case.output / row["ms"] * 1e3, 1)
+            if self._rates is not None:
+                floor = floor_ms(config_of(row["model"]), case, self._rates) / row["tp_size"]
+                row["floor_ms"] = round(floor, 2)
+            self.facts["rows"].append(row)
+        self._keep(row)
+
+    def add_peer(self, peer: str, line: dict) -> None:
+        """A line that the peer's process printed."""
+        if "version" in line:
+            self.facts["machine"][peer] = line["version"]
+        elif "error" in line:
+            self.facts["errors"].append({"peer": peer, **line})
+        else:
+            same = ("model", "rows", "input", "output")
+            for row in self.facts["rows"]:
+                if all(row[name] == line[name] for name in same):
+                    row["peers"][peer] = line["ms"]
+                    row.setdefault("ratios", {})[peer] = round(line["ms"] / row["ms"], 2)
+        self._keep({"peer": peer, **line})
+
+    def _keep(self, line: dict) -> None:
+        print(json.dumps(line), flush=True)
+        if self._out:
+            self._out.write_text(json.dumps(self.facts, indent=2), encoding="utf-8")
+
+    def print_table(self) -> None:
+        for row in self.facts["rows"]:
+            peers = " ".join(f"{name} {ms:.1f}" for name, ms in row["peers"].items())
+            print(
+                f"{row['model']:8} tp {row['tp_size']} b{row['rows']:<3} {row['input']:>3}/"
+                f"{row['output']:<4} {row['ms']:9.2f} ms  floor {row.get('floor_ms', 0):9.2f}  "
+                f"{row['tokens_per_s']:9.1f} tok/s  {peers}  {row.get('ratios', {})}"
             )
-        ready = Path(self._settings.ready_file)
-        deadline = time.monotonic() + START_SECONDS
-        while not ready.exists():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.__exit__()
-                text = log.read_text(encoding="utf-8", errors="replace")
-                raise RuntimeError(f"the server did not become ready:\n{text[-4000:]}")
-            time.sleep(0.02)
-        return json.loads(ready.read_text(encoding="utf-8"))["grpc"]
-
-    def __exit__(self, *_: object) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            self._process.wait(60)
 
 
 if __name__ == "__main__":

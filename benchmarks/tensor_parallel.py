@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.generate import (
-    SHAPES,
     bandwidths,
     engine_settings,
     machine,
     random_weights,
     release,
 )
+from benchmarks.shapes import SHAPES
 from benchmarks.steps import step_ms
 from launcher_scripts.engine.communicator import (
     Communicator,

@@ -1,10 +1,12 @@
 """Find the tiles of a decode step's products on this device; see launcher_scripts/kernels/tiles.py.
 
-    python3 -m benchmarks.tune --out tiles.json [--sizes 768:3072:64 4096:16384:128] [--gated]
+    python3 -m benchmarks.tune --out tiles.json [--sizes 768:3072:64:12 ...] [--gated] [--ranks 2]
 
-Sizes are hidden:ffn:head. Of each a few layers are built, and one product after the other takes
-the tile that makes the whole step shortest: a kernel overlaps with its neighbours, so that its own
-time says little. The table that is there stays for what is not measured.
+Sizes are hidden:ffn:head:kv_heads. Of each a few layers are built, and one product after the other
+takes the tile that makes the whole step shortest: a kernel overlaps with its neighbours, so that
+its own time says little. With --ranks the layers are one tensor-parallel rank's, without the sums.
+With --processes that many compile the candidates beforehand, into the cache of the Triton language.
+The table that is there stays for what is not measured.
 """
 
 from __future__ import annotations
@@ -12,13 +14,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from benchmarks.generate import DEVICE, VOCABULARY, engine_settings, random_weights, release
+from benchmarks.generate import DEVICE, engine_settings, random_weights, release
+from benchmarks.shapes import VOCABULARY
 from benchmarks.steps import step_ms
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.loading import assemble_runner, prepare_process
@@ -26,85 +31,135 @@ from launcher_scripts.engine.runner import Runner
 from launcher_scripts.kernels import tiles
 from launcher_scripts.kernels.tiles import PAIRED, TABLE, DotTile, RowTile
 from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.parallel import Parallelism
 
-SIZES = ("768:3072:64", "2048:8192:128", "4096:16384:128", "6144:24576:128")
+SIZES = ("768:3072:64:12", "2048:8192:128:16", "4096:16384:128:32", "6144:24576:128:48")
 STEP_BYTES = 1 << 30  # of layers: many times the second cache, so that weights come from memory
 CONTEXT = 80
-BATCHES = (8, 32)
+BATCHES = {"row_products": (1,), "dot_products": (8, 32)}
+PARTS = {"row": "row_products", "dot": "dot_products"}
 GAIN = 0.998  # what counts as faster: times of one tile differ by so much
+
+# kind, rows and columns of the weight
+Product = tuple[str, int, int]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
     parser.add_argument("--gated", action="store_true", help="an MLP with a gate, and RMS norms")
-    parser.add_argument("--skip", choices=("row", "dot"), help="products to leave as they are")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--skip", choices=PARTS, help="products to leave as they are")
+    parser.add_argument("--only", nargs="+", help="kinds of products, instead of all")
+    parser.add_argument("--processes", type=int, default=0)
     parser.add_argument("--out", type=Path, default=TABLE)
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("there is no CUDA device to measure on", file=sys.stderr)
         return 1
-    before = TABLE.read_text(encoding="utf-8")
-    table = json.loads(before)
-    table["measured_on"] = measured_on()
     try:
         for size in arguments.sizes:
-            tune(size, arguments, table)
+            compile_candidates(size, arguments)
+            tune(size, arguments)
             release()
     finally:
-        TABLE.write_text(before, encoding="utf-8")
-        arguments.out.write_text(as_text(table), encoding="utf-8")
+        arguments.out.write_text(
+            as_text(tiles.table() | {"measured_on": measured_on()}), encoding="utf-8"
+        )
     return 0
 
 
-def tune(size: str, arguments: argparse.Namespace, table: dict) -> None:
+def tune(size: str, arguments: argparse.Namespace) -> None:
     """The tiles of one shape's products, into the table."""
-    hidden, ffn, head_size = map(int, size.split(":"))
-    runner = few_layers(hidden, ffn, head_size, gated=arguments.gated)
-    up = "gated" if arguments.gated else "up"
-    products = [("add", ffn), (up, hidden), ("heads", hidden), ("add", hidden), ("largest", hidden)]
-    if arguments.skip != "row":
-        choose(table, "row_products", products, row_candidates, lambda: step_ms(runner, 1, CONTEXT))
-    if arguments.skip != "dot":
-        choose(
-            table,
-            "dot_products",
-            products,
-            dot_candidates,
-            lambda: sum(step_ms(runner, rows, CONTEXT, repeat=8) for rows in BATCHES),
-        )
+    config = configuration(size, gated=arguments.gated)
+    runner = few_layers(config, arguments.ranks)
+    for part, product in measured(config, arguments):
+        choose(part, product, runner)
 
 
-def choose(
-    table: dict,
-    part: str,
-    products: list[tuple[str, int]],
-    candidates: Callable[[str, int], Iterator[tuple]],
-    measure: Callable[[], float],
-) -> None:
+def measured(config: GPTConfig, arguments: argparse.Namespace) -> Iterator[tuple[str, Product]]:
+    """Parts of the table and the products in them that are asked for."""
+    wanted = products(config, arguments.ranks)
+    for name, part in PARTS.items():
+        for product in wanted:
+            if name != arguments.skip and product[0] in (arguments.only or product[0]):
+                yield part, product
+
+
+def products(config: GPTConfig, ranks: int) -> list[Product]:
+    """A rank's products in a step, those of most bytes first."""
+    hidden, ffn = config.hidden_size, config.ffn_size // ranks
+    own = config.num_heads * config.head_size // ranks
+    read = own + 2 * config.num_kv_heads * config.head_size // ranks
+    return [
+        ("add", hidden, ffn),
+        ("gated" if config.gated else "up", ffn, hidden),
+        ("heads", read, hidden),
+        ("add", hidden, own),
+        ("largest", config.vocab_size // ranks, hidden),
+    ]
+
+
+def key_of(part: str, product: Product) -> str:
+    kind, out_size, in_size = product
+    return f"{kind} {out_size}x{in_size}" if part == "row_products" else f"{kind} {in_size}"
+
+
+def candidates(part: str, product: Product) -> list[tuple]:
+    found = row_candidates if part == "row_products" else dot_candidates
+    return [tuple(tile) for tile in found(product[0], product[2])]
+
+
+def choose(part: str, product: Product, runner: Runner) -> None:
     """Give one product after the other the tile with which the step is shortest."""
+    kind, out_size, in_size = product
+    row = part == "row_products"
+    now = tiles.row_tile(kind, out_size, in_size) if row else tiles.dot_tile(kind, in_size)
+    best = tuple(now)
+    shortest = first = with_tile(part, product, best, runner)
+    for tile in candidates(part, product):
+        time = with_tile(part, product, tile, runner)
+        if time < shortest * GAIN:
+            best, shortest = tile, time
+    set_tile(part, product, best)
+    name = key_of(part, product)
+    print(f"{part} {name}: {best}, step {first:.4f} -> {shortest:.4f} ms", flush=True)
 
-    def with_tile(key: str, tile: tuple) -> float:
-        table[part][key] = list(tile)
-        TABLE.write_text(as_text(table), encoding="utf-8")
-        tiles.forget()
-        try:
-            return measure()
-        except Exception as error:
-            print(f"{key} {tile}: {type(error).__name__}", flush=True)
-            return float("inf")
 
-    for kind, in_size in products:
-        key = f"{kind} {in_size}"
-        now = tiles.row_tile if part == "row_products" else tiles.dot_tile
-        best = tuple(now(kind, in_size))
-        shortest = first = with_tile(key, best)
-        for tile in candidates(kind, in_size):
-            time = with_tile(key, tile)
-            if time < shortest * GAIN:
-                best, shortest = tuple(tile), time
-        with_tile(key, best)
-        print(f"{part} {key}: {best}, step {first:.4f} -> {shortest:.4f} ms", flush=True)
+def set_tile(part: str, product: Product, tile: tuple) -> None:
+    tiles.table()[part][key_of(part, product)] = list(tile)
+    tiles.forget()
+
+
+def with_tile(part: str, product: Product, tile: tuple, runner: Runner, repeat: int = 8) -> float:
+    """Milliseconds of the part's steps; infinite where the tile cannot run."""
+    set_tile(part, product, tile)
+    try:
+        return sum(step_ms(runner, rows, CONTEXT, repeat=repeat) for rows in BATCHES[part])
+    except Exception as error:
+        print(f"{key_of(part, product)} {tile}: {type(error).__name__}", flush=True)
+        return float("inf")
+
+
+def compile_candidates(size: str, arguments: argparse.Namespace) -> None:
+    """Run every candidate once, in as many processes as asked for."""
+    context = multiprocessing.get_context("spawn")
+    shares = range(arguments.processes)
+    processes = [
+        context.Process(target=compile_share, args=(size, arguments, share)) for share in shares
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+
+
+def compile_share(size: str, arguments: argparse.Namespace, share: int) -> None:
+    config = configuration(size, gated=arguments.gated)
+    runner = few_layers(replace(config, num_layers=1), arguments.ranks)
+    for part, product in measured(config, arguments):
+        for tile in candidates(part, product)[share :: arguments.processes]:
+            with_tile(part, product, tile, runner, repeat=1)
 
 
 def row_candidates(kind: str, in_size: int) -> Iterator[RowTile]:
@@ -128,7 +183,9 @@ def dot_candidates(kind: str, in_size: int) -> Iterator[DotTile]:
             yield DotTile(rows, block, warps, stages, splits)
 
 
-def few_layers(hidden: int, ffn: int, head_size: int, *, gated: bool) -> Runner:
+def configuration(size: str, *, gated: bool) -> GPTConfig:
+    """A model with as many layers as STEP_BYTES hold."""
+    hidden, ffn, head_size, kv_heads = map(int, size.split(":"))
     ffn_bytes = hidden * ffn * 2 * (3 if gated else 2)
     changes = {
         "normalization": "rmsnorm",
@@ -138,12 +195,12 @@ def few_layers(hidden: int, ffn: int, head_size: int, *, gated: bool) -> Runner:
         "attention_bias": False,
         "mlp_bias": False,
     }
-    config = GPTConfig(
+    return GPTConfig(
         vocab_size=VOCABULARY,
         num_layers=max(2, STEP_BYTES // (hidden * hidden * 8 + ffn_bytes)),
         hidden_size=hidden,
         num_heads=hidden // head_size,
-        num_kv_heads=hidden // head_size,
+        num_kv_heads=kv_heads,
         head_size=head_size,
         ffn_size=ffn,
         max_positions=2048,
@@ -151,10 +208,17 @@ def few_layers(hidden: int, ffn: int, head_size: int, *, gated: bool) -> Runner:
         start_id=0,
         **(changes if gated else {}),
     )
-    settings = engine_settings(max_batch_size=max(BATCHES), max_tokens=8192)
+
+
+def few_layers(config: GPTConfig, ranks: int) -> Runner:
+    """One rank's layers; its sums over the ranks are its own parts."""
+    parallelism = Parallelism(ranks)
+    most = max(itertools.chain(*BATCHES.values()))
+    settings = engine_settings(parallelism=parallelism, max_batch_size=most, max_tokens=8192)
     prepare_process(settings, DEVICE)
+    weights = random_weights(config, parallelism)
     with torch.inference_mode():
-        return assemble_runner(random_weights(config), settings, Communicator(), DEVICE)
+        return assemble_runner(weights, settings, Communicator(parallelism), DEVICE)
 
 
 def measured_on() -> dict[str, str]:

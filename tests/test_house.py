@@ -46,6 +46,7 @@ FLOOR = frozenset(
         "contracts",
         "contracts_agm",
         "contracts_sessions",
+        "remains",
         "render",
         "replicas",
         "security",
@@ -70,6 +71,7 @@ MAY_IMPORT = {
     "contracts_sessions": {"contracts", "protocol", "errors"},
     "render": {"errors"},
     "models": {"errors", "parallel"},
+    "remains": set(),
     "replicas": set(),
     "security": {"errors"},
     "settings": {

@@ -20,6 +20,7 @@ from launcher_scripts.engine.symmetric_memory import (
     obstacle,
 )
 from launcher_scripts.errors import ServerError
+from launcher_scripts.kernels.operands import Inboxes
 from launcher_scripts.parallel import Parallelism
 
 # Which network interface the libraries below open their connections on. Within a node NCCL knows
@@ -34,11 +35,17 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class Communicator:
     """One rank alone: every exchange is the identity."""
 
-    def __init__(self, parallelism: Parallelism = Parallelism(), rank: int = 0) -> None:
+    def __init__(
+        self,
+        parallelism: Parallelism = Parallelism(),
+        rank: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
         self.parallelism = parallelism
         self.rank = rank
         self.tp_rank = parallelism.tp_rank(rank)
         self.pp_rank = parallelism.pp_rank(rank)
+        self.progress = progress or Progress()
 
     @property
     def tp_size(self) -> int:
@@ -55,6 +62,11 @@ class Communicator:
     def tp_sum(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over the tensor-parallel ranks; may overwrite `tensor`."""
         return tensor
+
+    @property
+    def inboxes(self) -> Inboxes | None:
+        """Where the tensor-parallel ranks write to each other, if they share memory."""
+        return None
 
     def tp_concat(self, tensor: Tensor) -> Tensor:
         """[N, part] of every tensor-parallel rank side by side: [N, part * tp_size]."""
@@ -105,10 +117,9 @@ class ProcessGroupCommunicator(Communicator):
         host: str = LOOPBACK,
         progress: Progress | None = None,
     ) -> None:
-        super().__init__(parallelism, rank)
+        super().__init__(parallelism, rank, progress)
         if dist.is_initialized():
             raise ServerError("this process already runs an engine of several ranks; close it")
-        self._progress = progress or Progress()
         interface = interface_towards(host)
         if interface is not None:
             for name in _LOCAL_VARIABLES if host == LOOPBACK else _INTERFACE_VARIABLES:
@@ -149,16 +160,20 @@ class ProcessGroupCommunicator(Communicator):
         if self._symmetric is not None and route is not Route.PROCESS_GROUP:
             return self._symmetric.sum(tensor, route)
         if tensor.numel():
-            with self._progress.exchange("all_reduce", tensor.nbytes):
+            with self.progress.exchange("all_reduce", tensor.nbytes):
                 dist.all_reduce(tensor, group=self.tp_group)
         return tensor
+
+    @property
+    def inboxes(self) -> Inboxes | None:
+        return None if self._symmetric is None else self._symmetric.inboxes
 
     def tp_concat(self, tensor: Tensor) -> Tensor:
         if self.tp_size == 1:
             return tensor
         rows, part = tensor.shape
         gathered = tensor.new_empty(self.tp_size * rows, part)
-        with self._progress.exchange("all_gather", gathered.nbytes):
+        with self.progress.exchange("all_gather", gathered.nbytes):
             _all_gather(gathered, tensor.contiguous(), group=self.tp_group)
         return gathered.view(self.tp_size, rows, part).transpose(0, 1).reshape(rows, -1)
 
@@ -201,19 +216,19 @@ class ProcessGroupCommunicator(Communicator):
 
     def to_next_stage(self, tensor: Tensor) -> None:
         to = self.parallelism.rank(self.tp_rank, self.pp_rank + 1)
-        with self._progress.exchange(f"send to rank {to}", tensor.nbytes):
+        with self.progress.exchange(f"send to rank {to}", tensor.nbytes):
             dist.send(tensor.contiguous(), to, group=self._pp_group)
 
     def from_previous_stage(self, tensor: Tensor) -> Tensor:
         source = self.parallelism.rank(self.tp_rank, self.pp_rank - 1)
-        with self._progress.exchange(f"receive from rank {source}", tensor.nbytes):
+        with self.progress.exchange(f"receive from rank {source}", tensor.nbytes):
             dist.recv(tensor, source, group=self._pp_group)
         return tensor
 
     def from_last_stage(self, tensor: Tensor) -> Tensor:
         if self.parallelism.pp_size > 1:
             last = self.parallelism.rank(self.tp_rank, self.parallelism.pp_size - 1)
-            with self._progress.exchange(f"broadcast from rank {last}", tensor.nbytes):
+            with self.progress.exchange(f"broadcast from rank {last}", tensor.nbytes):
                 dist.broadcast(tensor, last, group=self._pp_group)
         return tensor
 

@@ -55,8 +55,9 @@ class Sublayer(ABC):
         inner = self.branch(x, context)
         if self.communicator.tp_size == 1:
             return self.kernels.accumulate(inner, self.last, x, norm_of_next)
-        total = self.communicator.tp_sum(self.kernels.partial_product(inner, self.last))
-        return self.kernels.add_sum(total, self.last.bias, x, norm_of_next)
+        return self.kernels.accumulate_over_ranks(
+            inner, self.last, x, norm_of_next, self.communicator
+        )
 
     @abstractmethod
     def branch(self, x: Hidden, context: StepContext) -> Tensor:
@@ -106,19 +107,15 @@ class SourceAttention(SelfAttention):
     """Attention of a row's new token to the encoder's input."""
 
     def branch(self, x: Hidden, context: StepContext) -> Tensor:
-        rows = context.rows
-        query = self.kernels.project_hidden(x, self.first)
-        return self.kernels.decode_attention(
-            query.view(query.shape[0], self.heads.num_heads, self.heads.head_size),
+        return self.kernels.attend_source(
+            x,
+            self.first,
+            self.heads,
+            context.rows,
             self.cache,
-            rows.source_starts,
-            rows.source_lengths,
             context.bounds.source,
-            None,
             scale=self.scale,
             relative=self.bias,
-            positions=rows.positions,
-            fresh=False,
         )
 
 
@@ -230,15 +227,12 @@ def obstacles(
     config: object,
     communicator: Communicator,
     learned: Sequence[object],
-    linears: Sequence[Linear],
 ) -> list[str]:
     """Why the model's decode steps cannot go through a DecodeStep; empty where they can.
 
     learned: what is learned on top of the layers, None where there is nothing
     """
     found = []
-    if any(linear.scale is not None for linear in linears):
-        found.append("weights are int8")
     if communicator.parallelism.pp_size > 1:
         found.append("the layers are split into pipeline stages")
     if getattr(config, "norm_placement", "pre") != "pre":

@@ -78,7 +78,6 @@ class Decoder:
             self.config,
             communicator,
             learned_of(weights.layers.values()),
-            [layer.query_key_value for layer in weights.layers.values()],
         )
         self.step = None if self.step_obstacles else self._decode_step()
 

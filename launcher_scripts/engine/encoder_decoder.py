@@ -176,7 +176,6 @@ class EncoderDecoder:
             self.config,
             communicator,
             learned_of(weights.decoder_layers.values()),
-            [layer.query_key_value for layer in weights.decoder_layers.values()],
         )
         self.step = None
         if self._layers and not self.step_obstacles:

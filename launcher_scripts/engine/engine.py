@@ -21,6 +21,7 @@ from launcher_scripts.engine.loading import (
 from launcher_scripts.engine.messages import RankInfo
 from launcher_scripts.engine.node_group import ONE_NODE, NodeGroup
 from launcher_scripts.engine.pending import Pending
+from launcher_scripts.engine.progress import DEVICE
 from launcher_scripts.engine.ranks import NAMING_SECONDS, Ranks
 from launcher_scripts.engine.requests import check_request, parts, warm_up_request
 from launcher_scripts.engine.results import StepResult
@@ -35,7 +36,6 @@ from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
 STEPS_AHEAD = {"cpu": 0, "cuda": 1}
 STOP_SECONDS = 20.0
-DEVICE_SECONDS = 120.0  # that a step may take on a device
 
 __all__ = ["Engine", "EngineSettings"]
 
@@ -229,7 +229,7 @@ class Engine:
                 launched.append(runner.execute(plan))
                 self._ranks.progress.end_step()
             if launched and (plan is None or len(launched) > STEPS_AHEAD[runner.device.type]):
-                with self._ranks.progress.wait("waiting for its device", DEVICE_SECONDS):
+                with self._ranks.progress.phase(DEVICE):
                     scheduler.apply(launched.popleft())
         for result in launched:
             scheduler.apply(result)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.plan import Bounds
+from launcher_scripts.engine.progress import RECORDING, Progress
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 SMALLEST_CONTEXT = 256
@@ -50,8 +51,9 @@ class GraphCache:
     before the next.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress) -> None:
         self._recorded: dict[Hashable, _Recorded] = {}
+        self._progress = progress
         self._pool = torch.cuda.graph_pool_handle()
 
     def run(
@@ -67,7 +69,10 @@ class GraphCache:
             recorded.source = slots
         if recorded.graph is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with (
+                self._progress.phase(RECORDING),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
                 recorded.output = function(recorded.slots)
             recorded.graph = graph
         recorded.graph.replay()

@@ -21,6 +21,7 @@ from launcher_scripts.engine.kv_cache import (
 )
 from launcher_scripts.engine.messages import RankInfo
 from launcher_scripts.engine.runner import Runner
+from launcher_scripts.engine.step_times import watch_steps
 from launcher_scripts.engine.weights import DTYPES
 from launcher_scripts.errors import ConfigError, Problems, ServerError, lookup, problem
 from launcher_scripts.kernels import kernels_for
@@ -239,6 +240,8 @@ def assemble_runner(
     if capacity < 2:
         raise ServerError("no memory is left for keys and values beside the model's weights")
     cache = KVCache(layers, heads, capacity, dtype, device, settings.max_batch_size)
+    if device.type == "cuda" and settings.parallelism.world_size > 1:
+        watch_steps(communicator.progress, config, settings.parallelism, settings.nodes)
     network = family.network(weights, cache, kernels_for(device.type), communicator, device)
     if network.step_obstacles and communicator.rank == 0:
         print(f"decode steps take the general path: {'; '.join(network.step_obstacles)}")

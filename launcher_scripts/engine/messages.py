@@ -86,7 +86,8 @@ class Beat:
     ticks:   how many exchanges with other ranks it has begun
     quiet:   seconds since it last went from one thing to the next
     stretch: seconds that it computed before its latest exchange
-    patience: seconds that its exchange may rightly take beyond the usual
+    patience: seconds that what it is in may rightly take beyond the usual
+    launched, finished, held, allowed: its device's steps; see device_steps.py
     """
 
     step: int = 0
@@ -95,6 +96,10 @@ class Beat:
     quiet: float = 0.0
     stretch: float = 0.0
     patience: float = 0.0
+    launched: int = 0
+    finished: int = 0
+    held: float = 0.0
+    allowed: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 
 from launcher_scripts.engine.links import Link
 from launcher_scripts.engine.messages import Beat, NodeHello, RankHello, RankInfo
@@ -132,3 +133,12 @@ class NodeHost(Peer):
         if self.silence() > NODE_SILENCE:
             return f"{self.label} gave no sign of life for {self.silence():.0f} s{holds}"
         return None
+
+
+@dataclass
+class Guest:
+    """A connection, and who is at its other end once that is known."""
+
+    link: Link
+    peer: Peer | None = None
+    gone: bool = False

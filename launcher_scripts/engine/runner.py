@@ -35,7 +35,7 @@ class Runner:
         self.states = RowStates(slots, decoder.cache.scratch, device)
         self._rows: dict[int, RowStart] = {}
         self.beams = BeamSearch(decoder.cache, communicator, self.states, decoder.config.vocab_size)
-        self._graphs = GraphCache() if device.type == "cuda" else None
+        self._graphs = GraphCache(communicator.progress) if device.type == "cuda" else None
         padded = None if self._graphs is None else slots
         self._batches = DecodeBatches(self._rows, padded, self.states.padding_slot, device)
         self._choice = TokenChoice(decoder, communicator, self.states, device)
@@ -54,6 +54,7 @@ class Runner:
             self._rows.update({row.slot: row for row in plan.starts})
             self.states.join(plan.starts)
             self._batches.forget()
+        self.communicator.progress.expect(*self._size(plan))
         if plan.encode:
             self._encode(plan.encode, result)
         if plan.prefill:
@@ -72,6 +73,14 @@ class Runner:
             torch.cuda.synchronize(self.device)
             self._graphs.clear()
         self.communicator.close()
+
+    def _size(self, plan: Plan) -> tuple[tuple[bool, ...], int]:
+        """What kinds of work a step has, and how many tokens."""
+        kinds = (plan.moves, plan.encode, plan.prefill, plan.decode, plan.beams)
+        tokens = sum(part.count for part in plan.prefill) + len(plan.decode)
+        tokens += sum(len(self._rows[slot].source) for slot in plan.encode)
+        tokens += sum(len(self._rows[slot].beams) for slot in plan.beams)
+        return tuple(map(bool, kinds)), tokens
 
     def _move(self, moves: Sequence[Move]) -> None:
         """Bring what sessions still attend to to the front of their extents."""

@@ -4,6 +4,8 @@ One buffer per rank is mapped into every rank of its tensor-parallel group. A on
 rank read all buffers; a two-shot sum has it add up its slice and read the others' results, which
 moves fewer bytes and waits once more. Both can be recorded in CUDA graphs. NVLink multicast is
 never asked for.
+
+For sums that a kernel takes part in, as the last of a projection, every rank has an inbox too.
 """
 
 from __future__ import annotations
@@ -16,9 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher_scripts.kernels.operands import Inboxes
+
 # Where a two-shot sum with its copy into the buffer overtakes a one-shot sum, which copies itself.
 ONE_SHOT_BYTES = 256 << 10
 BUFFER_BYTES = 8 << 20
+LANE_WORDS = 16384  # of an inbox: the widest row
 WIDEST_ACCESS = 16  # bytes; the kernels want the tensor aligned as the buffer is
 
 
@@ -64,6 +69,19 @@ class SymmetricSums:
             BUFFER_BYTES // torch.float32.itemsize, dtype=torch.float32, device=device
         )
         self._handle = symmetric_memory.rendezvous(self._buffer, group)
+        ranks = group.size()
+        inbox = symmetric_memory.empty(
+            2 * ranks * LANE_WORDS, dtype=torch.int64, device=device
+        ).zero_()
+        self._inbox_handle = symmetric_memory.rendezvous(inbox, group)
+        self.inboxes = Inboxes(
+            inbox.view(2, ranks, LANE_WORDS),
+            torch.tensor(self._inbox_handle.buffer_ptrs, dtype=torch.int64, device=device),
+            torch.zeros(LANE_WORDS, dtype=torch.int32, device=device),
+            group.rank(),
+        )
+        # Nobody writes into an inbox before it is empty: the ranks agree on its use after this.
+        torch.cuda.synchronize(device)
 
     def sum(self, tensor: Tensor, route: Route) -> Tensor:
         """The sum over the ranks as a new tensor; `route` is a one-shot or a two-shot sum."""

@@ -62,6 +62,9 @@ def _beat(link: Link, progress: Progress) -> None:
     while True:
         try:
             link.send(progress.beat())
+        except ServerError as error:
+            link.send(Failed(str(error)))
+            return
         except OSError:
             os._exit(0)  # rank 0 is gone; the main thread may wait for it in a collective
         time.sleep(BEAT_SECONDS)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import SimpleQueue
 
 from launcher_scripts.engine.interfaces import LOOPBACK, listening_address, published_addresses
@@ -29,7 +28,7 @@ from launcher_scripts.engine.messages import (
     Stop,
 )
 from launcher_scripts.engine.node_group import NodeGroup
-from launcher_scripts.engine.peers import NodeHost, Peer, Rank
+from launcher_scripts.engine.peers import Guest, NodeHost, Peer, Rank
 from launcher_scripts.engine.progress import Progress, doing
 from launcher_scripts.engine.rank_processes import RankOrder, RankProcess
 from launcher_scripts.engine.rendezvous import Invitation, Publication
@@ -195,7 +194,7 @@ class WorkerGroup:
             while not self._closing.is_set():
                 while not self._arrivals.empty():
                     link = self._arrivals.get()
-                    selector.register(link, selectors.EVENT_READ, _Guest(link))
+                    selector.register(link, selectors.EVENT_READ, Guest(link))
                 for key, _ in selector.select(POLL_SECONDS):
                     failure = self._read(key.data)
                     if failure is not None:
@@ -207,7 +206,7 @@ class WorkerGroup:
                     return failure
         return None
 
-    def _read(self, guest: _Guest) -> str | None:
+    def _read(self, guest: Guest) -> str | None:
         """Take what has arrived; the reason when that says that a rank is lost."""
         try:
             for message in guest.link.arrived():
@@ -222,7 +221,7 @@ class WorkerGroup:
             return str(error)
         return None
 
-    def _hear(self, guest: _Guest, message: object) -> str | None:
+    def _hear(self, guest: Guest, message: object) -> str | None:
         if guest.peer is None:
             guest.peer = self._admit(guest.link, message)
             guest.gone = guest.peer is None
@@ -281,17 +280,12 @@ class WorkerGroup:
             trouble = rank.trouble(self._settings.stall_timeout)
             if trouble is not None:
                 return trouble
-        beats = {0: self._progress.beat(), **{r.rank: r.beat for r in self._ranks.values()}}
+        try:
+            own = self._progress.beat()
+        except ServerError as error:
+            return f"rank 0: {error}"
+        beats = {0: own, **{r.rank: r.beat for r in self._ranks.values()}}
         stuck = self._watchdog.stuck(beats, self._sent, time.monotonic() - self._sent_at)
         names = [self._ranks[number].label if number else "rank 0" for number in stuck]
         found = [f"{name} {what}" for name, what in zip(names, stuck.values(), strict=True)]
         return "; ".join(found) or None
-
-
-@dataclass
-class _Guest:
-    """A connection, and who is at its other end once that is known."""
-
-    link: Link
-    peer: Peer | None = None
-    gone: bool = False

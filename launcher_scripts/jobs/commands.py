@@ -17,6 +17,7 @@ from launcher_scripts.jobs.folders import KnownJob, NoSuchJob, choose_jobs, find
 from launcher_scripts.jobs.logs import follow_logs, log_files, print_logs, tail
 from launcher_scripts.jobs.status import FAILED, NOBODY_KNOWS, NOT_YET, Status, look
 from launcher_scripts.jobs.tables import LIST_COLUMNS, STATUS_COLUMNS, coloured, plain
+from launcher_scripts.remains import remove_remains
 
 TIMED_OUT = 124  # as timeout(1) says it
 _WAIT_SECONDS = 0.5
@@ -159,6 +160,7 @@ def _end(request: Request, how: Callable[[Any], Callable[..., None]]) -> int:
         if not item.state.ended:
             kind = lookup(CLUSTERS, item.job.record.cluster_type, "cluster_type")
             how(kind)(item.job.folder, item.job.record, item.job_id)
+    remove_remains()
     statuses = look(jobs, ask_servers=False)
     show(statuses, LIST_COLUMNS, request.as_json)
     return 0 if all(item.state.ended for item in statuses) else 1

@@ -10,6 +10,7 @@ from launcher_scripts.kernels.attention_tile import (
     add_tile,
     bonus_of,
     load_keys_values,
+    summed,
     turned,
 )
 
@@ -31,6 +32,7 @@ def _newest_first(
     place,
     new_key,
     new_value,
+    stride,
     cosines,
     sines,
     turn,
@@ -42,6 +44,7 @@ def _newest_first(
     stores,
     RELATIVE: tl.constexpr,
     STORE: tl.constexpr,
+    PARTS: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -58,8 +61,9 @@ def _newest_first(
     if present:
         if STORE:
             kind = keys.dtype.element_ty
-            rounded = turned(new_key, cosines, sines, turn, SIZE, HALF, BLOCK).to(kind)
-            value = tl.load(new_value + features, mask=held, other=0.0)
+            fresh = turned(new_key, stride, cosines, sines, turn, PARTS, SIZE, HALF, BLOCK)
+            rounded = fresh.to(kind)
+            value = summed(new_value + features, stride, held, PARTS).to(kind)
             tl.store(keys + place, rounded, mask=held & stores)
             tl.store(values + place, value, mask=held & stores)
             key = rounded.to(tl.float32)
@@ -72,6 +76,14 @@ def _newest_first(
             largest += tl.load(bias + tl.minimum(tl.maximum(distance, -reach), reach) + reach)
         total = 1.0
     return largest, total, mixed
+
+
+@triton.jit
+def _part(old, split, SPLITS: tl.constexpr, TILE: tl.constexpr):
+    """(old, first and last + 1 of this part of that many tokens, how many parts have any)"""
+    share = tl.cdiv(tl.maximum(1, tl.cdiv(old, SPLITS)), TILE) * TILE
+    first = split * share
+    return old, first, tl.minimum(first + share, old), tl.maximum(1, tl.cdiv(old, share))
 
 
 @triton.jit
@@ -104,6 +116,7 @@ def attend(
     EARLY: tl.constexpr,
     FRESH: tl.constexpr,
     STORE: tl.constexpr,
+    PARTS: tl.constexpr,
     HALF: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -115,6 +128,7 @@ def attend(
     EARLY: starts, lengths and all tokens are there before the kernel this one waits for ends,
     except that with FRESH that one stores the last token. STORE: `query` holds keys and values
     beside the queries, not yet turned; the last token is taken from there, turned and stored.
+    PARTS: `query` is that many tensors, whose sum it is.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -122,13 +136,9 @@ def attend(
     head = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(lengths + row).to(tl.int32)
-    old = length - (1 if FRESH else 0)
-    share = tl.cdiv(tl.maximum(1, tl.cdiv(old, SPLITS)), TILE) * TILE
-    parts = tl.maximum(1, tl.cdiv(old, share))
-    first = split * share
+    old, first, last, parts = _part(length - (1 if FRESH else 0), split, SPLITS, TILE)
     if first > 0 and first >= old:
         return
-    last = tl.minimum(first + share, old)
     group = head // GROUP  # the head's keys and values
     pool = (group * pool_tokens.to(tl.int64) + tl.load(starts + row)) * SIZE
     tokens = first + tl.arange(0, TILE)
@@ -140,13 +150,16 @@ def attend(
         gdc_wait()
     beside: tl.constexpr = 2 * (HEADS // GROUP) if STORE else 0
     asked = query + (row * (HEADS + beside)) * SIZE
-    scaled = turned(asked + head * SIZE, cosines, sines, position, SIZE, HALF, BLOCK) * scale
+    stride = tl.num_programs(0) * (HEADS + beside) * SIZE
+    mine = asked + head * SIZE
+    scaled = turned(mine, stride, cosines, sines, position, PARTS, SIZE, HALF, BLOCK) * scale
     largest, total, mixed = _newest_first(
         keys,
         values,
         pool + old.to(tl.int64) * SIZE + tl.arange(0, BLOCK),
         asked + (HEADS + group) * SIZE,
         asked + (HEADS + HEADS // GROUP + group) * SIZE,
+        stride,
         cosines,
         sines,
         position,
@@ -158,6 +171,7 @@ def attend(
         head % GROUP == 0,
         RELATIVE,
         STORE,
+        PARTS,
         SIZE,
         HALF,
         BLOCK,

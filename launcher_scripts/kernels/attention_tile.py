@@ -51,18 +51,35 @@ def add_tile(largest, total, mixed, key, value, scaled, bonus):
 
 
 @triton.jit
+def summed(source, stride, mask, PARTS: tl.constexpr):
+    """Values that a projection left in parts, in float32."""
+    out = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        out += tl.load(source + part * stride, mask=mask, other=0.0)
+    return out
+
+
+@triton.jit
 def turned(
-    source, cosines, sines, position, SIZE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
+    source,
+    stride,
+    cosines,
+    sines,
+    position,
+    PARTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One head's features in float32, the first 2 * HALF turned by the position."""
     features = tl.arange(0, BLOCK)
-    out = tl.load(source + features, mask=features < SIZE, other=0.0).to(tl.float32)
+    out = summed(source + features, stride, features < SIZE, PARTS)
     if HALF > 0:
         turns = features < 2 * HALF
         upper = features >= HALF
         partner = tl.where(upper, features - HALF, features + HALF)
         angle = position * HALF + tl.where(upper, features - HALF, features)
-        other = tl.load(source + partner, mask=turns, other=0.0).to(tl.float32)
+        other = summed(source + partner, stride, turns, PARTS)
         cosine = tl.load(cosines + angle, mask=turns, other=1.0)
         sine = tl.load(sines + angle, mask=turns, other=0.0)
         out = out * cosine + tl.where(upper, other, -other) * sine

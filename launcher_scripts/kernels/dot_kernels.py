@@ -10,39 +10,88 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.row_product_kernel import activate
+from launcher_scripts.kernels.row_product_kernel import ZERO, activate, scales_of
+
+
+@triton.jit
+def _fetch(
+    weight,
+    rows,
+    first,
+    last,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Ask for the first AHEAD pieces of a weight's rows, so that they are in the second cache
+    when they are needed: one address of every 128 bytes."""
+    line: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+    lines = tl.arange(0, BLOCK // line) * line
+    held = tl.minimum(rows, OUT - 1)[:, None].to(tl.int64) * IN
+    for piece in tl.static_range(AHEAD):
+        columns = tl.minimum(first + piece * BLOCK + lines, last - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [weight + held + columns[None, :]],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _piece(weights, rows, columns, kind, OUT: tl.constexpr, IN: tl.constexpr, EVEN: tl.constexpr):
+    """Some columns of a weight's rows, which are read once, in the type of x: `kind`.
+
+    A byte becomes the last one of 2^23 in float32, whose steps are ones there.
+    """
+    if EVEN:
+        tile = tl.load(weights, eviction_policy="evict_first")
+    else:
+        mask = (rows < OUT)[:, None] & (columns < IN)[None, :]
+        tile = tl.load(weights, mask=mask, other=0.0, eviction_policy="evict_first")
+    if tile.dtype == tl.uint8:
+        tile = (tile.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
+    return tile.to(kind)
 
 
 @triton.jit
 def _dot(
     x,
     weight,
+    gate_weight,
     rows,
     first,
     last,
     count,
     OUT: tl.constexpr,
     IN: tl.constexpr,
+    GATED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BATCH: tl.constexpr,
 ):
-    """float32 [ROWS, BATCH]: rows of the weight times the rows of x, over columns first..last-1."""
+    """float32 [ROWS, BATCH]: rows of the weight times the rows of x, over columns first..last-1;
+    and the same of the gate, with GATED."""
     columns = tl.arange(0, BLOCK)
     batch = tl.arange(0, BATCH)
     product = tl.zeros([ROWS, BATCH], tl.float32)
-    weights = weight + rows[:, None].to(tl.int64) * IN + columns[None, :]
+    gate = tl.zeros([ROWS, BATCH], tl.float32)
+    where = rows[:, None].to(tl.int64) * IN + columns[None, :]
     places = x + batch[None, :] * IN + columns[:, None]
+    kind: tl.constexpr = x.dtype.element_ty
+    even: tl.constexpr = OUT % ROWS == 0 and IN % BLOCK == 0
     for column in tl.range(first, last, BLOCK):
-        if OUT % ROWS == 0 and IN % BLOCK == 0:
-            tile = tl.load(weights + column, eviction_policy="evict_first")
-        else:
-            mask = (rows < OUT)[:, None] & (column + columns < IN)[None, :]
-            tile = tl.load(weights + column, mask=mask, other=0.0, eviction_policy="evict_first")
+        tile = _piece(weight + where + column, rows, column + columns, kind, OUT, IN, even)
         inside = (batch < count)[None, :] & (column + columns < IN)[:, None]
         piece = tl.load(places + column, mask=inside, other=0.0)
         product = tl.dot(tile, piece, product, input_precision="ieee")
-    return product
+        if GATED:
+            tile = _piece(gate_weight + where + column, rows, column + columns, kind, OUT, IN, even)
+            gate = tl.dot(tile, piece, gate, input_precision="ieee")
+    return product, gate
 
 
 @triton.jit
@@ -50,6 +99,8 @@ def dot_rows(
     x,
     weight,
     gate_weight,
+    scales,
+    gate_scales,
     offsets,
     gate_offsets,
     out,
@@ -63,6 +114,7 @@ def dot_rows(
     GATED: tl.constexpr,
     LARGEST: tl.constexpr,
     SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -72,10 +124,8 @@ def dot_rows(
 
     With SPLITS > 1 the parts over the columns go to out [SPLITS, count, OUT], to be summed. With
     LARGEST nothing but the largest of the program's values and its place is kept, for each row.
+    With EARLY the weight's first AHEAD pieces are on their way before x is there.
     """
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     part = tl.program_id(0)
     split = tl.program_id(1)
     rows = part * ROWS + tl.arange(0, ROWS)
@@ -83,12 +133,22 @@ def dot_rows(
     share: tl.constexpr = ((IN + BLOCK - 1) // BLOCK + SPLITS - 1) // SPLITS * BLOCK
     first = split * share
     last = tl.minimum(first + share, IN)
-    value = _dot(x, weight, rows, first, last, count, OUT, IN, ROWS, BLOCK, BATCH)
+    if EARLY:
+        gdc_launch_dependents()
+        _fetch(weight, rows, first, last, OUT, IN, AHEAD, BLOCK)
+        if GATED:
+            _fetch(gate_weight, rows, first, last, OUT, IN, AHEAD, BLOCK)
+        gdc_wait()
+    value, gate = _dot(
+        x, weight, gate_weight, rows, first, last, count, OUT, IN, GATED, ROWS, BLOCK, BATCH
+    )
+    value *= scales_of(scales, weight, rows, OUT)[:, None]
     if OFFSET:
-        value += tl.load(offsets + rows, mask=rows < OUT, other=0.0).to(tl.float32)[:, None]
+        offset = tl.load(offsets + rows, mask=(rows < OUT) & (split == 0), other=0.0)
+        value += offset.to(tl.float32)[:, None]
     value = activate(value, ACTIVATION)
     if GATED:
-        gate = _dot(x, gate_weight, rows, first, last, count, OUT, IN, ROWS, BLOCK, BATCH)
+        gate *= scales_of(gate_scales, gate_weight, rows, OUT)[:, None]
         if OFFSET:
             gate += tl.load(gate_offsets + rows, mask=rows < OUT, other=0.0)[:, None]
         value = value * gate
@@ -113,17 +173,20 @@ def add_and_normalize(
     bias,
     exact,
     operand,
+    moments,
     count,
     size,
     eps,
     PARTS: tl.constexpr,
     OFFSET: tl.constexpr,
     NORM: tl.constexpr,
+    WEIGHED: tl.constexpr,
     EARLY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program: one row of residual + the sum of parts + offsets, and the same normalized (or,
-    with NORM 0, in the operand's type)."""
+    with NORM 0, in the operand's type). WEIGHED: instead of the norm only its gain is applied, and
+    the row's moments are kept."""
     if EARLY:
         gdc_launch_dependents()
     columns = tl.arange(0, BLOCK)
@@ -131,7 +194,7 @@ def add_and_normalize(
     held = tl.zeros([BLOCK], tl.float32)
     shift = tl.zeros([BLOCK], tl.float32)
     added = tl.zeros([BLOCK], tl.float32)
-    if NORM > 0:
+    if NORM > 0 or WEIGHED:
         held = tl.load(gain + columns, mask=inside, other=0.0)
     if NORM == 1:
         shift = tl.load(bias + columns, mask=inside, other=0.0)
@@ -150,4 +213,8 @@ def add_and_normalize(
     if NORM > 0:
         variance = tl.sum(values * values, 0) / size
         values = values * (1.0 / tl.sqrt(variance + eps)) * held + shift
+    if WEIGHED:
+        tl.store(moments + row * 2, tl.sum(values, 0))
+        tl.store(moments + row * 2 + 1, tl.sum(values * values, 0))
+        values = values * held
     tl.store(operand + row * size + columns, values.to(operand.dtype.element_ty), mask=inside)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 from torch import Tensor
@@ -40,9 +42,23 @@ def dot_product(
     return out
 
 
+def dot_parts(x: Tensor, linear: Linear, kind: str) -> Tensor:
+    """linear(x), perhaps in parts that whoever reads it sums: [P, N, out]; norms are not looked at.
+
+    One part has the type of x, several have float32.
+    """
+    out_size, in_size = linear.weight.shape
+    tile = dot_tile(kind, in_size)
+    dtype = x.dtype if tile.splits == 1 else torch.float32
+    parts = x.new_empty(tile.splits, x.shape[0], out_size, dtype=dtype)
+    _launch(x, linear, tile, out_size, out=parts)
+    return parts
+
+
 def dot_add(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm) -> Hidden:
     """reference.accumulate for a few rows: parts of the product, then their sum and its norm."""
-    return add_parts(_parts(x, linear), linear.bias, onto, norm_of_next)
+    dtype = onto.operand.dtype
+    return add_parts(_parts(x, linear), linear.bias, onto.exact, norm_of_next, dtype)
 
 
 def dot_partial(x: Tensor, linear: Linear) -> Tensor:
@@ -55,38 +71,48 @@ def _parts(x: Tensor, linear: Linear) -> Tensor:
     out_size, in_size = linear.weight.shape
     tile = dot_tile("add", in_size)
     parts = torch.empty(tile.splits, x.shape[0], out_size, device=x.device)
-    _launch(x, Linear(linear.weight), tile, out_size, out=parts)
+    _launch(x, replace(linear, bias=None), tile, out_size, out=parts)
     return parts
 
 
 def add_parts(
-    parts: Tensor, bias: Tensor | None, onto: Hidden, norm_of_next: Norm | None
+    parts: Tensor,
+    bias: Tensor | None,
+    onto: Tensor,
+    norm_of_next: Norm | None,
+    dtype: torch.dtype,
 ) -> Hidden:
-    """Hidden states plus the sum of parts [P, N, hidden] and a bias, normalized or rounded."""
-    count, size = onto.exact.shape
-    exact, operand = torch.empty_like(onto.exact), torch.empty_like(onto.operand)
-    gain = parts if norm_of_next is None else norm_of_next.weight
+    """onto [N, hidden] plus the sum of parts [P, N, hidden] and a bias, as a projection behind the
+    norm wants it in its type: normalized, but one row only times the norm's gain."""
+    count, size = onto.shape
+    exact, operand = torch.empty_like(onto), torch.empty_like(onto, dtype=dtype)
+    code = 0 if norm_of_next is None else NORM_CODES[norm_of_next.kind]
+    weighed = code > 0 and count == 1
+    moments = torch.empty(2, 1, device=onto.device) if weighed else None
+    gain = onto if norm_of_next is None else norm_of_next.weight
     shift = None if norm_of_next is None else norm_of_next.bias
     block = triton.next_power_of_2(size)
     add_and_normalize[(count,)](
         parts,
-        parts if bias is None else bias,
-        onto.exact,
+        onto if bias is None else bias,
+        onto,
         gain,
         gain if shift is None else shift,
         exact,
         operand,
+        onto if moments is None else moments,
         count,
         size,
         0.0 if norm_of_next is None else norm_of_next.eps,
         PARTS=parts.shape[0],
         OFFSET=bias is not None,
-        NORM=0 if norm_of_next is None else NORM_CODES[norm_of_next.kind],
+        NORM=0 if weighed else code,
+        WEIGHED=weighed,
         BLOCK=block,
         num_warps=max(1, min(16, block // 256)),
-        **early(parts),
+        **early(onto),
     )
-    return Hidden(exact, operand)
+    return Hidden(exact, operand, moments)
 
 
 def dot_largest(
@@ -118,6 +144,8 @@ def _launch(
         x,
         linear.weight,
         linear.weight if gate is None else gate.weight,
+        x if linear.scale is None else linear.scale,
+        x if gate is None or gate.scale is None else gate.scale,
         x if linear.bias is None else linear.bias,
         x if gate_bias is None else gate_bias,
         x if out is None else out,
@@ -131,6 +159,7 @@ def _launch(
         GATED=gate is not None,
         LARGEST=largest is not None,
         SPLITS=tile.splits,
+        AHEAD=tile.ahead,
         ROWS=tile.rows,
         BLOCK=tile.block,
         BATCH=max(SMALLEST_BATCH, triton.next_power_of_2(x.shape[0])),

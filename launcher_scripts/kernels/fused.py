@@ -12,9 +12,8 @@ from dataclasses import replace
 import torch
 import triton
 from torch import Tensor
-from torch.nn import functional
 
-from launcher_scripts.kernels import int8_kernels, reference
+from launcher_scripts.kernels import inbox_products, int8_kernels, reference
 from launcher_scripts.kernels.dot_products import (
     add_parts,
     dot_add,
@@ -27,27 +26,30 @@ from launcher_scripts.kernels.fused_products import logits, mlp_up, project, pro
 from launcher_scripts.kernels.fused_prompts import prompt_attention
 from launcher_scripts.kernels.fused_rows import (
     argmax,
-    attention_launch,
     decode_attention,
     embed,
     norm,
     store_kv,
 )
+from launcher_scripts.kernels.fused_steps import (
+    attend_own,
+    attend_source,
+    project_heads,
+    project_hidden,
+)
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
-    Heads,
     Hidden,
-    LayerCache,
     Linear,
     Norm,
-    RelativeBias,
+    Ranks,
     RowColumns,
     StepRows,
 )
 from launcher_scripts.kernels.row_products import (
     early,
     fold_norm,
-    row_heads,
+    row_accumulate,
     row_largest,
     row_product,
 )
@@ -55,6 +57,8 @@ from launcher_scripts.kernels.step_kernels import begin_rows
 
 __all__ = [
     "argmax",
+    "attend_own",
+    "attend_source",
     "decode_attention",
     "embed",
     "logits",
@@ -62,6 +66,8 @@ __all__ = [
     "norm",
     "project",
     "project_add",
+    "project_heads",
+    "project_hidden",
     "prompt_attention",
     "store_kv",
 ]
@@ -94,7 +100,10 @@ def begin_step(
     """See reference.begin_step."""
     rows, size, dtype = slots.shape[0], tables.tokens.shape[1], tables.tokens.dtype
     exact = torch.empty(rows, size, device=slots.device)
-    rounded = exact if dtype == torch.float32 else exact.new_empty(rows, size, dtype=dtype)
+    weighed = rows == 1 and norm_of_next is not None
+    alike = dtype == torch.float32 and not weighed
+    rounded = exact if alike else exact.new_empty(rows, size, dtype=dtype)
+    moments = torch.empty(2, 1, device=slots.device) if weighed else None
     made = torch.empty(5, rows, dtype=torch.int64, device=slots.device)
     starts, positions, lengths, source_starts, source_lengths = made
     begin_rows[(rows,)](
@@ -114,6 +123,8 @@ def begin_step(
         source_starts,
         exact,
         rounded,
+        norm_of_next.weight if weighed else exact,
+        moments if weighed else exact,
         tables.first_id,
         tables.tokens.shape[0],
         columns.padding,
@@ -121,6 +132,7 @@ def begin_step(
         SOURCES=sources,
         POSITIONS=tables.positions is not None,
         ROUNDED=rounded is not exact,
+        WEIGHED=weighed,
         BLOCK=triton.next_power_of_2(size),
         num_warps=8,
     )
@@ -128,84 +140,17 @@ def begin_step(
     if sources:
         found = StepRows(starts, positions, lengths, source_starts, source_lengths)
     if rows == 1:
-        return Hidden(exact, rounded), found
+        return Hidden(exact, rounded, moments), found
     return hidden(exact, norm_of_next, dtype), found
 
 
 def hidden(exact: Tensor, norm_of_next: Norm | None, dtype: torch.dtype) -> Hidden:
-    """See reference.hidden. One row is rounded only: its projections have their norms folded in."""
-    if exact.shape[0] == 1 or norm_of_next is None:
+    """See reference.hidden. One row's projections have their norms folded in."""
+    if norm_of_next is None:
         return Hidden(exact, exact.to(dtype))
+    if exact.shape[0] == 1:
+        return add_parts(exact[None][:0], None, exact, norm_of_next, dtype)
     return Hidden(exact, norm(exact, norm_of_next, dtype))
-
-
-def project_heads(
-    x: Hidden,
-    linear: Linear,
-    heads: Heads,
-    rotary: tuple[Tensor, Tensor] | None,
-    rows: StepRows,
-    cache: LayerCache,
-) -> Tensor:
-    """See reference.project_heads."""
-    if x.operand.shape[0] == 1:
-        return row_heads(x, linear, heads, rotary, rows, cache)
-    if rotary is not None:
-        rotary = (rotary[0][rows.positions], rotary[1][rows.positions])
-    qkv = functional.linear(x.operand, linear.weight, linear.bias)
-    return store_kv(qkv, heads, rotary, rows.starts + rows.positions, cache)
-
-
-def attend_own(
-    x: Hidden,
-    linear: Linear,
-    heads: Heads,
-    rotary: tuple[Tensor, Tensor] | None,
-    rows: StepRows,
-    cache: LayerCache,
-    longest: int,
-    slopes: Tensor | None,
-    *,
-    scale: float | None = None,
-    relative: RelativeBias | None = None,
-) -> Tensor:
-    """See reference.attend_own. One row's projection stores keys and values, several rows' not:
-    there the attention does."""
-    alone = x.operand.shape[0] == 1
-    if alone:
-        query = row_heads(x, linear, heads, rotary, rows, cache)
-    else:
-        query = _few_rows(x.operand, linear, "heads")
-    return attention_launch(
-        query,
-        heads,
-        cache,
-        (rows.starts, rows.lengths, rows.positions),
-        longest,
-        slopes,
-        scale,
-        relative,
-        fresh=True,
-        launch=early(query),
-        store=not alone,
-        rotary=None if alone else rotary,
-    )
-
-
-def _few_rows(x: Tensor, linear: Linear, kind: str) -> Tensor:
-    """linear(x) for more than one row, its norm aside."""
-    if fits(x):
-        return dot_product(x, linear, kind)
-    return functional.linear(x, linear.weight, linear.bias)
-
-
-def project_hidden(x: Hidden, linear: Linear) -> Tensor:
-    """See reference.project_hidden."""
-    if x.operand.shape[0] > 1:
-        return _few_rows(x.operand, linear, "plain")
-    out = x.operand.new_empty(1, linear.weight.shape[0])
-    row_product(x.operand, linear, out, "plain", launch=early(out))
-    return out
 
 
 def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tensor:
@@ -216,7 +161,8 @@ def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tenso
     if x.operand.shape[0] > 1:
         return reference.expand(x, up, gate, activation)
     out = x.operand.new_empty(1, up.weight.shape[0])
-    row_product(x.operand, up, out, kind, gate=gate, activation=activation, launch=early(out))
+    more = {"moments": x.moments, "gate": gate, "activation": activation}
+    row_product(x.operand, up, out, kind, **more, launch=early(out))
     return out
 
 
@@ -226,10 +172,7 @@ def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | Non
         return dot_add(x, linear, onto, norm_of_next)
     if x.shape[0] > 1:
         return hidden(project_add(x, linear, onto.exact), norm_of_next, onto.operand.dtype)
-    exact = torch.empty_like(onto.exact)
-    rounded = None if x.dtype == torch.float32 else torch.empty_like(onto.operand)
-    row_product(x, linear, exact, "add", residual=onto.exact, rounded=rounded, launch=early(x))
-    return Hidden(exact, exact if rounded is None else rounded)
+    return row_accumulate(x, linear, onto, norm_of_next)
 
 
 def choose(x: Hidden, head: Linear, held: int, columns: RowColumns, slots: Tensor) -> Tensor:
@@ -237,10 +180,21 @@ def choose(x: Hidden, head: Linear, held: int, columns: RowColumns, slots: Tenso
     return largest(x, head, held, (columns.token, slots))[1]
 
 
+def accumulate_over_ranks(
+    x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None, ranks: Ranks
+) -> Hidden:
+    """See reference.accumulate_over_ranks."""
+    inboxes = ranks.inboxes
+    if inboxes is not None and inbox_products.fits(x, linear, inboxes):
+        inbox_products.send_product(x, linear, inboxes)
+        return inbox_products.receive_sum(linear.bias, onto, norm_of_next, inboxes)
+    return add_sum(ranks.tp_sum(partial_product(x, linear)), linear.bias, onto, norm_of_next)
+
+
 def partial_product(x: Tensor, linear: Linear) -> Tensor:
     """See reference.partial_product."""
     alone = replace(linear, bias=None, norm=None)
-    if x.shape[0] == 1 and linear.scale is None:
+    if x.shape[0] == 1:
         out = torch.empty(1, linear.weight.shape[0], device=x.device)
         row_product(x, alone, out, "add", launch=early(x))
         return out
@@ -248,9 +202,8 @@ def partial_product(x: Tensor, linear: Linear) -> Tensor:
 
 
 def add_sum(total: Tensor, bias: Tensor | None, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
-    """See reference.add_sum. One row is rounded only, as in `hidden`."""
-    alone = total.shape[0] == 1
-    return add_parts(total[None], bias, onto, None if alone else norm_of_next)
+    """See reference.add_sum."""
+    return add_parts(total[None], bias, onto.exact, norm_of_next, onto.operand.dtype)
 
 
 def largest(

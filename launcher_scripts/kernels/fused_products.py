@@ -15,27 +15,27 @@ from launcher_scripts.kernels.row_products import row_product
 
 def project(x: Tensor, linear: Linear) -> Tensor:
     """See reference.project."""
-    linear = dense(linear)
     if x.shape[0] == 1:
-        return _row(x, linear, linear.weight.dtype, "plain")
+        return _row(x, linear, linear.dtype, "plain")
+    linear = dense(linear)
     return functional.linear(_normalized(x, linear), linear.weight, linear.bias)
 
 
 def project_add(x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
     """See reference.project_add."""
-    linear = dense(linear)
     if x.shape[0] == 1:
         return _row(x, linear, torch.float32, "add", residual=residual)
+    linear = dense(linear)
     return residual + functional.linear(x, linear.weight, linear.bias)
 
 
 def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tensor:
     """See reference.mlp_up."""
-    up, gate = dense(up), gate and dense(gate)
     if x.shape[0] == 1:
         kind = "up" if gate is None else "gated"
-        without = None if gate is None else Linear(gate.weight, gate.bias)
-        return _row(x, up, up.weight.dtype, kind, gate=without, activation=activation)
+        without = None if gate is None else gate.without_norm()
+        return _row(x, up, up.dtype, kind, gate=without, activation=activation)
+    up, gate = dense(up), gate and dense(gate)
     normalized = _normalized(x, up)
     hidden = ACTIVATIONS[activation](functional.linear(normalized, up.weight, up.bias))
     if gate is None:
@@ -47,6 +47,7 @@ def logits(x: Tensor, head: Linear) -> Tensor:
     """See reference.logits."""
     if x.shape[0] == 1:
         return _row(x, head, torch.float32, "plain")
+    head = dense(head)
     normalized = _normalized(x, head)
     if normalized.dtype == torch.float32 or not x.is_cuda:
         bias = None if head.bias is None else head.bias.float()
@@ -57,13 +58,12 @@ def logits(x: Tensor, head: Linear) -> Tensor:
 
 def _normalized(x: Tensor, linear: Linear) -> Tensor:
     if linear.norm is None:
-        return x.to(linear.weight.dtype)
-    return norm(x, linear.norm, linear.weight.dtype)
+        return x.to(linear.dtype)
+    return norm(x, linear.norm, linear.dtype)
 
 
 def _row(x: Tensor, linear: Linear, dtype: torch.dtype, kind: str, **more: object) -> Tensor:
     """One row through a projection behind a norm of its own: [1, out] of `dtype`."""
     out = torch.empty(1, linear.weight.shape[0], dtype=dtype, device=x.device)
-    alone = Linear(linear.weight, linear.bias)
-    row_product(_normalized(x, linear), alone, out, kind, launch=ALONE, **more)
+    row_product(_normalized(x, linear), linear.without_norm(), out, kind, launch=ALONE, **more)
     return out

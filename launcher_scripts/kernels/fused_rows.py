@@ -136,14 +136,19 @@ def attention_launch(
     fresh: bool,
     launch: dict[str, bool],
     store: bool = False,
+    parts: int = 1,
     rotary: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The kernel `attend`; rows are starts, lengths and positions, [B] each."""
+    """The kernel `attend`; rows are starts, lengths and positions, [B] each.
+
+    query: [B, heads * size], of several parts one after the other; with `store` keys and values of
+    the last token follow the queries
+    """
     starts, lengths, positions = rows
     count, num_heads, size = starts.shape[0], heads.num_heads, heads.head_size
     splits, tile, warps = attention_shape(longest)
     device = query.device
-    out = query.new_empty(count, num_heads * size)
+    out = cache.keys.new_empty(count, num_heads * size)
     # [rows, heads, splits]: unnormalized outputs, then largest score and sum of weights
     partial = torch.empty(count, num_heads, splits, size, device=device)
     weights = torch.empty(count, num_heads, splits, 2, device=device)
@@ -179,6 +184,7 @@ def attention_launch(
         RELATIVE=relative is not None,
         FRESH=fresh,
         STORE=store,
+        PARTS=parts,
         HALF=0 if rotary is None else cosines.shape[1],
         TILE=tile,
         num_warps=warps,

@@ -12,9 +12,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.row_product_kernel import (
     activate,
+    load_moments,
     load_tile,
+    mean_and_scale,
     multiply,
     normalized,
+    row_places,
+    scales_of,
+    store_weighed,
     vector,
 )
 
@@ -22,26 +27,32 @@ from launcher_scripts.kernels.row_product_kernel import (
 @triton.jit
 def gemv(
     x,
-    gain,
+    moments,
     weight,
     gate_weight,
+    scales,
+    gate_scales,
     offsets,
     gate_offsets,
     sums,
     gate_sums,
     residual,
+    gain,
     out,
     rounded,
+    new_moments,
     eps,
     OUT: tl.constexpr,
     IN: tl.constexpr,
     NORM: tl.constexpr,
-    GAIN: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPREAD: tl.constexpr,
     OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ROUNDED: tl.constexpr,
+    WEIGHED: tl.constexpr,
     EARLY: tl.constexpr,
     ROLLED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -49,28 +60,33 @@ def gemv(
 ):
     """out = residual + act(W norm(x) + b) * (W2 norm(x) + b2), the parts as the flags say.
 
-    ROUNDED: the result goes to `rounded` as well, in its type.
+    Where there is a norm, x is times its gain already (see row_product_kernel.py). ROUNDED: the
+    result goes to `rounded` as well, in its type; with WEIGHED times `gain`, and its moments to
+    `new_moments`.
     """
     if EARLY:
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)[None, :]
     even: tl.constexpr = OUT % ROWS == 0 and IN % BLOCK == 0
-    base = rows[:, None].to(tl.int64) * IN + columns
+    base = row_places(rows, columns, IN)
     tile = load_tile(weight, base, rows, columns, 0, OUT, IN, even)
     gate_tile = tile
     if GATED:
         gate_tile = load_tile(gate_weight, base, rows, columns, 0, OUT, IN, even)
+    row_scale = scales_of(scales, weight, rows, OUT)
+    gate_scale = scales_of(gate_scales, gate_weight, rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
     gate_offset = vector(gate_offsets, rows, OUT, OFFSET and GATED)
     row_sums = vector(sums, rows, OUT, NORM == 1)
     gate_row_sums = vector(gate_sums, rows, OUT, NORM == 1 and GATED)
+    next_gain = vector(gain, rows, OUT, WEIGHED)
     if EARLY:
         gdc_wait()
+    total, squares = load_moments(moments, NORM, PARTS, SPREAD)
     added = vector(residual, rows, OUT, RESIDUAL)
-    value, gate, total, squares = multiply(
+    value, gate = multiply(
         x,
-        gain,
         weight,
         rows,
         gate_weight,
@@ -79,30 +95,30 @@ def gemv(
         gate_tile,
         OUT,
         IN,
-        NORM,
-        GAIN,
         GATED,
         ROLLED,
         even,
         ROWS,
         BLOCK,
     )
-    value = normalized(value, row_sums, total, squares, eps, IN, NORM) + offset
+    mean, scale = mean_and_scale(total, squares, eps, IN, NORM)
+    value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
     value = activate(value, ACTIVATION)
     if GATED:
-        gate = normalized(gate, gate_row_sums, total, squares, eps, IN, NORM)
+        gate = normalized(gate * gate_scale, gate_row_sums, mean, scale, NORM)
         value = value * (gate + gate_offset)
     value = value + added
     tl.store(out + rows, value.to(out.dtype.element_ty), mask=rows < OUT)
     if ROUNDED:
-        tl.store(rounded + rows, value.to(rounded.dtype.element_ty), mask=rows < OUT)
+        store_weighed(value, next_gain, rounded, new_moments, rows, OUT, WEIGHED)
 
 
 @triton.jit
 def gemv_heads(
     x,
-    gain,
+    moments,
     weight,
+    scales,
     offsets,
     sums,
     query,
@@ -116,7 +132,8 @@ def gemv_heads(
     eps,
     IN: tl.constexpr,
     NORM: tl.constexpr,
-    GAIN: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPREAD: tl.constexpr,
     OFFSET: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -145,10 +162,12 @@ def gemv_heads(
     columns = tl.arange(0, BLOCK)[None, :]
     even: tl.constexpr = (OUT // 2) % ROWS == 0 and IN % BLOCK == 0
     inside = pairs < OUT // 2
-    base = rows[:, None].to(tl.int64) * IN + columns
-    other_base = other_rows[:, None].to(tl.int64) * IN + columns
+    base = row_places(rows, columns, IN)
+    other_base = row_places(other_rows, columns, IN)
     tile = load_tile(weight, base, rows, columns, 0, OUT, IN, even)
     other_tile = load_tile(weight, other_base, other_rows, columns, 0, OUT, IN, even)
+    row_scale = scales_of(scales, weight, rows, OUT)
+    other_scale = scales_of(scales, weight, other_rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
     other_offset = vector(offsets, other_rows, OUT, OFFSET)
     row_sums = vector(sums, rows, OUT, NORM == 1)
@@ -161,9 +180,9 @@ def gemv_heads(
         sine = tl.load(sines + position * HALF + pair, mask=turns, other=0.0)
     if EARLY:
         gdc_wait()
-    low, high, total, squares = multiply(
+    total, squares = load_moments(moments, NORM, PARTS, SPREAD)
+    low, high = multiply(
         x,
-        gain,
         weight,
         rows,
         weight,
@@ -172,16 +191,15 @@ def gemv_heads(
         other_tile,
         OUT,
         IN,
-        NORM,
-        GAIN,
         True,
         ROLLED,
         even,
         ROWS,
         BLOCK,
     )
-    low = normalized(low, row_sums, total, squares, eps, IN, NORM) + offset
-    high = normalized(high, other_sums, total, squares, eps, IN, NORM) + other_offset
+    mean, scale = mean_and_scale(total, squares, eps, IN, NORM)
+    low = normalized(low * row_scale, row_sums, mean, scale, NORM) + offset
+    high = normalized(high * other_scale, other_sums, mean, scale, NORM) + other_offset
     if HALF > 0:
         low, high = low * cosine - high * sine, high * cosine + low * sine
     asks = inside & (head < HEADS)
@@ -203,8 +221,9 @@ def _store_pair(target, place, lower, upper, low, high, present):
 @triton.jit
 def gemv_largest(
     x,
-    gain,
+    moments,
     weight,
+    scales,
     offsets,
     sums,
     largest,
@@ -213,7 +232,8 @@ def gemv_largest(
     OUT: tl.constexpr,
     IN: tl.constexpr,
     NORM: tl.constexpr,
-    GAIN: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPREAD: tl.constexpr,
     OFFSET: tl.constexpr,
     EARLY: tl.constexpr,
     ROLLED: tl.constexpr,
@@ -226,15 +246,16 @@ def gemv_largest(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)[None, :]
     even: tl.constexpr = OUT % ROWS == 0 and IN % BLOCK == 0
-    base = rows[:, None].to(tl.int64) * IN + columns
+    base = row_places(rows, columns, IN)
     tile = load_tile(weight, base, rows, columns, 0, OUT, IN, even)
+    row_scale = scales_of(scales, weight, rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
     row_sums = vector(sums, rows, OUT, NORM == 1)
     if EARLY:
         gdc_wait()
-    value, _, total, squares = multiply(
+    total, squares = load_moments(moments, NORM, PARTS, SPREAD)
+    value, _ = multiply(
         x,
-        gain,
         weight,
         rows,
         weight,
@@ -243,15 +264,14 @@ def gemv_largest(
         tile,
         OUT,
         IN,
-        NORM,
-        GAIN,
         False,
         ROLLED,
         even,
         ROWS,
         BLOCK,
     )
-    value = normalized(value, row_sums, total, squares, eps, IN, NORM) + offset
+    mean, scale = mean_and_scale(total, squares, eps, IN, NORM)
+    value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
     value = tl.where(rows < OUT, value, -float("inf"))
     top, place = tl.max(value, 0, return_indices=True)
     tl.store(largest + tl.program_id(0), top)

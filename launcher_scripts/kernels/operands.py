@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,12 +29,10 @@ class Norm:
 class FoldedNorm:
     """A norm before a projection W x + c as row_product_kernel.py wants it, known beforehand.
 
-    gain:    [in] in the compute type, g
     sums:    float32 [out], W g; None for an RMS norm
     offsets: float32 [out], W b + c; None where there is neither
     """
 
-    gain: Tensor
     sums: Tensor | None
     offsets: Tensor | None
 
@@ -42,11 +41,11 @@ class FoldedNorm:
 class Linear:
     """y = x W^T + b, of a normalized x where there is a norm.
 
-    weight:  [out, in] in the compute type, or int8
+    weight:  [out, in] in the compute type, or in bytes (see quantization.py)
     bias:    [out] in the compute type
     norm:    applied to x first
-    scale:   float32 [out]: what each row of an int8 weight is multiplied by
-    compute: the compute type of an int8 weight
+    scale:   float32 [out]: what each row of a weight in bytes is multiplied by
+    compute: the compute type of a weight in bytes
     folded:  the norm as a product with one row wants it; made by kernels.prepare
     """
 
@@ -62,6 +61,10 @@ class Linear:
         """The compute type."""
         return self.compute or self.weight.dtype
 
+    def without_norm(self) -> Linear:
+        """The projection of an x that is normalized already."""
+        return replace(self, norm=None, folded=None)
+
 
 @dataclass(frozen=True)
 class Hidden:
@@ -69,11 +72,14 @@ class Hidden:
 
     exact:   float32 [N, hidden], the residual stream
     operand: [N, hidden] in the compute type, what the next projection reads: `exact` normalized
-             for it, or only rounded where the projection has its norm folded in
+             for it, or only times the norm's gain where the projection has its norm folded in
+    moments: float32 [2, parts], sums of `exact` and of its squares over parts of the row, for a
+             norm that is folded in
     """
 
     exact: Tensor
     operand: Tensor
+    moments: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -185,3 +191,35 @@ class PromptSpans:
                 found.append((place + first, size, start, past + first))
             place += count
         return found
+
+
+@dataclass(frozen=True)
+class Inboxes:
+    """Memory into which the tensor-parallel ranks write their parts of a sum; see inbox_kernels.py.
+
+    own:       int64 [2, ranks, lane_words], this rank's, zeros at first
+    addresses: int64 [ranks], where every rank's inbox is
+    exchanges: int32 [parts of a row], zeros at first: how often each part was exchanged
+    """
+
+    own: Tensor
+    addresses: Tensor
+    exchanges: Tensor
+    rank: int
+
+    @property
+    def ranks(self) -> int:
+        return self.own.shape[1]
+
+    @property
+    def lane_words(self) -> int:
+        return self.own.shape[2]
+
+
+class Ranks(Protocol):
+    """The tensor-parallel ranks as an operation sees them; inboxes: where they have them."""
+
+    @property
+    def inboxes(self) -> Inboxes | None: ...
+
+    def tp_sum(self, tensor: Tensor) -> Tensor: ...

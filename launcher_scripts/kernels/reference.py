@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from launcher_scripts.kernels import quantization
 from launcher_scripts.kernels import window_attention as windows
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
@@ -20,6 +21,7 @@ from launcher_scripts.kernels.operands import (
     LayerCache,
     Linear,
     Norm,
+    Ranks,
     RelativeBias,
     RowColumns,
     StepRows,
@@ -31,13 +33,16 @@ from launcher_scripts.kernels.reference_attention import (
     source_attention,
     source_attention_weights,
 )
+from launcher_scripts.kernels.reference_rotary import rotary_table, store_kv
 
 __all__ = [
     "context_attention",
     "decode_attention",
     "prompt_attention",
+    "rotary_table",
     "source_attention",
     "source_attention_weights",
+    "store_kv",
 ]
 
 window_attention = windows.window_attention
@@ -77,7 +82,7 @@ def dense(linear: Linear) -> Linear:
     """The same projection with its weight in the compute type."""
     if linear.scale is None:
         return linear
-    weight = (linear.weight.float() * linear.scale[:, None]).to(linear.dtype)
+    weight = quantization.dequantized(linear.weight, linear.scale).to(linear.dtype)
     return Linear(weight, linear.bias, linear.norm)
 
 
@@ -103,6 +108,13 @@ def add_sum(total: Tensor, bias: Tensor | None, onto: Hidden, norm_of_next: Norm
     return hidden(add_residual(total, bias, onto.exact), norm_of_next, onto.operand.dtype)
 
 
+def accumulate_over_ranks(
+    x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None, ranks: Ranks
+) -> Hidden:
+    """accumulate where every rank has a part of x [N, in] and of the weight's columns."""
+    return add_sum(ranks.tp_sum(partial_product(x, linear)), linear.bias, onto, norm_of_next)
+
+
 def add_residual(partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     """residual + partial + bias: float32 [N, hidden], after the sum over ranks."""
     total = residual + partial
@@ -119,36 +131,9 @@ def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tenso
     return hidden * functional.linear(normalized, gate.weight, gate.bias)
 
 
-def rotary_table(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, float32 [N, rotary_size / 2], for positions [N]."""
-    angles = positions.float()[:, None] * frequencies
-    return angles.cos(), angles.sin()
-
-
-def store_kv(
-    qkv: Tensor,
-    heads: Heads,
-    rotary: tuple[Tensor, Tensor] | None,
-    slots: Tensor,
-    cache: LayerCache,
-) -> Tensor:
-    """Rotate queries and keys of qkv [N, q + k + v]; put keys and values at cache tokens slots [N].
-
-    Rotary positions turn the first dimensions of a head by halves (Su et al. 2021, in the form of
-    GPT-NeoX). Returns the queries [N, heads, head_size].
-    """
-    tokens = qkv.shape[0]
-    split = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
-    query, key, value = qkv.view(tokens, -1, heads.head_size).split(split, dim=1)
-    if rotary is not None:
-        query, key = _rotate(query, *rotary), _rotate(key, *rotary)
-    cache.keys[:, slots] = key.transpose(0, 1)  # [kv_heads, N, head_size]
-    cache.values[:, slots] = value.transpose(0, 1)
-    return query
-
-
 def logits(x: Tensor, head: Linear) -> Tensor:
     """Next-token logits, float32 [N, vocab of this rank], accumulated in float32."""
+    head = dense(head)
     bias = None if head.bias is None else head.bias.float()
     return functional.linear(_normalized(x, head).float(), head.weight.float(), bias)
 
@@ -239,14 +224,45 @@ def attend_own(
     )
 
 
+def attend_source(
+    x: Hidden,
+    linear: Linear,
+    heads: Heads,
+    rows: StepRows,
+    cache: LayerCache,
+    longest: int,
+    *,
+    scale: float | None = None,
+    relative: RelativeBias | None = None,
+) -> Tensor:
+    """project_hidden, then decode_attention of the rows to the encoder's inputs: [B, heads * size].
+
+    `longest` bounds the inputs' tokens.
+    """
+    query = project_hidden(x, linear)
+    return decode_attention(
+        query.view(query.shape[0], heads.num_heads, heads.head_size),
+        cache,
+        rows.source_starts,
+        rows.source_lengths,
+        longest,
+        None,
+        scale=scale,
+        relative=relative,
+        positions=rows.positions,
+        fresh=False,
+    )
+
+
 def project_hidden(x: Hidden, linear: Linear) -> Tensor:
     """linear of the normalized hidden states: [B, out]."""
+    linear = dense(linear)
     return functional.linear(x.operand, linear.weight, linear.bias)
 
 
 def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tensor:
     """mlp_up of the normalized hidden states: [B, ffn]."""
-    return mlp_up(x.operand, Linear(up.weight, up.bias), _without_norm(gate), activation)
+    return mlp_up(x.operand, up.without_norm(), gate and gate.without_norm(), activation)
 
 
 def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
@@ -256,10 +272,7 @@ def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | Non
 
 
 def largest(x: Hidden, head: Linear, held: int) -> tuple[Tensor, Tensor]:
-    """The largest of the first `held` logits of every row: float32 [B], and its place, int64 [B].
-
-    Of equal ones the first.
-    """
+    """The largest of a row's first `held` logits, float32 [B], and the first place, int64 [B]."""
     whole = logits(x.operand, Linear(head.weight, head.bias))[:, :held]
     places = argmax(whole)
     return whole.gather(1, places[:, None])[:, 0], places
@@ -272,10 +285,6 @@ def choose(x: Hidden, head: Linear, held: int, columns: RowColumns, slots: Tenso
     return tokens
 
 
-def _without_norm(linear: Linear | None) -> Linear | None:
-    return None if linear is None else Linear(linear.weight, linear.bias)
-
-
 def argmax(logits: Tensor) -> Tensor:
     """The largest logit's id of every row, int64 [N]; the lowest id of equal ones."""
     return logits.argmax(-1)
@@ -285,11 +294,3 @@ def _normalized(x: Tensor, linear: Linear) -> Tensor:
     if linear.norm is None:
         return x.to(linear.weight.dtype)
     return norm(x, linear.norm, linear.weight.dtype)
-
-
-def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    half = cosines.shape[-1]
-    first, second, rest = x.float().split((half, half, x.shape[-1] - 2 * half), dim=-1)
-    cosines, sines = cosines[:, None], sines[:, None]
-    turned = (first * cosines - second * sines, second * cosines + first * sines, rest)
-    return torch.cat(turned, dim=-1).to(x.dtype)

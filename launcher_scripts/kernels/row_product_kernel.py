@@ -3,14 +3,27 @@
 The weight is read in wide pieces, each once.
 
 A norm before a projection needs no kernel of its own. With gain g and bias b,
-W (g (x - mean) / deviation + b) = (W g x - mean * W g) / deviation + W b: the program sums x and
-its squares while it multiplies; W g and W b plus the bias are known when the model is loaded.
+W (g (x - mean) / deviation + b) = (W g x - mean * W g) / deviation + W b. The kernel that made x
+left g x and, for every part of x it had, the sums of x and of its squares (moments), so that not
+every program has to sum all of x; W g and W b plus the bias are known when the model is loaded.
+
+A weight in bytes is q * scale of its row, kept as the byte q + 128 (see quantization.py). No
+instruction makes numbers of bytes at the speed they are read. But the bits of a small integer are
+a float32, too, of that many of its smallest steps of 2^-149; multipliers take those as they are.
+So the kernel multiplies such numbers with an x made large, and takes 128 times the sum of x off.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from launcher_scripts.kernels.quantization import ZERO_POINT
+
+RAISED = tl.constexpr(2.0**80)  # times x: its products with steps of 2^-149 are normal numbers
+LOWERED = tl.constexpr(2.0 ** (149 - 80))
+ZERO = tl.constexpr(float(ZERO_POINT))
+PER_LOAD = tl.constexpr(8)  # columns a thread holds side by side: 16 bytes of x
 
 
 @triton.jit
@@ -32,6 +45,12 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def row_places(rows, columns, IN: tl.constexpr):
+    """Where columns [1, BLOCK] of the rows are; threads are to hold bytes as they hold x."""
+    return tl.max_contiguous(rows[:, None].to(tl.int64) * IN + columns, [1, PER_LOAD])
+
+
+@triton.jit
 def load_tile(
     weight, base, rows, columns, first, OUT: tl.constexpr, IN: tl.constexpr, EVEN: tl.constexpr
 ):
@@ -47,13 +66,16 @@ def load_tile(
 @triton.jit
 def _eighths(tile, piece, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Products summed eight at a time, as the threads hold them."""
-    return tl.sum(tl.reshape(tile.to(tl.float32) * piece, [ROWS, BLOCK // 8, 8]), 2)
+    if tile.dtype == tl.uint8:
+        values = tile.to(tl.uint32).to(tl.float32, bitcast=True)
+    else:
+        values = tile.to(tl.float32)
+    return tl.sum(tl.reshape(values * piece, [ROWS, BLOCK // PER_LOAD, PER_LOAD]), 2)
 
 
 @triton.jit
 def multiply(
     x,
-    gain,
     weight,
     rows,
     other_weight,
@@ -62,40 +84,39 @@ def multiply(
     other_tile,
     OUT: tl.constexpr,
     IN: tl.constexpr,
-    NORM: tl.constexpr,
-    GAIN: tl.constexpr,
     PAIRED: tl.constexpr,
     ROLLED: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(W g x, W' g x, sum of x, sum of squares), whose first tiles are there already.
+    """(W x, W' x), whose first tiles are there already.
 
-    x has the weight's type, so that both are held by the threads in the same way: another one
-    costs up to a third. W' are more rows of the same or another weight, with PAIRED. With ROLLED a
-    loop fetches the next tile while it multiplies one; without, the compiler sees them all.
+    The scales of a weight in bytes are not applied. x has the type of any other weight, so that
+    both are held by the threads in the same way: another one costs up to a third. W' are more rows
+    of the same or another weight, with PAIRED. With ROLLED a loop fetches the next tile while it
+    multiplies one; without, the compiler sees them all.
     """
     columns = tl.arange(0, BLOCK)[None, :]
-    base = rows[:, None].to(tl.int64) * IN + columns
-    other_base = other_rows[:, None].to(tl.int64) * IN + columns
-    product = tl.zeros([ROWS, BLOCK // 8], tl.float32)
-    other = tl.zeros([ROWS, BLOCK // 8], tl.float32)
-    total = tl.zeros([1, BLOCK], tl.float32)
-    squares = tl.zeros([1, BLOCK], tl.float32)
+    base = row_places(rows, columns, IN)
+    other_base = row_places(other_rows, columns, IN)
+    in_bytes: tl.constexpr = weight.dtype.element_ty == tl.uint8
+    product = tl.zeros([ROWS, BLOCK // PER_LOAD], tl.float32)
+    other = tl.zeros([ROWS, BLOCK // PER_LOAD], tl.float32)
+    zeros = tl.zeros([1, BLOCK // PER_LOAD], tl.float32)
     if ROLLED:
         for first in tl.range(0, IN, BLOCK):
             coming = load_tile(weight, base, rows, columns, first + BLOCK, OUT, IN, False)
-            piece, weighed = _pieces(x, gain, columns, first, IN, GAIN, BLOCK)
-            product += _eighths(tile, weighed, ROWS, BLOCK)
+            piece = _piece(x, columns, first, IN, BLOCK)
+            if in_bytes:
+                zeros += _eighths(piece, ZERO, 1, BLOCK)
+                piece *= RAISED
+            product += _eighths(tile, piece, ROWS, BLOCK)
             if PAIRED:
-                other += _eighths(other_tile, weighed, ROWS, BLOCK)
+                other += _eighths(other_tile, piece, ROWS, BLOCK)
                 other_tile = load_tile(
                     other_weight, other_base, other_rows, columns, first + BLOCK, OUT, IN, False
                 )
-            if NORM > 0:
-                total += piece
-                squares += piece * piece
             tile = coming
     else:
         for first in tl.static_range(0, IN, BLOCK):
@@ -105,32 +126,40 @@ def multiply(
                     other_tile = load_tile(
                         other_weight, other_base, other_rows, columns, first, OUT, IN, EVEN
                     )
-            piece, weighed = _pieces(x, gain, columns, first, IN, GAIN, BLOCK)
-            product += _eighths(tile, weighed, ROWS, BLOCK)
+            piece = _piece(x, columns, first, IN, BLOCK)
+            if in_bytes:
+                zeros += _eighths(piece, ZERO, 1, BLOCK)
+                piece *= RAISED
+            product += _eighths(tile, piece, ROWS, BLOCK)
             if PAIRED:
-                other += _eighths(other_tile, weighed, ROWS, BLOCK)
-            if NORM > 0:
-                total += piece
-                squares += piece * piece
-    return tl.sum(product, 1), tl.sum(other, 1), total, squares
+                other += _eighths(other_tile, piece, ROWS, BLOCK)
+    if in_bytes:
+        product = product * LOWERED - zeros
+        other = other * LOWERED - zeros
+    return tl.sum(product, 1), tl.sum(other, 1)
 
 
 @triton.jit
-def _pieces(x, gain, columns, first, IN: tl.constexpr, GAIN: tl.constexpr, BLOCK: tl.constexpr):
-    """Part of x in float32, and the same times the norm's gain."""
+def _piece(x, columns, first, IN: tl.constexpr, BLOCK: tl.constexpr):
+    """Part of x in float32; zeros behind its end."""
     if IN % BLOCK == 0:
-        piece = tl.load(x + first + columns).to(tl.float32)
+        piece = tl.load(x + first + columns)
     else:
-        inside = first + columns < IN
-        piece = tl.load(x + first + columns, mask=inside, other=0.0).to(tl.float32)
-    weighed = piece
-    if GAIN:
-        if IN % BLOCK == 0:
-            held = tl.load(gain + first + columns)
-        else:
-            held = tl.load(gain + first + columns, mask=first + columns < IN, other=0.0)
-        weighed = piece * held.to(tl.float32)
-    return piece, weighed
+        piece = tl.load(x + first + columns, mask=first + columns < IN, other=0.0)
+    return piece.to(tl.float32)
+
+
+@triton.jit
+def load_moments(moments, NORM: tl.constexpr, PARTS: tl.constexpr, SPREAD: tl.constexpr):
+    """Sums of the parts of x, and of their squares; SPREAD is PARTS as a power of two."""
+    parts = tl.arange(0, SPREAD)
+    total = tl.zeros([SPREAD], tl.float32)
+    squares = tl.zeros([SPREAD], tl.float32)
+    if NORM == 1:
+        total = tl.load(moments + parts, mask=parts < PARTS, other=0.0)
+    if NORM > 0:
+        squares = tl.load(moments + PARTS + parts, mask=parts < PARTS, other=0.0)
+    return total, squares
 
 
 @triton.jit
@@ -139,16 +168,42 @@ def _add_both(first, second, other_first, other_second):
 
 
 @triton.jit
-def normalized(value, sums, total, squares, eps, IN: tl.constexpr, NORM: tl.constexpr):
+def mean_and_scale(total, squares, eps, IN: tl.constexpr, NORM: tl.constexpr):
+    """What the norm takes from x [IN] and what it multiplies with, from its moments."""
+    mean = 0.0
+    scale = 1.0
+    if NORM == 1:
+        whole, whole_squares = tl.reduce((total, squares), 0, _add_both)
+        mean = whole / IN
+        scale = tl.rsqrt(whole_squares / IN - mean * mean + eps)
+    elif NORM == 2:
+        scale = tl.rsqrt(tl.sum(squares, 0) / IN + eps)
+    return mean, scale
+
+
+@triton.jit
+def normalized(value, sums, mean, scale, NORM: tl.constexpr):
     """W g x as it would be of the normalized x, but for the offset."""
     if NORM == 1:
-        whole, whole_squares = tl.reduce((total, squares), 1, _add_both)
-        mean = tl.sum(whole, 0) / IN
-        variance = tl.sum(whole_squares, 0) / IN - mean * mean
-        value = (value - mean * sums) * tl.rsqrt(variance + eps)
+        value = (value - mean * sums) * scale
     elif NORM == 2:
-        value = value * tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / IN + eps)
+        value = value * scale
     return value
+
+
+@triton.jit
+def store_weighed(value, gain, rounded, moments, rows, OUT: tl.constexpr, WEIGHED: tl.constexpr):
+    """A program's values for a projection that follows: with WEIGHED times the gain of its norm,
+    and their moments beside the other programs'."""
+    inside = rows < OUT
+    operand = value
+    if WEIGHED:
+        operand = value * gain
+        held = tl.where(inside, value, 0.0)
+        place = moments + tl.program_id(0)
+        tl.store(place, tl.sum(held, 0))
+        tl.store(place + tl.num_programs(0), tl.sum(held * held, 0))
+    tl.store(rounded + rows, operand.to(rounded.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -157,4 +212,13 @@ def vector(values, rows, OUT: tl.constexpr, PRESENT: tl.constexpr):
     found = tl.zeros(rows.shape, tl.float32)
     if PRESENT:
         found = tl.load(values + rows, mask=rows < OUT, other=0.0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def scales_of(scales, weight, rows, OUT: tl.constexpr):
+    """What the products of a weight's rows are multiplied by: ones, but for a weight in bytes."""
+    found = tl.full(rows.shape, 1.0, tl.float32)
+    if weight.dtype.element_ty == tl.uint8:
+        found = tl.load(scales + rows, mask=rows < OUT, other=0.0)
     return found

@@ -15,8 +15,10 @@ from launcher_scripts.kernels.operands import (
     Hidden,
     LayerCache,
     Linear,
+    Norm,
     StepRows,
 )
+from launcher_scripts.kernels.quantization import dequantized
 from launcher_scripts.kernels.step_kernels import pick_largest
 from launcher_scripts.kernels.tiles import row_tile
 
@@ -36,42 +38,47 @@ def early(tensor: Tensor) -> dict[str, bool]:
 
 
 def fold_norm(linear: Linear) -> FoldedNorm | None:
-    """The linear's norm for its kernels; the sums are of the gain as it will be used."""
+    """What the linear's kernels need of its norm beside the moments of the row."""
     norm = linear.norm
     if norm is None:
         return None
-    gain = norm.weight.to(linear.weight.dtype)
     sums, offsets = None, None
     if norm.kind == "layernorm":
-        sums = _times(linear.weight, gain.float())
+        sums = _times(linear, norm.weight.float())
     if norm.bias is not None:
-        offsets = _times(linear.weight, norm.bias.float())
+        offsets = _times(linear, norm.bias.float())
     if linear.bias is not None:
         offsets = linear.bias.float() + (0 if offsets is None else offsets)
-    return FoldedNorm(gain, sums, offsets)
+    return FoldedNorm(sums, offsets)
 
 
-def _times(weight: Tensor, vector: Tensor) -> Tensor:
-    """weight @ vector in float32, a few rows at a time: a copy of all would be large."""
-    rows = max(1, FOLDED_AT_ONCE // weight.shape[1])
-    return torch.cat([part.float() @ vector for part in weight.split(rows)])
+def _times(linear: Linear, vector: Tensor) -> Tensor:
+    """Its weight @ vector in float32, a few rows at a time: a copy of all would be large."""
+    rows = max(1, FOLDED_AT_ONCE // linear.weight.shape[1])
+    parts = linear.weight.split(rows)
+    scales = [None] * len(parts) if linear.scale is None else linear.scale.split(rows)
+    return torch.cat([dequantized(*part) @ vector for part in zip(parts, scales, strict=True)])
 
 
-def _norm_operands(x: Tensor, linear: Linear) -> dict[str, object]:
-    """Arguments of a kernel about the norm and bias; x stands for what there is not."""
-    folded = linear.folded
-    if folded is None:
-        offsets, gain, sums, code, eps = linear.bias, None, None, 0, 0.0
-    else:
-        offsets, gain, sums = folded.offsets, folded.gain, folded.sums
-        code, eps = NORM_CODES[linear.norm.kind], linear.norm.eps
+def _offsets(linear: Linear) -> Tensor | None:
+    """What the linear adds to its product, its norm's part included."""
+    return linear.bias if linear.folded is None else linear.folded.offsets
+
+
+def _operands(x: Tensor, moments: Tensor | None, linear: Linear) -> dict[str, object]:
+    """Arguments of a kernel about scales, norm and bias; x stands for what there is not."""
+    folded, offsets = linear.folded, _offsets(linear)
+    sums = None if folded is None else folded.sums
+    parts = 1 if folded is None else moments.shape[1]
     return {
-        "gain": x if gain is None else gain,
+        "scales": x if linear.scale is None else linear.scale,
+        "moments": x if folded is None else moments,
         "offsets": x if offsets is None else offsets,
         "sums": x if sums is None else sums,
-        "eps": eps,
-        "NORM": code,
-        "GAIN": gain is not None,
+        "eps": 0.0 if folded is None else linear.norm.eps,
+        "NORM": 0 if folded is None else NORM_CODES[linear.norm.kind],
+        "PARTS": parts,
+        "SPREAD": triton.next_power_of_2(parts),
         "OFFSET": offsets is not None,
     }
 
@@ -82,40 +89,73 @@ def row_product(
     out: Tensor,
     kind: str,
     *,
+    moments: Tensor | None = None,
     gate: Linear | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
     rounded: Tensor | None = None,
+    norm_of_next: Norm | None = None,
     launch: dict[str, bool],
-) -> None:
-    """x [1, in] of the weight's type through a projection to out [1, out]; see gemv."""
+) -> Tensor | None:
+    """x [1, in] of the compute type through a projection to out [1, out]; see gemv.
+
+    moments: of x, where the projection has a norm folded in
+    norm_of_next: the result goes to `rounded` for a projection behind that norm; returns the
+        result's moments
+    """
     out_size, in_size = linear.weight.shape
-    tile = row_tile(kind, in_size)
-    operands = _norm_operands(x, linear)
-    others = _norm_operands(x, linear if gate is None else gate)
-    gemv[(triton.cdiv(out_size, tile.rows),)](
+    tile = row_tile(kind, out_size, in_size)
+    programs = triton.cdiv(out_size, tile.rows)
+    found = None if norm_of_next is None else torch.empty(2, programs, device=x.device)
+    other = linear if gate is None else gate
+    gate_offsets, gate_folded = _offsets(other), other.folded
+    gate_sums = None if gate_folded is None else gate_folded.sums
+    gemv[(programs,)](
         x,
         weight=linear.weight,
-        gate_weight=linear.weight if gate is None else gate.weight,
-        gate_offsets=others["offsets"],
-        gate_sums=others["sums"],
+        gate_weight=other.weight,
+        gate_scales=x if other.scale is None else other.scale,
+        gate_offsets=x if gate_offsets is None else gate_offsets,
+        gate_sums=x if gate_sums is None else gate_sums,
         residual=x if residual is None else residual,
+        gain=x if norm_of_next is None else norm_of_next.weight,
         out=out,
         rounded=x if rounded is None else rounded,
+        new_moments=x if found is None else found,
         OUT=out_size,
         IN=in_size,
         ACTIVATION=ACTIVATION_CODES[activation],
         GATED=gate is not None,
         RESIDUAL=residual is not None,
         ROUNDED=rounded is not None,
+        WEIGHED=found is not None,
         ROLLED=tile.rolled,
         ROWS=tile.rows,
         BLOCK=tile.block,
         num_warps=tile.warps,
         num_stages=1,
-        **operands,
+        **_operands(x, moments, linear),
         **launch,
     )
+    return found
+
+
+def row_accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
+    """reference.accumulate for one row."""
+    exact = torch.empty_like(onto.exact)
+    alike = x.dtype == torch.float32 and norm_of_next is None
+    operand = exact if alike else torch.empty_like(onto.operand)
+    moments = row_product(
+        x,
+        linear,
+        exact,
+        "add",
+        residual=onto.exact,
+        rounded=None if alike else operand,
+        norm_of_next=norm_of_next,
+        launch=early(x),
+    )
+    return Hidden(exact, operand, moments)
 
 
 def row_heads(
@@ -129,7 +169,7 @@ def row_heads(
     """reference.project_heads for one row."""
     operand = x.operand
     out_size, in_size = linear.weight.shape
-    tile = row_tile("heads", in_size)
+    tile = row_tile("heads", out_size, in_size)
     query = operand.new_empty(1, heads.num_heads, heads.head_size)
     cosines, sines = (operand, operand) if rotary is None else rotary
     gemv_heads[(triton.cdiv(out_size // 2, tile.rows),)](
@@ -153,7 +193,7 @@ def row_heads(
         BLOCK=tile.block,
         num_warps=tile.warps,
         num_stages=1,
-        **_norm_operands(operand, linear),
+        **_operands(operand, x.moments, linear),
         **early(operand),
     )
     return query
@@ -168,7 +208,7 @@ def row_largest(
     """reference.largest for one row."""
     operand = x.operand
     in_size = head.weight.shape[1]
-    tile = row_tile("largest", in_size)
+    tile = row_tile("largest", head.weight.shape[0], in_size)
     parts = triton.cdiv(held, tile.rows)
     found = torch.empty(parts, device=operand.device)
     places = torch.empty(parts, dtype=torch.int32, device=operand.device)
@@ -184,7 +224,7 @@ def row_largest(
         BLOCK=tile.block,
         num_warps=tile.warps,
         num_stages=1,
-        **_norm_operands(operand, head),
+        **_operands(operand, x.moments, head),
         **early(operand),
     )
     return best_of_parts(found[None], places[None], keep)

@@ -1,7 +1,8 @@
 """Which tile a kernel uses for which shape: found once on a device, kept in tiles.json.
 
-The table says what it was measured on; `python3 -m benchmarks.tune` measures it again. Shapes that
-it does not name get a tile by rule.
+The table says what it was measured on; `python3 -m benchmarks.tune` measures it again. A key is a
+product's kind and its weight's shape, "up 16384x4096", or its inputs alone, "up 4096", which holds
+for other shapes. What it does not name gets a tile by rule.
 """
 
 from __future__ import annotations
@@ -25,40 +26,45 @@ class RowTile(NamedTuple):
 
 
 class DotTile(NamedTuple):
-    """rows of the weight per program, columns per piece, warps, pieces on their way, and how many
-    programs share the columns (where the parts are summed afterwards)."""
+    """rows of the weight per program, columns per piece, warps, pieces on their way, how many
+    programs share the columns (where the parts are summed afterwards), and how many pieces of the
+    weight are asked for before the inputs are there."""
 
     rows: int
     block: int
     warps: int
     stages: int
     splits: int
+    ahead: int = 0
 
 
 @cache
 def dot_tile(kind: str, in_size: int) -> DotTile:
-    """The tile of a product with a few rows: kind is plain, heads, add, up, gated or largest."""
-    found = _table()["dot_products"].get(f"{kind} {in_size}")
+    """The tile of a product with a few rows: kind is plain, heads, query, add, up, gated
+    or largest."""
+    found = table()["dot_products"].get(f"{kind} {in_size}")
     if found:
         return DotTile(*found)
     return DotTile(64, 128, 4, 4, 4 if kind == "add" else 1)
 
 
 @cache
-def row_tile(kind: str, in_size: int) -> RowTile:
+def row_tile(kind: str, out_size: int, in_size: int) -> RowTile:
     """The tile of a product with one row: kind is plain, add, up, gated, heads or largest."""
-    found = _table()["row_products"].get(f"{kind} {in_size}")
+    known = table()["row_products"]
+    found = known.get(f"{kind} {out_size}x{in_size}") or known.get(f"{kind} {in_size}")
     return RowTile(*found) if found else _row_rule(kind, in_size)
 
 
 @cache
-def _table() -> dict[str, dict[str, list[int]]]:
+def table() -> dict[str, dict[str, list[int]]]:
+    """What tiles.json says. Who changes it calls `forget`."""
     return json.loads(TABLE.read_text(encoding="utf-8"))
 
 
 def forget() -> None:
-    """Read the table again, which has changed."""
-    for function in (_table, row_tile, dot_tile):
+    """Look tiles up again in the table, which has changed."""
+    for function in (row_tile, dot_tile):
         function.cache_clear()
 
 

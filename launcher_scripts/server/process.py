@@ -17,7 +17,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO
 
+from launcher_scripts.errors import ServerError
 from launcher_scripts.models.repository import is_remote
+from launcher_scripts.remains import hold, region_prefix, release, remove_regions
 from launcher_scripts.server.installation import Installation
 from launcher_scripts.server.ports import Ports
 from launcher_scripts.server.protection import Protection
@@ -65,7 +67,10 @@ class ServerProcess:
         installation.make_backends(folder / "backends")
         if installation.numpy_dir is not None:
             prefer_numpy(folder, installation.numpy_dir)
-        self._shm_prefix = f"{folder.name}_"
+        try:
+            self._lock = hold(folder)
+        except OSError as error:
+            raise ServerError(f"the server needs shared memory: {error}") from error
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._errors: list[str] = []
         arguments = self._arguments(settings, installation, ports) + protection.arguments()
@@ -84,6 +89,7 @@ class ServerProcess:
             text=True,
             errors="replace",
             start_new_session=True,
+            pass_fds=(self._lock,),
             preexec_fn=_end_with_parent(),
         )
         self._reader = threading.Thread(
@@ -101,7 +107,7 @@ class ServerProcess:
             str(installation.executable.absolute()),
             f"--model-repository={repository}",
             f"--backend-directory={self._folder / 'backends'}",
-            f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
+            f"--backend-config=python,shm-region-prefix-name={region_prefix(self._folder)}",
             "--disable-auto-complete-config",
             f"--exit-timeout-secs={max(1, round(settings.stop_timeout))}",
         ]
@@ -162,8 +168,14 @@ class ServerProcess:
                 print(f"the server did not end within {timeout:g} s and is killed", flush=True)
         self._kill_members()
         self._reader.join(timeout=5)
-        for region in Path("/dev/shm").glob(f"{self._shm_prefix}*"):
-            region.unlink(missing_ok=True)
+        release(self._folder, self._lock)
+
+    def hide_memory(self) -> None:
+        """Take the names off the memory that the server's processes share, once all have it open.
+
+        The kernel frees it with the last of them, whatever ends them.
+        """
+        remove_regions(self._folder)
 
     def _kill_members(self) -> None:
         deadline = time.monotonic() + _KILL_SECONDS

@@ -14,6 +14,7 @@ from typing import Any
 from launcher_scripts.errors import ServerError, problem
 from launcher_scripts.models.repository import is_remote
 from launcher_scripts.nodes import ALONE, Place
+from launcher_scripts.remains import NAME_PREFIX, remove_remains
 from launcher_scripts.server.addresses import addresses, local_host
 from launcher_scripts.server.group import group_env
 from launcher_scripts.server.health import (
@@ -51,6 +52,8 @@ def serve(settings: DeploySettings, place: Place = ALONE) -> None:
     installation = find_installation(settings.tritonserver, settings.numpy_dir)
     ready_files = ReadyFiles(settings)
     ready_files.prepare()
+    for name in remove_remains():
+        print(f"removed what the killed server {name} had left on this node", flush=True)
     stop = StopRequest()
     was_ready = False
     with stop.listening():
@@ -89,7 +92,7 @@ class _Run:
     def until_stopped(self) -> None:
         settings, stop = self._settings, self._stop
         with (
-            tempfile.TemporaryDirectory(prefix="launcher-server-") as folder,
+            tempfile.TemporaryDirectory(prefix=NAME_PREFIX) as folder,
             contextlib.ExitStack() as held,
         ):
             ports = held.enter_context(reserved_ports(settings))
@@ -177,6 +180,7 @@ class Service:
         """Write the ready file: from now on others may use the server."""
         statuses = self._check()
         self._watched = self._processes(statuses)
+        self._process.hide_memory()
         facts = {
             **addresses(self._settings, self._ports, self._client),
             "models": sorted(self._client.models()),

@@ -17,10 +17,10 @@ _whole = ProcessGroupCommunicator.tp_sum
 
 
 def tp_sum(self: ProcessGroupCommunicator, tensor: Tensor) -> Tensor:
-    if self._progress.beat().step >= STEP:
+    if self.progress.beat().step >= STEP:
         if os.environ[WAY_VARIABLE] == "computing":
             time.sleep(3600)
-        with self._progress.exchange("all_reduce", tensor.nbytes):
+        with self.progress.exchange("all_reduce", tensor.nbytes):
             time.sleep(3600)
     return _whole(self, tensor)
 

@@ -71,6 +71,94 @@ def test_who_is_stuck(name):
     assert sorted(found) == stuck
 
 
+def on_device(phase, launched, finished, held=LONG, *, quiet=LONG, step=7, **more):
+    return Beat(step, phase, 0, quiet, launched=launched, finished=finished, held=held, **more)
+
+
+# Of ranks whose devices finish what their hosts launch: the beats of ranks 0 and 1, who is stuck.
+ON_DEVICES = {
+    "both at work": (
+        on_device("waiting for its device", 7, 6, SHORT),
+        on_device("waiting", 7, 6, SHORT, step=7),
+        [],
+    ),
+    "one does not launch the step that the other's device is at": (
+        on_device("waiting for its device", 8, 6, step=8),
+        on_device("computing", 6, 6, 0.0),
+        [1],
+    ),
+    "it has only just begun to": (
+        on_device("waiting for its device", 7, 6),
+        on_device("computing", 6, 6, 0.0, quiet=SHORT),
+        [],
+    ),
+    "it compiles a kernel": (
+        on_device("waiting for its device", 7, 6),
+        on_device("compiling a kernel", 6, 6, 0.0, patience=120.0),
+        [],
+    ),
+    "it compiles a kernel for ever": (
+        on_device("waiting for its device", 7, 6),
+        on_device("compiling a kernel", 6, 6, 0.0, quiet=130.0, patience=120.0),
+        [1],
+    ),
+    "it has launched the step at last": (
+        on_device("waiting for its device", 7, 6),
+        on_device("waiting", 7, 6, SHORT, quiet=SHORT),
+        [],
+    ),
+    "rank 0 does not launch it": (
+        on_device("computing", 6, 6, 0.0),
+        on_device("waiting", 7, 6),
+        [0],
+    ),
+    "rank 0 cannot launch the next step: the queue is full": (
+        on_device("computing", 7, 6, step=8),
+        on_device("computing", 6, 6, 0.0),
+        [1],
+    ),
+    "all have launched it, no device finishes it": (
+        on_device("waiting for its device", 7, 6),
+        on_device("waiting", 7, 6),
+        [0, 1],
+    ),
+    "one device has finished it": (
+        on_device("waiting for its device", 7, 7, 0.0, quiet=SHORT),
+        on_device("waiting", 7, 6),
+        [1],
+    ),
+    "the step is a big prefill": (
+        on_device("waiting for its device", 7, 6, allowed=60.0),
+        on_device("waiting", 7, 6, allowed=60.0),
+        [],
+    ),
+    "a launched step is not taken": (
+        on_device("waiting for its device", 7, 6),
+        on_device("waiting", 6, 6, 0.0, step=6),
+        [1],
+    ),
+    "the host waits for nothing": (
+        on_device("waiting for its device", 7, 7, 0.0, quiet=200.0),
+        on_device("waiting", 7, 7, 0.0, quiet=200.0),
+        [0],
+    ),
+    "nothing to do": (
+        on_device("waiting", 7, 7, 0.0, quiet=900.0),
+        on_device("waiting", 7, 7, 0.0, quiet=900.0),
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("sizes", [TP2, PP2], ids=str)
+@pytest.mark.parametrize("name", ON_DEVICES)
+def test_who_is_stuck_on_devices(name, sizes):
+    first, second, stuck = ON_DEVICES[name]
+    sent = max(first.step, second.step)
+    found = Watchdog(sizes, 3.0).stuck({0: first, 1: second}, sent, LONG)
+    assert sorted(found) == stuck
+
+
 def test_a_step_that_was_only_just_sent_may_be_on_its_way():
     beats = {0: beat("all_reduce", 5, SHORT), 1: beat("waiting", 4, step=6)}
     assert Watchdog(TP2, 4.0).stuck(beats, 7, SHORT) == {}
@@ -79,3 +167,9 @@ def test_a_step_that_was_only_just_sent_may_be_on_its_way():
 def test_it_is_said_what_hangs():
     beats = {0: beat("all_reduce", 5), 1: beat("computing", 4)}
     assert Watchdog(TP2, 4.0).stuck(beats, 7, LONG) == {1: "hangs computing step 7, for 30 s"}
+
+
+def test_it_is_said_which_step_a_device_is_at():
+    beats = {0: on_device("waiting", 7, 7, 0.0), 1: on_device("waiting", 8, 6)}
+    said = Watchdog(TP2, 3.0).stuck(beats, 7, LONG)
+    assert said == {1: "hangs: its device has been at step 7 for 30 s"}

@@ -14,6 +14,8 @@ from launcher_scripts.engine.communicator import (
 )
 from launcher_scripts.engine.interfaces import LOOPBACK
 from launcher_scripts.engine.symmetric_memory import BUFFER_BYTES, ONE_SHOT_BYTES, choose_route
+from launcher_scripts.kernels import kernels_for
+from launcher_scripts.kernels.operands import Linear, Norm
 from launcher_scripts.parallel import Parallelism
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
@@ -54,21 +56,77 @@ def check_rank(rank: int, tp: int, port: int, results) -> None:
     results.put((rank, sums))
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_sums(tp):
+def accumulate_rank(rank: int, tp: int, port: int, results) -> None:
+    """Adds a projection of its part to hidden states again and again, each behind the one before;
+    with the ranks' inboxes and without."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    communicator = ProcessGroupCommunicator(
+        Parallelism(tp), rank, join_store(LOOPBACK, port, 60), device, 60
+    )
+    kernels = kernels_for("cuda")
+    hidden, inner = 1030, 515
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(hidden, tp * inner, generator=generator) / 99
+    bias = torch.randn(hidden, generator=generator).to(device)
+    linear = Linear(weight.chunk(tp, 1)[rank].contiguous().to(device), bias)
+    norm = Norm("rmsnorm", torch.randn(hidden, generator=generator).to(device), None, 1e-5)
+    first = torch.randn(1, hidden, generator=generator).to(device)
+
+    def chain():
+        x = kernels.hidden(first, norm, torch.float32)
+        for _ in range(ROUNDS):
+            part = x.operand[:, rank : rank + inner].contiguous()
+            x = kernels.accumulate_over_ranks(part, linear, x, norm, communicator)
+        return x
+
+    found = [chain().exact.cpu().numpy()]
+    communicator.use_peer_memory()
+    assert communicator.inboxes is not None
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        x = chain()
+    for _ in range(3):
+        graph.replay()
+        found.append(x.exact.cpu().numpy())
+    torch.cuda.synchronize()
+    graph.reset()
+    communicator.close()
+    results.put((rank, found))
+
+
+def of_all_ranks(function, tp: int) -> dict:
+    """What every rank puts: function(rank, tp, port, results) in a process per GPU."""
     if torch.cuda.device_count() < tp:
         pytest.skip(f"needs {tp} GPUs")
     context = multiprocessing.get_context("spawn")
     store, results = open_store(LOOPBACK, 60), context.Queue()
     ranks = [
-        context.Process(target=check_rank, args=(rank, tp, store.port, results))
-        for rank in range(tp)
+        context.Process(target=function, args=(rank, tp, store.port, results)) for rank in range(tp)
     ]
     for rank in ranks:
         rank.start()
     found = dict(results.get(timeout=120) for _ in ranks)
     for rank in ranks:
         rank.join()
+    return found
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_projections_through_inboxes(tp):
+    found = of_all_ranks(accumulate_rank, tp)
+    want, *got = (torch.from_numpy(array) for array in found[0])
+    for sums in got:
+        torch.testing.assert_close(sums, want, rtol=1e-4, atol=1e-4)
+    for rank in range(1, tp):
+        for mine, theirs in zip(found[0][1:], found[rank][1:], strict=True):
+            assert (mine == theirs).all()
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_sums(tp):
+    found = of_all_ranks(check_rank, tp)
     for size in SIZES:
         assert choose_route(torch.empty(size)).value != "process group"
         want = sum(part(rank, size).double() for rank in range(tp))

@@ -11,11 +11,12 @@ import torch
 triton = pytest.importorskip("triton")
 
 from launcher_scripts.engine.layers import alibi_slopes  # noqa: E402
-from launcher_scripts.kernels import fused, reference  # noqa: E402
+from launcher_scripts.kernels import dot_products, fused, inbox_products, reference  # noqa: E402
 from launcher_scripts.kernels.operands import (  # noqa: E402
     EmbeddingTables,
     Heads,
     Hidden,
+    Inboxes,
     LayerCache,
     Linear,
     Norm,
@@ -23,7 +24,7 @@ from launcher_scripts.kernels.operands import (  # noqa: E402
     RowColumns,
     StepRows,
 )
-from launcher_scripts.kernels.quantization import quantized  # noqa: E402
+from launcher_scripts.kernels.tiles import DotTile  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -95,23 +96,6 @@ def test_project_add(rows, dtype):
     assert_close(
         fused.project_add(x, linear, residual), reference.project_add(x, linear, residual), dtype
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_int8_weights(rows, dtype):
-    size = SIZES[1]
-    norm = make_norm("rmsnorm", size[0])
-    up, gate = (
-        quantized(make_linear(size[1], size[0], norm, True, dtype), dtype) for _ in range(2)
-    )
-    down = quantized(make_linear(size[0], size[1], None, True, dtype), dtype)
-    x = random(rows, size[0])
-    assert_close(fused.project(x, up), reference.project(x, up), dtype)
-    inner = reference.mlp_up(x, up, gate, "silu")
-    assert_close(fused.mlp_up(x, up, gate, "silu"), inner, dtype)
-    got, want = (side.project_add(inner, down, x) for side in (fused, reference))
-    assert_close(got, want, dtype)
 
 
 @pytest.mark.parametrize("activation", sorted(reference.ACTIVATIONS))
@@ -227,8 +211,20 @@ def test_decode_attention_with_a_relative_bias(dtype, longest):
 def hidden_pair(rows: int, linear: Linear) -> tuple[Hidden, Hidden]:
     """The same hidden states in the fused and in the reference form, before the linear."""
     exact = 0.5 + random(rows, linear.weight.shape[1])
-    dtype = linear.weight.dtype
+    dtype = linear.dtype
     return fused.hidden(exact, linear.norm, dtype), reference.hidden(exact, linear.norm, dtype)
+
+
+def assert_for_norm(got: Hidden, want: Hidden, norm: Norm, dtype: torch.dtype) -> None:
+    """Several rows are normalized; of one the norm's gain is applied, and its moments are known."""
+    if got.exact.shape[0] > 1:
+        assert_close(got.operand, want.operand, dtype)
+        return
+    assert_close(got.operand, (want.exact * norm.weight).to(dtype), dtype)
+    exact = want.exact[0].double()
+    moments = torch.stack([exact.sum(), exact.square().sum()])
+    error = (got.moments.double().sum(1) - moments).abs()
+    assert (error <= TOLERANCE[dtype] * exact.square().sum()).all()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -269,7 +265,7 @@ def test_accumulate(rows, bias, dtype):
     got = fused.accumulate(x, linear, fused.hidden(exact, norm, dtype), norm)
     want = reference.accumulate(x, linear, reference.hidden(exact, norm, dtype), norm)
     assert_close(got.exact, want.exact, dtype)
-    assert_close(got.operand, want.exact.to(dtype) if rows == 1 else want.operand, dtype)
+    assert_for_norm(got, want, norm, dtype)
 
 
 @pytest.mark.parametrize("dtype", DOT_TYPES)
@@ -285,7 +281,45 @@ def test_sums_over_ranks(rows, bias, dtype):
     got = fused.add_sum(same, linear.bias, fused.hidden(exact, norm, dtype), norm)
     want = reference.add_sum(same, linear.bias, reference.hidden(exact, norm, dtype), norm)
     assert_close(got.exact, want.exact, torch.float32)
-    assert_close(got.operand, want.exact.to(dtype) if rows == 1 else want.operand, dtype)
+    assert_for_norm(got, want, norm, dtype)
+
+
+def make_inboxes(ranks: int, words: int) -> list[Inboxes]:
+    """Every rank's, all on one device."""
+    own = torch.zeros(ranks, 2, ranks, words, dtype=torch.int64, device=DEVICE)
+    addresses = torch.tensor([inbox.data_ptr() for inbox in own], device=DEVICE)
+    return [
+        Inboxes(own[rank], addresses, torch.zeros_like(own[0, 0, 0], dtype=torch.int32), rank)
+        for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "layernorm"), (3, "rmsnorm"), (4, None)])
+def test_sums_through_inboxes(ranks, kind, dtype):
+    """Exchange after exchange, of rows of two lengths; all ranks find the same to the last bit."""
+    words = max(out for _, out in SIZES) + 3
+    inboxes = make_inboxes(ranks, words)
+    for turn in range(5):
+        size = SIZES[turn % 2]
+        norm = None if kind is None else make_norm(kind, size[1])
+        whole = make_linear(size[1], ranks * size[0], None, turn != 3, dtype)
+        x, exact = random(1, ranks * size[0], dtype=dtype), random(1, size[1])
+        mine, theirs = (side.hidden(exact, norm, dtype) for side in (fused, reference))
+        for rank, weight in enumerate(whole.weight.chunk(ranks, 1)):
+            linear = Linear(weight.contiguous(), whole.bias)
+            part = x[:, rank * size[0] : (rank + 1) * size[0]].contiguous()
+            assert inbox_products.fits(part, linear, inboxes[rank])
+            inbox_products.send_product(part, linear, inboxes[rank])
+        got = [inbox_products.receive_sum(whole.bias, mine, norm, inbox) for inbox in inboxes]
+        want = reference.accumulate(x, whole, theirs, norm)
+        for found in got:
+            assert torch.equal(found.exact, got[0].exact)
+            assert_close(found.exact, want.exact, dtype)
+            if norm is None:
+                assert_close(found.operand, want.operand, dtype)
+            else:
+                assert_for_norm(found, want, norm, dtype)
 
 
 @pytest.mark.parametrize("held", [5, 40, 38])
@@ -329,6 +363,42 @@ def test_project_heads(rows, dtype, rotary_size):
         assert got.isnan().any(-1).tolist() == want.isnan().any(-1).tolist()
 
 
+@pytest.fixture(params=[1, 2])
+def in_parts(request, monkeypatch):
+    """Projections of queries leave that many parts."""
+    tile = DotTile(64, 32, 4, 2, request.param, 1)
+    monkeypatch.setattr(dot_products, "dot_tile", lambda *_: tile)
+
+
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize("longest", [70, 300])
+@pytest.mark.parametrize("dtype", DOT_TYPES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_attend_source(rows, dtype, longest, relative):
+    heads, size = Heads(4, 4, 12), SIZES[1][0]
+    linear = make_linear(4 * 12, size, make_norm("rmsnorm", size), True, dtype)
+    positions, lengths, starts = (
+        torch.tensor(values[:rows], device=DEVICE)
+        for values in ([3, 0, 90], [longest, 1, 66], [2, 399, 310])
+    )
+    step = StepRows(starts + lengths, positions, positions + 1, starts, lengths)
+    cache = poisoned_cache(heads, 400, dtype)
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        for part in parts(cache):
+            part[:, start : start + length] = random(4, length, 12, dtype=dtype)
+    mine, theirs = hidden_pair(rows, linear)
+    more = {
+        "scale": 1.0,
+        "relative": RelativeBias(random(4, 2 * 9 + 1)) if relative else None,
+    }
+    got = fused.attend_source(mine, fused.prepare(linear), heads, step, cache, longest, **more)
+    want = reference.attend_source(theirs, linear, heads, step, cache, longest, **more)
+    assert not got.isnan().any()
+    assert_close(got, want, dtype)
+
+
+@pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize("rotary_size", [0, 8])
 @pytest.mark.parametrize("longest", [70, 300])
 @pytest.mark.parametrize("dtype", DOT_TYPES)
@@ -405,8 +475,7 @@ def test_begin_step(slots, learned, sources):
         found.append((hidden, rows, columns.length, history))
     (got, rows, lengths, history), (want, same_rows, same_lengths, same_history) = found
     assert torch.equal(got.exact, want.exact)
-    operand = want.exact.bfloat16() if len(slots) == 1 else want.operand
-    assert_close(got.operand, operand, torch.bfloat16)
+    assert_for_norm(got, want, norm, torch.bfloat16)
     assert torch.equal(lengths, same_lengths)
     assert torch.equal(history, same_history)
     for name in ("starts", "positions", "lengths", "source_starts", "source_lengths"):

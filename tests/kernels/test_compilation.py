@@ -15,6 +15,7 @@ from launcher_scripts.kernels import (  # noqa: E402
     attention_kernels,
     dot_kernels,
     gemv_kernels,
+    inbox_kernels,
     int8_kernels,
     row_kernels,
     step_kernels,
@@ -34,15 +35,19 @@ def compile_kernel(kernel, pointers: dict[str, str], numbers: dict[str, str], co
     return triton.compile(source, target=HOPPER).asm["ptx"]
 
 
-TILE = {"GAIN": True, "ROWS": 2, "BLOCK": 256, "ROLLED": False, "EARLY": True}
+# Compute type and that of the weight.
+WEIGHTS = [*((dtype, dtype) for dtype in TYPES), ("bf16", "u8"), ("fp32", "u8")]
+TILE = {"PARTS": 3, "SPREAD": 4, "ROWS": 2, "BLOCK": 256, "ROLLED": False, "EARLY": True}
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("dtype", "held"), WEIGHTS)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rolled", [False, True])
-def test_gemv(dtype, gated, rolled):
-    pointers = dict.fromkeys(("x", "gain", "weight", "gate_weight", "rounded"), dtype)
-    vectors = ("offsets", "gate_offsets", "sums", "gate_sums", "residual", "out")
+def test_gemv(dtype, held, gated, rolled):
+    pointers = dict.fromkeys(("x", "rounded"), dtype)
+    pointers |= dict.fromkeys(("weight", "gate_weight"), held)
+    vectors = ("offsets", "gate_offsets", "sums", "gate_sums", "residual", "gain", "out")
+    vectors += ("moments", "new_moments", "scales", "gate_scales")
     pointers |= dict.fromkeys(vectors, "fp32")
     constants = {
         "OUT": 515,
@@ -53,6 +58,7 @@ def test_gemv(dtype, gated, rolled):
         "GATED": gated,
         "RESIDUAL": not gated,
         "ROUNDED": True,
+        "WEIGHED": not gated,
         **TILE,
         "ROLLED": rolled,
     }
@@ -62,8 +68,9 @@ def test_gemv(dtype, gated, rolled):
 
 @pytest.mark.parametrize(("dtype", "half"), list(itertools.product(TYPES, (0, 8, 32))))
 def test_gemv_heads(dtype, half):
-    pointers = dict.fromkeys(("x", "gain", "weight", "query", "keys", "values"), dtype)
-    pointers |= dict.fromkeys(("offsets", "sums", "cosines", "sines"), "fp32")
+    pointers = dict.fromkeys(("x", "weight", "query", "keys", "values"), dtype)
+    pointers |= dict.fromkeys(("scales", "moments", "offsets", "sums"), "fp32")
+    pointers |= dict.fromkeys(("cosines", "sines"), "fp32")
     pointers |= dict.fromkeys(("starts", "positions"), "i64")
     numbers = {"pool_tokens": "i32", "eps": "fp32"}
     heads = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half}
@@ -73,16 +80,36 @@ def test_gemv_heads(dtype, half):
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_gemv_largest(dtype):
-    pointers = dict.fromkeys(("x", "gain", "weight"), dtype)
-    pointers |= dict.fromkeys(("offsets", "sums", "largest"), "fp32") | {"places": "i32"}
+    pointers = dict.fromkeys(("x", "weight"), dtype)
+    pointers |= dict.fromkeys(("scales", "moments", "offsets", "sums", "largest"), "fp32")
+    pointers |= {"places": "i32"}
     constants = {"OUT": 515, "IN": 768, "NORM": 2, "OFFSET": True, **TILE}
     assert compile_kernel(gemv_kernels.gemv_largest, pointers, {"eps": "fp32"}, constants)
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_inboxes(dtype):
+    pointers = {"x": dtype, "weight": dtype, "inboxes": "i64", "exchanges": "i32"}
+    numbers = dict.fromkeys(("rank", "lane_words"), "i32")
+    shared = {"RANKS": 3, "SHARE": 64, "EARLY": True}
+    constants = {"OUT": 515, "IN": 768, **shared}
+    constants |= {"ROLLED": False, "ROWS": 2, "BLOCK": 256}
+    assert compile_kernel(inbox_kernels.gemv_to_inboxes, pointers, numbers, constants)
+    vectors = ("offsets", "residual", "gain", "exact", "moments")
+    pointers = dict.fromkeys(vectors, "fp32") | {"inbox": "i64", "exchanges": "i32"}
+    constants = {"SIZE": 515, "LANES": 4, "OFFSET": True, "WEIGHED": True, **shared}
+    pointers["operand"] = dtype
+    ptx = compile_kernel(inbox_kernels.add_from_inbox, pointers, {"lane_words": "i32"}, constants)
+    assert "ld.volatile.global" in ptx
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("in_bytes", [False, True])
 @pytest.mark.parametrize("splits", [1, 4])
-def test_dot_rows(dtype, splits):
-    pointers = dict.fromkeys(("x", "weight", "gate_weight", "offsets", "gate_offsets"), dtype)
+def test_dot_rows(dtype, in_bytes, splits):
+    pointers = dict.fromkeys(("x", "offsets", "gate_offsets"), dtype)
+    pointers |= dict.fromkeys(("weight", "gate_weight"), "u8" if in_bytes else dtype)
+    pointers |= dict.fromkeys(("scales", "gate_scales"), "fp32")
     pointers |= {"out": "fp32", "largest": "fp32", "places": "i32"}
     constants = {
         "OUT": 515,
@@ -92,26 +119,31 @@ def test_dot_rows(dtype, splits):
         "GATED": splits == 1,
         "LARGEST": False,
         "SPLITS": splits,
+        "AHEAD": 2,
         "EARLY": True,
         "ROWS": 64,
         "BLOCK": 128,
         "BATCH": 16,
     }
-    assert compile_kernel(dot_kernels.dot_rows, pointers, {"count": "i32"}, constants)
+    ptx = compile_kernel(dot_kernels.dot_rows, pointers, {"count": "i32"}, constants)
+    assert "prefetch.global.L2" in ptx.partition("griddepcontrol.wait")[0]
 
 
 def test_add_and_normalize():
-    vectors = ("parts", "offsets", "residual", "gain", "bias", "exact", "operand")
+    vectors = ("parts", "offsets", "residual", "gain", "bias", "exact", "operand", "moments")
     pointers = dict.fromkeys(vectors, "fp32")
     numbers = {"count": "i32", "size": "i32", "eps": "fp32"}
-    constants = {"PARTS": 4, "OFFSET": True, "NORM": 1, "EARLY": True, "BLOCK": 1024}
+    constants = {"PARTS": 4, "OFFSET": True, "NORM": 0, "WEIGHED": True, "EARLY": True}
+    constants["BLOCK"] = 1024
     assert compile_kernel(dot_kernels.add_and_normalize, pointers, numbers, constants)
 
 
 def test_begin_rows():
     pointers = {"table": "bf16", "position_table": "bf16", "exact": "fp32", "rounded": "bf16"}
+    pointers |= {"gain": "fp32", "moments": "fp32"}
     numbers = dict.fromkeys(("first_id", "held", "padding", "size"), "i32")
-    constants = {"SOURCES": True, "POSITIONS": True, "ROUNDED": True, "BLOCK": 1024}
+    constants = {"SOURCES": True, "POSITIONS": True, "ROUNDED": True, "WEIGHED": True}
+    constants["BLOCK"] = 1024
     known = {*pointers, *numbers, *constants}
     names = step_kernels.begin_rows.arg_names
     pointers |= {name: "i64" for name in names if name not in known}
@@ -120,8 +152,9 @@ def test_begin_rows():
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_widen(dtype):
-    pointers = {"weight": "i8", "scale": "fp32", "out": dtype}
-    assert compile_kernel(int8_kernels.widen, pointers, {"size": "i32"}, {"BLOCK": 1024})
+    pointers = {"weight": "u8", "scale": "fp32", "out": dtype}
+    numbers = dict.fromkeys(("size", "zero"), "i32")
+    assert compile_kernel(int8_kernels.widen, pointers, numbers, {"BLOCK": 1024})
 
 
 def test_look_up_and_argmax():
@@ -162,7 +195,7 @@ def test_attention(dtype, splits, relative):
     shape = {"HEADS": 8, "SIZE": 48, "BLOCK": 64, "SPLITS": splits}
     constants = shape | {"GROUP": 4, "ALIBI": splits > 1, "RELATIVE": relative, "TILE": 64}
     constants |= {"SPLIT_BLOCK": splits, "EARLY": True, "FRESH": not relative}
-    constants |= {"STORE": splits > 1 and not relative, "HALF": 16}
+    constants |= {"STORE": splits > 1 and not relative, "HALF": 16, "PARTS": splits}
     numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32"}
     pointers["arrivals"] = "i32"
     assert compile_kernel(attention_kernels.attend, pointers, numbers, constants)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.processes import running, wait_for
+from launcher_scripts.remains import remove_remains
+from tests.server.processes import RunningStep, running, wait_for
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pytriton") is None,
@@ -84,7 +86,7 @@ def test_ready_then_stopped(tmp_path: Path, number: int) -> None:
         assert [what for what, _ in ready["timeline"]][-1] == "ready"
         assert "  +0.00  this step was started" in step.out
         assert len({ready["http"], ready["grpc"], ready["metrics"]}) == 3
-        assert step.shared_memory()
+        assert step.shared_memory() == []  # its processes have it open
         assert step.stop(number) == 0, step.err
         assert step.survivors() == []
         assert not step.settings.ready_file.exists()
@@ -198,6 +200,37 @@ def test_the_server_does_not_outlive_the_step(tmp_path: Path) -> None:
         ready = step.wait_until_ready()
         step.process.kill()
         wait_for(lambda: not Path(f"/proc/{ready['pid']}").exists(), 15)
+
+
+def test_what_a_killed_server_leaves_is_removed_and_nothing_of_a_living_one(
+    tmp_path: Path,
+) -> None:
+    loading = make_repository(tmp_path / "slow", "time.sleep(600)")
+    with running(tmp_path / "killed", loading) as killed:
+        wait_for(lambda: killed.shared_memory() != [], 30)
+        (lock,) = locks(killed)
+        folder = Path(lock.read_text())
+        for pid, _ in killed.survivors():
+            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: killed.survivors() == [], 10)
+        assert killed.shared_memory() != []
+        assert folder.is_dir()
+        with running(tmp_path / "job", make_repository(tmp_path)) as step:
+            step.wait_until_ready()
+            assert f"removed what the killed server {folder.name} had left" in step.out
+            assert (killed.shared_memory(), locks(killed)) == ([], [])
+            assert not folder.exists()
+            assert folder.name not in remove_remains()
+            (lock,) = locks(step)
+            assert Path(lock.read_text()).is_dir()
+            assert step.stop() == 0
+            assert not lock.exists()
+
+
+def locks(step: RunningStep) -> list[Path]:
+    """What the step's server holds as long as it lives."""
+    (name,) = set(re.findall(r"launcher-server-\w{8}", step.out.partition(" --model-rep")[2]))
+    return list(Path("/dev/shm").glob(f"{name}.lock"))
 
 
 def test_ports_in_use_are_all_named_before_anything_starts(tmp_path: Path) -> None:

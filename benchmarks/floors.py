@@ -1,0 +1,71 @@
+"""The least time that a request can take on one GPU: bytes to read and operations to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.shapes import Case
+from launcher_scripts.checkpoint.fastertransformer import weight_files
+from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.t5 import T5Config
+
+BYTES = 2  # of a bfloat16
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the GPU was measured to do: bytes and operations per second."""
+
+    read_bytes: float
+    operations: float
+
+    def seconds(self, weights: float, read: float, tokens: int) -> float:
+        """For `weights` numbers applied to `tokens` tokens, and `read` more numbers."""
+        return max(
+            (weights + read) * BYTES / self.read_bytes, 2 * weights * tokens / self.operations
+        )
+
+
+def floor_ms(config: GPTConfig | T5Config, case: Case, rates: Rates) -> float:
+    """Weights are read once for all rows of a step, keys and values once per row and step."""
+    parts = _t5(config, case, rates) if isinstance(config, T5Config) else _gpt(config, case, rates)
+    return sum(parts) * 1e3
+
+
+def _gpt(config: GPTConfig, case: Case, rates: Rates) -> tuple[float, float]:
+    """Seconds of the prompt, which gives the first token, and of the other steps."""
+    layers = numbers(config, lambda name: name.startswith("layers."))
+    head = config.vocab_size * config.hidden_size
+    cached = 2 * config.num_layers * config.num_kv_heads * config.head_size
+    prompt = rates.seconds(layers, 0, case.rows * case.input) + rates.seconds(head, 0, case.rows)
+    context = case.input + case.output / 2
+    step = rates.seconds(layers + head, case.rows * context * cached, case.rows)
+    return prompt, (case.output - 1) * step
+
+
+def _t5(config: T5Config, case: Case, rates: Rates) -> tuple[float, float]:
+    """Seconds of the encoder with the source's keys and values, and of the decoder's steps."""
+    source = numbers(config, _reads_source)
+    decoder = numbers(config, lambda name: name.startswith("decoder.") and not _reads_source(name))
+    head = config.vocab_size * config.hidden_size
+    cached = 2 * config.num_decoder_layers * config.inner_size
+    context = case.input + case.output / 2
+    step = rates.seconds(decoder + head, case.rows * context * cached, case.rows)
+    return rates.seconds(source, 0, case.rows * case.input), case.output * step
+
+
+def _reads_source(name: str) -> bool:
+    return name.startswith("encoder.") or name.endswith(
+        ("EncDecAttention.k.weight", "EncDecAttention.v.weight")
+    )
+
+
+def numbers(config: GPTConfig | T5Config, chosen: Callable[[str], bool]) -> int:
+    """How many numbers the required tensors of chosen names have."""
+    return sum(
+        math.prod(file.spec.shape_on(config, 1))
+        for file in weight_files(config, 1)
+        if file.spec.required and chosen(file.spec.name)
+    )

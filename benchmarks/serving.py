@@ -1,0 +1,159 @@
+"""A tritonserver over a repository, and the ways of asking it that benchmarks time."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.shapes import Case
+from launcher_scripts.evaluation.client import Client
+from launcher_scripts.protocol import GenerateRequest
+from launcher_scripts.settings import DeploySettings, write_settings
+
+INPUTS, OUTPUTS = (32, 512), (16, 256)  # tokens of the mixed requests
+START_SECONDS = 240
+
+
+class Server:
+    """start_server over folder/repository; entering waits for it and gives what ready.json says.
+
+    gpus: which GPUs it sees; None: all
+    """
+
+    def __init__(self, folder: Path, gpus: Sequence[int] | None = None) -> None:
+        self._folder = folder
+        self._environment = dict(os.environ)
+        if gpus is not None:
+            self._environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        self._settings = DeploySettings(
+            str(folder / "repository"),
+            str(folder / "results"),
+            http_port=0,
+            grpc_port=0,
+            metrics_port=0,
+            host="127.0.0.1",
+            public_host="127.0.0.1",
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> dict[str, Any]:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> dict[str, Any]:
+        """Raises RuntimeError with the server's last words when it does not become ready."""
+        settings, log = self._folder / "deploy.yaml", self._folder / "server.log"
+        write_settings(self._settings, settings)
+        command = [sys.executable, "-m", "launcher_scripts.steps.start_server"]
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                [*command, "--settings", str(settings)],
+                stdout=out,
+                stderr=out,
+                env=self._environment,
+            )
+        ready = Path(self._settings.ready_file)
+        deadline = time.monotonic() + START_SECONDS
+        while not ready.exists():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.close()
+                text = log.read_text(encoding="utf-8", errors="replace")
+                raise RuntimeError(f"the server did not become ready:\n{text[-4000:]}")
+            time.sleep(0.02)
+        return json.loads(ready.read_text(encoding="utf-8"))
+
+    def close(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            self._process.wait(60)
+
+
+def median_ms(call: Callable[[], object], seconds: float, least: int = 3) -> float:
+    """Median milliseconds of a call, repeated for `seconds` and at least `least` times."""
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < least or time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def case_ms(address: str, model: str, case: Case, vocab_size: int, seconds: float) -> float:
+    """Median milliseconds of a request over gRPC, after one that warms up."""
+    requests = [GenerateRequest(tuple(prompt), case.output) for prompt in case.prompts(vocab_size)]
+    with Client(address, model, protocol="grpc") as client:
+
+        def ask() -> None:
+            outputs = client.generate(requests)
+            lengths = {len(output.output_ids) for output in outputs}
+            if lengths != {case.output}:
+                raise RuntimeError(f"{lengths} tokens came, {case.output} were asked for")
+
+        ask()
+        return median_ms(ask, seconds)
+
+
+def mixed_requests(count: int, vocab_size: int) -> list[GenerateRequest]:
+    """The same ones in every run; lengths are uniform over INPUTS and OUTPUTS."""
+    random = np.random.default_rng(0)
+    requests = []
+    for _ in range(count):
+        length = int(random.integers(*INPUTS, endpoint=True))
+        output_len = int(random.integers(*OUTPUTS, endpoint=True))
+        ids = random.integers(1, vocab_size, length).tolist()
+        requests.append(GenerateRequest(tuple(ids), output_len))
+    return requests
+
+
+def throughput(
+    address: str,
+    model: str,
+    batches: Sequence[Sequence[GenerateRequest]],
+    clients: int,
+    seconds: float,
+) -> float:
+    """Tokens per second that were asked for and answered; nothing is asked after `seconds`.
+
+    Every batch is one request of as many rows; each of the clients has one at a time.
+    """
+    waiting: queue.SimpleQueue[Sequence[GenerateRequest]] = queue.SimpleQueue()
+    for batch in batches:
+        waiting.put(batch)
+    connected = threading.Barrier(clients + 1)
+    starts = [float("inf")]
+
+    def work() -> int:
+        tokens = 0
+        with Client(address, model, protocol="grpc") as client:
+            client.is_ready()  # connects
+            connected.wait()
+            while time.perf_counter() < starts[0] + seconds:
+                try:
+                    batch = waiting.get_nowait()
+                except queue.Empty:
+                    break
+                tokens += sum(len(output.output_ids) for output in client.generate(batch))
+        return tokens
+
+    with ThreadPoolExecutor(clients) as pool:
+        workers = [pool.submit(work) for _ in range(clients)]
+        connected.wait()
+        starts[0] = time.perf_counter()
+        tokens = sum(worker.result() for worker in workers)
+        return tokens / (time.perf_counter() - starts[0])

@@ -1,0 +1,111 @@
+"""The shapes of the models that are measured, and the requests they are asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.t5 import T5Config
+
+VOCABULARY = 51200
+POSITIONS = 2048
+MODERN = {
+    "normalization": "rmsnorm",
+    "activation": "silu",
+    "gated": True,
+    "position_embedding": "rope",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a GPT-2-like model."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+
+    def config(self) -> GPTConfig:
+        return GPTConfig(
+            vocab_size=VOCABULARY,
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_size=self.hidden_size // self.num_heads,
+            ffn_size=4 * self.hidden_size,
+            max_positions=POSITIONS,
+            end_id=VOCABULARY,
+            start_id=0,
+        )
+
+
+SHAPES = {
+    "126m": Shape(768, 12, 12),
+    "1.3b": Shape(2048, 24, 16),
+    "5b": Shape(4096, 24, 32),
+    "20b": Shape(6144, 44, 48),
+}
+
+
+def modern(config: GPTConfig) -> GPTConfig:
+    """The same size with rotary positions, RMS norms, a gated MLP and a quarter of the keys."""
+    width = config.ffn_size * 2 // 3 // 256 * 256
+    return replace(config, **MODERN, ffn_size=width, num_kv_heads=config.num_heads // 4)
+
+
+def t5(hidden: int, layers: int, heads: int, ffn: int) -> T5Config:
+    """T5 1.1 of these sizes."""
+    return T5Config(
+        vocab_size=32128,
+        num_layers=layers,
+        num_decoder_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        head_size=64,
+        ffn_size=ffn,
+        activation="gelu",
+        gated=True,
+        tied_embeddings=False,
+        end_id=32127,
+    )
+
+
+CONFIGS: dict[str, GPTConfig | T5Config] = {
+    **{name: shape.config() for name, shape in SHAPES.items()},
+    "1.3b-modern": modern(SHAPES["1.3b"].config()),
+    "5b-modern": modern(SHAPES["5b"].config()),
+    "t5-base": t5(768, 12, 12, 2048),
+    "t5-3b": t5(2048, 24, 32, 5120),
+}
+# For trying a benchmark out where there is no GPU.
+TINY: dict[str, GPTConfig | T5Config] = {
+    "tiny": Shape(64, 2, 4).config(),
+    "t5-tiny": t5(64, 2, 4, 128),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request: rows, tokens in, and tokens out, of each row."""
+
+    rows: int
+    input: int
+    output: int
+
+    def prompts(self, vocab_size: int) -> list[list[int]]:
+        """The rows' ids, [rows, input]; no two rows are alike."""
+        return [
+            [2 + (37 * index + 1009 * row) % (vocab_size - 2) for index in range(self.input)]
+            for row in range(self.rows)
+        ]
+
+
+USE_CASES = {
+    "question answering": Case(1, 60, 20),
+    "intent classification": Case(1, 225, 20),
+    "translation": Case(1, 200, 200),
+}
+BATCHES = (Case(8, 200, 100), Case(32, 128, 64))

@@ -1,0 +1,122 @@
+"""A projection's sum over GPUs that write into each other's memory, in the Triton language.
+
+Every rank has an inbox, two halves of one lane per rank. A rank writes its part of a value into its
+lane of every inbox, as a word of 8 bytes that holds the value and the number of the exchange; the
+receiver waits for words with that number, so that nothing else has to be waited for. Words of 8
+bytes arrive whole. Exchanges take the halves in turn: who sends for the next but one has received
+the next from everyone, and those had read their inboxes before they sent it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from launcher_scripts.kernels.row_product_kernel import load_tile, multiply, vector
+
+
+@triton.jit
+def gemv_to_inboxes(
+    x,
+    weight,
+    inboxes,
+    exchanges,
+    rank,
+    lane_words,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    RANKS: tl.constexpr,
+    SHARE: tl.constexpr,
+    EARLY: tl.constexpr,
+    ROLLED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """W x of this rank's part of x, to the inboxes whose addresses are given."""
+    if EARLY:
+        gdc_launch_dependents()
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)[None, :]
+    even: tl.constexpr = OUT % ROWS == 0 and IN % BLOCK == 0
+    base = rows[:, None].to(tl.int64) * IN + columns
+    tile = load_tile(weight, base, rows, columns, 0, OUT, IN, even)
+    if EARLY:
+        gdc_wait()
+    inside = rows < OUT
+    number = tl.load(exchanges + rows // SHARE, mask=inside, other=0, cache_modifier=".cg") + 1
+    value, _ = multiply(
+        x,
+        weight,
+        rows,
+        weight,
+        rows,
+        tile,
+        tile,
+        OUT,
+        IN,
+        False,
+        ROLLED,
+        even,
+        ROWS,
+        BLOCK,
+    )
+    bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    word = (number.to(tl.int64) << 32) | bits
+    lane = ((number & 1) * RANKS + rank) * lane_words
+    for receiver in tl.static_range(RANKS):
+        inbox = tl.load(inboxes + receiver).to(tl.pointer_type(tl.int64))
+        tl.store(inbox + lane + rows, word, mask=inside)
+
+
+@triton.jit
+def add_from_inbox(
+    inbox,
+    exchanges,
+    offsets,
+    residual,
+    gain,
+    exact,
+    operand,
+    moments,
+    lane_words,
+    SIZE: tl.constexpr,
+    RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+    SHARE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    WEIGHED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program: SHARE values of residual + the sum of what all ranks sent + offsets.
+
+    `operand` gets them in its type; with WEIGHED times `gain`, and their moments go to `moments`.
+    LANES is RANKS as a power of two.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    part = tl.program_id(0)
+    columns = part * SHARE + tl.arange(0, SHARE)
+    inside = columns < SIZE
+    held = vector(gain, columns, SIZE, WEIGHED)
+    added = vector(offsets, columns, SIZE, OFFSET)
+    if EARLY:
+        gdc_wait()
+    added += tl.load(residual + columns, mask=inside, other=0.0)
+    number = tl.load(exchanges + part, cache_modifier=".cg") + 1
+    lanes = tl.arange(0, LANES)[:, None]
+    awaited = (lanes < RANKS) & inside[None, :]
+    words = inbox + ((number & 1) * RANKS + lanes) * lane_words + columns[None, :]
+    word = tl.load(words, mask=awaited, other=0, volatile=True)
+    while tl.max(tl.max(tl.where(awaited & ((word >> 32) != number), 1, 0), 1), 0) > 0:
+        word = tl.load(words, mask=awaited, other=0, volatile=True)
+    value = word.to(tl.int32).to(tl.float32, bitcast=True)
+    value = added + tl.sum(tl.where(awaited, value, 0.0), 0)
+    tl.store(exchanges + part, number)
+    tl.store(exact + columns, value, mask=inside)
+    if WEIGHED:
+        kept = tl.where(inside, value, 0.0)
+        tl.store(moments + part, tl.sum(kept, 0))
+        tl.store(moments + tl.num_programs(0) + part, tl.sum(kept * kept, 0))
+        value = value * held
+    tl.store(operand + columns, value.to(operand.dtype.element_ty), mask=inside)

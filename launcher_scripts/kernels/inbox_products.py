@@ -1,0 +1,73 @@
+"""A projection back into the residual whose parts GPUs write into each other's memory."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from launcher_scripts.kernels.inbox_kernels import add_from_inbox, gemv_to_inboxes
+from launcher_scripts.kernels.operands import Hidden, Inboxes, Linear, Norm
+from launcher_scripts.kernels.row_products import early
+from launcher_scripts.kernels.tiles import row_tile
+
+SHARE = 64  # values that share a count of exchanges
+
+
+def fits(x: Tensor, linear: Linear, inboxes: Inboxes) -> bool:
+    """Whether linear(x) goes through the inboxes: one row, its weight in the compute type."""
+    return x.shape[0] == 1 and linear.scale is None and linear.weight.shape[0] <= inboxes.lane_words
+
+
+def send_product(x: Tensor, linear: Linear, inboxes: Inboxes) -> None:
+    """linear(x) [1, out] without its bias, to every rank's inbox."""
+    out_size, in_size = linear.weight.shape
+    tile = row_tile("add", out_size, in_size)
+    gemv_to_inboxes[(triton.cdiv(out_size, tile.rows),)](
+        x,
+        linear.weight,
+        inboxes.addresses,
+        inboxes.exchanges,
+        inboxes.rank,
+        inboxes.lane_words,
+        OUT=out_size,
+        IN=in_size,
+        RANKS=inboxes.ranks,
+        SHARE=SHARE,
+        ROLLED=tile.rolled,
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        num_warps=tile.warps,
+        num_stages=1,
+        **early(x),
+    )
+
+
+def receive_sum(
+    bias: Tensor | None, onto: Hidden, norm_of_next: Norm | None, inboxes: Inboxes
+) -> Hidden:
+    """Hidden states [1, hidden] plus what all ranks sent and a bias, for the next projection."""
+    size = onto.exact.shape[1]
+    programs = triton.cdiv(size, SHARE)
+    exact, operand = torch.empty_like(onto.exact), torch.empty_like(onto.operand)
+    moments = None if norm_of_next is None else exact.new_empty(2, programs)
+    add_from_inbox[(programs,)](
+        inboxes.own,
+        inboxes.exchanges,
+        exact if bias is None else bias,
+        onto.exact,
+        exact if norm_of_next is None else norm_of_next.weight,
+        exact,
+        operand,
+        exact if moments is None else moments,
+        inboxes.lane_words,
+        SIZE=size,
+        RANKS=inboxes.ranks,
+        LANES=triton.next_power_of_2(inboxes.ranks),
+        SHARE=SHARE,
+        OFFSET=bias is not None,
+        WEIGHED=moments is not None,
+        num_warps=1,
+        **early(exact),
+    )
+    return Hidden(exact, operand, moments)

@@ -1,0 +1,9 @@
+"""The kernel checks of weights in bytes at real sizes, on the device."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.int8_checks import *  # noqa: F403
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]

@@ -1,0 +1,151 @@
+"""Operations with weights in bytes: fused equals reference; run as kernel_checks.py is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from launcher_scripts.kernels import fused, reference  # noqa: E402
+from launcher_scripts.kernels.operands import Heads, Linear, Norm, StepRows  # noqa: E402
+from launcher_scripts.kernels.quantization import ZERO_POINT, quantized  # noqa: E402
+from tests.kernels import kernel_checks  # noqa: E402
+from tests.kernels.kernel_checks import (  # noqa: E402
+    DEVICE,
+    DOT_TYPES,
+    SIZES,
+    assert_close,
+    hidden_pair,
+    make_norm,
+    parts,
+    poisoned_cache,
+    random,
+)
+
+pytestmark = kernel_checks.pytestmark
+NORMS = ["layernorm", "rmsnorm", None]
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(7)
+
+
+def make_linear(
+    out: int, size: int, norm: Norm | None, bias: bool, compute: torch.dtype = torch.float32
+) -> Linear:
+    """Outputs of very different sizes, one of them without weights."""
+    linear = kernel_checks.make_linear(out, size, norm, bias, torch.float32)
+    sizes = 10.0 ** torch.randint(-2, 2, (out, 1), device=DEVICE)
+    sizes[1] = 0.0
+    bias = None if linear.bias is None else linear.bias.to(compute)
+    return quantized(Linear(linear.weight * sizes, bias, norm), compute)
+
+
+def made_norm(kind: str | None, size: int) -> Norm | None:
+    return None if kind is None else make_norm(kind, size)
+
+
+@pytest.mark.parametrize("dtype", DOT_TYPES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_general_operations(rows, dtype):
+    size = SIZES[1]
+    norm = make_norm("rmsnorm", size[0])
+    up, gate = (make_linear(size[1], size[0], norm, True, dtype) for _ in range(2))
+    down = make_linear(size[0], size[1], None, True, dtype)
+    x = random(rows, size[0])
+    assert_close(fused.project(x, up), reference.project(x, up), dtype)
+    inner = reference.mlp_up(x, up, gate, "silu")
+    assert_close(fused.mlp_up(x, up, gate, "silu"), inner, dtype)
+    got, want = (side.project_add(inner, down, x) for side in (fused, reference))
+    assert_close(got, want, dtype)
+    assert_close(fused.logits(x, up), reference.logits(x, up), dtype)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DOT_TYPES)
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("rows", [1, 3, 70])
+def test_project_hidden(rows, kind, dtype, size):
+    linear = make_linear(size[1], size[0], made_norm(kind, size[0]), kind != "rmsnorm", dtype)
+    mine, theirs = hidden_pair(rows, linear)
+    got = fused.project_hidden(mine, fused.prepare(linear))
+    assert_close(got, reference.project_hidden(theirs, reference.prepare(linear)), dtype)
+
+
+@pytest.mark.parametrize("dtype", DOT_TYPES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_expand(rows, kind, gated, dtype):
+    size = SIZES[1]
+    norm = make_norm(kind, size[0])
+    up, gate = (make_linear(size[1], size[0], norm, True, dtype) for _ in range(2))
+    mine, theirs = hidden_pair(rows, up)
+    prepared = fused.prepare(gate) if gated else None
+    got = fused.expand(mine, fused.prepare(up), prepared, "silu")
+    assert_close(got, reference.expand(theirs, up, gate if gated else None, "silu"), dtype)
+
+
+@pytest.mark.parametrize("dtype", DOT_TYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sums(rows, bias, dtype):
+    """Into the residual, and of a rank's part."""
+    size = SIZES[0]
+    linear = make_linear(size[1], size[0], None, bias, dtype)
+    norm = make_norm("layernorm", size[1])
+    x, exact = random(rows, size[0], dtype=dtype), random(rows, size[1])
+    got = fused.accumulate(x, linear, fused.hidden(exact, norm, dtype), norm)
+    want = reference.accumulate(x, linear, reference.hidden(exact, norm, dtype), norm)
+    assert_close(got.exact, want.exact, dtype)
+    got, want = (side.partial_product(x, linear) for side in (fused, reference))
+    assert_close(got, want, dtype)
+
+
+@pytest.mark.parametrize("rotary_size", [0, 8])
+@pytest.mark.parametrize("dtype", DOT_TYPES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_attend_own(rows, dtype, rotary_size):
+    heads, size = Heads(4, 2, 12), SIZES[1][0]
+    linear = make_linear(8 * 12, size, make_norm("layernorm", size), True, dtype)
+    positions = torch.tensor([5, 0, 9][:rows], device=DEVICE)
+    starts = torch.tensor([2, 19, 8][:rows], device=DEVICE)
+    step = StepRows(starts, positions, positions + 1)
+    rotary = None
+    if rotary_size:
+        frequencies = 10.0 ** -torch.arange(rotary_size // 2, device=DEVICE).float()
+        rotary = reference.rotary_table(torch.arange(20, device=DEVICE), frequencies)
+    caches = [poisoned_cache(heads, 20, dtype) for _ in range(2)]
+    for start, length in zip(starts.tolist(), positions.tolist(), strict=True):
+        filled = [random(2, length, 12, dtype=dtype) for _ in range(2)]
+        for cache in caches:
+            for part, values in zip(parts(cache), filled, strict=True):
+                part[:, start : start + length] = values
+    mine, theirs = hidden_pair(rows, linear)
+    more = (heads, rotary, step)
+    got = fused.attend_own(mine, fused.prepare(linear), *more, caches[0], 20, None)
+    want = reference.attend_own(theirs, linear, *more, caches[1], 20, None)
+    assert_close(got, want, dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_lies_behind_a_weight_is_not_read(rows):
+    """The tile reaches beyond the last row and column; there are the largest bytes."""
+    size = SIZES[1]
+    linear = make_linear(size[1], size[0], None, False)
+    whole = torch.full((size[1] + 7, size[0]), 255, dtype=torch.uint8, device=DEVICE)
+    whole[: size[1]] = linear.weight
+    held = Linear(whole[: size[1]], scale=linear.scale, compute=linear.compute)
+    x = random(rows, size[0])
+    assert torch.equal(fused.project(x, held), fused.project(x, linear))
+
+
+@pytest.mark.parametrize("large", [1e-15, 1e-3, 1e12])
+def test_inputs_of_all_sizes(large):
+    """Bytes are multiplied as the smallest numbers there are; no product is lost."""
+    linear = make_linear(40, 48, None, False)
+    assert int(linear.weight.min()) < ZERO_POINT < int(linear.weight.max())
+    x = random(1, 48) * large
+    assert_close(fused.project(x, linear), reference.project(x, linear), torch.float32)

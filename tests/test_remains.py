@@ -1,0 +1,117 @@
+"""What killed servers leave is removed; what living ones and other users have stays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts import remains
+
+SERVER = """
+import os, subprocess, sys, time
+from pathlib import Path
+from launcher_scripts.remains import hold
+
+folder, shared_memory = Path(sys.argv[1]), Path(sys.argv[2])
+folder.mkdir()
+lock = hold(folder, shared_memory)
+(shared_memory / f"{folder.name}_region").touch()
+worker = subprocess.Popen(["sleep", "600"], pass_fds=(lock,))
+print(worker.pid, flush=True)
+time.sleep(600)
+"""
+
+
+class Server:
+    """A process that holds a server's lock, and one that has inherited it."""
+
+    def __init__(self, folder: Path, shared_memory: Path, checkout: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVER, str(folder), str(shared_memory)],
+            cwd=checkout,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.worker = int(self.process.stdout.readline())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def kill_worker(self) -> None:
+        subprocess.run(["kill", "-9", str(self.worker)], check=False, stderr=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def shared_memory(tmp_path: Path) -> Path:
+    (tmp_path / "shm").mkdir()
+    return tmp_path / "shm"
+
+
+@pytest.fixture
+def server(tmp_path: Path, shared_memory: Path, checkout: Path) -> Iterator[Server]:
+    started = Server(tmp_path / "launcher-server-abcd_123", shared_memory, checkout)
+    yield started
+    started.kill_worker()
+    started.kill()
+    assert started.process.stdout is not None
+    started.process.stdout.close()
+
+
+def test_only_what_no_process_holds_is_removed(
+    tmp_path: Path, shared_memory: Path, server: Server
+) -> None:
+    folder = tmp_path / "launcher-server-abcd_123"
+    other = shared_memory / "launcher-server-abcd_999_region"  # of a server without a lock
+    other.touch()
+    assert remains.remove_remains(shared_memory) == []
+    server.kill()
+    assert remains.remove_remains(shared_memory) == []  # its worker lives
+    assert folder.is_dir()
+    server.kill_worker()
+    assert remains.remove_remains(shared_memory) == [folder.name]
+    assert list(shared_memory.iterdir()) == [other]
+    assert not folder.exists()
+    assert remains.remove_remains(shared_memory) == []
+
+
+@pytest.mark.parametrize("named", ["important", "launcher-server-other123"])
+def test_a_lock_leads_to_its_own_folder_only(
+    tmp_path: Path, shared_memory: Path, named: str
+) -> None:
+    (tmp_path / named).mkdir()
+    lock = shared_memory / "launcher-server-abcd_123.lock"
+    lock.write_text(str(tmp_path / named))
+    remains.remove_remains(shared_memory)
+    assert (tmp_path / named).is_dir()
+    assert not lock.exists()
+
+
+def test_another_user_s_lock_and_links_stay(
+    tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = shared_memory / "launcher-server-abcd_123.lock"
+    lock.symlink_to(tmp_path)
+    assert remains.remove_remains(shared_memory) == []
+    lock.unlink()
+    lock.write_text(str(tmp_path / "launcher-server-abcd_123"))
+    monkeypatch.setattr(remains.os, "geteuid", lambda: 12345)
+    assert remains.remove_remains(shared_memory) == []
+    assert lock.exists()
+
+
+def test_a_server_that_ends_in_order_leaves_nothing(tmp_path: Path, shared_memory: Path) -> None:
+    folder = tmp_path / "launcher-server-abcd_123"
+    descriptor = remains.hold(folder, shared_memory)
+    region = shared_memory / f"{remains.region_prefix(folder)}region"
+    region.touch()
+    assert remains.remove_remains(shared_memory) == []
+    remains.remove_regions(folder, shared_memory)
+    assert not region.exists()
+    remains.release(folder, descriptor, shared_memory)
+    assert list(shared_memory.iterdir()) == []
