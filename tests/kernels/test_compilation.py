@@ -17,6 +17,7 @@ from launcher_scripts.kernels import (  # noqa: E402
     gemv_kernels,
     inbox_kernels,
     int8_kernels,
+    prompt_kernels,
     row_kernels,
     step_kernels,
 )
@@ -199,3 +200,15 @@ def test_attention(dtype, splits, relative):
     numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32"}
     pointers["arrivals"] = "i32"
     assert compile_kernel(attention_kernels.attend, pointers, numbers, constants)
+
+
+@pytest.mark.parametrize(("dtype", "relative"), list(itertools.product(TYPES, (False, True))))
+def test_attention_of_prompts(dtype, relative):
+    pointers = dict.fromkeys(("query", "keys", "values", "out"), dtype) | {"tiles": "i64"}
+    pointers |= dict.fromkeys(("slopes", "bias"), "fp32")
+    constants = {"HEADS": 8, "GROUP": 4, "SIZE": 48, "BLOCK": 64, "ALIBI": not relative}
+    constants |= {"RELATIVE": relative, "QUERIES": 64, "TILE": 32}
+    constants |= {"PRECISION": "ieee" if dtype == "fp32" else "tf32"}
+    numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32"}
+    ptx = compile_kernel(prompt_kernels.attend_prompts, pointers, numbers, constants)
+    assert ("wgmma" in ptx) == (dtype != "fp32")
