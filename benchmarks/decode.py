@@ -46,11 +46,13 @@ T5_CASES = ((1, 40, 200), (32, 64, 128))  # rows, context, source
 T5_REQUESTS = ((1, 60, 20), (32, 128, 64))  # rows, input, output
 PREFILL_TOKENS = 2048
 PREFILL_SHAPE = "5b"
+INT8 = "-int8"  # ends the names of models whose layers keep their weights in bytes
+MODELS = {**CONFIGS, **{name + INT8: CONFIGS[name] for name in ("5b", "20b", "t5-3b")}}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", nargs="+", choices=CONFIGS, default=list(CONFIGS))
+    parser.add_argument("--shapes", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -65,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     release()
     print(json.dumps({key: report[key] for key in ("bandwidth", "matrix_tflops")}), flush=True)
     for name in arguments.shapes:
-        config = CONFIGS[name]
+        config = MODELS[name]
         measure = measure_t5 if isinstance(config, T5Config) else measure_gpt
         for row in measure(name, config, report):
             report["rows"].append(row)
@@ -77,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure_gpt(name: str, config: GPTConfig, report: dict) -> list[dict]:
-    weights = random_weights(config)
+    weights = random_weights(config, int8=name.endswith(INT8))
     runner = runner_over(weights, rows=32, tokens=16384)
     token_bytes = 2 * config.num_layers * 2 * config.num_kv_heads * config.head_size
     rows = []
@@ -91,7 +93,7 @@ def measure_gpt(name: str, config: GPTConfig, report: dict) -> list[dict]:
 
 
 def measure_t5(name: str, config: T5Config, report: dict) -> list[dict]:
-    weights = random_weights(config)
+    weights = random_weights(config, int8=name.endswith(INT8))
     runner = runner_over(weights, rows=32, tokens=16384)
     read = [weights.head.weight]
     for layer in weights.decoder_layers.values():

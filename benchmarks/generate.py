@@ -134,7 +134,11 @@ def latency(
 
 
 def random_weights(
-    config: GPTConfig | T5Config, parallelism: Parallelism = Parallelism(), rank: int = 0
+    config: GPTConfig | T5Config,
+    parallelism: Parallelism = Parallelism(),
+    rank: int = 0,
+    *,
+    int8: bool = False,
 ) -> GPTWeights | T5Weights:
     """One rank's weights, of a size that keeps activations in range, made on its device."""
     torch.manual_seed(0)
@@ -158,7 +162,9 @@ def random_weights(
     def nothing_to_read(spec, layer):
         raise RuntimeError(f"{spec.name} of layer {layer} should have been random")
 
-    return DeviceLoader(config, parallelism, rank, torch.bfloat16, device, nothing_to_read).load()
+    return DeviceLoader(
+        config, parallelism, rank, torch.bfloat16, device, nothing_to_read, int8=int8
+    ).load()
 
 
 def engine_settings(**more: object) -> EngineSettings:

@@ -49,6 +49,7 @@ SUM_BYTES = tuple(4096 << (2 * step) for step in range(6))
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1.3b", "5b", "20b"])
+    parser.add_argument("--only-custom", action="store_true", help="leave out NCCL, and sums alone")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args(argv)
     gpus = torch.cuda.device_count()
@@ -58,10 +59,11 @@ def main(argv: list[str] | None = None) -> int:
     report = {"machine": machine(), "bandwidth": bandwidths(), "sums": [], "rows": []}
     release()
     sizes = [size for size in (2, 4, 8) if size <= gpus]
-    for tp_size in sizes:
+    for tp_size in [] if arguments.only_custom else sizes:
         report["sums"].append(in_processes(time_sums, tp_size, 1, arguments))
         print(json.dumps(report["sums"][-1]), flush=True)
-    for tp_size, custom in [(1, False)] + [(size, on) for size in sizes for on in (False, True)]:
+    ways = (True,) if arguments.only_custom else (False, True)
+    for tp_size, custom in [(1, False)] + [(size, on) for size in sizes for on in ways]:
         for row in in_processes(steps, tp_size, len(arguments.shapes), arguments, custom):
             report["rows"].append(with_floor(row, report))
             print(json.dumps(report["rows"][-1]), flush=True)

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -40,14 +41,21 @@ BATCHES = {"row_products": (1,), "dot_products": (8, 32)}
 PARTS = {"row": "row_products", "dot": "dot_products"}
 GAIN = 0.998  # what counts as faster: times of one tile differ by so much
 
-# kind, rows and columns of the weight
-Product = tuple[str, int, int]
+
+class Product(NamedTuple):
+    """Rows and columns of a weight, and whether it is in bytes."""
+
+    kind: str
+    out_size: int
+    in_size: int
+    in_bytes: bool
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
     parser.add_argument("--gated", action="store_true", help="an MLP with a gate, and RMS norms")
+    parser.add_argument("--int8", action="store_true", help="weights of the layers in bytes")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--skip", choices=PARTS, help="products to leave as they are")
     parser.add_argument("--only", nargs="+", help="kinds of products, instead of all")
@@ -72,50 +80,50 @@ def main(argv: list[str] | None = None) -> int:
 def tune(size: str, arguments: argparse.Namespace) -> None:
     """The tiles of one shape's products, into the table."""
     config = configuration(size, gated=arguments.gated)
-    runner = few_layers(config, arguments.ranks)
+    runner = few_layers(config, arguments)
     for part, product in measured(config, arguments):
         choose(part, product, runner)
 
 
 def measured(config: GPTConfig, arguments: argparse.Namespace) -> Iterator[tuple[str, Product]]:
     """Parts of the table and the products in them that are asked for."""
-    wanted = products(config, arguments.ranks)
+    wanted = products(config, arguments.ranks, in_bytes=arguments.int8)
     for name, part in PARTS.items():
         for product in wanted:
-            if name != arguments.skip and product[0] in (arguments.only or product[0]):
+            if name != arguments.skip and product.kind in (arguments.only or product.kind):
                 yield part, product
 
 
-def products(config: GPTConfig, ranks: int) -> list[Product]:
+def products(config: GPTConfig, ranks: int, *, in_bytes: bool) -> list[Product]:
     """A rank's products in a step, those of most bytes first."""
     hidden, ffn = config.hidden_size, config.ffn_size // ranks
     own = config.num_heads * config.head_size // ranks
     read = own + 2 * config.num_kv_heads * config.head_size // ranks
     return [
-        ("add", hidden, ffn),
-        ("gated" if config.gated else "up", ffn, hidden),
-        ("heads", read, hidden),
-        ("add", hidden, own),
-        ("largest", config.vocab_size // ranks, hidden),
+        Product("add", hidden, ffn, in_bytes),
+        Product("gated" if config.gated else "up", ffn, hidden, in_bytes),
+        Product("heads", read, hidden, in_bytes),
+        Product("add", hidden, own, in_bytes),
+        Product("largest", config.vocab_size // ranks, hidden, False),
     ]
 
 
 def key_of(part: str, product: Product) -> str:
-    kind, out_size, in_size = product
+    kind, out_size, in_size, _ = product
     return f"{kind} {out_size}x{in_size}" if part == "row_products" else f"{kind} {in_size}"
 
 
 def candidates(part: str, product: Product) -> list[tuple]:
     found = row_candidates if part == "row_products" else dot_candidates
-    return [tuple(tile) for tile in found(product[0], product[2])]
+    return [tuple(tile) for tile in found(product.kind, product.in_size, product.in_bytes)]
 
 
 def choose(part: str, product: Product, runner: Runner) -> None:
     """Give one product after the other the tile with which the step is shortest."""
-    kind, out_size, in_size = product
-    row = part == "row_products"
-    now = tiles.row_tile(kind, out_size, in_size) if row else tiles.dot_tile(kind, in_size)
-    best = tuple(now)
+    if part == "row_products":
+        best = tuple(tiles.row_tile(*product))
+    else:
+        best = tuple(tiles.dot_tile(product.kind, product.in_size, product.in_bytes))
     shortest = first = with_tile(part, product, best, runner)
     for tile in candidates(part, product):
         time = with_tile(part, product, tile, runner)
@@ -127,7 +135,7 @@ def choose(part: str, product: Product, runner: Runner) -> None:
 
 
 def set_tile(part: str, product: Product, tile: tuple) -> None:
-    tiles.table()[part][key_of(part, product)] = list(tile)
+    tiles.table()[tiles.part(part, product.in_bytes)][key_of(part, product)] = list(tile)
     tiles.forget()
 
 
@@ -156,29 +164,31 @@ def compile_candidates(size: str, arguments: argparse.Namespace) -> None:
 
 def compile_share(size: str, arguments: argparse.Namespace, share: int) -> None:
     config = configuration(size, gated=arguments.gated)
-    runner = few_layers(replace(config, num_layers=1), arguments.ranks)
+    runner = few_layers(replace(config, num_layers=1), arguments)
     for part, product in measured(config, arguments):
         for tile in candidates(part, product)[share :: arguments.processes]:
             with_tile(part, product, tile, runner, repeat=1)
 
 
-def row_candidates(kind: str, in_size: int) -> Iterator[RowTile]:
-    """Tiles that fit the threads: 8 columns for each, read 16 bytes at a time."""
+def row_candidates(kind: str, in_size: int, in_bytes: bool) -> Iterator[RowTile]:
+    """Tiles that fit the threads: 8 columns for each, read at a time."""
+    most = 32768 if in_bytes else 16384
     for rows, warps, rolled in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8), (False, True)):
         block = 256 * warps
         elements = rows * block * (2 if kind in PAIRED else 1)
         pieces = -(-in_size // block)
-        fits = 2048 <= elements <= 16384 and block < 2 * in_size
+        fits = most // 8 <= elements <= most and block < 2 * in_size
         if fits and (rolled or pieces <= 8) and not (rolled and pieces == 1):
             yield RowTile(rows, block, warps, rolled)
 
 
-def dot_candidates(kind: str, in_size: int) -> Iterator[DotTile]:
+def dot_candidates(kind: str, in_size: int, in_bytes: bool) -> Iterator[DotTile]:
     shapes = ((64, 128, 4), (64, 256, 4), (32, 128, 4), (128, 128, 4), (128, 64, 4), (128, 128, 8))
     for (rows, block, warps), stages, splits in itertools.product(
         shapes, (3, 4, 5), (1, 2, 4, 8) if kind == "add" else (1,)
     ):
-        in_flight = stages * block * (rows * (2 if kind == "gated" else 1) + 32) * 2
+        held = rows * (2 if kind == "gated" else 1) * (1 if in_bytes else 2)
+        in_flight = stages * block * (held + 32 * 2)
         if in_flight <= 220 << 10 and in_size // splits >= 2 * block:
             yield DotTile(rows, block, warps, stages, splits)
 
@@ -210,13 +220,13 @@ def configuration(size: str, *, gated: bool) -> GPTConfig:
     )
 
 
-def few_layers(config: GPTConfig, ranks: int) -> Runner:
+def few_layers(config: GPTConfig, arguments: argparse.Namespace) -> Runner:
     """One rank's layers; its sums over the ranks are its own parts."""
-    parallelism = Parallelism(ranks)
+    parallelism = Parallelism(arguments.ranks)
     most = max(itertools.chain(*BATCHES.values()))
     settings = engine_settings(parallelism=parallelism, max_batch_size=most, max_tokens=8192)
     prepare_process(settings, DEVICE)
-    weights = random_weights(config, parallelism)
+    weights = random_weights(config, parallelism, int8=arguments.int8)
     with torch.inference_mode():
         return assemble_runner(weights, settings, Communicator(parallelism), DEVICE)
 
@@ -235,7 +245,7 @@ def measured_on() -> dict[str, str]:
 def as_text(table: dict) -> str:
     """JSON with a line per tile."""
     parts = [f'  "measured_on": {json.dumps(table["measured_on"])}']
-    for part in ("row_products", "dot_products"):
+    for part in (name for name in table if name != "measured_on"):
         lines = (f"    {json.dumps(key)}: {json.dumps(tile)}" for key, tile in table[part].items())
         parts.append(f'  "{part}": {{\n' + ",\n".join(lines) + "\n  }")
     return "{\n" + ",\n".join(parts) + "\n}\n"

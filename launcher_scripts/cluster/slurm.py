@@ -18,6 +18,7 @@ from launcher_scripts.cluster.job import Job, Submitted
 from launcher_scripts.cluster.options import ConfiguredCluster
 from launcher_scripts.cluster.record import JobRecord
 from launcher_scripts.cluster.slurm_options import SlurmOptions
+from launcher_scripts.cluster.slurm_room import check_room
 from launcher_scripts.cluster.slurm_script import slurm_script
 from launcher_scripts.cluster.state import JobState, wait_for
 from launcher_scripts.errors import ClusterError, Problems, problem
@@ -125,8 +126,12 @@ class SlurmCluster(ConfiguredCluster[SlurmOptions]):
         problems = Problems(f"the {job.stage} job")
         if tried.returncode:
             problems.add(f"sbatch would refuse the {job.stage} job: {said}", change="cluster.*")
-        elif self.options.qos is None:  # a quality of service can lift the partition's limits
-            slurm_queue.check_partition(self.options.partition, job.resources, problems, job.stage)
+        else:
+            if self.options.qos is None:  # a quality of service can lift the partition's limits
+                slurm_queue.check_partition(
+                    self.options.partition, job.resources, problems, job.stage
+                )
+            check_room(job, self.options, problems)
         problems.raise_if_any(ClusterError)
         return said
 

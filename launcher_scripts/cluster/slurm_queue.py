@@ -69,13 +69,39 @@ def check_partition(name: str | None, resources: Resources, problems: Problems, 
     name: a partition, several with commas, or None for the cluster's default
     """
     refusals = []
-    for line in _partitions(name):
-        fields = dict(item.split("=", 1) for item in line.split() if "=" in item)
+    for fields in partitions(name):
         refused = _refusal(fields, resources, stage)
         if refused is None:
             return
         refusals.append(refused)
     problems.messages.extend(refusals)
+
+
+def partitions(names: str | None) -> list[dict[str, str]]:
+    """What Slurm says of the partitions that a job may run in; see check_partition."""
+    shown = _shown("partition")
+    if names is None:
+        return [fields for fields in shown if fields.get("Default") == "YES"]
+    return [fields for fields in shown if fields.get("PartitionName") in names.split(",")]
+
+
+def nodes() -> list[dict[str, str]]:
+    """What Slurm says of every node."""
+    return _shown("node")
+
+
+def configuration() -> dict[str, str]:
+    """Slurm's configuration as it is in force."""
+    shown = _ask("scontrol", "show", "config")
+    lines = shown.stdout.splitlines() if shown is not None else []
+    pairs = (line.partition("=") for line in lines)
+    return {name.strip(): value.strip() for name, equals, value in pairs if equals}
+
+
+def host_names(hosts: str | None) -> list[str]:
+    """The nodes that a list in Slurm's notation (n[1-3],m7) names."""
+    asked = _ask("scontrol", "show", "hostnames", hosts) if hosts else None
+    return asked.stdout.split() if asked is not None else []
 
 
 def slurm_seconds(text: str) -> int:
@@ -99,6 +125,13 @@ def _ask(*argv: str) -> subprocess.CompletedProcess[str] | None:
         return None
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(argv, 1, "", f"{argv[0]} gave no answer")
+
+
+def _shown(kind: str) -> list[dict[str, str]]:
+    """Every object of a kind, as `scontrol show` prints its fields."""
+    shown = _ask("scontrol", "--oneliner", "show", kind)
+    lines = shown.stdout.splitlines() if shown is not None and shown.returncode == 0 else []
+    return [dict(item.split("=", 1) for item in line.split() if "=" in item) for line in lines]
 
 
 def _of_scontrol(line: str) -> JobState:
@@ -145,16 +178,6 @@ def _with_exit_code(state: JobState, code: str) -> JobState:
     shell = 128 + int(signal) if int(signal or 0) else int(number or 0)
     shell = shell if state.succeeded else shell or 1
     return JobState(**{**state.to_json(), "exit_code": shell})
-
-
-def _partitions(names: str | None) -> list[str]:
-    """Slurm's lines on the partitions that a job may run in."""
-    shown = _ask("scontrol", "--oneliner", "show", "partition")
-    lines = shown.stdout.splitlines() if shown is not None and shown.returncode == 0 else []
-    if names is None:
-        return [line for line in lines if " Default=YES " in line]
-    wanted = [f"PartitionName={name}" for name in names.split(",")]
-    return [line for line in lines if line.split(maxsplit=1)[0] in wanted]
 
 
 def _refusal(fields: Mapping[str, str], resources: Resources, stage: str) -> str | None:

@@ -13,13 +13,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.row_product_kernel import load_tile, multiply, vector
+from launcher_scripts.kernels.row_product_kernel import (
+    load_tile,
+    multiply,
+    scales_of,
+    vector,
+)
 
 
 @triton.jit
 def gemv_to_inboxes(
     x,
     weight,
+    scales,
     inboxes,
     exchanges,
     rank,
@@ -41,6 +47,7 @@ def gemv_to_inboxes(
     even: tl.constexpr = OUT % ROWS == 0 and IN % BLOCK == 0
     base = rows[:, None].to(tl.int64) * IN + columns
     tile = load_tile(weight, base, rows, columns, 0, OUT, IN, even)
+    row_scale = scales_of(scales, weight, rows, OUT)
     if EARLY:
         gdc_wait()
     inside = rows < OUT
@@ -61,7 +68,7 @@ def gemv_to_inboxes(
         ROWS,
         BLOCK,
     )
-    bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    bits = (value * row_scale).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     word = (number.to(tl.int64) << 32) | bits
     lane = ((number & 1) * RANKS + rank) * lane_words
     for receiver in tl.static_range(RANKS):

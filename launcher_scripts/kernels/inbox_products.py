@@ -15,8 +15,8 @@ SHARE = 64  # values that share a count of exchanges
 
 
 def fits(x: Tensor, linear: Linear, inboxes: Inboxes) -> bool:
-    """Whether linear(x) goes through the inboxes: one row, its weight in the compute type."""
-    return x.shape[0] == 1 and linear.scale is None and linear.weight.shape[0] <= inboxes.lane_words
+    """Whether linear(x) goes through the inboxes: one row, which they can hold."""
+    return x.shape[0] == 1 and linear.weight.shape[0] <= inboxes.lane_words
 
 
 def send_product(x: Tensor, linear: Linear, inboxes: Inboxes) -> None:
@@ -26,6 +26,7 @@ def send_product(x: Tensor, linear: Linear, inboxes: Inboxes) -> None:
     gemv_to_inboxes[(triton.cdiv(out_size, tile.rows),)](
         x,
         linear.weight,
+        x if linear.scale is None else linear.scale,
         inboxes.addresses,
         inboxes.exchanges,
         inboxes.rank,

@@ -61,6 +61,10 @@ class Linear:
         """The compute type."""
         return self.compute or self.weight.dtype
 
+    @property
+    def in_bytes(self) -> bool:
+        return self.scale is not None
+
     def without_norm(self) -> Linear:
         """The projection of an x that is normalized already."""
         return replace(self, norm=None, folded=None)

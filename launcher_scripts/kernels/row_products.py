@@ -104,7 +104,7 @@ def row_product(
         result's moments
     """
     out_size, in_size = linear.weight.shape
-    tile = row_tile(kind, out_size, in_size)
+    tile = row_tile(kind, out_size, in_size, linear.in_bytes)
     programs = triton.cdiv(out_size, tile.rows)
     found = None if norm_of_next is None else torch.empty(2, programs, device=x.device)
     other = linear if gate is None else gate
@@ -169,7 +169,7 @@ def row_heads(
     """reference.project_heads for one row."""
     operand = x.operand
     out_size, in_size = linear.weight.shape
-    tile = row_tile("heads", out_size, in_size)
+    tile = row_tile("heads", out_size, in_size, linear.in_bytes)
     query = operand.new_empty(1, heads.num_heads, heads.head_size)
     cosines, sines = (operand, operand) if rotary is None else rotary
     gemv_heads[(triton.cdiv(out_size // 2, tile.rows),)](
@@ -208,7 +208,7 @@ def row_largest(
     """reference.largest for one row."""
     operand = x.operand
     in_size = head.weight.shape[1]
-    tile = row_tile("largest", head.weight.shape[0], in_size)
+    tile = row_tile("largest", head.weight.shape[0], in_size, head.in_bytes)
     parts = triton.cdiv(held, tile.rows)
     found = torch.empty(parts, device=operand.device)
     places = torch.empty(parts, dtype=torch.int32, device=operand.device)

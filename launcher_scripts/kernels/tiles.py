@@ -39,21 +39,27 @@ class DotTile(NamedTuple):
 
 
 @cache
-def dot_tile(kind: str, in_size: int) -> DotTile:
+def dot_tile(kind: str, in_size: int, in_bytes: bool = False) -> DotTile:
     """The tile of a product with a few rows: kind is plain, heads, query, add, up, gated
-    or largest."""
-    found = table()["dot_products"].get(f"{kind} {in_size}")
+    or largest; in_bytes: the weight is."""
+    found = table()[part("dot_products", in_bytes)].get(f"{kind} {in_size}")
     if found:
         return DotTile(*found)
     return DotTile(64, 128, 4, 4, 4 if kind == "add" else 1)
 
 
 @cache
-def row_tile(kind: str, out_size: int, in_size: int) -> RowTile:
-    """The tile of a product with one row: kind is plain, add, up, gated, heads or largest."""
-    known = table()["row_products"]
+def row_tile(kind: str, out_size: int, in_size: int, in_bytes: bool = False) -> RowTile:
+    """The tile of a product with one row: kind is plain, add, up, gated, heads or largest;
+    in_bytes: the weight is."""
+    known = table()[part("row_products", in_bytes)]
     found = known.get(f"{kind} {out_size}x{in_size}") or known.get(f"{kind} {in_size}")
-    return RowTile(*found) if found else _row_rule(kind, in_size)
+    return RowTile(*found) if found else _row_rule(kind, in_size, in_bytes)
+
+
+def part(products: str, in_bytes: bool) -> str:
+    """Where the table has tiles of row_products or dot_products."""
+    return f"byte_{products}" if in_bytes else products
 
 
 @cache
@@ -68,8 +74,8 @@ def forget() -> None:
         function.cache_clear()
 
 
-def _row_rule(kind: str, in_size: int) -> RowTile:
-    rows = 4 // (2 if kind in PAIRED else 1)
+def _row_rule(kind: str, in_size: int, in_bytes: bool) -> RowTile:
+    rows = (8 if in_bytes else 4) // (2 if kind in PAIRED else 1)
     if in_size >= 4096:
         return RowTile(rows, 2048, 8, in_size > 12288)
     block = 1024

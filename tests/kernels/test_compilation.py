@@ -88,9 +88,10 @@ def test_gemv_largest(dtype):
     assert compile_kernel(gemv_kernels.gemv_largest, pointers, {"eps": "fp32"}, constants)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-def test_inboxes(dtype):
-    pointers = {"x": dtype, "weight": dtype, "inboxes": "i64", "exchanges": "i32"}
+@pytest.mark.parametrize(("dtype", "weight"), [*zip(TYPES, TYPES, strict=True), ("bf16", "u8")])
+def test_inboxes(dtype, weight):
+    pointers = {"x": dtype, "weight": weight, "inboxes": "i64", "exchanges": "i32"}
+    pointers["scales"] = "fp32"
     numbers = dict.fromkeys(("rank", "lane_words"), "i32")
     shared = {"RANKS": 3, "SHARE": 64, "EARLY": True}
     constants = {"OUT": 515, "IN": 768, **shared}

@@ -174,6 +174,39 @@ def test_a_job_that_could_never_start_is_not_queued(slurm: TestCluster, submit: 
     assert not submit.results.exists()
 
 
+@pytest.mark.parametrize(
+    "whole",
+    [
+        ("cluster.partition=single", "deploy.run.time_limit=0:30:00"),
+        ("deploy.run.nodes=2",),
+        ("cluster.nodelist=n2",),
+        ("cluster.exclusive=False", "cluster.mem=0", "deploy.run.nodes=2"),
+    ],
+    ids=" ".join,
+)
+def test_an_evaluation_without_room_beside_the_server_is_not_queued(
+    slurm: TestCluster, submit: Submit, whole: tuple[str, ...]
+) -> None:
+    times = [f"{stage}.run.time_limit=0:30:00" for stage in ("export", "evaluate")]
+    ran = submit("stages=[export,deploy,evaluate]", *whole, *times, check=False)
+    assert ran.returncode == 1
+    assert "the evaluate job could never start beside the deploy job" in ran.stderr
+    assert "change evaluate.in_deploy_job=True (the client runs in the deployment" in ran.stderr
+    assert slurm.run("squeue", "--noheader").stdout == ""
+    assert not submit.results.exists()
+
+
+def test_an_evaluation_beside_a_server_that_shares_its_node(
+    slurm: TestCluster, submit: Submit
+) -> None:
+    """The partition has one node: both fit, since the server takes a part of it."""
+    times = [f"{stage}.run.time_limit=0:30:00" for stage in ("export", "deploy", "evaluate")]
+    shared = ("cluster.partition=single", "cluster.exclusive=False", "cluster.mem=100", *times)
+    submit("stages=[export,deploy,evaluate]", *shared, EVALUATE_WAITS="30")
+    assert ended(slurm, submit, "evaluate") == ("COMPLETED", "0:0"), submit.log("evaluate")
+    assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0"), submit.log("deploy")
+
+
 RANKS = """
 import os
 print("rank", *(os.environ.get(n) for n in ("SLURM_PROCID", "PMIX_RANK", "SLURMD_NODENAME")))
