@@ -6,7 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
-from launcher_scripts.kernels.attention_kernels import attend, attention_shape
+from launcher_scripts.kernels.attention_kernels import attend
+from launcher_scripts.kernels.attention_shapes import attention_shape
+from launcher_scripts.kernels.grouped_attention_kernels import attend_grouped
 from launcher_scripts.kernels.operands import Heads, LayerCache, Norm, RelativeBias
 from launcher_scripts.kernels.row_kernels import (
     block_argmax,
@@ -18,6 +20,8 @@ from launcher_scripts.kernels.row_products import NORM_CODES, best_of_parts, ear
 
 ARGMAX_BLOCK = 1024
 ALONE = {"EARLY": False}
+PRECISIONS = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "tf32"}
+SWAP = False
 
 
 def embed(ids: Tensor, table: Tensor, first_id: int) -> Tensor:
@@ -146,7 +150,9 @@ def attention_launch(
     """
     starts, lengths, positions = rows
     count, num_heads, size = starts.shape[0], heads.num_heads, heads.head_size
-    splits, tile, warps = attention_shape(longest)
+    pairs = count * heads.num_kv_heads
+    shape = attention_shape(longest, pairs, heads.group, cache.keys.dtype)
+    splits = shape.splits
     device = query.device
     out = cache.keys.new_empty(count, num_heads * size)
     # [rows, heads, splits]: unnormalized outputs, then largest score and sum of weights
@@ -156,7 +162,11 @@ def attention_launch(
     if arrivals is None or arrivals.numel() < count * num_heads:
         arrivals = torch.zeros(count * num_heads, dtype=torch.int32, device=device)
     cosines, sines = (weights, weights) if rotary is None else rotary
-    attend[(count, num_heads, splits)](
+    kernel, across, more = attend, num_heads, {}
+    if shape.members:
+        kernel, across = attend_grouped, heads.num_kv_heads
+        more = {"MEMBERS": shape.members, "PRECISION": PRECISIONS[query.dtype], "SWAP": SWAP}
+    kernel[(count, across, splits)](
         query,
         cache.keys,
         cache.values,
@@ -186,8 +196,10 @@ def attention_launch(
         STORE=store,
         PARTS=parts,
         HALF=0 if rotary is None else cosines.shape[1],
-        TILE=tile,
-        num_warps=warps,
+        TILE=shape.tile,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        **more,
         **launch,
     )
     return out
