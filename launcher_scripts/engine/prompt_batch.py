@@ -14,7 +14,7 @@ from launcher_scripts.engine.layers import Segment
 from launcher_scripts.engine.plan import PrefillPart, RowStart
 from launcher_scripts.kernels.operands import QUERIES_PER_TILE, PromptSpans
 
-TOKEN_BUCKETS = (64, 128, 256, 384, 512, 768, 1024)
+TOKEN_BUCKETS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 ROW_BUCKETS = (1, 16)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
 
-MANY_PAIRS = 128
 SMALLEST_SIDE = 16  # of a matrix product
 
 
@@ -19,17 +19,20 @@ class AttentionShape(NamedTuple):
     splits: int
     tile: int
     warps: int
-    stages: int = 2
+    stages: int = 3
     members: int = 0
 
 
 def attention_shape(longest: int, pairs: int, group: int, dtype: torch.dtype) -> AttentionShape:
     """For contexts up to `longest`; pairs: rows times heads of keys, each with `group` queries.
 
-    A short context is over sooner in one piece than with parts to merge.
+    Products pay where there are enough pairs to fill the device; a short context is over sooner
+    in one piece than with parts to merge.
     """
-    if pairs >= MANY_PAIRS and dtype != torch.float32:
-        return AttentionShape(1, 64, 4, 3, max(SMALLEST_SIDE, group))
-    if longest <= 256:
+    short = longest <= 256
+    if dtype != torch.float32 and pairs >= (512 if short else 128):
+        splits = 1 if short else max(1, min(4, 1024 // pairs))
+        return AttentionShape(splits, 64, 4, 3, max(SMALLEST_SIDE, triton.next_power_of_2(group)))
+    if short:
         return AttentionShape(1, 128, 8)
     return AttentionShape(min(32, -(-longest // 64)), 64, 4)

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from launcher_scripts.kernels.attention_kernels import attend
-from launcher_scripts.kernels.attention_shapes import attention_shape
+from launcher_scripts.kernels.attention_shapes import AttentionShape, attention_shape
 from launcher_scripts.kernels.grouped_attention_kernels import attend_grouped
 from launcher_scripts.kernels.operands import Heads, LayerCache, Norm, RelativeBias
 from launcher_scripts.kernels.row_kernels import (
@@ -20,8 +20,6 @@ from launcher_scripts.kernels.row_products import NORM_CODES, best_of_parts, ear
 
 ARGMAX_BLOCK = 1024
 ALONE = {"EARLY": False}
-PRECISIONS = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "tf32"}
-SWAP = False
 
 
 def embed(ids: Tensor, table: Tensor, first_id: int) -> Tensor:
@@ -127,6 +125,16 @@ def decode_attention(
     )
 
 
+def _attention_kernel(
+    shape: AttentionShape, heads: Heads, *, exact: bool
+) -> tuple[triton.JITFunction, int, dict[str, object]]:
+    """The kernel, its programs per row and part, and what it takes beside what all take."""
+    if not shape.members:
+        return attend, heads.num_heads, {}
+    more = {"MEMBERS": shape.members, "PRECISION": "ieee" if exact else "tf32"}
+    return attend_grouped, heads.num_kv_heads, more
+
+
 def attention_launch(
     query: Tensor,
     heads: Heads,
@@ -143,7 +151,7 @@ def attention_launch(
     parts: int = 1,
     rotary: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The kernel `attend`; rows are starts, lengths and positions, [B] each.
+    """The kernel `attend`, or `attend_grouped`; rows are starts, lengths and positions, [B] each.
 
     query: [B, heads * size], of several parts one after the other; with `store` keys and values of
     the last token follow the queries
@@ -162,10 +170,7 @@ def attention_launch(
     if arrivals is None or arrivals.numel() < count * num_heads:
         arrivals = torch.zeros(count * num_heads, dtype=torch.int32, device=device)
     cosines, sines = (weights, weights) if rotary is None else rotary
-    kernel, across, more = attend, num_heads, {}
-    if shape.members:
-        kernel, across = attend_grouped, heads.num_kv_heads
-        more = {"MEMBERS": shape.members, "PRECISION": PRECISIONS[query.dtype], "SWAP": SWAP}
+    kernel, across, more = _attention_kernel(shape, heads, exact=cache.keys.dtype == torch.float32)
     kernel[(count, across, splits)](
         query,
         cache.keys,

@@ -69,34 +69,14 @@ def _gains(
 
 
 @triton.jit
-def _add_tokens(
-    largest,
-    total,
-    mixed,
-    key,
-    value,
-    query,
-    scale,
-    gains,
-    SWAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    if SWAP:
-        scores = tl.trans(tl.dot(key, tl.trans(query), input_precision=PRECISION)) * scale + gains
-    else:
-        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale + gains
+def _add_tokens(largest, total, mixed, key, value, query, scale, gains, PRECISION: tl.constexpr):
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale + gains
     top = tl.maximum(largest, tl.max(scores, 1))
     shrink = tl.exp(largest - top)
     chances = tl.exp(scores - top[:, None])
     total = total * shrink + tl.sum(chances, 1)
-    if SWAP:
-        add = tl.trans(
-            tl.dot(tl.trans(value), tl.trans(chances.to(value.dtype)), input_precision=PRECISION)
-        )
-        mixed = mixed * shrink[:, None] + add
-    else:
-        mixed = mixed * shrink[:, None]
-        mixed = tl.dot(chances.to(value.dtype), value, mixed, input_precision=PRECISION)
+    mixed = mixed * shrink[:, None]
+    mixed = tl.dot(chances.to(value.dtype), value, mixed, input_precision=PRECISION)
     return top, total, mixed
 
 
@@ -134,7 +114,6 @@ def attend_grouped(
     HALF: tl.constexpr,
     TILE: tl.constexpr,
     MEMBERS: tl.constexpr,
-    SWAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program: one row, GROUP query heads (padded to MEMBERS), one of SPLITS parts.
@@ -200,7 +179,7 @@ def attend_grouped(
         gains = _gains(tokens, slope, length, own_bias, position, reach, last, ALIBI, RELATIVE)
         key, value = load_keys_values(keys, values, pool, tokens, last, SIZE, BLOCK)
         largest, total, mixed = _add_tokens(
-            largest, total, mixed, key, value, rounded, scale, gains, SWAP, PRECISION
+            largest, total, mixed, key, value, rounded, scale, gains, PRECISION
         )
     place = row * HEADS + heads
     if SPLITS == 1:

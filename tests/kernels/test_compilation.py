@@ -15,6 +15,7 @@ from launcher_scripts.kernels import (  # noqa: E402
     attention_kernels,
     dot_kernels,
     gemv_kernels,
+    grouped_attention_kernels,
     inbox_kernels,
     int8_kernels,
     prompt_kernels,
@@ -201,6 +202,9 @@ def test_attention(dtype, splits, relative):
     numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32"}
     pointers["arrivals"] = "i32"
     assert compile_kernel(attention_kernels.attend, pointers, numbers, constants)
+    constants |= {"MEMBERS": 16, "PRECISION": "ieee" if dtype == "fp32" else "tf32"}
+    kernel = grouped_attention_kernels.attend_grouped
+    assert compile_kernel(kernel, pointers, numbers, constants)
 
 
 @pytest.mark.parametrize(("dtype", "relative"), list(itertools.product(TYPES, (False, True))))
