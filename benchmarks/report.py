@@ -1,6 +1,9 @@
-"""README's performance tables and plot from the figures in benchmarks/results.
+"""README's section on performance, docs/performance.md and its figure, from benchmarks/results.
 
-python3 -m benchmarks.report [--plot docs/latency.svg]
+    python3 -m benchmarks.report [--check]
+
+README's section lies between two comments that name this program. --check writes nothing and fails
+when a text is not what the results say.
 """
 
 from __future__ import annotations
@@ -8,124 +11,192 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from pathlib import Path
 
-RESULTS = Path(__file__).with_name("results")
-BARS = (
-    ("engine_ms", "this engine", "#2a6f97"),
-    ("torch_graph", "torch, CUDA graph", "#a9b4c2"),
-    ("transformers", "transformers", "#d9a05b"),
-)
-WIDTH, HEIGHT, LEFT, TOP, BAR = 640, 300, 60, 40, 34
-REQUEST = (60, 20)
+from benchmarks import tables
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+FIGURE = Path("docs") / "latency.svg"
+BEGIN = "<!-- made by python3 -m benchmarks.report -->"
+END = "<!-- end of what benchmarks.report makes -->"
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--plot", type=Path, help="where to draw latency by model size")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args(argv)
-    requests = load(arguments.results, "generate-h200.json")["rows"]
-    steps = load(arguments.results, "decode-h200.json")["rows"]
-    served = load(arguments.results, "serve-h200.json")["models"]
-    tables = (request_table(requests), step_table(steps), serve_table(served))
-    print("\n\n".join("\n".join(table) for table in tables))
-    if arguments.plot:
-        arguments.plot.write_text(plot(requests), encoding="utf-8")
+    new = texts()
+    if arguments.check:
+        stale = [path.name for path, text in new.items() if path.read_text("utf-8") != text]
+        print("\n".join(stale))
+        return int(bool(stale))
+    for path, text in new.items():
+        path.write_text(text, encoding="utf-8")
+    draw_figure()
     return 0
 
 
-def load(folder: Path, name: str) -> dict:
-    return json.loads((folder / name).read_text(encoding="utf-8"))
+def texts() -> dict[Path, str]:
+    """The texts that are made, as they should be."""
+    readme = ROOT / "README.md"
+    return {
+        readme: with_section(readme.read_text("utf-8"), summary()),
+        ROOT / "docs" / "performance.md": "\n\n".join(performance()) + "\n",
+    }
 
 
-def request_table(rows: list[dict]) -> list[str]:
-    """Whole requests at batch 1 beside their peers."""
-    lines = [
-        "| model, tokens in/out | this engine, ms | torch in a CUDA graph | transformers | floor |",
-        "|---|---|---|---|---|",
+def draw_figure() -> None:
+    # Where only texts are checked no matplotlib is needed.
+    from benchmarks.figure import draw
+
+    draw(ROOT / FIGURE, result("serve")["rows"], result("serve-tp")["rows"])
+
+
+def result(name: str) -> dict:
+    """What a benchmark found on the H200s."""
+    return json.loads((RESULTS / f"{name}-h200.json").read_text(encoding="utf-8"))
+
+
+def with_section(text: str, paragraphs: list[str]) -> str:
+    """The text with these paragraphs between BEGIN and END."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the text has no {BEGIN} with {END} behind it")
+    return "\n\n".join([before + begin, *paragraphs, end + after])
+
+
+def summary() -> list[str]:
+    """README's: the figure, whole requests through the server, and requests in flight."""
+    return [
+        f"![Latency of a request by model size, and beside peers]({FIGURE.as_posix()})",
+        prose(
+            "Whole requests through tritonserver (gRPC, greedy) on one NVIDIA H200 in bfloat16;",
+            "peers without a server, in the same run (and how many times longer they took):",
+        ),
+        joined(tables.served_table(result("serve")["rows"])),
+        "Tokens per second of the 1.3B model, mixed requests (32 to 512 tokens in, 16 to 256 out):",
+        joined(tables.in_flight_table(result("in-flight"))),
+        "More figures, and how they are measured: [docs/performance.md](docs/performance.md).",
     ]
-    for row in rows:
-        peers = (f"{row['peers'].get(name, float('nan')):.1f}" for name, _, _ in BARS[1:])
-        name = f"{row['model'].upper()}, {row['input']}/{row['output']}"
-        cells = (name, f"{row['engine_ms']:.1f}", *peers, f"{row['floor_ms']:.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
 
 
-def step_table(rows: list[dict]) -> list[str]:
-    """Single decode steps: milliseconds and share of the floor."""
-    cases = sorted({_case(row) for row in rows if "floor_ms" in row})
-    lines = [
-        "| ms per step (share of the read floor) | " + " | ".join(map(_title, cases)) + " |",
-        "|---" * (len(cases) + 1) + "|",
+def performance() -> list[str]:
+    """docs/performance.md's paragraphs."""
+    return [
+        "# Performance",
+        prose(
+            "Made by `python3 -m benchmarks.report` from `benchmarks/results/*-h200.json`, which",
+            "name hardware, versions and the rates measured in each run. Weights are random",
+            "bfloat16, decoding is greedy, times are medians. Peers run in the same run as the",
+            "figure beside which they stand.",
+        ),
+        *_served(),
+        *_in_flight(),
+        *_loading(),
+        *_steps(),
+        *_tensor_parallel(),
     ]
-    for model in dict.fromkeys(row["model"] for row in rows):
-        cells = []
-        for case in cases:
-            found = [row for row in rows if row["model"] == model and _case(row) == case]
-            cells += [f"{row['ms']:.3f} ({row['share_of_floor']:.0%})" for row in found] or [""]
-        lines.append(f"| {model} | {' | '.join(cells)} |")
-    return lines
 
 
-def serve_table(models: list[dict]) -> list[str]:
-    """Tokens per second through tritonserver, by requests in flight."""
-    lines = [
-        "| model | requests in flight | tokens/s | static batches of as many | ratio |",
-        "|---|---|---|---|---|",
+def _served() -> list[str]:
+    parallel = result("serve-tp")
+    return [
+        "## Requests through the server",
+        f"![Latency]({FIGURE.name})",
+        prose(
+            "`benchmarks.serve`: milliseconds of a request over gRPC to a tritonserver on the same",
+            "machine; transformers and CTranslate2 without a server (and how many times longer",
+            f"they took). Rates of the run: {_rates(result('serve'))}. A floor counts the prompt's",
+            "operations, or its bytes, and the bytes that every further token has to read.",
+        ),
+        joined(tables.served_table(result("serve")["rows"])),
+        prose(
+            "The use cases of the NeMo framework's inference guide, one row, on up to 4 GPUs of",
+            f"one machine ({_rates(parallel)}):",
+        ),
+        joined(tables.use_case_table(parallel["rows"])),
+        "The same in the engine's own process, without a server (`benchmarks.generate`):",
+        joined(tables.request_table(result("generate")["rows"])),
     ]
-    for model in models:
-        for row in model["rows"]:
-            speeds = (f"{row[f'{way}_tokens_per_s']:,.0f}" for way in ("in_flight", "static"))
-            cells = (model["shape"].upper(), str(row["clients"]), *speeds, f"{row['ratio']:.2f}")
-            lines.append(f"| {' | '.join(cells)} |")
-    return lines
 
 
-def _case(row: dict) -> tuple[int, int, int]:
-    if "floor_ms" not in row:
-        return (0, 0, 0)
-    return (row["rows"], row["context"], row.get("source", 0))
-
-
-def _title(case: tuple[int, int, int]) -> str:
-    rows, context, source = case
-    return f"batch {rows}, context {context}" + (f", source {source}" if source else "")
-
-
-def plot(rows: list[dict]) -> str:
-    """Bars of a request's latency by model, as SVG."""
-    chosen = [row for row in rows if (row["input"], row["output"]) == REQUEST]
-    values = [
-        [row["engine_ms"], *(row["peers"].get(name, 0) for name, _, _ in BARS[1:])]
-        for row in chosen
+def _in_flight() -> list[str]:
+    report = result("in-flight")
+    return [
+        "## Requests in flight",
+        prose(
+            f"`benchmarks.in_flight`, {tables.model_name(report['shape'])}: mixed requests, 32 to",
+            "512 tokens in and 16 to 256 out, uniformly. Each client has one request at a time and",
+            "rows join and leave between steps; a static batch is one request of as many rows,",
+            "answered when its longest row is. CTranslate2 gets as many requests at once, without",
+            "a server, and the best of its ways counts: one batch, one that rows leave, four at a",
+            "time. Tokens asked for and answered per second (and how many times as many we give):",
+        ),
+        joined(tables.in_flight_table(report)),
     ]
-    most = max(max(group) for group in values)
-    scale = (HEIGHT - TOP - 40) / most
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
-        'font-family="sans-serif" font-size="11">',
-        f'<text x="{LEFT}" y="16">Milliseconds for {REQUEST[0]} tokens in and {REQUEST[1]} out, '
-        "batch 1, bfloat16, one H200</text>",
+
+
+def _loading() -> list[str]:
+    report = result("load")
+    peers = [line["first_token_s"] for line in report["ctranslate2"] if "first_token_s" in line]
+    size = report["weight_bytes"] / 1e9
+    return [
+        "## Start",
+        prose(
+            f"`benchmarks.load`, {tables.model_name(report['shape'])} ({size:.1f} GB, in the page",
+            "cache), from the command to the first token; copying the bytes to the GPU takes",
+            f"{report['floor_s']:.1f} s.",
+            *(f"CTranslate2, as a process of its own, takes {each:.1f} s." for each in peers),
+        ),
+        joined(tables.load_table(report)),
     ]
-    for index, (_, label, colour) in enumerate(BARS):
-        x = LEFT + 170 * index
-        parts.append(f'<rect x="{x}" y="22" width="10" height="10" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 14}" y="31">{label}</text>')
-    for group, row in enumerate(chosen):
-        x = LEFT + group * (len(BARS) * BAR + 36)
-        for index, value in enumerate(values[group]):
-            height = value * scale
-            y = HEIGHT - 24 - height
-            fill = BARS[index][2]
-            parts.append(
-                f'<rect x="{x + index * BAR}" y="{y:.1f}" width="{BAR - 4}" '
-                f'height="{height:.1f}" fill="{fill}"/>'
-            )
-            parts.append(f'<text x="{x + index * BAR}" y="{y - 3:.1f}">{value:.0f}</text>')
-        parts.append(f'<text x="{x}" y="{HEIGHT - 8}">{row["model"].upper()}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _steps() -> list[str]:
+    report = result("decode")
+    (prefill,) = (row for row in report["rows"] if "prefill_tokens" in row)
+    return [
+        "## Decode steps",
+        prose(
+            "`benchmarks.decode`: from token to token on the device (`-modern`: rotary positions,",
+            "RMS norm, gated MLP, a quarter of the keys; of T5 the decoder).",
+        ),
+        joined(tables.step_table(report["rows"])),
+        prose(
+            f"A prompt of {prefill['prefill_tokens']} tokens of the",
+            f"{tables.model_name(prefill['model'])} model takes {prefill['ms']:.0f} ms,",
+            f"{prefill['share_of_matrix_rate']:.2f} of the rate of a large matrix product.",
+        ),
+    ]
+
+
+def _tensor_parallel() -> list[str]:
+    rows = result("tensor-parallel")["rows"]
+    return [
+        "## Tensor parallelism over NVLink",
+        "`benchmarks.tensor_parallel`: shared memory is `enable_custom_all_reduce`.",
+        joined(tables.tensor_parallel_table(rows, "20b")),
+    ]
+
+
+def _rates(report: dict) -> str:
+    rates = report["rates"]
+    return (
+        f"{rates['read_tb_per_s']:.2f} TB/s read, {rates['matrix_tflops']:.0f} TFLOP/s in a large "
+        "matrix product"
+    )
+
+
+def prose(*parts: str) -> str:
+    """A paragraph in lines of the project's width."""
+    return textwrap.fill(" ".join(parts), 100, break_long_words=False, break_on_hyphens=False)
+
+
+def joined(lines: list[str]) -> str:
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

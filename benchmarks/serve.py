@@ -67,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", choices=(*CONFIGS, *TINY), default=list(SERVED))
     parser.add_argument("--tp", nargs="+", type=int, default=[1], help="numbers of GPUs")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--use-cases", action="store_true", help="one row only, no batches")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args(argv)
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +101,7 @@ def served_rows(arguments: argparse.Namespace, tp_size: int) -> Iterator[dict]:
                     yield {**facts, "error": reason(address)}
                     continue
                 try:
-                    for case, ms in timed_cases(served.model, address):
+                    for case, ms in timed_cases(served.model, address, arguments.use_cases):
                         yield {**facts, **vars(case), "ms": round(ms, 2), "peers": {}}
                 except Exception as error:  # the other models go on
                     yield {**facts, "error": reason(error)}
@@ -117,10 +118,11 @@ def start(served: Served, server: Server) -> str | Exception:
         return error
 
 
-def timed_cases(model: str, address: str) -> Iterator[tuple[Case, float]]:
+def timed_cases(model: str, address: str, use_cases: bool) -> Iterator[tuple[Case, float]]:
     """Every request of the model with its milliseconds."""
     for case in cases_of(model):
-        yield case, case_ms(address, model, case, config_of(model).vocab_size, SECONDS)
+        if case.rows == 1 or not use_cases:
+            yield case, case_ms(address, model, case, config_of(model).vocab_size, SECONDS)
 
 
 def start_writing(peer: str, arguments: argparse.Namespace) -> subprocess.Popen:

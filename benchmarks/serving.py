@@ -91,7 +91,7 @@ def median_ms(call: Callable[[], object], seconds: float, least: int = 3) -> flo
         start = time.perf_counter()
         call()
         times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
+    return statistics.median_low(times)
 
 
 def case_ms(address: str, model: str, case: Case, vocab_size: int, seconds: float) -> float:

@@ -22,6 +22,8 @@ class Model:
     """A model in memory, used through generate; greedy, and no row ends early."""
 
     def __init__(self, folder: Path, config: GPTConfig | T5Config, device: str) -> None:  # noqa: ARG002
+        # cuDNN's attention would first build a plan for every new length of the cache.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self._device = torch.device(device)
         self._is_t5 = isinstance(config, T5Config)
         with self._device:

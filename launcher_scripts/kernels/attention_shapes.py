@@ -7,6 +7,11 @@ from typing import NamedTuple
 import torch
 import triton
 
+from launcher_scripts.kernels.operands import Heads
+
+SHORT_CONTEXT = 256  # tokens
+FEW_HEADS = 128  # about one program per multiprocessor
+MANY_HEADS = 512
 SMALLEST_SIDE = 16  # of a matrix product
 
 
@@ -23,16 +28,21 @@ class AttentionShape(NamedTuple):
     members: int = 0
 
 
-def attention_shape(longest: int, pairs: int, group: int, dtype: torch.dtype) -> AttentionShape:
-    """For contexts up to `longest`; pairs: rows times heads of keys, each with `group` queries.
+def attention_shape(longest: int, rows: int, heads: Heads, dtype: torch.dtype) -> AttentionShape:
+    """For contexts up to `longest` of so many rows.
 
-    Products pay where there are enough pairs to fill the device; a short context is over sooner
-    in one piece than with parts to merge.
+    A short context is over sooner in one piece than with parts to merge. Few heads leave processors
+    idle, which large pieces use best; many small programs hide each other's waits. Where each reads
+    much, reading counts alone: matrix products wait least for anything else.
     """
-    short = longest <= 256
-    if dtype != torch.float32 and pairs >= (512 if short else 128):
-        splits = 1 if short else max(1, min(4, 1024 // pairs))
-        return AttentionShape(splits, 64, 4, 3, max(SMALLEST_SIDE, triton.next_power_of_2(group)))
-    if short:
+    queries, pairs = rows * heads.num_heads, rows * heads.num_kv_heads
+    if longest > SHORT_CONTEXT:
+        if queries >= MANY_HEADS and dtype != torch.float32:
+            members = max(SMALLEST_SIDE, triton.next_power_of_2(heads.group))
+            return AttentionShape(max(1, min(16, 1024 // pairs)), 64, 4, members=members)
+        if queries > FEW_HEADS:
+            return AttentionShape(8, 16, 1)
+        return AttentionShape(min(32, -(-longest // 64)), 32, 2)
+    if queries <= FEW_HEADS:
         return AttentionShape(1, 128, 8)
-    return AttentionShape(min(32, -(-longest // 64)), 64, 4)
+    return AttentionShape(1, 32, 2) if queries < MANY_HEADS else AttentionShape(1, 16, 1)

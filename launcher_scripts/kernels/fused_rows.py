@@ -158,8 +158,7 @@ def attention_launch(
     """
     starts, lengths, positions = rows
     count, num_heads, size = starts.shape[0], heads.num_heads, heads.head_size
-    pairs = count * heads.num_kv_heads
-    shape = attention_shape(longest, pairs, heads.group, cache.keys.dtype)
+    shape = attention_shape(longest, count, heads, cache.keys.dtype)
     splits = shape.splits
     device = query.device
     out = cache.keys.new_empty(count, num_heads * size)

@@ -7,6 +7,7 @@ import torch
 
 from launcher_scripts.kernels import fused_rows
 from launcher_scripts.kernels.attention_shapes import AttentionShape, attention_shape
+from launcher_scripts.kernels.operands import Heads
 from tests.kernels import kernel_checks as checks
 from tests.kernels.kernel_checks import (
     DOT_TYPES,
@@ -48,10 +49,17 @@ def test_grouped_counts_of_arrivals_are_left_at_zero():
     checks.test_decode_attention_in_a_step(300, True, True)
 
 
-def test_products_are_for_many_rows_of_half_precision():
-    assert attention_shape(1024, 2048, 1, torch.bfloat16).members == 16
-    assert attention_shape(1024, 2048, 32, torch.bfloat16).members == 32
-    assert attention_shape(1024, 2048, 1, torch.float32).members == 0
-    assert attention_shape(1024, 16, 1, torch.bfloat16).members == 0
-    splits = [attention_shape(1024, pairs, 1, torch.float16).splits for pairs in (128, 512, 1024)]
-    assert splits == [4, 2, 1]
+@pytest.mark.parametrize(
+    ("longest", "rows", "heads", "dtype", "members", "splits"),
+    [
+        (1024, 128, Heads(16, 16, 128), torch.bfloat16, 16, 1),
+        (1024, 32, Heads(16, 16, 128), torch.float16, 16, 2),
+        (1024, 128, Heads(64, 2, 128), torch.bfloat16, 32, 4),
+        (1024, 128, Heads(16, 16, 128), torch.float32, 0, 8),
+        (1024, 8, Heads(16, 16, 128), torch.bfloat16, 0, 16),
+        (256, 128, Heads(16, 16, 128), torch.bfloat16, 0, 1),
+    ],
+)
+def test_products_are_for_many_rows_of_half_precision(longest, rows, heads, dtype, members, splits):
+    shape = attention_shape(longest, rows, heads, dtype)
+    assert (shape.members, shape.splits) == (members, splits)

@@ -11,7 +11,13 @@ import torch
 triton = pytest.importorskip("triton")
 
 from launcher_scripts.engine.layers import alibi_slopes  # noqa: E402
-from launcher_scripts.kernels import dot_products, fused, inbox_products, reference  # noqa: E402
+from launcher_scripts.kernels import (  # noqa: E402
+    attention_kernels,
+    dot_products,
+    fused,
+    inbox_products,
+    reference,
+)
 from launcher_scripts.kernels.operands import (  # noqa: E402
     EmbeddingTables,
     Heads,
@@ -183,6 +189,23 @@ def test_decode_attention(dtype, longest, alibi):
     got, want = fused.decode_attention(*arguments), reference.decode_attention(*arguments)
     assert not got.isnan().any()
     assert_close(got, want, dtype)
+
+
+@pytest.mark.parametrize(("longest", "many"), [(70, 2), (70, 99), (300, 2)])
+def test_decode_attention_of_many_heads(longest, many, monkeypatch):
+    """The shapes that spare processors for others' programs."""
+    monkeypatch.setattr(attention_kernels, "FEW_HEADS", 1)
+    monkeypatch.setattr(attention_kernels, "MANY_HEADS", many)
+    heads = Heads(2, 1, 12)
+    cache = poisoned_cache(heads, 400, torch.float32)
+    lengths = torch.tensor([1, longest], device=DEVICE)
+    starts = torch.tensor([399, 0], device=DEVICE)
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        for part in parts(cache):
+            part[:, start : start + length] = random(1, length, 12)
+    arguments = (random(2, 2, 12), cache, starts, lengths, longest, None)
+    got = fused.decode_attention(*arguments)
+    assert_close(got, reference.decode_attention(*arguments), torch.float32)
 
 
 @pytest.mark.parametrize("longest", [70, 300])

@@ -1,0 +1,146 @@
+"""The figures in benchmarks/results as tables of Markdown, a list of lines each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from benchmarks.shapes import USE_CASES
+
+PEERS = {
+    "torch_graph": "torch in a CUDA graph",
+    "ctranslate2": "CTranslate2",
+    "transformers": "transformers",
+}
+NAMES = {"t5-base": "T5-base", "t5-3b": "T5-3B"}
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+def model_name(name: str) -> str:
+    return NAMES.get(name, name.upper().replace("-MODERN", "-modern"))
+
+
+def served_table(rows: list[dict]) -> list[str]:
+    """Whole requests through the server, and how many times longer the peers took."""
+    peers = ("ctranslate2", "transformers")
+    header = ["model", "rows, tokens in/out", "ms", "tokens/s", *(PEERS[p] for p in peers), "floor"]
+    return table(header, (_served_cells(row, peers) for row in rows if row["tp_size"] == 1))
+
+
+def _served_cells(row: dict, peers: Iterable[str]) -> list[str]:
+    return [
+        model_name(row["model"]),
+        f"{row['rows']} x {row['input']}/{row['output']}",
+        f"{row['ms']:.1f}",
+        f"{row['tokens_per_s']:,.0f}",
+        *(_beside(row["peers"].get(peer), row["ms"]) for peer in peers),
+        f"{row['floor_ms']:.1f}",
+    ]
+
+
+def _beside(peer_ms: float | None, ms: float) -> str:
+    return "-" if peer_ms is None else f"{peer_ms:.1f} ({peer_ms / ms:.1f}x)"
+
+
+def use_case_table(rows: list[dict]) -> list[str]:
+    """The use cases of the NeMo framework's inference guide, by number of GPUs."""
+    sizes = sorted({row["tp_size"] for row in rows})
+    header = ["model", "use case", "tokens in", "tokens out", *(_gpus(size) for size in sizes)]
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        for use_case, case in USE_CASES.items():
+            found = {
+                row["tp_size"]: row
+                for row in rows
+                if row["model"] == model
+                and (row["rows"], row["input"], row["output"])
+                == (case.rows, case.input, case.output)
+            }
+            cells = [model_name(model), use_case, str(case.input), str(case.output)]
+            lines.append([*cells, *(_share(found.get(size)) for size in sizes)])
+    return table(header, lines)
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' if count > 1 else ''} (TP {count}), ms"
+
+
+def _share(row: dict | None) -> str:
+    return "-" if row is None else f"{row['ms']:.1f}"
+
+
+def request_table(rows: list[dict]) -> list[str]:
+    """Whole requests in the engine's own process, at batch 1."""
+    peers = ("torch_graph", "transformers")
+    header = ["model, tokens in/out", "engine, ms", *(PEERS[peer] for peer in peers), "floor"]
+    lines = []
+    for row in rows:
+        name = f"{model_name(row['model'])}, {row['input']}/{row['output']}"
+        times = [_beside(row["peers"].get(peer), row["engine_ms"]) for peer in peers]
+        lines.append([name, f"{row['engine_ms']:.1f}", *times, f"{row['floor_ms']:.1f}"])
+    return table(header, lines)
+
+
+def step_table(rows: list[dict]) -> list[str]:
+    """Single decode steps: milliseconds and share of the floor."""
+    steps = [row for row in rows if "floor_ms" in row]
+    cases = sorted({_case(row) for row in steps})
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in steps):
+        cells = [model_name(model)]
+        for case in cases:
+            found = [row for row in steps if row["model"] == model and _case(row) == case]
+            cells += [f"{row['ms']:.3f} ({row['share_of_floor']:.0%})" for row in found] or [""]
+        lines.append(cells)
+    return table(["ms per step (share of the read floor)", *map(_title, cases)], lines)
+
+
+def _case(row: dict) -> tuple[int, int, int]:
+    return (row["rows"], row["context"], row.get("source", 0))
+
+
+def _title(case: tuple[int, int, int]) -> str:
+    rows, context, source = case
+    return f"batch {rows}, context {context}" + (f", source {source}" if source else "")
+
+
+def tensor_parallel_table(rows: list[dict], model: str) -> list[str]:
+    """A decode step of one row on several GPUs."""
+    lines = []
+    for row in rows:
+        if row["model"] == model and row["rows"] == 1:
+            size = row["tp_size"]
+            how = "shared memory" if row["enable_custom_all_reduce"] else "NCCL"
+            name = "one GPU" if size == 1 else f"{size} GPUs, {how}"
+            lines.append([name, f"{row['ms_per_step']:.2f}", f"{row['speedup']:.2f}x"])
+    return table(
+        [f"{model_name(model)}, batch 1, context 80", "ms per step", "against one GPU"], lines
+    )
+
+
+def in_flight_table(report: dict) -> list[str]:
+    """Tokens per second by requests in flight."""
+    header = ["requests in flight", "tokens/s", "static batches of as many", "CTranslate2"]
+    lines = []
+    for row in report["rows"]:
+        speed, static = (row[f"{way}_tokens_per_s"] for way in ("in_flight", "static"))
+        best = max(row["peer_tokens_per_s"].values(), default=None)
+        others = (
+            f"{other:,.0f} ({speed / other:.2f}x)" if other else "-" for other in (static, best)
+        )
+        lines.append([str(row["clients"]), f"{speed:,.0f}", *others])
+    return table(header, lines)
+
+
+def load_table(report: dict) -> list[str]:
+    """Seconds from the start to the first token, by what was done when."""
+    best = min(report["starts"], key=lambda start: start["first_token_s"])
+    lines, before = [], 0.0
+    for what, at in sorted(best["timeline_s"], key=lambda event: event[1]):
+        lines.append([what, f"{at:.2f}", f"{at - before:+.2f}"])
+        before = at
+    return table(["start of a server", "s", ""], lines)

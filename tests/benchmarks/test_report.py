@@ -1,0 +1,65 @@
+"""The texts on performance come from the results."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import tables
+from benchmarks.report import BEGIN, END, with_section
+
+SERVED = {
+    "model": "t5-base",
+    "tp_size": 1,
+    "rows": 1,
+    "input": 60,
+    "output": 20,
+    "ms": 10.0,
+    "tokens_per_s": 2000.0,
+    "floor_ms": 2.0,
+    "peers": {"ctranslate2": 55.0},
+}
+
+
+def test_a_section_is_replaced_and_the_rest_stays() -> None:
+    text = f"# Title\n\n{BEGIN}\n\nold\n\n{END}\n\nlast\n"
+    once = with_section(text, ["new"])
+    assert once == f"# Title\n\n{BEGIN}\n\nnew\n\n{END}\n\nlast\n"
+    assert with_section(once, ["new"]) == once
+
+
+def test_a_text_without_the_comments_is_refused() -> None:
+    with pytest.raises(ValueError, match="made by"):
+        with_section("# Title\n", ["new"])
+
+
+def test_a_peer_that_did_not_run_has_no_figure() -> None:
+    _, _, row = tables.served_table([SERVED])
+    assert row == "| T5-base | 1 x 60/20 | 10.0 | 2,000 | 55.0 (5.5x) | - | 2.0 |"
+
+
+def test_use_cases_stand_beside_each_other_by_gpus() -> None:
+    two = {**SERVED, "tp_size": 2, "ms": 7.0}
+    header, _, row, *others = tables.use_case_table([two, SERVED])
+    assert header.endswith("| 1 GPU (TP 1), ms | 2 GPUs (TP 2), ms |")
+    assert row == "| T5-base | question answering | 60 | 20 | 10.0 | 7.0 |"
+    assert [line[-9:] for line in others] == ["| - | - |"] * 2
+
+
+def test_the_best_way_of_ctranslate2_counts() -> None:
+    row = {
+        "clients": 8,
+        "in_flight_tokens_per_s": 300.0,
+        "static_tokens_per_s": 150.0,
+        "peer_tokens_per_s": {"one batch": 50.0, "rows leave": 100.0},
+    }
+    line = tables.in_flight_table({"rows": [row]})[-1]
+    assert line == "| 8 | 300 | 150 (2.00x) | 100 (3.00x) |"
+
+
+def test_the_start_that_was_fastest_is_shown_in_order() -> None:
+    starts = [
+        {"first_token_s": 9.0, "timeline_s": [["ready", 8.0]]},
+        {"first_token_s": 5.0, "timeline_s": [["ready", 4.5], ["weights", 3.0]]},
+    ]
+    lines = tables.load_table({"starts": starts})
+    assert lines[2:] == ["| weights | 3.00 | +3.00 |", "| ready | 4.50 | +1.50 |"]
