@@ -57,12 +57,11 @@ def _newest_first(
             cosines,
             sines,
             turn,
-            stores,
             STORE,
             PARTS,
             SIZE,
             HALF,
-            BLOCK,
+            stores,
         )
         largest = tl.sum(key * scaled, 0)
         if RELATIVE:

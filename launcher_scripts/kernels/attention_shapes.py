@@ -12,6 +12,7 @@ from launcher_scripts.kernels.operands import Heads
 SHORT_CONTEXT = 256  # tokens
 FEW_HEADS = 128  # about one program per multiprocessor
 MANY_HEADS = 512
+MOST_HEADS = 1024
 SMALLEST_SIDE = 16  # of a matrix product
 
 
@@ -37,7 +38,7 @@ def attention_shape(longest: int, rows: int, heads: Heads, dtype: torch.dtype) -
     """
     queries, pairs = rows * heads.num_heads, rows * heads.num_kv_heads
     if longest > SHORT_CONTEXT:
-        if queries >= MANY_HEADS and dtype != torch.float32:
+        if queries >= (MANY_HEADS if heads.group > 1 else MOST_HEADS) and dtype != torch.float32:
             members = max(SMALLEST_SIDE, triton.next_power_of_2(heads.group))
             return AttentionShape(max(1, min(16, 1024 // pairs)), 64, 4, members=members)
         if queries > FEW_HEADS:

@@ -146,17 +146,17 @@ def newest_token(
     cosines,
     sines,
     turn,
-    stores,
     STORE: tl.constexpr,
     PARTS: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
+    stores=True,
 ):
-    """The newest token's key and value, in float32.
+    """The newest token's key and value, in float32; place: [BLOCK], where its features are.
 
     With STORE they come from new_key and new_value, and go to their places in the cache.
     """
+    BLOCK: tl.constexpr = place.shape[0]
     features = tl.arange(0, BLOCK)
     held = features < SIZE
     if STORE:

@@ -47,6 +47,12 @@ def turned_heads(
 
 
 @triton.jit
+def _reached(distance, reach):
+    """Where a table of biases has a distance."""
+    return tl.minimum(tl.maximum(distance, -reach), reach) + reach
+
+
+@triton.jit
 def _gains(
     tokens,
     slope,
@@ -63,7 +69,7 @@ def _gains(
     if ALIBI:
         gains = gains + slope[:, None] * (tokens - (length - 1)).to(tl.float32)[None, :]
     if RELATIVE:
-        place = tl.minimum(tl.maximum(tokens - position, -reach), reach) + reach
+        place = _reached(tokens - position, reach)
         gains = gains + tl.load(bias[:, None] + place[None, :])
     return gains
 
@@ -123,17 +129,14 @@ def attend_grouped(
     """
     if EARLY:
         gdc_launch_dependents()
-    row = tl.program_id(0)
-    group = tl.program_id(1)
-    split = tl.program_id(2)
+    row, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row).to(tl.int32)
     old, first, last, parts = part_of(length - (1 if FRESH else 0), split, SPLITS, TILE)
     if first > 0 and first >= old:
         return
     pool = (group * pool_tokens.to(tl.int64) + tl.load(starts + row)) * SIZE
-    position = tl.load(positions + row).to(tl.int32) if RELATIVE or HALF > 0 else 0
-    members = tl.arange(0, MEMBERS)
-    features = tl.arange(0, BLOCK)
+    turn = tl.load(positions + row).to(tl.int32) if RELATIVE or HALF > 0 else 0
+    members, features = tl.arange(0, MEMBERS), tl.arange(0, BLOCK)
     heads = group * GROUP + tl.minimum(members, GROUP - 1)
     slope = tl.load(slopes + heads) if ALIBI else 0.0
     own_bias = bias + heads * (2 * reach + 1) if RELATIVE else 0
@@ -143,40 +146,25 @@ def attend_grouped(
     asked = query + (row * (HEADS + beside)) * SIZE
     stride = tl.num_programs(0) * (HEADS + beside) * SIZE
     held = (features < SIZE)[None, :] & (members < GROUP)[:, None]
-    mine = asked + heads[:, None] * SIZE
-    exact = turned_heads(mine, held, stride, cosines, sines, position, PARTS, HALF, BLOCK)
+    first_features = asked + heads[:, None] * SIZE
+    exact = turned_heads(first_features, held, stride, cosines, sines, turn, PARTS, HALF, BLOCK)
     rounded = exact.to(keys.dtype.element_ty)
-    largest = tl.full([MEMBERS], -1e30, tl.float32)
     total = tl.zeros([MEMBERS], tl.float32)
-    mixed = tl.zeros([MEMBERS, BLOCK], tl.float32)
+    largest, mixed = total - 1e30, tl.zeros([MEMBERS, BLOCK], tl.float32)
     if FRESH and split == 0:
+        place = pool + old.to(tl.int64) * SIZE + features
+        key, value = asked + (HEADS + group) * SIZE, asked + (HEADS + HEADS // GROUP + group) * SIZE
         key, value = newest_token(
-            keys,
-            values,
-            pool + old.to(tl.int64) * SIZE + features,
-            asked + (HEADS + group) * SIZE,
-            asked + (HEADS + HEADS // GROUP + group) * SIZE,
-            stride,
-            cosines,
-            sines,
-            position,
-            True,
-            STORE,
-            PARTS,
-            SIZE,
-            HALF,
-            BLOCK,
+            keys, values, place, key, value, stride, cosines, sines, turn, STORE, PARTS, SIZE, HALF
         )
         largest = tl.sum(exact * key[None, :], 1) * scale
         if RELATIVE:
-            largest += tl.load(
-                own_bias + tl.minimum(tl.maximum(old - position, -reach), reach) + reach
-            )
+            largest += tl.load(own_bias + _reached(old - turn, reach))
         total += 1.0
         mixed += value[None, :]
     for tile in range(first, last, TILE):
         tokens = tile + tl.arange(0, TILE)
-        gains = _gains(tokens, slope, length, own_bias, position, reach, last, ALIBI, RELATIVE)
+        gains = _gains(tokens, slope, length, own_bias, turn, reach, last, ALIBI, RELATIVE)
         key, value = load_keys_values(keys, values, pool, tokens, last, SIZE, BLOCK)
         largest, total, mixed = _add_tokens(
             largest, total, mixed, key, value, rounded, scale, gains, PRECISION
@@ -190,20 +178,30 @@ def attend_grouped(
         tl.store(partial + part[:, None] * SIZE + features[None, :], mixed, mask=held)
         tl.store(weights + part * 2, largest, mask=members < GROUP)
         tl.store(weights + part * 2 + 1, total, mask=members < GROUP)
-        tl.debug_barrier()
-        counter = arrivals + row * (HEADS // GROUP) + group
-        before = tl.atomic_add(counter, 1, sem="acq_rel")
-        if before == parts - 1:
-            for member in tl.static_range(GROUP):
-                merge_parts(
-                    partial,
-                    weights,
-                    out,
-                    row * HEADS + group * GROUP + member,
-                    parts,
-                    SIZE,
-                    BLOCK,
-                    SPLITS,
-                    SPLIT_BLOCK,
-                )
-            tl.store(counter, 0)
+        pair = row * (HEADS // GROUP) + group
+        _merge_if_last(
+            partial, weights, arrivals, out, pair, parts, GROUP, SIZE, BLOCK, SPLITS, SPLIT_BLOCK
+        )
+
+
+@triton.jit
+def _merge_if_last(
+    partial,
+    weights,
+    arrivals,
+    out,
+    pair,
+    parts,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+):
+    tl.debug_barrier()
+    before = tl.atomic_add(arrivals + pair, 1, sem="acq_rel")
+    if before == parts - 1:
+        for member in tl.static_range(GROUP):
+            head = pair * GROUP + member
+            merge_parts(partial, weights, out, head, parts, SIZE, BLOCK, SPLITS, SPLIT_BLOCK)
+        tl.store(arrivals + pair, 0)

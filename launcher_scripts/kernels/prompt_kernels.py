@@ -53,54 +53,32 @@ def attend_prompts(
     total = tl.zeros([QUERIES], tl.float32)
     mixed = tl.zeros([QUERIES, BLOCK], tl.float32)
     seen_by_all = (past + 1) // TILE * TILE
-    for token in range(0, seen_by_all, TILE):
-        largest, total, mixed = _add_keys(
-            largest,
-            total,
-            mixed,
-            rows,
-            keys,
-            values,
-            pool,
-            token,
-            past + number,
-            past + count,
-            scale,
-            slope,
-            bias,
-            reach,
-            ALIBI,
-            RELATIVE,
-            False,
-            SIZE,
-            BLOCK,
-            TILE,
-            PRECISION,
-        )
-    for token in range(seen_by_all, past + count, TILE):
-        largest, total, mixed = _add_keys(
-            largest,
-            total,
-            mixed,
-            rows,
-            keys,
-            values,
-            pool,
-            token,
-            past + number,
-            past + count,
-            scale,
-            slope,
-            bias,
-            reach,
-            ALIBI,
-            RELATIVE,
-            True,
-            SIZE,
-            BLOCK,
-            TILE,
-            PRECISION,
-        )
+    for masked in tl.static_range(2):
+        begin, end = (0, seen_by_all) if masked == 0 else (seen_by_all, past + count)
+        for token in range(begin, end, TILE):
+            largest, total, mixed = _add_keys(
+                largest,
+                total,
+                mixed,
+                rows,
+                keys,
+                values,
+                pool,
+                token,
+                past + number,
+                past + count,
+                scale,
+                slope,
+                bias,
+                reach,
+                ALIBI,
+                RELATIVE,
+                masked == 1,
+                SIZE,
+                BLOCK,
+                TILE,
+                PRECISION,
+            )
     result = mixed / total[:, None]
     tl.store(out + place, result.to(out.dtype.element_ty), mask=asked)
 

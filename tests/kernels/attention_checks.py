@@ -53,7 +53,8 @@ def test_grouped_counts_of_arrivals_are_left_at_zero():
     ("longest", "rows", "heads", "dtype", "members", "splits"),
     [
         (1024, 128, Heads(16, 16, 128), torch.bfloat16, 16, 1),
-        (1024, 32, Heads(16, 16, 128), torch.float16, 16, 2),
+        (1024, 64, Heads(16, 16, 128), torch.float16, 16, 1),
+        (1024, 32, Heads(16, 4, 128), torch.float16, 16, 8),
         (1024, 128, Heads(64, 2, 128), torch.bfloat16, 32, 4),
         (1024, 128, Heads(16, 16, 128), torch.float32, 0, 8),
         (1024, 8, Heads(16, 16, 128), torch.bfloat16, 0, 16),
