@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from pathlib import Path
 
 from matplotlib import rc_context
@@ -40,9 +41,10 @@ def draw(path: Path, served: list[dict], parallel: list[dict]) -> None:
 
 def by_size(axes: Axes, rows: list[dict]) -> None:
     """A line per number of GPUs over the GPTs' parameters, and the floor of one GPU."""
-    chosen = [row for row in rows if is_asked(row, ASKED) and not row["model"].startswith("t5")]
+    chosen = [row for row in rows if Case.of(row) == ASKED and not row["model"].startswith("t5")]
     for size in sorted({row["tp_size"] for row in chosen}):
-        points = sorted((billions(row["model"]), row) for row in chosen if row["tp_size"] == size)
+        points = [(billions(row["model"]), row) for row in chosen if row["tp_size"] == size]
+        points.sort(key=itemgetter(0))
         label = f"{size} GPU{'s' if size > 1 else ''}"
         x = [parameters for parameters, _ in points]
         axes.plot(x, [row["ms"] for _, row in points], LINES[size], label=label)
@@ -56,7 +58,7 @@ def by_size(axes: Axes, rows: list[dict]) -> None:
 
 def beside_peers(axes: Axes, rows: list[dict]) -> None:
     """Bars per model: ours, then the peers."""
-    chosen = [row for row in rows if is_asked(row, ASKED) and row["tp_size"] == 1]
+    chosen = [row for row in rows if Case.of(row) == ASKED and row["tp_size"] == 1]
     series = {"served": [row["ms"] for row in chosen]}
     for peer in ("ctranslate2", "transformers"):
         series[peer] = [row["peers"].get(peer, 0) for row in chosen]
@@ -66,11 +68,8 @@ def beside_peers(axes: Axes, rows: list[dict]) -> None:
         axes.bar_label(bars, [f"{value:.0f}" if value else "" for value in values], fontsize=6)
     axes.set_xticks(range(len(chosen)), [model_name(row["model"]) for row in chosen])
     axes.set_ylabel("ms")
-    axes.legend()
-
-
-def is_asked(row: dict, case: Case) -> bool:
-    return (row["rows"], row["input"], row["output"]) == (case.rows, case.input, case.output)
+    axes.margins(y=0.15)
+    axes.legend(ncols=3, loc="upper left")
 
 
 def billions(model: str) -> float:

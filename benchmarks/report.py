@@ -15,9 +15,11 @@ import textwrap
 from pathlib import Path
 
 from benchmarks import tables
+from benchmarks.shapes import BATCHES, USE_CASES, Case
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+SUMMARY = (USE_CASES["question answering"], BATCHES[-1])
 FIGURE = Path("docs") / "latency.svg"
 BEGIN = "<!-- made by python3 -m benchmarks.report -->"
 END = "<!-- end of what benchmarks.report makes -->"
@@ -69,14 +71,15 @@ def with_section(text: str, paragraphs: list[str]) -> str:
 
 
 def summary() -> list[str]:
-    """README's: the figure, whole requests through the server, and requests in flight."""
+    """README's: the figure, some requests through the server, and requests in flight."""
+    rows = [row for row in result("serve")["rows"] if Case.of(row) in SUMMARY]
     return [
         f"![Latency of a request by model size, and beside peers]({FIGURE.as_posix()})",
         prose(
             "Whole requests through tritonserver (gRPC, greedy) on one NVIDIA H200 in bfloat16;",
             "peers without a server, in the same run (and how many times longer they took):",
         ),
-        joined(tables.served_table(result("serve")["rows"])),
+        joined(tables.served_table(rows)),
         "Tokens per second of the 1.3B model, mixed requests (32 to 512 tokens in, 16 to 256 out):",
         joined(tables.in_flight_table(result("in-flight"))),
         "More figures, and how they are measured: [docs/performance.md](docs/performance.md).",

@@ -58,7 +58,8 @@ class Served:
         gpus = torch.cuda.device_count()
         if gpus == 0:
             return Server(self.folder)
-        return Server(self.folder, [number % gpus] if self.tp_size == 1 else range(self.tp_size))
+        chosen = [number % gpus] if self.tp_size == 1 else range(self.tp_size)
+        return Server(self.folder, CUDA_VISIBLE_DEVICES=",".join(map(str, chosen)))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -169,7 +170,7 @@ class Report:
         if "error" in row:
             self.facts["errors"].append(row)
         else:
-            case = Case(row["rows"], row["input"], row["output"])
+            case = Case.of(row)
             row["tokens_per_s"] = round(case.rows * case.output / row["ms"] * 1e3, 1)
             if self._rates is not None:
                 floor = floor_ms(config_of(row["model"]), case, self._rates) / row["tp_size"]

@@ -30,14 +30,12 @@ START_SECONDS = 240
 class Server:
     """start_server over folder/repository; entering waits for it and gives what ready.json says.
 
-    gpus: which GPUs it sees; None: all
+    variables: what its environment has besides this process's own
     """
 
-    def __init__(self, folder: Path, gpus: Sequence[int] | None = None) -> None:
+    def __init__(self, folder: Path, **variables: str) -> None:
         self._folder = folder
-        self._environment = dict(os.environ)
-        if gpus is not None:
-            self._environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        self._environment = {**os.environ, **variables}
         self._settings = DeploySettings(
             str(folder / "repository"),
             str(folder / "results"),

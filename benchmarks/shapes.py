@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
@@ -94,6 +96,11 @@ class Case:
     rows: int
     input: int
     output: int
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Case:
+        """What a row of results was measured for."""
+        return cls(row["rows"], row["input"], row["output"])
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
         """The rows' ids, [rows, input]; no two rows are alike."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from benchmarks.shapes import USE_CASES
+from benchmarks.shapes import USE_CASES, Case
 
 PEERS = {
     "torch_graph": "torch in a CUDA graph",
@@ -56,9 +56,7 @@ def use_case_table(rows: list[dict]) -> list[str]:
             found = {
                 row["tp_size"]: row
                 for row in rows
-                if row["model"] == model
-                and (row["rows"], row["input"], row["output"])
-                == (case.rows, case.input, case.output)
+                if row["model"] == model and Case.of(row) == case
             }
             cells = [model_name(model), use_case, str(case.input), str(case.output)]
             lines.append([*cells, *(_share(found.get(size)) for size in sizes)])
@@ -137,10 +135,13 @@ def in_flight_table(report: dict) -> list[str]:
 
 
 def load_table(report: dict) -> list[str]:
-    """Seconds from the start to the first token, by what was done when."""
-    best = min(report["starts"], key=lambda start: start["first_token_s"])
-    lines, before = [], 0.0
-    for what, at in sorted(best["timeline_s"], key=lambda event: event[1]):
-        lines.append([what, f"{at:.2f}", f"{at - before:+.2f}"])
-        before = at
-    return table(["start of a server", "s", ""], lines)
+    """Seconds from the command to what was done: of the first start, and of the fastest later."""
+    first, *later = report["starts"]
+    starts = [first]
+    if later:
+        starts.append(min(later, key=lambda start: start["first_token_s"]))
+    done = [dict(start["timeline_s"]) for start in starts]
+    header = ["seconds from the command", "no kernel compiled yet", "later starts"]
+    steps = sorted(done[0], key=done[0].__getitem__)
+    cells = ([step, *(f"{times[step]:.2f}" for times in done)] for step in steps)
+    return table(header[: 1 + len(starts)], cells)

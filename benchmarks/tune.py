@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.generate import DEVICE, engine_settings, random_weights, release
-from benchmarks.shapes import VOCABULARY
+from benchmarks.shapes import MODERN, VOCABULARY
 from benchmarks.steps import step_ms
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.loading import assemble_runner, prepare_process
@@ -36,9 +36,10 @@ from launcher_scripts.parallel import Parallelism
 
 SIZES = ("768:3072:64:12", "2048:8192:128:16", "4096:16384:128:32", "6144:24576:128:48")
 STEP_BYTES = 1 << 30  # of layers: many times the second cache, so that weights come from memory
-CONTEXT = 80
-BATCHES = {"row_products": (1,), "dot_products": (8, 32)}
+# Rows and context of the steps whose times together decide.
+CASES = {"row_products": ((1, 80), (1, 1024)), "dot_products": ((8, 80), (32, 80))}
 PARTS = {"row": "row_products", "dot": "dot_products"}
+SUMMED_LATER = ("add", "heads")  # products whose parts another kernel sums
 GAIN = 0.998  # what counts as faster: times of one tile differ by so much
 
 
@@ -108,34 +109,51 @@ def products(config: GPTConfig, ranks: int, *, in_bytes: bool) -> list[Product]:
     ]
 
 
-def key_of(part: str, product: Product) -> str:
-    kind, out_size, in_size, _ = product
-    return f"{kind} {out_size}x{in_size}" if part == "row_products" else f"{kind} {in_size}"
+def key_of(product: Product) -> str:
+    return f"{product.kind} {product.out_size}x{product.in_size}"
+
+
+def tile_of(part: str, product: Product) -> RowTile | DotTile:
+    return (tiles.row_tile if part == "row_products" else tiles.dot_tile)(*product)
 
 
 def candidates(part: str, product: Product) -> list[tuple]:
-    found = row_candidates if part == "row_products" else dot_candidates
-    return [tuple(tile) for tile in found(product.kind, product.in_size, product.in_bytes)]
+    if part == "row_products":
+        found = row_candidates(product.kind, product.in_size, product.in_bytes)
+    else:
+        found = dot_candidates(product, tile_of(part, product))
+    return [tuple(tile) for tile in found]
 
 
 def choose(part: str, product: Product, runner: Runner) -> None:
-    """Give one product after the other the tile with which the step is shortest."""
-    if part == "row_products":
-        best = tuple(tiles.row_tile(*product))
-    else:
-        best = tuple(tiles.dot_tile(product.kind, product.in_size, product.in_bytes))
-    shortest = first = with_tile(part, product, best, runner)
-    for tile in candidates(part, product):
-        time = with_tile(part, product, tile, runner)
-        if time < shortest * GAIN:
-            best, shortest = tile, time
+    """Give the product the tile with which the step is shortest."""
+    now = tile_of(part, product)
+    found = candidates(part, product)
+    times = {tuple(tile): with_tile(part, product, tile, runner) for tile in (now, *found)}
+    if part == "dot_products":
+        both = combined(now, times)
+        times[both] = with_tile(part, product, both, runner)
+    best = min(times, key=times.__getitem__)
+    if times[best] >= times[tuple(now)] * GAIN:
+        best = tuple(now)
     set_tile(part, product, best)
-    name = key_of(part, product)
-    print(f"{part} {name}: {best}, step {first:.4f} -> {shortest:.4f} ms", flush=True)
+    change = f"step {times[tuple(now)]:.4f} -> {times[best]:.4f} ms"
+    print(f"{part} {key_of(product)}: {best}, {change}", flush=True)
+
+
+def combined(now: DotTile, times: dict[tuple, float]) -> tuple:
+    """The changes of single values that helped most, at once."""
+    tile = list(now)
+    for place, old in enumerate(now):
+        changed = [other for other in times if other[place] != old]
+        best = min(changed, key=times.__getitem__, default=tuple(now))
+        if times[best] < times[tuple(now)] * GAIN:
+            tile[place] = best[place]
+    return tuple(tile)
 
 
 def set_tile(part: str, product: Product, tile: tuple) -> None:
-    tiles.table()[tiles.part(part, product.in_bytes)][key_of(part, product)] = list(tile)
+    tiles.table()[tiles.part(part, product.in_bytes)][key_of(product)] = list(tile)
     tiles.forget()
 
 
@@ -143,9 +161,9 @@ def with_tile(part: str, product: Product, tile: tuple, runner: Runner, repeat: 
     """Milliseconds of the part's steps; infinite where the tile cannot run."""
     set_tile(part, product, tile)
     try:
-        return sum(step_ms(runner, rows, CONTEXT, repeat=repeat) for rows in BATCHES[part])
+        return sum(step_ms(runner, *case, repeat=repeat) for case in CASES[part])
     except Exception as error:
-        print(f"{key_of(part, product)} {tile}: {type(error).__name__}", flush=True)
+        print(f"{key_of(product)} {tile}: {type(error).__name__}", flush=True)
         return float("inf")
 
 
@@ -182,29 +200,30 @@ def row_candidates(kind: str, in_size: int, in_bytes: bool) -> Iterator[RowTile]
             yield RowTile(rows, block, warps, rolled)
 
 
-def dot_candidates(kind: str, in_size: int, in_bytes: bool) -> Iterator[DotTile]:
-    shapes = ((64, 128, 4), (64, 256, 4), (32, 128, 4), (128, 128, 4), (128, 64, 4), (128, 128, 8))
-    for (rows, block, warps), stages, splits in itertools.product(
-        shapes, (3, 4, 5), (1, 2, 4, 8) if kind == "add" else (1,)
-    ):
-        held = rows * (2 if kind == "gated" else 1) * (1 if in_bytes else 2)
-        in_flight = stages * block * (held + 32 * 2)
-        if in_flight <= 220 << 10 and in_size // splits >= 2 * block:
-            yield DotTile(rows, block, warps, stages, splits)
+def dot_candidates(product: Product, now: DotTile) -> Iterator[DotTile]:
+    """Tiles that differ from the one of now in one respect, and fit shared memory."""
+    changes = {
+        "rows": (32, 64, 128),
+        "block": (64, 128, 256),
+        "warps": (4, 8),
+        "stages": (3, 4, 5),
+        "splits": (1, 2, 4, 8) if product.kind in SUMMED_LATER else (1,),
+        "ahead": (0, 1, 2, 4),
+    }
+    held = (2 if product.kind == "gated" else 1) * (1 if product.in_bytes else 2)
+    for name, values in changes.items():
+        for value in values:
+            tile = now._replace(**{name: value})
+            in_flight = tile.stages * tile.block * (tile.rows * held + 32 * 2)
+            share = product.in_size // tile.splits
+            if tile != now and in_flight <= 220 << 10 and share >= 2 * tile.block:
+                yield tile
 
 
 def configuration(size: str, *, gated: bool) -> GPTConfig:
     """A model with as many layers as STEP_BYTES hold."""
     hidden, ffn, head_size, kv_heads = map(int, size.split(":"))
     ffn_bytes = hidden * ffn * 2 * (3 if gated else 2)
-    changes = {
-        "normalization": "rmsnorm",
-        "activation": "silu",
-        "gated": True,
-        "position_embedding": "rope",
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
     return GPTConfig(
         vocab_size=VOCABULARY,
         num_layers=max(2, STEP_BYTES // (hidden * hidden * 8 + ffn_bytes)),
@@ -216,14 +235,14 @@ def configuration(size: str, *, gated: bool) -> GPTConfig:
         max_positions=2048,
         end_id=VOCABULARY,
         start_id=0,
-        **(changes if gated else {}),
+        **(MODERN if gated else {}),
     )
 
 
 def few_layers(config: GPTConfig, arguments: argparse.Namespace) -> Runner:
     """One rank's layers; its sums over the ranks are its own parts."""
     parallelism = Parallelism(arguments.ranks)
-    most = max(itertools.chain(*BATCHES.values()))
+    most = max(rows for cases in CASES.values() for rows, _ in cases)
     settings = engine_settings(parallelism=parallelism, max_batch_size=most, max_tokens=8192)
     prepare_process(settings, DEVICE)
     weights = random_weights(config, parallelism, int8=arguments.int8)

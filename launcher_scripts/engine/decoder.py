@@ -15,6 +15,7 @@ from launcher_scripts.engine.decode_step import (
     Sublayer,
     obstacles,
 )
+from launcher_scripts.engine.heads import local_heads
 from launcher_scripts.engine.kv_cache import KVCache
 from launcher_scripts.engine.layers import (
     DecoderLayer,
@@ -27,17 +28,7 @@ from launcher_scripts.engine.layers import (
 from launcher_scripts.engine.learned_parts import learned_of, with_virtual_tokens
 from launcher_scripts.engine.prompt_batch import PromptBatch
 from launcher_scripts.engine.weights import GPTWeights
-from launcher_scripts.kernels.operands import EmbeddingTables, Heads
-from launcher_scripts.models.gpt import GPTConfig
-
-
-def local_heads(config: GPTConfig, tp_size: int) -> Heads:
-    """The heads of one rank; key/value heads are copied where the ranks outnumber them."""
-    return Heads(
-        num_heads=config.num_heads // tp_size,
-        num_kv_heads=config.local_size("num_kv_heads", tp_size),
-        head_size=config.head_size,
-    )
+from launcher_scripts.kernels.operands import EmbeddingTables
 
 
 class Decoder:
@@ -80,6 +71,8 @@ class Decoder:
             learned_of(weights.layers.values()),
         )
         self.step = None if self.step_obstacles else self._decode_step()
+        self.encode_step = None
+        self.encode_obstacles: list[str] = []
 
     def prefill(self, prompts: PromptBatch) -> Tensor:
         """Run the new tokens of several rows: hidden states [N, hidden]."""

@@ -8,8 +8,9 @@ from typing import Any
 
 from launcher_scripts.engine.agm_weights import AgmWeightLoader
 from launcher_scripts.engine.bart_weights import BartWeightLoader
-from launcher_scripts.engine.decoder import Decoder, local_heads
-from launcher_scripts.engine.encoder_decoder import EncoderDecoder, decoder_heads
+from launcher_scripts.engine.decoder import Decoder
+from launcher_scripts.engine.encoder_decoder import EncoderDecoder
+from launcher_scripts.engine.heads import decoder_heads, local_heads
 from launcher_scripts.engine.network import Network
 from launcher_scripts.engine.t5_weights import T5WeightLoader
 from launcher_scripts.engine.weights import WeightLoader

@@ -13,7 +13,7 @@ from launcher_scripts.engine.decode_batches import DecodeBatches
 from launcher_scripts.engine.graphs import GraphCache, bucket_bounds
 from launcher_scripts.engine.layers import Rows, Segment
 from launcher_scripts.engine.logit_processing import indices
-from launcher_scripts.engine.network import Network
+from launcher_scripts.engine.network import Encoded, Network
 from launcher_scripts.engine.plan import Bounds, Move, Plan, RowStart
 from launcher_scripts.engine.prefill import Prefill
 from launcher_scripts.engine.results import EncodedRow, StepResult, TokenCopy
@@ -92,13 +92,7 @@ class Runner:
 
     def _encode(self, slots: Sequence[int], result: StepResult) -> None:
         rows = [self._rows[slot] for slot in slots]
-        ids = [token for row in rows for token in row.source]
-        segments = tuple(
-            Segment(row.start, 0, 0, len(row.source), self._prefill.prompt_of(row), row.ia3_task)
-            for row in rows
-        )
-        asked = any(row.return_attentions for row in rows)
-        encoded = self.decoder.encode(indices(ids, self.device), segments, attentions=asked)
+        encoded = self._encoded(rows)
         if self.communicator.rank != 0:
             return
         hidden = encoded.hidden.split([len(row.source) for row in rows])
@@ -106,6 +100,20 @@ class Runner:
             if row.return_hidden_state:
                 attentions = encoded.attentions[index].cpu() if row.return_attentions else None
                 result.encoded.append(EncodedRow(row.slot, hidden[index].cpu(), attentions))
+
+    def _encoded(self, rows: Sequence[RowStart]) -> Encoded:
+        asked = any(row.return_attentions for row in rows)
+        step = self.decoder.encode_step
+        if step is not None and not asked and all(row.prompt is None for row in rows):
+            sources = [(row.source, row.source_start) for row in rows]
+            padding = self.decoder.cache.scratch
+            return Encoded(step.run(sources, padding, self.device, self._graphs))
+        ids = [token for row in rows for token in row.source]
+        segments = tuple(
+            Segment(row.start, 0, 0, len(row.source), self._prefill.prompt_of(row), row.ia3_task)
+            for row in rows
+        )
+        return self.decoder.encode(indices(ids, self.device), segments, attentions=asked)
 
     def _decode(self, plan: Plan, result: StepResult) -> None:
         batch = self._batches.plain(plan.decode)

@@ -160,11 +160,11 @@ def attend(
         HALF,
         BLOCK,
     )
-    for tile in range(first, last, TILE):
+    for _ in range(first, last, TILE):
+        later = load_keys_values(keys, values, pool, tokens + TILE, last, SIZE, BLOCK)
         bonus = bonus_of(tokens, slope, length, bias, position, reach, last, ALIBI, RELATIVE)
         largest, total, mixed = add_tile(largest, total, mixed, key, value, scaled, bonus)
-        tokens = tile + TILE + tl.arange(0, TILE)
-        key, value = load_keys_values(keys, values, pool, tokens, last, SIZE, BLOCK)
+        tokens, key, value = tokens + TILE, later[0], later[1]
     place = row * HEADS + head
     if SPLITS == 1:
         store_head(out, place, mixed / total, SIZE, BLOCK)

@@ -37,7 +37,7 @@ def dot_product(
 ) -> Tensor:
     """act(linear(x)), times gate(x) where there is one: [N, out]; norms are not looked at."""
     out = x.new_empty(x.shape[0], linear.weight.shape[0])
-    tile = dot_tile(kind, linear.weight.shape[1], linear.in_bytes)._replace(splits=1)
+    tile = dot_tile(kind, *linear.weight.shape, linear.in_bytes)._replace(splits=1)
     _launch(x, linear, tile, linear.weight.shape[0], out=out, gate=gate, activation=activation)
     return out
 
@@ -48,7 +48,7 @@ def dot_parts(x: Tensor, linear: Linear, kind: str) -> Tensor:
     One part has the type of x, several have float32.
     """
     out_size, in_size = linear.weight.shape
-    tile = dot_tile(kind, in_size, linear.in_bytes)
+    tile = dot_tile(kind, out_size, in_size, linear.in_bytes)
     dtype = x.dtype if tile.splits == 1 else torch.float32
     parts = x.new_empty(tile.splits, x.shape[0], out_size, dtype=dtype)
     _launch(x, linear, tile, out_size, out=parts)
@@ -69,7 +69,7 @@ def dot_partial(x: Tensor, linear: Linear) -> Tensor:
 def _parts(x: Tensor, linear: Linear) -> Tensor:
     """linear(x) without its bias, in parts to be summed: float32 [P, N, out]."""
     out_size, in_size = linear.weight.shape
-    tile = dot_tile("add", in_size, linear.in_bytes)
+    tile = dot_tile("add", out_size, in_size, linear.in_bytes)
     parts = torch.empty(tile.splits, x.shape[0], out_size, device=x.device)
     _launch(x, replace(linear, bias=None), tile, out_size, out=parts)
     return parts
@@ -119,7 +119,7 @@ def dot_largest(
     x: Hidden, head: Linear, held: int, keep: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """reference.largest for a few rows."""
-    tile = dot_tile("largest", head.weight.shape[1], head.in_bytes)._replace(splits=1)
+    tile = dot_tile("largest", *head.weight.shape, head.in_bytes)._replace(splits=1)
     count, parts = x.operand.shape[0], triton.cdiv(held, tile.rows)
     found = torch.empty(count, parts, device=x.operand.device)
     places = torch.empty(count, parts, dtype=torch.int32, device=x.operand.device)
@@ -140,7 +140,8 @@ def _launch(
 ) -> None:
     found, places = (x, x) if largest is None else largest
     gate_bias = None if gate is None else gate.bias
-    dot_rows[(triton.cdiv(out_size, tile.rows), tile.splits)](
+    own = tile.rows if gate is None else tile.rows // 2
+    dot_rows[(triton.cdiv(out_size, own), tile.splits)](
         x,
         linear.weight,
         linear.weight if gate is None else gate.weight,

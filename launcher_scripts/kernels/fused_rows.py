@@ -19,6 +19,7 @@ from launcher_scripts.kernels.row_kernels import (
 from launcher_scripts.kernels.row_products import NORM_CODES, best_of_parts, early
 
 ARGMAX_BLOCK = 1024
+STORED_AT_ONCE = 2048  # numbers
 ALONE = {"EARLY": False}
 
 
@@ -64,7 +65,10 @@ def store_kv(
         tokens, heads.num_heads, heads.head_size, dtype=qkv.dtype, device=qkv.device
     )
     cosines, sines = (qkv, qkv) if rotary is None else rotary
-    rotate_and_store[(tokens, heads.num_heads + 2 * heads.num_kv_heads)](
+    block = triton.next_power_of_2(heads.head_size)
+    total = heads.num_heads + 2 * heads.num_kv_heads
+    at_once = min(triton.next_power_of_2(total), max(1, STORED_AT_ONCE // block))
+    rotate_and_store[(tokens, triton.cdiv(total, at_once))](
         qkv,
         query,
         cache.keys,
@@ -77,8 +81,9 @@ def store_kv(
         KV_HEADS=heads.num_kv_heads,
         SIZE=heads.head_size,
         HALF=0 if rotary is None else cosines.shape[1],
-        BLOCK=triton.next_power_of_2(heads.head_size),
-        num_warps=1,
+        BLOCK=block,
+        AT_ONCE=at_once,
+        num_warps=max(1, min(4, at_once * block // 256)),
     )
     return query
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -195,6 +197,31 @@ class PromptSpans:
                 found.append((place + first, size, start, past + first))
             place += count
         return found
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Rows of several tokens that lie one after the other, as attention of each to itself goes
+    through them.
+
+    blocks: int64 [blocks, 3]; each is up to SPAN_QUERIES queries of one row: the row's first token,
+            its tokens, and how many of them are before the block. Those without tokens fill up.
+    """
+
+    blocks: Tensor
+
+
+SPAN_QUERIES = 64
+
+
+def span_blocks(counts: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The blocks of rows with `counts` tokens, which follow each other."""
+    starts = itertools.accumulate(counts, initial=0)
+    return [
+        (start, count, first)
+        for start, count in zip(starts, counts, strict=False)
+        for first in range(0, count, SPAN_QUERIES)
+    ]
 
 
 @dataclass(frozen=True)

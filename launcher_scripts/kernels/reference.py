@@ -27,6 +27,7 @@ from launcher_scripts.kernels.operands import (
     StepRows,
 )
 from launcher_scripts.kernels.reference_attention import (
+    attend_spans,
     context_attention,
     decode_attention,
     prompt_attention,
@@ -36,6 +37,7 @@ from launcher_scripts.kernels.reference_attention import (
 from launcher_scripts.kernels.reference_rotary import rotary_table, store_kv
 
 __all__ = [
+    "attend_spans",
     "context_attention",
     "decode_attention",
     "prompt_attention",

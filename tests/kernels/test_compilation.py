@@ -20,6 +20,7 @@ from launcher_scripts.kernels import (  # noqa: E402
     int8_kernels,
     prompt_kernels,
     row_kernels,
+    span_kernels,
     step_kernels,
 )
 
@@ -184,7 +185,7 @@ def test_normalize(kind):
 def test_rotate_and_store(dtype, half):
     pointers = dict.fromkeys(("qkv", "query", "keys", "values"), dtype)
     pointers |= {"slots": "i64", "cosines": "fp32", "sines": "fp32"}
-    constants = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half, "BLOCK": 64}
+    constants = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half, "BLOCK": 64, "AT_ONCE": 16}
     assert compile_kernel(row_kernels.rotate_and_store, pointers, {"pool_tokens": "i32"}, constants)
 
 
@@ -217,3 +218,19 @@ def test_attention_of_prompts(dtype, relative):
     numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32"}
     ptx = compile_kernel(prompt_kernels.attend_prompts, pointers, numbers, constants)
     assert ("wgmma" in ptx) == (dtype != "fp32")
+
+
+@pytest.mark.parametrize(("dtype", "relative"), list(itertools.product(TYPES, (False, True))))
+def test_attend_spans(dtype, relative):
+    pointers = dict.fromkeys(("qkv", "out"), dtype) | {"blocks": "i64", "bias": "fp32"}
+    numbers = {"scale": "fp32", "reach": "i32"}
+    constants = {"HEADS": 8, "SIZE": 48, "BLOCK": 64, "RELATIVE": relative, "EARLY": True}
+    constants |= {"QUERIES": 64, "KEYS": 32}
+    assert compile_kernel(span_kernels.attend_spans, pointers, numbers, constants)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_multiply_gate(dtype):
+    pointers = {"up": dtype, "gate": dtype}
+    constants = {"ACTIVATION": 1, "EARLY": True, "BLOCK": 2048}
+    assert compile_kernel(row_kernels.multiply_gate, pointers, {"size": "i32"}, constants)

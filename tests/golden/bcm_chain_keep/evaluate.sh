@@ -47,14 +47,14 @@ beside_server() {
     "$@" &
     client=$!
     while kill -0 "$client" 2> /dev/null; do
-        if ((SECONDS - checked >= 10)); then
+        if ((SECONDS - checked >= 5)); then
             checked=$SECONDS
             if server_ended && kill -0 "$client" 2> /dev/null; then
                 explain "the server ended before the evaluation did"
                 exit 1
             fi
         fi
-        sleep 0.5
+        sleep 0.2
     done
     wait "$client" || code=$?
     client=

@@ -108,7 +108,7 @@ beside_server() {
                 exit 1
             fi
         fi
-        sleep 0.5
+        sleep 0.2
     done
     wait "$client" || code=$?
     client=
