@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.row_product_kernel import ZERO, activate, scales_of
+from launcher_scripts.kernels.digit_kernels import dot_digits, load_piece
+from launcher_scripts.kernels.row_product_kernel import activate, scales_of
 
 
 @triton.jit
@@ -29,21 +30,6 @@ def _fetch(starts, first, last, AHEAD: tl.constexpr, BLOCK: tl.constexpr):
             is_pure=False,
             pack=1,
         )
-
-
-@triton.jit
-def _piece(weights, held, kind, EVEN: tl.constexpr):
-    """Some columns of a weight's rows, which are read once, in the type of x: `kind`.
-
-    A byte becomes the last one of 2^23 in float32, whose steps are ones there.
-    """
-    if EVEN:
-        tile = tl.load(weights, eviction_policy="evict_first")
-    else:
-        tile = tl.load(weights, mask=held, other=0.0, eviction_policy="evict_first")
-    if tile.dtype == tl.uint8:
-        tile = (tile.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
-    return tile.to(kind)
 
 
 @triton.jit
@@ -69,9 +55,8 @@ def _dot(
     product = tl.zeros([ROWS, BATCH], tl.float32)
     weights = starts + columns[None, :]
     places = x + batch[None, :] * IN + columns[:, None]
-    kind: tl.constexpr = x.dtype.element_ty
     for column in tl.range(first, last, BLOCK):
-        tile = _piece(weights + column, held & (column + columns < IN)[None, :], kind, EVEN)
+        tile = load_piece(weights + column, held & (column + columns < IN)[None, :], EVEN)
         inside = (batch < count)[None, :] & (column + columns < IN)[:, None]
         piece = tl.load(places + column, mask=inside, other=0.0)
         product = tl.dot(tile, piece, product, input_precision="ieee")
@@ -87,6 +72,7 @@ def _halves(product, ROWS: tl.constexpr, BATCH: tl.constexpr):
 @triton.jit
 def dot_rows(
     x,
+    steps,
     weight,
     gate_weight,
     scales,
@@ -112,6 +98,7 @@ def dot_rows(
 ):
     """out = act(W x + b) * (W2 x + b2) for `count` rows of x, the parts as the flags say.
 
+    x and steps are what split_rows makes of x where the weights are int8.
     Of the ROWS that a program multiplies, half are the gate's with GATED. With SPLITS > 1 the parts
     over the columns go to out [SPLITS, count, OUT], to be summed. With LARGEST nothing but the
     largest of the program's values and its place is kept, for each row. With EARLY the weight's
@@ -136,7 +123,10 @@ def dot_rows(
         _fetch(starts, first, last, AHEAD, BLOCK)
         gdc_wait()
     even: tl.constexpr = OUT % own == 0 and IN % BLOCK == 0
-    value = _dot(x, starts, held, first, last, count, IN, even, ROWS, BLOCK, BATCH)
+    if weight.dtype.element_ty == tl.int8:
+        value = dot_digits(x, steps, starts, held, first, last, count, IN, even, ROWS, BLOCK, BATCH)
+    else:
+        value = _dot(x, starts, held, first, last, count, IN, even, ROWS, BLOCK, BATCH)
     if GATED:
         value, gate = _halves(value, ROWS, BATCH)
     value *= scales_of(scales, weight, rows, OUT)[:, None]

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from launcher_scripts.kernels.digit_kernels import split_rows
 from launcher_scripts.kernels.dot_kernels import add_and_normalize, dot_rows
 from launcher_scripts.kernels.operands import Hidden, Linear, Norm
 from launcher_scripts.kernels.row_products import (
@@ -127,6 +128,17 @@ def dot_largest(
     return best_of_parts(found, places, keep)
 
 
+def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [N, in] as an int8 weight is multiplied with: digits int8 [2, N, in], steps [N]."""
+    count, size = x.shape
+    digits = torch.empty(2, count, size, dtype=torch.int8, device=x.device)
+    steps = torch.empty(count, device=x.device)
+    block = triton.next_power_of_2(size)
+    warps = max(1, min(32, block // 512))
+    split_rows[(count,)](x, digits, steps, size, BLOCK=block, num_warps=warps, **early(x))
+    return digits, steps
+
+
 def _launch(
     x: Tensor,
     linear: Linear,
@@ -139,10 +151,12 @@ def _launch(
     largest: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     found, places = (x, x) if largest is None else largest
+    given, steps = split_digits(x) if linear.in_bytes else (x, x)
     gate_bias = None if gate is None else gate.bias
     own = tile.rows if gate is None else tile.rows // 2
     dot_rows[(triton.cdiv(out_size, own), tile.splits)](
-        x,
+        given,
+        steps,
         linear.weight,
         linear.weight if gate is None else gate.weight,
         x if linear.scale is None else linear.scale,

@@ -43,11 +43,11 @@ class FoldedNorm:
 class Linear:
     """y = x W^T + b, of a normalized x where there is a norm.
 
-    weight:  [out, in] in the compute type, or in bytes (see quantization.py)
+    weight:  [out, in] in the compute type, or int8 (see quantization.py)
     bias:    [out] in the compute type
     norm:    applied to x first
-    scale:   float32 [out]: what each row of a weight in bytes is multiplied by
-    compute: the compute type of a weight in bytes
+    scale:   float32 [out]: what each row of an int8 weight is multiplied by
+    compute: the compute type of an int8 weight
     folded:  the norm as a product with one row wants it; made by kernels.prepare
     """
 

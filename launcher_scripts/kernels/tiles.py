@@ -43,7 +43,9 @@ def dot_tile(kind: str, out_size: int, in_size: int, in_bytes: bool = False) -> 
     """The tile of a product with a few rows: kind is plain, heads, query, add, up, gated
     or largest; in_bytes: the weight is."""
     found = _known("dot_products", kind, out_size, in_size, in_bytes)
-    return DotTile(*found) if found else DotTile(64, 128, 4, 4, 4 if kind == "add" else 1)
+    if found:
+        return DotTile(*found)
+    return DotTile(64, 256 if in_bytes else 128, 4, 4, 4 if kind == "add" else 1)
 
 
 @cache

@@ -14,6 +14,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from launcher_scripts.kernels import (  # noqa: E402
     attention_kernels,
     dot_kernels,
+    gemv_heads_kernel,
     gemv_kernels,
     grouped_attention_kernels,
     inbox_kernels,
@@ -39,7 +40,7 @@ def compile_kernel(kernel, pointers: dict[str, str], numbers: dict[str, str], co
 
 
 # Compute type and that of the weight.
-WEIGHTS = [*((dtype, dtype) for dtype in TYPES), ("bf16", "u8"), ("fp32", "u8")]
+WEIGHTS = [*((dtype, dtype) for dtype in TYPES), ("bf16", "i8"), ("fp32", "i8")]
 TILE = {"PARTS": 3, "SPREAD": 4, "ROWS": 2, "BLOCK": 256, "ROLLED": False, "EARLY": True}
 
 
@@ -78,7 +79,7 @@ def test_gemv_heads(dtype, half):
     numbers = {"pool_tokens": "i32", "eps": "fp32"}
     heads = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half}
     constants = {"IN": 768, "NORM": 1, "OFFSET": True, **heads, **TILE}
-    assert compile_kernel(gemv_kernels.gemv_heads, pointers, numbers, constants)
+    assert compile_kernel(gemv_heads_kernel.gemv_heads, pointers, numbers, constants)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -90,7 +91,7 @@ def test_gemv_largest(dtype):
     assert compile_kernel(gemv_kernels.gemv_largest, pointers, {"eps": "fp32"}, constants)
 
 
-@pytest.mark.parametrize(("dtype", "weight"), [*zip(TYPES, TYPES, strict=True), ("bf16", "u8")])
+@pytest.mark.parametrize(("dtype", "weight"), [*zip(TYPES, TYPES, strict=True), ("bf16", "i8")])
 def test_inboxes(dtype, weight):
     pointers = {"x": dtype, "weight": weight, "inboxes": "i64", "exchanges": "i32"}
     pointers["scales"] = "fp32"
@@ -111,9 +112,9 @@ def test_inboxes(dtype, weight):
 @pytest.mark.parametrize("in_bytes", [False, True])
 @pytest.mark.parametrize("splits", [1, 4])
 def test_dot_rows(dtype, in_bytes, splits):
-    pointers = dict.fromkeys(("x", "offsets", "gate_offsets"), dtype)
-    pointers |= dict.fromkeys(("weight", "gate_weight"), "u8" if in_bytes else dtype)
-    pointers |= dict.fromkeys(("scales", "gate_scales"), "fp32")
+    pointers = dict.fromkeys(("offsets", "gate_offsets"), dtype)
+    pointers |= dict.fromkeys(("x", "weight", "gate_weight"), "i8" if in_bytes else dtype)
+    pointers |= dict.fromkeys(("steps", "scales", "gate_scales"), "fp32")
     pointers |= {"out": "fp32", "largest": "fp32", "places": "i32"}
     constants = {
         "OUT": 515,
@@ -156,9 +157,8 @@ def test_begin_rows():
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_widen(dtype):
-    pointers = {"weight": "u8", "scale": "fp32", "out": dtype}
-    numbers = dict.fromkeys(("size", "zero"), "i32")
-    assert compile_kernel(int8_kernels.widen, pointers, numbers, {"BLOCK": 1024})
+    pointers = {"weight": "i8", "scale": "fp32", "out": dtype}
+    assert compile_kernel(int8_kernels.widen, pointers, {"size": "i32"}, {"BLOCK": 1024})
 
 
 def test_look_up_and_argmax():
