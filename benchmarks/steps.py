@@ -43,11 +43,11 @@ def _step_ms(runner: Runner, rows: int, context: int, source: int, repeat: int) 
         runner.states.length[:rows] = context - STEPS // 2
 
     rewind()
-    runner.greedy_step(batch, batch.slots, bounds)
+    runner.greedy_step(batch.slots, bounds)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        runner.greedy_step(batch, batch.slots, bounds)
+        runner.greedy_step(batch.slots, bounds)
     times = []
     for _ in range(repeat + 2):
         rewind()

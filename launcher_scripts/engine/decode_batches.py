@@ -57,10 +57,6 @@ class DecodeBatches:
             self._plain = (slots, sampling_batch(rows, self._device))
         return self._plain[1]
 
-    def padding(self, rows: int) -> SamplingBatch:
-        """Greedy rows that only fill a step up."""
-        return sampling_batch([_padding_row(self._padding_slot)] * rows, self._device)
-
     def mixed(self, plan: Plan) -> MixedBatch:
         """The sampling of the rows in `decode`, and the searches beside them."""
         key = (plan.decode, plan.beams)

@@ -21,10 +21,10 @@ from launcher_scripts.engine.loading import (
 from launcher_scripts.engine.messages import RankInfo
 from launcher_scripts.engine.node_group import ONE_NODE, NodeGroup
 from launcher_scripts.engine.pending import Pending
-from launcher_scripts.engine.progress import DEVICE
 from launcher_scripts.engine.plan import Plan
+from launcher_scripts.engine.progress import DEVICE
 from launcher_scripts.engine.ranks import NAMING_SECONDS, Ranks
-from launcher_scripts.engine.recording import Recording
+from launcher_scripts.engine.recording import Recording, device_memory
 from launcher_scripts.engine.requests import check_request, parts, warm_up_request
 from launcher_scripts.engine.results import StepResult
 from launcher_scripts.engine.row import Progress, Row
@@ -225,7 +225,8 @@ class Engine:
             runner.execute(plan)
             self._ranks.progress.end_step()
 
-        recording = Recording(runner.shapes_to_record(), runner.device, take)
+        shapes = runner.shapes_to_record()
+        recording = Recording(shapes, take, lambda: device_memory(runner.device))
         done = recording.record_at_load()
         if done is not None:
             print(done, flush=True)

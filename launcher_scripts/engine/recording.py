@@ -17,18 +17,21 @@ MEMORY_SHARE = 0.02  # of the device's memory, for all graphs
 class Recording:
     """The shapes that are to be recorded still, those needed first in front.
 
-    take: has all ranks carry out a plan
+    take: has all ranks carry out a plan;  memory: bytes of the device, those free and all
     """
 
     def __init__(
-        self, shapes: Iterable[StepShape], device: torch.device, take: Callable[[Plan], object]
+        self,
+        shapes: Iterable[StepShape],
+        take: Callable[[Plan], object],
+        memory: Callable[[], tuple[int, int]],
     ) -> None:
         self._left = deque(shapes)
-        self._device = device
         self._take = take
+        self._memory = memory
         self._done = 0
         self._seconds = 0.0
-        self._before, total = self._memory()
+        self._before, total = memory()
         self._most_bytes = total * MEMORY_SHARE
 
     @property
@@ -54,9 +57,10 @@ class Recording:
         done += f"{self._bytes() / 1e6:.0f} MB"
         return done + (f"; {len(self._left)} more while there is time" if self._left else "")
 
-    def _memory(self) -> tuple[int, int]:
-        """Bytes free, and in all; on a device without graphs none."""
-        return torch.cuda.mem_get_info(self._device) if self._device.type == "cuda" else (0, 0)
-
     def _bytes(self) -> int:
         return self._before - self._memory()[0]
+
+
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes free, and in all; of a device without graphs it does not matter."""
+    return torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)

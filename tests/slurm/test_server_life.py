@@ -34,7 +34,9 @@ def test_a_failed_evaluation_keeps_its_code_and_stops_the_server(
     submit(CHAIN, EVALUATE_WAITS="30", EVALUATE_EXITS="5")
     assert ended(slurm, submit, "evaluate") == ("FAILED", "5:0")
     assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0")
-    assert "the evaluation failed with exit code 5 (server: RUNNING)" in submit.log("evaluate")
+    assert "the evaluation failed with exit code 5 (server: RUNNING; its log: " in submit.log(
+        "evaluate"
+    )
 
 
 def test_a_server_that_dies_ends_the_evaluation_with_the_reason(
@@ -44,7 +46,7 @@ def test_a_server_that_dies_ends_the_evaluation_with_the_reason(
     assert ended(slurm, submit, "deploy") == ("FAILED", "7:0")
     assert ended(slurm, submit, "evaluate") == ("FAILED", "1:0")
     log = submit.log("evaluate")
-    assert "the server ended before the evaluation did (server: FAILED)" in log
+    assert "the server ended before the evaluation did (server: FAILED; its log: " in log
     assert "  | the port is in use" in log
     assert slurm.job_processes(submit.record("evaluate")["job_id"]) == []
 

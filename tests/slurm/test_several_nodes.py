@@ -117,6 +117,22 @@ def test_two_deployments_share_their_nodes(
 
 
 @pytest.mark.slow
+def test_one_evaluation_asks_all_replicas(slurm: TestCluster, launch: Submit) -> None:
+    shared = ("cluster.exclusive=False", "cluster.mem=1000", "cluster.gpus_per_node=2")
+    replicas = ("deploy.replicas=2", "evaluate.in_deploy_job=False")
+    launch("stages=[export,deploy,evaluate]", *TP2, *shared, *replicas)
+    fields = slurm.wait(launch.record("evaluate")["job_id"], timeout=300)
+    assert fields["JobState"] == "COMPLETED", launch.log("evaluate")
+    (report,) = launch.results.glob("evaluate_*/report.json")
+    metrics = json.loads(report.read_text())["tasks"]["lambada"]["metrics"]
+    assert metrics["perplexity"]["value"] > 1
+    folder = launch.record("deploy")["folder"]
+    logs = [path.read_text() for path in folder.glob("log-*_[01].out")]
+    assert len(logs) == 2
+    assert slurm.wait(f"{launch.record('deploy')['job_id']}_0")["JobState"] == "COMPLETED"
+
+
+@pytest.mark.slow
 def test_the_documented_command_by_hand(
     slurm: TestCluster, repository: Path, tmp_path: Path
 ) -> None:
