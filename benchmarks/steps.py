@@ -28,14 +28,13 @@ def step_ms(runner: Runner, rows: int, context: int, source: int = 0, repeat: in
 def _step_ms(runner: Runner, rows: int, context: int, source: int, repeat: int) -> float:
     extent = source + context + STEPS + 1
     starts = [
-        RowStart(slot, slot * extent + source, (1,), -1, SamplingParameters())
+        RowStart(slot, slot * extent + source, (1,), -1, SamplingParameters(), source=(0,) * source)
         for slot in range(rows)
     ]
     if rows * extent > runner.decoder.cache.capacity:
         raise ValueError(f"{rows} rows of {extent} tokens do not fit the cache")
     _fill(runner)
     runner.states.join(starts)
-    runner.states.source_length[:rows] = source
     batch = sampling_batch(starts, runner.device)
     bounds = bucket_bounds(Bounds(context + STEPS, source))
 

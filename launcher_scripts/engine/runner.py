@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from torch import Tensor
 from launcher_scripts.engine.beam_search import BeamSearch
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.decode_batches import DecodeBatches
-from launcher_scripts.engine.graphs import GraphCache, bucket_bounds
+from launcher_scripts.engine.graphs import GraphCache, bucket_bounds, step_shapes
 from launcher_scripts.engine.layers import Rows, Segment
 from launcher_scripts.engine.logit_processing import indices
 from launcher_scripts.engine.network import Encoded, Network
-from launcher_scripts.engine.plan import Bounds, Move, Plan, RowStart
+from launcher_scripts.engine.plan import Bounds, Plan, RowStart, StepShape
 from launcher_scripts.engine.prefill import Prefill
 from launcher_scripts.engine.results import EncodedRow, StepResult, TokenCopy
 from launcher_scripts.engine.row_state import RowStates
@@ -27,9 +27,16 @@ class Runner:
     """Carries out plans. Every rank of an engine gets the same plans in the same order."""
 
     def __init__(
-        self, decoder: Network, communicator: Communicator, slots: int, device: torch.device
+        self,
+        decoder: Network,
+        communicator: Communicator,
+        slots: int,
+        device: torch.device,
+        longest: Bounds,
     ) -> None:
+        """longest: what a decode step reads of a row of the model's full length"""
         self.decoder = decoder
+        self._slots, self._longest = slots, longest
         self.communicator = communicator
         self.device = device
         self.states = RowStates(slots, decoder.cache.scratch, device)
@@ -49,12 +56,13 @@ class Runner:
         """Launch one step; on CUDA this returns before the device has finished."""
         result = StepResult()
         if plan.moves:
-            self._move(plan.moves)
+            self.decoder.cache.shift(plan.moves)
+            self.states.slide(plan.moves)
         if plan.starts:
             self._rows.update({row.slot: row for row in plan.starts})
             self.states.join(plan.starts)
             self._batches.forget()
-        self.communicator.progress.expect(*self._size(plan))
+        self.communicator.progress.expect(*plan.size(self._rows))
         if plan.encode:
             self._encode(plan.encode, result)
         if plan.prefill:
@@ -65,7 +73,13 @@ class Runner:
             self._decode_with_beams(plan, result)
         elif plan.decode:
             self._decode(plan, result)
+        for shape in plan.record:
+            self._record(shape)
         return result
+
+    def shapes_to_record(self) -> list[StepShape]:
+        """The decode steps that requests may need, where steps are CUDA graphs."""
+        return [] if self._graphs is None else step_shapes(self._longest, self._slots)
 
     def close(self) -> None:
         """Finish what was launched and leave the other ranks."""
@@ -73,22 +87,6 @@ class Runner:
             torch.cuda.synchronize(self.device)
             self._graphs.clear()
         self.communicator.close()
-
-    def _size(self, plan: Plan) -> tuple[tuple[bool, ...], int]:
-        """What kinds of work a step has, and how many tokens."""
-        kinds = (plan.moves, plan.encode, plan.prefill, plan.decode, plan.beams)
-        tokens = sum(part.count for part in plan.prefill) + len(plan.decode)
-        tokens += sum(len(self._rows[slot].source) for slot in plan.encode)
-        tokens += sum(len(self._rows[slot].beams) for slot in plan.beams)
-        return tuple(map(bool, kinds)), tokens
-
-    def _move(self, moves: Sequence[Move]) -> None:
-        """Bring what sessions still attend to to the front of their extents."""
-        cache = self.decoder.cache
-        for move in moves:
-            target = torch.arange(move.start, move.start + move.count, device=self.device)[None]
-            cache.copy(target + move.by, target)
-        self.states.slide(moves)
 
     def _encode(self, slots: Sequence[int], result: StepResult) -> None:
         rows = [self._rows[slot] for slot in slots]
@@ -125,15 +123,27 @@ class Runner:
         result.tokens.append(TokenCopy(plan.decode, sampled))
 
     def _decode_on_graph(self, batch: SamplingBatch, bounds: Bounds) -> Sampled:
-        """The step as a CUDA graph: recorded when its shape comes for the second time."""
+        """The step as a CUDA graph: if it is not, recorded when its shape comes a second time."""
         key = (batch.slots.shape[0], bounds, batch.greedy)
-        if batch.greedy:
-            tokens = self._graphs.run(
-                key, batch.slots, lambda slots: self.greedy_step(slots, bounds)
-            )
-            return Sampled(tokens, None)
-        logits = self._graphs.run(key, batch.slots, lambda slots: self._forward_step(slots, bounds))
-        return self._choice.choose(logits, batch, bounds.own)
+        found = self._graphs.run(key, batch.slots, self._step_of(bounds, greedy=batch.greedy))
+        return (
+            Sampled(found, None) if batch.greedy else self._choice.choose(found, batch, bounds.own)
+        )
+
+    def _record(self, shape: StepShape) -> None:
+        """Have the graph of such steps; it is tried out on padding rows."""
+        bounds = Bounds(shape.own, shape.source)
+        self._graphs.record(
+            (shape.rows, bounds, shape.greedy),
+            indices([self.states.padding_slot] * shape.rows, self.device),
+            self._step_of(bounds, greedy=shape.greedy),
+        )
+
+    def _step_of(self, bounds: Bounds, *, greedy: bool) -> Callable[[Tensor], Tensor | None]:
+        """A step of the rows in slots [B]: the ids of greedy ones, logits of others."""
+        if greedy:
+            return lambda slots: self.greedy_step(slots, bounds)
+        return lambda slots: self._forward_step(slots, bounds)
 
     def _decode_with_beams(self, plan: Plan, result: StepResult) -> None:
         mixed = self._batches.mixed(plan)
