@@ -266,8 +266,8 @@ def as_text(table: dict) -> str:
     """JSON with a line per tile."""
     parts = [f'  "measured_on": {json.dumps(table["measured_on"])}']
     for part in (name for name in table if name != "measured_on"):
-        lines = (f"    {json.dumps(key)}: {json.dumps(tile)}" for key, tile in table[part].items())
-        parts.append(f'  "{part}": {{\n' + ",\n".join(lines) + "\n  }")
+        lines = [f"    {json.dumps(key)}: {json.dumps(tile)}" for key, tile in table[part].items()]
+        parts.append(f'  "{part}": {{' + ",".join(f"\n{line}" for line in lines) + "\n  }")
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
