@@ -8,7 +8,7 @@ ones can be recorded.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -32,7 +32,9 @@ from launcher_scripts.kernels.operands import (
     span_blocks,
 )
 
-SHORTEST_RECORDED, LONGEST_RECORDED = 16, 1024
+# Tokens times weights that a device multiplies while its host launches a product and its company.
+LAUNCH_WORK = 12_000_000_000
+SMALLEST_BUCKET, COARSE_BUCKETS = 16, 128
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,11 @@ class Sources:
 def pack(rows: Sequence[tuple[Sequence[int], int]], padding: int | None = None) -> list[int]:
     """Sources.values of rows: ids and first cache token of each.
 
-    padding: a cache token that belongs to no row; with it the tokens are filled up to a power of
-             two by one more row, and the blocks by empty ones
+    padding: a cache token that belongs to no row; with it the tokens are filled up to a bucket by
+             one more row, and the blocks to a power of two by empty ones
     """
     counts = [len(ids) for ids, _ in rows]
-    more = 0 if padding is None else _power_of_two(sum(counts), SHORTEST_RECORDED) - sum(counts)
+    more = 0 if padding is None else bucket_tokens(sum(counts)) - sum(counts)
     ids = itertools.chain(*(ids for ids, _ in rows), [0] * more)
     positions = itertools.chain(*map(range, counts), [0] * more)
     slots = itertools.chain(
@@ -78,12 +80,20 @@ def pack(rows: Sequence[tuple[Sequence[int], int]], padding: int | None = None) 
     )
     blocks = span_blocks([*counts, more])
     if padding is not None:
-        blocks += [(0, 0, 0)] * (_power_of_two(len(blocks), 1) - len(blocks))
+        blocks += [(0, 0, 0)] * (_power_of_two(len(blocks)) - len(blocks))
     return [*ids, *positions, *slots, *itertools.chain(*blocks)]
 
 
-def _power_of_two(number: int, least: int) -> int:
-    return max(least, 1 << (number - 1).bit_length())
+def bucket_tokens(tokens: int) -> int:
+    """How many tokens a recorded pass of so many has: powers of two, then four to an octave."""
+    if tokens <= COARSE_BUCKETS:
+        return max(SMALLEST_BUCKET, _power_of_two(tokens))
+    step = _power_of_two(tokens) // 8
+    return -(-tokens // step) * step
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -150,6 +160,7 @@ def encoder_sublayers(
 class EncodeStep:
     """The encoder of a rank that has all layers, and the keys and values the decoder wants of it.
 
+    longest_recorded: tokens, up to which the host would hold the device up
     readers: what reads the states, one projection per decoder layer, and the cache for its keys
              and values;  heads: of the decoder
     """
@@ -170,6 +181,9 @@ class EncodeStep:
         self.heads = Heads(0, heads.num_kv_heads, heads.head_size)
         self.kernels = kernels
         self.communicator = communicator
+        weights = [linear.weight.numel() for linear in self._linears()]
+        self.longest_recorded = LAUNCH_WORK * len(weights) // sum(weights)
+        self._states: Tensor | None = None
         self._norms = [*(sublayer.first.norm for sublayer in sublayers), None]
 
     def forward(self, sources: Sources) -> Tensor:
@@ -189,6 +203,14 @@ class EncodeStep:
             kernels.store_kv(kernels.project(operand, linear), self.heads, None, slots, cache)
         return states
 
+    def _linears(self) -> Iterator[Linear]:
+        for sublayer in self.sublayers:
+            yield from (sublayer.first, sublayer.last)
+            gate = getattr(sublayer, "gate", None)
+            if gate is not None:
+                yield gate
+        yield from (linear for linear, _ in self.readers)
+
     def run(
         self,
         rows: Sequence[tuple[Sequence[int], int]],
@@ -198,14 +220,18 @@ class EncodeStep:
     ) -> Tensor:
         """forward of rows, as in `pack`; short ones on a CUDA graph, filled up with padding."""
         tokens = sum(len(ids) for ids, _ in rows)
-        if graphs is None or tokens > LONGEST_RECORDED:
+        filled = bucket_tokens(tokens)
+        if graphs is None or filled > self.longest_recorded:
             values = torch.tensor(pack(rows)).to(device, non_blocking=True)
             return self.forward(Sources(values, tokens))
+        if self._states is None:
+            hidden = self.embedding.tokens.shape[1]
+            self._states = torch.empty(self.longest_recorded, hidden, device=device)
+        kept = self._states[:filled]
         values = torch.tensor(pack(rows, padding)).to(device, non_blocking=True)
-        filled = _power_of_two(tokens, SHORTEST_RECORDED)
-        states = graphs.run(
+        graphs.run(
             ("sources", filled, values.shape[0]),
             values,
-            lambda values: self.forward(Sources(values, filled)),
+            lambda values: kept.copy_(self.forward(Sources(values, filled))),
         )
-        return states[:tokens]
+        return kept[:tokens]

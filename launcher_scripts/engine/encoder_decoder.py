@@ -28,6 +28,7 @@ from launcher_scripts.engine.kv_cache import KVCache
 from launcher_scripts.engine.layers import ParallelLayer, Rows, Segment, Step, new_token_tasks
 from launcher_scripts.engine.learned_parts import learned_of, scaled
 from launcher_scripts.engine.network import Encoded
+from launcher_scripts.engine.prompt_batch import PromptBatch
 from launcher_scripts.engine.relative_bias import layer_bias
 from launcher_scripts.engine.t5_weights import CrossLayerWeights, T5Weights
 from launcher_scripts.kernels.operands import EmbeddingTables, Heads, LayerCache, RelativeBias
@@ -102,15 +103,7 @@ class CrossLayer(ParallelLayer):
                 positions=step.positions,
                 **with_bias,
             )
-        parts = query.split([segment.count for segment in step.segments])
-        return torch.cat(
-            [
-                self.kernels.context_attention(
-                    part, self.cache, segment.start, segment.past, None, **with_bias
-                )
-                for part, segment in zip(parts, step.segments, strict=True)
-            ]
-        )
+        return self.kernels.prompt_attention(query, self.cache, step.spans, None, **with_bias)
 
     def _attend_source(self, query: Tensor, step: Step) -> Tensor:
         with_bias = {"scale": self.config.decoder_attention_scale, "relative": self.source_bias}
@@ -193,18 +186,16 @@ class EncoderDecoder:
                 layer.store_source(encoded.hidden, slots, tasks)
         return encoded
 
-    def prefill(self, ids: Tensor, segments: tuple[Segment, ...]) -> Tensor:
+    def prefill(self, prompts: PromptBatch) -> Tensor:
         """See Network."""
-        spans = [torch.arange(segment.past, segment.past + segment.count) for segment in segments]
-        slots = [span + segment.start for span, segment in zip(spans, segments, strict=True)]
-        positions = torch.cat(spans).to(self.device, non_blocking=True)
         step = Step(
-            slots=torch.cat(slots).to(self.device, non_blocking=True),
-            segments=segments,
-            positions=positions,
-            ia3_tasks=new_token_tasks(self.config, segments, self.device),
+            slots=prompts.slots,
+            segments=prompts.segments,
+            spans=prompts.spans,
+            positions=prompts.positions,
+            ia3_tasks=new_token_tasks(self.config, prompts.segments, self.device),
         )
-        return self._forward(ids, step)
+        return self._forward(prompts.ids, step)
 
     def decode(self, ids: Tensor, rows: Rows) -> Tensor:
         """See Network. Rows that only fill a step up have no source, and attend to themselves."""

@@ -247,4 +247,5 @@ def assemble_runner(
         print(f"decode steps take the general path: {'; '.join(network.step_obstacles)}")
     if network.encode_obstacles and communicator.rank == 0:
         print(f"the encoder takes the general path: {'; '.join(network.encode_obstacles)}")
-    return Runner(network, communicator, settings.max_batch_size, device)
+    longest = family.longest(config)
+    return Runner(network, communicator, settings.max_batch_size, device, longest)

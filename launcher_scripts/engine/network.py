@@ -12,6 +12,7 @@ from launcher_scripts.engine.decode_step import DecodeStep
 from launcher_scripts.engine.encode_step import EncodeStep
 from launcher_scripts.engine.kv_cache import KVCache
 from launcher_scripts.engine.layers import Rows, Segment
+from launcher_scripts.engine.prompt_batch import PromptBatch
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class Network(Protocol):
         """
         ...
 
-    def prefill(self, ids: Tensor, segments: tuple[Segment, ...]) -> Tensor:
-        """Run the new tokens ids [N] of several rows: hidden states [N, hidden]."""
+    def prefill(self, prompts: PromptBatch) -> Tensor:
+        """Run the new tokens of several rows: hidden states [N, hidden]."""
         ...
 
     def decode(self, ids: Tensor, rows: Rows) -> Tensor:

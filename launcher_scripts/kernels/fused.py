@@ -23,6 +23,7 @@ from launcher_scripts.kernels.dot_products import (
     fits,
 )
 from launcher_scripts.kernels.fused_products import logits, mlp_up, project, project_add
+from launcher_scripts.kernels.fused_prompts import prompt_attention
 from launcher_scripts.kernels.fused_rows import (
     argmax,
     decode_attention,
@@ -70,6 +71,7 @@ __all__ = [
     "project_add",
     "project_heads",
     "project_hidden",
+    "prompt_attention",
     "store_kv",
 ]
 

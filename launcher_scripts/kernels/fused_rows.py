@@ -6,7 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
-from launcher_scripts.kernels.attention_kernels import attend, attention_shape
+from launcher_scripts.kernels.attention_kernels import attend
+from launcher_scripts.kernels.attention_shapes import AttentionShape, attention_shape
+from launcher_scripts.kernels.grouped_attention_kernels import attend_grouped
 from launcher_scripts.kernels.operands import Heads, LayerCache, Norm, RelativeBias
 from launcher_scripts.kernels.row_kernels import (
     block_argmax,
@@ -128,6 +130,16 @@ def decode_attention(
     )
 
 
+def _attention_kernel(
+    shape: AttentionShape, heads: Heads, *, exact: bool
+) -> tuple[triton.JITFunction, int, dict[str, object]]:
+    """The kernel, its programs per row and part, and what it takes beside what all take."""
+    if not shape.members:
+        return attend, heads.num_heads, {}
+    more = {"MEMBERS": shape.members, "PRECISION": "ieee" if exact else "tf32"}
+    return attend_grouped, heads.num_kv_heads, more
+
+
 def attention_launch(
     query: Tensor,
     heads: Heads,
@@ -144,14 +156,15 @@ def attention_launch(
     parts: int = 1,
     rotary: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The kernel `attend`; rows are starts, lengths and positions, [B] each.
+    """The kernel `attend`, or `attend_grouped`; rows are starts, lengths and positions, [B] each.
 
     query: [B, heads * size], of several parts one after the other; with `store` keys and values of
     the last token follow the queries
     """
     starts, lengths, positions = rows
     count, num_heads, size = starts.shape[0], heads.num_heads, heads.head_size
-    splits, tile, warps = attention_shape(longest, count * num_heads)
+    shape = attention_shape(longest, count, heads, cache.keys.dtype)
+    splits = shape.splits
     device = query.device
     out = cache.keys.new_empty(count, num_heads * size)
     # [rows, heads, splits]: unnormalized outputs, then largest score and sum of weights
@@ -161,7 +174,8 @@ def attention_launch(
     if arrivals is None or arrivals.numel() < count * num_heads:
         arrivals = torch.zeros(count * num_heads, dtype=torch.int32, device=device)
     cosines, sines = (weights, weights) if rotary is None else rotary
-    attend[(count, num_heads, splits)](
+    kernel, across, more = _attention_kernel(shape, heads, exact=cache.keys.dtype == torch.float32)
+    kernel[(count, across, splits)](
         query,
         cache.keys,
         cache.values,
@@ -191,8 +205,10 @@ def attention_launch(
         STORE=store,
         PARTS=parts,
         HALF=0 if rotary is None else cosines.shape[1],
-        TILE=tile,
-        num_warps=warps,
+        TILE=shape.tile,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        **more,
         **launch,
     )
     return out

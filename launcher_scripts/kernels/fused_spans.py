@@ -39,7 +39,7 @@ def attend_spans(
         QUERIES=SPAN_QUERIES,
         KEYS=64 if qkv.dtype != torch.float32 else 32,
         num_warps=4,
-        num_stages=2,
+        num_stages=1,
         **early(qkv),
     )
     return out

@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+QUERIES_PER_TILE = 64
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -169,6 +171,32 @@ class RelativeBias:
     @property
     def reach(self) -> int:
         return self.table.shape[1] // 2
+
+
+@dataclass(frozen=True)
+class PromptSpans:
+    """Which new tokens of a prefill step belong to which row: the rows one after the other.
+
+    spans: first cache token, tokens there before, and new tokens of every row
+    tiles: `pieces` for kernels, int64 [tiles, 4] on the device; empty ones are skipped. None where
+           no kernel asks for them.
+    """
+
+    spans: tuple[tuple[int, int, int], ...]
+    tiles: Tensor | None = None
+
+    def pieces(self) -> list[tuple[int, int, int, int]]:
+        """Runs of at most QUERIES_PER_TILE new tokens of one row: the first one's place in the
+        step, how many, the row's first cache token, the first one's position in the row.
+        """
+        found = []
+        place = 0
+        for start, past, count in self.spans:
+            for first in range(0, count, QUERIES_PER_TILE):
+                size = min(QUERIES_PER_TILE, count - first)
+                found.append((place + first, size, start, past + first))
+            place += count
+        return found
 
 
 @dataclass(frozen=True)

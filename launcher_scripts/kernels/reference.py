@@ -30,6 +30,7 @@ from launcher_scripts.kernels.reference_attention import (
     attend_spans,
     context_attention,
     decode_attention,
+    prompt_attention,
     source_attention,
     source_attention_weights,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "attend_spans",
     "context_attention",
     "decode_attention",
+    "prompt_attention",
     "rotary_table",
     "source_attention",
     "source_attention_weights",

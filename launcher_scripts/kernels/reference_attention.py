@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from launcher_scripts.kernels.operands import Heads, LayerCache, RelativeBias, Spans
+from launcher_scripts.kernels.operands import (
+    Heads,
+    LayerCache,
+    PromptSpans,
+    RelativeBias,
+    Spans,
+)
 
 QUERIES_AT_ONCE = 512
 
@@ -52,6 +58,30 @@ def context_attention(
         scale=scale,
     )
     return out[0].transpose(0, 1).reshape(new, -1)
+
+
+def prompt_attention(
+    query: Tensor,
+    cache: LayerCache,
+    spans: PromptSpans,
+    slopes: Tensor | None,
+    *,
+    scale: float | None = None,
+    relative: RelativeBias | None = None,
+) -> Tensor:
+    """context_attention of several rows, query [N, heads, head_size]: [N, heads * head_size].
+
+    Tokens after those of the last row only fill a step up; anything may come out for them.
+    """
+    out = torch.empty_like(query).flatten(1)
+    place = 0
+    for start, past, count in spans.spans:
+        own = slice(place, place + count)
+        place += count
+        out[own] = context_attention(
+            query[own], cache, start, past, slopes, scale=scale, relative=relative
+        )
+    return out
 
 
 def source_attention(

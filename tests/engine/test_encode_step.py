@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from launcher_scripts.engine.communicator import Communicator
-from launcher_scripts.engine.encode_step import Sources, encode_obstacles, pack
+from launcher_scripts.engine.encode_step import (
+    Sources,
+    bucket_tokens,
+    encode_obstacles,
+    pack,
+)
 from launcher_scripts.engine.layers import Segment
 from launcher_scripts.parallel import Parallelism
 from tests.engine.small_models import engine_for
@@ -70,6 +75,43 @@ def test_what_is_packed():
     assert tokens[:3] == [7, 8, 9]
     assert tokens[32:] == [5, 6, 1, *[99] * 13]
     assert blocks == [0, 2, 0, 2, 1, 0, 3, 13, 0, 0, 0, 0]
+
+
+def test_buckets_waste_little():
+    assert [bucket_tokens(tokens) for tokens in (1, 16, 17, 128)] == [16, 16, 32, 128]
+    assert [bucket_tokens(tokens) for tokens in (129, 160, 161, 256, 257)] == [
+        160,
+        160,
+        192,
+        256,
+        320,
+    ]
+    assert all(0 <= bucket_tokens(tokens) - tokens < tokens / 4 for tokens in range(129, 5000))
+
+
+class Unrecorded:
+    """Graphs that run everything at once, and remember under which names."""
+
+    def __init__(self):
+        self.keys = []
+
+    def run(self, key, values, function):
+        self.keys.append(key)
+        return function(values)
+
+
+@torch.inference_mode()
+def test_short_passes_are_recorded_by_bucket(runner):
+    step, graphs = runner.decoder.encode_step, Unrecorded()
+    device, scratch = torch.device("cpu"), runner.decoder.cache.scratch
+    expected = step.run(ROWS, scratch, device, None)
+    assert torch.allclose(step.run(ROWS, scratch, device, graphs), expected, atol=1e-6)
+    other = step.run(ROWS[:2], scratch, device, graphs)
+    assert torch.allclose(other, expected[:6], atol=1e-6)
+    assert graphs.keys == [("sources", 16, 3 * 16 + 3 * 4)] * 2
+    step.longest_recorded = 15
+    step.run(ROWS, scratch, device, graphs)
+    assert len(graphs.keys) == 2
 
 
 def test_ranks_of_a_tensor_take_the_general_path(runner):

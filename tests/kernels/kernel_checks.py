@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton")
 
 from launcher_scripts.engine.layers import alibi_slopes  # noqa: E402
 from launcher_scripts.kernels import (  # noqa: E402
-    attention_kernels,
+    attention_shapes,
     dot_products,
     fused,
     inbox_products,
@@ -196,8 +196,8 @@ def test_decode_attention(dtype, longest, alibi):
 @pytest.mark.parametrize(("longest", "many"), [(70, 2), (70, 99), (300, 2)])
 def test_decode_attention_of_many_heads(longest, many, monkeypatch):
     """The shapes that spare processors for others' programs."""
-    monkeypatch.setattr(attention_kernels, "FEW_HEADS", 1)
-    monkeypatch.setattr(attention_kernels, "MANY_HEADS", many)
+    monkeypatch.setattr(attention_shapes, "FEW_HEADS", 1)
+    monkeypatch.setattr(attention_shapes, "MANY_HEADS", many)
     heads = Heads(2, 1, 12)
     cache = poisoned_cache(heads, 400, torch.float32)
     lengths = torch.tensor([1, longest], device=DEVICE)

@@ -16,8 +16,10 @@ from launcher_scripts.kernels import (  # noqa: E402
     dot_kernels,
     gemv_heads_kernel,
     gemv_kernels,
+    grouped_attention_kernels,
     inbox_kernels,
     int8_kernels,
+    prompt_kernels,
     row_kernels,
     span_kernels,
     step_kernels,
@@ -201,6 +203,21 @@ def test_attention(dtype, splits, relative):
     numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32"}
     pointers["arrivals"] = "i32"
     assert compile_kernel(attention_kernels.attend, pointers, numbers, constants)
+    constants |= {"MEMBERS": 16, "PRECISION": "ieee" if dtype == "fp32" else "tf32"}
+    kernel = grouped_attention_kernels.attend_grouped
+    assert compile_kernel(kernel, pointers, numbers, constants)
+
+
+@pytest.mark.parametrize(("dtype", "relative"), list(itertools.product(TYPES, (False, True))))
+def test_attention_of_prompts(dtype, relative):
+    pointers = dict.fromkeys(("query", "keys", "values", "out"), dtype) | {"tiles": "i64"}
+    pointers |= dict.fromkeys(("slopes", "bias"), "fp32")
+    constants = {"HEADS": 8, "GROUP": 4, "SIZE": 48, "BLOCK": 64, "ALIBI": not relative}
+    constants |= {"RELATIVE": relative, "QUERIES": 64, "TILE": 32}
+    constants |= {"PRECISION": "ieee" if dtype == "fp32" else "tf32"}
+    numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32"}
+    ptx = compile_kernel(prompt_kernels.attend_prompts, pointers, numbers, constants)
+    assert ("wgmma" in ptx) == (dtype != "fp32")
 
 
 @pytest.mark.parametrize(("dtype", "relative"), list(itertools.product(TYPES, (False, True))))
