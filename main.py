@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -73,3 +74,6 @@ if __name__ == "__main__":
         if ended.code:
             explain(sys.argv[1:])
         raise
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
