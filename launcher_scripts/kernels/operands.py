@@ -178,8 +178,8 @@ class PromptSpans:
     """Which new tokens of a prefill step belong to which row: the rows one after the other.
 
     spans: first cache token, tokens there before, and new tokens of every row
-    tiles: `pieces` for kernels, int64 [tiles, 4] on the device; empty ones are skipped. None where
-           no kernel asks for them.
+    tiles: `pieces` for kernels, int64 [tiles, 4] on the device. A negative number of tokens is of
+           those that only fill the step up; empty pieces do nothing. None where no kernel asks.
     """
 
     spans: tuple[tuple[int, int, int], ...]
