@@ -10,7 +10,7 @@ import torch
 
 from launcher_scripts.engine.plan import Plan, StepShape
 
-LOAD_SECONDS = 2.0  # that loading is prolonged by; what is left comes when nothing else is to do
+LOAD_SECONDS = 1.0  # that loading is prolonged by; what is left comes when nothing else is to do
 MEMORY_SHARE = 0.02  # of the device's memory, for all graphs
 
 

@@ -51,7 +51,7 @@ def test_loading_is_not_prolonged_for_long(monkeypatch) -> None:
     some = Recording(shapes, taken.append, lambda: NO_MEMORY)
     assert (
         some.record_at_load()
-        == "2 decode steps are recorded: 2.0 s, 0 MB; 4 more while there is time"
+        == "1 decode steps are recorded: 1.0 s, 0 MB; 5 more while there is time"
     )
     while some.pending:
         some.record_next()
