@@ -50,8 +50,7 @@ def test_loading_is_not_prolonged_for_long(monkeypatch) -> None:
     shapes, taken = step_shapes(Bounds(100), 4), []
     some = Recording(shapes, taken.append, lambda: NO_MEMORY)
     assert (
-        some.record_at_load()
-        == "decode steps recorded: 1 (1.0 s, 0 MB), 5 left for idle moments"
+        some.record_at_load() == "decode steps recorded: 1 (1.0 s, 0 MB), 5 left for idle moments"
     )
     while some.pending:
         some.record_next()
