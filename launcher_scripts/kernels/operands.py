@@ -131,6 +131,13 @@ class StepRows:
     source_starts: Tensor | None = None
     source_lengths: Tensor | None = None
 
+    def turns(self, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines of the new tokens, [B, rotary_size / 2], of those of all positions."""
+        if rotary is None:
+            return None
+        cosines, sines = rotary
+        return cosines[self.positions], sines[self.positions]
+
 
 @dataclass(frozen=True)
 class Heads:
