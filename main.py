@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher_scripts.errors import ConfigError, LauncherError
-from stages.choices import check_choices
+from stages.choices import check_choices, check_keys
 from stages.plan import Plan, make_plan
 
 CHECKOUT = Path(__file__).resolve().parent
@@ -53,10 +54,26 @@ def refused(error: LauncherError) -> NoReturn:
     sys.exit(error.exit_code)
 
 
+def explain(arguments: list[str]) -> None:
+    """Say which keys there are, where the command line has others: Hydra has refused it."""
+    try:
+        check_keys(arguments, CHECKOUT / "conf")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+
+
 if __name__ == "__main__":
     register_resolvers()
     try:
         check_choices(sys.argv[1:], CHECKOUT / "conf")
     except LauncherError as error:
         refused(error)
-    main()
+    try:
+        main()
+    except SystemExit as ended:
+        if ended.code:
+            explain(sys.argv[1:])
+        raise
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)

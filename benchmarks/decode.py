@@ -34,10 +34,12 @@ from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.layers import Segment
 from launcher_scripts.engine.loading import assemble_runner, prepare_process
+from launcher_scripts.engine.plan import PrefillPart, RowStart
+from launcher_scripts.engine.prompt_batch import Nowhere, PackedPrompts, unpacked
 from launcher_scripts.engine.runner import Runner
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
-from launcher_scripts.protocol import GenerateRequest
+from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 
 GPT_CASES = ((1, 80), (1, 1024), (8, 80), (32, 80))
 T5_CASES = ((1, 40, 200), (32, 64, 128))  # rows, context, source
@@ -134,11 +136,13 @@ def runner_over(weights: object, rows: int, tokens: int) -> Runner:
 @torch.inference_mode()
 def prefill_row(name: str, runner: Runner, parameters: int, report: dict) -> dict:
     """A prompt of PREFILL_TOKENS through all layers, and the logits of its last token."""
-    ids = torch.arange(PREFILL_TOKENS, device=DEVICE)
-    segments = (Segment(0, 0, PREFILL_TOKENS),)
+    row = RowStart(0, 0, tuple(range(PREFILL_TOKENS)), -1, SamplingParameters())
+    prompts = PackedPrompts([row], [PrefillPart(0, 0, PREFILL_TOKENS)])
+    packed = prompts.to_device(DEVICE, Nowhere(runner.decoder.cache.scratch, 0), None)
+    batch = unpacked(packed, prompts.sizes, prompts.spans, (Segment(0, 0, PREFILL_TOKENS),))
 
     def run() -> None:
-        runner.decoder.logits(runner.decoder.prefill(ids, segments)[-1:])
+        runner.decoder.logits(runner.decoder.prefill(batch)[-1:])
 
     ms = statistics.median(_milliseconds(run) for _ in range(8))
     config = runner.decoder.config

@@ -28,14 +28,13 @@ def step_ms(runner: Runner, rows: int, context: int, source: int = 0, repeat: in
 def _step_ms(runner: Runner, rows: int, context: int, source: int, repeat: int) -> float:
     extent = source + context + STEPS + 1
     starts = [
-        RowStart(slot, slot * extent + source, (1,), -1, SamplingParameters())
+        RowStart(slot, slot * extent + source, (1,), -1, SamplingParameters(), source=(0,) * source)
         for slot in range(rows)
     ]
     if rows * extent > runner.decoder.cache.capacity:
         raise ValueError(f"{rows} rows of {extent} tokens do not fit the cache")
     _fill(runner)
     runner.states.join(starts)
-    runner.states.source_length[:rows] = source
     batch = sampling_batch(starts, runner.device)
     bounds = bucket_bounds(Bounds(context + STEPS, source))
 
@@ -43,11 +42,11 @@ def _step_ms(runner: Runner, rows: int, context: int, source: int, repeat: int) 
         runner.states.length[:rows] = context - STEPS // 2
 
     rewind()
-    runner.greedy_step(batch, batch.slots, bounds)
+    runner.greedy_step(batch.slots, bounds)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        runner.greedy_step(batch, batch.slots, bounds)
+        runner.greedy_step(batch.slots, bounds)
     times = []
     for _ in range(repeat + 2):
         rewind()

@@ -1,9 +1,9 @@
 """What a server has outside of its results: a folder, and shared memory; and who removes it.
 
-A server that is killed with all its processes cannot clean up. So every server holds a lock that
-its processes inherit: the kernel gives it back when the last of them is gone, and whoever can
-take it then may remove what the server had. Nothing else tells as surely, since the processes of
-another container or user are not seen.
+A server that is killed with all its processes cannot clean up. So every server holds a lock on
+either, which its processes inherit: the kernel gives it back when the last of them is gone, and
+whoever can take it then may remove what the server had. Nothing else tells as surely, since the
+processes of another container or user are not seen.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import contextlib
 import fcntl
 import os
 import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -19,72 +22,86 @@ NAME_PREFIX = "launcher-server-"
 _LOCK = ".lock"
 
 
-def hold(folder: Path, shared_memory: Path = SHARED_MEMORY) -> int:
-    """Take the lock of the server whose folder this is; returns the descriptor to hand down.
+class Claim:
+    """A living server's hold on its folder, and on its name in shared memory."""
 
-    Raises OSError where there is no shared memory to write to.
-    """
-    path = _lock_path(folder, shared_memory)
-    partial = path.with_name(f".{path.name}.partial")
-    descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    def __init__(self, folder: Path, shared_memory: Path = SHARED_MEMORY) -> None:
+        """Raises OSError where one of them cannot be written to."""
+        self._folder = folder
+        self._memory = shared_memory
+        # What the server's processes must inherit.
+        self.descriptors = (_lock(folder / _LOCK), _lock(shared_memory / f"{folder.name}{_LOCK}"))
+
+    @property
+    def region_prefix(self) -> str:
+        """How the names of the server's regions of shared memory begin."""
+        return _region_prefix(self._folder.name)
+
+    def hide_memory(self) -> None:
+        """Take the names off the memory that the server's processes share, once all have it open.
+
+        The kernel frees it with the last of them, whatever ends them.
+        """
+        _remove_memory(self._folder.name, self._memory)
+
+    def release(self) -> None:
+        """Give all but the folder back; none of the server's processes is left."""
+        self.hide_memory()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+def remove_remains(shared_memory: Path = SHARED_MEMORY, temporary: Path | None = None) -> list[str]:
+    """Remove what this user's killed servers have left on this node; returns their names."""
+    folders = temporary or Path(tempfile.gettempdir())
+    removed = {}
+    for path in sorted(shared_memory.glob(f"{NAME_PREFIX}*{_LOCK}")):
+        name = path.name.removesuffix(_LOCK)
+        if _if_nobody_holds(path, partial(_remove_memory, name, shared_memory)):
+            removed[name] = True
+    for folder in sorted(folders.glob(f"{NAME_PREFIX}*")):
+        if _if_nobody_holds(folder / _LOCK, partial(_remove_folder, folder)):
+            removed[folder.name] = True
+    return list(removed)
+
+
+def _region_prefix(name: str) -> str:
+    return f"{name}_"
+
+
+def _remove_memory(name: str, shared_memory: Path) -> None:
+    for region in shared_memory.glob(f"{_region_prefix(name)}*"):
+        region.unlink(missing_ok=True)
+    (shared_memory / f"{name}{_LOCK}").unlink(missing_ok=True)
+
+
+def _remove_folder(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock(path: Path) -> int:
+    """A new file, which is locked from the moment on that it has its name."""
+    unnamed = path.with_name(f".{path.name}.partial")
+    descriptor = os.open(unnamed, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    os.write(descriptor, os.fsencode(folder.absolute()))
-    partial.rename(path)
+    unnamed.rename(path)
     return descriptor
 
 
-def region_prefix(folder: Path) -> str:
-    """How the names of a server's regions of shared memory begin."""
-    return f"{folder.name}_"
+def _if_nobody_holds(path: Path, remove: Callable[[], None]) -> bool:
+    """Call `remove` where the lock is this user's and can be taken; whether it could."""
+    with contextlib.suppress(OSError), _opened(path) as descriptor:  # others' are not readable
+        if os.fstat(descriptor).st_uid == os.geteuid():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove()
+            return True
+    return False
 
 
-def remove_regions(folder: Path, shared_memory: Path = SHARED_MEMORY) -> None:
-    """Remove the regions of a server by name; processes that have them open keep them."""
-    for region in shared_memory.glob(f"{region_prefix(folder)}*"):
-        region.unlink(missing_ok=True)
-
-
-def release(folder: Path, descriptor: int, shared_memory: Path = SHARED_MEMORY) -> None:
-    """Remove what a server has in shared memory; none of its processes is left."""
-    remove_regions(folder, shared_memory)
-    _lock_path(folder, shared_memory).unlink(missing_ok=True)
-    os.close(descriptor)
-
-
-def remove_remains(shared_memory: Path = SHARED_MEMORY) -> list[str]:
-    """Remove what this user's killed servers have left on this node; returns their names."""
-    removed = []
-    for path in sorted(shared_memory.glob(f"{NAME_PREFIX}*{_LOCK}")):
-        with contextlib.suppress(OSError):  # another process removes it, or it is not ours
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                if _taken(descriptor):
-                    _remove(path, os.read(descriptor, 4096), shared_memory)
-                    removed.append(path.name.removesuffix(_LOCK))
-            finally:
-                os.close(descriptor)
-    return removed
-
-
-def _taken(descriptor: int) -> bool:
-    """Whether this user's server no longer lives."""
-    if os.fstat(descriptor).st_uid != os.geteuid():
-        return False
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _remove(lock: Path, content: bytes, shared_memory: Path) -> None:
-    folder = Path(os.fsdecode(content))
-    if _lock_path(folder, shared_memory) == lock:
-        remove_regions(folder, shared_memory)
-        if folder.is_dir() and not folder.is_symlink():
-            shutil.rmtree(folder, ignore_errors=True)
-    lock.unlink(missing_ok=True)
-
-
-def _lock_path(folder: Path, shared_memory: Path) -> Path:
-    return shared_memory / f"{folder.name}{_LOCK}"
+        yield descriptor
+    finally:
+        os.close(descriptor)

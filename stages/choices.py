@@ -1,7 +1,7 @@
-"""The choices of conf/ that a command line names, checked before Hydra looks for them.
+"""What a command line names of conf/: its choices, and its keys.
 
-Hydra answers a wrong choice of a group that has folders of its own (`export=gpt3/x`) without saying
-which there are.
+Hydra answers a wrong choice of a group that has folders of its own (`export=gpt3/x`), and a wrong
+key, without saying which there are.
 """
 
 from __future__ import annotations
@@ -9,10 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from launcher_scripts.errors import ConfigError, Problems
 
 _CHOICE = re.compile(r"(?P<group>\w+)(?:@[\w.]+)?=(?P<choice>[\w.\-/]+)")
+_KEY = re.compile(r"(?P<key>[\w.]+)=.*", re.DOTALL)
 _NO_CHOICES = ("", "null")
 
 
@@ -39,3 +46,38 @@ def check_choices(arguments: Iterable[str], conf: Path) -> None:
                 change=match["group"],
             )
     problems.raise_if_any(ConfigError)
+
+
+def check_keys(arguments: Iterable[str], conf: Path) -> None:
+    """Raises ConfigError for every `key=value` that the configuration has no key for.
+
+    For a command line that Hydra has refused: the configuration is composed once more.
+    """
+    arguments = list(arguments)
+    groups = [item for item in arguments if (conf / item.partition("=")[0].strip("+")).is_dir()]
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(conf), version_base="1.3"):
+            config = OmegaConf.to_container(compose("config", groups))
+    except HydraException:
+        return  # it is the choices that are wrong
+    problems = Problems("the command line")
+    for argument in arguments:
+        match = _KEY.fullmatch(argument)
+        if match is not None and argument not in groups:
+            _look_up(config, match["key"], problems)
+    problems.raise_if_any(ConfigError)
+
+
+def _look_up(config: Any, key: str, problems: Problems) -> None:
+    """Add the key where a block of the configuration does not have it."""
+    above: list[str] = []
+    for name in key.split("."):
+        if not isinstance(config, dict) or above == ["hydra"]:
+            return
+        if name not in config and name != "hydra":
+            block = ".".join(above) or "the configuration"
+            problems.add(f"{block} has no key {name}", got=key, choices=sorted(map(str, config)))
+            return
+        config = config.get(name)
+        above.append(name)

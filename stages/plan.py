@@ -82,7 +82,8 @@ class Plan:
         """Hand over the jobs in order; what runs on this machine ends with this call.
 
         Either all of them are handed over or none: the scheduler is asked about every job before,
-        and what it took nevertheless is taken back when it refuses a later one.
+        and what it took nevertheless is taken back when it refuses a later one, or when a person
+        interrupts.
         """
         previous: Submitted | None = None
         self.ask_scheduler()
@@ -90,7 +91,7 @@ class Plan:
             for job in self.jobs(_reserved_folder):
                 previous = self.cluster.submit(job, previous)
             self.cluster.finish()
-        except ClusterError:
+        except (ClusterError, KeyboardInterrupt):
             self.cluster.give_up()
             raise
         finally:

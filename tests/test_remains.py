@@ -14,13 +14,13 @@ from launcher_scripts import remains
 SERVER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from launcher_scripts.remains import hold
+from launcher_scripts.remains import Claim
 
 folder, shared_memory = Path(sys.argv[1]), Path(sys.argv[2])
 folder.mkdir()
-lock = hold(folder, shared_memory)
-(shared_memory / f"{folder.name}_region").touch()
-worker = subprocess.Popen(["sleep", "600"], pass_fds=(lock,))
+claim = Claim(folder, shared_memory)
+(shared_memory / f"{claim.region_prefix}region").touch()
+worker = subprocess.Popen(["sleep", "600"], pass_fds=claim.descriptors)
 print(worker.pid, flush=True)
 time.sleep(600)
 """
@@ -69,49 +69,42 @@ def test_only_what_no_process_holds_is_removed(
     folder = tmp_path / "launcher-server-abcd_123"
     other = shared_memory / "launcher-server-abcd_999_region"  # of a server without a lock
     other.touch()
-    assert remains.remove_remains(shared_memory) == []
+    assert remains.remove_remains(shared_memory, tmp_path) == []
     server.kill()
-    assert remains.remove_remains(shared_memory) == []  # its worker lives
+    assert remains.remove_remains(shared_memory, tmp_path) == []  # its worker lives
     assert folder.is_dir()
     server.kill_worker()
-    assert remains.remove_remains(shared_memory) == [folder.name]
+    assert remains.remove_remains(shared_memory, tmp_path) == [folder.name]
     assert list(shared_memory.iterdir()) == [other]
     assert not folder.exists()
-    assert remains.remove_remains(shared_memory) == []
-
-
-@pytest.mark.parametrize("named", ["important", "launcher-server-other123"])
-def test_a_lock_leads_to_its_own_folder_only(
-    tmp_path: Path, shared_memory: Path, named: str
-) -> None:
-    (tmp_path / named).mkdir()
-    lock = shared_memory / "launcher-server-abcd_123.lock"
-    lock.write_text(str(tmp_path / named))
-    remains.remove_remains(shared_memory)
-    assert (tmp_path / named).is_dir()
-    assert not lock.exists()
+    assert remains.remove_remains(shared_memory, tmp_path) == []
 
 
 def test_another_user_s_lock_and_links_stay(
     tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = shared_memory / "launcher-server-abcd_123.lock"
-    lock.symlink_to(tmp_path)
-    assert remains.remove_remains(shared_memory) == []
+    target = tmp_path / "target"
+    target.touch()
+    lock.symlink_to(target)
+    assert remains.remove_remains(shared_memory, tmp_path) == []
     lock.unlink()
-    lock.write_text(str(tmp_path / "launcher-server-abcd_123"))
+    lock.touch()
     monkeypatch.setattr(remains.os, "geteuid", lambda: 12345)
-    assert remains.remove_remains(shared_memory) == []
+    assert remains.remove_remains(shared_memory, tmp_path) == []
     assert lock.exists()
 
 
 def test_a_server_that_ends_in_order_leaves_nothing(tmp_path: Path, shared_memory: Path) -> None:
     folder = tmp_path / "launcher-server-abcd_123"
-    descriptor = remains.hold(folder, shared_memory)
-    region = shared_memory / f"{remains.region_prefix(folder)}region"
+    folder.mkdir()
+    claim = remains.Claim(folder, shared_memory)
+    region = shared_memory / f"{claim.region_prefix}region"
     region.touch()
-    assert remains.remove_remains(shared_memory) == []
-    remains.remove_regions(folder, shared_memory)
-    assert not region.exists()
-    remains.release(folder, descriptor, shared_memory)
+    assert remains.remove_remains(shared_memory, tmp_path) == []
+    claim.hide_memory()
     assert list(shared_memory.iterdir()) == []
+    assert remains.remove_remains(shared_memory, tmp_path) == []  # the folder is in use
+    claim.release()
+    assert remains.remove_remains(shared_memory, tmp_path) == [folder.name]
+    assert not folder.exists()

@@ -59,9 +59,8 @@ def check_room(job: Job, options: SlurmOptions, problems: Problems) -> None:
     taken = server.resources.nodes * max(1, server.replicas)
     counts = [len(_eligible(options, fields, cluster)) for fields in partitions]
     problems.add(
-        f"the {job.stage} job could never start beside the {server.stage} job, which takes "
-        f"{taken} node(s) for itself; the nodes that they may use in the partition {names}",
-        got=max(counts),
+        f"the {job.stage} job could never start beside the {server.stage} job, which takes {taken} "
+        f"of the {max(counts)} node(s) that both may use in the partition {names} for itself",
         change="evaluate.in_deploy_job=True (the client runs in the deployment's job), "
         "cluster.partition, or what the deployment takes of a node (cluster.exclusive=False "
         "with cluster.mem, cluster.cpus_per_task and cluster.gpus_per_node)",

@@ -12,7 +12,7 @@ from launcher_scripts.cluster.slurm_options import SlurmOptions, file_pattern
 from launcher_scripts.render import render
 
 # How often a client's job asks for the state of its server's job.
-_CHECK_SECONDS = 10
+_CHECK_SECONDS = 5
 
 
 def slurm_script(job: Job, options: SlurmOptions, sbatch: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from launcher_scripts.engine.decode_step import (
     Sublayer,
     obstacles,
 )
+from launcher_scripts.engine.heads import local_heads
 from launcher_scripts.engine.kv_cache import KVCache
 from launcher_scripts.engine.layers import (
     DecoderLayer,
@@ -25,18 +26,9 @@ from launcher_scripts.engine.layers import (
     new_token_tasks,
 )
 from launcher_scripts.engine.learned_parts import learned_of, with_virtual_tokens
+from launcher_scripts.engine.prompt_batch import PromptBatch
 from launcher_scripts.engine.weights import GPTWeights
-from launcher_scripts.kernels.operands import EmbeddingTables, Heads
-from launcher_scripts.models.gpt import GPTConfig
-
-
-def local_heads(config: GPTConfig, tp_size: int) -> Heads:
-    """The heads of one rank; key/value heads are copied where the ranks outnumber them."""
-    return Heads(
-        num_heads=config.num_heads // tp_size,
-        num_kv_heads=config.local_size("num_kv_heads", tp_size),
-        head_size=config.head_size,
-    )
+from launcher_scripts.kernels.operands import EmbeddingTables
 
 
 class Decoder:
@@ -79,20 +71,19 @@ class Decoder:
             learned_of(weights.layers.values()),
         )
         self.step = None if self.step_obstacles else self._decode_step()
+        self.encode_step = None
+        self.encode_obstacles: list[str] = []
 
-    def prefill(self, ids: Tensor, segments: tuple[Segment, ...]) -> Tensor:
-        """Run the new tokens ids [N] of several rows: hidden states [N, hidden]."""
-        spans = [torch.arange(segment.past, segment.past + segment.count) for segment in segments]
-        slots = [span + segment.start for span, segment in zip(spans, segments, strict=True)]
-        moved = [span + segment.dropped for span, segment in zip(spans, segments, strict=True)]
-        positions = torch.cat(moved).to(self.device, non_blocking=True)
+    def prefill(self, prompts: PromptBatch) -> Tensor:
+        """Run the new tokens of several rows: hidden states [N, hidden]."""
         step = Step(
-            slots=torch.cat(slots).to(self.device, non_blocking=True),
-            rotary=self._rotary(positions),
-            segments=segments,
-            ia3_tasks=new_token_tasks(self.config, segments, self.device),
+            slots=prompts.slots,
+            rotary=self._rotary(prompts.positions),
+            segments=prompts.segments,
+            spans=prompts.spans,
+            ia3_tasks=new_token_tasks(self.config, prompts.segments, self.device),
         )
-        return self._forward(ids, positions, step)
+        return self._forward(prompts.ids, prompts.positions, step)
 
     def decode(self, ids: Tensor, rows: Rows) -> Tensor:
         """Run one token per row: hidden states [B, hidden].

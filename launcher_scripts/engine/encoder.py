@@ -10,41 +10,15 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.engine.embedding import embed
 from launcher_scripts.engine.layers import ParallelLayer, Segment
 from launcher_scripts.engine.learned_parts import scaled, token_tasks, with_virtual_tokens
 from launcher_scripts.engine.network import Encoded
-from launcher_scripts.engine.t5_weights import Embedding, EncoderLayerWeights, T5Weights
+from launcher_scripts.engine.relative_bias import layer_bias
+from launcher_scripts.engine.t5_weights import EncoderLayerWeights, T5Weights
 from launcher_scripts.kernels.operands import Heads, RelativeBias
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.t5 import T5Config
-
-
-def layer_bias(
-    bias: RelativeBias | None, config: T5Config | BartConfig, layer: int
-) -> RelativeBias | None:
-    """The bias of one layer (0-based): all have the same, unless the layers scale it."""
-    if bias is None or not config.relative_bias_layer_scaling:
-        return bias
-    return RelativeBias(bias.table * (layer + 1))
-
-
-def embed(
-    embedding: Embedding,
-    ids: Tensor,
-    positions: Tensor,
-    kernels: ModuleType,
-    communicator: Communicator,
-    replaced: Callable[[Tensor], Tensor] = lambda x: x,
-) -> Tensor:
-    """Float32 [N, hidden] of token ids [N] at positions [N].
-
-    replaced: what becomes of the tokens' embeddings before their positions are added
-    """
-    x = kernels.embed(ids, embedding.tokens, embedding.first_id)
-    x = replaced(communicator.tp_sum(x))
-    if embedding.positions is not None:
-        x = x + kernels.embed(positions, embedding.positions, 0)
-    return x if embedding.norm is None else kernels.norm(x, embedding.norm, torch.float32)
 
 
 def through_stage(

@@ -20,27 +20,20 @@ from launcher_scripts.engine.decode_step import (
     Sublayer,
     obstacles,
 )
-from launcher_scripts.engine.encoder import Encoder, embed, layer_bias, through_stage
+from launcher_scripts.engine.embedding import embed
+from launcher_scripts.engine.encode_step import EncodeStep, encode_obstacles, encoder_sublayers
+from launcher_scripts.engine.encoder import Encoder, through_stage
+from launcher_scripts.engine.heads import decoder_heads, encoder_heads
 from launcher_scripts.engine.kv_cache import KVCache
 from launcher_scripts.engine.layers import ParallelLayer, Rows, Segment, Step, new_token_tasks
 from launcher_scripts.engine.learned_parts import learned_of, scaled
 from launcher_scripts.engine.network import Encoded
+from launcher_scripts.engine.prompt_batch import PromptBatch
+from launcher_scripts.engine.relative_bias import layer_bias
 from launcher_scripts.engine.t5_weights import CrossLayerWeights, T5Weights
 from launcher_scripts.kernels.operands import EmbeddingTables, Heads, LayerCache, RelativeBias
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.t5 import T5Config
-
-
-def encoder_heads(config: T5Config | BartConfig, tp_size: int) -> Heads:
-    """The encoder's heads of one rank."""
-    heads = config.num_heads // tp_size
-    return Heads(heads, heads, config.head_size)
-
-
-def decoder_heads(config: T5Config | BartConfig, tp_size: int) -> Heads:
-    """The decoder's heads of one rank."""
-    heads = config.num_decoder_heads // tp_size
-    return Heads(heads, heads, config.decoder_head_size)
 
 
 class CrossLayer(ParallelLayer):
@@ -110,15 +103,7 @@ class CrossLayer(ParallelLayer):
                 positions=step.positions,
                 **with_bias,
             )
-        parts = query.split([segment.count for segment in step.segments])
-        return torch.cat(
-            [
-                self.kernels.context_attention(
-                    part, self.cache, segment.start, segment.past, None, **with_bias
-                )
-                for part, segment in zip(parts, step.segments, strict=True)
-            ]
-        )
+        return self.kernels.prompt_attention(query, self.cache, step.spans, None, **with_bias)
 
     def _attend_source(self, query: Tensor, step: Step) -> Tensor:
         with_bias = {"scale": self.config.decoder_attention_scale, "relative": self.source_bias}
@@ -187,6 +172,8 @@ class EncoderDecoder:
         self.step = None
         if self._layers and not self.step_obstacles:
             self.step = self._decode_step()
+        self.encode_obstacles = encode_obstacles(weights, communicator)
+        self.encode_step = None if self.encode_obstacles else self._encode_step(of_encoder)
 
     def encode(self, ids: Tensor, segments: tuple[Segment, ...], *, attentions: bool) -> Encoded:
         """See Network."""
@@ -199,18 +186,16 @@ class EncoderDecoder:
                 layer.store_source(encoded.hidden, slots, tasks)
         return encoded
 
-    def prefill(self, ids: Tensor, segments: tuple[Segment, ...]) -> Tensor:
+    def prefill(self, prompts: PromptBatch) -> Tensor:
         """See Network."""
-        spans = [torch.arange(segment.past, segment.past + segment.count) for segment in segments]
-        slots = [span + segment.start for span, segment in zip(spans, segments, strict=True)]
-        positions = torch.cat(spans).to(self.device, non_blocking=True)
         step = Step(
-            slots=torch.cat(slots).to(self.device, non_blocking=True),
-            segments=segments,
-            positions=positions,
-            ia3_tasks=new_token_tasks(self.config, segments, self.device),
+            slots=prompts.slots,
+            segments=prompts.segments,
+            spans=prompts.spans,
+            positions=prompts.positions,
+            ia3_tasks=new_token_tasks(self.config, prompts.segments, self.device),
         )
-        return self._forward(ids, step)
+        return self._forward(prompts.ids, step)
 
     def decode(self, ids: Tensor, rows: Rows) -> Tensor:
         """See Network. Rows that only fill a step up have no source, and attend to themselves."""
@@ -270,6 +255,12 @@ class EncoderDecoder:
             self.cache.ids,
             *shared,
         )
+
+    def _encode_step(self, heads: Heads) -> EncodeStep:
+        readers = [(layer.weights.source_key_value, layer.cache) for layer in self._layers]
+        shared = (self.kernels, self.communicator)
+        sublayers = encoder_sublayers(self.weights, heads, *shared)
+        return EncodeStep(self.weights, sublayers, readers, self.heads, *shared)
 
     def _forward(self, ids: Tensor, step: Step) -> Tensor:
         self.cache.ids[step.slots] = ids

@@ -21,8 +21,10 @@ from launcher_scripts.engine.loading import (
 from launcher_scripts.engine.messages import RankInfo
 from launcher_scripts.engine.node_group import ONE_NODE, NodeGroup
 from launcher_scripts.engine.pending import Pending
+from launcher_scripts.engine.plan import Plan
 from launcher_scripts.engine.progress import DEVICE
 from launcher_scripts.engine.ranks import NAMING_SECONDS, Ranks
+from launcher_scripts.engine.recording import Recording, device_memory
 from launcher_scripts.engine.requests import check_request, parts, warm_up_request
 from launcher_scripts.engine.results import StepResult
 from launcher_scripts.engine.row import Progress, Row
@@ -206,15 +208,32 @@ class Engine:
         try:
             self._runner = self._build(self)
             self._ranks.complete(self._runner.device)
+            recording = self._record(self._runner)
             self._settled.set()
-            self._step_until_closed(self._runner)
+            self._step_until_closed(self._runner, recording)
             self._ranks.dismiss()
             self._runner.close()
         except Exception as error:
             self._fail(self._ranks.cause(error))
             self._ranks.leave()
 
-    def _step_until_closed(self, runner: Runner) -> None:
+    def _record(self, runner: Runner) -> Recording:
+        """Have the graphs of decode steps made that requests will need."""
+
+        def take(plan: Plan) -> None:
+            self._ranks.begin_step(plan)
+            runner.execute(plan)
+            self._ranks.progress.end_step()
+
+        shapes = runner.shapes_to_record()
+        recording = Recording(shapes, take, lambda: device_memory(runner.device))
+        done = recording.record_at_load()
+        if done is not None:
+            print(done, flush=True)
+            self._ranks.timeline.note("decode steps are recorded")
+        return recording
+
+    def _step_until_closed(self, runner: Runner, recording: Recording) -> None:
         scheduler = Scheduler(
             self.settings.max_batch_size,
             runner.decoder.cache.capacity,
@@ -222,7 +241,7 @@ class Engine:
         )
         self._scheduler = scheduler
         launched: deque[StepResult] = deque()
-        while self._receive(scheduler, wait=not (launched or scheduler.rows)):
+        while self._receive(scheduler, wait=not (launched or scheduler.rows or recording.pending)):
             plan = scheduler.plan()
             if plan is not None:
                 self._ranks.begin_step(plan)
@@ -231,6 +250,8 @@ class Engine:
             if launched and (plan is None or len(launched) > STEPS_AHEAD[runner.device.type]):
                 with self._ranks.progress.phase(DEVICE):
                     scheduler.apply(launched.popleft())
+            elif plan is None and recording.pending:
+                recording.record_next()
         for result in launched:
             scheduler.apply(result)
 

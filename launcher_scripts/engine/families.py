@@ -8,9 +8,11 @@ from typing import Any
 
 from launcher_scripts.engine.agm_weights import AgmWeightLoader
 from launcher_scripts.engine.bart_weights import BartWeightLoader
-from launcher_scripts.engine.decoder import Decoder, local_heads
-from launcher_scripts.engine.encoder_decoder import EncoderDecoder, decoder_heads
+from launcher_scripts.engine.decoder import Decoder
+from launcher_scripts.engine.encoder_decoder import EncoderDecoder
+from launcher_scripts.engine.heads import decoder_heads, local_heads
 from launcher_scripts.engine.network import Network
+from launcher_scripts.engine.plan import Bounds
 from launcher_scripts.engine.t5_weights import T5WeightLoader
 from launcher_scripts.engine.weights import WeightLoader
 from launcher_scripts.kernels.operands import Heads
@@ -38,6 +40,7 @@ class EngineFamily:
     cached_layers: config -> how many layers keep keys and values
     depth:         config -> the most pipeline stages there can be
     row_tokens:    (config, rows) -> cache tokens for `rows` rows of the model's full length
+    longest:       config -> what a decode step reads of a row of that length at most
     """
 
     loader: type[WeightLoader]
@@ -46,6 +49,7 @@ class EngineFamily:
     cached_layers: Callable[[Any], int]
     depth: Callable[[Any], int]
     row_tokens: Callable[[Any, int], int]
+    longest: Callable[[Any], Bounds]
 
 
 def _gpt_tokens(config: GPTConfig, rows: int) -> int:
@@ -62,6 +66,11 @@ def _agm_tokens(_: AgmConfig, rows: int) -> int:
     return max(rows * RELATIVE_ROW_TOKENS, LEAST_RELATIVE_TOKENS)
 
 
+def _t5_longest(config: T5Config | BartConfig) -> Bounds:
+    length = 0 if config.encoder_only else config.max_positions
+    return Bounds(length, length)
+
+
 def _t5_depth(config: T5Config | BartConfig) -> int:
     if config.encoder_only:
         return config.num_layers
@@ -76,6 +85,7 @@ FAMILIES = {
         lambda config: config.num_layers,
         lambda config: config.num_layers,
         _gpt_tokens,
+        lambda config: Bounds(config.max_positions),
     ),
     "t5": EngineFamily(
         T5WeightLoader,
@@ -84,6 +94,7 @@ FAMILIES = {
         lambda config: 0 if config.encoder_only else config.num_decoder_layers,
         _t5_depth,
         _t5_tokens,
+        _t5_longest,
     ),
     "bart": EngineFamily(
         BartWeightLoader,
@@ -92,6 +103,7 @@ FAMILIES = {
         lambda config: config.num_decoder_layers,
         _t5_depth,
         _t5_tokens,
+        _t5_longest,
     ),
     "agm": EngineFamily(
         AgmWeightLoader,
@@ -100,6 +112,7 @@ FAMILIES = {
         lambda config: config.num_layers,
         lambda config: config.num_layers,
         _agm_tokens,
+        lambda _: Bounds(RELATIVE_ROW_TOKENS),
     ),
 }
 

@@ -8,16 +8,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.plan import Bounds
+from launcher_scripts.engine.plan import Bounds, StepShape
 from launcher_scripts.engine.progress import RECORDING, Progress
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 SMALLEST_CONTEXT = 256
 
 
+def row_buckets(most: int) -> list[int]:
+    """The batch sizes of steps where there are `most` rows at most."""
+    return [*(size for size in ROW_BUCKETS if size < most), most]
+
+
 def bucket_rows(rows: int, most: int) -> int:
     """The batch size a step of `rows` rows is padded to."""
-    return next((size for size in ROW_BUCKETS if rows <= size <= most), rows)
+    return next(size for size in row_buckets(most) if rows <= size)
 
 
 def bucket_tokens(tokens: int) -> int:
@@ -26,6 +31,28 @@ def bucket_tokens(tokens: int) -> int:
     while bucket < tokens:
         bucket *= 4
     return bucket
+
+
+def token_buckets(longest: int) -> list[int]:
+    """The buckets of all contexts up to `longest` tokens; [0] where there are none."""
+    buckets = [bucket_tokens(1)] if longest else [0]
+    while buckets[-1] < longest:
+        buckets.append(bucket_tokens(buckets[-1] + 1))
+    return buckets
+
+
+def step_shapes(longest: Bounds, most_rows: int) -> list[StepShape]:
+    """All shapes of the decode steps of a model whose rows are as long as `longest`, short contexts
+    first, greedy ones before others, few rows before many."""
+    if not longest.own:
+        return []
+    return [
+        StepShape(rows, own, source, greedy)
+        for own in token_buckets(longest.own)
+        for source in token_buckets(longest.source)
+        for greedy in (True, False)
+        for rows in row_buckets(most_rows)
+    ]
 
 
 def bucket_bounds(bounds: Bounds) -> Bounds:
@@ -68,15 +95,27 @@ class GraphCache:
             recorded.slots.copy_(slots)
             recorded.source = slots
         if recorded.graph is None:
-            graph = torch.cuda.CUDAGraph()
-            with (
-                self._progress.phase(RECORDING),
-                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-            ):
-                recorded.output = function(recorded.slots)
-            recorded.graph = graph
+            self._capture(recorded, function)
         recorded.graph.replay()
         return recorded.output
+
+    def record(
+        self, key: Hashable, slots: Tensor, function: Callable[[Tensor], Tensor | None]
+    ) -> None:
+        """Have function's graph for `run` before it is needed; function runs with these slots."""
+        if key in self._recorded:
+            return
+        self.run(key, slots, function)
+        self._capture(self._recorded[key], function)
+
+    def _capture(self, recorded: _Recorded, function: Callable[[Tensor], Tensor | None]) -> None:
+        graph = torch.cuda.CUDAGraph()
+        with (
+            self._progress.phase(RECORDING),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            recorded.output = function(recorded.slots)
+        recorded.graph = graph
 
     def clear(self) -> None:
         """Forget every graph; a communicator cannot end while a graph holds its operations."""

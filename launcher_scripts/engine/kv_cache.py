@@ -8,11 +8,13 @@ the pool, and a row that was admitted never runs out; one that finds no room wai
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from launcher_scripts.engine.plan import Move
 from launcher_scripts.kernels.operands import Heads, LayerCache
 
 COPIED_TOKENS = 4096
@@ -79,6 +81,12 @@ class KVCache:
     def scratch(self) -> int:
         """The token that belongs to no row."""
         return self.capacity
+
+    def shift(self, moves: Sequence[Move]) -> None:
+        """Bring what sessions still attend to to the front of their extents."""
+        for move in moves:
+            target = torch.arange(move.start, move.start + move.count, device=self.ids.device)[None]
+            self.copy(target + move.by, target)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy the tokens source [B, T] to target [B, T].

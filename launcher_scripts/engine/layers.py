@@ -19,7 +19,7 @@ from launcher_scripts.engine.learned_parts import (
     token_tasks,
 )
 from launcher_scripts.engine.weights import LayerWeights
-from launcher_scripts.kernels.operands import Heads, LayerCache, Linear, Norm
+from launcher_scripts.kernels.operands import Heads, LayerCache, Linear, Norm, PromptSpans
 from launcher_scripts.models.gpt import GPTConfig
 
 
@@ -80,6 +80,7 @@ class Step:
     slots:     [N], the cache token of each new token
     rotary:    cosines and sines [N, rotary_size / 2], or None
     segments:  rows of a prefill step, in order; None for a decode step
+    spans:     which tokens of a prefill step are whose
     starts, lengths, longest: the rows of a decode step (see decode_attention)
     positions: [N], where a relative bias counts from
     source:    cache tokens of the encoder's inputs in a decode step
@@ -89,6 +90,7 @@ class Step:
     slots: Tensor
     rotary: tuple[Tensor, Tensor] | None = None
     segments: tuple[Segment, ...] | None = None
+    spans: PromptSpans | None = None
     starts: Tensor | None = None
     lengths: Tensor | None = None
     longest: int = 0
@@ -184,12 +186,16 @@ class DecoderLayer(ParallelLayer):
                 positions=step.positions,
                 **with_bias,
             )
+        if not any(segment.window for segment in step.segments):
+            return self.kernels.prompt_attention(
+                query, self.cache, step.spans, self.slopes, **with_bias
+            )
         parts = query.split([segment.count for segment in step.segments])
         outputs = [
             self._attend_context(part, segment, with_bias)
             for part, segment in zip(parts, step.segments, strict=True)
         ]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return torch.cat(outputs)
 
     def _attend_context(self, query: Tensor, segment: Segment, with_bias: dict[str, Any]) -> Tensor:
         place = (segment.start, segment.past)

@@ -245,4 +245,7 @@ def assemble_runner(
     network = family.network(weights, cache, kernels_for(device.type), communicator, device)
     if network.step_obstacles and communicator.rank == 0:
         print(f"decode steps take the general path: {'; '.join(network.step_obstacles)}")
-    return Runner(network, communicator, settings.max_batch_size, device)
+    if network.encode_obstacles and communicator.rank == 0:
+        print(f"the encoder takes the general path: {'; '.join(network.encode_obstacles)}")
+    longest = family.longest(config)
+    return Runner(network, communicator, settings.max_batch_size, device, longest)

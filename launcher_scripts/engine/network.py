@@ -9,8 +9,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from launcher_scripts.engine.decode_step import DecodeStep
+from launcher_scripts.engine.encode_step import EncodeStep
 from launcher_scripts.engine.kv_cache import KVCache
 from launcher_scripts.engine.layers import Rows, Segment
+from launcher_scripts.engine.prompt_batch import PromptBatch
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Encoded:
 class Network(Protocol):
     """One rank's part of a model; its keys and values are in `cache`.
 
-    step: the fast way to decode, or None where there is none, for the reasons in step_obstacles
+    step: the fast way to decode, or None where there is none, for the reasons in step_obstacles;
+    encode_step, encode_obstacles: the same of encoding, None and empty without an encoder
     """
 
     config: Any
@@ -36,6 +39,8 @@ class Network(Protocol):
     kernels: ModuleType
     step: DecodeStep | None
     step_obstacles: list[str]
+    encode_step: EncodeStep | None
+    encode_obstacles: list[str]
 
     def encode(self, ids: Tensor, segments: tuple[Segment, ...], *, attentions: bool) -> Encoded:
         """Run the encoder over ids [N] of several rows and keep what the decoder needs of it.
@@ -44,8 +49,8 @@ class Network(Protocol):
         """
         ...
 
-    def prefill(self, ids: Tensor, segments: tuple[Segment, ...]) -> Tensor:
-        """Run the new tokens ids [N] of several rows: hidden states [N, hidden]."""
+    def prefill(self, prompts: PromptBatch) -> Tensor:
+        """Run the new tokens of several rows: hidden states [N, hidden]."""
         ...
 
     def decode(self, ids: Tensor, rows: Rows) -> Tensor:

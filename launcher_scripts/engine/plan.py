@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -95,6 +96,21 @@ class Bounds(NamedTuple):
 
 
 @dataclass(frozen=True)
+class StepShape:
+    """What the kernels of a decode step depend on: how many rows it has, the buckets of its bounds
+    (see graphs.py), and whether every row takes its likeliest token.
+
+    prompt: of a pass over prompts instead, the bucket of its tokens (see prompt_batch.py)
+    """
+
+    rows: int
+    own: int
+    source: int
+    greedy: bool
+    prompt: int = 0
+
+
+@dataclass(frozen=True)
 class Plan:
     """One step: rows that join, that are encoded, whose prompts run on, that run one token further.
 
@@ -104,6 +120,8 @@ class Plan:
     windows: whether any row in `decode` has a window. longest and longest_source bound the cache
     tokens of all of them: prompt and generated ones, the new one included; and those of the
     encoder's input, where there is one.
+
+    record: decode steps that are recorded for later; such a plan has nothing else.
     """
 
     starts: tuple[RowStart, ...] = ()
@@ -116,6 +134,16 @@ class Plan:
     longest_source: int = 0
     moves: tuple[Move, ...] = ()
     windows: bool = False
+    record: tuple[StepShape, ...] = ()
+
+    def size(self, rows: Mapping[int, RowStart]) -> tuple[tuple[bool, ...], int]:
+        """What kinds of work the step has, and how many tokens; rows: by their slots."""
+        kinds = (self.moves, self.encode, self.prefill, self.decode, self.beams, self.record)
+        tokens = sum(part.count for part in self.prefill) + len(self.decode)
+        tokens += sum(len(rows[slot].source) for slot in self.encode)
+        tokens += sum(len(rows[slot].beams) for slot in self.beams)
+        tokens += sum(shape.rows for shape in self.record)
+        return tuple(map(bool, kinds)), tokens
 
     @property
     def bounds(self) -> Bounds:

@@ -10,6 +10,11 @@ from launcher_scripts.engine.results import EncodedRow, StepResult
 from launcher_scripts.engine.row import Row, answer, snapshot, take, take_beams
 from launcher_scripts.engine.session import Session
 
+# A pass over prompts keeps the rows that decode waiting, however few the prompts are. So where many
+# rows decode, those that come wait for each other: so many steps at most.
+ROWS_PER_STEP_OF_PATIENCE = 16
+MOST_PATIENCE = 8
+
 
 class Scheduler:
     """Admits rows in the order they came, as slots and cache tokens allow, and ends them.
@@ -27,6 +32,7 @@ class Scheduler:
         self._running: dict[int, Row] = {}
         self._launched: deque[dict[int, Row]] = deque()
         self._moves: list[Move] = []
+        self._held = 0
 
     @property
     def rows(self) -> list[Row]:
@@ -45,7 +51,7 @@ class Scheduler:
         """The next step, or None when there is nothing to launch."""
         self._moves = []
         self._drop_cancelled()
-        starts = self._admit()
+        starts = [] if self._holds() else self._admit()
         running = [row for row in self._running.values() if self._decodes(row)]
         decode = [row for row in running if row.hypotheses is None]
         beams = [row for row in running if row.hypotheses is not None]
@@ -124,6 +130,15 @@ class Scheduler:
         if row.hypotheses is None or not self._decodes(row):
             return 0
         return row.launched - 1 - row.hypotheses.shared
+
+    def _holds(self) -> bool:
+        """Whether rows that wait do so a step longer, for more of them to join at once."""
+        joining = min(len(self._waiting), len(self._free_slots))
+        decoding = sum(map(self._decodes, self._running.values())) if joining else 0
+        patience = min(decoding // ROWS_PER_STEP_OF_PATIENCE, MOST_PATIENCE)
+        holds = 0 < joining < patience and self._held < patience
+        self._held = self._held + 1 if holds else 0
+        return holds
 
     def _admit(self) -> list[RowStart]:
         starts = []

@@ -25,6 +25,10 @@ class SpreadServer:
         """The first one's: they serve the same repository."""
         return self._servers[0].model_config(model_name)
 
+    def models(self) -> list[str]:
+        """The first one's, as well."""
+        return self._servers[0].models()
+
     def submit(
         self, model_name: str, tensors: Tensors, outputs: Sequence[str] | None = None
     ) -> Callable[[], Tensors]:

@@ -10,27 +10,12 @@ from launcher_scripts.kernels.attention_tile import (
     add_tile,
     bonus_of,
     load_keys_values,
-    summed,
+    merge_parts,
+    newest_token,
+    part_of,
+    store_head,
     turned,
 )
-
-SHORT_CONTEXT = 256  # tokens
-FEW_HEADS = 128  # about one program per multiprocessor
-MANY_HEADS = 512
-
-
-def attention_shape(longest: int, heads: int) -> tuple[int, int, int]:
-    """(splits, tokens per piece, warps) for contexts up to `longest` of so many rows times heads:
-    measured on an H200.
-
-    A short context is over sooner in one piece than with parts to merge. Few heads leave processors
-    idle, which large pieces use best; many small programs hide each other's waits.
-    """
-    if longest > SHORT_CONTEXT:
-        return (min(32, -(-longest // 64)), 32, 2) if heads <= FEW_HEADS else (8, 16, 1)
-    if heads <= FEW_HEADS:
-        return 1, 128, 8
-    return (1, 32, 2) if heads < MANY_HEADS else (1, 16, 1)
 
 
 @triton.jit
@@ -57,41 +42,32 @@ def _newest_first(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(largest score, sum of weights, weighted values) of the newest token, if it is here.
-
-    With STORE it comes from new_key and new_value, and goes to its place in the cache.
-    """
+    """(largest score, sum of weights, weighted values) of the newest token, if it is here."""
     largest = -1e30
     total = 0.0
     mixed = tl.zeros([BLOCK], tl.float32)
-    features = tl.arange(0, BLOCK)
-    held = features < SIZE
     if present:
-        if STORE:
-            kind = keys.dtype.element_ty
-            fresh = turned(new_key, stride, cosines, sines, turn, PARTS, SIZE, HALF, BLOCK)
-            rounded = fresh.to(kind)
-            value = summed(new_value + features, stride, held, PARTS).to(kind)
-            tl.store(keys + place, rounded, mask=held & stores)
-            tl.store(values + place, value, mask=held & stores)
-            key = rounded.to(tl.float32)
-            mixed = value.to(tl.float32)
-        else:
-            key = tl.load(keys + place, mask=held, other=0.0).to(tl.float32)
-            mixed = tl.load(values + place, mask=held, other=0.0).to(tl.float32)
+        key, mixed = newest_token(
+            keys,
+            values,
+            place,
+            new_key,
+            new_value,
+            stride,
+            cosines,
+            sines,
+            turn,
+            STORE,
+            PARTS,
+            SIZE,
+            HALF,
+            stores,
+        )
         largest = tl.sum(key * scaled, 0)
         if RELATIVE:
             largest += tl.load(bias + tl.minimum(tl.maximum(distance, -reach), reach) + reach)
         total = 1.0
     return largest, total, mixed
-
-
-@triton.jit
-def _part(old, split, SPLITS: tl.constexpr, TILE: tl.constexpr):
-    """(old, first and last + 1 of this part of that many tokens, how many parts have any)"""
-    share = tl.cdiv(tl.maximum(1, tl.cdiv(old, SPLITS)), TILE) * TILE
-    first = split * share
-    return old, first, tl.minimum(first + share, old), tl.maximum(1, tl.cdiv(old, share))
 
 
 @triton.jit
@@ -144,7 +120,7 @@ def attend(
     head = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(lengths + row).to(tl.int32)
-    old, first, last, parts = _part(length - (1 if FRESH else 0), split, SPLITS, TILE)
+    old, first, last, parts = part_of(length - (1 if FRESH else 0), split, SPLITS, TILE)
     if first > 0 and first >= old:
         return
     group = head // GROUP  # the head's keys and values
@@ -184,14 +160,14 @@ def attend(
         HALF,
         BLOCK,
     )
-    for tile in range(first, last, TILE):
+    for _ in range(first, last, TILE):
+        later = load_keys_values(keys, values, pool, tokens + TILE, last, SIZE, BLOCK)
         bonus = bonus_of(tokens, slope, length, bias, position, reach, last, ALIBI, RELATIVE)
         largest, total, mixed = add_tile(largest, total, mixed, key, value, scaled, bonus)
-        tokens = tile + TILE + tl.arange(0, TILE)
-        key, value = load_keys_values(keys, values, pool, tokens, last, SIZE, BLOCK)
+        tokens, key, value = tokens + TILE, later[0], later[1]
     place = row * HEADS + head
     if SPLITS == 1:
-        _store_head(out, place, mixed / total, SIZE, BLOCK)
+        store_head(out, place, mixed / total, SIZE, BLOCK)
     else:
         part = place * SPLITS + split
         _store_part(partial, weights, part, mixed, largest, total, SIZE, BLOCK)
@@ -204,16 +180,9 @@ def attend(
 def _store_part(
     partial, weights, part, mixed, largest, total, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    _store_head(partial, part, mixed, SIZE, BLOCK)
+    store_head(partial, part, mixed, SIZE, BLOCK)
     tl.store(weights + part * 2, largest)
     tl.store(weights + part * 2 + 1, total)
-
-
-@triton.jit
-def _store_head(target, place, values, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    features = tl.arange(0, BLOCK)
-    where = target + place * SIZE + features
-    tl.store(where, values.to(target.dtype.element_ty), mask=features < SIZE)
 
 
 @triton.jit
@@ -232,39 +201,5 @@ def _merge_if_last(
     tl.debug_barrier()
     before = tl.atomic_add(arrivals + group, 1, sem="acq_rel")
     if before == parts - 1:
-        _merge(partial, weights, out, group, parts, SIZE, BLOCK, SPLITS, SPLIT_BLOCK)
+        merge_parts(partial, weights, out, group, parts, SIZE, BLOCK, SPLITS, SPLIT_BLOCK)
         tl.store(arrivals + group, 0)
-
-
-@triton.jit
-def _merge(
-    partial,
-    weights,
-    out,
-    group,
-    parts,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
-):
-    """Weigh the parts of one row and head by their softmax sums; empty parts weigh nothing.
-
-    Read past the first cache, where other programs' parts may not have arrived.
-    """
-    features = tl.arange(0, BLOCK)
-    held = features < SIZE
-    splits = tl.arange(0, SPLIT_BLOCK)
-    present = splits < parts
-    part = group * SPLITS + splits
-    largest = tl.load(weights + part * 2, mask=present, other=-1e30, cache_modifier=".cg")
-    total = tl.load(weights + part * 2 + 1, mask=present, other=0.0, cache_modifier=".cg")
-    share = tl.exp(largest - tl.max(largest, 0))
-    mixed = tl.load(
-        partial + part[:, None] * SIZE + features[None, :],
-        mask=present[:, None] & held[None, :],
-        other=0.0,
-        cache_modifier=".cg",
-    )
-    value = tl.sum(mixed * share[:, None], 0) / tl.sum(total * share, 0)
-    _store_head(out, group, value, SIZE, BLOCK)

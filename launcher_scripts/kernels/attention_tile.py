@@ -84,3 +84,89 @@ def turned(
         sine = tl.load(sines + angle, mask=turns, other=0.0)
         out = out * cosine + tl.where(upper, other, -other) * sine
     return out
+
+
+@triton.jit
+def part_of(old, split, SPLITS: tl.constexpr, TILE: tl.constexpr):
+    """(old, first and last + 1 of this part of that many tokens, how many parts have any)"""
+    share = tl.cdiv(tl.maximum(1, tl.cdiv(old, SPLITS)), TILE) * TILE
+    first = split * share
+    return old, first, tl.minimum(first + share, old), tl.maximum(1, tl.cdiv(old, share))
+
+
+@triton.jit
+def store_head(target, place, values, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    features = tl.arange(0, BLOCK)
+    where = target + place * SIZE + features
+    tl.store(where, values.to(target.dtype.element_ty), mask=features < SIZE)
+
+
+@triton.jit
+def merge_parts(
+    partial,
+    weights,
+    out,
+    group,
+    parts,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+):
+    """Weigh the parts of one row and head by their softmax sums; empty parts weigh nothing.
+
+    Read past the first cache, where other programs' parts may not have arrived.
+    """
+    features = tl.arange(0, BLOCK)
+    held = features < SIZE
+    splits = tl.arange(0, SPLIT_BLOCK)
+    present = splits < parts
+    part = group * SPLITS + splits
+    largest = tl.load(weights + part * 2, mask=present, other=-1e30, cache_modifier=".cg")
+    total = tl.load(weights + part * 2 + 1, mask=present, other=0.0, cache_modifier=".cg")
+    share = tl.exp(largest - tl.max(largest, 0))
+    mixed = tl.load(
+        partial + part[:, None] * SIZE + features[None, :],
+        mask=present[:, None] & held[None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    value = tl.sum(mixed * share[:, None], 0) / tl.sum(total * share, 0)
+    store_head(out, group, value, SIZE, BLOCK)
+
+
+@triton.jit
+def newest_token(
+    keys,
+    values,
+    place,
+    new_key,
+    new_value,
+    stride,
+    cosines,
+    sines,
+    turn,
+    STORE: tl.constexpr,
+    PARTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    stores=True,
+):
+    """The newest token's key and value, in float32; place: [BLOCK], where its features are.
+
+    With STORE they come from new_key and new_value, and go to their places in the cache.
+    """
+    BLOCK: tl.constexpr = place.shape[0]
+    features = tl.arange(0, BLOCK)
+    held = features < SIZE
+    if STORE:
+        kind = keys.dtype.element_ty
+        fresh = turned(new_key, stride, cosines, sines, turn, PARTS, SIZE, HALF, BLOCK)
+        key = fresh.to(kind)
+        value = summed(new_value + features, stride, held, PARTS).to(kind)
+        tl.store(keys + place, key, mask=held & stores)
+        tl.store(values + place, value, mask=held & stores)
+    else:
+        key = tl.load(keys + place, mask=held, other=0.0)
+        value = tl.load(values + place, mask=held, other=0.0)
+    return key.to(tl.float32), value.to(tl.float32)

@@ -10,31 +10,22 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.row_product_kernel import ZERO, activate, scales_of
+from launcher_scripts.kernels.digit_kernels import dot_digits, load_piece
+from launcher_scripts.kernels.row_product_kernel import activate, scales_of
 
 
 @triton.jit
-def _fetch(
-    weight,
-    rows,
-    first,
-    last,
-    OUT: tl.constexpr,
-    IN: tl.constexpr,
-    AHEAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _fetch(starts, first, last, AHEAD: tl.constexpr, BLOCK: tl.constexpr):
     """Ask for the first AHEAD pieces of a weight's rows, so that they are in the second cache
     when they are needed: one address of every 128 bytes."""
-    line: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+    line: tl.constexpr = 1024 // starts.dtype.element_ty.primitive_bitwidth
     lines = tl.arange(0, BLOCK // line) * line
-    held = tl.minimum(rows, OUT - 1)[:, None].to(tl.int64) * IN
     for piece in tl.static_range(AHEAD):
         columns = tl.minimum(first + piece * BLOCK + lines, last - 1)
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
             "=r,l",
-            [weight + held + columns[None, :]],
+            [starts + columns[None, :]],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -42,61 +33,46 @@ def _fetch(
 
 
 @triton.jit
-def _piece(weights, rows, columns, kind, OUT: tl.constexpr, IN: tl.constexpr, EVEN: tl.constexpr):
-    """Some columns of a weight's rows, which are read once, in the type of x: `kind`.
-
-    A byte becomes the last one of 2^23 in float32, whose steps are ones there.
-    """
-    if EVEN:
-        tile = tl.load(weights, eviction_policy="evict_first")
-    else:
-        mask = (rows < OUT)[:, None] & (columns < IN)[None, :]
-        tile = tl.load(weights, mask=mask, other=0.0, eviction_policy="evict_first")
-    if tile.dtype == tl.uint8:
-        tile = (tile.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
-    return tile.to(kind)
-
-
-@triton.jit
 def _dot(
     x,
-    weight,
-    gate_weight,
-    rows,
+    starts,
+    held,
     first,
     last,
     count,
-    OUT: tl.constexpr,
     IN: tl.constexpr,
-    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BATCH: tl.constexpr,
 ):
-    """float32 [ROWS, BATCH]: rows of the weight times the rows of x, over columns first..last-1;
-    and the same of the gate, with GATED."""
+    """float32 [ROWS, BATCH]: rows of the weight times the rows of x, over columns first..last-1.
+
+    starts, held: [ROWS, 1], where the weight's rows start, and which there are
+    """
     columns = tl.arange(0, BLOCK)
     batch = tl.arange(0, BATCH)
     product = tl.zeros([ROWS, BATCH], tl.float32)
-    gate = tl.zeros([ROWS, BATCH], tl.float32)
-    where = rows[:, None].to(tl.int64) * IN + columns[None, :]
+    weights = starts + columns[None, :]
     places = x + batch[None, :] * IN + columns[:, None]
-    kind: tl.constexpr = x.dtype.element_ty
-    even: tl.constexpr = OUT % ROWS == 0 and IN % BLOCK == 0
     for column in tl.range(first, last, BLOCK):
-        tile = _piece(weight + where + column, rows, column + columns, kind, OUT, IN, even)
+        tile = load_piece(weights + column, held & (column + columns < IN)[None, :], EVEN)
         inside = (batch < count)[None, :] & (column + columns < IN)[:, None]
         piece = tl.load(places + column, mask=inside, other=0.0)
         product = tl.dot(tile, piece, product, input_precision="ieee")
-        if GATED:
-            tile = _piece(gate_weight + where + column, rows, column + columns, kind, OUT, IN, even)
-            gate = tl.dot(tile, piece, gate, input_precision="ieee")
-    return product, gate
+    return product
+
+
+@triton.jit
+def _halves(product, ROWS: tl.constexpr, BATCH: tl.constexpr):
+    """The first and the second half of the rows."""
+    return tl.split(tl.permute(tl.reshape(product, [2, ROWS // 2, BATCH]), [1, 2, 0]))
 
 
 @triton.jit
 def dot_rows(
     x,
+    steps,
     weight,
     gate_weight,
     scales,
@@ -122,26 +98,37 @@ def dot_rows(
 ):
     """out = act(W x + b) * (W2 x + b2) for `count` rows of x, the parts as the flags say.
 
-    With SPLITS > 1 the parts over the columns go to out [SPLITS, count, OUT], to be summed. With
-    LARGEST nothing but the largest of the program's values and its place is kept, for each row.
-    With EARLY the weight's first AHEAD pieces are on their way before x is there.
+    x and steps are what split_rows makes of x where the weights are int8.
+    Of the ROWS that a program multiplies, half are the gate's with GATED. With SPLITS > 1 the parts
+    over the columns go to out [SPLITS, count, OUT], to be summed. With LARGEST nothing but the
+    largest of the program's values and its place is kept, for each row. With EARLY the weight's
+    first AHEAD pieces are on their way before x is there.
     """
     part = tl.program_id(0)
     split = tl.program_id(1)
-    rows = part * ROWS + tl.arange(0, ROWS)
+    own: tl.constexpr = ROWS // 2 if GATED else ROWS
+    rows = part * own + tl.arange(0, own)
     batch = tl.arange(0, BATCH)
     share: tl.constexpr = ((IN + BLOCK - 1) // BLOCK + SPLITS - 1) // SPLITS * BLOCK
     first = split * share
     last = tl.minimum(first + share, IN)
+    lines = tl.arange(0, ROWS)[:, None]
+    held = part * own + lines % own < OUT
+    place = tl.minimum(part * own + lines % own, OUT - 1).to(tl.int64) * IN
+    starts = weight + place
+    if GATED:
+        starts = tl.where(lines < own, starts, gate_weight + place)
     if EARLY:
         gdc_launch_dependents()
-        _fetch(weight, rows, first, last, OUT, IN, AHEAD, BLOCK)
-        if GATED:
-            _fetch(gate_weight, rows, first, last, OUT, IN, AHEAD, BLOCK)
+        _fetch(starts, first, last, AHEAD, BLOCK)
         gdc_wait()
-    value, gate = _dot(
-        x, weight, gate_weight, rows, first, last, count, OUT, IN, GATED, ROWS, BLOCK, BATCH
-    )
+    even: tl.constexpr = OUT % own == 0 and IN % BLOCK == 0
+    if weight.dtype.element_ty == tl.int8:
+        value = dot_digits(x, steps, starts, held, first, last, count, IN, even, ROWS, BLOCK, BATCH)
+    else:
+        value = _dot(x, starts, held, first, last, count, IN, even, ROWS, BLOCK, BATCH)
+    if GATED:
+        value, gate = _halves(value, ROWS, BATCH)
     value *= scales_of(scales, weight, rows, OUT)[:, None]
     if OFFSET:
         offset = tl.load(offsets + rows, mask=(rows < OUT) & (split == 0), other=0.0)
@@ -154,10 +141,10 @@ def dot_rows(
         value = value * gate
     if LARGEST:
         value = tl.where((rows < OUT)[:, None], value, -float("inf"))
-        top, place = tl.max(value, 0, return_indices=True)
+        top, at = tl.max(value, 0, return_indices=True)
         target = batch * tl.num_programs(0) + part
         tl.store(largest + target, top, mask=batch < count)
-        tl.store(places + target, part * ROWS + place, mask=batch < count)
+        tl.store(places + target, part * own + at, mask=batch < count)
     else:
         target = out + (split * count + batch[None, :]) * OUT + rows[:, None]
         mask = (rows < OUT)[:, None] & (batch < count)[None, :]

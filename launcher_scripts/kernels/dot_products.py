@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from launcher_scripts.kernels.digit_kernels import split_rows
 from launcher_scripts.kernels.dot_kernels import add_and_normalize, dot_rows
 from launcher_scripts.kernels.operands import Hidden, Linear, Norm
 from launcher_scripts.kernels.row_products import (
@@ -37,7 +38,7 @@ def dot_product(
 ) -> Tensor:
     """act(linear(x)), times gate(x) where there is one: [N, out]; norms are not looked at."""
     out = x.new_empty(x.shape[0], linear.weight.shape[0])
-    tile = dot_tile(kind, linear.weight.shape[1], linear.in_bytes)._replace(splits=1)
+    tile = dot_tile(kind, *linear.weight.shape, linear.in_bytes)._replace(splits=1)
     _launch(x, linear, tile, linear.weight.shape[0], out=out, gate=gate, activation=activation)
     return out
 
@@ -48,7 +49,7 @@ def dot_parts(x: Tensor, linear: Linear, kind: str) -> Tensor:
     One part has the type of x, several have float32.
     """
     out_size, in_size = linear.weight.shape
-    tile = dot_tile(kind, in_size, linear.in_bytes)
+    tile = dot_tile(kind, out_size, in_size, linear.in_bytes)
     dtype = x.dtype if tile.splits == 1 else torch.float32
     parts = x.new_empty(tile.splits, x.shape[0], out_size, dtype=dtype)
     _launch(x, linear, tile, out_size, out=parts)
@@ -69,7 +70,7 @@ def dot_partial(x: Tensor, linear: Linear) -> Tensor:
 def _parts(x: Tensor, linear: Linear) -> Tensor:
     """linear(x) without its bias, in parts to be summed: float32 [P, N, out]."""
     out_size, in_size = linear.weight.shape
-    tile = dot_tile("add", in_size, linear.in_bytes)
+    tile = dot_tile("add", out_size, in_size, linear.in_bytes)
     parts = torch.empty(tile.splits, x.shape[0], out_size, device=x.device)
     _launch(x, replace(linear, bias=None), tile, out_size, out=parts)
     return parts
@@ -119,12 +120,23 @@ def dot_largest(
     x: Hidden, head: Linear, held: int, keep: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """reference.largest for a few rows."""
-    tile = dot_tile("largest", head.weight.shape[1], head.in_bytes)._replace(splits=1)
+    tile = dot_tile("largest", *head.weight.shape, head.in_bytes)._replace(splits=1)
     count, parts = x.operand.shape[0], triton.cdiv(held, tile.rows)
     found = torch.empty(count, parts, device=x.operand.device)
     places = torch.empty(count, parts, dtype=torch.int32, device=x.operand.device)
     _launch(x.operand, head, tile, held, largest=(found, places))
     return best_of_parts(found, places, keep)
+
+
+def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [N, in] as an int8 weight is multiplied with: digits int8 [2, N, in], steps [N]."""
+    count, size = x.shape
+    digits = torch.empty(2, count, size, dtype=torch.int8, device=x.device)
+    steps = torch.empty(count, device=x.device)
+    block = triton.next_power_of_2(size)
+    warps = max(1, min(32, block // 512))
+    split_rows[(count,)](x, digits, steps, size, BLOCK=block, num_warps=warps, **early(x))
+    return digits, steps
 
 
 def _launch(
@@ -139,9 +151,12 @@ def _launch(
     largest: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     found, places = (x, x) if largest is None else largest
+    given, steps = split_digits(x) if linear.in_bytes else (x, x)
     gate_bias = None if gate is None else gate.bias
-    dot_rows[(triton.cdiv(out_size, tile.rows), tile.splits)](
-        x,
+    own = tile.rows if gate is None else tile.rows // 2
+    dot_rows[(triton.cdiv(out_size, own), tile.splits)](
+        given,
+        steps,
         linear.weight,
         linear.weight if gate is None else gate.weight,
         x if linear.scale is None else linear.scale,

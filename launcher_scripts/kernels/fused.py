@@ -23,6 +23,7 @@ from launcher_scripts.kernels.dot_products import (
     fits,
 )
 from launcher_scripts.kernels.fused_products import logits, mlp_up, project, project_add
+from launcher_scripts.kernels.fused_prompts import prompt_attention
 from launcher_scripts.kernels.fused_rows import (
     argmax,
     decode_attention,
@@ -30,9 +31,11 @@ from launcher_scripts.kernels.fused_rows import (
     norm,
     store_kv,
 )
+from launcher_scripts.kernels.fused_spans import attend_spans, gated
 from launcher_scripts.kernels.fused_steps import (
     attend_own,
     attend_source,
+    many_rows,
     project_heads,
     project_hidden,
 )
@@ -58,6 +61,7 @@ __all__ = [
     "argmax",
     "attend_own",
     "attend_source",
+    "attend_spans",
     "decode_attention",
     "embed",
     "logits",
@@ -67,6 +71,7 @@ __all__ = [
     "project_add",
     "project_heads",
     "project_hidden",
+    "prompt_attention",
     "store_kv",
 ]
 
@@ -157,7 +162,10 @@ def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tenso
     if fits(x.operand):
         return dot_product(x.operand, up, kind, gate=gate, activation=activation)
     if x.operand.shape[0] > 1:
-        return reference.expand(x, up, gate, activation)
+        inner = many_rows(x.operand, up)
+        if gate is None:
+            return ACTIVATIONS[activation](inner)
+        return gated(inner, many_rows(x.operand, gate), activation)
     out = x.operand.new_empty(1, up.weight.shape[0])
     more = {"moments": x.moments, "gate": gate, "activation": activation}
     row_product(x.operand, up, out, kind, **more, launch=early(out))
@@ -166,10 +174,11 @@ def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tenso
 
 def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
     """See reference.accumulate."""
-    if fits(x) and norm_of_next is not None:
+    if fits(x):
         return dot_add(x, linear, onto, norm_of_next)
     if x.shape[0] > 1:
-        return hidden(project_add(x, linear, onto.exact), norm_of_next, onto.operand.dtype)
+        added = many_rows(x, replace(linear, bias=None))
+        return add_parts(added[None], linear.bias, onto.exact, norm_of_next, onto.operand.dtype)
     return row_accumulate(x, linear, onto, norm_of_next)
 
 

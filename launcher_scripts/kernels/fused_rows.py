@@ -6,7 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
-from launcher_scripts.kernels.attention_kernels import attend, attention_shape
+from launcher_scripts.kernels.attention_kernels import attend
+from launcher_scripts.kernels.attention_shapes import AttentionShape, attention_shape
+from launcher_scripts.kernels.grouped_attention_kernels import attend_grouped
 from launcher_scripts.kernels.operands import Heads, LayerCache, Norm, RelativeBias
 from launcher_scripts.kernels.row_kernels import (
     block_argmax,
@@ -17,6 +19,7 @@ from launcher_scripts.kernels.row_kernels import (
 from launcher_scripts.kernels.row_products import NORM_CODES, best_of_parts, early
 
 ARGMAX_BLOCK = 1024
+STORED_AT_ONCE = 2048  # numbers
 ALONE = {"EARLY": False}
 
 
@@ -62,7 +65,10 @@ def store_kv(
         tokens, heads.num_heads, heads.head_size, dtype=qkv.dtype, device=qkv.device
     )
     cosines, sines = (qkv, qkv) if rotary is None else rotary
-    rotate_and_store[(tokens, heads.num_heads + 2 * heads.num_kv_heads)](
+    block = triton.next_power_of_2(heads.head_size)
+    total = heads.num_heads + 2 * heads.num_kv_heads
+    at_once = min(triton.next_power_of_2(total), max(1, STORED_AT_ONCE // block))
+    rotate_and_store[(tokens, triton.cdiv(total, at_once))](
         qkv,
         query,
         cache.keys,
@@ -75,8 +81,9 @@ def store_kv(
         KV_HEADS=heads.num_kv_heads,
         SIZE=heads.head_size,
         HALF=0 if rotary is None else cosines.shape[1],
-        BLOCK=triton.next_power_of_2(heads.head_size),
-        num_warps=1,
+        BLOCK=block,
+        AT_ONCE=at_once,
+        num_warps=max(1, min(4, at_once * block // 256)),
     )
     return query
 
@@ -123,6 +130,16 @@ def decode_attention(
     )
 
 
+def _attention_kernel(
+    shape: AttentionShape, heads: Heads, *, exact: bool
+) -> tuple[triton.JITFunction, int, dict[str, object]]:
+    """The kernel, its programs per row and part, and what it takes beside what all take."""
+    if not shape.members:
+        return attend, heads.num_heads, {}
+    more = {"MEMBERS": shape.members, "PRECISION": "ieee" if exact else "tf32"}
+    return attend_grouped, heads.num_kv_heads, more
+
+
 def attention_launch(
     query: Tensor,
     heads: Heads,
@@ -139,14 +156,15 @@ def attention_launch(
     parts: int = 1,
     rotary: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The kernel `attend`; rows are starts, lengths and positions, [B] each.
+    """The kernel `attend`, or `attend_grouped`; rows are starts, lengths and positions, [B] each.
 
     query: [B, heads * size], of several parts one after the other; with `store` keys and values of
     the last token follow the queries
     """
     starts, lengths, positions = rows
     count, num_heads, size = starts.shape[0], heads.num_heads, heads.head_size
-    splits, tile, warps = attention_shape(longest, count * num_heads)
+    shape = attention_shape(longest, count, heads, cache.keys.dtype)
+    splits = shape.splits
     device = query.device
     out = cache.keys.new_empty(count, num_heads * size)
     # [rows, heads, splits]: unnormalized outputs, then largest score and sum of weights
@@ -156,7 +174,8 @@ def attention_launch(
     if arrivals is None or arrivals.numel() < count * num_heads:
         arrivals = torch.zeros(count * num_heads, dtype=torch.int32, device=device)
     cosines, sines = (weights, weights) if rotary is None else rotary
-    attend[(count, num_heads, splits)](
+    kernel, across, more = _attention_kernel(shape, heads, exact=cache.keys.dtype == torch.float32)
+    kernel[(count, across, splits)](
         query,
         cache.keys,
         cache.values,
@@ -186,8 +205,10 @@ def attention_launch(
         STORE=store,
         PARTS=parts,
         HALF=0 if rotary is None else cosines.shape[1],
-        TILE=tile,
-        num_warps=warps,
+        TILE=shape.tile,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        **more,
         **launch,
     )
     return out

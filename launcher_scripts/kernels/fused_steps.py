@@ -30,10 +30,8 @@ def project_heads(
     """See reference.project_heads."""
     if x.operand.shape[0] == 1:
         return row_heads(x, linear, heads, rotary, rows, cache)
-    if rotary is not None:
-        rotary = (rotary[0][rows.positions], rotary[1][rows.positions])
-    qkv = _many_rows(x.operand, linear)
-    return store_kv(qkv, heads, rotary, rows.starts + rows.positions, cache)
+    qkv = many_rows(x.operand, linear)
+    return store_kv(qkv, heads, rows.turns(rotary), rows.starts + rows.positions, cache)
 
 
 def attend_own(
@@ -109,10 +107,10 @@ def _few_rows_in_parts(x: Tensor, linear: Linear, kind: str) -> tuple[Tensor, in
     if fits(x):
         parts = dot_parts(x, linear, kind)
         return parts, parts.shape[0]
-    return _many_rows(x, linear), 1
+    return many_rows(x, linear), 1
 
 
-def _many_rows(x: Tensor, linear: Linear) -> Tensor:
+def many_rows(x: Tensor, linear: Linear) -> Tensor:
     """linear(x) as cuBLAS has it, its norm aside."""
     linear = dense(linear)
     return functional.linear(x, linear.weight, linear.bias)
@@ -123,7 +121,7 @@ def project_hidden(x: Hidden, linear: Linear) -> Tensor:
     if fits(x.operand):
         return dot_product(x.operand, linear, "plain")
     if x.operand.shape[0] > 1:
-        return _many_rows(x.operand, linear)
+        return many_rows(x.operand, linear)
     out = x.operand.new_empty(1, linear.weight.shape[0])
     row_product(x.operand, linear, out, "plain", moments=x.moments, launch=early(out))
     return out

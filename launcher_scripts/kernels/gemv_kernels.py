@@ -100,6 +100,7 @@ def gemv(
         even,
         ROWS,
         BLOCK,
+        EARLY,
     )
     mean, scale = mean_and_scale(total, squares, eps, IN, NORM)
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
@@ -111,111 +112,6 @@ def gemv(
     tl.store(out + rows, value.to(out.dtype.element_ty), mask=rows < OUT)
     if ROUNDED:
         store_weighed(value, next_gain, rounded, new_moments, rows, OUT, WEIGHED)
-
-
-@triton.jit
-def gemv_heads(
-    x,
-    moments,
-    weight,
-    scales,
-    offsets,
-    sums,
-    query,
-    keys,
-    values,
-    starts,
-    positions,
-    cosines,
-    sines,
-    pool_tokens,
-    eps,
-    IN: tl.constexpr,
-    NORM: tl.constexpr,
-    PARTS: tl.constexpr,
-    SPREAD: tl.constexpr,
-    OFFSET: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    HALF: tl.constexpr,
-    EARLY: tl.constexpr,
-    ROLLED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Query, key and value of one token: queries to `query`, the rest to its place in the cache.
-
-    A program owns ROWS pairs of features that rotary positions would turn together (HALF of each
-    head's pairs do turn), so that it can turn them.
-    """
-    if EARLY:
-        gdc_launch_dependents()
-    OUT: tl.constexpr = (HEADS + 2 * KV_HEADS) * SIZE
-    pairs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    pair = pairs % (SIZE // 2)
-    head = pairs // (SIZE // 2)
-    lower = tl.where(pair < HALF, pair, pair + HALF)
-    upper = lower + tl.where(pair < HALF, HALF, SIZE // 2 - HALF)
-    rows = head * SIZE + lower
-    other_rows = head * SIZE + upper
-    columns = tl.arange(0, BLOCK)[None, :]
-    even: tl.constexpr = (OUT // 2) % ROWS == 0 and IN % BLOCK == 0
-    inside = pairs < OUT // 2
-    base = row_places(rows, columns, IN)
-    other_base = row_places(other_rows, columns, IN)
-    tile = load_tile(weight, base, rows, columns, 0, OUT, IN, even)
-    other_tile = load_tile(weight, other_base, other_rows, columns, 0, OUT, IN, even)
-    row_scale = scales_of(scales, weight, rows, OUT)
-    other_scale = scales_of(scales, weight, other_rows, OUT)
-    offset = vector(offsets, rows, OUT, OFFSET)
-    other_offset = vector(offsets, other_rows, OUT, OFFSET)
-    row_sums = vector(sums, rows, OUT, NORM == 1)
-    other_sums = vector(sums, other_rows, OUT, NORM == 1)
-    position = tl.load(positions)
-    slot = tl.load(starts) + position
-    if HALF > 0:
-        turns = (pair < HALF) & (head < HEADS + KV_HEADS) & inside
-        cosine = tl.load(cosines + position * HALF + pair, mask=turns, other=1.0)
-        sine = tl.load(sines + position * HALF + pair, mask=turns, other=0.0)
-    if EARLY:
-        gdc_wait()
-    total, squares = load_moments(moments, NORM, PARTS, SPREAD)
-    low, high = multiply(
-        x,
-        weight,
-        rows,
-        weight,
-        other_rows,
-        tile,
-        other_tile,
-        OUT,
-        IN,
-        True,
-        ROLLED,
-        even,
-        ROWS,
-        BLOCK,
-    )
-    mean, scale = mean_and_scale(total, squares, eps, IN, NORM)
-    low = normalized(low * row_scale, row_sums, mean, scale, NORM) + offset
-    high = normalized(high * other_scale, other_sums, mean, scale, NORM) + other_offset
-    if HALF > 0:
-        low, high = low * cosine - high * sine, high * cosine + low * sine
-    asks = inside & (head < HEADS)
-    is_key = inside & (head >= HEADS) & (head < HEADS + KV_HEADS)
-    is_value = inside & (head >= HEADS + KV_HEADS)
-    place = (((head - HEADS) % KV_HEADS).to(tl.int64) * pool_tokens + slot) * SIZE
-    _store_pair(query, head * SIZE, lower, upper, low, high, asks)
-    _store_pair(keys, place, lower, upper, low, high, is_key)
-    _store_pair(values, place, lower, upper, low, high, is_value)
-
-
-@triton.jit
-def _store_pair(target, place, lower, upper, low, high, present):
-    kind = target.dtype.element_ty
-    tl.store(target + place + lower, low.to(kind), mask=present)
-    tl.store(target + place + upper, high.to(kind), mask=present)
 
 
 @triton.jit
@@ -269,6 +165,7 @@ def gemv_largest(
         even,
         ROWS,
         BLOCK,
+        EARLY,
     )
     mean, scale = mean_and_scale(total, squares, eps, IN, NORM)
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset

@@ -67,6 +67,7 @@ def gemv_to_inboxes(
         even,
         ROWS,
         BLOCK,
+        EARLY,
     )
     bits = (value * row_scale).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     word = (number.to(tl.int64) << 32) | bits

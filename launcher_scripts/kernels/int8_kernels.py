@@ -1,4 +1,4 @@
-"""Projections whose weights are bytes, in the Triton language."""
+"""Projections whose weights are int8, in the Triton language."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from launcher_scripts.kernels.operands import Linear
-from launcher_scripts.kernels.quantization import ZERO_POINT
 
 
 def dense(linear: Linear) -> Linear:
@@ -18,17 +17,17 @@ def dense(linear: Linear) -> Linear:
     weight = torch.empty(rows, size, dtype=linear.dtype, device=linear.weight.device)
     block = min(4096, triton.next_power_of_2(size))
     widen[(rows, triton.cdiv(size, block))](
-        linear.weight, linear.scale, weight, size, ZERO_POINT, BLOCK=block, num_warps=4
+        linear.weight, linear.scale, weight, size, BLOCK=block, num_warps=4
     )
     return Linear(weight, linear.bias, linear.norm)
 
 
 @triton.jit
-def widen(weight, scale, out, size, zero, BLOCK: tl.constexpr):
+def widen(weight, scale, out, size, BLOCK: tl.constexpr):
     """One program: BLOCK weights of one row, times the row's scale."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     values = tl.load(weight + row * size + columns, mask=inside, other=0).to(tl.float32)
-    values = (values - zero) * tl.load(scale + row)
+    values *= tl.load(scale + row)
     tl.store(out + row * size + columns, values.to(out.dtype.element_ty), mask=inside)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+QUERIES_PER_TILE = 64
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,11 @@ class FoldedNorm:
 class Linear:
     """y = x W^T + b, of a normalized x where there is a norm.
 
-    weight:  [out, in] in the compute type, or in bytes (see quantization.py)
+    weight:  [out, in] in the compute type, or int8 (see quantization.py)
     bias:    [out] in the compute type
     norm:    applied to x first
-    scale:   float32 [out]: what each row of a weight in bytes is multiplied by
-    compute: the compute type of a weight in bytes
+    scale:   float32 [out]: what each row of an int8 weight is multiplied by
+    compute: the compute type of an int8 weight
     folded:  the norm as a product with one row wants it; made by kernels.prepare
     """
 
@@ -127,6 +131,13 @@ class StepRows:
     source_starts: Tensor | None = None
     source_lengths: Tensor | None = None
 
+    def turns(self, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines of the new tokens, [B, rotary_size / 2], of those of all positions."""
+        if rotary is None:
+            return None
+        cosines, sines = rotary
+        return cosines[self.positions], sines[self.positions]
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -167,6 +178,57 @@ class RelativeBias:
     @property
     def reach(self) -> int:
         return self.table.shape[1] // 2
+
+
+@dataclass(frozen=True)
+class PromptSpans:
+    """Which new tokens of a prefill step belong to which row: the rows one after the other.
+
+    spans: first cache token, tokens there before, and new tokens of every row
+    tiles: `pieces` for kernels, int64 [tiles, 4] on the device. A negative number of tokens is of
+           those that only fill the step up; empty pieces do nothing. None where no kernel asks.
+    """
+
+    spans: tuple[tuple[int, int, int], ...]
+    tiles: Tensor | None = None
+
+    def pieces(self) -> list[tuple[int, int, int, int]]:
+        """Runs of at most QUERIES_PER_TILE new tokens of one row: the first one's place in the
+        step, how many, the row's first cache token, the first one's position in the row.
+        """
+        found = []
+        place = 0
+        for start, past, count in self.spans:
+            for first in range(0, count, QUERIES_PER_TILE):
+                size = min(QUERIES_PER_TILE, count - first)
+                found.append((place + first, size, start, past + first))
+            place += count
+        return found
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Rows of several tokens that lie one after the other, as attention of each to itself goes
+    through them.
+
+    blocks: int64 [blocks, 3]; each is up to SPAN_QUERIES queries of one row: the row's first token,
+            its tokens, and how many of them are before the block. Those without tokens fill up.
+    """
+
+    blocks: Tensor
+
+
+SPAN_QUERIES = 64
+
+
+def span_blocks(counts: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The blocks of rows with `counts` tokens, which follow each other."""
+    starts = itertools.accumulate(counts, initial=0)
+    return [
+        (start, count, first)
+        for start, count in zip(starts, counts, strict=False)
+        for first in range(0, count, SPAN_QUERIES)
+    ]
 
 
 @dataclass(frozen=True)

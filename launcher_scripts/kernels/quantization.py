@@ -10,11 +10,10 @@ from torch import Tensor
 from launcher_scripts.kernels.operands import Linear
 
 LARGEST = 127
-ZERO_POINT = 128  # the byte of a weight of zero: kernels read bytes without a sign sooner
 
 
 def quantized(linear: Linear, compute: torch.dtype) -> Linear:
-    """The projection with weights of a byte, one scale per output, symmetric around zero.
+    """The projection with an int8 weight, one scale per output, symmetric around zero.
 
     The largest weight of an output becomes 127; an output without weights keeps its zeros.
     compute: the type the weight is multiplied in
@@ -22,12 +21,10 @@ def quantized(linear: Linear, compute: torch.dtype) -> Linear:
     weight = linear.weight.float()
     largest = weight.abs().amax(dim=1)
     scale = torch.where(largest > 0, largest, 1.0) / LARGEST
-    rounded = (weight / scale[:, None]).round().clamp(-LARGEST, LARGEST) + ZERO_POINT
-    return replace(linear, weight=rounded.to(torch.uint8), scale=scale, compute=compute)
+    rounded = (weight / scale[:, None]).round().clamp(-LARGEST, LARGEST).to(torch.int8)
+    return replace(linear, weight=rounded, scale=scale, compute=compute)
 
 
 def dequantized(weight: Tensor, scale: Tensor | None) -> Tensor:
-    """Rows of a weight in float32, of bytes where they have scales [rows]."""
-    if scale is None:
-        return weight.float()
-    return (weight.float() - ZERO_POINT) * scale[:, None]
+    """Rows of a weight in float32, of int8 where they have scales [rows]."""
+    return weight.float() if scale is None else weight.float() * scale[:, None]

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from launcher_scripts.kernels.operands import LayerCache, RelativeBias
+from launcher_scripts.kernels.operands import (
+    Heads,
+    LayerCache,
+    PromptSpans,
+    RelativeBias,
+    Spans,
+)
 
 QUERIES_AT_ONCE = 512
 
@@ -52,6 +60,30 @@ def context_attention(
     return out[0].transpose(0, 1).reshape(new, -1)
 
 
+def prompt_attention(
+    query: Tensor,
+    cache: LayerCache,
+    spans: PromptSpans,
+    slopes: Tensor | None,
+    *,
+    scale: float | None = None,
+    relative: RelativeBias | None = None,
+) -> Tensor:
+    """context_attention of several rows, query [N, heads, head_size]: [N, heads * head_size].
+
+    Tokens after those of the last row only fill a step up; anything may come out for them.
+    """
+    out = torch.empty_like(query).flatten(1)
+    place = 0
+    for start, past, count in spans.spans:
+        own = slice(place, place + count)
+        place += count
+        out[own] = context_attention(
+            query[own], cache, start, past, slopes, scale=scale, relative=relative
+        )
+    return out
+
+
 def source_attention(
     query: Tensor,
     key: Tensor,
@@ -83,6 +115,31 @@ def source_attention(
         )
         outputs.append(out.transpose(1, 2).flatten(2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def attend_spans(
+    qkv: Tensor,
+    heads: Heads,
+    spans: Spans,
+    *,
+    scale: float,
+    relative: RelativeBias | None = None,
+) -> Tensor:
+    """Attention of rows to all of their own tokens: [N, heads * head_size].
+
+    qkv [N, 3 * heads * head_size] holds the rows one after the other.
+    """
+    rows = [(start, count) for start, count, first in spans.blocks.tolist() if count and not first]
+    out = qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
+    for count, run in itertools.groupby(rows, key=lambda row: row[1]):
+        starts = [start for start, _ in run]
+        tokens = slice(starts[0], starts[-1] + count)
+        group = qkv[tokens].view(len(starts), count, 3 * heads.num_heads, heads.head_size)
+        query, key, value = group.chunk(3, dim=2)  # [B, n, heads, size]
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+        attended = source_attention(query, key, value, scale=scale, relative=relative)
+        out[tokens] = attended.flatten(0, 1)
+    return out
 
 
 def source_attention_weights(

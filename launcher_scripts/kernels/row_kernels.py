@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from launcher_scripts.kernels.row_product_kernel import activate
 
 
 @triton.jit
@@ -38,35 +41,56 @@ def rotate_and_store(
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    """One program: one head of one token, turned where it is a query or key, put in its place."""
+    """One program: AT_ONCE heads of one token, turned where they are queries or keys, put in their
+    places."""
     token = tl.program_id(0)
-    head = tl.program_id(1)
-    features = tl.arange(0, BLOCK)
-    held = features < SIZE
-    source = qkv + (token * (HEADS + 2 * KV_HEADS) + head).to(tl.int64) * SIZE
+    head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
+    features = tl.arange(0, BLOCK)[None, :]
+    held = (features < SIZE) & (head < HEADS + 2 * KV_HEADS)
+    source = qkv + token.to(tl.int64) * (HEADS + 2 * KV_HEADS) * SIZE + head * SIZE
     out = tl.load(source + features, mask=held, other=0.0).to(tl.float32)
-    if HALF > 0:  # noqa: SIM102 - decided when the kernel is compiled, the next when it runs
-        if head < HEADS + KV_HEADS:
-            turns = features < 2 * HALF
-            upper = features >= HALF
-            partner = tl.where(upper, features - HALF, features + HALF)
-            pair = tl.where(upper, features - HALF, features)
-            other = tl.load(source + partner, mask=turns, other=0.0).to(tl.float32)
-            cosine = tl.load(cosines + token * HALF + pair, mask=turns, other=1.0)
-            sine = tl.load(sines + token * HALF + pair, mask=turns, other=0.0)
-            out = out * cosine + tl.where(upper, other, -other) * sine
-    if head < HEADS:
-        target = query + (token * HEADS + head) * SIZE + features
-        tl.store(target, out.to(query.dtype.element_ty), mask=held)
-    else:
-        pool_head = (head - HEADS) % KV_HEADS
-        slot = tl.load(slots + token).to(tl.int64)
-        place = (pool_head * pool_tokens.to(tl.int64) + slot) * SIZE + features
-        if head < HEADS + KV_HEADS:
-            tl.store(keys + place, out.to(keys.dtype.element_ty), mask=held)
-        else:
-            tl.store(values + place, out.to(values.dtype.element_ty), mask=held)
+    if HALF > 0:
+        turns = (features < 2 * HALF) & (head < HEADS + KV_HEADS)
+        upper = features >= HALF
+        partner = tl.where(upper, features - HALF, features + HALF)
+        angle = token * HALF + tl.where(upper, features - HALF, features)
+        other = tl.load(source + partner, mask=turns, other=0.0).to(tl.float32)
+        cosine = tl.load(cosines + angle, mask=turns, other=1.0)
+        sine = tl.load(sines + angle, mask=turns, other=0.0)
+        out = out * cosine + tl.where(upper, other, -other) * sine
+    asks = held & (head < HEADS)
+    target = query + token.to(tl.int64) * HEADS * SIZE + head * SIZE + features
+    tl.store(target, out.to(query.dtype.element_ty), mask=asks)
+    slot = tl.load(slots + token).to(tl.int64)
+    pool_head = (head - HEADS) % KV_HEADS
+    place = (pool_head * pool_tokens.to(tl.int64) + slot) * SIZE + features
+    is_key = held & (head >= HEADS) & (head < HEADS + KV_HEADS)
+    tl.store(keys + place, out.to(keys.dtype.element_ty), mask=is_key)
+    is_value = held & (head >= HEADS + KV_HEADS)
+    tl.store(values + place, out.to(values.dtype.element_ty), mask=is_value)
+
+
+@triton.jit
+def multiply_gate(
+    up,
+    gate,
+    size,
+    ACTIVATION: tl.constexpr,
+    EARLY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """up = act(up) * gate, of `size` numbers."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < size
+    value = tl.load(up + places, mask=inside, other=0.0).to(tl.float32)
+    value = activate(value, ACTIVATION)
+    value *= tl.load(gate + places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(up + places, value.to(up.dtype.element_ty), mask=inside)
 
 
 @triton.jit

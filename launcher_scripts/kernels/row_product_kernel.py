@@ -7,10 +7,10 @@ W (g (x - mean) / deviation + b) = (W g x - mean * W g) / deviation + W b. The k
 left g x and, for every part of x it had, the sums of x and of its squares (moments), so that not
 every program has to sum all of x; W g and W b plus the bias are known when the model is loaded.
 
-A weight in bytes is q * scale of its row, kept as the byte q + 128 (see quantization.py). No
-instruction makes numbers of bytes at the speed they are read. But the bits of a small integer are
-a float32, too, of that many of its smallest steps of 2^-149; multipliers take those as they are.
-So the kernel multiplies such numbers with an x made large, and takes 128 times the sum of x off.
+A weight in bytes is q * scale of its row. No instruction makes numbers of bytes at the speed they
+are read. But the bits of a small integer are a float32, too, of that many of its smallest steps of
+2^-149; multipliers take those as they are. So the kernel multiplies the numbers whose bits are
+q + 128, of which none is negative, with an x made large, and takes 128 times the sum of x off.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from launcher_scripts.kernels.quantization import ZERO_POINT
-
 RAISED = tl.constexpr(2.0**80)  # times x: its products with steps of 2^-149 are normal numbers
 LOWERED = tl.constexpr(2.0 ** (149 - 80))
-ZERO = tl.constexpr(float(ZERO_POINT))
+ZERO_POINT = tl.constexpr(128)
 PER_LOAD = tl.constexpr(8)  # columns a thread holds side by side: 16 bytes of x
 
 
@@ -64,12 +62,25 @@ def load_tile(
 
 
 @triton.jit
-def _eighths(tile, piece, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Products summed eight at a time, as the threads hold them."""
-    if tile.dtype == tl.uint8:
+def _numbers(tile, PACKED: tl.constexpr):
+    """The tile in float32; of bytes q the numbers whose bits are q + 128. With PACKED four at a
+    time, which the compiler does not see by itself."""
+    if tile.dtype == tl.int8:
+        if PACKED:
+            tile = tl.inline_asm_elementwise(
+                "xor.b32 $0, $1, 0x80808080;", "=r,r", [tile], dtype=tl.uint8, is_pure=True, pack=4
+            )
+        else:
+            tile = (tile ^ -ZERO_POINT).to(tl.uint8, bitcast=True)
         values = tile.to(tl.uint32).to(tl.float32, bitcast=True)
     else:
         values = tile.to(tl.float32)
+    return values
+
+
+@triton.jit
+def _eighths(values, piece, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Products summed eight at a time, as the threads hold them."""
     return tl.sum(tl.reshape(values * piece, [ROWS, BLOCK // PER_LOAD, PER_LOAD]), 2)
 
 
@@ -89,6 +100,7 @@ def multiply(
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """(W x, W' x), whose first tiles are there already.
 
@@ -100,7 +112,7 @@ def multiply(
     columns = tl.arange(0, BLOCK)[None, :]
     base = row_places(rows, columns, IN)
     other_base = row_places(other_rows, columns, IN)
-    in_bytes: tl.constexpr = weight.dtype.element_ty == tl.uint8
+    in_bytes: tl.constexpr = weight.dtype.element_ty == tl.int8
     product = tl.zeros([ROWS, BLOCK // PER_LOAD], tl.float32)
     other = tl.zeros([ROWS, BLOCK // PER_LOAD], tl.float32)
     zeros = tl.zeros([1, BLOCK // PER_LOAD], tl.float32)
@@ -109,11 +121,11 @@ def multiply(
             coming = load_tile(weight, base, rows, columns, first + BLOCK, OUT, IN, False)
             piece = _piece(x, columns, first, IN, BLOCK)
             if in_bytes:
-                zeros += _eighths(piece, ZERO, 1, BLOCK)
+                zeros += _eighths(piece, float(ZERO_POINT), 1, BLOCK)
                 piece *= RAISED
-            product += _eighths(tile, piece, ROWS, BLOCK)
+            product += _eighths(_numbers(tile, PACKED), piece, ROWS, BLOCK)
             if PAIRED:
-                other += _eighths(other_tile, piece, ROWS, BLOCK)
+                other += _eighths(_numbers(other_tile, PACKED), piece, ROWS, BLOCK)
                 other_tile = load_tile(
                     other_weight, other_base, other_rows, columns, first + BLOCK, OUT, IN, False
                 )
@@ -128,11 +140,11 @@ def multiply(
                     )
             piece = _piece(x, columns, first, IN, BLOCK)
             if in_bytes:
-                zeros += _eighths(piece, ZERO, 1, BLOCK)
+                zeros += _eighths(piece, float(ZERO_POINT), 1, BLOCK)
                 piece *= RAISED
-            product += _eighths(tile, piece, ROWS, BLOCK)
+            product += _eighths(_numbers(tile, PACKED), piece, ROWS, BLOCK)
             if PAIRED:
-                other += _eighths(other_tile, piece, ROWS, BLOCK)
+                other += _eighths(_numbers(other_tile, PACKED), piece, ROWS, BLOCK)
     if in_bytes:
         product = product * LOWERED - zeros
         other = other * LOWERED - zeros
@@ -219,6 +231,6 @@ def vector(values, rows, OUT: tl.constexpr, PRESENT: tl.constexpr):
 def scales_of(scales, weight, rows, OUT: tl.constexpr):
     """What the products of a weight's rows are multiplied by: ones, but for a weight in bytes."""
     found = tl.full(rows.shape, 1.0, tl.float32)
-    if weight.dtype.element_ty == tl.uint8:
+    if weight.dtype.element_ty == tl.int8:
         found = tl.load(scales + rows, mask=rows < OUT, other=0.0)
     return found

@@ -8,7 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
-from launcher_scripts.kernels.gemv_kernels import gemv, gemv_heads, gemv_largest
+from launcher_scripts.kernels.gemv_heads_kernel import gemv_heads
+from launcher_scripts.kernels.gemv_kernels import gemv, gemv_largest
 from launcher_scripts.kernels.operands import (
     FoldedNorm,
     Heads,

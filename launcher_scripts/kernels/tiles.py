@@ -26,9 +26,9 @@ class RowTile(NamedTuple):
 
 
 class DotTile(NamedTuple):
-    """rows of the weight per program, columns per piece, warps, pieces on their way, how many
-    programs share the columns (where the parts are summed afterwards), and how many pieces of the
-    weight are asked for before the inputs are there."""
+    """rows of the weight per program (of weight and gate together), columns per piece, warps,
+    pieces on their way, how many programs share the columns (where the parts are summed
+    afterwards), and how many pieces of the weight are asked for before the inputs are there."""
 
     rows: int
     block: int
@@ -39,22 +39,28 @@ class DotTile(NamedTuple):
 
 
 @cache
-def dot_tile(kind: str, in_size: int, in_bytes: bool = False) -> DotTile:
+def dot_tile(kind: str, out_size: int, in_size: int, in_bytes: bool = False) -> DotTile:
     """The tile of a product with a few rows: kind is plain, heads, query, add, up, gated
     or largest; in_bytes: the weight is."""
-    found = table()[part("dot_products", in_bytes)].get(f"{kind} {in_size}")
+    found = _known("dot_products", kind, out_size, in_size, in_bytes)
     if found:
         return DotTile(*found)
-    return DotTile(64, 128, 4, 4, 4 if kind == "add" else 1)
+    return DotTile(64, 256 if in_bytes else 128, 4, 4, 4 if kind == "add" else 1)
 
 
 @cache
 def row_tile(kind: str, out_size: int, in_size: int, in_bytes: bool = False) -> RowTile:
     """The tile of a product with one row: kind is plain, add, up, gated, heads or largest;
     in_bytes: the weight is."""
-    known = table()[part("row_products", in_bytes)]
-    found = known.get(f"{kind} {out_size}x{in_size}") or known.get(f"{kind} {in_size}")
+    found = _known("row_products", kind, out_size, in_size, in_bytes)
     return RowTile(*found) if found else _row_rule(kind, in_size, in_bytes)
+
+
+def _known(
+    products: str, kind: str, out_size: int, in_size: int, in_bytes: bool
+) -> list[int] | None:
+    known = table()[part(products, in_bytes)]
+    return known.get(f"{kind} {out_size}x{in_size}") or known.get(f"{kind} {in_size}")
 
 
 def part(products: str, in_bytes: bool) -> str:

@@ -19,7 +19,7 @@ from typing import IO
 
 from launcher_scripts.errors import ServerError
 from launcher_scripts.models.repository import is_remote
-from launcher_scripts.remains import hold, region_prefix, release, remove_regions
+from launcher_scripts.remains import Claim
 from launcher_scripts.server.installation import Installation
 from launcher_scripts.server.ports import Ports
 from launcher_scripts.server.protection import Protection
@@ -68,7 +68,7 @@ class ServerProcess:
         if installation.numpy_dir is not None:
             prefer_numpy(folder, installation.numpy_dir)
         try:
-            self._lock = hold(folder)
+            self._claim = Claim(folder)
         except OSError as error:
             raise ServerError(f"the server needs shared memory: {error}") from error
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -89,7 +89,7 @@ class ServerProcess:
             text=True,
             errors="replace",
             start_new_session=True,
-            pass_fds=(self._lock,),
+            pass_fds=self._claim.descriptors,
             preexec_fn=_end_with_parent(),
         )
         self._reader = threading.Thread(
@@ -107,7 +107,7 @@ class ServerProcess:
             str(installation.executable.absolute()),
             f"--model-repository={repository}",
             f"--backend-directory={self._folder / 'backends'}",
-            f"--backend-config=python,shm-region-prefix-name={region_prefix(self._folder)}",
+            f"--backend-config=python,shm-region-prefix-name={self._claim.region_prefix}",
             "--disable-auto-complete-config",
             f"--exit-timeout-secs={max(1, round(settings.stop_timeout))}",
         ]
@@ -168,14 +168,11 @@ class ServerProcess:
                 print(f"the server did not end within {timeout:g} s and is killed", flush=True)
         self._kill_members()
         self._reader.join(timeout=5)
-        release(self._folder, self._lock)
+        self._claim.release()
 
     def hide_memory(self) -> None:
-        """Take the names off the memory that the server's processes share, once all have it open.
-
-        The kernel frees it with the last of them, whatever ends them.
-        """
-        remove_regions(self._folder)
+        """The server is ready: its processes have the memory open that they share."""
+        self._claim.hide_memory()
 
     def _kill_members(self) -> None:
         deadline = time.monotonic() + _KILL_SECONDS

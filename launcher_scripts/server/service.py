@@ -268,7 +268,9 @@ class Service:
         return statuses
 
     def _error(self, reason: str) -> ServerError:
-        error = ServerError(f"{reason}\nthe end of the server's log:\n{self._process.tail()}")
+        # The reason is the last word: who is shown the end of the job's log sees it.
+        log = self._process.tail()
+        error = ServerError(f"the end of the server's log:\n{log}\nerror: {reason}")
         error.problems = (reason,)
         return error
 

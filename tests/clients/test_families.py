@@ -46,11 +46,12 @@ def export_agm(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """A BLOOM (ALiBi, a norm behind the embedding), a T5, an encoder and an Agm."""
+    """A BLOOM (ALiBi, a norm behind the embedding), T5s, an encoder and an Agm."""
     folder = tmp_path_factory.mktemp("families")
     bloom = text_config(position_embedding="alibi", embedding_norm=True)
     settings = export(folder, bloom, name="bloom")
     t5.export(folder, name="t5")
+    t5.export(folder, name="live", decoupled=True)
     t5.export(folder, "t5-encoder", name="encoder")
     export_agm(folder)
     with running(folder / "job", settings.model_repository) as step:
@@ -87,6 +88,24 @@ def test_a_sample_is_answered(
     printed = capsys.readouterr().out
     for name in outputs:
         assert f"{name}:\n[" in printed
+
+
+def test_the_sample_of_a_t5_streams_what_it_answers_whole(
+    capsys: pytest.CaptureFixture[str], served: dict[str, Any]
+) -> None:
+    lines = {}
+    for sample, model, protocol in (("t5", "t5", "http"), ("t5_stream", "live", "grpc")):
+        config = {"url": served[protocol], "model_name": model}
+        file = str(REQUESTS / f"{sample}.json")
+        check = ["-t"] if protocol == "grpc" else []
+        asked = ["issue_request", file, *check, "--params", json.dumps({"config": config})]
+        assert main(asked) == 0, capsys.readouterr().err
+        lines[sample] = capsys.readouterr().out
+    ids = lines["t5"].partition("output_ids:\n")[2].partition("]")[0].replace("[", "").split()
+    blocks = lines["t5_stream"].strip().split("\n\n")
+    last = blocks[-1].partition(":\n")[2].strip("[]").split()
+    assert len(blocks) == len(last) > 1
+    assert last == ids[: len(last)]
 
 
 @pytest.mark.parametrize("model", ["bloom", "t5"])

@@ -46,6 +46,13 @@ def test_samples_are_whole_requests_with_the_contracts_names(path: Path) -> None
     assert config["stream_api"] == ("stream" in path.stem)
 
 
+def test_every_sample_is_sent_to_a_served_model() -> None:
+    served = [Path(__file__).with_name(name) for name in ("test_served.py", "test_families.py")]
+    texts = "".join(path.read_text(encoding="utf-8") for path in served)
+    sent = {path.stem for path in SAMPLES if f'"{path.stem}"' in texts or path.name in texts}
+    assert sent == {path.stem for path in SAMPLES}
+
+
 def test_every_output_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer() as server:
         params = json.dumps({"config": {"url": server.address}})

@@ -232,6 +232,54 @@ def test_no_row_is_launched_past_its_length():
     assert [plan.longest for plan in plans[1:3]] == [4, 5]
 
 
+def running(rows: int) -> Scheduler:
+    """A scheduler with `rows` rows that decode, and places for as many more."""
+    scheduler = Scheduler(slots=2 * rows + 1, cache_tokens=200 * rows, prefill_tokens=10 * rows)
+    for _ in range(rows):
+        scheduler.add(row(3, 50))
+    scheduler.apply(answer(scheduler.plan()))
+    return scheduler
+
+
+def steps_until_start(scheduler: Scheduler) -> int:
+    for steps in range(20):
+        plan = scheduler.plan()
+        scheduler.apply(answer(plan))
+        if plan.starts:
+            return steps
+    raise AssertionError("nothing joined")
+
+
+@pytest.mark.parametrize(("rows", "waits"), [(1, 0), (15, 0), (32, 2), (128, 8), (200, 8)])
+def test_a_row_waits_for_others_where_many_decode(rows, waits):
+    scheduler = running(rows)
+    for _ in range(2):
+        scheduler.add(row(3, 50))
+        assert steps_until_start(scheduler) == waits
+
+
+def test_enough_rows_to_join_wait_no_longer():
+    scheduler = running(128)
+    for _ in range(8):
+        scheduler.add(row(3, 50))
+    plan = scheduler.plan()
+    assert len(plan.starts) == 8
+    assert len(plan.decode) == 128
+
+
+def test_a_row_that_finds_no_place_is_not_held_when_it_does():
+    scheduler = Scheduler(slots=32, cache_tokens=10_000, prefill_tokens=1000)
+    for _ in range(32):
+        scheduler.add(row(3, 3))
+    late = row(3, 3)
+    scheduler.add(late)
+    for _ in range(20):
+        if not late.future.done():
+            scheduler.apply(answer(scheduler.plan()))
+    assert late.future.result(0).output_ids == (5, 5, 5)
+    assert scheduler.plan() is None
+
+
 def test_extents_merge_when_freed():
     extents = ExtentAllocator(10)
     places = [extents.allocate(length) for length in (3, 3, 3)]

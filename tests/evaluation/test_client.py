@@ -69,6 +69,20 @@ def test_score_keeps_order_and_bounds_what_is_in_flight():
     assert 2 <= server.most_in_flight <= 3
 
 
+def test_replicas_are_one_server_to_an_evaluation():
+    rows = [[index, 5] for index in range(8)]
+    with FakeServer() as one, FakeServer() as two:
+        with Client(f"{one.address},{two.address}", "counting") as client:
+            assert client.is_ready()
+            assert client.max_batch_size() == 4
+            assert client.closing_ids() == ()
+            assert client.model_type == "GPT"
+            scores = list(client.score(iter(rows), in_flight=4))
+        for row, logits in zip(rows, scores, strict=True):
+            np.testing.assert_array_equal(logits, logits_after(row))
+        assert (len(one.received), len(two.received)) == (4, 4)
+
+
 def test_a_refused_request_says_what_the_server_said(capfd):
     with (
         FakeServer(refuse="batch size 9 for 'counting', max allowed is 4") as server,

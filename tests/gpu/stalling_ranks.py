@@ -86,7 +86,7 @@ def run(way: str, folder: Path, device: str = "cuda") -> dict[str, Any]:
     os.environ.update({WAY_VARIABLE: way, FOLDER_VARIABLE: str(folder)})
     rank_processes.WORKER = "tests.gpu.stalling_ranks"
     _make_stall(0)
-    config = wider(vocab_size=516, end_id=515)
+    config = wider(vocab_size=516, end_id=1000)
     started = time.time()
     engine = load_engine(folder, config, random_tensors(config), 2, 1, device=device)
     named: list[float] = []

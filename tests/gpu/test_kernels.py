@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.kernels.attention_checks import *  # noqa: F403
 from tests.kernels.kernel_checks import *  # noqa: F403
+from tests.kernels.prompt_checks import *  # noqa: F403
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]

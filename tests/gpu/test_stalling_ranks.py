@@ -21,12 +21,12 @@ pytestmark = [
 ]
 
 
-def stall(way: str, folder: Path, checkout: Path) -> dict[str, Any]:
-    """The program of that name: see stalling_ranks.py. Its kernels are compiled afresh."""
+def stall(way: str, folder: Path, checkout: Path, **env: str) -> dict[str, Any]:
+    """The program of that name: see stalling_ranks.py."""
     ran = subprocess.run(
         [sys.executable, "-m", "tests.gpu.stalling_ranks", way, str(folder)],
         cwd=checkout,
-        env={**os.environ, "TRITON_CACHE_DIR": str(folder / "triton_cache")},
+        env={**os.environ, **env},
         capture_output=True,
         text=True,
         timeout=180,
@@ -65,5 +65,6 @@ def test_devices_that_do_not_finish_a_step_are_named_within_5_s(tmp_path: Path, 
 
 
 def test_announced_work_may_take_its_time(tmp_path: Path, checkout: Path):
-    found = stall("announced", tmp_path, checkout)
+    """Its kernels are compiled afresh as well."""
+    found = stall("announced", tmp_path, checkout, TRITON_CACHE_DIR=str(tmp_path / "kernels"))
     assert found["tokens"] == TOKENS

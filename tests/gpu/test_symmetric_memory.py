@@ -76,7 +76,7 @@ def accumulate_rank(rank: int, tp: int, port: int, results) -> None:
     def chain():
         x = kernels.hidden(first, norm, torch.float32)
         for _ in range(ROUNDS):
-            part = x.operand[:, rank : rank + inner].contiguous()
+            part = x.operand[:, rank : rank + inner] / x.operand.norm()  # so that x cannot grow
             x = kernels.accumulate_over_ranks(part, linear, x, norm, communicator)
         return x
 
@@ -118,7 +118,7 @@ def test_projections_through_inboxes(tp):
     found = of_all_ranks(accumulate_rank, tp)
     want, *got = (torch.from_numpy(array) for array in found[0])
     for sums in got:
-        torch.testing.assert_close(sums, want, rtol=1e-4, atol=1e-4)
+        assert (sums - want).norm() <= 1e-5 * want.norm()
     for rank in range(1, tp):
         for mine, theirs in zip(found[0][1:], found[rank][1:], strict=True):
             assert (mine == theirs).all()

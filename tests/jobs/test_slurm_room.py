@@ -71,9 +71,8 @@ def found(job: Job, **options: object) -> list[str]:
 def test_what_is_said() -> None:
     (message,) = found(client(server()), partition="one")
     assert message.startswith(
-        "the evaluate job could never start beside the deploy job, which takes 1 node(s) for "
-        "itself; the nodes that they may use in the partition one; got 1; change "
-        "evaluate.in_deploy_job=True"
+        "the evaluate job could never start beside the deploy job, which takes 1 of the 1 node(s) "
+        "that both may use in the partition one for itself; change evaluate.in_deploy_job=True"
     )
 
 

@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton")
 
 from launcher_scripts.kernels import fused, reference  # noqa: E402
 from launcher_scripts.kernels.operands import Heads, Linear, Norm, StepRows  # noqa: E402
-from launcher_scripts.kernels.quantization import ZERO_POINT, quantized  # noqa: E402
+from launcher_scripts.kernels.quantization import quantized  # noqa: E402
 from tests.kernels import kernel_checks  # noqa: E402
 from tests.kernels.kernel_checks import (  # noqa: E402
     DEVICE,
@@ -135,7 +135,7 @@ def test_what_lies_behind_a_weight_is_not_read(rows):
     """The tile reaches beyond the last row and column; there are the largest bytes."""
     size = SIZES[1]
     linear = make_linear(size[1], size[0], None, False)
-    whole = torch.full((size[1] + 7, size[0]), 255, dtype=torch.uint8, device=DEVICE)
+    whole = torch.full((size[1] + 7, size[0]), -128, dtype=torch.int8, device=DEVICE)
     whole[: size[1]] = linear.weight
     held = Linear(whole[: size[1]], scale=linear.scale, compute=linear.compute)
     x = random(rows, size[0])
@@ -146,6 +146,6 @@ def test_what_lies_behind_a_weight_is_not_read(rows):
 def test_inputs_of_all_sizes(large):
     """Bytes are multiplied as the smallest numbers there are; no product is lost."""
     linear = make_linear(40, 48, None, False)
-    assert int(linear.weight.min()) < ZERO_POINT < int(linear.weight.max())
+    assert int(linear.weight.min()) < 0 < int(linear.weight.max())
     x = random(1, 48) * large
     assert_close(fused.project(x, linear), reference.project(x, linear), torch.float32)

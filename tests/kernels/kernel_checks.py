@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton")
 
 from launcher_scripts.engine.layers import alibi_slopes  # noqa: E402
 from launcher_scripts.kernels import (  # noqa: E402
-    attention_kernels,
+    attention_shapes,
     dot_products,
     fused,
     inbox_products,
@@ -28,7 +28,9 @@ from launcher_scripts.kernels.operands import (  # noqa: E402
     Norm,
     RelativeBias,
     RowColumns,
+    Spans,
     StepRows,
+    span_blocks,
 )
 from launcher_scripts.kernels.tiles import DotTile  # noqa: E402
 
@@ -194,8 +196,8 @@ def test_decode_attention(dtype, longest, alibi):
 @pytest.mark.parametrize(("longest", "many"), [(70, 2), (70, 99), (300, 2)])
 def test_decode_attention_of_many_heads(longest, many, monkeypatch):
     """The shapes that spare processors for others' programs."""
-    monkeypatch.setattr(attention_kernels, "FEW_HEADS", 1)
-    monkeypatch.setattr(attention_kernels, "MANY_HEADS", many)
+    monkeypatch.setattr(attention_shapes, "FEW_HEADS", 1)
+    monkeypatch.setattr(attention_shapes, "MANY_HEADS", many)
     heads = Heads(2, 1, 12)
     cache = poisoned_cache(heads, 400, torch.float32)
     lengths = torch.tensor([1, longest], device=DEVICE)
@@ -389,7 +391,7 @@ def test_project_heads(rows, dtype, rotary_size):
 @pytest.fixture(params=[1, 2])
 def in_parts(request, monkeypatch):
     """Projections of queries leave that many parts."""
-    tile = DotTile(64, 32, 4, 2, request.param, 1)
+    tile = DotTile(64, 64, 4, 2, request.param, 1)
     monkeypatch.setattr(dot_products, "dot_tile", lambda *_: tile)
 
 
@@ -526,6 +528,22 @@ def test_decode_attention_in_a_step(longest, alibi, fresh):
         got = fused.decode_attention(*arguments, fresh=fresh)
         assert_close(got, reference.decode_attention(*arguments), torch.float32)
         assert not cache.arrivals.any()
+
+
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize("size", [12, 64])
+@pytest.mark.parametrize("dtype", DOT_TYPES)
+def test_attend_spans(dtype, size, relative):
+    """Rows of one token and of several blocks; lines without tokens are passed over."""
+    heads, counts = Heads(3, 3, size), (5, 1, 64, 64, 130)
+    blocks = torch.tensor([*span_blocks(counts), (7, 0, 0)], device=DEVICE)
+    qkv = random(sum(counts), 9 * size, dtype=dtype)
+    bias = RelativeBias(random(3, 2 * 9 + 1)) if relative else None
+    arguments = (qkv, heads, Spans(blocks))
+    got = fused.attend_spans(*arguments, scale=0.3, relative=bias)
+    want = reference.attend_spans(*arguments, scale=0.3, relative=bias)
+    assert not got.isnan().any()
+    assert_close(got, want, dtype)
 
 
 def test_store_kv_without_queries():

@@ -14,10 +14,14 @@ from triton.compiler import ASTSource  # noqa: E402
 from launcher_scripts.kernels import (  # noqa: E402
     attention_kernels,
     dot_kernels,
+    gemv_heads_kernel,
     gemv_kernels,
+    grouped_attention_kernels,
     inbox_kernels,
     int8_kernels,
+    prompt_kernels,
     row_kernels,
+    span_kernels,
     step_kernels,
 )
 
@@ -36,7 +40,7 @@ def compile_kernel(kernel, pointers: dict[str, str], numbers: dict[str, str], co
 
 
 # Compute type and that of the weight.
-WEIGHTS = [*((dtype, dtype) for dtype in TYPES), ("bf16", "u8"), ("fp32", "u8")]
+WEIGHTS = [*((dtype, dtype) for dtype in TYPES), ("bf16", "i8"), ("fp32", "i8")]
 TILE = {"PARTS": 3, "SPREAD": 4, "ROWS": 2, "BLOCK": 256, "ROLLED": False, "EARLY": True}
 
 
@@ -75,7 +79,7 @@ def test_gemv_heads(dtype, half):
     numbers = {"pool_tokens": "i32", "eps": "fp32"}
     heads = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half}
     constants = {"IN": 768, "NORM": 1, "OFFSET": True, **heads, **TILE}
-    assert compile_kernel(gemv_kernels.gemv_heads, pointers, numbers, constants)
+    assert compile_kernel(gemv_heads_kernel.gemv_heads, pointers, numbers, constants)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -87,7 +91,7 @@ def test_gemv_largest(dtype):
     assert compile_kernel(gemv_kernels.gemv_largest, pointers, {"eps": "fp32"}, constants)
 
 
-@pytest.mark.parametrize(("dtype", "weight"), [*zip(TYPES, TYPES, strict=True), ("bf16", "u8")])
+@pytest.mark.parametrize(("dtype", "weight"), [*zip(TYPES, TYPES, strict=True), ("bf16", "i8")])
 def test_inboxes(dtype, weight):
     pointers = {"x": dtype, "weight": weight, "inboxes": "i64", "exchanges": "i32"}
     pointers["scales"] = "fp32"
@@ -108,9 +112,9 @@ def test_inboxes(dtype, weight):
 @pytest.mark.parametrize("in_bytes", [False, True])
 @pytest.mark.parametrize("splits", [1, 4])
 def test_dot_rows(dtype, in_bytes, splits):
-    pointers = dict.fromkeys(("x", "offsets", "gate_offsets"), dtype)
-    pointers |= dict.fromkeys(("weight", "gate_weight"), "u8" if in_bytes else dtype)
-    pointers |= dict.fromkeys(("scales", "gate_scales"), "fp32")
+    pointers = dict.fromkeys(("offsets", "gate_offsets"), dtype)
+    pointers |= dict.fromkeys(("x", "weight", "gate_weight"), "i8" if in_bytes else dtype)
+    pointers |= dict.fromkeys(("steps", "scales", "gate_scales"), "fp32")
     pointers |= {"out": "fp32", "largest": "fp32", "places": "i32"}
     constants = {
         "OUT": 515,
@@ -153,9 +157,8 @@ def test_begin_rows():
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_widen(dtype):
-    pointers = {"weight": "u8", "scale": "fp32", "out": dtype}
-    numbers = dict.fromkeys(("size", "zero"), "i32")
-    assert compile_kernel(int8_kernels.widen, pointers, numbers, {"BLOCK": 1024})
+    pointers = {"weight": "i8", "scale": "fp32", "out": dtype}
+    assert compile_kernel(int8_kernels.widen, pointers, {"size": "i32"}, {"BLOCK": 1024})
 
 
 def test_look_up_and_argmax():
@@ -182,7 +185,7 @@ def test_normalize(kind):
 def test_rotate_and_store(dtype, half):
     pointers = dict.fromkeys(("qkv", "query", "keys", "values"), dtype)
     pointers |= {"slots": "i64", "cosines": "fp32", "sines": "fp32"}
-    constants = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half, "BLOCK": 64}
+    constants = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half, "BLOCK": 64, "AT_ONCE": 16}
     assert compile_kernel(row_kernels.rotate_and_store, pointers, {"pool_tokens": "i32"}, constants)
 
 
@@ -200,3 +203,34 @@ def test_attention(dtype, splits, relative):
     numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32"}
     pointers["arrivals"] = "i32"
     assert compile_kernel(attention_kernels.attend, pointers, numbers, constants)
+    constants |= {"MEMBERS": 16, "PRECISION": "ieee" if dtype == "fp32" else "tf32"}
+    kernel = grouped_attention_kernels.attend_grouped
+    assert compile_kernel(kernel, pointers, numbers, constants)
+
+
+@pytest.mark.parametrize(("dtype", "relative"), list(itertools.product(TYPES, (False, True))))
+def test_attention_of_prompts(dtype, relative):
+    pointers = dict.fromkeys(("query", "keys", "values", "out"), dtype) | {"tiles": "i64"}
+    pointers |= dict.fromkeys(("slopes", "bias"), "fp32")
+    constants = {"HEADS": 8, "GROUP": 4, "SIZE": 48, "BLOCK": 64, "ALIBI": not relative}
+    constants |= {"RELATIVE": relative, "QUERIES": 64, "TILE": 32}
+    constants |= {"PRECISION": "ieee" if dtype == "fp32" else "tf32"}
+    numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32"}
+    ptx = compile_kernel(prompt_kernels.attend_prompts, pointers, numbers, constants)
+    assert ("wgmma" in ptx) == (dtype != "fp32")
+
+
+@pytest.mark.parametrize(("dtype", "relative"), list(itertools.product(TYPES, (False, True))))
+def test_attend_spans(dtype, relative):
+    pointers = dict.fromkeys(("qkv", "out"), dtype) | {"blocks": "i64", "bias": "fp32"}
+    numbers = {"scale": "fp32", "reach": "i32"}
+    constants = {"HEADS": 8, "SIZE": 48, "BLOCK": 64, "RELATIVE": relative, "EARLY": True}
+    constants |= {"QUERIES": 64, "KEYS": 32}
+    assert compile_kernel(span_kernels.attend_spans, pointers, numbers, constants)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_multiply_gate(dtype):
+    pointers = {"up": dtype, "gate": dtype}
+    constants = {"ACTIVATION": 1, "EARLY": True, "BLOCK": 2048}
+    assert compile_kernel(row_kernels.multiply_gate, pointers, {"size": "i32"}, constants)

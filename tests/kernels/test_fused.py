@@ -29,7 +29,8 @@ INTERPRETER_WARNINGS = ("-W", "ignore:Conversion of an array:DeprecationWarning"
 def test_interpreted_kernels_equal_the_reference(checkout):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(checkout)}
     folder = checkout / "tests" / "kernels"
-    checks = [str(folder / name) for name in ("kernel_checks.py", "int8_checks.py")]
+    names = ("kernel_checks.py", "int8_checks.py", "prompt_checks.py", "attention_checks.py")
+    checks = [str(folder / name) for name in names]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *INTERPRETER_WARNINGS, *checks],
         env=environment,
@@ -54,8 +55,8 @@ def test_both_sides_have_the_same_operations():
     folder = Path(reference.__file__).parent
     defined = {
         node.name if isinstance(node, ast.FunctionDef) else target.id
-        for name in ("fused.py", "fused_products.py", "fused_rows.py", "fused_steps.py")
-        for node in ast.parse((folder / name).read_text(encoding="utf-8")).body
+        for name in ("", "_products", "_prompts", "_rows", "_spans", "_steps")
+        for node in ast.parse((folder / f"fused{name}.py").read_text(encoding="utf-8")).body
         if isinstance(node, (ast.FunctionDef, ast.Assign))
         for target in (node.targets if isinstance(node, ast.Assign) else [None])
     }

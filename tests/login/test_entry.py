@@ -122,3 +122,13 @@ def test_the_login_half_needs_no_heavy_package(checkout: Path, tmp_path: Path) -
     )
     assert result.returncode == 0, result.stderr
     assert "#SBATCH" in result.stdout
+
+
+def test_keys_that_are_not_there_are_answered_with_those_that_are(run: Run) -> None:
+    wrong = ("cluster.partiton=batch", "deploy.server.http_prot=1", "stages=[deploy]")
+    ran = run(*wrong, "cluster_type=bcm", "deploy=gpt3/deploy_gpt3", "+more=1")
+    assert ran.returncode == 1
+    assert "error: 2 problems in the command line:" in ran.stderr
+    assert "cluster has no key partiton; got 'cluster.partiton'; choices: account, " in ran.stderr
+    assert "deploy.server has no key http_prot" in ran.stderr
+    assert "Traceback" not in ran.stderr

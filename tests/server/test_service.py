@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import tempfile
 import time
 from pathlib import Path
 
@@ -209,7 +210,7 @@ def test_what_a_killed_server_leaves_is_removed_and_nothing_of_a_living_one(
     with running(tmp_path / "killed", loading) as killed:
         wait_for(lambda: killed.shared_memory() != [], 30)
         (lock,) = locks(killed)
-        folder = Path(lock.read_text())
+        folder = Path(tempfile.gettempdir(), lock.stem)
         for pid, _ in killed.survivors():
             os.kill(pid, signal.SIGKILL)
         wait_for(lambda: killed.survivors() == [], 10)
@@ -220,17 +221,22 @@ def test_what_a_killed_server_leaves_is_removed_and_nothing_of_a_living_one(
             assert f"removed what the killed server {folder.name} had left" in step.out
             assert (killed.shared_memory(), locks(killed)) == ([], [])
             assert not folder.exists()
-            assert folder.name not in remove_remains()
-            (lock,) = locks(step)
-            assert Path(lock.read_text()).is_dir()
+            assert (step.shared_memory(), locks(step)) == ([], [])  # its processes have it open
+            living = Path(backends(step)).parent
+            assert living.name not in remove_remains()
+            assert (living / "backends").is_dir()
             assert step.stop() == 0
-            assert not lock.exists()
+            assert not living.exists()
 
 
 def locks(step: RunningStep) -> list[Path]:
     """What the step's server holds as long as it lives."""
-    (name,) = set(re.findall(r"launcher-server-\w{8}", step.out.partition(" --model-rep")[2]))
-    return list(Path("/dev/shm").glob(f"{name}.lock"))
+    return list(Path("/dev/shm").glob(f"{Path(backends(step)).parent.name}.lock"))
+
+
+def backends(step: RunningStep) -> str:
+    (folder,) = re.findall(r"--backend-directory=(\S+)", step.out)
+    return str(folder)
 
 
 def test_ports_in_use_are_all_named_before_anything_starts(tmp_path: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
+import socket
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.tokenizer import load_tokenizer
 from tests.server import test_t5 as t5
-from tests.server.processes import running
+from tests.server.processes import running, wait_for
 from tests.server.repositories import END_ID, TOKENIZERS, export, text_config
 from tests.server.requests import Client, Stream, generated, ids_request, infer_inputs, text_rows
 
@@ -254,3 +257,42 @@ def test_cancelled_requests_make_room_at_once(served: dict[str, Any], model: str
     with Stream(served) as stream:
         assert stream.ask(model, **ids_request([PROMPT], 2))
     assert time.monotonic() - started < 5
+
+
+def cache_tokens_used(served: dict[str, Any], model: str) -> float:
+    """The gauge of the cache tokens that belong to the model's rows."""
+    with urllib.request.urlopen(f"http://{served['metrics']}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    name = f'launcher_kv_cache_tokens_used{{model="{model}"}} '
+    (value,) = [line.removeprefix(name) for line in lines if line.startswith(name)]
+    return float(value)
+
+
+def post(served: dict[str, Any], path: str, output_len: int) -> socket.socket:
+    """A connection on which a request was sent that nobody has read the answer of."""
+    host, port = served["http"].rsplit(":", 1)
+    asked = {"input_ids": [1, 2], "input_lengths": 2, "request_output_len": output_len}
+    body = json.dumps({**asked, "end_id": 1000})
+    head = f"POST /v2/models/{path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}"
+    connection = socket.create_connection((host, int(port)), 30)
+    connection.sendall(f"{head}\r\n\r\n{body}".encode())
+    return connection
+
+
+def test_a_stream_over_http_ends_with_its_connection(served: dict[str, Any]) -> None:
+    connection = post(served, "gpt/generate_stream", 16000)
+    assert b"200 OK" in connection.recv(100)
+    wait_for(lambda: cache_tokens_used(served, "gpt") > 16000, 10)
+    connection.close()
+    wait_for(lambda: cache_tokens_used(served, "gpt") == 0, 5)
+
+
+def test_another_request_over_http_goes_on_without_its_client(served: dict[str, Any]) -> None:
+    """Triton tells a model nothing of such a connection; the rows are generated to their end."""
+    post(served, "plain/generate", 3000).close()
+    wait_for(lambda: cache_tokens_used(served, "plain") > 3000, 10)
+    time.sleep(0.5)
+    assert cache_tokens_used(served, "plain") > 3000
+    with Client(served, "http") as client:
+        assert client.infer("plain", **ids_request([PROMPT], 2))
+    wait_for(lambda: cache_tokens_used(served, "plain") == 0, 60)

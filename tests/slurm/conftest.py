@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.login.conftest import Run, arguments, launcher, nemo_file, run
 from tests.slurm.cluster import TestCluster, missing_requirements
+from tests.slurm.serving import launch, repository, serve
+from tests.slurm.submitting import Submit
 
-__all__ = ["arguments", "launcher", "nemo_file", "run"]
+__all__ = ["Submit", "arguments", "launch", "launcher", "nemo_file", "repository", "run", "serve"]
 
 
 @pytest.fixture(scope="session")
@@ -48,32 +48,6 @@ def slurm(running_slurm: TestCluster, monkeypatch: pytest.MonkeyPatch) -> Iterat
     running_slurm.cancel_all()
 
 
-@dataclass(frozen=True)
-class Submit:
-    """Runs the launcher with cluster_type=bcm, and finds the jobs that it left behind."""
-
-    run: Run
-    arguments: list[str]
-    results: Path
-
-    def __call__(self, *more: str, check: bool = True, **env: str) -> Any:
-        """Submit; `more` are further arguments, `env` goes through sbatch to the jobs."""
-        ran = self.run("cluster_type=bcm", *self.arguments, *more, **env)
-        assert not check or ran.returncode == 0, ran.stdout + ran.stderr
-        return ran
-
-    def record(self, stage: str, number: int = 1) -> dict[str, Any]:
-        """The job's record, with its folder under the key `folder`."""
-        (path,) = self.results.glob(f"{stage}_*/jobs/{number:03d}/job.json")
-        return {**json.loads(path.read_text()), "folder": path.parent}
-
-    def log(self, stage: str, number: int = 1) -> str:
-        """The job's log; empty for a job that never ran."""
-        record = self.record(stage, number)
-        path: Path = record["folder"] / record["log"]
-        return path.read_text() if path.exists() else ""
-
-
 @pytest.fixture
 def submit(slurm: TestCluster, run: Run, arguments: list[str], tmp_path: Path) -> Submit:  # noqa: ARG001
     """The launcher on the cluster, with stand-ins for the steps."""
@@ -87,3 +61,17 @@ def image(tmp_path: Path) -> Path:
     path = tmp_path / "image.sqsh"
     path.write_bytes(b"hsqs")
     return path
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)

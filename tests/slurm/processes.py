@@ -37,3 +37,11 @@ def end(pid: int, timeout: float) -> None:
             os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         return
+
+
+def step_daemon(job_id: str, step: str) -> int:
+    """The slurmstepd of a step: `slurmstepd: [7.0]`, or `[7.batch]` of the script."""
+    for pid, folder in processes():
+        if f"[{job_id}.{step}]".encode() in read(folder / "cmdline"):
+            return pid
+    raise AssertionError(f"no slurmstepd of {job_id}.{step}")

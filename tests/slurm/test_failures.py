@@ -6,12 +6,9 @@ docs/failures.md has the table with the times. Ranks and servers that die are in
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,7 @@ import pytest
 from launcher_scripts.settings import DeploySettings, write_settings
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
-from tests.slurm.processes import alive, processes, read
+from tests.slurm.processes import alive, read, step_daemon
 from tests.slurm.test_jobs import ended, wait_for
 
 
@@ -32,14 +29,6 @@ def find(slurm: TestCluster, job_id: str, name: str) -> int:
     ]
     assert found, f"no {name} in job {job_id}"
     return found[0]
-
-
-def step_daemon(job_id: str, step: str) -> int:
-    """The slurmstepd of a step: `slurmstepd: [7.0]`, or `[7.batch]` of the script."""
-    for pid, folder in processes():
-        if f"[{job_id}.{step}]".encode() in read(folder / "cmdline"):
-            return pid
-    raise AssertionError(f"no slurmstepd of {job_id}.{step}")
 
 
 @pytest.fixture
@@ -123,22 +112,8 @@ def test_a_step_ends_with_its_killed_step_daemon(
     while alive(step) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not alive(step)
-    slurm.run("scancel", job_id)
+    slurm.run("scancel", "--full", "--signal=KILL", job_id)
     assert nothing_runs(slurm, job_id)
-
-
-@pytest.fixture
-def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a file system of 64 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("file systems cannot be mounted here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def fill(folder: Path) -> None:

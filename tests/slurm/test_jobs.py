@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -172,6 +173,27 @@ def test_a_job_that_could_never_start_is_not_queued(slurm: TestCluster, submit: 
     assert "the export job" not in ran.stderr
     assert slurm.run("squeue", "--noheader").stdout == ""
     assert not submit.results.exists()
+
+
+def test_an_interrupted_submission_takes_back_what_was_queued(
+    slurm: TestCluster, submit: Submit, tmp_path: Path
+) -> None:
+    program = tmp_path / "programs" / "sbatch"
+    program.parent.mkdir()
+    program.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *deploy_tiny_submission.sh) kill -INT "$PPID"; sleep 1; exit 1 ;; esac\n'
+        f'exec {shutil.which("sbatch")} "$@"\n'
+    )
+    program.chmod(0o755)
+    path = os.pathsep.join([str(program.parent), os.environ["PATH"]])
+    ran = submit("stages=[export,deploy,evaluate]", check=False, PATH=path)
+    assert ran.returncode == 130, ran.stderr
+    assert "export: submitted export_tiny as Slurm job" in ran.stdout
+    assert "export: cancelled Slurm job" in ran.stdout
+    assert ran.stderr == "error: interrupted\n"
+    assert ended(slurm, submit, "export")[0] == "CANCELLED"
+    assert slurm.run("squeue", "--noheader").stdout == ""
 
 
 @pytest.mark.parametrize(

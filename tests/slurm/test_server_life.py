@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
@@ -29,7 +34,9 @@ def test_a_failed_evaluation_keeps_its_code_and_stops_the_server(
     submit(CHAIN, EVALUATE_WAITS="30", EVALUATE_EXITS="5")
     assert ended(slurm, submit, "evaluate") == ("FAILED", "5:0")
     assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0")
-    assert "the evaluation failed with exit code 5 (server: RUNNING)" in submit.log("evaluate")
+    assert "the evaluation failed with exit code 5 (server: RUNNING; its log: " in submit.log(
+        "evaluate"
+    )
 
 
 def test_a_server_that_dies_ends_the_evaluation_with_the_reason(
@@ -39,7 +46,7 @@ def test_a_server_that_dies_ends_the_evaluation_with_the_reason(
     assert ended(slurm, submit, "deploy") == ("FAILED", "7:0")
     assert ended(slurm, submit, "evaluate") == ("FAILED", "1:0")
     log = submit.log("evaluate")
-    assert "the server ended before the evaluation did (server: FAILED)" in log
+    assert "the server ended before the evaluation did (server: FAILED; its log: " in log
     assert "  | the port is in use" in log
     assert slurm.job_processes(submit.record("evaluate")["job_id"]) == []
 
@@ -72,12 +79,30 @@ def test_a_dead_server_fails_the_job_that_it_shares(slurm: TestCluster, submit: 
     assert slurm.job_processes(submit.record("deploy")["job_id"]) == []
 
 
-def test_a_server_that_does_not_listen_is_killed(slurm: TestCluster, submit: Submit) -> None:
+@pytest.fixture
+def impatient(tmp_path: Path) -> str:
+    """A PATH whose sbatch hands on scripts that wait 3 s instead of 20 s for a server's end."""
+    program = tmp_path / "programs" / "sbatch"
+    program.parent.mkdir()
+    program.write_text(
+        "#!/bin/sh\n"
+        'for last; do :; done; [ ! -f "$last" ] || sed -i "s/second < 20;/second < 3;/" "$last"\n'
+        f'exec {shutil.which("sbatch")} "$@"\n'
+    )
+    program.chmod(0o755)
+    return f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_a_server_that_does_not_listen_is_killed(
+    slurm: TestCluster, submit: Submit, impatient: str
+) -> None:
     short = "deploy.server.stop_timeout=0"
     started = time.monotonic()
-    submit(CHAIN, TOGETHER, short, SERVER="deaf", EVALUATE_WAITS="30")
+    submit(CHAIN, TOGETHER, short, SERVER="deaf", EVALUATE_WAITS="30", PATH=impatient)
+    record = submit.record("deploy")
+    assert "second < 3;" in (record["folder"] / record["script"]).read_text()
     assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0"), submit.log("deploy")
-    assert 20 < time.monotonic() - started < 60
+    assert 3 < time.monotonic() - started < 40
     assert slurm.job_processes(submit.record("deploy")["job_id"]) == []
 
 

@@ -6,6 +6,7 @@ tensors and sends them, so a slow client holds nobody up.
 
 from __future__ import annotations
 
+import itertools
 import time
 import traceback
 from collections import deque
@@ -23,9 +24,11 @@ from launcher_scripts.engine.session import Session
 from launcher_scripts.errors import RequestError
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
-# How often the server is asked whether a client has gone; it only answers when asked.
+# How often the server is asked whether a client has gone; it only answers when asked. A few clients
+# at a time, because answers wait meanwhile.
 CANCEL_POLL_SECONDS = 0.1
-POLL_SHARE = 10  # asking takes at most one part in so many of the time
+POLLS_AT_ONCE = 8
+POLL_SHARE = 30  # asking takes at most one part in so many of the time
 
 Submit = Callable[..., "Future[GenerateOutput]"]
 ToTensors = Callable[[Sequence[GenerateOutput]], dict[str, torch.Tensor]]
@@ -40,7 +43,7 @@ class Answers:
 
     def __init__(self) -> None:
         self._notes: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._open: set[Answer] = set()
+        self._open: dict[Answer, None] = {}  # those asked about last come last
         self._thread = Thread(target=self._run, name="answers", daemon=True)
         self._thread.start()
 
@@ -54,27 +57,35 @@ class Answers:
         self._thread.join()
 
     def opened(self, answer: Answer) -> None:
-        self._open.add(answer)
+        self._open[answer] = None
 
     def closed(self, answer: Answer) -> None:
-        self._open.discard(answer)
+        self._open.pop(answer, None)
 
     def _run(self) -> None:
         next_poll = time.monotonic()
         while True:
+            wait = max(0.0, next_poll - time.monotonic()) if self._open else None
             try:
-                work = self._notes.get(timeout=CANCEL_POLL_SECONDS if self._open else None)
+                work = self._notes.get(timeout=wait)
             except Empty:
                 work = nothing
             if work is None:
                 return
             work()
-            started = time.monotonic()
-            if self._open and started >= next_poll:
-                for answer in list(self._open):
-                    answer.look_for_cancellation()
-                ended = time.monotonic()
-                next_poll = ended + max(CANCEL_POLL_SECONDS, POLL_SHARE * (ended - started))
+            if self._open and time.monotonic() >= next_poll:
+                next_poll = self._look_for_cancellation()
+
+    def _look_for_cancellation(self) -> float:
+        """Ask about a few clients; when to ask about the next ones."""
+        started = time.monotonic()
+        some = list(itertools.islice(self._open, POLLS_AT_ONCE))
+        share = CANCEL_POLL_SECONDS * len(some) / len(self._open)
+        for answer in some:
+            self._open[answer] = self._open.pop(answer)
+            answer.look_for_cancellation()
+        ended = time.monotonic()
+        return ended + max(share, POLL_SHARE * (ended - started))
 
 
 class Answer:

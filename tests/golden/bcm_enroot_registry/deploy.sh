@@ -89,9 +89,13 @@ server_lives() {
 server_ended() {
     server_state | grep -qvE "$living"
 }
+# What is said comes last, and below the client's own words where those are the reason.
 explain() {
-    echo "error: $1 (server: $(server_state | xargs)); the end of its log $server_log:"
-    tail -n 20 "$server_log" | sed 's/^/  | /'
+    if server_ended; then
+        echo "the end of the server's log $server_log:"
+        tail -n 20 "$server_log" | sed 's/^/  | /'
+    fi
+    echo "error: $1 (server: $(server_state | xargs); its log: $server_log)"
 } >&2
 
 # Run a command while the server runs; the server's end is the end of the command as well.
@@ -108,7 +112,7 @@ beside_server() {
                 exit 1
             fi
         fi
-        sleep 0.5
+        sleep 0.2
     done
     wait "$client" || code=$?
     client=

@@ -49,9 +49,13 @@ server_lives() {
 server_ended() {
     server_state | grep -qvE "$living"
 }
+# What is said comes last, and below the client's own words where those are the reason.
 explain() {
-    echo "error: $1 (server: $(server_state | xargs)); the end of its log $server_log:"
-    tail -n 20 "$server_log" | sed 's/^/  | /'
+    if server_ended; then
+        echo "the end of the server's log $server_log:"
+        tail -n 20 "$server_log" | sed 's/^/  | /'
+    fi
+    echo "error: $1 (server: $(server_state | xargs); its log: $server_log)"
 } >&2
 
 # Run a command while the server runs; the server's end is the end of the command as well.
@@ -61,14 +65,14 @@ beside_server() {
     "$@" &
     client=$!
     while kill -0 "$client" 2> /dev/null; do
-        if ((SECONDS - checked >= 10)); then
+        if ((SECONDS - checked >= 5)); then
             checked=$SECONDS
             if server_ended && kill -0 "$client" 2> /dev/null; then
                 explain "the server ended before the evaluation did"
                 exit 1
             fi
         fi
-        sleep 0.5
+        sleep 0.2
     done
     wait "$client" || code=$?
     client=

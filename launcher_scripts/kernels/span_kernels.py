@@ -1,0 +1,83 @@
+"""Attention of whole inputs to themselves, in both directions, in the Triton language."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _pieces(base, tokens, features, count, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """[tokens, features] of one head, zeros outside the row's `count` tokens."""
+    mask = (tokens < count)[:, None] & (features < SIZE)[None, :]
+    where = base + tokens[:, None].to(tl.int64) * WIDTH + features[None, :]
+    return tl.load(where, mask=mask, other=0.0)
+
+
+@triton.jit
+def _scores(query, key, queries, keys, count, bias, scale, reach, RELATIVE: tl.constexpr):
+    """float32 [queries, keys]; -inf from `count` keys on."""
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    if RELATIVE:
+        distance = keys[None, :] - queries[:, None]
+        scores += tl.load(bias + tl.minimum(tl.maximum(distance, -reach), reach) + reach)
+    return tl.where((keys < count)[None, :], scores, -float("inf"))
+
+
+@triton.jit
+def attend_spans(
+    qkv,
+    blocks,
+    bias,
+    out,
+    scale,
+    reach,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RELATIVE: tl.constexpr,
+    EARLY: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """One program: one head of QUERIES tokens of one row, as a line of `blocks` says.
+
+    The softmax runs along with the sum (Dao 2023), in float32. Only lines without tokens leave
+    nothing behind.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    line = blocks + tl.program_id(0) * 3
+    head = tl.program_id(1)
+    start = tl.load(line)
+    count = tl.load(line + 1).to(tl.int32)
+    first = tl.load(line + 2).to(tl.int32)
+    if first >= count:
+        return
+    width: tl.constexpr = 3 * HEADS * SIZE
+    features = tl.arange(0, BLOCK)
+    queries = first + tl.arange(0, QUERIES)
+    base = qkv + start * width + head * SIZE
+    bias += head * (2 * reach + 1)
+    if EARLY:
+        gdc_wait()
+    query = _pieces(base, queries, features, count, width, SIZE)
+    largest = tl.full([QUERIES], -float("inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    mixed = tl.zeros([QUERIES, BLOCK], tl.float32)
+    for past in tl.range(0, count, KEYS):
+        keys = past + tl.arange(0, KEYS)
+        key = _pieces(base + HEADS * SIZE, keys, features, count, width, SIZE)
+        value = _pieces(base + 2 * HEADS * SIZE, keys, features, count, width, SIZE)
+        scores = _scores(query, key, queries, keys, count, bias, scale, reach, RELATIVE)
+        top = tl.maximum(largest, tl.max(scores, 1))
+        shrink = tl.exp(largest - top)
+        chances = tl.exp(scores - top[:, None])
+        total = total * shrink + tl.sum(chances, 1)
+        added = tl.dot(chances.to(value.dtype), value, input_precision="ieee")
+        mixed = mixed * shrink[:, None] + added
+        largest = top
+    target = out + (start + queries[:, None]) * (HEADS * SIZE) + head * SIZE + features[None, :]
+    mask = (queries < count)[:, None] & (features < SIZE)[None, :]
+    tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,121 @@
+"""Inputs on the fast way through an encoder: together, alone, filled up; the general path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.engine.encode_step import (
+    Sources,
+    bucket_tokens,
+    encode_obstacles,
+    pack,
+)
+from launcher_scripts.engine.layers import Segment
+from launcher_scripts.parallel import Parallelism
+from tests.engine.small_models import engine_for
+from tests.engine.small_t5 import VARIANTS, t5_config, t5_tensors
+
+ROWS = [((3, 5, 7, 11, 2), 0), ((9,), 20), ((4, 1, 8), 30)]
+
+
+@pytest.fixture(params=["google", "gated"])
+def runner(request):
+    config = t5_config(**VARIANTS[request.param])
+    engine = engine_for(config, t5_tensors(config))
+    yield engine._loaded
+    engine.close()
+
+
+def states_and_cache(runner, values, tokens):
+    for layer in runner.decoder.cache.layers.values():
+        layer.keys.fill_(torch.nan)
+        layer.values.fill_(torch.nan)
+    states = runner.decoder.encode_step.forward(Sources(torch.tensor(values), tokens))
+    pools = [(layer.keys, layer.values) for layer in runner.decoder.cache.layers.values()]
+    scratch = runner.decoder.cache.scratch
+    return states, torch.stack([torch.stack(pool)[:, :, :scratch] for pool in pools])
+
+
+@torch.inference_mode()
+def test_the_general_path_says_the_same(runner):
+    ids = torch.tensor([token for ids, _ in ROWS for token in ids])
+    segments = tuple(Segment(start + len(ids), 0, 0, len(ids)) for ids, start in ROWS)
+    states, cache = states_and_cache(runner, pack(ROWS), len(ids))
+    expected = runner.decoder.encode(ids, segments, attentions=False).hidden
+    assert torch.allclose(states, expected, atol=1e-5)
+    for layer, (keys, values) in zip(runner.decoder.cache.layers.values(), cache, strict=True):
+        written = ~keys[0, :, 0].isnan()
+        assert written.sum() == len(ids)
+        assert torch.allclose(layer.keys[:, :-1][:, written], keys[:, written], atol=1e-5)
+        assert torch.allclose(layer.values[:, :-1][:, written], values[:, written], atol=1e-5)
+
+
+@torch.inference_mode()
+def test_padding_changes_nothing(runner):
+    plain, cache = states_and_cache(runner, pack(ROWS), 9)
+    filled, same_cache = states_and_cache(runner, pack(ROWS, runner.decoder.cache.scratch), 16)
+    assert torch.allclose(filled[:9], plain, atol=1e-6)
+    assert not filled.isnan().any()
+    assert torch.allclose(same_cache, cache, atol=1e-6, equal_nan=True)
+
+
+@torch.inference_mode()
+def test_an_input_alone_says_the_same(runner):
+    together, _ = states_and_cache(runner, pack(ROWS), 9)
+    alone, _ = states_and_cache(runner, pack(ROWS[1:2]), 1)
+    assert torch.allclose(alone, together[5:6], atol=1e-5)
+
+
+def test_what_is_packed():
+    assert pack([((7, 8), 5), ((9,), 1)]) == [7, 8, 9, 0, 1, 0, 5, 6, 1, 0, 2, 0, 2, 1, 0]
+    filled = pack([((7, 8), 5), ((9,), 1)], 99)
+    tokens, blocks = filled[: 3 * 16], filled[3 * 16 :]
+    assert tokens[:3] == [7, 8, 9]
+    assert tokens[32:] == [5, 6, 1, *[99] * 13]
+    assert blocks == [0, 2, 0, 2, 1, 0, 3, 13, 0, 0, 0, 0]
+
+
+def test_buckets_waste_little():
+    assert [bucket_tokens(tokens) for tokens in (1, 16, 17, 128)] == [16, 16, 32, 128]
+    assert [bucket_tokens(tokens) for tokens in (129, 160, 161, 256, 257)] == [
+        160,
+        160,
+        192,
+        256,
+        320,
+    ]
+    assert all(0 <= bucket_tokens(tokens) - tokens < tokens / 4 for tokens in range(129, 5000))
+
+
+class Unrecorded:
+    """Graphs that run everything at once, and remember under which names."""
+
+    def __init__(self):
+        self.keys = []
+
+    def run(self, key, values, function):
+        self.keys.append(key)
+        return function(values)
+
+
+@torch.inference_mode()
+def test_short_passes_are_recorded_by_bucket(runner):
+    step, graphs = runner.decoder.encode_step, Unrecorded()
+    device, scratch = torch.device("cpu"), runner.decoder.cache.scratch
+    expected = step.run(ROWS, scratch, device, None)
+    assert torch.allclose(step.run(ROWS, scratch, device, graphs), expected, atol=1e-6)
+    other = step.run(ROWS[:2], scratch, device, graphs)
+    assert torch.allclose(other, expected[:6], atol=1e-6)
+    assert graphs.keys == [("sources", 16, 3 * 16 + 3 * 4)] * 2
+    step.longest_recorded = 15
+    step.run(ROWS, scratch, device, graphs)
+    assert len(graphs.keys) == 2
+
+
+def test_ranks_of_a_tensor_take_the_general_path(runner):
+    weights = runner.decoder.weights
+    assert encode_obstacles(weights, Communicator()) == []
+    found = encode_obstacles(weights, Communicator(Parallelism(2), 0))
+    assert found == ["ranks add many tokens up in the compute type"]

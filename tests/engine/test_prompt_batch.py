@@ -1,0 +1,149 @@
+"""Prompts of a step as one array: exactly as large, or filled up to a recorded size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from launcher_scripts.engine.engine import Engine
+from launcher_scripts.engine.loading import PREFILL_TOKENS
+from launcher_scripts.engine.plan import PrefillPart, RowStart
+from launcher_scripts.engine.prompt_batch import (
+    ROW_BUCKETS,
+    TOKEN_BUCKETS,
+    Nowhere,
+    PackedPrompts,
+    Sizes,
+    unpacked,
+)
+from launcher_scripts.protocol import GenerateRequest, SamplingParameters
+from tests.engine.small_models import random_tensors, runner_for, small_config
+
+CONFIG = small_config(end_id=1000, max_positions=200)
+TENSORS = random_tensors(CONFIG)
+NOWHERE = Nowhere(token=400, slot=8)
+
+
+class EagerGraphs:
+    """Stands for the CUDA graphs: runs a recorded shape's function on a tensor of its own."""
+
+    def __init__(self) -> None:
+        self.keys: list[object] = []
+
+    def run(self, key: object, given: torch.Tensor, function: Callable[..., object]) -> object:
+        self.keys.append(key)
+        return function(given.clone())
+
+
+def started(slot: int, start: int, length: int, **more: int) -> RowStart:
+    ids = tuple(range(100 * slot, 100 * slot + length))
+    return RowStart(slot, start, ids, -1, SamplingParameters(), **more)
+
+
+SPECIAL = (
+    GenerateRequest((9, 8, 7), 3, return_context_logits=True),
+    GenerateRequest((5, 6), 5, sampling=SamplingParameters(beam_width=3)),
+)
+
+
+def requests() -> list[GenerateRequest]:
+    sampled = SamplingParameters(top_k=8, random_seed=3)
+    return [
+        GenerateRequest((1, 2, 3), 9),
+        GenerateRequest(tuple(range(60)), 5),
+        GenerateRequest((7,) * 70, 6, sampling=sampled),
+        GenerateRequest((), 4),
+        GenerateRequest(tuple(range(5)), 6, return_log_probs=True),
+    ]
+
+
+@pytest.mark.parametrize("at_once", [2048, 48])
+def test_prompts_that_fill_a_bucket_give_the_same_tokens(monkeypatch, at_once):
+    monkeypatch.setitem(PREFILL_TOKENS, "cpu", at_once)
+    answers = []
+    for graphs in (None, EagerGraphs()):
+        settings, runner = runner_for(CONFIG, TENSORS, max_batch_size=8)
+        monkeypatch.setattr(runner._prefill, "_graphs", graphs)
+        engine = Engine.from_runner(settings, lambda runner=runner: runner)
+        futures = [engine.submit(request) for request in requests()]
+        answers.append([future.result(60) for future in futures])
+        engine.close()
+    for plain, filled in zip(*answers, strict=True):
+        assert filled.output_ids == plain.output_ids
+        assert filled.cum_log_probs == pytest.approx(plain.cum_log_probs, abs=1e-4)
+    assert graphs.keys
+    assert all(kind == "prompts" for kind, *_ in graphs.keys)
+
+
+def test_what_more_is_asked_than_tokens_is_launched(monkeypatch):
+    settings, runner = runner_for(CONFIG, TENSORS, max_batch_size=8)
+    graphs = EagerGraphs()
+    monkeypatch.setattr(runner._prefill, "_graphs", graphs)
+    engine = Engine.from_runner(settings, lambda: runner)
+    for request in SPECIAL:
+        engine.submit(request).result(60)
+    engine.close()
+    assert graphs.keys == []
+
+
+def test_parts_come_apart_as_they_were_packed():
+    """A row that began before, one that ends, and one that has lost tokens of its session."""
+    rows = [
+        started(0, 10, 5),
+        started(1, 100, 3, past=20, dropped=7),
+        started(2, 200, 130),
+    ]
+    parts = [PrefillPart(0, 0, 5), PrefillPart(1, 20, 3), PrefillPart(2, 64, 60)]
+    prompts = PackedPrompts(rows, parts)
+    exact = prompts.sizes
+    assert exact == Sizes(tokens=68, tiles=3, rows=3)
+    batch = unpacked(prompts.to_device(torch.device("cpu"), NOWHERE, None), exact, prompts.spans)
+    assert batch.ids.tolist() == [*range(5), *range(100, 103), *range(264, 324)]
+    assert batch.positions.tolist() == [*range(5), 27, 28, 29, *range(64, 124)]
+    assert batch.slots.tolist() == [*range(10, 15), 120, 121, 122, *range(264, 324)]
+    assert batch.spans.tiles.tolist() == [[0, 5, 10, 0], [5, 3, 100, 20], [8, 60, 200, 64]]
+    assert (batch.row_slots.tolist(), batch.lengths.tolist()) == ([0, 1, 2], [5, 23, 124])
+    assert batch.last.tolist() == [4, 7, 0]
+    assert batch.ended.tolist() == [0, 1, NOWHERE.slot]
+
+
+def test_what_fills_up_goes_nowhere():
+    rows = [started(0, 10, 65), started(1, 80, 2)]
+    prompts = PackedPrompts(rows, [PrefillPart(0, 0, 65), PrefillPart(1, 0, 2)])
+    sizes = prompts.bucket()
+    assert sizes == Sizes(tokens=128, tiles=19, rows=16)
+    batch = unpacked(prompts.to_device(torch.device("cpu"), NOWHERE, sizes), sizes, prompts.spans)
+    assert set(batch.slots[67:].tolist()) == {NOWHERE.token}
+    assert set(batch.row_slots[2:].tolist()) == set(batch.ended[2:].tolist()) == {NOWHERE.slot}
+    assert batch.spans.tiles[3].tolist() == [67, -61, 0, 0]
+    assert not batch.spans.tiles[4:].any()
+    assert not batch.lengths[2:].any()
+
+
+def test_a_shape_is_recorded_on_nobodys_tokens(monkeypatch):
+    """What it runs on, and what it leaves, is of the padding alone."""
+    _, runner = runner_for(CONFIG, TENSORS, max_batch_size=8)
+    graphs = EagerGraphs()
+    graphs.record = graphs.run
+    monkeypatch.setattr(runner._prefill, "_graphs", graphs)
+    shapes = runner._prefill.shapes_to_record()
+    assert len(set(shapes)) == 2 * len(ROW_BUCKETS) * len(TOKEN_BUCKETS)
+    before = [runner.states.length.clone(), runner.decoder.cache.ids.clone()]
+    with torch.inference_mode():
+        for shape in shapes[:2]:
+            runner._prefill.record(shape)
+    (_, sizes, greedy), _ = graphs.keys
+    assert (sizes, greedy) == (Sizes(64, 3, 1), True)
+    scratch = runner.decoder.cache.scratch
+    assert torch.equal(runner.states.length, before[0])
+    assert torch.equal(runner.decoder.cache.ids[:scratch], before[1][:scratch])
+
+
+@pytest.mark.parametrize(("lengths", "bucket"), [([1024], 1024), ([1025], None), ([1] * 17, None)])
+def test_larger_steps_fit_no_bucket(lengths, bucket):
+    rows = [started(slot, 2000 * slot, length) for slot, length in enumerate(lengths)]
+    parts = [PrefillPart(row.slot, 0, len(row.ids)) for row in rows]
+    sizes = PackedPrompts(rows, parts).bucket()
+    assert (sizes and sizes.tokens) == bucket

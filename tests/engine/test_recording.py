@@ -1,0 +1,115 @@
+"""Decode steps are recorded before requests need them: which ones, when, and how many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import pytest
+import torch
+
+from launcher_scripts.engine import recording
+from launcher_scripts.engine.engine import Engine
+from launcher_scripts.engine.families import engine_family
+from launcher_scripts.engine.graphs import bucket_rows, step_shapes
+from launcher_scripts.engine.plan import Bounds, Plan
+from launcher_scripts.engine.recording import Recording
+from launcher_scripts.protocol import GenerateRequest, SamplingParameters
+from tests.engine.small_models import random_tensors, runner_for, small_config
+from tests.engine.small_t5 import t5_config, t5_tensors
+
+
+def test_short_contexts_come_first_and_sizes_up_to_the_most_rows() -> None:
+    shapes = step_shapes(Bounds(300), 6)
+    assert [shape.rows for shape in shapes[:5]] == [1, 2, 4, 6, 1]
+    assert [shape.own for shape in shapes] == [256] * 8 + [1024] * 8
+    assert [shape.greedy for shape in shapes[:8]] == [True] * 4 + [False] * 4
+    assert {shape.source for shape in shapes} == {0}
+    assert len(step_shapes(Bounds(256, 256), 1)) == 2
+    assert len(step_shapes(Bounds(257, 2000), 1)) == 2 * 3 * 2
+    assert step_shapes(Bounds(), 8) == []
+
+
+def test_steps_are_filled_up_to_the_most_rows_there_can_be() -> None:
+    assert [bucket_rows(rows, 20) for rows in (1, 3, 8, 9, 17, 20)] == [1, 4, 8, 16, 20, 20]
+
+
+def test_how_long_a_families_rows_are() -> None:
+    config = small_config(max_positions=77)
+    assert engine_family(config).longest(config) == Bounds(77)
+    assert engine_family(t5_config()).longest(t5_config(max_positions=99)) == Bounds(99, 99)
+    encoder = t5_config(encoder_only=True)
+    assert engine_family(encoder).longest(encoder) == Bounds()
+
+
+NO_MEMORY = (0, 0)
+
+
+def test_loading_is_not_prolonged_for_long(monkeypatch) -> None:
+    now = iter(range(100))
+    monkeypatch.setattr(recording.time, "monotonic", lambda: float(next(now)))
+    shapes, taken = step_shapes(Bounds(100), 4), []
+    some = Recording(shapes, taken.append, lambda: NO_MEMORY)
+    assert (
+        some.record_at_load() == "decode steps recorded: 1 (1.0 s, 0 MB), 5 left for idle moments"
+    )
+    while some.pending:
+        some.record_next()
+    assert [plan.record for plan in taken] == [(shape,) for shape in shapes]
+
+
+def test_memory_is_bounded() -> None:
+    taken: list[Plan] = []
+    free = iter([90, 89, 86, 86])
+    some = Recording(step_shapes(Bounds(100), 4), taken.append, lambda: (next(free), 100))
+    assert "decode steps recorded: 2 (" in some.record_at_load()
+    assert len(taken) == 2
+    assert not some.pending
+
+
+def test_nothing_is_said_where_nothing_is_recorded() -> None:
+    assert Recording([], [].append, lambda: NO_MEMORY).record_at_load() is None
+
+
+class EagerGraphs:
+    """Stands for the CUDA graphs, and knows what was recorded."""
+
+    def __init__(self) -> None:
+        self.recorded: list[Hashable] = []
+        self.asked: set[Hashable] = set()
+
+    def run(self, key: Hashable, slots: torch.Tensor, function: Callable[..., object]) -> object:
+        self.asked.add(key)
+        return function(slots.clone())
+
+    def record(self, key: Hashable, slots: torch.Tensor, function: Callable[..., object]) -> None:
+        self.recorded.append(key)
+        function(slots)
+
+
+@pytest.mark.parametrize("family", ["gpt", "t5"])
+def test_no_decode_step_of_a_request_is_new(monkeypatch, capsys, family) -> None:
+    config = small_config() if family == "gpt" else t5_config()
+    tensors = (random_tensors if family == "gpt" else t5_tensors)(config)
+    requests = [
+        GenerateRequest((5, 9, 11)[: 1 + row % 3], 6, sampling=SamplingParameters(top_k=row % 2))
+        for row in range(5)
+    ]
+    settings, runner = runner_for(config, tensors, max_batch_size=6)
+    plain = Engine.from_runner(settings, lambda: runner)
+    wanted = [plain.submit(request).result(60).output_ids for request in requests]
+    plain.close()
+    assert "recorded" not in capsys.readouterr().out
+    settings, runner = runner_for(config, tensors, max_batch_size=6)
+    graphs = EagerGraphs()
+    monkeypatch.setattr(runner, "_graphs", graphs)
+    monkeypatch.setattr(runner._batches, "_max_rows", 6)
+    engine = Engine.from_runner(settings, lambda: runner)
+    assert "decode steps recorded: " in capsys.readouterr().out
+    assert len(graphs.recorded) == len(runner.shapes_to_record())
+    futures = [engine.submit(request) for request in requests]
+    assert [future.result(60).output_ids for future in futures] == wanted
+    monkeypatch.setattr(runner, "_graphs", None)
+    engine.close()
+    steps = {key for key in graphs.asked if isinstance(key[1], Bounds)}
+    assert steps
+    assert steps <= set(graphs.recorded)

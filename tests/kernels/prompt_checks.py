@@ -1,0 +1,69 @@
+"""The attention of prefill steps equals the reference; run as kernel_checks.py is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from launcher_scripts.engine.layers import alibi_slopes
+from launcher_scripts.kernels.operands import Heads, PromptSpans, RelativeBias
+from tests.kernels.kernel_checks import (
+    DEVICE,
+    DOT_TYPES,
+    assert_close,
+    fused,
+    parts,
+    poisoned_cache,
+    pytestmark,  # noqa: F401 - pytest reads it
+    random,
+    reference,
+    seeded,  # noqa: F401 - a fixture
+)
+
+# First cache token, tokens there before, new tokens: short and long rows, begun and new ones.
+SPANS = ((300, 0, 70), (2, 130, 3), (500, 0, 1), (150, 63, 65), (380, 0, 64))
+
+
+def filled_cache(heads: Heads, dtype: torch.dtype):
+    """Values where the rows of SPANS have tokens, NaN elsewhere."""
+    cache = poisoned_cache(heads, 520, dtype)
+    for start, past, count in SPANS:
+        for part in parts(cache):
+            shape = (heads.num_kv_heads, past + count, heads.head_size)
+            part[:, start : start + past + count] = random(*shape, dtype=dtype)
+    return cache
+
+
+def with_tiles(spans: PromptSpans) -> PromptSpans:
+    """With what fills a step of 203 tokens up to 270, and pieces that do nothing."""
+    rows = [*spans.pieces(), (203, -64, 0, 0), (267, -3, 0, 0), (0, 0, 0, 0)]
+    return replace(spans, tiles=torch.tensor(rows, device=DEVICE))
+
+
+@pytest.mark.parametrize("kind", ["plain", "alibi", "relative"])
+@pytest.mark.parametrize("heads", [Heads(4, 2, 12), Heads(2, 2, 16)], ids=["grouped", "plain"])
+@pytest.mark.parametrize("dtype", DOT_TYPES)
+def test_prompt_attention(dtype, heads, kind):
+    cache = filled_cache(heads, dtype)
+    spans = PromptSpans(SPANS)
+    query = random(270, heads.num_heads, heads.head_size, dtype=dtype)
+    slopes = torch.tensor(alibi_slopes(heads.num_heads), device=DEVICE)
+    more = {}
+    if kind == "relative":
+        more = {"scale": 0.7, "relative": RelativeBias(random(heads.num_heads, 2 * 9 + 1))}
+    arguments = (slopes if kind == "alibi" else None,)
+    got = fused.prompt_attention(query, cache, with_tiles(spans), *arguments, **more)
+    assert not got.isnan().any()
+    assert not got[203:].any()
+    want = reference.prompt_attention(query[:203], cache, spans, *arguments, **more)
+    assert_close(got[:203], want, dtype)
+
+
+def test_pieces_hold_every_new_token_once():
+    pieces = PromptSpans(SPANS).pieces()
+    places = [place + token for place, size, _, _ in pieces for token in range(size)]
+    assert places == list(range(203))
+    assert pieces[:2] == [(0, 64, 300, 0), (64, 6, 300, 64)]
+    assert pieces[2] == (70, 3, 2, 130)
