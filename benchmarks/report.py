@@ -107,7 +107,7 @@ def performance() -> list[str]:
 
 
 def _served() -> list[str]:
-    parallel = result("serve-tp")
+    served, parallel = result("serve")["rows"], result("serve-tp")
     return [
         "## Requests through the server",
         f"![Latency]({FIGURE.name})",
@@ -117,12 +117,12 @@ def _served() -> list[str]:
             f"they took). Rates of the run: {_rates(result('serve'))}. A floor counts the prompt's",
             "operations, or its bytes, and the bytes that every further token has to read.",
         ),
-        joined(tables.served_table(result("serve")["rows"])),
+        joined(tables.served_table(served)),
         prose(
             "The use cases of the NeMo framework's inference guide, one row, on up to 4 GPUs of",
-            f"one machine ({_rates(parallel)}):",
+            f"one machine ({_rates(parallel)}; what is missing there is of the run above):",
         ),
-        joined(tables.use_case_table(parallel["rows"])),
+        joined(tables.use_case_table([*served, *parallel["rows"]])),
         "The same in the engine's own process, without a server (`benchmarks.generate`):",
         joined(tables.request_table(result("generate")["rows"])),
     ]
