@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from launcher_scripts.kernels.row_product_kernel import (
     load_tile,
     multiply,
+    row_places,
     scales_of,
     vector,
 )
@@ -45,7 +46,7 @@ def gemv_to_inboxes(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)[None, :]
     even: tl.constexpr = OUT % ROWS == 0 and IN % BLOCK == 0
-    base = rows[:, None].to(tl.int64) * IN + columns
+    base = row_places(rows, columns, IN)
     tile = load_tile(weight, base, rows, columns, 0, OUT, IN, even)
     row_scale = scales_of(scales, weight, rows, OUT)
     if EARLY:
