@@ -5,6 +5,7 @@
 Sizes are hidden:ffn:head:kv_heads. Of each a few layers are built, and one product after the other
 takes the tile that makes the whole step shortest: a kernel overlaps with its neighbours, so that
 its own time says little. With --ranks the layers are one tensor-parallel rank's, without the sums.
+With --t5 they are T5's, whose heads ask the encoder's input, too.
 With --processes that many compile the candidates beforehand, into the cache of the Triton language.
 The table that is there stays for what is not measured.
 """
@@ -24,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.generate import DEVICE, engine_settings, random_weights, release
-from benchmarks.shapes import MODERN, VOCABULARY
+from benchmarks.shapes import MODERN, VOCABULARY, t5
 from benchmarks.steps import step_ms
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.loading import assemble_runner, prepare_process
@@ -32,14 +33,16 @@ from launcher_scripts.engine.runner import Runner
 from launcher_scripts.kernels import tiles
 from launcher_scripts.kernels.tiles import PAIRED, TABLE, DotTile, RowTile
 from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.parallel import Parallelism
 
 SIZES = ("768:3072:64:12", "2048:8192:128:16", "4096:16384:128:32", "6144:24576:128:48")
 STEP_BYTES = 1 << 30  # of layers: many times the second cache, so that weights come from memory
 # Rows and context of the steps whose times together decide.
 CASES = {"row_products": ((1, 80), (1, 1024)), "dot_products": ((8, 80), (32, 80))}
+T5_CASES = {"row_products": ((1, 40, 200),), "dot_products": ((32, 64, 128),)}  # and source
 PARTS = {"row": "row_products", "dot": "dot_products"}
-SUMMED_LATER = ("add", "heads")  # products whose parts another kernel sums
+SUMMED_LATER = ("add", "heads", "query")  # products whose parts another kernel sums
 GAIN = 0.998  # what counts as faster: times of one tile differ by so much
 
 
@@ -56,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
     parser.add_argument("--gated", action="store_true", help="an MLP with a gate, and RMS norms")
+    parser.add_argument("--t5", action="store_true")
     parser.add_argument("--int8", action="store_true", help="weights of the layers in bytes")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--skip", choices=PARTS, help="products to leave as they are")
@@ -67,8 +71,8 @@ def main(argv: list[str] | None = None) -> int:
         print("there is no CUDA device to measure on", file=sys.stderr)
         return 1
     try:
+        compile_candidates(arguments)
         for size in arguments.sizes:
-            compile_candidates(size, arguments)
             tune(size, arguments)
             release()
     finally:
@@ -80,27 +84,34 @@ def main(argv: list[str] | None = None) -> int:
 
 def tune(size: str, arguments: argparse.Namespace) -> None:
     """The tiles of one shape's products, into the table."""
-    config = configuration(size, gated=arguments.gated)
+    config = configuration(size, arguments)
     runner = few_layers(config, arguments)
     for part, product in measured(config, arguments):
         choose(part, product, runner)
 
 
-def measured(config: GPTConfig, arguments: argparse.Namespace) -> Iterator[tuple[str, Product]]:
+def measured(
+    config: GPTConfig | T5Config, arguments: argparse.Namespace
+) -> Iterator[tuple[str, Product]]:
     """Parts of the table and the products in them that are asked for."""
-    wanted = products(config, arguments.ranks, in_bytes=arguments.int8)
     for name, part in PARTS.items():
-        for product in wanted:
+        for product in products(part, config, arguments.ranks, in_bytes=arguments.int8):
             if name != arguments.skip and product.kind in (arguments.only or product.kind):
                 yield part, product
 
 
-def products(config: GPTConfig, ranks: int, *, in_bytes: bool) -> list[Product]:
+def products(
+    part: str, config: GPTConfig | T5Config, ranks: int, *, in_bytes: bool
+) -> list[Product]:
     """A rank's products in a step, those of most bytes first."""
     hidden, ffn = config.hidden_size, config.ffn_size // ranks
     own = config.num_heads * config.head_size // ranks
-    read = own + 2 * config.num_kv_heads * config.head_size // ranks
+    query = "plain" if part == "row_products" else "query"
+    asks = [Product(query, own, hidden, in_bytes)] if isinstance(config, T5Config) else []
+    kv_heads = getattr(config, "num_kv_heads", config.num_heads)
+    read = own + 2 * kv_heads * config.head_size // ranks
     return [
+        *asks,
         Product("add", hidden, ffn, in_bytes),
         Product("gated" if config.gated else "up", ffn, hidden, in_bytes),
         Product("heads", read, hidden, in_bytes),
@@ -161,31 +172,39 @@ def with_tile(part: str, product: Product, tile: tuple, runner: Runner, repeat: 
     """Milliseconds of the part's steps; infinite where the tile cannot run."""
     set_tile(part, product, tile)
     try:
-        return sum(step_ms(runner, *case, repeat=repeat) for case in CASES[part])
+        return sum(step_ms(runner, *case, repeat=repeat) for case in cases(part, runner))
     except Exception as error:
         print(f"{key_of(product)} {tile}: {type(error).__name__}", flush=True)
         return float("inf")
 
 
-def compile_candidates(size: str, arguments: argparse.Namespace) -> None:
+def cases(part: str, runner: Runner) -> tuple[tuple[int, ...], ...]:
+    """Of the part's steps."""
+    has_sources = isinstance(runner.decoder.config, T5Config)
+    return (T5_CASES if has_sources else CASES)[part]
+
+
+def compile_candidates(arguments: argparse.Namespace) -> None:
     """Run every candidate once, in as many processes as asked for."""
     context = multiprocessing.get_context("spawn")
     shares = range(arguments.processes)
-    processes = [
-        context.Process(target=compile_share, args=(size, arguments, share)) for share in shares
-    ]
+    processes = [context.Process(target=compile_share, args=(arguments, share)) for share in shares]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
 
 
-def compile_share(size: str, arguments: argparse.Namespace, share: int) -> None:
-    config = configuration(size, gated=arguments.gated)
-    runner = few_layers(replace(config, num_layers=1), arguments)
-    for part, product in measured(config, arguments):
-        for tile in candidates(part, product)[share :: arguments.processes]:
-            with_tile(part, product, tile, runner, repeat=1)
+def compile_share(arguments: argparse.Namespace, share: int) -> None:
+    for size in arguments.sizes:
+        config = configuration(size, arguments)
+        one = {name: 1 for name in ("num_layers", "num_decoder_layers") if hasattr(config, name)}
+        runner = few_layers(replace(config, **one), arguments)
+        for part, product in measured(config, arguments):
+            for tile in candidates(part, product)[share :: arguments.processes]:
+                with_tile(part, product, tile, runner, repeat=1)
+        del runner
+        release()
 
 
 def row_candidates(kind: str, in_size: int, in_bytes: bool) -> Iterator[RowTile]:
@@ -204,13 +223,13 @@ def dot_candidates(product: Product, now: DotTile) -> Iterator[DotTile]:
     """Tiles that differ from the one of now in one respect, and fit shared memory."""
     changes = {
         "rows": (32, 64, 128),
-        "block": (64, 128, 256),
+        "block": (128, 256, 512) if product.in_bytes else (64, 128, 256),
         "warps": (4, 8),
-        "stages": (3, 4, 5),
+        "stages": (3, 4, 5, 6),
         "splits": (1, 2, 4, 8) if product.kind in SUMMED_LATER else (1,),
         "ahead": (0, 1, 2, 4),
     }
-    held = (2 if product.kind == "gated" else 1) * (1 if product.in_bytes else 2)
+    held = 1 if product.in_bytes else 2
     for name, values in changes.items():
         for value in values:
             tile = now._replace(**{name: value})
@@ -220,10 +239,15 @@ def dot_candidates(product: Product, now: DotTile) -> Iterator[DotTile]:
                 yield tile
 
 
-def configuration(size: str, *, gated: bool) -> GPTConfig:
+def configuration(size: str, arguments: argparse.Namespace) -> GPTConfig | T5Config:
     """A model with as many layers as STEP_BYTES hold."""
     hidden, ffn, head_size, kv_heads = map(int, size.split(":"))
+    gated = arguments.gated or arguments.t5
     ffn_bytes = hidden * ffn * 2 * (3 if gated else 2)
+    if arguments.t5:
+        attention_bytes = hidden * kv_heads * head_size * 2 * 6
+        layers = max(2, STEP_BYTES // (attention_bytes + ffn_bytes))
+        return replace(t5(hidden, layers, kv_heads, ffn), num_layers=1, head_size=head_size)
     return GPTConfig(
         vocab_size=VOCABULARY,
         num_layers=max(2, STEP_BYTES // (hidden * hidden * 8 + ffn_bytes)),
@@ -239,7 +263,7 @@ def configuration(size: str, *, gated: bool) -> GPTConfig:
     )
 
 
-def few_layers(config: GPTConfig, arguments: argparse.Namespace) -> Runner:
+def few_layers(config: GPTConfig | T5Config, arguments: argparse.Namespace) -> Runner:
     """One rank's layers; its sums over the ranks are its own parts."""
     parallelism = Parallelism(arguments.ranks)
     most = max(rows for cases in CASES.values() for rows, _ in cases)
@@ -265,8 +289,8 @@ def as_text(table: dict) -> str:
     """JSON with a line per tile."""
     parts = [f'  "measured_on": {json.dumps(table["measured_on"])}']
     for part in (name for name in table if name != "measured_on"):
-        lines = (f"    {json.dumps(key)}: {json.dumps(tile)}" for key, tile in table[part].items())
-        parts.append(f'  "{part}": {{\n' + ",\n".join(lines) + "\n  }")
+        lines = [f"    {json.dumps(key)}: {json.dumps(tile)}" for key, tile in table[part].items()]
+        parts.append(f'  "{part}": {{' + ",".join(f"\n{line}" for line in lines) + "\n  }")
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 

@@ -34,12 +34,14 @@ from launcher_scripts.kernels.reference_attention import (
     source_attention,
     source_attention_weights,
 )
+from launcher_scripts.kernels.reference_ranks import largest_of_ranks
 from launcher_scripts.kernels.reference_rotary import rotary_table, store_kv
 
 __all__ = [
     "attend_spans",
     "context_attention",
     "decode_attention",
+    "largest_of_ranks",
     "prompt_attention",
     "rotary_table",
     "source_attention",
@@ -193,9 +195,7 @@ def project_heads(
     rotary: cosines and sines of every position, float32 [positions, rotary_size / 2].
     """
     qkv = project_hidden(x, linear)
-    if rotary is not None:
-        rotary = (rotary[0][rows.positions], rotary[1][rows.positions])
-    return store_kv(qkv, heads, rotary, rows.starts + rows.positions, cache)
+    return store_kv(qkv, heads, rows.turns(rotary), rows.starts + rows.positions, cache)
 
 
 def attend_own(
