@@ -79,6 +79,12 @@ def gemv_to_inboxes(
 
 
 @triton.jit
+def _missing(old, awaited):
+    """Whether words that are awaited are still of an old exchange."""
+    return tl.max(tl.where(awaited & old, 1, 0), None) > 0
+
+
+@triton.jit
 def add_from_inbox(
     inbox,
     exchanges,
@@ -117,7 +123,7 @@ def add_from_inbox(
     awaited = (lanes < RANKS) & inside[None, :]
     words = inbox + ((number & 1) * RANKS + lanes) * lane_words + columns[None, :]
     word = tl.load(words, mask=awaited, other=0, volatile=True)
-    while tl.max(tl.max(tl.where(awaited & ((word >> 32) != number), 1, 0), 1), 0) > 0:
+    while _missing((word >> 32) != number, awaited):
         word = tl.load(words, mask=awaited, other=0, volatile=True)
     value = word.to(tl.int32).to(tl.float32, bitcast=True)
     value = added + tl.sum(tl.where(awaited, value, 0.0), 0)
@@ -129,11 +135,6 @@ def add_from_inbox(
         tl.store(moments + tl.num_programs(0) + part, tl.sum(kept * kept, 0))
         value = value * held
     tl.store(operand + columns, value.to(operand.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _missing(old, awaited):
-    return tl.max(tl.where(awaited & old, 1, 0), 0) > 0
 
 
 @triton.jit
