@@ -15,8 +15,14 @@ from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.protocol import GenerateRequest
 
+# How requests of different lengths can be run together: one batch until its longest row ends, one
+# that rows leave, and several at the same time.
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "one batch": {"leave_early": False, "parts": 1},
+    "rows leave": {"leave_early": True, "parts": 1},
+    "several batches, rows leave": {"leave_early": True, "parts": 4},
+}
 VERSION = ctranslate2.__version__
-PARALLEL = 4  # batches that may run at the same time, each on a stream of its own
 COMPUTE_TYPES = {"cuda": "bfloat16", "cpu": "float32"}
 
 
@@ -160,10 +166,10 @@ def _tokens(ids: Sequence[int]) -> list[str]:
 class Model:
     """A written model in memory; generates greedily and never ends a row early."""
 
-    def __init__(
-        self, folder: Path, config: GPTConfig | T5Config, device: str, parallel: int = 1
-    ) -> None:
+    def __init__(self, folder: Path, config: GPTConfig | T5Config, device: str) -> None:
         kind = ctranslate2.Translator if isinstance(config, T5Config) else ctranslate2.Generator
+        # Batches that run at the same time share the weights; each has a stream of its own.
+        parallel = max(strategy["parts"] for strategy in STRATEGIES.values())
         self._model = kind(
             str(folder), device, compute_type=COMPUTE_TYPES[device], inter_threads=parallel
         )
@@ -188,16 +194,13 @@ class Model:
         )
         return [len(result.sequences_ids[0]) for result in results]
 
-    def serve(
-        self, requests: Sequence[GenerateRequest], *, leave_early: bool, rows: int = 0
-    ) -> int:
-        """Ask requests of different lengths at once, of a GPT; the tokens of all answers.
+    def serve(self, requests: Sequence[GenerateRequest], strategy: str) -> int:
+        """Ask a GPT requests of different lengths at once, in one of the STRATEGIES.
 
-        leave_early: a row leaves its batch with its last token, by a function that is called for
-                     every token; otherwise with the longest row's
-        rows:        most rows of a batch; more requests are sorted by their length and run as
-                     several batches at the same time; 0: all are one batch
+        Rows leave by a function that is called for every token. Several batches are of requests
+        that CTranslate2 has sorted by their length. Returns the tokens of all answers.
         """
+        leave_early, parts = STRATEGIES[strategy]["leave_early"], STRATEGIES[strategy]["parts"]
         most = max(request.output_len for request in requests)
         left = [request.output_len for request in requests]
         chosen: dict[str, Callable[[Any], bool]] = {}
@@ -210,7 +213,7 @@ class Model:
             chosen["callback"] = is_last
         results = self._model.generate_batch(
             [_tokens(request.input_ids) for request in requests],
-            max_batch_size=rows,
+            max_batch_size=-(-len(requests) // parts) if parts > 1 else 0,
             max_length=most,
             min_length=most,
             include_prompt_in_result=False,

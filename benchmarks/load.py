@@ -61,8 +61,10 @@ def main(argv: list[str] | None = None) -> int:
             report["errors"].append(reason(error))
         keep(report, arguments.out)
     if not arguments.alone:
-        lines = peer_lines(PEER, peer_arguments(arguments), arguments.folder, PEER_SECONDS)
-        report["ctranslate2"] = list(lines)
+        report["ctranslate2"] = []
+        for _ in range(arguments.repeat):
+            lines = peer_lines(PEER, peer_arguments(arguments), arguments.folder, PEER_SECONDS)
+            report["ctranslate2"].extend(lines)
     keep(report, arguments.out)
     print(json.dumps(report), flush=True)
     return 0

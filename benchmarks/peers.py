@@ -1,9 +1,11 @@
 """The peers, each measured in a process of its own on random weights of the same shapes.
 
     python3 -m benchmarks.peers ctranslate2 --folder FOLDER --shapes 126m t5-base [--device cuda]
+        [--in-flight 1.3b --clients 1 8 32 128]
 
 Prints one JSON line per figure, and one per model that failed, with its reason. `--write` makes the
-files that the peer reads and measures nothing.
+files that the peer reads and measures nothing. --in-flight: how many tokens per second requests of
+different lengths get from this model, by how many are asked at once (CTranslate2 alone).
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving import median_ms
+from benchmarks.serving import median_ms, mixed_requests
 from benchmarks.shapes import BATCHES, CONFIGS, TINY, USE_CASES, Case
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
@@ -34,29 +37,40 @@ PEERS = {
 # CTranslate2 would need more memory for writing this model than for any other.
 LEFT_OUT = {"ctranslate2": ("20b",), "transformers": ()}
 CASES = (*USE_CASES.values(), *BATCHES)
-SECONDS = 0.4  # for a figure, at least
-LEAST = {"ctranslate2": 3, "transformers": 1}  # repetitions of one
+# transformers takes seconds for each of these.
+LEFT_OUT_CASES = {
+    "ctranslate2": (),
+    "transformers": (USE_CASES["intent classification"], BATCHES[0]),
+}
+SECONDS = 0.25  # for a figure, at least
+SECONDS_IN_FLIGHT = 1.0
+LEAST = {"ctranslate2": 2, "transformers": 1}  # repetitions of one
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("peer", choices=PEERS)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--shapes", nargs="+", choices=(*CONFIGS, *TINY), required=True)
+    parser.add_argument("--shapes", nargs="*", choices=(*CONFIGS, *TINY), default=[])
+    parser.add_argument("--in-flight", choices=(*CONFIGS, *TINY))
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args(argv)
     module = importlib.import_module(PEERS[arguments.peer])
     if not arguments.write:
         say(peer=arguments.peer, version=module.VERSION)
-    for name in arguments.shapes:
+    for name in dict.fromkeys((*arguments.shapes, *filter(None, [arguments.in_flight]))):
         try:
             folder = arguments.folder / arguments.peer / name
             if arguments.write:
                 module.write(folder, config_of(name))
-            else:
-                model = module.Model(folder, config_of(name), arguments.device)
-                measure(model, name, LEAST[arguments.peer])
+                continue
+            model = module.Model(folder, config_of(name), arguments.device)
+            if name in arguments.shapes:
+                measure(model, name, arguments.peer)
+            if name == arguments.in_flight:
+                measure_in_flight(model, config_of(name).vocab_size, arguments.clients)
         except Exception as error:  # the other models go on
             say(model=name, error=reason(error))
         model = None
@@ -66,9 +80,11 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measure(model: Any, name: str, least: int) -> None:
+def measure(model: Any, name: str, peer: str) -> None:
     """Say the milliseconds of every request that this model is asked."""
     for case in cases_of(name):
+        if case in LEFT_OUT_CASES[peer]:
+            continue
         prompts = case.prompts(config_of(name).vocab_size)
 
         def ask(prompts=prompts, wanted=case.output) -> None:
@@ -77,7 +93,24 @@ def measure(model: Any, name: str, least: int) -> None:
                 raise RuntimeError(f"{lengths} tokens came, {wanted} were asked for")
 
         ask(wanted=4)
-        say(model=name, **vars(case), ms=round(median_ms(ask, SECONDS, least), 2))
+        say(model=name, **vars(case), ms=round(median_ms(ask, SECONDS, LEAST[peer]), 2))
+
+
+def measure_in_flight(model: Any, vocab_size: int, clients: Sequence[int]) -> None:
+    """Say the tokens per second by the requests asked at once, in every way that there is."""
+    from benchmarks.ctranslate2_models import STRATEGIES
+
+    requests = mixed_requests(4 * max(clients), vocab_size)
+    for count in clients:
+        for name, strategy in STRATEGIES.items():
+            if strategy["parts"] <= count:
+                tokens, start = 0, time.perf_counter()
+                for first in range(0, len(requests), count):
+                    tokens += model.serve(requests[first : first + count], name)
+                    if time.perf_counter() > start + SECONDS_IN_FLIGHT:
+                        break
+                speed = tokens / (time.perf_counter() - start)
+                say(clients=count, strategy=name, tokens_per_s=round(speed, 1))
 
 
 def config_of(name: str) -> GPTConfig | T5Config:

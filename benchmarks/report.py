@@ -94,7 +94,9 @@ def performance() -> list[str]:
             "Made by `python3 -m benchmarks.report` from `benchmarks/results/*-h200.json`, which",
             "name hardware, versions and the rates measured in each run. Weights are random",
             "bfloat16, decoding is greedy, times are medians. Peers run in the same run as the",
-            "figure beside which they stand.",
+            "figure beside which they stand; one that is not installed (`pip install ctranslate2`)",
+            "is left out, with the reason in the results. `benchmarks.tune` finds the kernels'",
+            "tiles for another device.",
         ),
         *_served(),
         *_in_flight(),
@@ -133,7 +135,8 @@ def _in_flight() -> list[str]:
         prose(
             f"`benchmarks.in_flight`, {tables.model_name(report['shape'])}: mixed requests, 32 to",
             "512 tokens in and 16 to 256 out, uniformly. Each client has one request at a time and",
-            "rows join and leave between steps; a static batch is one request of as many rows,",
+            "rows join and leave between steps; counted is a time in which all clients are busy.",
+            "A static batch is one request of as many rows,",
             "answered when its longest row is. CTranslate2 gets as many requests at once, without",
             "a server, and the best of its ways counts: one batch, one that rows leave, four at a",
             "time. Tokens asked for and answered per second (and how many times as many we give):",
@@ -144,7 +147,8 @@ def _in_flight() -> list[str]:
 
 def _loading() -> list[str]:
     report = result("load")
-    peers = [line["first_token_s"] for line in report["ctranslate2"] if "first_token_s" in line]
+    seconds = [line["first_token_s"] for line in report["ctranslate2"] if "first_token_s" in line]
+    peer = f"CTranslate2 as a process of its own: {', '.join(f'{each:.1f}' for each in seconds)} s."
     size = report["weight_bytes"] / 1e9
     return [
         "## Start",
@@ -152,7 +156,7 @@ def _loading() -> list[str]:
             f"`benchmarks.load`, {tables.model_name(report['shape'])} ({size:.1f} GB, in the page",
             "cache), from the command to the first token; copying the bytes to the GPU takes",
             f"{report['floor_s']:.1f} s.",
-            *(f"CTranslate2, as a process of its own, takes {each:.1f} s." for each in peers),
+            *([peer] if seconds else []),
         ),
         joined(tables.load_table(report)),
     ]

@@ -1,7 +1,8 @@
 """Latency and tokens per second of models behind tritonserver, beside transformers and CTranslate2.
 
     python3 -m benchmarks.serve --folder EMPTY_FOLDER --out serve.json \
-        [--shapes 126m 1.3b 5b 20b t5-base t5-3b] [--tp 1 2 4] [--peers ctranslate2 transformers]
+        [--shapes 126m 1.3b 5b 20b t5-base t5-3b] [--tp 1 2 4] [--peers ctranslate2 transformers] \
+        [--in-flight 1.3b --in-flight-out in-flight.json]
 
 Repositories of random bfloat16 weights are written, each is served by a tritonserver of its own,
 and one after the other is asked over gRPC: one row in the use cases' lengths, then batches. The
@@ -16,16 +17,18 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from benchmarks import in_flight
 from benchmarks.decode import matrix_tflops
 from benchmarks.floors import Rates, floor_ms
 from benchmarks.generate import bandwidths, machine, release
+from benchmarks.in_flight import InFlightReport
 from benchmarks.peers import LEFT_OUT, PEERS, cases_of, config_of, peer_lines, reason
 from benchmarks.repositories import RandomModel
 from benchmarks.serving import Server, case_ms
@@ -34,31 +37,24 @@ from launcher_scripts.models.gpt import GPTConfig
 
 SERVED = ("126m", "1.3b", "5b", "20b", "t5-base", "t5-3b")
 POSITIONS = 1024  # so that all servers' caches fit one GPU
-SECONDS = 0.4  # for a figure, at least
+SECONDS = 0.25  # for a figure, at least
 PEER_SECONDS = 240.0
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model that is served from a folder of its own, cut for `tp_size` GPUs."""
+    """A model that is served from a folder of its own, and the shape that it has."""
 
-    model: str
-    tp_size: int
+    shape: str
+    model: RandomModel
     folder: Path
-
-    def write(self) -> None:
-        config = config_of(self.model)
-        if isinstance(config, GPTConfig):
-            config = replace(config, max_positions=POSITIONS)
-        rows = max(case.rows for case in cases_of(self.model))
-        RandomModel(self.model, config, rows, self.tp_size).write(self.folder / "repository")
 
     def server(self, number: int) -> Server:
         """Servers of one GPU each are spread over the GPUs."""
-        gpus = torch.cuda.device_count()
+        gpus, tp_size = torch.cuda.device_count(), self.model.tp_size
         if gpus == 0:
             return Server(self.folder)
-        chosen = [number % gpus] if self.tp_size == 1 else range(self.tp_size)
+        chosen = [number % gpus] if tp_size == 1 else range(tp_size)
         return Server(self.folder, CUDA_VISIBLE_DEVICES=",".join(map(str, chosen)))
 
 
@@ -69,15 +65,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tp", nargs="+", type=int, default=[1], help="numbers of GPUs")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--use-cases", action="store_true", help="one row only, no batches")
+    parser.add_argument("--in-flight", choices=(*CONFIGS, *TINY), help="this shape's, too")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
+    parser.add_argument("--in-flight-out", type=Path)
     arguments = parser.parse_args(argv)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    report = Report(arguments.out)
+    report = Report(arguments)
     report.measure_machine()
     written = [start_writing(peer, arguments) for peer in arguments.peers]
     for tp_size in arguments.tp:
-        for row in served_rows(arguments, tp_size):
-            report.add(row)
+        measure_served(arguments, tp_size, report)
     for process in written:
         process.wait()
     for peer in arguments.peers:
@@ -87,43 +85,59 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def served_rows(arguments: argparse.Namespace, tp_size: int) -> Iterator[dict]:
-    """Every model's rows: all servers are started together and asked one after the other."""
-    models = [
-        Served(name, tp_size, arguments.folder / f"{name}-tp{tp_size}") for name in arguments.shapes
-    ]
+def measure_served(arguments: argparse.Namespace, tp_size: int, report: Report) -> None:
+    """Every model's figures: all servers are started together and asked one after the other."""
+    models = list(served_models(arguments, tp_size))
     servers = [served.server(number) for number, served in enumerate(models)]
     with ThreadPoolExecutor(len(models)) as pool:
         try:
-            started = pool.map(start, models, servers)
-            for served, address in zip(models, list(started), strict=True):
-                facts = {"model": served.model, "tp_size": tp_size}
-                if isinstance(address, Exception):
-                    yield {**facts, "error": reason(address)}
-                    continue
-                try:
-                    for case, ms in timed_cases(served.model, address, arguments.use_cases):
-                        yield {**facts, **vars(case), "ms": round(ms, 2), "peers": {}}
-                except Exception as error:  # the other models go on
-                    yield {**facts, "error": reason(error)}
+            addresses = list(pool.map(start, models, servers))
+            for served, address in zip(models, addresses, strict=True):
+                if served.model.name == in_flight.MODEL:
+                    report.measure_in_flight(served.shape, address, arguments.clients)
+                else:
+                    for row in case_rows(served, address, arguments.use_cases):
+                        report.add(row)
         finally:
             list(pool.map(Server.close, servers))
+
+
+def served_models(arguments: argparse.Namespace, tp_size: int) -> Iterator[Served]:
+    for shape in arguments.shapes:
+        config = config_of(shape)
+        if isinstance(config, GPTConfig):
+            config = replace(config, max_positions=POSITIONS)
+        rows = max(case.rows for case in cases_of(shape))
+        folder = arguments.folder / f"{shape}-tp{tp_size}"
+        yield Served(shape, RandomModel(shape, config, rows, tp_size), folder)
+    if arguments.in_flight and tp_size == 1:
+        model = in_flight.served_model(arguments.in_flight, arguments.clients)
+        yield Served(arguments.in_flight, model, arguments.folder / in_flight.MODEL)
 
 
 def start(served: Served, server: Server) -> str | Exception:
     """The address of the server, or why there is none."""
     try:
-        served.write()
+        served.model.write(served.folder / "repository")
         return server.start()["grpc"]
     except Exception as error:  # the other models go on
         return error
 
 
-def timed_cases(model: str, address: str, use_cases: bool) -> Iterator[tuple[Case, float]]:
-    """Every request of the model with its milliseconds."""
-    for case in cases_of(model):
-        if case.rows == 1 or not use_cases:
-            yield case, case_ms(address, model, case, config_of(model).vocab_size, SECONDS)
+def case_rows(served: Served, address: str | Exception, use_cases: bool) -> Iterator[dict]:
+    """Every request of the model with its milliseconds; or why there is none."""
+    facts = {"model": served.shape, "tp_size": served.model.tp_size}
+    if isinstance(address, Exception):
+        yield {**facts, "error": reason(address)}
+        return
+    vocab_size = config_of(served.shape).vocab_size
+    try:
+        for case in cases_of(served.shape):
+            if case.rows == 1 or not use_cases:
+                ms = case_ms(address, served.shape, case, vocab_size, SECONDS)
+                yield {**facts, **vars(case), "ms": round(ms, 2), "peers": {}}
+    except Exception as error:  # the other models go on
+        yield {**facts, "error": reason(error)}
 
 
 def start_writing(peer: str, arguments: argparse.Namespace) -> subprocess.Popen:
@@ -142,16 +156,22 @@ def peer_rows(peer: str, arguments: argparse.Namespace) -> Iterator[dict]:
 def peer_arguments(peer: str, arguments: argparse.Namespace) -> list[str]:
     shapes = [name for name in arguments.shapes if name not in LEFT_OUT[peer]]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return [peer, "--folder", str(arguments.folder), "--device", device, "--shapes", *shapes]
+    listed = [peer, "--folder", str(arguments.folder), "--device", device, "--shapes", *shapes]
+    if arguments.in_flight and peer == "ctranslate2":
+        listed += ["--in-flight", arguments.in_flight, "--clients", *map(str, arguments.clients)]
+    return listed
 
 
 class Report:
     """The figures so far, written to a file with every one that is added."""
 
-    def __init__(self, out: Path | None) -> None:
-        self._out = out
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._out = arguments.out
         self.facts: dict = {"machine": {}, "rows": [], "errors": []}
         self._rates: Rates | None = None
+        self._in_flight: InFlightReport | None = None
+        if arguments.in_flight:
+            self._in_flight = InFlightReport(arguments.in_flight, arguments.in_flight_out)
 
     def measure_machine(self) -> None:
         """What the GPU is and does; nothing without one."""
@@ -163,7 +183,23 @@ class Report:
         self.facts["machine"] = machine()
         self.facts["machine"]["gpus"] = torch.cuda.device_count()
         self.facts["rates"] = speeds
+        if self._in_flight is not None:
+            self._in_flight.facts |= {"machine": self.facts["machine"], "rates": speeds}
         print(json.dumps(speeds), flush=True)
+
+    def measure_in_flight(
+        self, shape: str, address: str | Exception, clients: Sequence[int]
+    ) -> None:
+        """Ask the server mixed requests, and keep its tokens per second."""
+        if self._in_flight is None:
+            return
+        try:
+            if isinstance(address, Exception):
+                raise address
+            for row in in_flight.served_rows(address, shape, clients):
+                self._in_flight.add(row)
+        except Exception as error:  # the peer goes on
+            self._in_flight.add({"error": reason(error)})
 
     def add(self, row: dict) -> None:
         """A served row, with its floor."""
@@ -180,6 +216,10 @@ class Report:
 
     def add_peer(self, peer: str, line: dict) -> None:
         """A line that the peer's process printed."""
+        if "strategy" in line:
+            if self._in_flight is not None:
+                self._in_flight.add_peer(line)
+            return
         if "version" in line:
             self.facts["machine"][peer] = line["version"]
         elif "error" in line:

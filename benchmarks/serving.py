@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import queue
 import signal
 import statistics
 import subprocess
@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def case_ms(address: str, model: str, case: Case, vocab_size: int, seconds: floa
                 raise RuntimeError(f"{lengths} tokens came, {case.output} were asked for")
 
         ask()
-        return median_ms(ask, seconds)
+        return median_ms(ask, seconds, least=2)
 
 
 def mixed_requests(count: int, vocab_size: int) -> list[GenerateRequest]:
@@ -119,39 +120,73 @@ def mixed_requests(count: int, vocab_size: int) -> list[GenerateRequest]:
     return requests
 
 
-def throughput(
+@dataclass(frozen=True)
+class Answered:
+    """When a request was asked and answered, on time.perf_counter's clock, and its tokens."""
+
+    asked: float
+    answered: float
+    tokens: int
+
+    def tokens_between(self, start: float, end: float) -> float:
+        """The share of its tokens that falls into a time, as if they came evenly."""
+        inside = min(self.answered, end) - max(self.asked, start)
+        return self.tokens * max(0.0, inside) / (self.answered - self.asked)
+
+
+def in_flight_throughput(
     address: str,
     model: str,
-    batches: Sequence[Sequence[GenerateRequest]],
+    requests: Sequence[GenerateRequest],
     clients: int,
+    settle: float,
     seconds: float,
 ) -> float:
-    """Tokens per second that were asked for and answered; nothing is asked after `seconds`.
+    """Tokens per second while every client has a request of its own in flight.
 
-    Every batch is one request of as many rows; each of the clients has one at a time.
+    Counted are `seconds` that begin `settle` seconds after the start, when the clients no longer
+    go together; the requests come again and again.
     """
-    waiting: queue.SimpleQueue[Sequence[GenerateRequest]] = queue.SimpleQueue()
-    for batch in batches:
-        waiting.put(batch)
+    waiting = itertools.cycle(requests)
+    take = threading.Lock()
     connected = threading.Barrier(clients + 1)
-    starts = [float("inf")]
+    begin = [float("inf")]
 
-    def work() -> int:
-        tokens = 0
+    def work() -> list[Answered]:
+        answers = []
         with Client(address, model, protocol="grpc") as client:
             client.is_ready()  # connects
             connected.wait()
-            while time.perf_counter() < starts[0] + seconds:
-                try:
-                    batch = waiting.get_nowait()
-                except queue.Empty:
-                    break
-                tokens += sum(len(output.output_ids) for output in client.generate(batch))
-        return tokens
+            while (asked := time.perf_counter()) < begin[0] + seconds:
+                with take:
+                    request = next(waiting)
+                (output,) = client.generate([request])
+                answers.append(Answered(asked, time.perf_counter(), len(output.output_ids)))
+        return answers
 
     with ThreadPoolExecutor(clients) as pool:
         workers = [pool.submit(work) for _ in range(clients)]
+        begin[0] = time.perf_counter() + settle
         connected.wait()
-        starts[0] = time.perf_counter()
-        tokens = sum(worker.result() for worker in workers)
-        return tokens / (time.perf_counter() - starts[0])
+        answers = [answer for worker in workers for answer in worker.result()]
+    end = begin[0] + seconds
+    return sum(answer.tokens_between(begin[0], end) for answer in answers) / seconds
+
+
+def static_throughput(
+    address: str, model: str, requests: Sequence[GenerateRequest], rows: int, seconds: float
+) -> float:
+    """Tokens per second of requests of `rows` rows each, one after the other.
+
+    The last one is asked before `seconds` are over. Counted are the tokens that each row asked for.
+    """
+    tokens = 0
+    with Client(address, model, protocol="grpc") as client:
+        client.is_ready()  # connects
+        start = time.perf_counter()
+        for first in range(0, len(requests), rows):
+            outputs = client.generate(requests[first : first + rows])
+            tokens += sum(len(output.output_ids) for output in outputs)
+            if time.perf_counter() > start + seconds:
+                break
+        return tokens / (time.perf_counter() - start)

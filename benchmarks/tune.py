@@ -223,7 +223,7 @@ def dot_candidates(product: Product, now: DotTile) -> Iterator[DotTile]:
     """Tiles that differ from the one of now in one respect, and fit shared memory."""
     changes = {
         "rows": (32, 64, 128),
-        "block": (64, 128, 256),
+        "block": (128, 256, 512) if product.in_bytes else (64, 128, 256),
         "warps": (4, 8),
         "stages": (3, 4, 5, 6),
         "splits": (1, 2, 4, 8) if product.kind in SUMMED_LATER else (1,),

@@ -98,12 +98,16 @@ class Bounds(NamedTuple):
 @dataclass(frozen=True)
 class StepShape:
     """What the kernels of a decode step depend on: how many rows it has, the buckets of its bounds
-    (see graphs.py), and whether every row takes its likeliest token."""
+    (see graphs.py), and whether every row takes its likeliest token.
+
+    prompt: of a pass over prompts instead, the bucket of its tokens (see prompt_batch.py)
+    """
 
     rows: int
     own: int
     source: int
     greedy: bool
+    prompt: int = 0
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,12 +15,22 @@ from launcher_scripts.engine.layers import Segment
 from launcher_scripts.engine.learned_parts import Prompt
 from launcher_scripts.engine.logit_processing import indices
 from launcher_scripts.engine.network import Network
-from launcher_scripts.engine.plan import PrefillPart, RowStart
-from launcher_scripts.engine.prompt_batch import Nowhere, PackedPrompts, Sizes, unpacked
+from launcher_scripts.engine.plan import PrefillPart, RowStart, StepShape
+from launcher_scripts.engine.prompt_batch import (
+    ROW_BUCKETS,
+    TOKEN_BUCKETS,
+    Nowhere,
+    PackedPrompts,
+    Sizes,
+    bucket_sizes,
+    unpacked,
+)
+from launcher_scripts.engine.requests import ENCODER_DECODERS
 from launcher_scripts.engine.results import StepResult, TokenCopy
 from launcher_scripts.engine.row_state import RowStates
 from launcher_scripts.engine.sampler import Sampled, sampling_batch
 from launcher_scripts.engine.token_choice import TokenChoice
+from launcher_scripts.kernels.operands import PromptSpans
 from launcher_scripts.models.learned_parts import learned_parts_of
 
 
@@ -52,6 +62,7 @@ class Prefill:
         self._nowhere = Nowhere(network.cache.scratch, states.padding_slot)
         self._same_layers = (
             communicator.parallelism.pp_size == 1
+            and not isinstance(network.config, ENCODER_DECODERS)
             and not learned_parts_of(network.config).ia3_num_tasks
         )
 
@@ -71,8 +82,7 @@ class Prefill:
         if self._graphs is None or not self._same_layers:
             return False
         return not any(
-            row.source
-            or row.window
+            row.window
             or row.beams
             or row.prompt is not None
             or row.return_context_logits
@@ -80,20 +90,47 @@ class Prefill:
             for row in rows
         )
 
+    def shapes_to_record(self) -> list[StepShape]:
+        """The passes that requests may need, where they are CUDA graphs; short ones first."""
+        if self._graphs is None or not self._same_layers:
+            return []
+        return [
+            StepShape(rows, 0, 0, greedy, prompt=tokens)
+            for rows in ROW_BUCKETS
+            for greedy in (True, False)
+            for tokens in TOKEN_BUCKETS
+        ]
+
+    def record(self, shape: StepShape) -> None:
+        """Have the graph of such a pass; it is tried out on nobody's tokens."""
+        sizes = bucket_sizes(shape.prompt, shape.rows)
+        prompts = PackedPrompts([], [])
+        packed = prompts.to_device(self._device, self._nowhere, sizes)
+        step = self._step_of(sizes, prompts.spans, greedy=shape.greedy)
+        self._graphs.record(("prompts", sizes, shape.greedy), packed, step)
+
+    def _step_of(
+        self, sizes: Sizes, spans: PromptSpans, *, greedy: bool
+    ) -> Callable[[Tensor], Tensor]:
+        """A pass over a packed batch: the tokens that follow if they are the likeliest, or the
+        logits where prompts end.
+        """
+
+        def step(packed: Tensor) -> Tensor:
+            prompts = unpacked(packed, sizes, spans)
+            hidden = self._network.prefill(prompts)
+            self._states.set_length(prompts.row_slots, prompts.lengths)
+            logits = self._network.logits(hidden[prompts.last])
+            return self._choice.largest(logits, prompts.ended).tokens if greedy else logits
+
+        return step
+
     def _replay(self, prompts: PackedPrompts, sizes: Sizes, result: StepResult) -> None:
         """The pass as a CUDA graph, up to the tokens where all rows are greedy, else the logits."""
         complete = list(prompts.complete.values())
         batch = sampling_batch(complete, self._device)
-        spans = prompts.spans
-
-        def step(packed: Tensor) -> Tensor | None:
-            pieces = unpacked(packed, sizes, spans)
-            hidden = self._network.prefill(pieces)
-            self._states.set_length(pieces.row_slots, pieces.lengths)
-            logits = self._network.logits(hidden[pieces.last])
-            return self._choice.largest(logits, pieces.ended).tokens if batch.greedy else logits
-
         packed = prompts.to_device(self._device, self._nowhere, sizes)
+        step = self._step_of(sizes, prompts.spans, greedy=batch.greedy)
         made = self._graphs.run(("prompts", sizes, batch.greedy), packed, step)
         if not complete:
             return

@@ -16,6 +16,7 @@ from launcher_scripts.kernels.operands import QUERIES_PER_TILE, PromptSpans
 
 TOKEN_BUCKETS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 ROW_BUCKETS = (1, 16)
+NOTHING = np.empty(0, dtype=np.int64)
 
 
 class Sizes(NamedTuple):
@@ -55,6 +56,11 @@ class Nowhere:
     slot: int
 
 
+def bucket_sizes(tokens: int, rows: int) -> Sizes:
+    """Of a batch that is filled up: every row, and what fills up, may end in part of a piece."""
+    return Sizes(tokens, tokens // QUERIES_PER_TILE + rows + 1, rows)
+
+
 class PackedPrompts:
     """A prefill step's parts as one array, exactly as large or filled up to a bucket."""
 
@@ -86,13 +92,15 @@ class PackedPrompts:
         rows = next((size for size in ROW_BUCKETS if len(self.parts) <= size), None)
         if tokens is None or rows is None:
             return None
-        return Sizes(tokens, tokens // QUERIES_PER_TILE + rows, rows)
+        return bucket_sizes(tokens, rows)
 
     def to_device(self, device: torch.device, nowhere: Nowhere, sizes: Sizes | None) -> Tensor:
         """One int64 vector for `unpacked`; sizes: what is filled up to."""
         pieces = self.spans.pieces()
         if sizes is None:
             sizes = self.sizes
+        else:
+            pieces += filling_pieces(self.tokens, sizes.tokens)
         places = [np.arange(part.past, part.past + part.count) for part in self.parts]
         ids = [
             token
@@ -105,8 +113,8 @@ class PackedPrompts:
         slots = [place + row.start for place, (row, _) in zip(places, self._pairs(), strict=True)]
         columns = (
             _filled(ids, sizes.tokens, 0),
-            _filled(np.concatenate(positions), sizes.tokens, 0),
-            _filled(np.concatenate(slots), sizes.tokens, nowhere.token),
+            _filled(np.concatenate([*positions, NOTHING]), sizes.tokens, 0),
+            _filled(np.concatenate([*slots, NOTHING]), sizes.tokens, nowhere.token),
             _filled(np.array(pieces).ravel(), 4 * sizes.tiles, 0),
             _filled([part.slot for part in self.parts], sizes.rows, nowhere.slot),
             _filled([part.past + part.count for part in self.parts], sizes.rows, 0),
@@ -120,6 +128,14 @@ class PackedPrompts:
 
     def _pairs(self) -> list[tuple[RowStart, PrefillPart]]:
         return list(zip(self.rows, self.parts, strict=True))
+
+
+def filling_pieces(first: int, end: int) -> list[tuple[int, int, int, int]]:
+    """Pieces of the tokens from `first` on, which only fill a step up."""
+    return [
+        (place, -min(QUERIES_PER_TILE, end - place), 0, 0)
+        for place in range(first, end, QUERIES_PER_TILE)
+    ]
 
 
 def unpacked(

@@ -10,7 +10,7 @@ import torch
 
 from launcher_scripts.engine.plan import Plan, StepShape
 
-LOAD_SECONDS = 2.0  # that loading is prolonged by; what is left comes when nothing else is to do
+LOAD_SECONDS = 1.0  # that loading is prolonged by; what is left comes when nothing else is to do
 MEMORY_SHARE = 0.02  # of the device's memory, for all graphs
 
 
@@ -53,9 +53,9 @@ class Recording:
             self.record_next()
         if not self._done:
             return None
-        done = f"{self._done} decode steps are recorded: {self._seconds:.1f} s, "
-        done += f"{self._bytes() / 1e6:.0f} MB"
-        return done + (f"; {len(self._left)} more while there is time" if self._left else "")
+        left = f", {len(self._left)} left for idle moments" if self._left else ""
+        cost = f"{self._seconds:.1f} s, {self._bytes() / 1e6:.0f} MB"
+        return f"decode steps recorded: {self._done} ({cost}){left}"
 
     def _bytes(self) -> int:
         return self._before - self._memory()[0]

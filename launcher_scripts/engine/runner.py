@@ -22,6 +22,8 @@ from launcher_scripts.engine.sampler import Sampled, SamplingBatch
 from launcher_scripts.engine.token_choice import TokenChoice
 from launcher_scripts.models.learned_parts import learned_parts_of
 
+FIRST_PROMPTS = 6  # shapes that are recorded before those of decode steps
+
 
 class Runner:
     """Carries out plans. Every rank of an engine gets the same plans in the same order."""
@@ -78,8 +80,12 @@ class Runner:
         return result
 
     def shapes_to_record(self) -> list[StepShape]:
-        """The decode steps that requests may need, where steps are CUDA graphs."""
-        return [] if self._graphs is None else step_shapes(self._longest, self._slots)
+        """The steps that requests may need, where steps are CUDA graphs; likely ones first."""
+        if self._graphs is None:
+            return []
+        prompts = self._prefill.shapes_to_record()
+        first, rest = prompts[:FIRST_PROMPTS], prompts[FIRST_PROMPTS:]
+        return [*first, *step_shapes(self._longest, self._slots), *rest]
 
     def close(self) -> None:
         """Finish what was launched and leave the other ranks."""
@@ -132,6 +138,9 @@ class Runner:
 
     def _record(self, shape: StepShape) -> None:
         """Have the graph of such steps; it is tried out on padding rows."""
+        if shape.prompt:
+            self._prefill.record(shape)
+            return
         bounds = Bounds(shape.own, shape.source)
         self._graphs.record(
             (shape.rows, bounds, shape.greedy),

@@ -35,10 +35,8 @@ def project_heads(
     """See reference.project_heads."""
     if x.operand.shape[0] == 1:
         return row_heads(x, linear, heads, rotary, rows, cache)
-    if rotary is not None:
-        rotary = (rotary[0][rows.positions], rotary[1][rows.positions])
     qkv = many_rows(x.operand, linear)
-    return store_kv(qkv, heads, rotary, rows.starts + rows.positions, cache)
+    return store_kv(qkv, heads, rows.turns(rotary), rows.starts + rows.positions, cache)
 
 
 def attend_own(

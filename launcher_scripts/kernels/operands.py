@@ -131,6 +131,13 @@ class StepRows:
     source_starts: Tensor | None = None
     source_lengths: Tensor | None = None
 
+    def turns(self, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines of the new tokens, [B, rotary_size / 2], of those of all positions."""
+        if rotary is None:
+            return None
+        cosines, sines = rotary
+        return cosines[self.positions], sines[self.positions]
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -178,8 +185,8 @@ class PromptSpans:
     """Which new tokens of a prefill step belong to which row: the rows one after the other.
 
     spans: first cache token, tokens there before, and new tokens of every row
-    tiles: `pieces` for kernels, int64 [tiles, 4] on the device; empty ones are skipped. None where
-           no kernel asks for them.
+    tiles: `pieces` for kernels, int64 [tiles, 4] on the device. A negative number of tokens is of
+           those that only fill the step up; empty pieces do nothing. None where no kernel asks.
     """
 
     spans: tuple[tuple[int, int, int], ...]

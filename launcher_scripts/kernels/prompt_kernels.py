@@ -35,16 +35,17 @@ def attend_prompts(
     """
     tile = tiles + tl.program_id(0) * 4
     count = tl.load(tile + 1).to(tl.int32)
-    if count == 0:
-        return
     head = tl.program_id(1)
     first = tl.load(tile)
     start = tl.load(tile + 2)
     past = tl.load(tile + 3).to(tl.int32)
     number = tl.arange(0, QUERIES)
     features = tl.arange(0, BLOCK)
-    asked = (number < count)[:, None] & (features < SIZE)[None, :]
+    asked = (number < tl.abs(count))[:, None] & (features < SIZE)[None, :]
     place = ((first + number)[:, None] * HEADS + head) * SIZE + features[None, :]
+    if count <= 0:  # these only fill the step up
+        tl.store(out + place, tl.zeros([QUERIES, BLOCK], out.dtype.element_ty), mask=asked)
+        return
     rows = tl.load(query + place, mask=asked, other=0.0)
     pool = ((head // GROUP) * pool_tokens.to(tl.int64) + start) * SIZE
     slope = tl.load(slopes + head) * 1.4426950408889634 if ALIBI else 0.0

@@ -193,9 +193,7 @@ def project_heads(
     rotary: cosines and sines of every position, float32 [positions, rotary_size / 2].
     """
     qkv = project_hidden(x, linear)
-    if rotary is not None:
-        rotary = (rotary[0][rows.positions], rotary[1][rows.positions])
-    return store_kv(qkv, heads, rotary, rows.starts + rows.positions, cache)
+    return store_kv(qkv, heads, rows.turns(rotary), rows.starts + rows.positions, cache)
 
 
 def attend_own(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.in_flight import InFlightReport
 from benchmarks.peers import peer_lines
 from benchmarks.serve import Report
+from benchmarks.serving import Answered
 
 ROW = {"model": "tiny", "rows": 8, "input": 60, "output": 20}
 
@@ -32,7 +35,7 @@ def test_a_peer_that_hangs_is_ended(module: Path, tmp_path: Path) -> None:
 
 
 def test_a_report_puts_a_peers_figure_beside_ours(tmp_path: Path) -> None:
-    report = Report(tmp_path / "out.json")
+    report = Report(Namespace(out=tmp_path / "out.json", in_flight=None))
     report.add({**ROW, "tp_size": 1, "ms": 40.0, "peers": {}})
     report.add_peer("ctranslate2", {"version": "4.8.5"})
     report.add_peer("ctranslate2", {**ROW, "ms": 60.0})
@@ -45,3 +48,19 @@ def test_a_report_puts_a_peers_figure_beside_ours(tmp_path: Path) -> None:
         {"peer": "transformers", "model": "tiny", "error": "OutOfMemoryError"}
     ]
     assert (tmp_path / "out.json").is_file()
+
+
+def test_the_best_way_of_the_peer_makes_the_ratio() -> None:
+    report = InFlightReport("tiny", None)
+    report.add({"clients": 8, "in_flight_tokens_per_s": 300.0, "peer_tokens_per_s": {}})
+    for strategy, speed in (("one batch", 50.0), ("rows leave", 100.0)):
+        report.add_peer({"clients": 8, "strategy": strategy, "tokens_per_s": speed})
+    assert report.facts["rows"][0]["ratio_to_ctranslate2"] == 3.0
+
+
+def test_tokens_count_for_the_time_in_which_they_came() -> None:
+    answered = Answered(asked=1.0, answered=5.0, tokens=40)
+    assert answered.tokens_between(0.0, 9.0) == 40
+    assert answered.tokens_between(2.0, 4.0) == 20
+    assert answered.tokens_between(4.0, 9.0) == 10
+    assert answered.tokens_between(6.0, 9.0) == 0

@@ -10,7 +10,14 @@ import torch
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.loading import PREFILL_TOKENS
 from launcher_scripts.engine.plan import PrefillPart, RowStart
-from launcher_scripts.engine.prompt_batch import Nowhere, PackedPrompts, Sizes, unpacked
+from launcher_scripts.engine.prompt_batch import (
+    ROW_BUCKETS,
+    TOKEN_BUCKETS,
+    Nowhere,
+    PackedPrompts,
+    Sizes,
+    unpacked,
+)
 from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 from tests.engine.small_models import random_tensors, runner_for, small_config
 
@@ -106,12 +113,32 @@ def test_what_fills_up_goes_nowhere():
     rows = [started(0, 10, 65), started(1, 80, 2)]
     prompts = PackedPrompts(rows, [PrefillPart(0, 0, 65), PrefillPart(1, 0, 2)])
     sizes = prompts.bucket()
-    assert sizes == Sizes(tokens=128, tiles=18, rows=16)
+    assert sizes == Sizes(tokens=128, tiles=19, rows=16)
     batch = unpacked(prompts.to_device(torch.device("cpu"), NOWHERE, sizes), sizes, prompts.spans)
     assert set(batch.slots[67:].tolist()) == {NOWHERE.token}
     assert set(batch.row_slots[2:].tolist()) == set(batch.ended[2:].tolist()) == {NOWHERE.slot}
-    assert not batch.spans.tiles[3:].any()
+    assert batch.spans.tiles[3].tolist() == [67, -61, 0, 0]
+    assert not batch.spans.tiles[4:].any()
     assert not batch.lengths[2:].any()
+
+
+def test_a_shape_is_recorded_on_nobodys_tokens(monkeypatch):
+    """What it runs on, and what it leaves, is of the padding alone."""
+    _, runner = runner_for(CONFIG, TENSORS, max_batch_size=8)
+    graphs = EagerGraphs()
+    graphs.record = graphs.run
+    monkeypatch.setattr(runner._prefill, "_graphs", graphs)
+    shapes = runner._prefill.shapes_to_record()
+    assert len(set(shapes)) == 2 * len(ROW_BUCKETS) * len(TOKEN_BUCKETS)
+    before = [runner.states.length.clone(), runner.decoder.cache.ids.clone()]
+    with torch.inference_mode():
+        for shape in shapes[:2]:
+            runner._prefill.record(shape)
+    (_, sizes, greedy), _ = graphs.keys
+    assert (sizes, greedy) == (Sizes(64, 3, 1), True)
+    scratch = runner.decoder.cache.scratch
+    assert torch.equal(runner.states.length, before[0])
+    assert torch.equal(runner.decoder.cache.ids[:scratch], before[1][:scratch])
 
 
 @pytest.mark.parametrize(("lengths", "bucket"), [([1024], 1024), ([1025], None), ([1] * 17, None)])

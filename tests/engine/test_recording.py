@@ -50,8 +50,7 @@ def test_loading_is_not_prolonged_for_long(monkeypatch) -> None:
     shapes, taken = step_shapes(Bounds(100), 4), []
     some = Recording(shapes, taken.append, lambda: NO_MEMORY)
     assert (
-        some.record_at_load()
-        == "2 decode steps are recorded: 2.0 s, 0 MB; 4 more while there is time"
+        some.record_at_load() == "decode steps recorded: 1 (1.0 s, 0 MB), 5 left for idle moments"
     )
     while some.pending:
         some.record_next()
@@ -62,7 +61,7 @@ def test_memory_is_bounded() -> None:
     taken: list[Plan] = []
     free = iter([90, 89, 86, 86])
     some = Recording(step_shapes(Bounds(100), 4), taken.append, lambda: (next(free), 100))
-    assert "2 decode steps are recorded" in some.record_at_load()
+    assert "decode steps recorded: 2 (" in some.record_at_load()
     assert len(taken) == 2
     assert not some.pending
 
@@ -105,7 +104,7 @@ def test_no_decode_step_of_a_request_is_new(monkeypatch, capsys, family) -> None
     monkeypatch.setattr(runner, "_graphs", graphs)
     monkeypatch.setattr(runner._batches, "_max_rows", 6)
     engine = Engine.from_runner(settings, lambda: runner)
-    assert "decode steps are recorded" in capsys.readouterr().out
+    assert "decode steps recorded: " in capsys.readouterr().out
     assert len(graphs.recorded) == len(runner.shapes_to_record())
     futures = [engine.submit(request) for request in requests]
     assert [future.result(60).output_ids for future in futures] == wanted

@@ -121,6 +121,26 @@ def test_sampling_equals_the_cpu_row_by_row():
         assert got.output_log_probs == pytest.approx(reference.output_log_probs, abs=1e-3)
 
 
+@pytest.mark.parametrize("changes", [{}, MODERN], ids=str)
+def test_int8_weights_give_the_tokens_of_the_cpu(changes):
+    config = wider(**changes)
+    tensors = random_tensors(config)
+    reference = engine_for(config, tensors, int8_mode=1)
+    engine = engine_for(config, tensors, int8_mode=1, device="cuda")
+    for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
+        assert generate(engine, prompt, length) == generate(reference, prompt, length)
+    engine.close()
+    half = engine_for(config, tensors, int8_mode=1, device="cuda", data_type="bf16")
+    futures = [half.submit(GenerateRequest(prompt, 12)) for prompt in PROMPTS]
+    for prompt, future in zip(PROMPTS, futures, strict=True):
+        tokens = list(future.result().output_ids)
+        logits = context_logits(reference, (*prompt, *tokens))[len(prompt) - 1 : -1]
+        picked = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert (logits.max(-1).values - picked).max() < 0.3 * logits.std()
+    half.close()
+    reference.close()
+
+
 @pytest.mark.parametrize("data_type", ["bf16", "fp16"])
 def test_low_precision_is_near(data_type):
     config = wider(**MODERN)
