@@ -17,7 +17,6 @@ from torch import Tensor
 
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.plan import Bounds
-from launcher_scripts.engine.vocabulary import EXACT_IDS, largest_of_ranks
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
     Heads,
@@ -29,6 +28,7 @@ from launcher_scripts.kernels.operands import (
     RowColumns,
     StepRows,
 )
+from launcher_scripts.kernels.reference_ranks import EXACT_IDS
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class DecodeStep:
         else:
             values = x.exact.new_full((rows,), -torch.inf)
             places = torch.zeros(rows, dtype=torch.int64, device=values.device)
-        return largest_of_ranks(values, places + first, self.communicator)
+        return self.kernels.largest_of_ranks(values, places + first, self.communicator)
 
     def _own_tables(self) -> EmbeddingTables:
         """One rank adds the positions: the embeddings are summed over the ranks."""

@@ -198,6 +198,14 @@ def accumulate_over_ranks(
     return add_sum(ranks.tp_sum(partial_product(x, linear)), linear.bias, onto, norm_of_next)
 
 
+def largest_of_ranks(values: Tensor, ids: Tensor, ranks: Ranks) -> Tensor:
+    """See reference.largest_of_ranks."""
+    inboxes = ranks.inboxes
+    if inboxes is not None and values.shape[0] <= inbox_products.most_rows(inboxes):
+        return inbox_products.exchange_largest(values, ids, inboxes)
+    return reference.largest_of_ranks(values, ids, ranks)
+
+
 def partial_product(x: Tensor, linear: Linear) -> Tensor:
     """See reference.partial_product."""
     alone = replace(linear, bias=None, norm=None)

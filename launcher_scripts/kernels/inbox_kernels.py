@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from launcher_scripts.kernels.row_product_kernel import (
     load_tile,
     multiply,
+    row_places,
     scales_of,
     vector,
 )
@@ -45,7 +46,7 @@ def gemv_to_inboxes(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)[None, :]
     even: tl.constexpr = OUT % ROWS == 0 and IN % BLOCK == 0
-    base = rows[:, None].to(tl.int64) * IN + columns
+    base = row_places(rows, columns, IN)
     tile = load_tile(weight, base, rows, columns, 0, OUT, IN, even)
     row_scale = scales_of(scales, weight, rows, OUT)
     if EARLY:
@@ -75,6 +76,12 @@ def gemv_to_inboxes(
     for receiver in tl.static_range(RANKS):
         inbox = tl.load(inboxes + receiver).to(tl.pointer_type(tl.int64))
         tl.store(inbox + lane + rows, word, mask=inside)
+
+
+@triton.jit
+def _missing(old, awaited):
+    """Whether words that are awaited are still of an old exchange."""
+    return tl.max(tl.where(awaited & old, 1, 0), None) > 0
 
 
 @triton.jit
@@ -116,7 +123,7 @@ def add_from_inbox(
     awaited = (lanes < RANKS) & inside[None, :]
     words = inbox + ((number & 1) * RANKS + lanes) * lane_words + columns[None, :]
     word = tl.load(words, mask=awaited, other=0, volatile=True)
-    while tl.max(tl.max(tl.where(awaited & ((word >> 32) != number), 1, 0), 1), 0) > 0:
+    while _missing((word >> 32) != number, awaited):
         word = tl.load(words, mask=awaited, other=0, volatile=True)
     value = word.to(tl.int32).to(tl.float32, bitcast=True)
     value = added + tl.sum(tl.where(awaited, value, 0.0), 0)
@@ -128,3 +135,50 @@ def add_from_inbox(
         tl.store(moments + tl.num_programs(0) + part, tl.sum(kept * kept, 0))
         value = value * held
     tl.store(operand + columns, value.to(operand.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def exchange_best(
+    values,
+    ids,
+    tokens,
+    inbox,
+    inboxes,
+    exchanges,
+    rank,
+    lane_words,
+    RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+    SHARE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program: the id of a row's largest value of all ranks', the lowest rank's of equal ones.
+
+    A row's value and its id are the first two words of its SHARE.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    number = tl.load(exchanges + row, cache_modifier=".cg") + 1
+    half = (number & 1) * RANKS
+    tag = number.to(tl.int64) << 32
+    bits = tl.load(values + row).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    own_id = tl.load(ids + row)
+    for receiver in tl.static_range(RANKS):
+        target = tl.load(inboxes + receiver).to(tl.pointer_type(tl.int64))
+        target += (half + rank) * lane_words + row * SHARE
+        tl.store(target, tag | bits)
+        tl.store(target + 1, tag | own_id)
+    lanes = tl.arange(0, LANES)
+    awaited = lanes < RANKS
+    words = inbox + (half + lanes) * lane_words + row * SHARE
+    found = tl.load(words, mask=awaited, other=0, volatile=True)
+    places = tl.load(words + 1, mask=awaited, other=0, volatile=True)
+    while _missing((found >> 32 != number) | (places >> 32 != number), awaited):
+        found = tl.load(words, mask=awaited, other=0, volatile=True)
+        places = tl.load(words + 1, mask=awaited, other=0, volatile=True)
+    value = tl.where(awaited, found.to(tl.int32).to(tl.float32, bitcast=True), -float("inf"))
+    _, winner = tl.max(value, 0, return_indices=True)
+    tl.store(exchanges + row, number)
+    tl.store(tokens + row, tl.sum(tl.where(lanes == winner, places & 0xFFFFFFFF, 0), 0))

@@ -6,7 +6,11 @@ import torch
 import triton
 from torch import Tensor
 
-from launcher_scripts.kernels.inbox_kernels import add_from_inbox, gemv_to_inboxes
+from launcher_scripts.kernels.inbox_kernels import (
+    add_from_inbox,
+    exchange_best,
+    gemv_to_inboxes,
+)
 from launcher_scripts.kernels.operands import Hidden, Inboxes, Linear, Norm
 from launcher_scripts.kernels.row_products import early
 from launcher_scripts.kernels.tiles import row_tile
@@ -72,3 +76,29 @@ def receive_sum(
         **early(exact),
     )
     return Hidden(exact, operand, moments)
+
+
+def most_rows(inboxes: Inboxes) -> int:
+    """How many rows can exchange a few words each."""
+    return inboxes.lane_words // SHARE
+
+
+def exchange_largest(values: Tensor, ids: Tensor, inboxes: Inboxes) -> Tensor:
+    """reference.largest_of_ranks for up to most_rows rows; every rank calls it."""
+    tokens = torch.empty_like(ids)
+    exchange_best[(values.shape[0],)](
+        values,
+        ids,
+        tokens,
+        inboxes.own,
+        inboxes.addresses,
+        inboxes.exchanges,
+        inboxes.rank,
+        inboxes.lane_words,
+        RANKS=inboxes.ranks,
+        LANES=triton.next_power_of_2(inboxes.ranks),
+        SHARE=SHARE,
+        num_warps=1,
+        **early(values),
+    )
+    return tokens

@@ -34,12 +34,14 @@ from launcher_scripts.kernels.reference_attention import (
     source_attention,
     source_attention_weights,
 )
+from launcher_scripts.kernels.reference_ranks import largest_of_ranks
 from launcher_scripts.kernels.reference_rotary import rotary_table, store_kv
 
 __all__ = [
     "attend_spans",
     "context_attention",
     "decode_attention",
+    "largest_of_ranks",
     "prompt_attention",
     "rotary_table",
     "source_attention",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import tables
-from benchmarks.report import BEGIN, END, with_section
+from benchmarks.report import BEGIN, END, main, with_section
 
 SERVED = {
     "model": "t5-base",
@@ -66,3 +66,7 @@ def test_the_first_start_stands_beside_the_fastest_later_one() -> None:
     assert header.endswith("| no kernel compiled yet | later starts |")
     assert rows == ["| weights | 4.00 | 3.00 |", "| ready | 8.00 | 4.50 |"]
     assert tables.load_table({"starts": starts[:1]})[2] == "| weights | 4.00 |"
+
+
+def test_the_texts_are_what_the_results_say() -> None:
+    assert main(["--check"]) == 0

@@ -16,7 +16,7 @@ from launcher_scripts.engine.symmetric_memory import (
     choose_route,
     obstacle,
 )
-from launcher_scripts.engine.vocabulary import largest_of_ranks
+from launcher_scripts.kernels.reference_ranks import largest_of_ranks
 from launcher_scripts.parallel import Parallelism
 from tests.engine.small_models import engine_for, random_tensors, small_config
 

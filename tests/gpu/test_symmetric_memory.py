@@ -80,16 +80,23 @@ def accumulate_rank(rank: int, tp: int, port: int, results) -> None:
             x = kernels.accumulate_over_ranks(part, linear, x, norm, communicator)
         return x
 
-    found = [chain().exact.cpu().numpy()]
+    values = torch.randn(3, generator=torch.Generator().manual_seed(rank)).to(device)
+    ids = torch.arange(3, device=device) + 3 * rank
+
+    def best():
+        return kernels.largest_of_ranks(values, ids, communicator)
+
+    found, expected = [chain().exact.cpu().numpy()], best().tolist()
     communicator.use_peer_memory()
     assert communicator.inboxes is not None
-    chain()
+    chain(), best()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        x = chain()
+        tokens, x = best(), chain()
     for _ in range(3):
         graph.replay()
         found.append(x.exact.cpu().numpy())
+        assert tokens.tolist() == expected
     torch.cuda.synchronize()
     graph.reset()
     communicator.close()

@@ -77,7 +77,7 @@ def test_project_hidden(rows, kind, dtype, size):
 @pytest.mark.parametrize("dtype", DOT_TYPES)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 70])
 def test_expand(rows, kind, gated, dtype):
     size = SIZES[1]
     norm = make_norm(kind, size[0])

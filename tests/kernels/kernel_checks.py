@@ -347,6 +347,26 @@ def test_sums_through_inboxes(ranks, kind, dtype):
                 assert_for_norm(found, want, norm, dtype)
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_largest_through_inboxes(rank):
+    """What the others sent is there already; of equal values the lowest rank's wins."""
+    values = random(4, 3, 5)
+    values[:, :, 1] = 0.5
+    values[:, 0, 2] = -math.inf
+    ids = torch.arange(60, device=DEVICE).view(4, 3, 5) * 2**20
+    mine = make_inboxes(3, 640)[rank]
+    for number in range(1, 5):
+        now, known = values[number - 1], ids[number - 1]
+        for other in {0, 1, 2} - {rank}:
+            lane = mine.own[number % 2, other].view(-1, inbox_products.SHARE)[:5]
+            lane[:, 0] = number << 32 | now[other].view(torch.int32).long() & 0xFFFFFFFF
+            lane[:, 1] = number << 32 | known[other]
+        got = inbox_products.exchange_largest(now[rank], known[rank], mine)
+        assert got.dtype == torch.int64
+        assert torch.equal(got, known.gather(0, now.argmax(0, keepdim=True))[0])
+    assert mine.exchanges[:6].tolist() == [4] * 5 + [0]
+
+
 @pytest.mark.parametrize("held", [5, 40, 38])
 @pytest.mark.parametrize("dtype", DOT_TYPES)
 @pytest.mark.parametrize("rows", [1, 3])

@@ -107,6 +107,10 @@ def test_inboxes(dtype, weight):
     pointers["operand"] = dtype
     ptx = compile_kernel(inbox_kernels.add_from_inbox, pointers, {"lane_words": "i32"}, constants)
     assert "ld.volatile.global" in ptx
+    pointers = dict.fromkeys(("ids", "tokens", "inbox", "inboxes"), "i64")
+    pointers |= {"values": "fp32", "exchanges": "i32"}
+    constants = {"LANES": 4, **shared}
+    assert compile_kernel(inbox_kernels.exchange_best, pointers, numbers, constants)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -9,6 +9,11 @@ from typing import Any
 
 from tests.login.conftest import Run
 
+CONFIG = """backend: "fastertransformer"
+parameters { key: "tensor_para_size" value: { string_value: "2" } }
+parameters { key: "pipeline_para_size" value: { string_value: "1" } }
+"""
+
 
 @dataclass(frozen=True)
 class Submit:
@@ -23,6 +28,19 @@ class Submit:
         ran = self.run("cluster_type=bcm", *self.arguments, *more, **env)
         assert not check or ran.returncode == 0, ran.stdout + ran.stderr
         return ran
+
+    @property
+    def served(self) -> tuple[str, ...]:
+        """Arguments that deploy without an export before: a repository as far as anybody looks."""
+        repository = self.results.parent.parent / "a repository"
+        (repository / "tiny" / "1" / "2-gpu").mkdir(parents=True, exist_ok=True)
+        (repository / "tiny" / "config.pbtxt").write_text(CONFIG)
+        return ("stages=[deploy]", f"deploy.model_repository='{repository}'")
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """The same, and an evaluation after it."""
+        return ("stages=[deploy,evaluate]", *self.served[1:])
 
     def record(self, stage: str, number: int = 1) -> dict[str, Any]:
         """The job's record, with its folder under the key `folder`."""

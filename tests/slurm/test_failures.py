@@ -34,7 +34,7 @@ def find(slurm: TestCluster, job_id: str, name: str) -> int:
 @pytest.fixture
 def serving(slurm: TestCluster, submit: Submit) -> str:  # noqa: ARG001
     """The job id of a server that is ready."""
-    submit("stages=[export,deploy]")
+    submit(*submit.served)
     record = submit.record("deploy")
     wait_for(record["folder"].parent.parent / "ready.json")
     return str(record["job_id"])

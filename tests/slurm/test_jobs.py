@@ -86,7 +86,7 @@ def test_evaluation_starts_beside_the_server_and_cancelling_stops_it_in_order(
 
 
 def test_a_dead_server_fails_its_job_with_its_code(slurm: TestCluster, submit: Submit) -> None:
-    submit("stages=[export,deploy]", SERVER="dies_early")
+    submit(*submit.served, SERVER="dies_early")
     assert ended(slurm, submit, "deploy") == ("FAILED", "7:0")
     assert "the port is in use" in submit.log("deploy")
 
@@ -222,9 +222,9 @@ def test_an_evaluation_beside_a_server_that_shares_its_node(
     slurm: TestCluster, submit: Submit
 ) -> None:
     """The partition has one node: both fit, since the server takes a part of it."""
-    times = [f"{stage}.run.time_limit=0:30:00" for stage in ("export", "deploy", "evaluate")]
+    times = [f"{stage}.run.time_limit=0:30:00" for stage in ("deploy", "evaluate")]
     shared = ("cluster.partition=single", "cluster.exclusive=False", "cluster.mem=100", *times)
-    submit("stages=[export,deploy,evaluate]", *shared, EVALUATE_WAITS="30")
+    submit(*submit.measured, *shared, EVALUATE_WAITS="30")
     assert ended(slurm, submit, "evaluate") == ("COMPLETED", "0:0"), submit.log("evaluate")
     assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0"), submit.log("deploy")
 
@@ -240,7 +240,7 @@ def test_one_server_task_per_node_finds_its_rank(
     slurm: TestCluster, submit: Submit, launcher: Path, mpi: str, rank: str
 ) -> None:
     (launcher / "steps" / "start_server.py").write_text(RANKS)
-    submit("stages=[export,deploy]", "deploy.run.nodes=2", f"cluster.mpi={mpi}")
+    submit(*submit.served, "deploy.run.nodes=2", f"cluster.mpi={mpi}")
     assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0"), submit.log("deploy")
     assert sorted(submit.log("deploy").splitlines()) == [
         f"{task}: rank {task} {rank.format(task)} n{task + 1}" for task in range(2)
@@ -253,11 +253,11 @@ def test_one_dead_task_ends_the_other(slurm: TestCluster, submit: Submit, launch
         "import os, sys, time\n"
         "if os.environ['SLURM_PROCID'] == '1':\n"
         "    print('rank 1 found no GPU', file=sys.stderr, flush=True)\n"
-        "    time.sleep(2)\n"
+        "    time.sleep(1)\n"
         "    sys.exit(1)\n"
         "time.sleep(300)\n"
     )
-    submit("stages=[export,deploy]", "deploy.run.nodes=2")
+    submit(*submit.served, "deploy.run.nodes=2")
     assert ended(slurm, submit, "deploy")[0] == "FAILED"
     assert "1: rank 1 found no GPU" in submit.log("deploy")
     assert slurm.job_processes(submit.record("deploy")["job_id"]) == []

@@ -48,7 +48,7 @@ def test_replicas_are_an_array_of_jobs_that_one_evaluation_asks(
 ) -> None:
     free = [f"deploy.server.{name}_port=0" for name in ("http", "grpc", "metrics")]
     shared = ["cluster.exclusive=False", "cluster.mem=100", "deploy.replicas=2", *free]
-    submit("stages=[export,deploy,evaluate]", *shared, EVALUATE_WAITS="30")
+    submit(*submit.measured, *shared, EVALUATE_WAITS="30")
     assert ended(slurm, submit, "evaluate") == ("COMPLETED", "0:0"), submit.log("evaluate")
     record = submit.record("deploy")
     assert submit.log("evaluate").count('"http": "127.0.0.1:8000"') == 2
@@ -66,7 +66,7 @@ def test_one_replica_is_stopped_and_the_others_go_on(
 ) -> None:
     free = [f"deploy.server.{name}_port=0" for name in ("http", "grpc", "metrics")]
     shared = ["cluster.exclusive=False", "cluster.mem=100", "cluster.gpus_per_node=2"]
-    submit("stages=[export,deploy]", "deploy.replicas=2", *shared, *free)
+    submit(*submit.served, "deploy.replicas=2", *shared, *free)
     record = submit.record("deploy")
     for number in (0, 1):
         wait_for(record["folder"].parent.parent / f"ready-{number}.json")

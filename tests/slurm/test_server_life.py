@@ -31,7 +31,7 @@ def test_the_evaluation_stops_the_server_that_was_started_for_it(
 def test_a_failed_evaluation_keeps_its_code_and_stops_the_server(
     slurm: TestCluster, submit: Submit
 ) -> None:
-    submit(CHAIN, EVALUATE_WAITS="30", EVALUATE_EXITS="5")
+    submit(*submit.measured, EVALUATE_WAITS="30", EVALUATE_EXITS="5")
     assert ended(slurm, submit, "evaluate") == ("FAILED", "5:0")
     assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0")
     assert "the evaluation failed with exit code 5 (server: RUNNING; its log: " in submit.log(
@@ -42,7 +42,7 @@ def test_a_failed_evaluation_keeps_its_code_and_stops_the_server(
 def test_a_server_that_dies_ends_the_evaluation_with_the_reason(
     slurm: TestCluster, submit: Submit
 ) -> None:
-    submit(CHAIN, SERVER="dies_early", EVALUATE_WAITS="300")
+    submit(*submit.measured, SERVER="dies_early", EVALUATE_WAITS="300")
     assert ended(slurm, submit, "deploy") == ("FAILED", "7:0")
     assert ended(slurm, submit, "evaluate") == ("FAILED", "1:0")
     log = submit.log("evaluate")
@@ -52,7 +52,7 @@ def test_a_server_that_dies_ends_the_evaluation_with_the_reason(
 
 
 def test_client_and_server_share_a_job(slurm: TestCluster, submit: Submit) -> None:
-    submit(CHAIN, TOGETHER, "deploy.run.nodes=2", EVALUATE_WAITS="30")
+    submit(*submit.measured, TOGETHER, "deploy.run.nodes=2", EVALUATE_WAITS="30")
     assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0"), submit.log("deploy")
     deploy, evaluate = submit.record("deploy"), submit.record("evaluate")
     assert deploy["job_id"] == evaluate["job_id"]
@@ -66,13 +66,13 @@ def test_client_and_server_share_a_job(slurm: TestCluster, submit: Submit) -> No
 
 
 def test_the_client_s_result_is_the_job_s(slurm: TestCluster, submit: Submit) -> None:
-    submit(CHAIN, TOGETHER, EVALUATE_WAITS="30", EVALUATE_EXITS="5")
+    submit(*submit.measured, TOGETHER, EVALUATE_WAITS="30", EVALUATE_EXITS="5")
     assert ended(slurm, submit, "deploy") == ("FAILED", "5:0")
     assert "the evaluation failed with exit code 5" in submit.log("deploy")
 
 
 def test_a_dead_server_fails_the_job_that_it_shares(slurm: TestCluster, submit: Submit) -> None:
-    submit(CHAIN, TOGETHER, SERVER="dies_early", EVALUATE_WAITS="300")
+    submit(*submit.measured, TOGETHER, SERVER="dies_early", EVALUATE_WAITS="300")
     assert ended(slurm, submit, "deploy") == ("FAILED", "1:0")
     assert "the server ended before the evaluation did" in submit.log("deploy")
     assert "  | the port is in use" in submit.log("deploy")
@@ -86,7 +86,8 @@ def impatient(tmp_path: Path) -> str:
     program.parent.mkdir()
     program.write_text(
         "#!/bin/sh\n"
-        'for last; do :; done; [ ! -f "$last" ] || sed -i "s/second < 20;/second < 3;/" "$last"\n'
+        "for last; do :; done\n"
+        '[ ! -f "$last" ] || sed -i "s/SECONDS + 20))/SECONDS + 3))/" "$last"\n'
         f'exec {shutil.which("sbatch")} "$@"\n'
     )
     program.chmod(0o755)
@@ -98,9 +99,9 @@ def test_a_server_that_does_not_listen_is_killed(
 ) -> None:
     short = "deploy.server.stop_timeout=0"
     started = time.monotonic()
-    submit(CHAIN, TOGETHER, short, SERVER="deaf", EVALUATE_WAITS="30", PATH=impatient)
+    submit(*submit.measured, TOGETHER, short, SERVER="deaf", EVALUATE_WAITS="30", PATH=impatient)
     record = submit.record("deploy")
-    assert "second < 3;" in (record["folder"] / record["script"]).read_text()
+    assert "SECONDS + 3))" in (record["folder"] / record["script"]).read_text()
     assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0"), submit.log("deploy")
     assert 3 < time.monotonic() - started < 40
     assert slurm.job_processes(submit.record("deploy")["job_id"]) == []
@@ -109,7 +110,7 @@ def test_a_server_that_does_not_listen_is_killed(
 def test_a_signal_before_the_time_limit_ends_the_server_in_order(
     slurm: TestCluster, submit: Submit
 ) -> None:
-    submit("stages=[export,deploy]")
+    submit(*submit.served)
     job_id = submit.record("deploy")["job_id"]
     wait_for(submit.record("deploy")["folder"].parent.parent / "ready.json")
     slurm.run("scancel", "--batch", "--signal=USR1", job_id)
@@ -119,7 +120,7 @@ def test_a_signal_before_the_time_limit_ends_the_server_in_order(
 
 
 def test_requeueing_starts_the_server_again(slurm: TestCluster, submit: Submit) -> None:
-    submit("stages=[export,deploy]", "cluster.requeue=True")
+    submit(*submit.served, "cluster.requeue=True")
     record = submit.record("deploy")
     ready_file = record["folder"].parent.parent / "ready.json"
     wait_for(ready_file)

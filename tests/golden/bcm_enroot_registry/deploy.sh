@@ -127,9 +127,9 @@ clean_up() {
     trap '' USR1 TERM
     if [ -n "$client" ]; then kill "$client" 2> /dev/null || true; fi
     signal_server TERM
-    for ((second = 0; second < 50; second++)); do
-        server_lives || break
-        sleep 1
+    local deadline=$((SECONDS + 50))
+    while server_lives && ((SECONDS < deadline)); do
+        sleep 0.2
     done
     if server_lives; then signal_server KILL; fi
 }
