@@ -66,7 +66,7 @@ def _offsets(linear: Linear) -> Tensor | None:
     return linear.bias if linear.folded is None else linear.folded.offsets
 
 
-def operands_of(x: Tensor, moments: Tensor | None, linear: Linear) -> dict[str, object]:
+def _operands(x: Tensor, moments: Tensor | None, linear: Linear) -> dict[str, object]:
     """Arguments of a kernel about scales, norm and bias; x stands for what there is not."""
     folded, offsets = linear.folded, _offsets(linear)
     sums = None if folded is None else folded.sums
@@ -135,7 +135,7 @@ def row_product(
         BLOCK=tile.block,
         num_warps=tile.warps,
         num_stages=1,
-        **operands_of(x, moments, linear),
+        **_operands(x, moments, linear),
         **launch,
     )
     return found
@@ -194,7 +194,7 @@ def row_heads(
         BLOCK=tile.block,
         num_warps=tile.warps,
         num_stages=1,
-        **operands_of(operand, x.moments, linear),
+        **_operands(operand, x.moments, linear),
         **early(operand),
     )
     return query
@@ -225,7 +225,7 @@ def row_largest(
         BLOCK=tile.block,
         num_warps=tile.warps,
         num_stages=1,
-        **operands_of(operand, x.moments, head),
+        **_operands(operand, x.moments, head),
         **early(operand),
     )
     return best_of_parts(found[None], places[None], keep)

@@ -12,7 +12,6 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from launcher_scripts.kernels import (  # noqa: E402
-    asking_kernel,
     attention_kernels,
     dot_kernels,
     gemv_heads_kernel,
@@ -239,15 +238,3 @@ def test_multiply_gate(dtype):
     pointers = {"up": dtype, "gate": dtype}
     constants = {"ACTIVATION": 1, "EARLY": True, "BLOCK": 2048}
     assert compile_kernel(row_kernels.multiply_gate, pointers, {"size": "i32"}, constants)
-
-
-@pytest.mark.parametrize(("dtype", "relative"), list(itertools.product(TYPES, (False, True))))
-def test_ask_and_attend(dtype, relative):
-    pointers = dict.fromkeys(("x", "weight", "keys", "values", "out"), dtype)
-    pointers |= dict.fromkeys(("moments", "offsets", "sums", "bias"), "fp32")
-    pointers |= dict.fromkeys(("starts", "lengths", "positions"), "i64")
-    numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32", "eps": "fp32"}
-    constants = {"IN": 768, "NORM": 2, "PARTS": 192, "SPREAD": 256, "OFFSET": False, "HEADS": 12}
-    constants |= {"SIZE": 64, "ROWS": 64, "BLOCK": 1024, "TILE": 128}
-    constants |= {"RELATIVE": relative, "EARLY": True}
-    assert compile_kernel(asking_kernel.ask_and_attend, pointers, numbers, constants)
