@@ -81,7 +81,12 @@ def first_token(folder: Path) -> dict:
     timeline = [*ready["timeline"], ["the first token is with the client", answered]]
     steps = [[what.removeprefix(f"{MODEL}: "), round(at - started, 2)] for what, at in timeline]
     print(json.dumps(steps), flush=True)
-    return {"first_token_s": round(answered - started, 2), "timeline_s": steps}
+    compiled = len(list((folder / "kernels").glob("*/*.cubin")))
+    return {
+        "first_token_s": round(answered - started, 2),
+        "kernels_in_cache": compiled,
+        "timeline_s": steps,
+    }
 
 
 def copied_bytes_per_s() -> float:

@@ -53,12 +53,18 @@ def draw_figure() -> None:
     # Where only texts are checked no matplotlib is needed.
     from benchmarks.figure import draw
 
-    draw(ROOT / FIGURE, result("serve")["rows"], result("serve-tp")["rows"])
+    draw(ROOT / FIGURE, result("serve")["rows"], rows_by_gpus())
 
 
 def result(name: str) -> dict:
     """What a benchmark found on the H200s."""
     return json.loads((RESULTS / f"{name}-h200.json").read_text(encoding="utf-8"))
+
+
+def rows_by_gpus() -> list[dict]:
+    """The rows of the run on several GPUs, and of the one on one GPU what is missing there."""
+    rows = [*result("serve")["rows"], *result("serve-tp")["rows"]]
+    return list({(row["model"], row["tp_size"], Case.of(row)): row for row in rows}.values())
 
 
 def with_section(text: str, paragraphs: list[str]) -> str:
@@ -107,7 +113,7 @@ def performance() -> list[str]:
 
 
 def _served() -> list[str]:
-    parallel = result("serve-tp")
+    served, parallel = result("serve")["rows"], result("serve-tp")
     return [
         "## Requests through the server",
         f"![Latency]({FIGURE.name})",
@@ -117,12 +123,12 @@ def _served() -> list[str]:
             f"they took). Rates of the run: {_rates(result('serve'))}. A floor counts the prompt's",
             "operations, or its bytes, and the bytes that every further token has to read.",
         ),
-        joined(tables.served_table(result("serve")["rows"])),
+        joined(tables.served_table(served)),
         prose(
             "The use cases of the NeMo framework's inference guide, one row, on up to 4 GPUs of",
-            f"one machine ({_rates(parallel)}):",
+            f"one machine ({_rates(parallel)}; what is missing there is of the run above):",
         ),
-        joined(tables.use_case_table(parallel["rows"])),
+        joined(tables.use_case_table(rows_by_gpus())),
         "The same in the engine's own process, without a server (`benchmarks.generate`):",
         joined(tables.request_table(result("generate")["rows"])),
     ]

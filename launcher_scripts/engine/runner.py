@@ -22,7 +22,7 @@ from launcher_scripts.engine.sampler import Sampled, SamplingBatch
 from launcher_scripts.engine.token_choice import TokenChoice
 from launcher_scripts.models.learned_parts import learned_parts_of
 
-FIRST_PROMPTS = 6  # shapes that are recorded before those of decode steps
+FIRST_PROMPTS = 4  # shapes that are recorded before those of decode steps
 
 
 class Runner:
