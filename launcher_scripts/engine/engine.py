@@ -241,25 +241,29 @@ class Engine:
         )
         self._scheduler = scheduler
         launched: deque[StepResult] = deque()
-        while self._receive(scheduler, wait=not (launched or scheduler.rows or recording.pending)):
+        while self._receive(scheduler, not (launched or scheduler.rows), recording.pause):
             plan = scheduler.plan()
             if plan is not None:
+                recording.disturb()
                 self._ranks.begin_step(plan)
                 launched.append(runner.execute(plan))
                 self._ranks.progress.end_step()
             if launched and (plan is None or len(launched) > STEPS_AHEAD[runner.device.type]):
                 with self._ranks.progress.phase(DEVICE):
                     scheduler.apply(launched.popleft())
-            elif plan is None and recording.pending:
+            elif plan is None and recording.pause is not None:
                 recording.record_next()
         for result in launched:
             scheduler.apply(result)
 
-    def _receive(self, scheduler: Scheduler, *, wait: bool) -> bool:
-        """Hand new rows, and sessions that end, to the scheduler; False when the engine closes."""
+    def _receive(self, scheduler: Scheduler, wait: bool, seconds: float | None) -> bool:
+        """Hand new rows, and sessions that end, to the scheduler; False when the engine closes.
+
+        seconds: to wait at most; None: until there are some
+        """
         while True:
             try:
-                row = self._inbox.get(block=wait)
+                row = self._inbox.get(wait, seconds)
             except Empty:
                 return True
             if row is None:

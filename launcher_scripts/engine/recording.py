@@ -11,6 +11,7 @@ import torch
 from launcher_scripts.engine.plan import Plan, StepShape
 
 LOAD_SECONDS = 1.0  # that loading is prolonged by; what is left comes when nothing else is to do
+QUIET_SECONDS = 2.0  # without a request, before that is taken for granted
 MEMORY_SHARE = 0.02  # of the device's memory, for all graphs
 
 
@@ -30,16 +31,24 @@ class Recording:
         self._take = take
         self._memory = memory
         self._done = 0
+        self._pause = QUIET_SECONDS
         self._seconds = 0.0
         self._before, total = memory()
         self._most_bytes = total * MEMORY_SHARE
 
     @property
-    def pending(self) -> bool:
-        return bool(self._left)
+    def pause(self) -> float | None:
+        """Seconds without a request after which the next shape may be recorded; None: none is
+        left."""
+        return self._pause if self._left else None
+
+    def disturb(self) -> None:
+        """Requests run: wait for the next quiet time."""
+        self._pause = QUIET_SECONDS
 
     def record_next(self) -> None:
         """Record one shape; shapes that memory is not meant for are left to requests."""
+        self._pause = 0.0
         started = time.monotonic()
         self._take(Plan(record=(self._left.popleft(),)))
         self._done += 1
@@ -51,6 +60,7 @@ class Recording:
         """Record for LOAD_SECONDS; says what was done, if there was anything to do."""
         while self._left and self._seconds < LOAD_SECONDS:
             self.record_next()
+        self.disturb()
         if not self._done:
             return None
         left = f", {len(self._left)} left for idle moments" if self._left else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable
 
 import pytest
@@ -52,8 +53,10 @@ def test_loading_is_not_prolonged_for_long(monkeypatch) -> None:
     assert (
         some.record_at_load() == "decode steps recorded: 1 (1.0 s, 0 MB), 5 left for idle moments"
     )
-    while some.pending:
+    assert some.pause == recording.QUIET_SECONDS
+    while some.pause is not None:
         some.record_next()
+        assert not some.pause
     assert [plan.record for plan in taken] == [(shape,) for shape in shapes]
 
 
@@ -63,7 +66,7 @@ def test_memory_is_bounded() -> None:
     some = Recording(step_shapes(Bounds(100), 4), taken.append, lambda: (next(free), 100))
     assert "decode steps recorded: 2 (" in some.record_at_load()
     assert len(taken) == 2
-    assert not some.pending
+    assert some.pause is None
 
 
 def test_nothing_is_said_where_nothing_is_recorded() -> None:
@@ -113,3 +116,20 @@ def test_no_decode_step_of_a_request_is_new(monkeypatch, capsys, family) -> None
     steps = {key for key in graphs.asked if isinstance(key[1], Bounds)}
     assert steps
     assert steps <= set(graphs.recorded)
+
+
+def test_the_rest_is_recorded_in_a_quiet_time(monkeypatch) -> None:
+    monkeypatch.setattr(recording, "LOAD_SECONDS", 0.0)
+    monkeypatch.setattr(recording, "QUIET_SECONDS", 0.05)
+    config = small_config()
+    settings, runner = runner_for(config, random_tensors(config), max_batch_size=6)
+    graphs = EagerGraphs()
+    monkeypatch.setattr(runner, "_graphs", graphs)
+    engine = Engine.from_runner(settings, lambda: runner)
+    deadline = time.monotonic() + 30
+    while len(graphs.recorded) < len(runner.shapes_to_record()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(graphs.recorded) == len(runner.shapes_to_record())
+    assert len(engine.submit(GenerateRequest((5, 9), 3)).result(60).output_ids) == 3
+    monkeypatch.setattr(runner, "_graphs", None)
+    engine.close()
