@@ -11,7 +11,7 @@ import torch
 from launcher_scripts.engine.plan import Plan, StepShape
 
 LOAD_SECONDS = 1.0  # that loading is prolonged by; what is left comes when nothing else is to do
-QUIET_SECONDS = 2.0  # without a request, before that is taken for granted
+QUIET_SECONDS = 1.0  # without a request: who asks again at once should not wait for a recording
 MEMORY_SHARE = 0.02  # of the device's memory, for all graphs
 
 
@@ -31,24 +31,27 @@ class Recording:
         self._take = take
         self._memory = memory
         self._done = 0
-        self._pause = QUIET_SECONDS
         self._seconds = 0.0
+        self._quiet_since = -QUIET_SECONDS
         self._before, total = memory()
         self._most_bytes = total * MEMORY_SHARE
 
     @property
-    def pause(self) -> float | None:
-        """Seconds without a request after which the next shape may be recorded; None: none is
-        left."""
-        return self._pause if self._left else None
+    def pending(self) -> bool:
+        return bool(self._left)
 
-    def disturb(self) -> None:
-        """Requests run: wait for the next quiet time."""
-        self._pause = QUIET_SECONDS
+    def disturbed(self) -> None:
+        """A request was there: nothing is recorded until none has come for a while."""
+        self._quiet_since = time.monotonic()
+
+    def pause(self) -> float | None:
+        """Seconds to wait for a request before the next shape is due; None: no shape is left."""
+        if not self._left:
+            return None
+        return max(0.0, self._quiet_since + QUIET_SECONDS - time.monotonic())
 
     def record_next(self) -> None:
         """Record one shape; shapes that memory is not meant for are left to requests."""
-        self._pause = 0.0
         started = time.monotonic()
         self._take(Plan(record=(self._left.popleft(),)))
         self._done += 1
@@ -60,7 +63,6 @@ class Recording:
         """Record for LOAD_SECONDS; says what was done, if there was anything to do."""
         while self._left and self._seconds < LOAD_SECONDS:
             self.record_next()
-        self.disturb()
         if not self._done:
             return None
         left = f", {len(self._left)} left for idle moments" if self._left else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable
 
 import pytest
@@ -53,11 +52,25 @@ def test_loading_is_not_prolonged_for_long(monkeypatch) -> None:
     assert (
         some.record_at_load() == "decode steps recorded: 1 (1.0 s, 0 MB), 5 left for idle moments"
     )
-    assert some.pause == recording.QUIET_SECONDS
-    while some.pause is not None:
+    while some.pending:
         some.record_next()
-        assert not some.pause
     assert [plan.record for plan in taken] == [(shape,) for shape in shapes]
+
+
+def test_who_asks_again_at_once_does_not_wait_for_a_recording(monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(recording.time, "monotonic", lambda: now[0])
+    some = Recording(step_shapes(Bounds(100), 4), [].append, lambda: NO_MEMORY)
+    assert some.pause() == 0.0
+    some.disturbed()
+    assert some.pause() == recording.QUIET_SECONDS
+    now[0] += 0.75 * recording.QUIET_SECONDS
+    assert some.pause() == pytest.approx(0.25 * recording.QUIET_SECONDS)
+    now[0] += recording.QUIET_SECONDS
+    assert some.pause() == 0.0
+    while some.pending:
+        some.record_next()
+    assert some.pause() is None
 
 
 def test_memory_is_bounded() -> None:
@@ -66,7 +79,7 @@ def test_memory_is_bounded() -> None:
     some = Recording(step_shapes(Bounds(100), 4), taken.append, lambda: (next(free), 100))
     assert "decode steps recorded: 2 (" in some.record_at_load()
     assert len(taken) == 2
-    assert some.pause is None
+    assert not some.pending
 
 
 def test_nothing_is_said_where_nothing_is_recorded() -> None:
@@ -116,20 +129,3 @@ def test_no_decode_step_of_a_request_is_new(monkeypatch, capsys, family) -> None
     steps = {key for key in graphs.asked if isinstance(key[1], Bounds)}
     assert steps
     assert steps <= set(graphs.recorded)
-
-
-def test_the_rest_is_recorded_in_a_quiet_time(monkeypatch) -> None:
-    monkeypatch.setattr(recording, "LOAD_SECONDS", 0.0)
-    monkeypatch.setattr(recording, "QUIET_SECONDS", 0.05)
-    config = small_config()
-    settings, runner = runner_for(config, random_tensors(config), max_batch_size=6)
-    graphs = EagerGraphs()
-    monkeypatch.setattr(runner, "_graphs", graphs)
-    engine = Engine.from_runner(settings, lambda: runner)
-    deadline = time.monotonic() + 30
-    while len(graphs.recorded) < len(runner.shapes_to_record()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(graphs.recorded) == len(runner.shapes_to_record())
-    assert len(engine.submit(GenerateRequest((5, 9), 3)).result(60).output_ids) == 3
-    monkeypatch.setattr(runner, "_graphs", None)
-    engine.close()
