@@ -7,7 +7,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from launcher_scripts.kernels import fused, reference  # noqa: E402
+from launcher_scripts.kernels import fused, inbox_products, reference  # noqa: E402
 from launcher_scripts.kernels.operands import Heads, Linear, Norm, StepRows  # noqa: E402
 from launcher_scripts.kernels.quantization import quantized  # noqa: E402
 from tests.kernels import kernel_checks  # noqa: E402
@@ -102,6 +102,22 @@ def test_sums(rows, bias, dtype):
     assert_close(got.exact, want.exact, dtype)
     got, want = (side.partial_product(x, linear) for side in (fused, reference))
     assert_close(got, want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DOT_TYPES)
+def test_sums_through_inboxes(dtype):
+    size = SIZES[1]
+    inboxes = kernel_checks.make_inboxes(2, size[1])
+    linears = [make_linear(size[1], size[0], None, True, dtype) for _ in inboxes]
+    norm = make_norm("rmsnorm", size[1])
+    onto = fused.hidden(random(1, size[1]), norm, dtype)
+    want = onto.exact + linears[0].bias
+    for linear, inbox in zip(linears, inboxes, strict=True):
+        x = random(1, size[0], dtype=dtype)
+        inbox_products.send_product(x, linear, inbox)
+        want += reference.partial_product(x, linear)
+    got = inbox_products.receive_sum(linears[0].bias, onto, norm, inboxes[1])
+    assert_close(got.exact, want, dtype)
 
 
 @pytest.mark.parametrize("rotary_size", [0, 8])
