@@ -57,6 +57,22 @@ def test_loading_is_not_prolonged_for_long(monkeypatch) -> None:
     assert [plan.record for plan in taken] == [(shape,) for shape in shapes]
 
 
+def test_who_asks_again_at_once_does_not_wait_for_a_recording(monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(recording.time, "monotonic", lambda: now[0])
+    some = Recording(step_shapes(Bounds(100), 4), [].append, lambda: NO_MEMORY)
+    assert some.pause() == 0.0
+    some.disturbed()
+    assert some.pause() == recording.QUIET_SECONDS
+    now[0] += 0.75 * recording.QUIET_SECONDS
+    assert some.pause() == pytest.approx(0.25 * recording.QUIET_SECONDS)
+    now[0] += recording.QUIET_SECONDS
+    assert some.pause() == 0.0
+    while some.pending:
+        some.record_next()
+    assert some.pause() is None
+
+
 def test_memory_is_bounded() -> None:
     taken: list[Plan] = []
     free = iter([90, 89, 86, 86])
