@@ -106,6 +106,23 @@ def _title(case: tuple[int, int, int]) -> str:
     return f"batch {rows}, context {context}" + (f", source {source}" if source else "")
 
 
+def int8_table(report: dict) -> list[str]:
+    """Steps with int8 weights beside those of the same model with whole ones."""
+    sizes = {name: f"{size / 1e9:.2f} GB" for name, size in report["weight_bytes"].items()}
+    lines = []
+    for run in report["runs"]:
+        found = {(row["model"], _case(row)): row for row in run["rows"]}
+        for (model, case), whole in found.items():
+            small = found.get((f"{model}-int8", case))
+            if small is None:
+                continue
+            times = [f"{row['ms']:.3f} ({row['share_of_floor']:.0%})" for row in (whole, small)]
+            name = f"{model_name(model)}, {_title(case)}"
+            memory = f"{sizes[model]}, {sizes[small['model']]}"
+            lines.append([name, memory, *times, f"{whole['ms'] / small['ms']:.2f}x"])
+    return table(["model", "weights, bf16 and int8", "bf16", "int8", "faster"], lines)
+
+
 def tensor_parallel_table(rows: list[dict], model: str) -> list[str]:
     """A decode step of one row on several GPUs."""
     lines = []

@@ -1,8 +1,9 @@
 """The fast way through a decode step: every row's last token in, hidden states or tokens out.
 
 A decoder is a list of sublayers with a norm before each, and each hands the next its hidden states
-in the form that one's first projection reads. The operations are fusions of those the layers of a
-prefill use; what they cannot express goes through `Network.decode` (see `obstacles`).
+in the form that one's first projection reads. The operations are fusions of those the layers use;
+what they cannot express goes through `Network.decode` (see `obstacles`). The prompts of a GPT take
+the same sublayers, all new tokens at once.
 """
 
 from __future__ import annotations
