@@ -142,7 +142,7 @@ class Plan:
         tokens = sum(part.count for part in self.prefill) + len(self.decode)
         tokens += sum(len(rows[slot].source) for slot in self.encode)
         tokens += sum(len(rows[slot].beams) for slot in self.beams)
-        tokens += sum(shape.rows for shape in self.record)
+        tokens += sum(shape.prompt or shape.rows for shape in self.record)
         return tuple(map(bool, kinds)), tokens
 
     @property
