@@ -100,7 +100,8 @@ class StepShape:
     """What the kernels of a decode step depend on: how many rows it has, the buckets of its bounds
     (see graphs.py), and whether every row takes its likeliest token.
 
-    prompt: of a pass over prompts instead, the bucket of its tokens (see prompt_batch.py)
+    prompt: of a pass over prompts instead, the bucket of its tokens (see prompt_batch.py); where
+            there is an encoder, of its pass over one input (see encode_step.py)
     """
 
     rows: int
