@@ -179,6 +179,8 @@ def _steps() -> list[str]:
             "RMS norm, gated MLP, a quarter of the keys; of T5 the decoder).",
         ),
         joined(tables.step_table(report["rows"])),
+        "Whole requests to T5 in the engine's process, those of a batch at once:",
+        joined(tables.whole_request_table(report["rows"])),
         prose(
             f"A prompt of {prefill['prefill_tokens']} tokens of the",
             f"{tables.model_name(prefill['model'])} model takes {prefill['ms']:.0f} ms,",

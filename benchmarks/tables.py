@@ -97,6 +97,22 @@ def step_table(rows: list[dict]) -> list[str]:
     return table(["ms per step (share of the read floor)", *map(_title, cases)], lines)
 
 
+def whole_request_table(rows: list[dict]) -> list[str]:
+    """Requests in the engine's process, beside the floor of their decode steps alone."""
+    floors = {(row["model"], row["rows"]): row["floor_ms"] for row in rows if "source" in row}
+    lines = [
+        [
+            model_name(row["model"]),
+            f"{row['rows']} x {row['input']}/{row['output']}",
+            f"{row['engine_ms']:.1f}",
+            f"{row['output'] * floors[row['model'], row['rows']]:.1f}",
+        ]
+        for row in rows
+        if "engine_ms" in row
+    ]
+    return table(["model", "rows x tokens in/out", "ms", "floor of the steps, ms"], lines)
+
+
 def _case(row: dict) -> tuple[int, int, int]:
     return (row["rows"], row["context"], row.get("source", 0))
 

@@ -8,6 +8,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from launcher_scripts.kernels import fused, inbox_products, reference  # noqa: E402
+from launcher_scripts.kernels.dot_products import split_digits  # noqa: E402
 from launcher_scripts.kernels.operands import Heads, Linear, Norm, StepRows  # noqa: E402
 from launcher_scripts.kernels.quantization import quantized  # noqa: E402
 from tests.kernels import kernel_checks  # noqa: E402
@@ -165,3 +166,17 @@ def test_inputs_of_all_sizes(large):
     assert int(linear.weight.min()) < 0 < int(linear.weight.max())
     x = random(1, 48) * large
     assert_close(fused.project(x, linear), reference.project(x, linear), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DOT_TYPES)
+def test_two_digits_and_a_step_are_a_value(dtype):
+    """Rows have steps of their own, and none of them goes by the row that is zero."""
+    sizes = torch.tensor([[1.0], [100.0], [0.0], [1e-3]], device=DEVICE)
+    x = (random(4, 37) * sizes).to(dtype)
+    digits, steps = split_digits(x)
+    assert digits.shape == (2, 4, 37)
+    error = ((256.0 * digits[0] + digits[1]) * steps[:, None] - x.float()).abs()
+    assert bool((error <= 0.51 * steps[:, None]).all())
+    largest = x.float().abs().amax(1)
+    assert torch.allclose(steps[[0, 1, 3]] * 32639, largest[[0, 1, 3]])
+    assert not digits[:, 2].any()
