@@ -10,8 +10,8 @@ import torch
 
 from launcher_scripts.engine.plan import Plan, StepShape
 
-LOAD_SECONDS = 1.0  # that loading is prolonged by; what is left comes when nothing else is to do
-QUIET_SECONDS = 1.0  # without a request: who asks again at once should not wait for a recording
+LOAD_SECONDS = 2.0  # that loading is prolonged by; what is left comes when nothing else is to do
+QUIET_SECONDS = 0.2  # without a request: who asks again at once should not wait for a recording
 MEMORY_SHARE = 0.02  # of the device's memory, for all graphs
 
 

@@ -47,6 +47,7 @@ NO_MEMORY = (0, 0)
 def test_loading_is_not_prolonged_for_long(monkeypatch) -> None:
     now = iter(range(100))
     monkeypatch.setattr(recording.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(recording, "LOAD_SECONDS", 1.0)
     shapes, taken = step_shapes(Bounds(100), 4), []
     some = Recording(shapes, taken.append, lambda: NO_MEMORY)
     assert (
