@@ -117,6 +117,7 @@ def _row(name: str, report: dict, needed: int, ms: float, **more: int) -> dict:
         "model": name,
         **more,
         "ms": round(ms, 4),
+        "read_tb_per_s": report["bandwidth"]["read_tb_per_s"],
         "floor_ms": round(floor, 4),
         "share_of_floor": round(floor / ms, 3),
     }

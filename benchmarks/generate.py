@@ -124,7 +124,7 @@ def latency(
     prompt = [(37 * index + 11) % 50000 for index in range(prompt_len)]
     times = []
     for _ in range(arguments.repeat + 2):
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
         start = time.perf_counter()
         tokens = generate(prompt, output_len)
         times.append((time.perf_counter() - start) * 1e3)

@@ -5,10 +5,11 @@
 
 Mixed requests (32 to 512 tokens in, 16 to 256 out, greedy, random bfloat16 weights) are asked over
 gRPC by that many clients, each with one request at a time, which the server batches in flight; and
-as static batches, requests of that many rows one after the other, each answered when its longest
-row is. CTranslate2 gets as many requests at once in a process of its own, without a server, in each
-of the ways that it has; the best one counts. Everything counts only tokens that were asked for.
-`benchmarks.serve --in-flight` measures the same.
+as static batches: the same requests taken in groups of that many, each group one request of as many
+rows, which begins when the one before has ended with its longest row. Rows that end leave a static
+batch too, and none joins it; nothing else differs. CTranslate2 gets as many requests at once in a
+process of its own, without a server, in each of the ways that it has; the best one counts.
+Everything counts only tokens that were asked for. `benchmarks.serve --in-flight` measures the same.
 """
 
 from __future__ import annotations

@@ -108,6 +108,7 @@ def performance() -> list[str]:
         *_in_flight(),
         *_loading(),
         *_steps(),
+        *_int8(),
         *_tensor_parallel(),
     ]
 
@@ -179,11 +180,26 @@ def _steps() -> list[str]:
             "RMS norm, gated MLP, a quarter of the keys; of T5 the decoder).",
         ),
         joined(tables.step_table(report["rows"])),
+        "Whole requests to T5 in the engine's process, those of a batch at once:",
+        joined(tables.whole_request_table(report["rows"])),
         prose(
             f"A prompt of {prefill['prefill_tokens']} tokens of the",
             f"{tables.model_name(prefill['model'])} model takes {prefill['ms']:.0f} ms,",
             f"{prefill['share_of_matrix_rate']:.2f} of the rate of a large matrix product.",
         ),
+    ]
+
+
+def _int8() -> list[str]:
+    report = result("int8")
+    return [
+        "## int8 weights",
+        prose(
+            "`benchmarks.decode`: `int8_mode` 1 and bfloat16 in the same run, milliseconds per",
+            "step (share of the read floor, which counts the head and the embeddings in bfloat16).",
+            "What it costs in accuracy stands in [serving.md](serving.md).",
+        ),
+        joined(tables.int8_table(report)),
     ]
 
 

@@ -97,6 +97,22 @@ def step_table(rows: list[dict]) -> list[str]:
     return table(["ms per step (share of the read floor)", *map(_title, cases)], lines)
 
 
+def whole_request_table(rows: list[dict]) -> list[str]:
+    """Requests in the engine's process, beside the floor of their decode steps alone."""
+    floors = {(row["model"], row["rows"]): row["floor_ms"] for row in rows if "source" in row}
+    lines = [
+        [
+            model_name(row["model"]),
+            f"{row['rows']} x {row['input']}/{row['output']}",
+            f"{row['engine_ms']:.1f}",
+            f"{row['output'] * floors[row['model'], row['rows']]:.1f}",
+        ]
+        for row in rows
+        if "engine_ms" in row
+    ]
+    return table(["model", "rows x tokens in/out", "ms", "floor of the steps, ms"], lines)
+
+
 def _case(row: dict) -> tuple[int, int, int]:
     return (row["rows"], row["context"], row.get("source", 0))
 
@@ -104,6 +120,23 @@ def _case(row: dict) -> tuple[int, int, int]:
 def _title(case: tuple[int, int, int]) -> str:
     rows, context, source = case
     return f"batch {rows}, context {context}" + (f", source {source}" if source else "")
+
+
+def int8_table(report: dict) -> list[str]:
+    """Steps with int8 weights beside those of the same model with whole ones."""
+    sizes = {name: f"{size / 1e9:.2f} GB" for name, size in report["weight_bytes"].items()}
+    lines = []
+    for run in report["runs"]:
+        found = {(row["model"], _case(row)): row for row in run["rows"]}
+        for (model, case), whole in found.items():
+            small = found.get((f"{model}-int8", case))
+            if small is None:
+                continue
+            times = [f"{row['ms']:.3f} ({row['share_of_floor']:.0%})" for row in (whole, small)]
+            name = f"{model_name(model)}, {_title(case)}"
+            memory = f"{sizes[model]}, {sizes[small['model']]}"
+            lines.append([name, memory, *times, f"{whole['ms'] / small['ms']:.2f}x"])
+    return table(["model", "weights, bf16 and int8", "bf16", "int8", "faster"], lines)
 
 
 def tensor_parallel_table(rows: list[dict], model: str) -> list[str]:

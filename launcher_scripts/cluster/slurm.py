@@ -155,6 +155,8 @@ class SlurmCluster(ConfiguredCluster[SlurmOptions]):
         print(f"{job.stage}: submitted {job.name} as Slurm job {submitted.job_id}")
         print(f"  job folder: {job.folder.root}")
         print(f"  log: {submitted.log}", flush=True)
+        if job.client is not None:
+            print(f"{job.client.stage}: {job.client.name} is a step of that job", flush=True)
         return submitted
 
     def give_up(self) -> None:

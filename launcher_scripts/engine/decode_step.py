@@ -1,8 +1,9 @@
 """The fast way through a decode step: every row's last token in, hidden states or tokens out.
 
 A decoder is a list of sublayers with a norm before each, and each hands the next its hidden states
-in the form that one's first projection reads. The operations are fusions of those the layers of a
-prefill use; what they cannot express goes through `Network.decode` (see `obstacles`).
+in the form that one's first projection reads. The operations are fusions of those the layers use;
+what they cannot express goes through `Network.decode` (see `obstacles`). The prompts of a GPT take
+the same sublayers, all new tokens at once.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from launcher_scripts.kernels.operands import (
     LayerCache,
     Linear,
     Norm,
+    PromptSpans,
     RelativeBias,
     RowColumns,
     StepRows,
@@ -39,6 +41,46 @@ class StepContext:
     bounds: Bounds
     rotary: tuple[Tensor, Tensor] | None
 
+    def attend(self, x: Hidden, layer: SelfAttention) -> Tensor:
+        """Attention of every row's new token: [B, heads * head_size]."""
+        return layer.kernels.attend_own(
+            x,
+            layer.first,
+            layer.heads,
+            self.rotary,
+            self.rows,
+            layer.cache,
+            self.bounds.own,
+            layer.slopes,
+            scale=layer.scale,
+            relative=layer.bias,
+        )
+
+
+@dataclass(frozen=True)
+class PromptContext:
+    """What the sublayers of one pass over prompts share.
+
+    slots:  [N], the cache tokens of the new tokens
+    rotary: cosines and sines of their positions, float32 [N, rotary_size / 2], or None
+    """
+
+    slots: Tensor
+    spans: PromptSpans
+    rotary: tuple[Tensor, Tensor] | None
+
+    def attend(self, x: Hidden, layer: SelfAttention) -> Tensor:
+        """Attention of all new tokens: [N, heads * head_size]."""
+        kernels = layer.kernels
+        qkv = kernels.project_hidden(x, layer.first)
+        query = kernels.store_kv(qkv, layer.heads, self.rotary, self.slots, layer.cache)
+        return kernels.prompt_attention(
+            query, layer.cache, self.spans, layer.slopes, scale=layer.scale, relative=layer.bias
+        )
+
+
+Context = StepContext | PromptContext
+
 
 class Sublayer(ABC):
     """One residual branch; `first` is the projection that reads the hidden states."""
@@ -51,7 +93,7 @@ class Sublayer(ABC):
         self.kernels = kernels
         self.communicator = communicator
 
-    def forward(self, x: Hidden, context: StepContext, norm_of_next: Norm | None) -> Hidden:
+    def forward(self, x: Hidden, context: Context, norm_of_next: Norm | None) -> Hidden:
         inner = self.branch(x, context)
         if self.communicator.tp_size == 1:
             return self.kernels.accumulate(inner, self.last, x, norm_of_next)
@@ -60,12 +102,12 @@ class Sublayer(ABC):
         )
 
     @abstractmethod
-    def branch(self, x: Hidden, context: StepContext) -> Tensor:
+    def branch(self, x: Hidden, context: Context) -> Tensor:
         """[B, inputs of `last`]"""
 
 
 class SelfAttention(Sublayer):
-    """Attention of a row's new token to its own, the new one included."""
+    """Attention of a row's new tokens to its own, the new ones included."""
 
     def __init__(
         self,
@@ -87,20 +129,8 @@ class SelfAttention(Sublayer):
         self.bias = bias
         self.scale = scale
 
-    def branch(self, x: Hidden, context: StepContext) -> Tensor:
-        rows = context.rows
-        return self.kernels.attend_own(
-            x,
-            self.first,
-            self.heads,
-            context.rotary,
-            rows,
-            self.cache,
-            context.bounds.own,
-            self.slopes,
-            scale=self.scale,
-            relative=self.bias,
-        )
+    def branch(self, x: Hidden, context: Context) -> Tensor:
+        return context.attend(x, self)
 
 
 class SourceAttention(SelfAttention):
@@ -189,6 +219,13 @@ class DecodeStep:
         for sublayer, norm_of_next in zip(self.sublayers, self._norms[1:], strict=True):
             x = sublayer.forward(x, context, norm_of_next)
         return x
+
+    def prompts(self, exact: Tensor, context: PromptContext) -> Tensor:
+        """Hidden states float32 [N, hidden] after the last layer, of the new tokens' embeddings."""
+        x = self.kernels.hidden(exact, self._norms[0], self.tables.tokens.dtype)
+        for sublayer, norm_of_next in zip(self.sublayers, self._norms[1:], strict=True):
+            x = sublayer.forward(x, context, norm_of_next)
+        return x.exact
 
     def logits(self, x: Hidden) -> Tensor:
         """Float32 [B, vocab] on every rank."""

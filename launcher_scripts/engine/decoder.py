@@ -11,6 +11,7 @@ from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.decode_step import (
     MLP,
     DecodeStep,
+    PromptContext,
     SelfAttention,
     Sublayer,
     obstacles,
@@ -75,10 +76,19 @@ class Decoder:
         self.encode_obstacles: list[str] = []
 
     def prefill(self, prompts: PromptBatch) -> Tensor:
-        """Run the new tokens of several rows: hidden states [N, hidden]."""
+        """Run the new tokens of several rows: hidden states [N, hidden].
+
+        Through the sublayers of a decode step where these can; between ranks the layers send half.
+        """
+        rotary = self._rotary(prompts.positions)
+        windows = any(segment.window for segment in prompts.segments)
+        if self.step is not None and self.communicator.tp_size == 1 and not windows:
+            self.cache.ids[prompts.slots] = prompts.ids
+            exact = self._embed(prompts.ids, prompts.positions, prompts.segments)
+            return self.step.prompts(exact, PromptContext(prompts.slots, prompts.spans, rotary))
         step = Step(
             slots=prompts.slots,
-            rotary=self._rotary(prompts.positions),
+            rotary=rotary,
             segments=prompts.segments,
             spans=prompts.spans,
             ia3_tasks=new_token_tasks(self.config, prompts.segments, self.device),

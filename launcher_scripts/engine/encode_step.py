@@ -8,7 +8,7 @@ ones can be recorded.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -23,6 +23,7 @@ from launcher_scripts.engine.learned_parts import learned_of
 from launcher_scripts.engine.relative_bias import layer_bias
 from launcher_scripts.engine.t5_weights import T5Weights
 from launcher_scripts.kernels.operands import (
+    SPAN_QUERIES,
     Heads,
     Hidden,
     LayerCache,
@@ -35,6 +36,7 @@ from launcher_scripts.kernels.operands import (
 # Tokens times weights that a device multiplies while its host launches a product and its company.
 LAUNCH_WORK = 12_000_000_000
 SMALLEST_BUCKET, COARSE_BUCKETS = 16, 128
+LONGEST_BEFOREHAND = 512
 
 
 @dataclass(frozen=True)
@@ -65,22 +67,25 @@ class Sources:
         return Spans(self.values[3 * self.tokens :].view(-1, 3))
 
 
-def pack(rows: Sequence[tuple[Sequence[int], int]], padding: int | None = None) -> list[int]:
+def pack(
+    rows: Sequence[tuple[Sequence[int], int]], padding: int = 0, filled: int | None = None
+) -> list[int]:
     """Sources.values of rows: ids and first cache token of each.
 
-    padding: a cache token that belongs to no row; with it the tokens are filled up to a bucket by
-             one more row, and the blocks to a power of two by empty ones
+    filled: how many tokens to fill up to by one more row, with blocks that suffice for any one row
+            of so many, or a power of two;  padding: the cache token of those, which no row has
     """
     counts = [len(ids) for ids, _ in rows]
-    more = 0 if padding is None else bucket_tokens(sum(counts)) - sum(counts)
+    more = 0 if filled is None else filled - sum(counts)
     ids = itertools.chain(*(ids for ids, _ in rows), [0] * more)
     positions = itertools.chain(*map(range, counts), [0] * more)
     slots = itertools.chain(
         *(range(start, start + len(ids)) for ids, start in rows), [padding] * more
     )
     blocks = span_blocks([*counts, more])
-    if padding is not None:
-        blocks += [(0, 0, 0)] * (_power_of_two(len(blocks)) - len(blocks))
+    if filled is not None:
+        enough = max(len(blocks), filled // SPAN_QUERIES + 2)
+        blocks += [(0, 0, 0)] * (_power_of_two(enough) - len(blocks))
     return [*ids, *positions, *slots, *itertools.chain(*blocks)]
 
 
@@ -224,14 +229,27 @@ class EncodeStep:
         if graphs is None or filled > self.longest_recorded:
             values = torch.tensor(pack(rows)).to(device, non_blocking=True)
             return self.forward(Sources(values, tokens))
+        values = torch.tensor(pack(rows, padding, filled)).to(device, non_blocking=True)
+        return graphs.run(*self._recorded(values, filled))[:tokens]
+
+    def buckets(self) -> list[int]:
+        """The tokens of passes that are recorded before an input needs them, few first."""
+        most = min(self.longest_recorded, LONGEST_BEFOREHAND)
+        found = {bucket_tokens(tokens) for tokens in range(1, most + 1)}
+        return sorted(bucket for bucket in found if bucket <= most)
+
+    def record(self, filled: int, padding: int, device: torch.device, graphs: GraphCache) -> None:
+        """Have the graph of one input's pass, filled up to a bucket; it is tried out on padding."""
+        values = torch.tensor(pack([], padding, filled)).to(device, non_blocking=True)
+        graphs.record(*self._recorded(values, filled))
+
+    def _recorded(
+        self, values: Tensor, filled: int
+    ) -> tuple[Hashable, Tensor, Callable[[Tensor], Tensor]]:
+        """Arguments of GraphCache.run; the states of all passes are kept in the same place."""
         if self._states is None:
-            hidden = self.embedding.tokens.shape[1]
-            self._states = torch.empty(self.longest_recorded, hidden, device=device)
+            shape = self.longest_recorded, self.embedding.tokens.shape[1]
+            self._states = torch.empty(shape, device=values.device)
         kept = self._states[:filled]
-        values = torch.tensor(pack(rows, padding)).to(device, non_blocking=True)
-        graphs.run(
-            ("sources", filled, values.shape[0]),
-            values,
-            lambda values: kept.copy_(self.forward(Sources(values, filled))),
-        )
-        return kept[:tokens]
+        key = ("sources", filled, values.shape[0])
+        return key, values, lambda values: kept.copy_(self.forward(Sources(values, filled)))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
@@ -16,7 +15,7 @@ from launcher_scripts.engine.learned_parts import scaled, token_tasks, with_virt
 from launcher_scripts.engine.network import Encoded
 from launcher_scripts.engine.relative_bias import layer_bias
 from launcher_scripts.engine.t5_weights import EncoderLayerWeights, T5Weights
-from launcher_scripts.kernels.operands import Heads, RelativeBias
+from launcher_scripts.kernels.operands import Heads, RelativeBias, Spans, span_blocks
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.t5 import T5Config
 
@@ -63,28 +62,27 @@ class EncoderLayer(ParallelLayer):
     def forward(
         self,
         x: Tensor,
-        counts: Sequence[int],
+        counts: list[int],
+        spans: Spans,
         attentions: list[Tensor] | None,
         tasks: Tensor | None,
     ) -> Tensor:
         """x float32 [N, hidden] of rows with `counts` tokens -> float32 [N, hidden].
 
+        spans:      the same rows
         attentions: takes the layer's attention, float32 [heads, n, n] of every row
         tasks:      [N], each token's row of the IA3 factors
         """
         weights, ia3 = self.weights, self.weights.ia3
         qkv = self.kernels.project(x, weights.query_key_value)  # [N, 3 * heads * size]
         qkv = scaled(qkv, ia3 and ia3.qkv, tasks)
-        outputs = []
-        for group in _groups(qkv, counts, self.heads):
-            query, key, value = group.chunk(3, dim=2)  # [B, n, heads, size]
-            key, value = key.transpose(1, 2), value.transpose(1, 2)
-            with_bias = {"scale": self.config.attention_scale, "relative": self.bias}
-            out = self.kernels.source_attention(query, key, value, **with_bias)
-            outputs.append(out.flatten(0, 1))
-            if attentions is not None:
+        with_bias = {"scale": self.config.attention_scale, "relative": self.bias}
+        attended = self.kernels.attend_spans(qkv, self.heads, spans, **with_bias)
+        if attentions is not None:
+            for row in qkv.split(counts):
+                query, key, _ = row.view(1, len(row), -1, self.heads.head_size).chunk(3, dim=2)
+                key = key.transpose(1, 2)
                 attentions += self.kernels.source_attention_weights(query, key, **with_bias)
-        attended = torch.cat(outputs)
         x = self.row_parallel(attended, weights.attention_dense, x, weights.attention_adapter)
         x = self.normed(x, weights.attention_norm)
         hidden = self.kernels.mlp_up(x, weights.mlp_up, weights.mlp_gate, self.config.activation)
@@ -131,13 +129,15 @@ class Encoder:
     def forward(self, ids: Tensor, segments: Sequence[Segment], *, attentions: bool) -> Encoded:
         """Run ids [N] of the segments' sources; every rank gets the result."""
         counts = [segment.source for segment in segments]
+        spans = Spans(torch.tensor(span_blocks(counts)).to(self.device, non_blocking=True))
         tasks = self.tasks(segments)
         collected: list[list[Tensor]] = []
 
         def layers(x: Tensor) -> Tensor:
             for layer in self._layers:
                 collected.append([])
-                x = layer.forward(x, counts, collected[-1] if attentions else None, tasks)
+                wanted = collected[-1] if attentions else None
+                x = layer.forward(x, counts, spans, wanted, tasks)
             return x
 
         x = through_stage(
@@ -183,11 +183,3 @@ class Encoder:
             communicator.to_next_stage(whole)
             whole = whole.new_empty(self.config.num_layers, *whole.shape[1:])
         return communicator.from_last_stage(whole)
-
-
-def _groups(qkv: Tensor, counts: Sequence[int], heads: Heads) -> Iterator[Tensor]:
-    """Runs of neighbours of one length: [B, n, 3 * heads, size] each."""
-    runs = [(count, len(list(run))) for count, run in itertools.groupby(counts)]
-    parts = qkv.split([count * rows for count, rows in runs])
-    for (count, rows), part in zip(runs, parts, strict=True):
-        yield part.view(rows, count, 3 * heads.num_heads, heads.head_size)

@@ -241,25 +241,29 @@ class Engine:
         )
         self._scheduler = scheduler
         launched: deque[StepResult] = deque()
-        while self._receive(scheduler, wait=not (launched or scheduler.rows or recording.pending)):
+        while self._receive(scheduler, 0.0 if launched or scheduler.rows else recording.pause()):
             plan = scheduler.plan()
             if plan is not None:
+                recording.disturbed()
                 self._ranks.begin_step(plan)
                 launched.append(runner.execute(plan))
                 self._ranks.progress.end_step()
             if launched and (plan is None or len(launched) > STEPS_AHEAD[runner.device.type]):
                 with self._ranks.progress.phase(DEVICE):
                     scheduler.apply(launched.popleft())
-            elif plan is None and recording.pending:
+            elif plan is None and recording.pause() == 0.0:
                 recording.record_next()
         for result in launched:
             scheduler.apply(result)
 
-    def _receive(self, scheduler: Scheduler, *, wait: bool) -> bool:
-        """Hand new rows, and sessions that end, to the scheduler; False when the engine closes."""
+    def _receive(self, scheduler: Scheduler, seconds: float | None) -> bool:
+        """Hand new rows, and sessions that end, to the scheduler; False when the engine closes.
+
+        seconds: to wait for the first; None: until one comes
+        """
         while True:
             try:
-                row = self._inbox.get(block=wait)
+                row = self._inbox.get(block=seconds != 0.0, timeout=seconds)
             except Empty:
                 return True
             if row is None:
@@ -268,7 +272,7 @@ class Engine:
                 scheduler.close_session(row)
             else:
                 scheduler.add(row)
-            wait = False
+            seconds = 0.0
 
     def _fail(self, error: ServerError) -> None:
         """Take the first failure: every pending row gets it, and so do later ones."""

@@ -88,6 +88,7 @@ class Beat:
     stretch: seconds that it computed before its latest exchange
     patience: seconds that what it is in may rightly take beyond the usual
     launched, finished, held, allowed: its device's steps; see device_steps.py
+    alone:   seconds beyond the usual that it may compute while other stages wait for it
     """
 
     step: int = 0
@@ -100,6 +101,7 @@ class Beat:
     finished: int = 0
     held: float = 0.0
     allowed: float = 0.0
+    alone: float = 0.0
 
 
 @dataclass(frozen=True)

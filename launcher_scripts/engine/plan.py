@@ -100,7 +100,8 @@ class StepShape:
     """What the kernels of a decode step depend on: how many rows it has, the buckets of its bounds
     (see graphs.py), and whether every row takes its likeliest token.
 
-    prompt: of a pass over prompts instead, the bucket of its tokens (see prompt_batch.py)
+    prompt: of a pass over prompts instead, the bucket of its tokens (see prompt_batch.py); where
+            there is an encoder, of its pass over one input (see encode_step.py)
     """
 
     rows: int
@@ -142,7 +143,7 @@ class Plan:
         tokens = sum(part.count for part in self.prefill) + len(self.decode)
         tokens += sum(len(rows[slot].source) for slot in self.encode)
         tokens += sum(len(rows[slot].beams) for slot in self.beams)
-        tokens += sum(shape.rows for shape in self.record)
+        tokens += sum(shape.prompt or shape.rows for shape in self.record)
         return tuple(map(bool, kinds)), tokens
 
     @property

@@ -21,6 +21,9 @@ OWN_WORK = {COMPUTING: 0.0, COMPILING: 120.0, RECORDING: 60.0}
 SLOW_NETWORK = 1e7  # bytes per second that any network of a cluster carries
 # Of the first step of its kind: libraries load their kernels and connect to their peers.
 FIRST_SECONDS = 60.0
+ALONE_SECONDS = 120.0  # of a stage that is alone with work whose length nobody knows
+SLOWER = 3.0  # so many times what it took before, a step may take
+FORGETTING = 0.9  # what a token took at the most loses so much of its weight with every step
 
 
 class _Now(NamedTuple):
@@ -44,6 +47,9 @@ class Progress:
         self._seconds_per_token = self._base = 0.0
         self._device: DeviceSteps | None = None
         self._known: set[Hashable] = set()
+        self._begun = self._alone = 0.0
+        self._tokens: tuple[Hashable, int] | None = None
+        self._rates: dict[Hashable, float] = {}  # seconds that a token of a kind of step took
         self._interrupted: _Now | None = None
         self._now = _Now(LOADING, 0.0, clock())
 
@@ -60,20 +66,31 @@ class Progress:
     def begin_step(self) -> None:
         self._step += 1
         self._allowed = 0.0
+        self._tokens = None
+        self._alone = 0.0 if self._device is None else ALONE_SECONDS
+        self._begun = self._clock()
         self._change(COMPUTING)
 
     def expect(self, kind: Hashable, tokens: int) -> None:
         """The step that has begun computes so many tokens, in the way that `kind` stands for."""
-        if self._device is None:
-            return
-        first = FIRST_SECONDS if kind not in self._known else 0.0
+        known = kind in self._known
         self._known.add(kind)
+        if self._device is None:
+            rate = self._rates.get(kind, 0.0)
+            self._alone = SLOWER * rate * tokens if rate else ALONE_SECONDS
+            self._tokens = (kind, max(tokens, 1)) if known else None
+            return
+        first = 0.0 if known else FIRST_SECONDS
         self._allowed = first + self._base + tokens * self._seconds_per_token
         self._now = self._now._replace(patience=self._allowed)
 
     def end_step(self) -> None:
         if self._device is not None:
             self._device.launched(self._step, self._allowed)
+        elif self._tokens is not None:
+            kind, tokens = self._tokens
+            rate = (self._clock() - self._begun) / tokens
+            self._rates[kind] = max(rate, FORGETTING * self._rates.get(kind, 0.0))
         self._ended = self._step
         self._change(WAITING)
 
@@ -109,8 +126,8 @@ class Progress:
         quiet = self._clock() - since
         state = (self._step, phase, self._ticks, quiet, self._stretch, patience)
         if self._device is None:
-            return Beat(*state, launched=self._ended, finished=self._ended)
-        return Beat(*state, *self._device.state())
+            return Beat(*state, launched=self._ended, finished=self._ended, alone=self._alone)
+        return Beat(*state, *self._device.state(), alone=self._alone)
 
     @contextmanager
     def _in(self, name: str, patience: float) -> Iterator[None]:

@@ -10,7 +10,8 @@ import torch
 
 from launcher_scripts.engine.plan import Plan, StepShape
 
-LOAD_SECONDS = 1.0  # that loading is prolonged by; what is left comes when nothing else is to do
+LOAD_SECONDS = 2.0  # that loading is prolonged by; what is left comes when nothing else is to do
+QUIET_SECONDS = 0.2  # without a request: who asks again at once should not wait for a recording
 MEMORY_SHARE = 0.02  # of the device's memory, for all graphs
 
 
@@ -31,12 +32,23 @@ class Recording:
         self._memory = memory
         self._done = 0
         self._seconds = 0.0
+        self._quiet_since = -QUIET_SECONDS
         self._before, total = memory()
         self._most_bytes = total * MEMORY_SHARE
 
     @property
     def pending(self) -> bool:
         return bool(self._left)
+
+    def disturbed(self) -> None:
+        """A request was there: nothing is recorded until none has come for a while."""
+        self._quiet_since = time.monotonic()
+
+    def pause(self) -> float | None:
+        """Seconds to wait for a request before the next shape is due; None: no shape is left."""
+        if not self._left:
+            return None
+        return max(0.0, self._quiet_since + QUIET_SECONDS - time.monotonic())
 
     def record_next(self) -> None:
         """Record one shape; shapes that memory is not meant for are left to requests."""

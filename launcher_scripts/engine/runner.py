@@ -22,7 +22,8 @@ from launcher_scripts.engine.sampler import Sampled, SamplingBatch
 from launcher_scripts.engine.token_choice import TokenChoice
 from launcher_scripts.models.learned_parts import learned_parts_of
 
-FIRST_PROMPTS = 6  # shapes that are recorded before those of decode steps
+FIRST_STEPS = 2  # shapes of decode steps that are recorded before those of inputs
+FIRST_PROMPTS = 4  # shapes that are recorded before those of decode steps
 
 
 class Runner:
@@ -83,9 +84,14 @@ class Runner:
         """The steps that requests may need, where steps are CUDA graphs; likely ones first."""
         if self._graphs is None:
             return []
+        steps = step_shapes(self._longest, self._slots)
+        if self.decoder.encode_step is not None:
+            buckets = self.decoder.encode_step.buckets()
+            sources = [StepShape(1, 0, 0, greedy=False, prompt=tokens) for tokens in buckets]
+            return [*steps[:FIRST_STEPS], *sources, *steps[FIRST_STEPS:]]
         prompts = self._prefill.shapes_to_record()
         first, rest = prompts[:FIRST_PROMPTS], prompts[FIRST_PROMPTS:]
-        return [*first, *step_shapes(self._longest, self._slots), *rest]
+        return [*first, *steps, *rest]
 
     def close(self) -> None:
         """Finish what was launched and leave the other ranks."""
@@ -138,6 +144,10 @@ class Runner:
 
     def _record(self, shape: StepShape) -> None:
         """Have the graph of such steps; it is tried out on padding rows."""
+        if shape.prompt and self.decoder.encode_step is not None:
+            padding = self.decoder.cache.scratch
+            self.decoder.encode_step.record(shape.prompt, padding, self.device, self._graphs)
+            return
         if shape.prompt:
             self._prefill.record(shape)
             return

@@ -12,7 +12,7 @@ from launcher_scripts.engine.session import Session
 
 # A pass over prompts keeps the rows that decode waiting, however few the prompts are. So where many
 # rows decode, those that come wait for each other: so many steps at most.
-ROWS_PER_STEP_OF_PATIENCE = 16
+ROWS_PER_STEP_OF_PATIENCE = 4
 MOST_PATIENCE = 8
 
 

@@ -15,12 +15,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher_scripts.engine.messages import Beat
-from launcher_scripts.engine.progress import DEVICE, LOADING, OWN_WORK, WAITING, doing
+from launcher_scripts.engine.progress import (
+    ALONE_SECONDS,
+    DEVICE,
+    LOADING,
+    OWN_WORK,
+    WAITING,
+    doing,
+)
 from launcher_scripts.parallel import Parallelism
 
 # Seconds in vain, beside what ranks announce. Cores that have much else to do need the longer ones.
 EXCHANGE_SECONDS = {"cpu": 4.0, "cuda": 3.0}
-COMPUTE_SECONDS = 120.0  # of a stage that is alone with its work
 BEAT_AGE = 1.0  # what is known of a rank may be so many seconds old
 SKEW = 3.0  # ranks with the same work take at most so many times as long as each other
 
@@ -58,7 +64,7 @@ class Watchdog:
         """Ranks that compute while their peers have long reached the next exchange."""
         found = []
         for rank, beat in beats.items():
-            if beat.phase == DEVICE and not beat.held and beat.quiet > COMPUTE_SECONDS:
+            if beat.phase == DEVICE and not beat.held and beat.quiet > ALONE_SECONDS:
                 found.append(rank)  # with what its device has given it
             if beat.phase not in OWN_WORK:
                 continue
@@ -66,7 +72,8 @@ class Watchdog:
             allowed = max([self.patience, *(SKEW * peer.stretch for peer in ahead)])
             others = [other for other in beats.values() if other.phase not in OWN_WORK]
             quiet = beat.quiet - beat.patience
-            if (ahead and quiet > allowed) or (others and quiet > COMPUTE_SECONDS):
+            alone = self.patience + beat.alone
+            if (ahead and quiet > allowed) or (others and quiet > alone):
                 found.append(rank)
         return found
 

@@ -26,7 +26,7 @@ def fits(x: Tensor, linear: Linear, inboxes: Inboxes) -> bool:
 def send_product(x: Tensor, linear: Linear, inboxes: Inboxes) -> None:
     """linear(x) [1, out] without its bias, to every rank's inbox."""
     out_size, in_size = linear.weight.shape
-    tile = row_tile("add", out_size, in_size)
+    tile = row_tile("add", out_size, in_size, linear.in_bytes)
     gemv_to_inboxes[(triton.cdiv(out_size, tile.rows),)](
         x,
         linear.weight,

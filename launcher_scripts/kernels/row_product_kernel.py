@@ -62,9 +62,9 @@ def load_tile(
 
 
 @triton.jit
-def _numbers(tile, PACKED: tl.constexpr):
-    """The tile in float32; of bytes q the numbers whose bits are q + 128. With PACKED four at a
-    time, which the compiler does not see by itself."""
+def _without_sign(tile, PACKED: tl.constexpr):
+    """Bytes q as q + 128. With PACKED four at a time, as they were loaded: the compiler does not
+    see that by itself."""
     if tile.dtype == tl.int8:
         if PACKED:
             tile = tl.inline_asm_elementwise(
@@ -72,15 +72,17 @@ def _numbers(tile, PACKED: tl.constexpr):
             )
         else:
             tile = (tile ^ -ZERO_POINT).to(tl.uint8, bitcast=True)
-        values = tile.to(tl.uint32).to(tl.float32, bitcast=True)
-    else:
-        values = tile.to(tl.float32)
-    return values
+    return tile
 
 
 @triton.jit
-def _eighths(values, piece, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Products summed eight at a time, as the threads hold them."""
+def _eighths(tile, piece, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Products summed eight at a time, as the threads hold them; of bytes, with the numbers whose
+    bits they are."""
+    if tile.dtype == tl.uint8:
+        values = tile.to(tl.uint32).to(tl.float32, bitcast=True)
+    else:
+        values = tile.to(tl.float32)
     return tl.sum(tl.reshape(values * piece, [ROWS, BLOCK // PER_LOAD, PER_LOAD]), 2)
 
 
@@ -116,38 +118,45 @@ def multiply(
     product = tl.zeros([ROWS, BLOCK // PER_LOAD], tl.float32)
     other = tl.zeros([ROWS, BLOCK // PER_LOAD], tl.float32)
     zeros = tl.zeros([1, BLOCK // PER_LOAD], tl.float32)
+    tile = _without_sign(tile, PACKED)
+    other_tile = _without_sign(other_tile, PACKED)
     if ROLLED:
         for first in tl.range(0, IN, BLOCK):
             coming = load_tile(weight, base, rows, columns, first + BLOCK, OUT, IN, False)
+            coming = _without_sign(coming, PACKED)
             piece = _piece(x, columns, first, IN, BLOCK)
             if in_bytes:
-                zeros += _eighths(piece, float(ZERO_POINT), 1, BLOCK)
+                zeros += _eighths(piece, 1.0, 1, BLOCK)
                 piece *= RAISED
-            product += _eighths(_numbers(tile, PACKED), piece, ROWS, BLOCK)
+            product += _eighths(tile, piece, ROWS, BLOCK)
             if PAIRED:
-                other += _eighths(_numbers(other_tile, PACKED), piece, ROWS, BLOCK)
+                other += _eighths(other_tile, piece, ROWS, BLOCK)
+                after = first + BLOCK
                 other_tile = load_tile(
-                    other_weight, other_base, other_rows, columns, first + BLOCK, OUT, IN, False
+                    other_weight, other_base, other_rows, columns, after, OUT, IN, False
                 )
+                other_tile = _without_sign(other_tile, PACKED)
             tile = coming
     else:
         for first in tl.static_range(0, IN, BLOCK):
             if first > 0:
                 tile = load_tile(weight, base, rows, columns, first, OUT, IN, EVEN)
+                tile = _without_sign(tile, PACKED)
                 if PAIRED:
                     other_tile = load_tile(
                         other_weight, other_base, other_rows, columns, first, OUT, IN, EVEN
                     )
+                    other_tile = _without_sign(other_tile, PACKED)
             piece = _piece(x, columns, first, IN, BLOCK)
             if in_bytes:
-                zeros += _eighths(piece, float(ZERO_POINT), 1, BLOCK)
+                zeros += _eighths(piece, 1.0, 1, BLOCK)
                 piece *= RAISED
-            product += _eighths(_numbers(tile, PACKED), piece, ROWS, BLOCK)
+            product += _eighths(tile, piece, ROWS, BLOCK)
             if PAIRED:
-                other += _eighths(_numbers(other_tile, PACKED), piece, ROWS, BLOCK)
+                other += _eighths(other_tile, piece, ROWS, BLOCK)
     if in_bytes:
-        product = product * LOWERED - zeros
-        other = other * LOWERED - zeros
+        product = product * LOWERED - zeros * ZERO_POINT
+        other = other * LOWERED - zeros * ZERO_POINT
     return tl.sum(product, 1), tl.sum(other, 1)
 
 

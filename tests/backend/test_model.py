@@ -45,7 +45,8 @@ class Tensor:
 
 
 class TritonError(Exception):
-    INVALID_ARG, INTERNAL, CANCELLED = "invalid", "internal", "cancelled"
+    INVALID_ARG, INTERNAL = "invalid", "internal"
+    CANCELLED, UNAVAILABLE = "cancelled", "unavailable"
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -65,6 +66,7 @@ class Request:
         self.answers: list[Response] = []
         self.answered = threading.Event()
         self.left = False
+        self.microseconds = 0
 
     def requested_output_names(self):
         return list(self.wanted)
@@ -74,6 +76,9 @@ class Request:
 
     def is_cancelled(self):
         return self.left
+
+    def timeout(self):
+        return self.microseconds
 
     def send(self, response, flags=None):
         assert not self.answered.is_set()
@@ -341,6 +346,15 @@ def test_a_client_that_left_is_generated_for_no_longer(streaming_model):
     streaming_model.execute([asked])
     assert asked.answered.wait(30)
     assert asked.answers[-1].error.code == "cancelled"
+
+
+def test_a_request_takes_no_longer_than_its_timeout(streaming_model):
+    asked, other = (request([[3, 4]], [2], [[length]]) for length in (90, 3))
+    asked.microseconds, other.microseconds = 1, 60_000_000
+    streaming_model.execute([asked, other])
+    assert asked.answered.wait(30) and other.answered.wait(30)
+    assert asked.answers[-1].error.code == "unavailable"
+    assert all(answer.error is None for answer in other.answers)
 
 
 def test_what_cannot_be_answered_is_an_error_of_its_own(streaming_model, monkeypatch):

@@ -13,19 +13,31 @@ from launcher_scripts.engine.worker import main
 
 WAY_VARIABLE = "TEST_HANGS_WHILE"
 STEP = 20
-_whole = ProcessGroupCommunicator.tp_sum
+_sum = ProcessGroupCommunicator.tp_sum
+_receive = ProcessGroupCommunicator.from_previous_stage
+
+
+def _hang(communicator: ProcessGroupCommunicator, size: int) -> None:
+    if communicator.progress.beat().step >= STEP:
+        if os.environ[WAY_VARIABLE] == "computing":
+            time.sleep(3600)
+        with communicator.progress.exchange("all_reduce", size):
+            time.sleep(3600)
 
 
 def tp_sum(self: ProcessGroupCommunicator, tensor: Tensor) -> Tensor:
-    if self.progress.beat().step >= STEP:
-        if os.environ[WAY_VARIABLE] == "computing":
-            time.sleep(3600)
-        with self.progress.exchange("all_reduce", tensor.nbytes):
-            time.sleep(3600)
-    return _whole(self, tensor)
+    _hang(self, tensor.nbytes)
+    return _sum(self, tensor)
+
+
+def from_previous_stage(self: ProcessGroupCommunicator, tensor: Tensor) -> Tensor:
+    received = _receive(self, tensor)
+    _hang(self, tensor.nbytes)
+    return received
 
 
 ProcessGroupCommunicator.tp_sum = tp_sum  # type: ignore[method-assign]
+ProcessGroupCommunicator.from_previous_stage = from_previous_stage  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from launcher_scripts.engine import encode_step
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.encode_step import (
     Sources,
@@ -55,7 +56,7 @@ def test_the_general_path_says_the_same(runner):
 @torch.inference_mode()
 def test_padding_changes_nothing(runner):
     plain, cache = states_and_cache(runner, pack(ROWS), 9)
-    filled, same_cache = states_and_cache(runner, pack(ROWS, runner.decoder.cache.scratch), 16)
+    filled, same_cache = states_and_cache(runner, pack(ROWS, runner.decoder.cache.scratch, 16), 16)
     assert torch.allclose(filled[:9], plain, atol=1e-6)
     assert not filled.isnan().any()
     assert torch.allclose(same_cache, cache, atol=1e-6, equal_nan=True)
@@ -70,7 +71,7 @@ def test_an_input_alone_says_the_same(runner):
 
 def test_what_is_packed():
     assert pack([((7, 8), 5), ((9,), 1)]) == [7, 8, 9, 0, 1, 0, 5, 6, 1, 0, 2, 0, 2, 1, 0]
-    filled = pack([((7, 8), 5), ((9,), 1)], 99)
+    filled = pack([((7, 8), 5), ((9,), 1)], 99, 16)
     tokens, blocks = filled[: 3 * 16], filled[3 * 16 :]
     assert tokens[:3] == [7, 8, 9]
     assert tokens[32:] == [5, 6, 1, *[99] * 13]
@@ -99,6 +100,8 @@ class Unrecorded:
         self.keys.append(key)
         return function(values)
 
+    record = run
+
 
 @torch.inference_mode()
 def test_short_passes_are_recorded_by_bucket(runner):
@@ -112,6 +115,22 @@ def test_short_passes_are_recorded_by_bucket(runner):
     step.longest_recorded = 15
     step.run(ROWS, scratch, device, graphs)
     assert len(graphs.keys) == 2
+
+
+@torch.inference_mode()
+def test_passes_of_single_inputs_are_recorded_before(runner, monkeypatch):
+    monkeypatch.setattr(encode_step, "LONGEST_BEFOREHAND", 200)
+    step, graphs = runner.decoder.encode_step, Unrecorded()
+    device, scratch = torch.device("cpu"), runner.decoder.cache.scratch
+    assert step.buckets() == [16, 32, 64, 128, 160, 192]
+    for tokens in step.buckets():
+        step.record(tokens, scratch, device, graphs)
+    recorded = set(graphs.keys)
+    for tokens in (1, 16, 17, 33, 64, 65, 66, 128):
+        step.run([((3,) * tokens, 0)], scratch, device, graphs)
+    assert set(graphs.keys) == recorded
+    step.longest_recorded = 150
+    assert step.buckets() == [16, 32, 64, 128]
 
 
 def test_ranks_of_a_tensor_take_the_general_path(runner):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 
 from launcher_scripts.engine.device_steps import DeviceSteps
-from launcher_scripts.engine.messages import Beat
 from launcher_scripts.engine.progress import (
     COMPILING,
     FIRST_SECONDS,
@@ -125,7 +124,9 @@ def test_what_the_host_does_by_itself_is_announced():
         assert doing(beat) == "in step 2, compiling a kernel"
         rank.progress.compiled()
         assert rank.progress.beat().phase == RECORDING
-    assert rank.progress.beat() == Beat(2, "computing", launched=1, held=2.0, allowed=FIRST_SECONDS)
+    beat = rank.progress.beat()
+    assert (beat.phase, beat.quiet, beat.patience) == ("computing", 0.0, 0.0)
+    assert (beat.launched, beat.held, beat.allowed) == (1, 2.0, FIRST_SECONDS)
 
 
 def test_kernels_compiled_while_loading_are_part_of_it():
@@ -154,6 +155,30 @@ def test_without_a_device_of_its_own_a_step_ends_when_it_is_computed():
     progress.end_step()
     beat = progress.beat()
     assert (beat.launched, beat.finished, beat.held) == (1, 1, 0.0)
+
+
+def test_a_host_s_step_may_take_three_times_what_such_steps_took():
+    clock = Clock()
+    progress = Progress(clock)
+    progress.loaded()
+    alone = []
+    for kind, tokens, seconds in [
+        ("prefill", 10, 5.0),  # the first of a kind says nothing
+        ("decode", 2, 3.0),
+        ("decode", 2, 0.2),
+        ("decode", 4, 0.4),
+        ("prefill", 100, 2.0),
+        ("prefill", 50, 0.5),
+        ("decode", 4, 4.0),
+        ("decode", 1, 0.1),
+        ("decode", 1, 0.1),
+    ]:
+        progress.begin_step()
+        progress.expect(kind, tokens)
+        alone.append(progress.beat().alone)
+        clock.now += seconds
+        progress.end_step()
+    assert alone == pytest.approx([120, 120, 120, 1.2, 120, 3.0, 1.2, 3.0, 2.7])
 
 
 @pytest.mark.parametrize("absent", [0, 1])

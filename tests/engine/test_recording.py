@@ -47,6 +47,7 @@ NO_MEMORY = (0, 0)
 def test_loading_is_not_prolonged_for_long(monkeypatch) -> None:
     now = iter(range(100))
     monkeypatch.setattr(recording.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(recording, "LOAD_SECONDS", 1.0)
     shapes, taken = step_shapes(Bounds(100), 4), []
     some = Recording(shapes, taken.append, lambda: NO_MEMORY)
     assert (
@@ -55,6 +56,22 @@ def test_loading_is_not_prolonged_for_long(monkeypatch) -> None:
     while some.pending:
         some.record_next()
     assert [plan.record for plan in taken] == [(shape,) for shape in shapes]
+
+
+def test_who_asks_again_at_once_does_not_wait_for_a_recording(monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(recording.time, "monotonic", lambda: now[0])
+    some = Recording(step_shapes(Bounds(100), 4), [].append, lambda: NO_MEMORY)
+    assert some.pause() == 0.0
+    some.disturbed()
+    assert some.pause() == recording.QUIET_SECONDS
+    now[0] += 0.75 * recording.QUIET_SECONDS
+    assert some.pause() == pytest.approx(0.25 * recording.QUIET_SECONDS)
+    now[0] += recording.QUIET_SECONDS
+    assert some.pause() == 0.0
+    while some.pending:
+        some.record_next()
+    assert some.pause() is None
 
 
 def test_memory_is_bounded() -> None:

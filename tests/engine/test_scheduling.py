@@ -250,7 +250,7 @@ def steps_until_start(scheduler: Scheduler) -> int:
     raise AssertionError("nothing joined")
 
 
-@pytest.mark.parametrize(("rows", "waits"), [(1, 0), (15, 0), (32, 2), (128, 8), (200, 8)])
+@pytest.mark.parametrize(("rows", "waits"), [(1, 0), (3, 0), (8, 2), (32, 8), (200, 8)])
 def test_a_row_waits_for_others_where_many_decode(rows, waits):
     scheduler = running(rows)
     for _ in range(2):

@@ -161,16 +161,19 @@ def test_what_is_lost_on_another_node_is_named(group, who: str, number: int):
 
 
 @pytest.mark.parametrize(
-    ("way", "what"),
+    ("way", "sizes", "what"),
     [
-        ("computing", "hangs computing step 20"),
-        pytest.param("exchanging", "hangs in step 20, all_reduce", marks=pytest.mark.slow),
+        ("computing", (2, 1), "hangs computing step 20"),
+        pytest.param("computing", (1, 2), "hangs computing step 20", marks=pytest.mark.slow),
+        pytest.param("exchanging", (2, 1), "hangs in step 20, all_reduce", marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_hangs_while_its_beat_goes_on(group, monkeypatch, way: str, what: str):
+def test_a_rank_that_hangs_while_its_beat_goes_on(
+    group, monkeypatch, way: str, sizes: tuple[int, int], what: str
+):
     monkeypatch.setenv("TEST_WORKER", "tests.engine.hanging_worker")
     monkeypatch.setenv("TEST_HANGS_WHILE", way)
-    engine, _ = group(2, 1, 2)
+    engine, _ = group(*sizes, 2)
     noticed: list[float] = []
     engine.on_failure(lambda _: noticed.append(time.monotonic()))
     start = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launcher_scripts.engine.messages import Beat
+from launcher_scripts.engine.progress import ALONE_SECONDS
 from launcher_scripts.engine.watchdog import Watchdog
 from launcher_scripts.parallel import Parallelism
 
@@ -14,7 +15,7 @@ LONG, SHORT = 30.0, 0.5
 
 
 def beat(phase, ticks, quiet=LONG, step=7, **more):
-    return Beat(step, phase, ticks, quiet, **more)
+    return Beat(step, phase, ticks, quiet, **{"alone": ALONE_SECONDS, **more})
 
 
 # sizes, the beats of ranks 0 and 1, whether the step was sent long ago, who is stuck
@@ -57,6 +58,18 @@ CASES = {
     "nothing to do": (TP2, beat("waiting", 4, quiet=900.0), beat("waiting", 4, quiet=900.0), []),
     "a stage computes long": (PP2, beat("computing", 0), beat("receive", 1), []),
     "a stage computes for ever": (PP2, beat("computing", 0, quiet=200.0), beat("receive", 1), [0]),
+    "a stage computes longer than such steps took": (
+        PP2,
+        beat("computing", 0, quiet=7.0, alone=2.0),
+        beat("receive", 1),
+        [0],
+    ),
+    "a stage computes as long as such steps took": (
+        PP2,
+        beat("computing", 0, quiet=7.0, alone=20.0),
+        beat("receive", 1),
+        [],
+    ),
     "what a stage sent does not arrive": (PP2, beat("waiting", 1), beat("receive", 1), [1]),
     "stages are steps apart": (PP2, beat("waiting", 9, step=9), beat("computing", 5), []),
     "still loading": (TP2, beat("all_reduce", 4), beat("loading", 0), []),
@@ -72,7 +85,8 @@ def test_who_is_stuck(name):
 
 
 def on_device(phase, launched, finished, held=LONG, *, quiet=LONG, step=7, **more):
-    return Beat(step, phase, 0, quiet, launched=launched, finished=finished, held=held, **more)
+    steps = {"launched": launched, "finished": finished, "held": held}
+    return Beat(step, phase, 0, quiet, alone=ALONE_SECONDS, **steps, **more)
 
 
 # Of ranks whose devices finish what their hosts launch: the beats of ranks 0 and 1, who is stuck.

@@ -1,6 +1,6 @@
 """Two ranks on two GPUs, one of which stalls in the middle of decoding: who is named, and when.
 
-    python3 -m tests.gpu.stalling_ranks WAY FOLDER [cuda | cpu]
+    python3 -m tests.gpu.stalling_ranks WAY RANKS FOLDER [cuda | cpu]
 
 prints a JSON object. A program of its own: a process whose device waits for ever only ends at once.
 """
@@ -33,6 +33,8 @@ FOR_EVER = 3600.0
 ANNOUNCED_SECONDS = 8.0
 WAY_VARIABLE, FOLDER_VARIABLE = "TEST_STALLING_WAY", "TEST_STALLING_FOLDER"
 PEER_VARIABLE = "TEST_STALLING_PEER"
+# Tensor- and pipeline-parallel sizes, and whether sums go through the GPUs' shared memory.
+RANKS = {"tp2": (2, 1, False), "tp2_shared": (2, 1, True), "pp2": (1, 2, False)}
 _execute = Runner.execute
 
 
@@ -81,14 +83,16 @@ def _make_stall(rank: int) -> None:
     Runner.execute = execute  # type: ignore[method-assign]
 
 
-def run(way: str, folder: Path, device: str = "cuda") -> dict[str, Any]:
+def run(way: str, ranks: str, folder: Path, device: str = "cuda") -> dict[str, Any]:
     """The reason that requests get, and the seconds from the stall until they do."""
     os.environ.update({WAY_VARIABLE: way, FOLDER_VARIABLE: str(folder)})
     rank_processes.WORKER = "tests.gpu.stalling_ranks"
     _make_stall(0)
     config = wider(vocab_size=516, end_id=1000)
     started = time.time()
-    engine = load_engine(folder, config, random_tensors(config), 2, 1, device=device)
+    tp, pp, shared = RANKS[ranks]
+    more = {"device": device, "enable_custom_all_reduce": shared}
+    engine = load_engine(folder, config, random_tensors(config), tp, pp, **more)
     named: list[float] = []
     engine.on_failure(lambda _: named.append(time.time()))
     loaded = time.time() - started
@@ -106,5 +110,5 @@ if __name__ == "__main__":
     if "--parent" in sys.argv:
         _make_stall(1)
         sys.exit(worker_main())
-    print(json.dumps(run(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])), flush=True)
+    print(json.dumps(run(sys.argv[1], sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])), flush=True)
     os._exit(0)

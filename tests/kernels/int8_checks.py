@@ -7,7 +7,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from launcher_scripts.kernels import fused, reference  # noqa: E402
+from launcher_scripts.kernels import fused, inbox_products, reference  # noqa: E402
+from launcher_scripts.kernels.dot_products import split_digits  # noqa: E402
 from launcher_scripts.kernels.operands import Heads, Linear, Norm, StepRows  # noqa: E402
 from launcher_scripts.kernels.quantization import quantized  # noqa: E402
 from tests.kernels import kernel_checks  # noqa: E402
@@ -104,6 +105,22 @@ def test_sums(rows, bias, dtype):
     assert_close(got, want, dtype)
 
 
+@pytest.mark.parametrize("dtype", DOT_TYPES)
+def test_sums_through_inboxes(dtype):
+    size = SIZES[1]
+    inboxes = kernel_checks.make_inboxes(2, size[1])
+    linears = [make_linear(size[1], size[0], None, True, dtype) for _ in inboxes]
+    norm = make_norm("rmsnorm", size[1])
+    onto = fused.hidden(random(1, size[1]), norm, dtype)
+    want = onto.exact + linears[0].bias
+    for linear, inbox in zip(linears, inboxes, strict=True):
+        x = random(1, size[0], dtype=dtype)
+        inbox_products.send_product(x, linear, inbox)
+        want += reference.partial_product(x, linear)
+    got = inbox_products.receive_sum(linears[0].bias, onto, norm, inboxes[1])
+    assert_close(got.exact, want, dtype)
+
+
 @pytest.mark.parametrize("rotary_size", [0, 8])
 @pytest.mark.parametrize("dtype", DOT_TYPES)
 @pytest.mark.parametrize("rows", [1, 3])
@@ -149,3 +166,17 @@ def test_inputs_of_all_sizes(large):
     assert int(linear.weight.min()) < 0 < int(linear.weight.max())
     x = random(1, 48) * large
     assert_close(fused.project(x, linear), reference.project(x, linear), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DOT_TYPES)
+def test_two_digits_and_a_step_are_a_value(dtype):
+    """Rows have steps of their own, and none of them goes by the row that is zero."""
+    sizes = torch.tensor([[1.0], [100.0], [0.0], [1e-3]], device=DEVICE)
+    x = (random(4, 37) * sizes).to(dtype)
+    digits, steps = split_digits(x)
+    assert digits.shape == (2, 4, 37)
+    error = ((256.0 * digits[0] + digits[1]) * steps[:, None] - x.float()).abs()
+    assert bool((error <= 0.51 * steps[:, None]).all())
+    largest = x.float().abs().amax(1)
+    assert torch.allclose(steps[[0, 1, 3]] * 32639, largest[[0, 1, 3]])
+    assert not digits[:, 2].any()

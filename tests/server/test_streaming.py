@@ -268,6 +268,18 @@ def cache_tokens_used(served: dict[str, Any], model: str) -> float:
     return float(value)
 
 
+@pytest.mark.parametrize("transport", ["http", "grpc"])
+def test_a_request_is_given_up_at_its_timeout(served: dict[str, Any], transport: str) -> None:
+    """What a client over HTTP can do, which cannot cancel."""
+    tensors = ids_request([(1, 2)] * 8, 16000, end_id=1000)
+    with (
+        Client(served, transport) as client,
+        pytest.raises(InferenceServerException, match="the request's timeout is over"),
+    ):
+        client.infer("plain", sequence={"timeout": 300_000}, **tensors)
+    wait_for(lambda: cache_tokens_used(served, "plain") == 0, 5)
+
+
 def post(served: dict[str, Any], path: str, output_len: int) -> socket.socket:
     """A connection on which a request was sent that nobody has read the answer of."""
     host, port = served["http"].rsplit(":", 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -39,9 +40,12 @@ def end(pid: int, timeout: float) -> None:
         return
 
 
-def step_daemon(job_id: str, step: str) -> int:
-    """The slurmstepd of a step: `slurmstepd: [7.0]`, or `[7.batch]` of the script."""
-    for pid, folder in processes():
-        if f"[{job_id}.{step}]".encode() in read(folder / "cmdline"):
+def step_daemon(daemons: Iterable[int], job_id: str, step: str) -> int:
+    """The slurmstepd of a step: `slurmstepd: [7.0]`, or `[7.batch]` of the script.
+
+    daemons: those of the cluster, since other clusters here may have a job of that number
+    """
+    for pid in daemons:
+        if f"[{job_id}.{step}]".encode() in read(Path(f"/proc/{pid}/cmdline")):
             return pid
     raise AssertionError(f"no slurmstepd of {job_id}.{step}")

@@ -372,7 +372,7 @@ def test_a_killed_step_daemon(
     """Slurm notices nothing; cancelling ends what goes on."""
     served = serve()
     started = time.monotonic()
-    os.kill(step_daemon(served.job_id, step), signal.SIGKILL)
+    os.kill(step_daemon(slurm.step_daemons(), served.job_id, step), signal.SIGKILL)
     if step == "0":
         while served.answers():
             assert time.monotonic() - started < UNREADY_SECONDS

@@ -58,7 +58,7 @@ def test_a_script_that_slurm_has_lost_is_ended_by_cancelling(
     slurm: TestCluster, submit: Submit, serving: str
 ) -> None:
     """Without its slurmstepd the script runs on, and so does the server."""
-    os.kill(step_daemon(serving, "batch"), signal.SIGKILL)
+    os.kill(step_daemon(slurm.step_daemons(), serving, "batch"), signal.SIGKILL)
     time.sleep(2)
     assert slurm.job_processes(serving) != []
     slurm.run("scancel", serving)
@@ -107,7 +107,7 @@ def test_a_step_ends_with_its_killed_step_daemon(
     job_id = submitted.stdout.strip()
     wait_for(log)
     step = find(slurm, job_id, Path(sys.executable).name)
-    os.kill(step_daemon(job_id, "0"), signal.SIGKILL)
+    os.kill(step_daemon(slurm.step_daemons(), job_id, "0"), signal.SIGKILL)
     deadline = time.monotonic() + 10
     while alive(step) and time.monotonic() < deadline:
         time.sleep(0.1)

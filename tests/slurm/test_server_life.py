@@ -52,7 +52,8 @@ def test_a_server_that_dies_ends_the_evaluation_with_the_reason(
 
 
 def test_client_and_server_share_a_job(slurm: TestCluster, submit: Submit) -> None:
-    submit(*submit.measured, TOGETHER, "deploy.run.nodes=2", EVALUATE_WAITS="30")
+    ran = submit(*submit.measured, TOGETHER, "deploy.run.nodes=2", EVALUATE_WAITS="30")
+    assert "evaluate: evaluate_tiny is a step of that job" in ran.stdout
     assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0"), submit.log("deploy")
     deploy, evaluate = submit.record("deploy"), submit.record("evaluate")
     assert deploy["job_id"] == evaluate["job_id"]

@@ -106,8 +106,10 @@ class Answer:
         to_tensors: ToTensors,
         *,
         streams: bool,
+        seconds: float | None = None,
         on_end: Callable[[], None] = nothing,
     ) -> None:
+        """seconds: how long the answer may take, None: as long as it takes"""
         self._answers = answers
         self._sender = sender
         self._rows = rows
@@ -116,6 +118,7 @@ class Answer:
         self._to_tensors = to_tensors
         self._streams = streams
         self._on_end = on_end
+        self._deadline = None if seconds is None else time.monotonic() + seconds
         self._futures: list[Future[GenerateOutput]] = []
         self._unsent: list[deque[Snapshot]] = [deque() for _ in rows]
         self._last: list[GenerateOutput | None] = [None] * len(rows)
@@ -143,9 +146,11 @@ class Answer:
             self._answers.opened(self)
 
     def look_for_cancellation(self) -> None:
-        """Free the rows of a client that has gone."""
-        if self._sender.is_cancelled():
-            self._end(_cancelled())
+        """Free the rows of a client that has gone, or that waits no longer."""
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self._end(_ended("UNAVAILABLE", "the request's timeout is over"))
+        elif self._sender.is_cancelled():
+            self._end(_ended("CANCELLED", "the client cancelled the request"))
 
     def _progress_of(self, number: int) -> Progress:
         return lambda snapshot: self._answers.note(lambda: self._take(number, snapshot))
@@ -259,6 +264,7 @@ def send_last(sender: Any, response: Any) -> None:
     sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
-def _cancelled() -> Any:
-    error = pb_utils.TritonError("the client cancelled the request", pb_utils.TritonError.CANCELLED)
+def _ended(code: str, why: str) -> Any:
+    """The last response of a request that nobody waits for; code: an attribute of TritonError."""
+    error = pb_utils.TritonError(why, getattr(pb_utils.TritonError, code))
     return pb_utils.InferenceResponse(error=error)

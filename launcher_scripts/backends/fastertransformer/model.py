@@ -134,6 +134,7 @@ class TritonPythonModel:
         **more: Any,
     ) -> Answer:
         wanted = set(request.requested_output_names())
+        microseconds = request.timeout()  # 0: the client has not said
         return Answer(
             self._answers,
             sender,
@@ -142,6 +143,7 @@ class TritonPythonModel:
             wanted,
             to_tensors,
             streams=self._streams,
+            seconds=microseconds / 1e6 if microseconds else None,
             **more,
         )
 
