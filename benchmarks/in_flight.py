@@ -38,7 +38,7 @@ from benchmarks.serving import (
 from benchmarks.shapes import CONFIGS, TINY
 
 MODEL = "in-flight"
-SETTLE_SECONDS = 1.0
+SETTLE_SECONDS = 5.0  # in which the server meets most shapes of steps for the first time
 SECONDS = 2.0  # for a figure, beside that
 PEER_SECONDS = 120.0
 

@@ -67,6 +67,11 @@ def rows_by_gpus() -> list[dict]:
     return list({(row["model"], row["tp_size"], Case.of(row)): row for row in rows}.values())
 
 
+def notes(report: dict) -> list[str]:
+    """What has to be known of a run, where there is something."""
+    return [prose(report["note"])] if "note" in report else []
+
+
 def with_section(text: str, paragraphs: list[str]) -> str:
     """The text with these paragraphs between BEGIN and END."""
     before, begin, rest = text.partition(BEGIN)
@@ -85,9 +90,10 @@ def summary() -> list[str]:
             "Whole requests through tritonserver (gRPC, greedy) on one NVIDIA H200 in bfloat16;",
             "peers without a server, in the same run (and how many times longer they took):",
         ),
+        *notes(result("serve")),
         joined(tables.served_table(rows)),
         "Tokens per second of the 1.3B model, mixed requests (32 to 512 tokens in, 16 to 256 out):",
-        joined(tables.in_flight_table(result("in-flight"))),
+        *_in_flight_tables(),
         "More figures, and how they are measured: [docs/performance.md](docs/performance.md).",
     ]
 
@@ -124,11 +130,13 @@ def _served() -> list[str]:
             f"they took). Rates of the run: {_rates(result('serve'))}. A floor counts the prompt's",
             "operations, or its bytes, and the bytes that every further token has to read.",
         ),
+        *notes(result("serve")),
         joined(tables.served_table(served)),
         prose(
             "The use cases of the NeMo framework's inference guide, one row, on up to 4 GPUs of",
             f"one machine ({_rates(parallel)}; what is missing there is of the run above):",
         ),
+        *notes(parallel),
         joined(tables.use_case_table(rows_by_gpus())),
         "The same in the engine's own process, without a server (`benchmarks.generate`):",
         joined(tables.request_table(result("generate")["rows"])),
@@ -148,8 +156,16 @@ def _in_flight() -> list[str]:
             "a server, and the best of its ways counts: one batch, one that rows leave, four at a",
             "time. Tokens asked for and answered per second (and how many times as many we give):",
         ),
-        joined(tables.in_flight_table(report)),
+        *_in_flight_tables(),
     ]
+
+
+def _in_flight_tables() -> list[str]:
+    """The run beside CTranslate2, and one that was alone on the machine."""
+    report = result("in-flight")
+    alone = report.get("alone")
+    rest = [] if alone is None else [*notes(alone), joined(tables.in_flight_table(alone))]
+    return [*notes(report), joined(tables.in_flight_table(report)), *rest]
 
 
 def _loading() -> list[str]:
@@ -166,6 +182,7 @@ def _loading() -> list[str]:
             *([peer] if seconds else []),
             "Kernels are compiled by the first start; `deploy` keeps them for later ones.",
         ),
+        *notes(report),
         joined(tables.load_table(report)),
     ]
 

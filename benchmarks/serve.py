@@ -18,7 +18,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from benchmarks.shapes import CONFIGS, TINY, Case
 from launcher_scripts.models.gpt import GPTConfig
 
 SERVED = ("126m", "1.3b", "5b", "20b", "t5-base", "t5-3b")
-POSITIONS = 1024  # so that all servers' caches fit one GPU
+POSITIONS = 1024
 SECONDS = 0.25  # for a figure, at least
 PEER_SECONDS = 240.0
 
@@ -49,13 +49,12 @@ class Served:
     model: RandomModel
     folder: Path
 
-    def server(self, number: int) -> Server:
-        """Servers of one GPU each are spread over the GPUs."""
-        gpus, tp_size = torch.cuda.device_count(), self.model.tp_size
-        if gpus == 0:
+    def server(self) -> Server:
+        """It sees as many GPUs as it has ranks."""
+        if not torch.cuda.is_available():
             return Server(self.folder)
-        chosen = [number % gpus] if tp_size == 1 else range(tp_size)
-        return Server(self.folder, CUDA_VISIBLE_DEVICES=",".join(map(str, chosen)))
+        gpus = ",".join(map(str, range(self.model.tp_size)))
+        return Server(self.folder, CUDA_VISIBLE_DEVICES=gpus)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,20 +85,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure_served(arguments: argparse.Namespace, tp_size: int, report: Report) -> None:
-    """Every model's figures: all servers are started together and asked one after the other."""
+    """Every model's figures, one server at a time: an idle one still records graphs on its GPU."""
     models = list(served_models(arguments, tp_size))
-    servers = [served.server(number) for number, served in enumerate(models)]
     with ThreadPoolExecutor(len(models)) as pool:
+        written = [pool.submit(each.model.write, each.folder / "repository") for each in models]
+    for served, writing in zip(models, written, strict=True):
+        server = served.server()
+        address = start(server, writing)
         try:
-            addresses = list(pool.map(start, models, servers))
-            for served, address in zip(models, addresses, strict=True):
-                if served.model.name == in_flight.MODEL:
-                    report.measure_in_flight(served.shape, address, arguments.clients)
-                else:
-                    for row in case_rows(served, address, arguments.use_cases):
-                        report.add(row)
+            if served.model.name == in_flight.MODEL:
+                report.measure_in_flight(served.shape, address, arguments.clients)
+            else:
+                for row in case_rows(served, address, arguments.use_cases):
+                    report.add(row)
         finally:
-            list(pool.map(Server.close, servers))
+            server.close()
 
 
 def served_models(arguments: argparse.Namespace, tp_size: int) -> Iterator[Served]:
@@ -115,10 +115,10 @@ def served_models(arguments: argparse.Namespace, tp_size: int) -> Iterator[Serve
         yield Served(arguments.in_flight, model, arguments.folder / in_flight.MODEL)
 
 
-def start(served: Served, server: Server) -> str | Exception:
+def start(server: Server, writing: Future[None]) -> str | Exception:
     """The address of the server, or why there is none."""
     try:
-        served.model.write(served.folder / "repository")
+        writing.result()
         return server.start()["grpc"]
     except Exception as error:  # the other models go on
         return error
