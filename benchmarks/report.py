@@ -164,6 +164,7 @@ def _loading() -> list[str]:
             "cache), from the command to the first token; copying the bytes to the GPU takes",
             f"{report['floor_s']:.1f} s.",
             *([peer] if seconds else []),
+            "Kernels are compiled by the first start; `deploy` keeps them for later ones.",
         ),
         joined(tables.load_table(report)),
     ]

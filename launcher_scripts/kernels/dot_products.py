@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from functools import cache
 
 import torch
 import triton
@@ -139,6 +141,14 @@ def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
     return digits, steps
 
 
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may have; a CPU, where kernels are interpreted, has no bound."""
+    if device.type == "cpu":
+        return sys.maxsize
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
 def _launch(
     x: Tensor,
     linear: Linear,
@@ -153,6 +163,8 @@ def _launch(
     found, places = (x, x) if largest is None else largest
     given, steps = split_digits(x) if linear.in_bytes else (x, x)
     gate_bias = None if gate is None else gate.bias
+    batch = max(SMALLEST_BATCH, triton.next_power_of_2(x.shape[0]))
+    tile = tile.fitting(batch, linear.in_bytes, shared_bytes(x.device))
     own = tile.rows if gate is None else tile.rows // 2
     dot_rows[(triton.cdiv(out_size, own), tile.splits)](
         given,
@@ -177,7 +189,7 @@ def _launch(
         AHEAD=tile.ahead,
         ROWS=tile.rows,
         BLOCK=tile.block,
-        BATCH=max(SMALLEST_BATCH, triton.next_power_of_2(x.shape[0])),
+        BATCH=batch,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **early(x),

@@ -37,6 +37,15 @@ class DotTile(NamedTuple):
     splits: int
     ahead: int = 0
 
+    def fitting(self, batch: int, in_bytes: bool, shared_bytes: int) -> DotTile:
+        """With no more pieces on their way than a program's shared memory holds.
+
+        A piece has `rows` of the weight and `batch` of the inputs, which an int8 weight meets as
+        two digits; tiles are measured with fewer rows of inputs than there may be.
+        """
+        piece = self.block * (self.rows + 2 * batch if in_bytes else 2 * (self.rows + batch))
+        return self._replace(stages=max(1, min(self.stages, shared_bytes // piece)))
+
 
 @cache
 def dot_tile(kind: str, out_size: int, in_size: int, in_bytes: bool = False) -> DotTile:
