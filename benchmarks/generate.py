@@ -201,34 +201,12 @@ def transformers_generator(weights: GPTWeights) -> Generator | None:
     """transformers' GPT-2 of the same sizes, with random weights of its own."""
     if importlib.util.find_spec("transformers") is None:
         return None
-    import transformers
+    from benchmarks.transformers_models import Model
 
-    config = weights.config
-    with DEVICE:
-        model = transformers.GPT2LMHeadModel._from_config(
-            transformers.GPT2Config(
-                vocab_size=config.vocab_size,
-                n_positions=config.max_positions,
-                n_embd=config.hidden_size,
-                n_layer=config.num_layers,
-                n_head=config.num_heads,
-                bos_token_id=0,
-                eos_token_id=None,
-            ),
-            dtype=torch.bfloat16,
-        ).eval()
+    model = Model(Path(), weights.config, DEVICE.type)
 
     def generate(prompt: list[int], output_len: int) -> list[int]:
-        ids = torch.tensor([prompt], device=DEVICE)
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=output_len,
-            min_new_tokens=output_len,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        return out[0, len(prompt) :].tolist()
+        return model.new_tokens([prompt], output_len)[0]
 
     return generate
 

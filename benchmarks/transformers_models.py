@@ -31,6 +31,10 @@ class Model:
 
     def generate(self, prompts: Sequence[Sequence[int]], output_len: int) -> list[int]:
         """How many tokens every row of prompts [B, S] got."""
+        return [len(row) for row in self.new_tokens(prompts, output_len)]
+
+    def new_tokens(self, prompts: Sequence[Sequence[int]], output_len: int) -> list[list[int]]:
+        """What every row of prompts [B, S] got."""
         ids = torch.tensor(prompts, device=self._device)
         out = self._model.generate(
             ids,
@@ -41,7 +45,7 @@ class Model:
             pad_token_id=0,
         )
         before = 1 if self._is_t5 else ids.shape[1]
-        return [len(row) - before for row in out.tolist()]
+        return [row[before:] for row in out.tolist()]
 
 
 def gpt2(config: GPTConfig) -> transformers.GPT2LMHeadModel:
