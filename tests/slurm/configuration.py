@@ -8,6 +8,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+GRACE_SECONDS = 20  # that a job has to end when a more urgent one takes its place
+
 
 @dataclass(frozen=True)
 class Paths:
@@ -73,8 +75,10 @@ def write_configuration(paths: Paths, nodes: int, gpus: int) -> None:
     ]
     paths.slurm_conf.write_text(
         _slurm_conf(paths, controller_port) + "\n".join(node_lines) + "\n"
-        f"PartitionName=batch Nodes=n[1-{nodes}] Default=YES MaxTime=INFINITE State=UP\n"
-        f"PartitionName=single Nodes=n1 MaxTime=1:00:00 State=UP\n",
+        f"PartitionName=batch Nodes=n[1-{nodes}] Default=YES MaxTime=INFINITE "
+        f"GraceTime={GRACE_SECONDS} State=UP\n"
+        f"PartitionName=single Nodes=n1 MaxTime=1:00:00 State=UP\n"
+        f"PartitionName=urgent Nodes=n[1-{nodes}] PriorityTier=2 PreemptMode=OFF State=UP\n",
         encoding="utf-8",
     )
     etc = paths.slurm_conf.parent
@@ -86,6 +90,8 @@ def write_configuration(paths: Paths, nodes: int, gpus: int) -> None:
 
 def _slurm_conf(paths: Paths, controller_port: int) -> str:
     """The part of slurm.conf above the nodes.
+
+    A job of the partition `urgent` takes the place of others, which have GRACE_SECONDS to end.
 
     Every virtual node has a temporary folder of its own (TmpFS): nodes that share one fail in
     srun --mpi=pmix, each wanting to create the same server folder. The processes of a step are
@@ -112,6 +118,8 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
 MailProg=/bin/true
+PreemptType=preempt/partition_prio
+PreemptMode=CANCEL
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU_Memory
 GresTypes=gpu

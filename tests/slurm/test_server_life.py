@@ -120,6 +120,20 @@ def test_a_signal_before_the_time_limit_ends_the_server_in_order(
     assert slurm.job_processes(job_id) == []
 
 
+def test_a_server_that_a_more_urgent_job_displaces_ends_in_order(
+    slurm: TestCluster, submit: Submit
+) -> None:
+    submit(*submit.served)
+    job_id = submit.record("deploy")["job_id"]
+    wait_for(submit.record("deploy")["folder"].parent.parent / "ready.json")
+    urgent = ("--partition=urgent", "--exclusive", "--nodes=2", "--output=/dev/null")
+    other = slurm.run("sbatch", "--parsable", *urgent, "--wrap=sleep 1").stdout.strip()
+    assert slurm.wait(other)["JobState"] == "COMPLETED"
+    assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0"), submit.log("deploy")
+    assert "server stopped in order" in submit.log("deploy")
+    assert slurm.job_processes(job_id) == []
+
+
 def test_requeueing_starts_the_server_again(slurm: TestCluster, submit: Submit) -> None:
     submit(*submit.served, "cluster.requeue=True")
     record = submit.record("deploy")
