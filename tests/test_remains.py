@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -44,7 +48,13 @@ class Server:
         self.process.wait()
 
     def kill_worker(self) -> None:
-        subprocess.run(["kill", "-9", str(self.worker)], check=False, stderr=subprocess.DEVNULL)
+        """Returns once the worker, which is no child of this process, holds nothing any more."""
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(self.worker)
+            os.kill(self.worker, signal.SIGKILL)
+            ended, _, _ = select.select([descriptor], [], [], 60)
+            os.close(descriptor)
+            assert ended, f"process {self.worker} lives on"
 
 
 @pytest.fixture

@@ -183,7 +183,7 @@ def test_an_interrupted_submission_takes_back_what_was_queued(
     program.write_text(
         "#!/bin/sh\n"
         'case "$*" in *deploy_tiny_submission.sh) kill -INT "$PPID"; sleep 1; exit 1 ;; esac\n'
-        f'exec {shutil.which("sbatch")} "$@"\n'
+        f'exec {shutil.which("sbatch")} --hold "$@"\n'  # or the export could end before Ctrl-C
     )
     program.chmod(0o755)
     path = os.pathsep.join([str(program.parent), os.environ["PATH"]])
