@@ -158,7 +158,7 @@ class Stage(ABC):
             what = f"the step {module} of the launcher"
             checks.exists(what, steps / f"{module}.py", "launcher_scripts_path")
         image = config.container
-        if self.launch.cluster.in_container and image and is_file(image):
+        if self.launch.cluster.in_container and image and image.endswith((".sqsh", ".squashfs")):
             checks.exists("the container image", absolute(image), "container")
 
     def job(self, folder: JobFolder, server: Job | None = None) -> Job:

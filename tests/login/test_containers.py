@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from launcher_scripts.cluster.containers import is_file, registry_name
@@ -83,3 +87,41 @@ def test_a_path_of_the_job_is_not_the_script_s(
     for names in ("--container-env=", " LOCAL_RANK PYTHONPATH "):
         for line in script.splitlines():
             assert names not in line or ("PLAIN" in line and " PATH" not in line)
+
+
+ENROOT_PROGRAM = """#!/bin/bash
+cd "${0%/*}"
+case $1 in
+    create) mkdir "$3" ;;
+    remove) rmdir "$3" ;;
+    start) echo "$@" > started ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("restarts", "code"), [("0", 1), ("1", 0)])
+def test_a_job_that_starts_again_replaces_what_was_cut_off(
+    data_dir: Path, tmp_path: Path, restarts: str, code: int
+) -> None:
+    """The container's name is that of the job, which has the same number then."""
+    script = (data_dir.parent / "golden" / "bcm_enroot" / "export.sh").read_text()
+    function = script[script.index("in_container() {") : script.index("export -f in_container")]
+    for name, text in (("enroot", ENROOT_PROGRAM), ("scontrol", "#!/bin/sh\necho n1\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "launcher_7_0_0").mkdir()
+    numbers = {"JOB_ID": "7", "STEP_ID": "0", "PROCID": "0", "LOCALID": "0", "NTASKS": "1"}
+    env = {f"SLURM_{name}": value for name, value in numbers.items()}
+    env |= {"SLURM_STEP_NODELIST": "n1", "SLURM_RESTART_COUNT": restarts}
+    env |= {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": "/x"}
+    env |= {"AWS_SECRET_ACCESS_KEY": "secret", "CUDA_HOME": "/host/cuda"}
+    ran = subprocess.run(
+        ["bash", "-c", f"{function}\nin_container true"], env=env, capture_output=True, text=True
+    )
+    assert ran.returncode == code, ran.stderr
+    assert not (tmp_path / "launcher_7_0_0").exists()
+    if code == 0:
+        started = (tmp_path / "started").read_text()
+        assert "--env AWS_SECRET_ACCESS_KEY " in started
+        assert "CUDA_HOME" not in started
+        assert "secret" not in started
