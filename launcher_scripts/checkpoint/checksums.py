@@ -1,8 +1,7 @@
 """Checksums that a file holds of its own parts, compared before what they cover is used.
 
 torch.save notes the CRC-32 of every storage. Comparing it costs a pass over bytes that are about
-to be read anyway; zlib-ng's vectors make that 0.04 s per GB in a processor's cache, where zlib
-itself takes 0.7 s.
+to be read anyway: 0.03 s per GB with zlib-ng's vectors, where zlib itself takes 0.24 s.
 """
 
 from __future__ import annotations
