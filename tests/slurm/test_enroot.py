@@ -20,7 +20,12 @@ command=$1
 shift
 case $command in
     import) [ "$1" = --output ]; [ ! -e "$2" ]; echo "$3" > "$2" ;;
-    create) [ "$1" = --name ]; [ -s "$3" ] || exit 4; [ ! -e "$ENROOT_CALLS.$2" ]; touch "$ENROOT_CALLS.$2" ;;
+    create)
+        [ "$1" = --name ]
+        [ -s "$3" ] || exit 4
+        [ ! -e "$ENROOT_CALLS.$2" ]
+        touch "$ENROOT_CALLS.$2"
+        ;;
     remove) [ "$1" = --force ]; rm "$ENROOT_CALLS.$2" ;;
     start)
         while [[ $1 = --env || $1 = --mount ]]; do shift 2; done
