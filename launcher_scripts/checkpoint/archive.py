@@ -21,6 +21,7 @@ from typing import IO
 
 import numpy as np
 
+from launcher_scripts.checkpoint.checksums import Checksums
 from launcher_scripts.errors import CheckpointError, Problems, problem
 
 _BLOCK = 512
@@ -31,11 +32,12 @@ _COPY_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Region:
-    """Bytes of a mapped file: where they are, and the mapping that holds them."""
+    """Bytes of a mapped file: where they are, the mapping, and what is known of its content."""
 
     buffer: mmap.mmap
     offset: int
     size: int
+    checksums: Checksums
 
     def part(self, offset: int, size: int) -> Region:
         """A part, its bounds checked."""
@@ -43,7 +45,7 @@ class Region:
             raise CheckpointError(
                 problem("data lies outside of its file", got=(offset, size), choices=[self.size])
             )
-        return Region(self.buffer, self.offset + offset, size)
+        return Region(self.buffer, self.offset + offset, size, self.checksums)
 
     def bytes(self) -> bytes:
         return self.buffer[self.offset : self.offset + self.size]
@@ -67,7 +69,7 @@ class Archive:
             self.container = "folder"
             self._files = dict(_folder_files(self.path))
             self._members: dict[str, Region] = {}
-            self._buffers: list[mmap.mmap] = []
+            self._mappings: list[Checksums] = []
             return
         self._files = {}
         with _opened(self.path) as file:
@@ -83,7 +85,7 @@ class Archive:
             else:
                 self.container = "tar"
                 self._members = _tar_members(self.path, file)
-        self._buffers = [region.buffer for region in list(self._members.values())[:1]]
+        self._mappings = [region.checksums for region in list(self._members.values())[:1]]
 
     def names(self) -> list[str]:
         """Names of all files, sorted."""
@@ -96,25 +98,42 @@ class Archive:
                 raise CheckpointError(problem(f"{self.path} has no such file", got=name))
             with _opened(self._files[name]) as file:
                 self._members[name] = _mapped(file)
-            self._buffers.append(self._members[name].buffer)
+            self._mappings.append(self._members[name].checksums)
         return self._members[name]
 
     def read(self, name: str) -> bytes:
         """The content of one (small) file."""
         return self.region(name).bytes()
 
+    def check(self, values: np.ndarray, what: str) -> None:
+        """Compare the bytes of a view with the checksum that its file holds of them, if any.
+
+        what: the tensor, for the error
+
+        Raises CheckpointError when they were altered after the file was written.
+        """
+        for mapping, first, last in self._places(values):
+            mapping.check(first, last, what)
+
     def forget(self, values: np.ndarray) -> None:
         """Let the system take the pages behind a view back; a later look reads them again."""
+        for mapping, first, last in self._places(values):
+            low = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+            high = last // mmap.PAGESIZE * mmap.PAGESIZE
+            if low < high:
+                mapping.buffer.madvise(mmap.MADV_DONTNEED, low, high - low)
+
+    def _places(self, values: np.ndarray) -> Iterator[tuple[Checksums, int, int]]:
+        """The mapping a view lies in, and its first byte and the one behind its last."""
+        if not values.size:
+            return
         first = values.__array_interface__["data"][0]
         spans = zip(values.shape, values.strides, strict=True)
         last = first + sum((n - 1) * step for n, step in spans) + values.itemsize
-        for buffer in self._buffers:
-            start = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-            if start <= first and last <= start + len(buffer):
-                low = -(-(first - start) // mmap.PAGESIZE) * mmap.PAGESIZE
-                high = (last - start) // mmap.PAGESIZE * mmap.PAGESIZE
-                if low < high:
-                    buffer.madvise(mmap.MADV_DONTNEED, low, high - low)
+        for mapping in self._mappings:
+            start = np.frombuffer(mapping.buffer, np.uint8).__array_interface__["data"][0]
+            if start <= first and last <= start + len(mapping.buffer):
+                yield mapping, first - start, last - start
 
 
 def _opened(path: Path) -> IO[bytes]:
@@ -127,7 +146,7 @@ def _opened(path: Path) -> IO[bytes]:
 def _mapped(file: IO[bytes]) -> Region:
     size = os.fstat(file.fileno()).st_size
     buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else mmap.mmap(-1, 1)
-    return Region(buffer, 0, size)
+    return Region(buffer, 0, size, Checksums(buffer))
 
 
 def _folder_files(folder: Path) -> Iterator[tuple[str, Path]]:

@@ -225,10 +225,9 @@ def _write_all(
     workers = min(processes, len(os.sched_getaffinity(0)), len(tasks))
 
     def run(task: Task) -> None:
-        _write_task(task, writer, stop, progress, own.workspace)
-        for tensor in task.tensors:
-            for piece in tensor.pieces:
-                archive.forget(piece.values)
+        _write_task(task, writer, archive, stop, progress, own.workspace)
+        for values in task.views():
+            archive.forget(values)
 
     def start() -> None:
         own.workspace = Workspace()
@@ -249,6 +248,7 @@ def _write_all(
 def _write_task(
     task: Task,
     writer: FTWriter,
+    archive: Archive,
     stop: threading.Event,
     progress: Progress,
     workspace: Workspace,
@@ -261,6 +261,8 @@ def _write_task(
     progress.add(size * (len(files) - len(missing)))
     if not missing:
         return
+    for values in task.views():
+        archive.check(values, task.name)
     blocks = task.blocks(workspace)
     for file in missing:
         columns = rank_columns(spec, task.config, tp_size, file.tp_rank, blocks)

@@ -115,7 +115,12 @@ def read_parts(path: Path, scratch: Path | None = None) -> PartFile:
             f"{path} has parts for some layers only, and several pipeline stages; their layers "
             "cannot be told apart"
         )
-    return _sorted(path, raw, merged_stages(ranks))
+    shards = merged_stages(ranks)
+    for name, tensors in shards.items():
+        for tensor in tensors:
+            for piece in tensor.pieces:
+                archive.check(piece.values, name)
+    return _sorted(path, raw, shards)
 
 
 def selects_layers(raw: Mapping[str, Any]) -> bool:

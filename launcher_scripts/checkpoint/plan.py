@@ -6,7 +6,7 @@ there, a source tensor no row claims, and a shape that does not fit are all repo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -117,6 +117,12 @@ class Task:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    def views(self) -> Iterator[np.ndarray]:
+        """What the source's files hold of the tensor."""
+        for tensor in self.tensors:
+            for piece in tensor.pieces:
+                yield piece.values
 
     def blocks(self, workspace: Workspace | None = None) -> Blocks:
         """The stored form, still whole, as views of the source where possible.

@@ -3,7 +3,8 @@
 Since torch 1.6 such a file is a zip archive of uncompressed entries: `<root>/data.pkl` describes
 the object, and `<root>/data/<key>` holds the bytes of one storage. Files from before are
 torch_legacy's. Every tensor becomes a read-only view of the file. bfloat16, which numpy lacks, is
-carried as the dtype BFLOAT16.
+carried as the dtype BFLOAT16. What the archive knows of its bytes (CRC-32) is noted beside the
+region, for whoever reads them (see checksums.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 from launcher_scripts.checkpoint import pickles, torch_legacy
 from launcher_scripts.checkpoint.archive import Region
+from launcher_scripts.checkpoint.checksums import Checksum
 from launcher_scripts.checkpoint.dtypes import BFLOAT16
 from launcher_scripts.errors import CheckpointError, problem
 
@@ -80,19 +82,26 @@ class _TorchFile:
         if len(roots) != 1:
             raise CheckpointError(f"{origin} is no file of torch.save")
         self._root = roots[0]
+        # torch can leave checksums out (set_crc32_options), and then writes zeros everywhere.
+        self._checked = any(entry.CRC for entry in self._entries.values())
 
     def load(self, names: pickles.Globals) -> Any:
         if f"{self._root}byteorder" in self._entries:
-            order = self._entry("byteorder").bytes()
+            order = self._content("byteorder")
             if order != b"little":
                 raise CheckpointError(
                     problem(f"{self._origin}: unknown byte order", got=order, choices=["little"])
                 )
-        data = self._entry("data.pkl").bytes()
-        return pickles.load(data, self._origin, names, self._storage)
+        return pickles.load(self._content("data.pkl"), self._origin, names, self._storage)
+
+    def _content(self, name: str) -> bytes:
+        """The bytes of one small entry, compared with their checksum."""
+        region = self._entry(name)
+        region.checksums.check(region.offset, region.offset + region.size, name)
+        return region.bytes()
 
     def _entry(self, name: str) -> Region:
-        """The bytes of one entry, in place."""
+        """The bytes of one entry, in place; what is known of them is noted."""
         entry = self._entries.get(self._root + name)
         if entry is None:
             raise CheckpointError(f"{self._origin} is damaged: it lacks {name}")
@@ -103,7 +112,11 @@ class _TorchFile:
         if magic != b"PK\x03\x04":
             raise CheckpointError(f"{self._origin} is damaged at {name}")
         start = entry.header_offset + _LOCAL_HEADER.size + name_size + extra_size
-        return self._region.part(start, entry.file_size)
+        found = self._region.part(start, entry.file_size)
+        if self._checked:
+            noted = Checksum(found.offset, found.size, entry.CRC, self._origin)
+            found.checksums.add(noted)
+        return found
 
     def _storage(self, pid: Any) -> np.ndarray:
         """The flat array a persistent id ("storage", type, key, location, numel) stands for."""
