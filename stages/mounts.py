@@ -8,6 +8,14 @@ from pathlib import Path
 
 from launcher_scripts.errors import ConfigError, problem
 
+# Those of fstab(5) and mount(8) that mean something for a folder of the host.
+FLAGS = (
+    *("ro", "rw", "exec", "noexec", "dev", "nodev", "suid", "nosuid", "nofail", "silent"),
+    *("bind", "rbind", "atime", "noatime", "diratime", "nodiratime", "relatime", "norelatime"),
+    *("sync", "async", "private", "rprivate", "shared", "rshared", "slave", "rslave"),
+    *("unbindable", "runbindable", "x-create=auto", "x-create=dir", "x-create=file"),
+)
+
 
 @dataclass(frozen=True)
 class Mount:
@@ -27,6 +35,16 @@ class Mount:
                         change="container_mounts, or the key that holds the path",
                     )
                 )
+        unknown = [flag for flag in self.flags.split("+") if flag not in FLAGS]
+        if self.flags and unknown:
+            raise ConfigError(
+                problem(
+                    "flags of a mount are joined with +",
+                    got=self.flags,
+                    choices=FLAGS,
+                    change="container_mounts",
+                )
+            )
 
     @classmethod
     def parse(cls, text: str) -> Mount:
@@ -62,7 +80,7 @@ def mounts_for(
     """The given mounts, and what is needed beside them to see every path under its own name.
 
     A path below one of `folders` is seen through that folder; for any other, its parent folder is
-    mounted.
+    mounted. A mount comes before those inside of it, which it would hide.
     """
     mounts = list(given)
     common = list(folders)
@@ -71,4 +89,4 @@ def mounts_for(
             continue
         folder = next((folder for folder in common if path.is_relative_to(folder)), path.parent)
         mounts.append(Mount(folder, folder))
-    return tuple(mounts)
+    return tuple(sorted(mounts, key=lambda mount: len(mount.target.parts)))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from launcher_scripts.cluster.cluster import Cluster
+from launcher_scripts.cluster.containers import is_file, registry_name
 from launcher_scripts.cluster.job import (
     Container,
     Job,
@@ -217,8 +218,7 @@ class Stage(ABC):
         if not self.in_container or config.container is None:
             return None
         image = config.container
-        if image.startswith((".", "~")) or image.endswith((".sqsh", ".squashfs")):
-            image = absolute(image)
+        image = absolute(image) if is_file(image) else registry_name(image)
         folders = [
             config.checkout,
             *map(Path, (absolute(config.base_results_dir), absolute(config.data_dir))),

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher_scripts.cluster.job import Job
-from launcher_scripts.errors import ConfigError, Problems, problem
+from launcher_scripts.cluster.containers import is_file, registry_name
+from launcher_scripts.errors import ConfigError, problem
 
 _MOUNT_FLAGS = "none:x-create=auto,rbind"
 
@@ -30,7 +30,7 @@ class EnrootImage:
     @classmethod
     def find(cls, image: str, cache: str | None) -> EnrootImage:
         """An absolute path is a file, anything else pyxis' name of an image in a registry."""
-        if image.startswith("/"):
+        if is_file(image):
             return cls(Path(image))
         if cache is None or not Path(cache).is_absolute():
             raise ConfigError(
@@ -40,9 +40,10 @@ class EnrootImage:
                     change="cluster.image_cache, or container (the path of a .sqsh file)",
                 )
             )
-        uri = image if "://" in image else f"docker://{image}"
-        name = re.sub(r"[^A-Za-z0-9._-]", "+", uri.removeprefix("docker://"))
-        return cls(Path(cache) / f"{name}.sqsh", uri)
+        name = registry_name(image)
+        uri = name if "://" in name else f"docker://{name}"
+        stem = re.sub(r"[^A-Za-z0-9._-]", "+", uri.removeprefix("docker://"))
+        return cls(Path(cache) / f"{stem}.sqsh", uri)
 
 
 def enroot_mount(mount: str) -> str:
@@ -51,15 +52,3 @@ def enroot_mount(mount: str) -> str:
     return ":".join(
         [source, target, ",".join([_MOUNT_FLAGS, *"+".join(flags).split("+")]).rstrip(",")]
     )
-
-
-def check_enroot(job: Job) -> None:
-    """Refuse what enroot cannot be told: its mounts and variables are fields of lines."""
-    problems = Problems(f"the {job.stage} job's container")
-    for mount in job.container.mounts if job.container else ():
-        if re.search(r"\s", mount):
-            problems.add("enroot takes no mount with a space", got=mount, change="container_mounts")
-    for name, value in job.env.items():
-        if "\n" in value:
-            problems.add(f"enroot takes no line break in {name}", got=value, change="env_vars")
-    problems.raise_if_any(ConfigError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from launcher_scripts.cluster.record import RECORD, JobRecord, write_text
 from launcher_scripts.errors import ClusterError, ConfigError, Problems, problem
 from launcher_scripts.settings import settings_text
 
+_LONGEST_NAME = 200  # names of files end in the job's id and more, and have 255 bytes
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -78,11 +80,11 @@ class JobFolder:
 
     def __post_init__(self) -> None:
         bad = not self.name.isprintable() or "/" in self.name or self.name.startswith((".", "-"))
-        if bad or not self.name:
+        if bad or not 0 < len(os.fsencode(self.name)) <= _LONGEST_NAME:
             raise ConfigError(
                 problem(
-                    "a job's name becomes part of file names: printable, without a slash, and not "
-                    "starting with a dot or dash",
+                    "a job's name becomes part of file names: printable, without a slash, not "
+                    f"starting with a dot or dash, and at most {_LONGEST_NAME} bytes",
                     got=self.name,
                     change="the stage's run.name",
                 )

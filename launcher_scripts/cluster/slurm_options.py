@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher_scripts.cluster.job import Job
 from launcher_scripts.cluster.options import ClusterOptions
-from launcher_scripts.errors import Problems
+from launcher_scripts.errors import ConfigError, Problems, problem
 
 _OWN_KEYS = (
     *("type", "job_name_prefix", "mpi", "srun_args", "python", "requeue"),
@@ -130,4 +130,12 @@ class SlurmOptions(ClusterOptions):
 
 def file_pattern(stem: str, *, array: bool = False) -> str:
     """Slurm's file name pattern of `<stem>_<job id>.out`; ids of an array's tasks are `1_0`."""
+    if "\\" in stem:
+        raise ConfigError(
+            problem(
+                "Slurm puts no job id into the name of a log whose path has a backslash",
+                got=stem,
+                change="run.results_dir, base_results_dir or run.name of the stage",
+            )
+        )
     return stem.replace("%", "%%") + ("_%A_%a.out" if array else "_%j.out")

@@ -6,9 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from launcher_scripts.cluster.enroot import EnrootImage, check_enroot, enroot_mount
+from launcher_scripts.cluster.containers import check_mounts
+from launcher_scripts.cluster.enroot import EnrootImage, enroot_mount
 from launcher_scripts.cluster.job import Job
 from launcher_scripts.cluster.slurm_options import SlurmOptions, file_pattern
+from launcher_scripts.cluster.variables import Variables
 from launcher_scripts.render import render
 
 # How often a client's job asks for the state of its server's job.
@@ -18,15 +20,18 @@ _CHECK_SECONDS = 5
 def slurm_script(job: Job, options: SlurmOptions, sbatch: Mapping[str, Any]) -> str:
     """The text that sbatch is given; `sbatch` are the options in its head, by their long names."""
     env = {**(job.client.env if job.client is not None else {}), **job.env}
+    exported = Variables.of(env).exported
+    check_mounts(job, options.container_runtime)
     return render(
         "slurm.sh.j2",
         job=job,
-        env=env,
+        env=exported,
+        variables_of=Variables.of,
         sbatch=dict(sorted(sbatch.items())),
         options=options,
         remove_containers=_removes_containers(options),
         server_log=file_pattern(job.folder.server_log_stem),
-        enroot=_enroot(job, options, env),
+        enroot=_enroot(job, options, exported),
         beside=_beside(job, options),
     )
 
@@ -41,7 +46,6 @@ def _enroot(job: Job, options: SlurmOptions, env: Mapping[str, str]) -> str:
     container = job.container
     if container is None or options.container_runtime != "enroot":
         return ""
-    check_enroot(job)
     mounts = container.mounts
     if job.client is not None and job.client.container is not None:
         mounts = tuple(dict.fromkeys([*mounts, *job.client.container.mounts]))

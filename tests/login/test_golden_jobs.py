@@ -81,7 +81,11 @@ def test_the_job_of_both_has_both_settings_files(hydra_config: Compose) -> None:
     ("overrides", "says"),
     [
         ((ENROOT, IMAGE, "container_mounts=['/a b']"), "no mount with a space"),
-        ((ENROOT, IMAGE, "+env_vars.X='a\nb'"), "no line break in X"),
+        ((ENROOT, IMAGE, "container_mounts=['/a\\b']"), "or a backslash"),
+        ((IMAGE, "container_mounts=['/a$(touch x)']"), "pyxis has a shell read mounts"),
+        ((IMAGE, "base_results_dir='/a`x`'"), "pyxis has a shell read mounts"),
+        (("base_results_dir='/a\\b'",), "no job id into the name of a log .* backslash"),
+        ((f"deploy.run.name={'x' * 201}",), "at most 200 bytes"),
         ((ENROOT, REGISTRY, "cluster.image_cache=null"), r"cluster\.image_cache"),
         (("cluster.container_runtime=docker",), "pyxis, enroot, none"),
         (("cluster.container_scope=node",), "job, global"),

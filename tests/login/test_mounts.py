@@ -18,7 +18,9 @@ def test_notations(text: str, shown: str) -> None:
     assert str(Mount.parse(text)) == shown
 
 
-@pytest.mark.parametrize("text", ["", "a", "/a:b", "/a::ro", "/a:/b:ro:x", "/a,b", "/a\nb"])
+@pytest.mark.parametrize(
+    "text", ["", "a", "/a:b", "/a::ro", "/a:/b:ro:x", "/a,b", "/a\nb", "/a:/b:z"]
+)
 def test_what_pyxis_cannot_take(text: str) -> None:
     with pytest.raises(ConfigError, match="container_mounts"):
         Mount.parse(text)
@@ -40,3 +42,18 @@ def test_a_job_sees_all_of_its_paths_and_no_more() -> None:
         "/results:/results",
         "/elsewhere/b:/elsewhere/b",
     ]
+
+
+def test_a_mount_inside_of_another_is_not_hidden_by_it() -> None:
+    given = [Mount.parse("/fast/c:/results/c:ro"), Mount.parse("/models:/models")]
+    mounts = mounts_for([Path("/results/jobs/001")], [Path("/results")], given)
+    assert [str(mount) for mount in mounts] == [
+        "/models:/models",
+        "/results:/results",
+        "/fast/c:/results/c:ro",
+    ]
+
+
+def test_flags_are_told_apart_with_a_plus() -> None:
+    with pytest.raises(ConfigError, match=r"joined with \+; got 'ro,noexec'"):
+        Mount.parse("/a:/b:ro,noexec")

@@ -245,7 +245,6 @@ def test_ports_in_use_are_all_named_before_anything_starts(tmp_path: Path) -> No
         socket.create_server(("127.0.0.1", 0)) as two,
     ):
         ports = one.getsockname()[1], two.getsockname()[1]
-        started = time.monotonic()
         more = {"http_port": ports[0], "metrics_port": ports[1]}
         with running(tmp_path / "job", make_repository(tmp_path), **more) as step:
             assert_clean_failure(
@@ -254,7 +253,6 @@ def test_ports_in_use_are_all_named_before_anything_starts(tmp_path: Path) -> No
                 f"got {ports[1]}; change deploy.server.metrics_port",
             )
             assert "tritonserver" not in step.out
-        assert time.monotonic() - started < 5
 
 
 def test_a_missing_repository(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_cancelled_requests_make_room_at_once(served: dict[str, Any], model: str
     started = time.monotonic()
     with Stream(served) as stream:
         assert stream.ask(model, **ids_request([PROMPT], 2))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
 
 
 def cache_tokens_used(served: dict[str, Any], model: str) -> float:

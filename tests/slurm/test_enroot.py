@@ -20,7 +20,12 @@ command=$1
 shift
 case $command in
     import) [ "$1" = --output ]; [ ! -e "$2" ]; echo "$3" > "$2" ;;
-    create) [ "$1" = --name ]; [ -s "$3" ] || exit 4; touch "$ENROOT_CALLS.$2" ;;
+    create)
+        [ "$1" = --name ]
+        [ -s "$3" ] || exit 4
+        [ ! -e "$ENROOT_CALLS.$2" ]
+        touch "$ENROOT_CALLS.$2"
+        ;;
     remove) [ "$1" = --force ]; rm "$ENROOT_CALLS.$2" ;;
     start)
         while [[ $1 = --env || $1 = --mount ]]; do shift 2; done
@@ -75,7 +80,8 @@ def test_a_job_fetches_its_image_once_and_removes_its_containers(
     starts = [call for call in calls if call.split()[1] == "start"]
     assert {call.split()[0] for call in starts} == {"n1", "n2"}
     server = next(call for call in starts if "start_server" in call)
-    for expected in ("--env PMIX_RANK", "--env SLURM_PROCID", "none:x-create=dir,rbind"):
+    gpus = "--env CUDA_VISIBLE_DEVICES"
+    for expected in ("--env PMIX_RANK", "--env SLURM_PROCID", gpus, "none:x-create=dir,rbind"):
         assert expected in server
     (server_log,) = chosen.record("deploy")["folder"].glob("server-*.out")
     assert "server stopped in order" in server_log.read_text()

@@ -290,10 +290,12 @@ def test_the_documented_command_line(
 
 
 NASTY = """a 'b' "c" $(touch made) `touch made` % %j ; & | {x} ~ #é !"""
+MOUNTED = "a 'b' % %j ; & | {x} ~ #é !"  # without what pyxis' shell would read
 DUMP = """
 import os
 from pathlib import Path
-Path("variable").write_text(os.environ["NASTY"])
+names = ("NASTY", "QUOTED", "LINES", "LD_LIBRARY_PATH")
+Path("variables").write_text(repr([os.environ[name] for name in names]))
 """
 
 
@@ -302,15 +304,18 @@ def test_nasty_names_arrive_as_they_are(
 ) -> None:
     (launcher / "steps" / "convert_checkpoint.py").write_text(DUMP)
     before = len(slurm.pyxis_record())
-    folder = tmp_path / NASTY
+    untold = {"QUOTED": '"a"', "LINES": "a\nb", "LD_LIBRARY_PATH": "/of/the/job"}
+    Path(f"{tmp_path / NASTY}.sqsh.env").write_text("LD_LIBRARY_PATH=/of/the/image\n")
+    folder = tmp_path / MOUNTED
     folder.mkdir()
-    nasty_image = image.rename(folder / "image.sqsh")
+    nasty_image = image.rename(tmp_path / f"{NASTY}.sqsh")
     submit(
         "stages=[export]",
         f"container={in_hydra(nasty_image)}",
         f"export.run.results_dir={in_hydra(folder / 'results')}",
         f"export.run.name={in_hydra(NASTY)}",
         f"+env_vars.NASTY={in_hydra(NASTY)}",
+        *(f"+env_vars.{name}={in_hydra(value)}" for name, value in untold.items()),
         f"cluster.comment={in_hydra(NASTY)}",
     )
     (record_file,) = (folder / "results").glob("jobs/001/job.json")
@@ -319,7 +324,8 @@ def test_nasty_names_arrive_as_they_are(
     log = record_file.parent / record["log"]
     assert log.name == f"log-{NASTY}_{record['job_id']}.out"
     assert state == "COMPLETED", log.read_text()
-    assert (record_file.parent / "variable").read_text() == NASTY
+    written = (record_file.parent / "variables").read_text()
+    assert written == repr([NASTY, *untold.values()])
     tasks = [entry for entry in slurm.pyxis_record()[before:] if entry["phase"] == "task"]
     assert {entry["image"] for entry in tasks} == {str(nasty_image)}
     assert {entry["workdir"] for entry in tasks} == {str(record_file.parent)}

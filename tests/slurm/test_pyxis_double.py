@@ -54,9 +54,17 @@ def test_awkward_values_arrive_as_they_are(slurm: TestCluster, tmp_path: Path) -
     folder = tmp_path / 'a "b" $(touch x) \\ c\td'
     folder.mkdir()
     image = folder / "image.sqsh"
-    image.touch()
-    ran = slurm.run("srun", f"--container-image={image}", f"--container-workdir={folder}", "pwd")
-    assert ran.stdout.rstrip("\n") == str(folder), ran.stderr
+    image.write_bytes(b"hsqs")
+    workdir = tmp_path / "a 'b' ; # %j"
+    workdir.mkdir()
+    ran = slurm.run(
+        "srun",
+        f"--container-image={image}",
+        f"--container-mounts={workdir}",
+        f"--container-workdir={workdir}",
+        "pwd",
+    )
+    assert ran.stdout.rstrip("\n") == str(workdir), ran.stderr
     assert slurm.pyxis_record()[-1]["image"] == str(image)
 
 
@@ -72,8 +80,20 @@ def test_awkward_values_arrive_as_they_are(slurm: TestCluster, tmp_path: Path) -
             "failed to mount: {folder}/absent",
         ),
         (
-            ["--container-image={image}", "--container-workdir={folder}/absent"],
-            "couldn't chdir to {folder}/absent",
+            [
+                "--container-image={image}",
+                "--container-mounts={folder}",
+                "--container-workdir={folder}/absent",
+            ],
+            "couldn't chdir to {folder}/absent: No such file",
+        ),
+        (
+            ["--container-image={image}", "--container-workdir={folder}"],
+            "couldn't chdir to {folder}: no mount holds it",
+        ),
+        (
+            ["--container-image={image}", "--container-mounts=/tmp:/$(touch x)"],
+            "a shell would not leave mounts as they are",
         ),
     ],
 )
@@ -95,6 +115,10 @@ def test_a_step_fails_on_what_is_missing(
         ["--container-image=/a", "--container-image=/b"],
         ["--container-mounts=:/x"],
         ["--container-mounts=data:/data"],
+        ["--container-mounts=/data:/data:ro,noexec"],
+        ["--container-mounts=/data:/data:z"],
+        ["--container-env=A,,B"],
+        ["--container-env=A B"],
         ["--container-name=a:sometimes"],
         ["--container-writable", "--container-readonly"],
     ],
@@ -108,15 +132,30 @@ def test_contradictions_never_leave_the_client(slurm: TestCluster, options: list
 def test_the_image_s_variables_win_except_for_the_named_ones(
     slurm: TestCluster, image: Path
 ) -> None:
-    Path(f"{image}.env").write_text("MINE=image\nYOURS=image\n")
-    environment = {**slurm.environment, "MINE": "job", "YOURS": "job", "OTHER": "job"}
+    Path(f"{image}.env").write_text("MINE=image\nYOURS=image\nLD_PRELOAD=\n")
+    given = {"MINE": "'job'\nX=1", "YOURS": "job", "OTHER": "job", "LD_LIBRARY_PATH": "/job"}
+    environment = {**slurm.environment, **given}
     ran = slurm.run(
         "srun",
         f"--container-image={image}",
-        "--container-env=MINE",
+        "--container-env=MINE,LD_LIBRARY_PATH",
         "bash",
         "-c",
-        'echo "$MINE $YOURS $OTHER"',
+        'echo "$MINE $YOURS $OTHER $LD_LIBRARY_PATH"',
         env=environment,
     )
     assert ran.stdout.strip() == "job image job", ran.stderr
+
+
+def test_a_second_step_joins_the_named_container_of_its_job_and_node(
+    slurm: TestCluster, image: Path
+) -> None:
+    steps = (
+        f"srun -N1 --nodelist=n2 --container-image={image} --container-name=multi true || exit 3\n"
+        "srun -N1 --nodelist=n2 --overlap --container-name=multi hostname > /dev/null || exit 4\n"
+        "srun -N1 --nodelist=n1 --container-name=multi true && exit 5\n"
+        "exit 0\n"
+    )
+    ran = slurm.run("salloc", "--nodes=2", "bash", "-c", steps)
+    assert ran.returncode == 0, ran.stderr
+    assert "multi does not exist" in ran.stderr

@@ -67,7 +67,7 @@ def test_lambada_is_the_same_with_a_pipeline_over_two_nodes(
     assert two == pytest.approx(one, rel=1e-6)
 
 
-UNREADY_SECONDS = 5.5
+UNREADY_SECONDS = 15.0  # 5 where the processors are not shared with other tests
 
 
 def test_a_lost_rank_is_replaced_when_restarts_are_allowed(serve: Any) -> None:

@@ -26,6 +26,10 @@ in_container() {
     local folder variable code=0
     trap 'enroot remove --force "$container" || true' EXIT
     trap : HUP INT TERM
+    if [ "${SLURM_RESTART_COUNT:-0}" != 0 ]; then
+        # The job was started before, and may have been cut off on this node.
+        enroot remove --force "$container" 2> /dev/null || true
+    fi
     enroot create --name "$container" /images/inference.sqsh
 
     # Rank and rendezvous of the task, as the hooks of enroot for PMI and PyTorch would give them.
@@ -34,9 +38,13 @@ in_container() {
     WORLD_SIZE=${WORLD_SIZE:-$SLURM_NTASKS} RANK=${RANK:-$SLURM_PROCID}
     LOCAL_RANK=${LOCAL_RANK:-$SLURM_LOCALID}
     export MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK
+    # What Slurm says of the task and its GPUs, and what the job was submitted with for the
+    # network and for clouds; anything else is the image's.
+    local passed='^(SLURM|PMIX|PMI|NCCL|UCX|GLOO|HF|AWS|AZURE|GOOGLE)_'
+    passed+='|^(SLURMD_NODENAME|CUDA_VISIBLE_DEVICES)$'
     local options=()
     for variable in MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK PYTHONPATH PYTHONUNBUFFERED TRANSFORMERS_OFFLINE \
-        $(compgen -e | grep -E '^(SLURM|PMIX|PMI)_|^SLURMD_NODENAME$'); do
+        $(compgen -e | grep -E "$passed"); do
         options+=(--env "$variable")
     done
     for folder in "${PMIX_SERVER_TMPDIR:-}" \

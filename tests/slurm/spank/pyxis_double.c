@@ -10,8 +10,15 @@
  * lets a step fail as pyxis does: status 1 and "pyxis: ..." on the step's stderr when the image,
  * a mount source or the working directory is missing. The task itself runs on the host.
  *
+ * It is stricter than pyxis where pyxis would do something unforeseen: an image's path must be
+ * absolute, a working directory be below a mount, and a mount be left as it is by the shell that
+ * reads it.
+ *
+ * A name without an image is a container that another step of the job has made on the same node.
+ *
  * An image may have a file <image>.env beside it, with lines NAME=value: the image's environment,
- * which wins over the job's except for the names in --container-env, as it does in pyxis.
+ * which wins over the job's except for the names in --container-env. Those travel as a line of a
+ * file: without a line break, without quotes around the value, and never the node's own paths.
  */
 #include <ctype.h>
 #include <errno.h>
@@ -45,6 +52,21 @@ static const char *const setting_names[SETTINGS] = {
 
 static char *values[SETTINGS];
 static char *record_path;
+
+static const char *const mount_flags[] = {
+    "ro", "rw", "exec", "noexec", "dev", "nodev", "suid", "nosuid", "nofail", "silent",
+    "bind", "rbind", "atime", "noatime", "diratime", "nodiratime", "relatime", "norelatime",
+    "sync", "async", "private", "rprivate", "shared", "rshared", "slave", "rslave",
+    "unbindable", "runbindable", "x-create=auto", "x-create=dir", "x-create=file", NULL,
+};
+
+static int is_one_of(const char *word, const char *const *words)
+{
+    for (; *words != NULL; words++)
+        if (strcmp(word, *words) == 0)
+            return 1;
+    return 0;
+}
 
 /* Slurm may deliver the same option twice; only a different second value is a mistake. */
 static int take(int val, const char *argument, int remote)
@@ -89,9 +111,39 @@ static int take_mounts(int val, const char *argument, int remote)
                         source, target);
             result = -1;
         }
+        while (result == 0 && fields != NULL) {
+            const char *flag = strsep(&fields, "+");
+
+            if (!is_one_of(flag, mount_flags)) {
+                slurm_error("pyxis: --container-mounts: unknown flag: %s", flag);
+                result = -1;
+            }
+        }
     }
     free(copy);
     return result;
+}
+
+/* --container-env is NAME[,NAME...]; a shell has to be able to expand them. */
+static int take_env(int val, const char *argument, int remote)
+{
+    const char *at = argument;
+
+    if (take(val, argument, remote) != 0)
+        return -1;
+    for (;; at++) {
+        size_t length = strspn(at, "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_"
+                                   "0123456789");
+
+        if (length == 0 || isdigit((unsigned char)*at) ||
+            (at[length] != ',' && at[length] != '\0')) {
+            slurm_error("pyxis: --container-env: invalid format: %s", argument);
+            return -1;
+        }
+        at += length;
+        if (*at == '\0')
+            return 0;
+    }
 }
 
 /* --container-name is NAME[:auto|create|exec|no_exec]. */
@@ -116,7 +168,7 @@ static struct spank_option options[] = {
     {"container-workdir", "PATH", "[pyxis double] working directory", 1, WORKDIR, take},
     {"container-name", "NAME", "[pyxis double] container name", 1, NAME, take_name},
     {"container-save", "PATH", "[pyxis double] save the container", 1, SAVE, take},
-    {"container-env", "NAME[,...]", "[pyxis double] names the image may not set", 1, ENV, take},
+    {"container-env", "NAME[,...]", "[pyxis double] names the image may not set", 1, ENV, take_env},
     {"container-mount-home", NULL, "[pyxis double] mount home", 0, MOUNT_HOME, take},
     {"no-container-mount-home", NULL, "[pyxis double] no home", 0, MOUNT_HOME + OFF, take},
     {"container-remap-root", NULL, "[pyxis double] be root", 0, REMAP_ROOT, take},
@@ -237,6 +289,34 @@ static int kept(const char *name)
     return 0;
 }
 
+/* Lets the named variables travel as a line of enroot's file, and not the node's own paths. */
+static void apply_named_variables(spank_t spank)
+{
+    static const char *const of_the_node[] = {"PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", NULL};
+    char *copy = strdup(values[ENV] != NULL ? values[ENV] : ""), *rest = copy, *name;
+    char value[4096];
+
+    while ((name = strsep(&rest, ",")) != NULL && *name != '\0') {
+        size_t length;
+
+        if (is_one_of(name, of_the_node)) {
+            spank_unsetenv(spank, name);
+            continue;
+        }
+        if (spank_getenv(spank, name, value, sizeof(value)) != ESPANK_SUCCESS)
+            continue;
+        value[strcspn(value, "\n")] = '\0';
+        length = strlen(value);
+        if (length > 1 && strchr("\"'", value[0]) != NULL && strchr("\"'", value[length - 1]) != NULL) {
+            value[length - 1] = '\0';
+            spank_setenv(spank, name, value + 1, 1);
+        } else {
+            spank_setenv(spank, name, value, 1);
+        }
+    }
+    free(copy);
+}
+
 static void apply_image_environment(spank_t spank, const char *image)
 {
     char path[PATH_MAX], line[4096];
@@ -258,20 +338,53 @@ static void apply_image_environment(spank_t spank, const char *image)
     fclose(file);
 }
 
+/* The file that stands for a named container of a job on a node. */
+static void container_path(spank_t spank, char *path, size_t size, uint32_t job)
+{
+    int length = (int)strcspn(values[NAME], ":");
+    char node[256] = "";
+
+    spank_getenv(spank, "SLURMD_NODENAME", node, sizeof(node));
+    snprintf(path, size, "%s.%u_%s_%.*s", record_path, job, node, length, values[NAME]);
+}
+
+/* Whether the named container is there; with an image it is made. */
+static int find_container(spank_t spank, uint32_t job)
+{
+    char path[PATH_MAX];
+    int file;
+
+    if (values[NAME] == NULL || record_path == NULL)
+        return 0;
+    container_path(spank, path, sizeof(path), job);
+    if (values[IMAGE] == NULL)
+        return access(path, F_OK) == 0;
+    file = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+    if (file >= 0)
+        close(file);
+    return 0;
+}
+
 static int check_image(void)
 {
     struct stat status;
+    char magic[4];
     const char *image = values[IMAGE];
+    int file, valid;
 
     if (image == NULL)
         return fail("a container name without an image: %s does not exist", values[NAME]);
     if (strspn(image, "./") == 0)
         return fail("failed to import docker image: docker://%s", image);
+    if (*image != '/')
+        return fail("an image's path must be absolute: %s", image);
     if (stat(image, &status) != 0)
         return fail("No such file or directory: %s", image);
-    if (!S_ISREG(status.st_mode))
-        return fail("Invalid image format: %s", image);
-    return 0;
+    if ((file = open(image, O_RDONLY | O_CLOEXEC)) < 0)
+        return fail("cannot open %s: %s", image, strerror(errno));
+    valid = read(file, magic, sizeof(magic)) == sizeof(magic) && memcmp(magic, "hsqs", 4) == 0;
+    close(file);
+    return valid ? 0 : fail("Invalid image format: %s", image);
 }
 
 static int check_mounts(void)
@@ -281,6 +394,8 @@ static int check_mounts(void)
 
     if (values[MOUNTS] == NULL)
         return 0;
+    if (strpbrk(values[MOUNTS], "\"$`\\") != NULL)
+        return fail("a shell would not leave mounts as they are: %s", values[MOUNTS]);
     rest = copy = strdup(values[MOUNTS]);
     while (result == 0 && (entry = strsep(&rest, ",")) != NULL) {
         char *source = strsep(&entry, ":");
@@ -290,6 +405,24 @@ static int check_mounts(void)
     }
     free(copy);
     return result;
+}
+
+/* Whether a folder is the root or below the target of a mount: others are the image's. */
+static int is_mounted(const char *folder)
+{
+    char *copy = strdup(values[MOUNTS] != NULL ? values[MOUNTS] : ""), *rest = copy, *entry;
+    int found = strcmp(folder, "/") == 0;
+
+    while (!found && (entry = strsep(&rest, ",")) != NULL) {
+        char *source = strsep(&entry, ":");
+        char *target = entry != NULL ? strsep(&entry, ":") : source;
+        size_t length = strlen(target);
+
+        found = length > 0 && strncmp(folder, target, length) == 0 &&
+                (folder[length] == '/' || folder[length] == '\0' || target[length - 1] == '/');
+    }
+    free(copy);
+    return found;
 }
 
 int slurm_spank_task_init(spank_t spank, int argc, char **argv)
@@ -307,10 +440,18 @@ int slurm_spank_task_init(spank_t spank, int argc, char **argv)
     snprintf(numbers, sizeof(numbers), ", \"job\": %u, \"step\": %u, \"node\": %u, \"rank\": %u",
              job, step, node, rank);
     record("task", numbers);
+    if (find_container(spank, job)) {
+        if (values[WORKDIR] != NULL && chdir(values[WORKDIR]) != 0)
+            return fail("couldn't chdir to %s: %s", values[WORKDIR], strerror(errno));
+        return 0;
+    }
     if (check_image() != 0 || check_mounts() != 0)
         return -1;
+    if (values[WORKDIR] != NULL && !is_mounted(values[WORKDIR]))
+        return fail("couldn't chdir to %s: no mount holds it", values[WORKDIR]);
     if (values[WORKDIR] != NULL && chdir(values[WORKDIR]) != 0)
         return fail("couldn't chdir to %s: %s", values[WORKDIR], strerror(errno));
+    apply_named_variables(spank);
     apply_image_environment(spank, values[IMAGE]);
     return 0;
 }
