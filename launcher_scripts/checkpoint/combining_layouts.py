@@ -16,7 +16,7 @@ from launcher_scripts.checkpoint.reshard import Blocks
 
 Apply = Callable[[Sequence[np.ndarray], Any], "Blocks | np.ndarray"]
 
-# BART, OPT and XGLM count positions from here: the rows before are for padding.
+# BART and OPT count positions from here: the rows before are for padding.
 PADDING_ROWS = 2
 
 
@@ -109,19 +109,3 @@ def projected_out(tensors: Sequence[np.ndarray], _config: Any) -> np.ndarray:
     """An output table [V, width] behind a projection [width, hidden], in float32."""
     table, projection = (widened(tensor).astype(np.float32) for tensor in tensors)
     return table @ projection
-
-
-def sinusoidal_positions(_tensors: Sequence[np.ndarray], config: Any) -> np.ndarray:
-    """XGLM's positions [max_positions, hidden]: sines, then cosines, of float32 angles.
-
-    Frequencies fall from 1 to 1/10000 over the halves of the hidden axis.
-    """
-    half = config.hidden_size // 2
-    step = np.float32(-math.log(10000) / (half - 1))
-    frequency = np.exp((np.arange(half, dtype=np.float32) * step).astype(np.float64))
-    position = np.arange(PADDING_ROWS, PADDING_ROWS + config.max_positions, dtype=np.float32)
-    angle = (position[:, None] * frequency.astype(np.float32)).astype(np.float64)
-    table = np.zeros((config.max_positions, config.hidden_size), np.float32)
-    table[:, :half] = np.sin(angle)
-    table[:, half : 2 * half] = np.cos(angle)
-    return table

@@ -76,8 +76,8 @@ class FTCheckpoint:
     def open(cls, folder: Path, *, verify: bool = True) -> FTCheckpoint:
         """Open `folder`, refusing one with a missing, short, long or altered file by name.
 
-        verify: compare every file's digest with the manifest; sizes are always checked, and are
-        all that can be checked where the original converter left no manifest.
+        verify: compare digests with the manifest, but config.ini's, which may be edited; sizes are
+        always checked, and are all that can be where the original converter left no manifest.
         Raises CheckpointError with all problems found.
         """
         folder = Path(folder)
@@ -120,7 +120,8 @@ class FTCheckpoint:
         entries: Mapping[str, FileEntry] = {}
         if self.manifest is not None:
             entries = self.manifest.entries
-            check_files(self.folder, entries, problems, digests=verify)
+            kept = {name: entries[name] for name in entries if name != config_ini.FILE_NAME}
+            check_files(self.folder, kept, problems, digests=verify)
         for name, size in sizes.items():
             if name not in entries:
                 if self.manifest is not None:

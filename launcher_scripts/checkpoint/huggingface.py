@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -47,34 +47,43 @@ class Architecture:
     read:     RawConfig -> hyperparameters
     dialect:  the dialect of the weight table
     tied:     name of a tensor -> names it may be stored under instead, or again
-    variant:  RawConfig -> what the name of a variant adds to the dialect's
+    variants: RawConfig -> what the names of variants add to the dialect's, first choice first
     """
 
     family: str
     read: Callable[[RawConfig], ModelConfig]
     dialect: str
     tied: Mapping[str, tuple[str, ...]]
-    variant: Callable[[RawConfig], str] | None = None
-
-
-def _scaled(raw: RawConfig) -> str:
-    return "_scaled" if raw("scale_embedding", default=raw.raw["model_type"] != "bart") else ""
-
-
-def _projected(raw: RawConfig) -> str:
-    return "_projected" if "decoder.project_in.weight" in raw.keys else ""
+    variants: Callable[[RawConfig], Sequence[str]] = lambda _: ()
 
 
 _HEAD = "lm_head.weight"
+
+
+def _scaled(raw: RawConfig) -> list[str]:
+    return ["_scaled"] if raw("scale_embedding", default=raw.raw["model_type"] != "bart") else []
+
+
+def _scaled_or_untied(raw: RawConfig) -> list[str]:
+    return [*_scaled(raw), *(["_untied"] if _HEAD in raw.keys else [])]
+
+
+def _projected_or_untied(raw: RawConfig) -> list[str]:
+    projected = "_projected" if "decoder.project_in.weight" in raw.keys else ""
+    return [f"{projected}_untied", projected] if _HEAD in raw.keys else [projected]
+
+
 _SHARED = {"shared.weight": ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", _HEAD)}
 
 ARCHITECTURES = {
     "gpt2": Architecture("gpt", configs.gpt2, "gpt2", {"wte.weight": (_HEAD,)}),
     "bloom": Architecture("gpt", configs.bloom, "bloom", {"word_embeddings.weight": (_HEAD,)}),
     "opt": Architecture(
-        "gpt", configs.opt, "opt", {"decoder.embed_tokens.weight": (_HEAD,)}, _projected
+        "gpt", configs.opt, "opt", {"decoder.embed_tokens.weight": (_HEAD,)}, _projected_or_untied
     ),
-    "xglm": Architecture("gpt", configs.xglm, "xglm", {"embed_tokens.weight": (_HEAD,)}, _scaled),
+    "xglm": Architecture(
+        "gpt", configs.xglm, "xglm", {"embed_tokens.weight": (_HEAD,)}, _scaled_or_untied
+    ),
     "llama": Architecture("gpt", configs.llama, "llama", {"embed_tokens.weight": (_HEAD,)}),
     "mistral": Architecture("gpt", configs.llama, "llama", {"embed_tokens.weight": (_HEAD,)}),
     "t5": Architecture("t5", configs.t5, "huggingface", _SHARED),
@@ -126,14 +135,14 @@ class HuggingFaceCheckpoint(WholeTensors):
             }
         _untied(tensors, row.tied)
         values = RawConfig(raw, tensors.keys(), archive.path / CONFIG_NAME)
-        variants = (f"{row.dialect}{row.variant(values)}",) if row.variant else ()
+        dialects = (*(row.dialect + variant for variant in row.variants(values)), row.dialect)
         try:
             config = row.read(values)
         except CheckpointError:
             values.problems.raise_if_any(CheckpointError)
             raise
         values.problems.raise_if_any(CheckpointError)
-        return cls(archive, raw, config, (*variants, row.dialect), tensors)
+        return cls(archive, raw, config, dialects, tensors)
 
     @property
     def knows_token_ids(self) -> bool:

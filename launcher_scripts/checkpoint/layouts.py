@@ -16,6 +16,7 @@ import numpy as np
 from launcher_scripts.checkpoint import combining_layouts as combining
 from launcher_scripts.checkpoint.dtypes import widened
 from launcher_scripts.checkpoint.reshard import Blocks
+from launcher_scripts.checkpoint.sinusoidal_positions import sinusoidal_positions
 
 Result = Blocks | np.ndarray
 
@@ -119,5 +120,5 @@ LAYOUTS: dict[str, Layout] = {
     "without_padding_rows": Layout(combining.without_padding_rows),
     "projected_in": Layout(combining.projected_in),
     "projected_out": Layout(combining.projected_out),
-    "sinusoidal_positions": Layout(combining.sinusoidal_positions),
+    "sinusoidal_positions": Layout(sinusoidal_positions),
 }

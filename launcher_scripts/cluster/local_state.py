@@ -8,31 +8,39 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launcher_scripts.cluster.record import read_end, read_json, write_end, write_text
 from launcher_scripts.cluster.state import UNKNOWN, JobState, wait_for
-from launcher_scripts.errors import ClusterError
+from launcher_scripts.errors import ClusterError, ConfigError
+from launcher_scripts.schema import build
 
+PROCESS = "process.json"
 _KILL_SECONDS = 5.0
 _ASKED_TO_END = tuple(128 + n for n in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 _START_TIME_FIELD = 19  # of /proc/<pid>/stat, counted behind the program's name
 
 
+@dataclass(frozen=True)
+class NotedProcess:
+    """The process that leads a job and the launcher's; when both started, in clock ticks."""
+
+    pid: int
+    host: str
+    started: int | None
+    launcher: int
+    launcher_started: int | None
+
+
 def note_process(folder: Path, pid: int) -> None:
     """Remember the process that leads a job, and this one, which will note its end: their starts
     tell them from later ones of their numbers.
     """
-    launcher = os.getpid()
-    content = {
-        "pid": pid,
-        "host": socket.gethostname(),
-        "started": _started(pid),
-        "launcher": launcher,
-        "launcher_started": _started(launcher),
-    }
-    write_text(folder / "process.json", json.dumps(content) + "\n")
+    launcher, host = os.getpid(), socket.gethostname()
+    noted = NotedProcess(pid, host, _started(pid), launcher, _started(launcher))
+    write_text(folder / PROCESS, json.dumps(asdict(noted)) + "\n")
 
 
 def note_end(folder: Path, job_id: str, code: int, *, stopped: bool) -> None:
@@ -50,16 +58,16 @@ def process_state(folder: Path, job_id: str) -> JobState:
 
     A job whose process has ended still runs until its launcher has noted the end.
     """
-    process = read_json(folder / "process.json")
+    process = _noted(folder)
     if process is None:
-        if _started(int(job_id)) is not None:
+        if job_id.isdecimal() and _started(int(job_id)) is not None:
             return JobState("PENDING", reason="the launcher has not started it yet")
         return JobState("CANCELLED", 143, reason="the launcher ended before it was started")
-    host = str(process["host"])
+    host = process.host
     if host != socket.gethostname():
         return JobState(UNKNOWN, nodes=host, reason=f"it runs on {host}: ask there")
-    launcher_lives = _started(process["launcher"]) == process["launcher_started"]
-    if _started(process["pid"]) == process["started"] or launcher_lives:
+    launcher_lives = _lives(process.launcher, process.launcher_started)
+    if launcher_lives or _lives(process.pid, process.started):
         return JobState("RUNNING", nodes=host, seconds=_lived(folder))
     reason = "the launcher was killed, and the job with it"
     # Both may have ended in order since the caller looked for the word of the end.
@@ -89,7 +97,26 @@ def _signal(send: Callable[[int, int], None], pid: int, number: int) -> None:
 
 
 def _pid(folder: Path) -> int:
-    return int((read_json(folder / "process.json") or {})["pid"])
+    process = _noted(folder)
+    if process is None:
+        raise ClusterError(f"{folder} does not say which process its job is")
+    return process.pid
+
+
+def _noted(folder: Path) -> NotedProcess | None:
+    values = read_json(folder / PROCESS)
+    if values is None:
+        return None
+    try:
+        return build(NotedProcess, values, "it")
+    except ConfigError as error:
+        said = ", ".join(error.problems)
+        raise ClusterError(f"{folder / PROCESS} names no process: {said}") from error
+
+
+def _lives(pid: int, started: int | None) -> bool:
+    """Whether this very process runs: a process that nobody saw start is not known to."""
+    return started is not None and _started(pid) == started
 
 
 def _started(pid: int) -> int | None:
@@ -102,9 +129,8 @@ def _started(pid: int) -> int | None:
 
 
 def _lived(folder: Path) -> int | None:
-    process = read_json(folder / "process.json") or {}
-    if process.get("started") is None:
+    process = _noted(folder)
+    if process is None or process.started is None:
         return None
-    started = int(process["started"])
     uptime = float(Path("/proc/uptime").read_text().split()[0])
-    return round(uptime - started / _CLOCK_TICKS)
+    return round(uptime - process.started / _CLOCK_TICKS)

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.cluster.state import JobState
-from launcher_scripts.errors import ClusterError
+from launcher_scripts.errors import ClusterError, ConfigError
 from launcher_scripts.replicas import replica_file
+from launcher_scripts.schema import build
 from launcher_scripts.whole_files import write_whole
 
 RECORD = "job.json"
@@ -52,12 +53,14 @@ class JobRecord:
 
     @classmethod
     def read(cls, folder: Path) -> JobRecord:
-        values = read_json(folder / RECORD)
-        known = {field.name for field in fields(cls)}
+        """The record in a job folder; keys of other versions are left out."""
+        values = read_json(folder / RECORD) or {}
+        known = {field.name for field in fields(cls)} & values.keys()
         try:
-            return cls(**{name: value for name, value in (values or {}).items() if name in known})
-        except TypeError as error:
-            raise ClusterError(f"{folder / RECORD} is no job's record: {error}") from error
+            return build(cls, {name: values[name] for name in known}, "it")
+        except ConfigError as error:
+            said = ", ".join(error.problems)
+            raise ClusterError(f"{folder / RECORD} is no job's record: {said}") from error
 
     def ids(self) -> tuple[str, ...]:
         """The cluster's id of every replica."""
@@ -82,8 +85,14 @@ def write_end(folder: Path, job_id: str, state: JobState) -> None:
 
 
 def read_end(folder: Path, job_id: str) -> JobState | None:
-    values = read_json(_end_file(folder, job_id))
-    return None if values is None else JobState.from_json(values)
+    path = _end_file(folder, job_id)
+    values = read_json(path)
+    if values is None:
+        return None
+    try:
+        return JobState.from_json(values)
+    except ConfigError as error:
+        raise ClusterError(f"{path} is no job's end: {', '.join(error.problems)}") from error
 
 
 def _end_file(folder: Path, job_id: str) -> Path:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from launcher_scripts.schema import build
+
 WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "STOPPED"})
 RUNNING = frozenset({"RUNNING", "COMPLETING", "SIGNALING", "RESIZING", "STAGE_OUT"})
 # A cluster that cannot be asked; and one that has forgotten the job.
@@ -53,8 +55,9 @@ class JobState:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> JobState:
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
+        """Raises ConfigError where they are no state."""
+        known = {field.name for field in fields(cls)} & values.keys()
+        return build(cls, {name: values[name] for name in known}, "the state")
 
 
 def wait_for(done: Callable[[], bool], seconds: float, pause: float = 0.2) -> bool:

@@ -120,6 +120,8 @@ def _check_ids(problems: Problems, request: GenerateRequest, config: ModelConfig
         wrong = [token for word in words for token in word if token not in vocabulary]
         if wrong:
             problems.add(f"{name} has ids outside of the vocabulary", got=wrong[:5], choices=valid)
+    if len({word for word in request.bad_words if len(word) == 1}) >= config.vocab_size:
+        problems.add("bad_words_list forbids every token of the vocabulary")
 
 
 def _check_lengths(

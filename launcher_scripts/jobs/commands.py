@@ -13,7 +13,13 @@ from typing import Any
 from launcher_scripts.cluster import CLUSTERS
 from launcher_scripts.cluster.state import FORGOTTEN
 from launcher_scripts.errors import lookup
-from launcher_scripts.jobs.folders import KnownJob, NoSuchJob, choose_jobs, find_jobs
+from launcher_scripts.jobs.folders import (
+    KnownJob,
+    NoSuchJob,
+    choose_jobs,
+    damaged_records,
+    find_jobs,
+)
 from launcher_scripts.jobs.logs import follow_logs, log_files, print_logs, tail
 from launcher_scripts.jobs.status import FAILED, NOBODY_KNOWS, NOT_YET, Status, look
 from launcher_scripts.jobs.tables import LIST_COLUMNS, STATUS_COLUMNS, coloured, plain
@@ -42,12 +48,15 @@ class Request:
 
 def list_jobs(request: Request) -> int:
     """Every job and its state."""
+    _complain(request)
     show(look(find_jobs(request.results), ask_servers=False), LIST_COLUMNS, request.as_json)
     return 0
 
 
 def status(request: Request) -> int:
     """The state of the named jobs, or of all that have not ended, and what their servers say."""
+    if not request.jobs:
+        _complain(request)
     if request.every is not None:
         return _watch(request, request.every)
     statuses = _statuses(request)
@@ -131,6 +140,12 @@ def worst(statuses: Sequence[Status]) -> int:
     """The exit code for several jobs: a failure before ignorance, that before patience."""
     codes = {item.exit_code for item in statuses}
     return next((code for code in (FAILED, NOBODY_KNOWS, NOT_YET) if code in codes), 0)
+
+
+def _complain(request: Request) -> None:
+    """Say which jobs the table leaves out."""
+    for said in damaged_records(request.results):
+        print(f"warning: left out: {said}", file=sys.stderr)
 
 
 def _statuses(request: Request) -> list[Status]:

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher_scripts.cluster import CLUSTERS
 from launcher_scripts.cluster.record import RECORD, JobRecord
-from launcher_scripts.errors import LauncherError, problem
+from launcher_scripts.errors import LauncherError, lookup, problem
 
 # How deep below the results job folders lie: <model>/<stage>/jobs/<run>, or less.
 _PATTERNS = tuple(f"{above}jobs/*/{RECORD}" for above in ("", "*/", "*/*/", "*/*/*/"))
@@ -30,6 +31,7 @@ class KnownJob:
     @classmethod
     def read(cls, folder: Path) -> KnownJob:
         record = JobRecord.read(folder)
+        lookup(CLUSTERS, record.cluster_type, f"cluster_type in {folder / RECORD}")
         return cls(folder, record, record.ids())
 
     @property
@@ -43,10 +45,24 @@ class KnownJob:
 
 
 def find_jobs(results: Path) -> list[KnownJob]:
-    """Every job below `results`, oldest first."""
-    paths = {path for pattern in _PATTERNS for path in results.glob(pattern)}
-    jobs = [KnownJob.read(path.parent) for path in paths]
+    """Every job below `results`, oldest first, without those whose records cannot be read."""
+    jobs, _ = _read_all(results)
     return sorted(jobs, key=lambda job: (job.record.submitted, str(job.folder)))
+
+
+def damaged_records(results: Path) -> list[str]:
+    """What is wrong with the records that find_jobs leaves out."""
+    return sorted(_read_all(results)[1])
+
+
+def _read_all(results: Path) -> tuple[list[KnownJob], list[str]]:
+    jobs, damaged = [], []
+    for path in {path for pattern in _PATTERNS for path in results.glob(pattern)}:
+        try:
+            jobs.append(KnownJob.read(path.parent))
+        except LauncherError as error:
+            damaged.append(str(error))
+    return jobs, damaged
 
 
 def choose_jobs(results: Path, names: Iterable[str]) -> list[KnownJob]:

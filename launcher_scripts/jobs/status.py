@@ -111,12 +111,15 @@ def look(jobs: Iterable[KnownJob], *, ask_servers: bool = True) -> list[Status]:
 
 def job_state(job: KnownJob, job_id: str) -> JobState:
     """The state of a job or replica; its end is remembered in the job folder."""
-    state = read_end(job.folder, job_id)
-    if state is not None:
-        return state
     record = job.record
     cluster = lookup(CLUSTERS, record.cluster_type, "cluster_type")
-    state = cluster.state(job.folder, record, job_id)
+    try:
+        state = read_end(job.folder, job_id)
+        if state is not None:
+            return state
+        state = cluster.state(job.folder, record, job_id)
+    except ClusterError as error:  # a damaged job folder is no reason to say nothing of others
+        return JobState(UNKNOWN, reason=str(error))
     if state.name == FORGOTTEN or not state.ended:
         return read_end(job.folder, job_id) or state
     with contextlib.suppress(ClusterError):  # the folder of somebody else's job

@@ -17,6 +17,7 @@ _WHOLE = ("wte", "wpe", "lm_head.weight")
 GPT2 = {
     "wte": Source(("wte.weight",)),
     "wpe": Source(("wpe.weight",)),
+    "lm_head.weight": Source(("lm_head.weight",)),
     "final_layernorm": Source(("ln_f",)),
     "layers.*.input_layernorm": Source(("h.*.ln_1",)),
     "layers.*.attention.query_key_value": Source(("h.*.attn.c_attn",)),
@@ -103,9 +104,15 @@ def _opt() -> dict[str, Source]:
 
 # OPT whose embeddings are narrower than its layers: the projections go into the tables.
 _TABLE = "decoder.embed_tokens.weight"
+_PROJECT_OUT = "decoder.project_out.weight"
 OPT_PROJECTED = {
     "wte": Source((_TABLE, "decoder.project_in.weight"), "projected_in"),
-    "lm_head.weight": Source((_TABLE, "decoder.project_out.weight"), "projected_out"),
+    "lm_head.weight": Source((_TABLE, _PROJECT_OUT), "projected_out"),
+}
+# OPT and XGLM always have an output table, which is their own only here.
+_UNTIED = {"lm_head.weight": Source(("lm_head.weight",))}
+OPT_PROJECTED_UNTIED = {
+    "lm_head.weight": Source(("lm_head.weight", _PROJECT_OUT), "projected_out"),
 }
 
 
@@ -124,8 +131,11 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "bloom": BLOOM,
     "opt": _opt(),
     "opt_projected": OPT_PROJECTED,
+    "opt_projected_untied": OPT_PROJECTED_UNTIED,
+    "opt_untied": _UNTIED,
     "xglm": _xglm(),
     "xglm_scaled": {"wte": Source(("embed_tokens.weight",), "scaled_by_root_hidden")},
+    "xglm_untied": _UNTIED,
     "llama": LLAMA,
     "gguf_llama": GGUF_LLAMA,
     **gpt_nemo.DIALECTS,

@@ -261,6 +261,27 @@ def test_the_checkpoint_path_is_relative_to_the_model(tmp_path):
     assert settings(tmp_path, model_checkpoint_path="").checkpoint_dir == tmp_path / "3" / "1-gpu"
 
 
+def test_a_checkpoint_path_from_where_the_server_was_started(tmp_path, monkeypatch):
+    """As in the repositories that the original ships: ./all_models/agm/fastertransformer/1/..."""
+    model, path = tmp_path / "repository" / "tiny", "./all_models/tiny/1/1-gpu"
+    monkeypatch.chdir(tmp_path)
+    assert settings(model, model_checkpoint_path=path).checkpoint_dir == model / path
+    (tmp_path / path).mkdir(parents=True)
+    assert settings(model, model_checkpoint_path=path).checkpoint_dir == tmp_path / path
+
+
+def test_without_a_path_the_default_filename_names_the_checkpoint(tmp_path):
+    given = json.loads(arguments(tmp_path, model_checkpoint_path="")["model_config"])
+
+    def found(default: str) -> Path:
+        config = {**given, "default_model_filename": default}
+        return engine_settings(config, tmp_path, "3", "cpu").checkpoint_dir
+
+    (tmp_path / "3" / "gpt3_345M").mkdir(parents=True)
+    assert found("gpt3_345M") == tmp_path / "3" / "gpt3_345M"
+    assert found("gone") == found("") == tmp_path / "3" / "1-gpu"
+
+
 def test_an_encoder_decoder_is_refused_sessions():
     with pytest.raises(ConfigError, match="needs a decoder-only model; got 'T5'; choices: GPT"):
         served_contract("T5", sessions=True)

@@ -13,7 +13,7 @@ from transformers import T5EncoderModel
 from launcher_scripts.errors import CheckpointError, ConfigError
 from tests.checkpoint import reference_forward_bart, reference_forward_gpt, reference_forward_t5
 from tests.checkpoint.exporting import export_folder, open_weights
-from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS
+from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS, UNTIED_DECODERS
 
 TOLERANCE = 1e-5
 IDS = torch.tensor([[5, 17, 2, 40, 66, 31, 8], [1, 3, 60, 12, 13, 14, 15]])
@@ -27,9 +27,9 @@ def seq2seq_logits(folder: Path, ids: torch.Tensor, targets: torch.Tensor) -> to
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", DECODERS | UNTIED_DECODERS)
 def test_decoder_logits(tmp_path: Path, name: str, tp_size: int) -> None:
-    model = DECODERS[name].save(tmp_path / "hf")
+    model = (DECODERS | UNTIED_DECODERS)[name].save(tmp_path / "hf")
     folder = export_folder(tmp_path / "hf", tmp_path, tp_size)
     weights, config = open_weights(folder)
     with torch.no_grad():

@@ -113,6 +113,16 @@ DECODERS: dict[str, TinyModel] = {
     "mistral": TinyModel("MistralForCausalLM", "MistralConfig", {**LLAMA, "sliding_window": None}),
 }
 
+# Output tables of their own, where the family usually has none.
+UNTIED_DECODERS: dict[str, TinyModel] = {
+    "gpt2_untied": TinyModel("GPT2LMHeadModel", "GPT2Config", {**GPT2, **UNTIED}),
+    "opt_untied": TinyModel("OPTForCausalLM", "OPTConfig", {**OPT, **UNTIED}),
+    "opt_350m_untied": TinyModel(
+        "OPTForCausalLM", "OPTConfig", {**OPT, "word_embed_proj_dim": 8, **UNTIED}
+    ),
+    "xglm_untied": TinyModel("XGLMForCausalLM", "XGLMConfig", {**XGLM, **UNTIED}),
+}
+
 ENCODER_DECODERS: dict[str, TinyModel] = {
     "t5_v1_0": _t5(feed_forward_proj="relu"),
     "t5_v1_1": _t5(feed_forward_proj="gated-gelu", **UNTIED),

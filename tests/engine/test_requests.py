@@ -49,6 +49,7 @@ def request(ids=(1, 2, 3), output_len=5, **more) -> GenerateRequest:
         (request(len_penalty=33.0), r"len_penalty is out of range; got 33.0; choices: \[-32, 32\]"),
         (request(beam_search_diversity_rate=math.inf), "beam_search_diversity_rate is out of"),
         (request(bad_words=((1,), ())), "bad_words_list has an empty word"),
+        (request(bad_words=tuple((id,) for id in range(67))), "bad_words_list forbids every token"),
         (request(stop_words=((70,),)), "stop_words_list has ids outside of the vocabulary"),
     ],
 )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from launcher_scripts.cluster.record import JobRecord
-from launcher_scripts.errors import ClusterError
-from launcher_scripts.jobs.folders import NoSuchJob, choose_jobs, find_jobs
+from launcher_scripts.errors import LauncherError
+from launcher_scripts.jobs.folders import NoSuchJob, choose_jobs, damaged_records, find_jobs
+from launcher_scripts.jobs.status import look
 
 
 def make_job(results: Path, stage: str, run: int, **fields: object) -> Path:
@@ -68,9 +70,32 @@ def test_an_unknown_name_is_answered_with_the_known_ones(results: Path) -> None:
         choose_jobs(results / "empty", ["x"])
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"stage": "export"}'])
-def test_a_damaged_record_is_named(results: Path, text: str) -> None:
+def records_of_others() -> dict[str, bytes]:
+    """Content of job.json that is no job's, by what is wrong with it."""
+    record = {"stage": "a", "name": "a", "cluster_type": "bcm", "job_id": "1", "after": None}
+    record |= {"settings": "a", "script": "a", "log": "a"}
+    wrong = {"submitted": "now", "replicas": "x", "cluster_type": "kube", "name": None}
+    texts = {name: json.dumps({**record, name: value}) for name, value in wrong.items()}
+    texts |= {"incomplete": '{"stage": "export"}', "no mapping": "[]", "no JSON": "{", "empty": ""}
+    return {**{name: text.encode() for name, text in texts.items()}, "no text": b"\xff\xfe"}
+
+
+@pytest.mark.parametrize("content", records_of_others().values(), ids=records_of_others())
+def test_a_damaged_record_hides_no_other_job(results: Path, content: bytes) -> None:
     path = results / "tiny" / "export_tp1" / "jobs" / "001" / "job.json"
-    path.write_text(text)
-    with pytest.raises(ClusterError, match="export_tp1"):
-        find_jobs(results)
+    path.write_bytes(content)
+    assert [job.run for job in find_jobs(results)] == ["002", "003"]
+    (said,) = damaged_records(results)
+    assert str(path) in said
+    with pytest.raises(LauncherError, match="export_tp1"):
+        choose_jobs(results, [str(path.parent)])
+
+
+@pytest.mark.parametrize("name", ["end_101.json", "process.json"])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"name": null, "pid": "x"}'])
+def test_a_damaged_job_folder_leaves_its_state_unknown(results: Path, name: str, text: str) -> None:
+    folder = make_job(results, "evaluate", 1, cluster_type="interactive")
+    (folder / name).write_text(text)
+    (status,) = look(choose_jobs(results, ["evaluate_tiny"]))
+    assert (status.state.name, status.exit_code) == ("UNKNOWN", 5)
+    assert name in status.reason

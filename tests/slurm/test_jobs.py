@@ -182,8 +182,8 @@ def test_an_interrupted_submission_takes_back_what_was_queued(
     program.parent.mkdir()
     program.write_text(
         "#!/bin/sh\n"
+        f'{shutil.which("sbatch")} --hold "$@"\n'  # or the export could end before Ctrl-C
         'case "$*" in *deploy_tiny_submission.sh) kill -INT "$PPID"; sleep 1; exit 1 ;; esac\n'
-        f'exec {shutil.which("sbatch")} --hold "$@"\n'  # or the export could end before Ctrl-C
     )
     program.chmod(0o755)
     path = os.pathsep.join([str(program.parent), os.environ["PATH"]])
@@ -191,6 +191,7 @@ def test_an_interrupted_submission_takes_back_what_was_queued(
     assert ran.returncode == 130, ran.stderr
     assert "export: submitted export_tiny as Slurm job" in ran.stdout
     assert "export: cancelled Slurm job" in ran.stdout
+    assert "deploy: cancelled Slurm job" in ran.stdout
     assert ran.stderr == "error: interrupted\n"
     assert ended(slurm, submit, "export")[0] == "CANCELLED"
     assert slurm.run("squeue", "--noheader").stdout == ""

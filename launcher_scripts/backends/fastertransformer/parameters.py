@@ -24,8 +24,9 @@ def engine_settings(
 ) -> EngineSettings:
     """What config.pbtxt (as Triton's JSON) asks for; wrong values raise one ConfigError.
 
-    A relative model_checkpoint_path is looked for in the version's folder, then in the model's;
-    without one it is `<version>/<tensor_para_size>-gpu`.
+    A relative model_checkpoint_path is looked for in the version's folder, in the model's, then
+    where the server was started; without one it is `<version>/<default_model_filename>`, and
+    without that `<version>/<tensor_para_size>-gpu`.
     """
     values = {
         name: value["string_value"].strip()
@@ -49,7 +50,11 @@ def engine_settings(
     parallelism = Parallelism(numbers["tensor_para_size"], numbers["pipeline_para_size"])
     return EngineSettings(
         checkpoint_dir=_checkpoint_dir(
-            values.get("model_checkpoint_path", ""), model_dir, version, parallelism.tp_size
+            values.get("model_checkpoint_path", ""),
+            config.get("default_model_filename", ""),
+            model_dir,
+            version,
+            parallelism.tp_size,
         ),
         model_type=model_type,
         data_type=values.get("data_type", "fp32"),
@@ -68,16 +73,18 @@ def _integer(
     if text is None:
         problems.add(f"{name} is missing", change=WHERE)
         return least
-    if not text.isdigit() or int(text) < least:
+    if not text.isdecimal() or int(text) < least:
         problems.add(f"{name} must be a number of at least {least}", got=text, change=WHERE)
         return least
     return int(text)
 
 
-def _checkpoint_dir(path: str, model_dir: Path, version: str, tp_size: int) -> Path:
-    if not path:
-        return model_dir / version / f"{tp_size}-gpu"
-    if Path(path).is_absolute():
-        return Path(path)
-    inside_version = model_dir / version / path
-    return inside_version if inside_version.is_dir() else model_dir / path
+def _checkpoint_dir(path: str, default: str, model_dir: Path, version: str, tp_size: int) -> Path:
+    """The first folder there is of those that the two names may mean, else the likeliest."""
+    inside = model_dir / version
+    usual = inside / f"{tp_size}-gpu"
+    if path:
+        likeliest, places = model_dir / path, (inside / path, model_dir / path, Path.cwd() / path)
+    else:
+        likeliest, places = usual, (inside / default, usual) if default else (usual,)
+    return next((place for place in places if place.is_dir()), likeliest)
