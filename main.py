@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -45,8 +46,13 @@ def main(config: DictConfig) -> None:
             print(plan.ask_scheduler())
         else:
             plan.submit()
+        sys.stdout.flush()
     except LauncherError as error:
         refused(error)
+    except BrokenPipeError:
+        # The reader has seen enough; Python would complain about the rest at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def refused(error: LauncherError) -> NoReturn:

@@ -256,7 +256,6 @@ class Contract:
     text:         the text models around it
     encoder_only: only the encoder of an encoder-decoder is loaded
     batched:      Triton may merge requests, rows of different lengths included
-    text:         the text models around it
     """
 
     family: str
@@ -265,6 +264,11 @@ class Contract:
     text: TextContract
     encoder_only: bool = False
     batched: bool = False
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether context_logits are the prompt's; an encoder-decoder's are its output's."""
+        return self.family == "gpt"
 
     def declared_inputs(self, data_type: str) -> tuple[Tensor, ...]:
         """The inputs as config.pbtxt declares them for a model that computes in `data_type`."""

@@ -1,7 +1,8 @@
 """The only door to jinja2: text files from the templates folder.
 
 Shell text and protobuf text exist only in templates/. Every value passes through one quoting
-filter there: `quote` for the shell, `pbtxt` for protobuf text format.
+filter there: `quote` for the shell, `quote_sbatch` for the lines that sbatch reads itself, `pbtxt`
+for protobuf text format.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def render(template: str, **values: Any) -> str:
         autoescape=False,
     )
     environment.filters["quote"] = quote
+    environment.filters["quote_sbatch"] = quote_sbatch
     environment.filters["pbtxt"] = pbtxt
     return environment.get_template(template).render(**values)
 
@@ -33,6 +35,14 @@ def render(template: str, **values: Any) -> str:
 def quote(value: object) -> str:
     """`value` as one word of a POSIX shell command."""
     return shlex.quote(str(value))
+
+
+def quote_sbatch(value: object) -> str:
+    """`value` as one word of a line that starts with #SBATCH.
+
+    As in a shell, except that sbatch takes a backslash for an escape within single quotes, too.
+    """
+    return quote(str(value).replace("\\", "\\\\"))
 
 
 def pbtxt(value: object) -> str:

@@ -18,9 +18,8 @@ from omegaconf import OmegaConf
 
 from launcher_scripts.errors import ConfigError, Problems
 
-_CHOICE = re.compile(r"(?P<group>\w+)(?:@[\w.]+)?=(?P<choice>[\w.\-/]+)")
+_CHOICE = re.compile(r"(?P<group>\w+)(?:@[\w.]+)?=(?P<choice>[\w.\-/]*)")
 _KEY = re.compile(r"(?P<key>[\w.]+)=.*", re.DOTALL)
-_NO_CHOICES = ("", "null")
 
 
 def check_choices(arguments: Iterable[str], conf: Path) -> None:
@@ -37,7 +36,7 @@ def check_choices(arguments: Iterable[str], conf: Path) -> None:
         if match is None or not (conf / match["group"]).is_dir():
             continue
         folder, choice = conf / match["group"], match["choice"].removesuffix(".yaml")
-        if choice not in _NO_CHOICES and not (folder / f"{choice}.yaml").is_file():
+        if not (folder / f"{choice}.yaml").is_file():
             files = (path.relative_to(folder) for path in sorted(folder.rglob("*.yaml")))
             problems.add(
                 f"unknown {match['group']}",

@@ -9,7 +9,12 @@ from typing import Any
 
 from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
 from launcher_scripts.errors import CheckpointError
-from launcher_scripts.models.repository import ServedModel, is_remote, served_models
+from launcher_scripts.models.repository import (
+    BACKEND_MODEL_TYPES,
+    ServedModel,
+    is_remote,
+    served_models,
+)
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.security import ServerSecurity
 from launcher_scripts.settings import DeploySettings
@@ -107,9 +112,10 @@ class Deploy(Stage):
         if "export" in self.launch.stages:
             export = Export(self.launch)
             if export.settings.model_repository == self.repository:
-                settings = export.settings
-                sizes = settings.parallelism
-                return [ServedModel(settings.model_name, sizes, settings.checkpoint_dir)]
+                wanted = export.settings
+                served_as = BACKEND_MODEL_TYPES.get(wanted.model_type, wanted.model_type)
+                sizes, folder = wanted.parallelism, wanted.checkpoint_dir
+                return [ServedModel(wanted.model_name, served_as, sizes, folder)]
         try:
             return served_models(self.launch.checks.on_host(self.repository))
         except CheckpointError as error:

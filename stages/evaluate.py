@@ -8,7 +8,9 @@ from functools import cached_property
 from pathlib import Path
 
 from launcher_scripts.cluster.job import Job, JobFolder, Resources
+from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.errors import ConfigError, Problems, problem
+from launcher_scripts.models.repository import ServedModel
 from launcher_scripts.security import ClientTls
 from launcher_scripts.settings import EvaluateSettings
 from launcher_scripts.task_settings import BenchmarkSettings, GenerationSettings, TaskSettings
@@ -143,10 +145,9 @@ class Evaluate(Stage):
         """The folder of the tokenizer files: as configured, or beside the model's weights."""
         if self.block.tokenizer_dir is not None:
             return Path(absolute(self.block.tokenizer_dir))
-        deploy = Deploy(self.launch)
-        for model in deploy.models:
-            if model.name == self.block.model_name:
-                return model.checkpoint_dir
+        deploy, model = Deploy(self.launch), self._served_model
+        if model is not None:
+            return model.checkpoint_dir
         if deploy.remote:
             raise ConfigError(
                 problem(
@@ -165,6 +166,12 @@ class Evaluate(Stage):
                 change="evaluate.model_name",
             )
         )
+
+    @cached_property
+    def _served_model(self) -> ServedModel | None:
+        """The model that is asked, where the repository is known here."""
+        models = Deploy(self.launch).models
+        return next((model for model in models if model.name == self.block.model_name), None)
 
     def resources(self) -> Resources:
         """A client needs no GPU: it must not wait for those that its server holds."""
@@ -206,6 +213,7 @@ class Evaluate(Stage):
             key = "evaluate.run.gpus_per_node"
             checks.problems.add("gpus_per_node must be at least 0", got=gpus, change=key)
         self._check_tls()
+        self._check_tasks()
         if "deploy" not in self.launch.stages:
             what = "the ready file of a running server (stages=[deploy,evaluate] starts one)"
             checks.exists(what, settings.ready_file, "evaluate.ready_file")
@@ -216,6 +224,30 @@ class Evaluate(Stage):
             checks.exists(what, settings.tokenizer_dir, "evaluate.tokenizer_dir")
         for what, path, key in self._task_files():
             checks.exists(what, path, key)
+
+    def _check_tasks(self) -> None:
+        """The model must be of a kind that can answer what it is asked."""
+        model = self._served_model
+        contract = CONTRACTS.get(model.model_type) if model is not None else None
+        if model is None or contract is None:
+            return
+        if contract.encoder_only:
+            self.launch.checks.problems.add(
+                f"{model.name} generates no tokens, so there is nothing to evaluate",
+                got=model.model_type,
+                change="stages",
+            )
+        elif not contract.scores_prompts and "lambada" in self._asked_for:
+            self.launch.checks.problems.add(
+                "lambada scores prompts, which a decoder-only model alone can",
+                got=model.model_type,
+                choices=("evaluate=t5/translation", "evaluate=t5/summarization", "..."),
+                change="evaluate, or evaluate.tasks.lambada=null",
+            )
+
+    @property
+    def _asked_for(self) -> tuple[str, ...]:
+        return tuple(task.name for task in self.settings.tasks)
 
     def _check_tls(self) -> None:
         """A client speaks as the server of the same command line does."""

@@ -10,13 +10,12 @@ from typing import Any
 
 from launcher_scripts.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.models.nemo_config import NemoSizes, find_checkpoint, read_sizes
+from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, TEXT_MODELS
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.schema import build
 from launcher_scripts.settings import ExportSettings, TokenizerSettings
 from stages.paths import absolute
 from stages.stage import Launch, Stage
-
-MODEL_TYPES = ("gpt3", "t5", "mt5", "t5-encoder", "agm", "bart")
 
 
 @dataclass(frozen=True)
@@ -146,11 +145,11 @@ class Export(Stage):
 
     def check_own(self) -> None:
         checks, settings = self.launch.checks, self.settings
-        if settings.model_type not in MODEL_TYPES:
+        if settings.model_type not in BACKEND_MODEL_TYPES:
             checks.problems.add(
                 "unknown model_type",
                 got=settings.model_type,
-                choices=MODEL_TYPES,
+                choices=BACKEND_MODEL_TYPES,
                 change="export.run.model_type",
             )
         self._check_folder()
@@ -173,10 +172,16 @@ class Export(Stage):
     def _check_folder(self) -> None:
         """Triton wants a model's folder to have the model's name; results are not replaced."""
         checks, settings = self.launch.checks, self.settings
-        folder = Path(settings.triton_model_dir)
-        if folder.name != settings.model_name:
+        folder, name = Path(settings.triton_model_dir), settings.model_name
+        if not name or "/" in name or name in (".", "..", *TEXT_MODELS):
             checks.problems.add(
-                f"the model's folder must be called {settings.model_name}",
+                f"a model's name is that of a folder, and none of {', '.join(TEXT_MODELS)}",
+                got=name,
+                change="export.run.model_train_name",
+            )
+        elif folder.name != name:
+            checks.problems.add(
+                f"the model's folder must be called {name}",
                 got=str(folder),
                 change="export.triton_deployment.triton_model_dir or export.run.model_train_name",
             )

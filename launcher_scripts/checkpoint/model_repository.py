@@ -25,12 +25,11 @@ from launcher_scripts.contracts_sessions import (
     served_contract,
 )
 from launcher_scripts.errors import CheckpointError, ConfigError, problem
+from launcher_scripts.models.repository import TEXT_MODELS
 from launcher_scripts.render import pbtxt, render
 from launcher_scripts.settings import ExportSettings
 from launcher_scripts.tokenizer import TokenizerError, load_tokenizer
 from launcher_scripts.whole_files import write_whole
-
-TEXT_MODELS = ("preprocessing", "postprocessing", "ensemble")
 
 # The engine takes what waits whenever it is free, so a request never waits for company.
 MAX_QUEUE_DELAY_MICROSECONDS = 0

@@ -6,16 +6,7 @@ from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.errors import ConfigError, lookup, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
-
-# What the user's `model_type` is called in config.pbtxt.
-BACKEND_MODEL_TYPES = {
-    "gpt3": "GPT",
-    "t5": "T5",
-    "mt5": "T5",
-    "t5-encoder": "T5-Encoder",
-    "agm": "Agm",
-    "bart": "BART",
-}
+from launcher_scripts.models.repository import BACKEND_MODEL_TYPES
 
 KEY = "export.run.model_type"
 

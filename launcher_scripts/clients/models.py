@@ -10,9 +10,9 @@ from typing import Any
 from launcher_scripts.clients.connection import SequenceStep, Tensors
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.errors import ConfigError, problem
+from launcher_scripts.models.repository import TEXT_MODELS
 
 DEFAULT_MODEL = "fastertransformer"
-TEXT_ROLES = ("preprocessing", "postprocessing", "ensemble")
 _OUR_BACKEND = "fastertransformer"
 
 
@@ -72,7 +72,7 @@ def find_models(server: RemoteServer, wanted: str | None) -> Models:
         (name,) = ours
     config = configs[name]
     text = {}
-    for role in TEXT_ROLES:
+    for role in TEXT_MODELS:
         own = [each for each in (f"{name}_{role}", role) if each in served]
         text.update({role: own[0]} if own else {})
     model_type = parameter(config, "model_type") or "GPT"

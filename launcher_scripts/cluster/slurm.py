@@ -84,6 +84,7 @@ class SlurmCluster(ConfiguredCluster[SlurmOptions]):
     def __init__(self, options: SlurmOptions) -> None:
         super().__init__(options)
         self._submitted: list[Submitted] = []
+        self._handing_over: Job | None = None
 
     @property
     def whole_nodes(self) -> bool:
@@ -139,17 +140,10 @@ class SlurmCluster(ConfiguredCluster[SlurmOptions]):
         executor = ScriptExecutor(job, self.options)
         job.write(executor.script())
         executor.dependency = _dependency(after)
-        try:
-            submitted = Submitted(job, executor.submit_script(), after)
-        except (utils.FailedJobError, utils.FailedSubmissionError, OSError) as error:
-            raise ClusterError(
-                problem(
-                    f"sbatch refused the {job.stage} job: {str(error).strip()}; its script is "
-                    f"{job.folder.script}",
-                    change="cluster.*",
-                )
-            ) from error
+        self._handing_over = job
+        submitted = Submitted(job, _hand_over(executor), after)
         self._submitted.append(submitted)
+        self._handing_over = None
         submitted.write_record(self.type)
         _check_reason(submitted)
         print(f"{job.stage}: submitted {job.name} as Slurm job {submitted.job_id}")
@@ -160,7 +154,11 @@ class SlurmCluster(ConfiguredCluster[SlurmOptions]):
         return submitted
 
     def give_up(self) -> None:
-        """Take jobs back whose successors could not be submitted."""
+        """Take jobs back whose successors could not be submitted, and one just handed over."""
+        if self._handing_over is not None:
+            for job_id in slurm_queue.jobs_of_script(self._handing_over.folder.script) or ():
+                self._submitted.append(Submitted(self._handing_over, job_id))
+        self._handing_over = None
         for submitted in reversed(self._submitted):
             slurm_queue.signal_job(submitted.job_id)
             print(f"{submitted.job.stage}: cancelled Slurm job {submitted.job_id}", flush=True)
@@ -192,6 +190,22 @@ class SlurmCluster(ConfiguredCluster[SlurmOptions]):
     def cancel(cls, folder: Path, record: JobRecord, job_id: str) -> None:
         _complain(slurm_queue.signal_job(job_id))
         wait_for(lambda: cls.state(folder, record, job_id).ended, _CANCEL_SECONDS)
+
+
+def _hand_over(executor: ScriptExecutor) -> str:
+    """The id of the job, which Slurm may also have queued when its answer came too late."""
+    job = executor.job
+    try:
+        return executor.submit_script()
+    except (utils.FailedJobError, utils.FailedSubmissionError, OSError) as error:
+        queued = slurm_queue.jobs_of_script(job.folder.script)
+        if queued:
+            return queued[0]
+        said = f"sbatch refused the {job.stage} job: {str(error).strip()}"
+        if queued is None and shutil.which("squeue") is not None:
+            said += "; squeue does not answer whether it is queued all the same"
+        said += f"; its script is {job.folder.script}"
+        raise ClusterError(problem(said, change="cluster.*")) from error
 
 
 def _complain(said: str) -> None:

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 
 from launcher_scripts.cluster.job import Resources
 from launcher_scripts.cluster.state import FORGOTTEN, UNKNOWN, JobState
@@ -61,6 +62,16 @@ def signal_job(job_id: str, *options: str) -> str:
     """Run scancel on a job; returns what it complains of."""
     asked = _ask("scancel", *options, job_id)
     return "scancel is not on the PATH" if asked is None else asked.stderr.strip()
+
+
+def jobs_of_script(script: Path) -> list[str] | None:
+    """The jobs that run this script, ended ones too; None where nobody answers."""
+    asked = _ask("squeue", "--noheader", "--states=all", "--format=%F %o")
+    if asked is None or asked.returncode:
+        return None
+    lines = (line.partition(" ") for line in asked.stdout.splitlines())
+    found = (job_id for job_id, _, command in lines if command.strip() == str(script))
+    return list(dict.fromkeys(found))
 
 
 def check_partition(name: str | None, resources: Resources, problems: Problems, stage: str) -> None:

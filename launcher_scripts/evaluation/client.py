@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from launcher_scripts.clients.connection import MOST_IN_FLIGHT
 from launcher_scripts.clients.models import find_models, parameter
 from launcher_scripts.clients.remote import RemoteServer
+from launcher_scripts.contracts import CONTRACTS
+from launcher_scripts.errors import ConfigError, lookup, problem
 from launcher_scripts.evaluation.spread import SpreadServer
 from launcher_scripts.evaluation.tensors import output_names, request_tensors, row_outputs
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
@@ -78,8 +80,17 @@ class Client:
         """The logits at every position of every row of ids, in order, [len(row), vocab] each.
 
         Every row is a request of its own, `in_flight` of them at a time, so the server batches
-        them and no more than these logits are in memory. Raises ServerError as generate does.
+        them and no more than these logits are in memory. Raises ServerError as generate does, and
+        ConfigError for a model that gives no logits of its prompts.
         """
+        if not lookup(CONTRACTS, self.model_type, "model_type").scores_prompts:
+            raise ConfigError(
+                problem(
+                    f"{self.model_name} gives no logits of a prompt: only a decoder-only model can",
+                    got=self.model_type,
+                    change="evaluate.tasks",
+                )
+            )
         requests = (
             [GenerateRequest(tuple(row), output_len=0, return_context_logits=True)] for row in rows
         )

@@ -21,27 +21,39 @@ from launcher_scripts.task_settings import TaskSettings
 
 # What two answers to one item are compared by, where the item has it.
 ANSWER_KEYS = ("prediction", "correct")
+# What the same item has in common in every report.
+TARGET_KEYS = ("target", "targets")
 _KEY = "evaluate.tasks.<task>.reference"
 
 
-def compared(
-    task: Task, settings: TaskSettings, asked: Asked, progress: Progress, served: TaskResult
-) -> TaskResult:
-    """`served` with the comparison that settings.reference asks for."""
+def open_reference(settings: TaskSettings) -> TransformersModel | TaskResult | None:
+    """What settings.reference names, read before anything is asked: it must not fail afterwards."""
     if settings.reference is None:
-        return served
+        return None
     path = Path(settings.reference)
-    if path.is_dir():
-        model = TransformersModel(path)
-        reference = task(settings, replace(asked, model=model), progress)
-        return replace(served, reference=compare(served, reference, model.name))
-    return replace(served, reference=compare(served, read_report(path, settings), str(path)))
+    return TransformersModel(path) if path.is_dir() else read_report(path, settings)
+
+
+def compared(
+    task: Task,
+    settings: TaskSettings,
+    asked: Asked,
+    progress: Progress,
+    served: TaskResult,
+    reference: TransformersModel | TaskResult,
+) -> TaskResult:
+    """`served` beside the reference that open_reference gave."""
+    source = str(settings.reference)
+    if isinstance(reference, TransformersModel):
+        source = reference.name
+        reference = task(settings, replace(asked, model=reference), progress)
+    return replace(served, reference=compare(served, reference, source))
 
 
 def compare(served: TaskResult, reference: TaskResult, source: str) -> Comparison:
     """Raises ConfigError when the reference has other items."""
     known = {item["index"]: item for item in reference.items}
-    missing = [item["index"] for item in served.items if item["index"] not in known]
+    missing = [item["index"] for item in served.items if not _same_item(item, known)]
     if missing:
         raise ConfigError(
             problem(f"{source} does not have every item", got=missing[:10], change=_KEY)
@@ -62,6 +74,13 @@ def compare(served: TaskResult, reference: TaskResult, source: str) -> Compariso
     )
 
 
+def _same_item(item: dict[str, Any], known: dict[Any, dict[str, Any]]) -> bool:
+    """Whether the reference has the item, with the same target."""
+    other = known.get(item["index"])
+    shared = [key for key in TARGET_KEYS if other is not None and key in item and key in other]
+    return other is not None and all(item[key] == other[key] for key in shared)
+
+
 def answer(item: dict[str, Any]) -> Any:
     """What makes two items the same answer."""
     return next((item[key] for key in ANSWER_KEYS if key in item), None)
@@ -72,7 +91,7 @@ def read_report(path: Path, settings: TaskSettings) -> TaskResult:
     try:
         section = json.loads(path.read_text(encoding="utf-8"))["tasks"][settings.name]
         metrics = {name: Metric(**values) for name, values in section["metrics"].items()}
-        items = section["items"]
+        items = [{**item, "index": int(item["index"])} for item in section["items"]]
         limit = section["settings"]["limit"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -26,6 +26,7 @@ class TransformersModel:
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError when transformers is not there or cannot load the folder."""
         try:
+            import safetensors
             import torch
             import transformers
         except ImportError as error:
@@ -42,12 +43,19 @@ class TransformersModel:
                 else transformers.AutoModelForCausalLM
             )
             self._model = kind.from_pretrained(folder, dtype=torch.float32).eval()
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
             raise ConfigError(
                 problem(f"transformers cannot load {folder}: {error}", change=KEY)
             ) from error
-        ends = self._model.generation_config.eos_token_id
+        given = self._model.generation_config
+        ends = given.eos_token_id
         self._end_ids = [] if ends is None else ends if isinstance(ends, list) else [ends]
+        # The folder's own penalties, lengths and forced tokens are not what the server is asked.
+        self._model.generation_config = transformers.GenerationConfig(
+            bos_token_id=given.bos_token_id,
+            eos_token_id=ends,
+            decoder_start_token_id=given.decoder_start_token_id,
+        )
         self.name = f"transformers {transformers.__version__}, float32: {folder}"
 
     def generate_each(

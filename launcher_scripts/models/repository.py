@@ -14,7 +14,17 @@ _PARAMETER = re.compile(
     r'key\s*:\s*"(?P<key>\w+)"\s*,?\s*value\s*:?\s*\{\s*string_value\s*:\s*"(?P<value>[^"]*)"'
 )
 
-
+# What the user's `model_type` is called in config.pbtxt.
+BACKEND_MODEL_TYPES = {
+    "gpt3": "GPT",
+    "t5": "T5",
+    "mt5": "T5",
+    "t5-encoder": "T5-Encoder",
+    "agm": "Agm",
+    "bart": "BART",
+}
+# The folders of the text models beside a model; a further model's carry its name in front.
+TEXT_MODELS = ("preprocessing", "postprocessing", "ensemble")
 # Where Triton fetches a repository from by itself: S3, Google Cloud Storage, Azure Storage.
 REMOTE_SCHEMES = ("s3://", "gs://", "as://")
 
@@ -26,9 +36,13 @@ def is_remote(repository: str) -> bool:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model of the repository that our backend serves. checkpoint_dir holds its shards."""
+    """A model of the repository that our backend serves. checkpoint_dir holds its shards.
+
+    model_type: as config.pbtxt says it, a row of CONTRACTS
+    """
 
     name: str
+    model_type: str
     parallelism: Parallelism
     checkpoint_dir: Path
 
@@ -55,4 +69,5 @@ def _served_model(config: Path, text: str) -> ServedModel:
         )
     parallelism = Parallelism(int(sizes[0]), int(sizes[1]))
     folder = config.parent / parameters.get("model_checkpoint_path", f"1/{parallelism.tp_size}-gpu")
-    return ServedModel(config.parent.name, parallelism, folder)
+    model_type = parameters.get("model_type", "GPT")
+    return ServedModel(config.parent.name, model_type, parallelism, folder)

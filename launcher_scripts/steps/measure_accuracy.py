@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher_scripts.errors import ConfigError, lookup, problem
-from launcher_scripts.evaluation.comparison import compared
+from launcher_scripts.evaluation.comparison import compared, open_reference
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import task_table
@@ -37,12 +37,14 @@ def measure(settings: EvaluateSettings) -> None:
     with client:
         asked = Asked(client, tokenizer, client.closing_ids(), Path(settings.tokenizer_dir))
         for task, task_settings in zip(tasks, settings.tasks, strict=True):
+            reference = open_reference(task_settings)
             environment = measured_on(settings, ready)
-            progress = log_progress(task_settings.name)
-            served = task(task_settings, asked, progress)
-            reference_progress = log_progress(f"{task_settings.name}'s reference")
-            result = compared(task, task_settings, asked, reference_progress, served)
+            result = task(task_settings, asked, log_progress(task_settings.name))
             report.add_task(task_settings, result, environment)
+            if reference is not None:
+                progress = log_progress(f"{task_settings.name}'s reference")
+                result = compared(task, task_settings, asked, progress, result, reference)
+                report.add_task(task_settings, result, environment)
             tables.append(task_table(task_settings.name, result))
     print("\n".join([*tables, "", f"report: {report.html_file}"]))
 

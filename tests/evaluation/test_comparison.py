@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from launcher_scripts.errors import ConfigError
-from launcher_scripts.evaluation.comparison import compare, compared
+from launcher_scripts.evaluation.comparison import compare, compared, open_reference
 from launcher_scripts.evaluation.report import html
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks.task import Metric, TaskResult
@@ -33,13 +34,22 @@ def test_differences_are_the_served_models() -> None:
         compare(result(0.5, "a", "b"), result(0.5, "a"), "theirs")
 
 
+def test_an_item_of_other_data_is_another_item() -> None:
+    served, other = result(0.5, "a", "b"), result(0.5, "a", "b")
+    for item, target in zip((*served.items, *other.items), "xyxz", strict=True):
+        item["target"] = target
+    with pytest.raises(ConfigError, match=r"theirs does not have every item; got \[1\]"):
+        compare(served, other, "theirs")
+
+
 def test_another_report_is_a_reference(tmp_path: Path) -> None:
     section = {**asdict(result(0.75, "a", "<x>")), "settings": {"limit": None}}
     report = {"model": "m", "tasks": {"boolq": section}}
     (tmp_path / "report.json").write_text(json.dumps(report))
     settings = TaskSettings("boolq", "data", reference=str(tmp_path / "report.json"))
     served = result(0.5, "a", "b")
-    whole = compared(_never, settings, asked([], tmp_path), no_progress, served)
+    reference = open_reference(settings)
+    whole = compared(_never, settings, asked([], tmp_path), no_progress, served, reference)
     assert whole.reference is not None and whole.reference.different == [1]
     table = task_table("boolq", whole).splitlines()
     assert table[0].split()[-2:] == ["reference", "difference"]
@@ -76,7 +86,7 @@ def test_what_is_no_report_is_refused(tmp_path: Path, content: str, says: str) -
     (tmp_path / "report.json").write_text(content)
     settings = TaskSettings("boolq", "data", reference=str(tmp_path / "report.json"))
     with pytest.raises(ConfigError, match=says):
-        compared(_never, settings, asked([], tmp_path), no_progress, result(1.0, "a"))
+        open_reference(settings)
 
 
 @pytest.fixture(scope="module", params=["gpt2", "t5"])
@@ -143,3 +153,22 @@ def test_what_transformers_does_not_know_is_refused(folder: Path, tmp_path: Path
         list(model.generate_each(rows))
     with pytest.raises(ConfigError, match="transformers cannot load"):
         TransformersModel(tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["gpt2"], indirect=True)
+def test_damaged_weights_are_an_error_of_the_reference(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x10" + bytes(40))
+    with pytest.raises(ConfigError, match="transformers cannot load"):
+        TransformersModel(tmp_path)
+
+
+def test_the_folders_own_way_of_generating_does_not_count(folder: Path, tmp_path: Path) -> None:
+    """A greedy answer of the bare model, whatever generation_config.json asks of others."""
+    rows = [GenerateRequest((5, 6, 7, 8), 12)]
+    plain = list(TransformersModel(folder).generate_each(rows))
+    changed = shutil.copytree(folder, tmp_path / "changed")
+    file = changed / "generation_config.json"
+    own = {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "forced_eos_token_id": 3}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **own}))
+    assert list(TransformersModel(changed).generate_each(rows)) == plain

@@ -121,6 +121,44 @@ def test_missing_positions_are_an_error_of_the_server():
         list(lambada.measure([Item(0, " c", (0, 1, 2), 1)], [logits_after([0])]))
 
 
+def test_a_text_beyond_the_models_positions_loses_its_beginning():
+    items = [Item(0, " c", (0, 1, 2), 1), Item(1, " fg", (0, 3, 4, 5, 6), 2)]
+    assert lambada.fitting(items, None) == items
+    cut = lambada.fitting(items, 3)
+    assert [item.tokens for item in cut] == [(0, 1, 2), (3, 4, 5, 6)]
+    assert list(lambada.rows_to_score(cut)) == [(0, 1), (3, 4, 5)]
+    assert all(
+        result.correct for result in lambada.measure(cut, map(logits_after, [(0, 1), (3, 4, 5)]))
+    )
+    with pytest.raises(ConfigError, match="item 1 has a last word of too many tokens; got ' fg'"):
+        lambada.fitting(items, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ("[gpt]\nmax_pos_seq_len = 8\n", 8),
+        ("[gpt]\nmax_pos_seq_len = 8\n[extension]\nposition_embedding = learned\n", 8),
+        ("[gpt]\nmax_pos_seq_len = 8\n[extension]\nposition_embedding = rope\n", None),
+        ("[gpt]\nmax_pos_seq_len = 8\nhas_positional_encoding = False\n", None),
+        ("[gpt]\nvocab_size = 8\n", None),
+        ("", None),
+    ],
+)
+def test_positions_end_where_the_table_does(config, positions, tmp_path):
+    (tmp_path / "config.ini").write_text(config)
+    assert lambada.learned_positions(tmp_path) == positions
+
+
+def test_lines_are_read_as_json_means_them(tmp_path):
+    file = tmp_path / "items.jsonl"
+    file.write_bytes(b'{"text": "a\xe2\x80\xa8b c"}\n')
+    assert lambada.read_texts(file) == ["a\u2028b c"]
+    file.write_bytes(b'{"text": "caf\xe9 c"}\n')
+    with pytest.raises(ConfigError, match=r"cannot read .*change evaluate.tasks.lambada.data_file"):
+        lambada.read_texts(file)
+
+
 def test_bad_items_are_all_named(tmp_path):
     file = tmp_path / "items.jsonl"
     file.write_text('{"text": "a b"}\nnonsense\n{"text": "word"}\n{"text": "a "}\n{"other": 1}\n')

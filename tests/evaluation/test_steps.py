@@ -99,6 +99,28 @@ def test_errors_are_one_line_and_leave_no_report(job, capsys, step, changes, say
     assert captured.out == "" and not (job / "results").exists()
 
 
+def test_a_wrong_reference_is_found_before_anything_is_asked(job, capsys):
+    task = TaskSettings("lambada", str(job / "items.jsonl"), reference=str(job / "items.jsonl"))
+    with FakeServer() as server:
+        announce(job, server)
+        assert measure_accuracy.main(["--settings", settings_file(job, tasks=(task,))]) == 1
+        assert server.received == []
+    assert "items.jsonl is no report of lambada" in capsys.readouterr().err
+
+
+def test_answers_are_kept_where_the_reference_is_of_other_items(job, capsys):
+    metrics = {"accuracy": {"value": 1, "low": None, "high": None, "percent": True, "meaning": ""}}
+    section = {"metrics": metrics, "items": [], "settings": {"limit": None}}
+    (job / "other.json").write_text(json.dumps({"tasks": {"lambada": section}}))
+    task = TaskSettings("lambada", str(job / "items.jsonl"), reference=str(job / "other.json"))
+    with FakeServer() as server:
+        announce(job, server)
+        assert measure_accuracy.main(["--settings", settings_file(job, tasks=(task,))]) == 1
+    assert "does not have every item; got [0, 1, 2]" in capsys.readouterr().err
+    report = json.loads((job / "results" / "report.json").read_text())
+    assert len(report["tasks"]["lambada"]["items"]) == 3
+
+
 def test_batches_that_the_model_does_not_take_are_refused_before_measuring(job, capsys):
     with FakeServer(max_batch_size=1) as server:
         announce(job, server)

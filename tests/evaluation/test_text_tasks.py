@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from launcher_scripts.errors import ConfigError
+from launcher_scripts.errors import ConfigError, ServerError
 from launcher_scripts.evaluation.tasks import (
     TASKS,
     boolq,
@@ -17,6 +19,7 @@ from launcher_scripts.evaluation.tasks import (
     summarization,
     translation,
 )
+from launcher_scripts.protocol import GenerateOutput
 from launcher_scripts.task_settings import GenerationSettings, TaskSettings
 from tests.evaluation.text_tasks import asked, no_progress
 
@@ -193,6 +196,45 @@ def test_bad_questions_are_all_named(tmp_path: Path) -> None:
     file.write_text("")
     with pytest.raises(ConfigError, match="there are no items"):
         boolq.read_questions(settings("boolq", file))
+
+
+@pytest.mark.parametrize(
+    ("paragraph", "says"),
+    [
+        ({"context": 5, "qas": []}, None),
+        ({"context": 5, "qas": [{"id": 7, "question": "q", "answers": []}]}, "context must be"),
+        ({"context": "c", "qas": [{"id": 7, "question": [], "answers": []}]}, "question must be"),
+        ({"context": "c", "qas": [{"id": 7, "answers": [{"text": 1}]}]}, "text must be text"),
+    ],
+)
+def test_what_is_no_text_is_refused(
+    paragraph: dict[str, object], says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "squad.json"
+    file.write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
+    with pytest.raises(ConfigError, match=says or "there are no items"):
+        squad.read_questions(settings("squad", file))
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "de"
+    file.write_bytes(b"\xef\xbb\xbfein\xe2\x80\xa8Satz\n")
+    assert prompts.read_lines(str(file), "key") == ["ein\u2028Satz"]
+
+
+def test_an_item_that_is_refused_is_named(tmp_path: Path) -> None:
+    model = asked(["one", "two"], tmp_path)
+
+    class Refusing:
+        def generate_each(self, rows: object, in_flight: int) -> Iterator[GenerateOutput]:  # noqa: ARG002
+            yield GenerateOutput(())
+            raise ServerError("refused: too long")
+
+    task = settings("boolq", tmp_path)
+    with pytest.raises(
+        ServerError, match=r"no answer to boolq's item 1 \(3 tokens\): refused: too"
+    ):
+        prompts.answers(replace(model, model=Refusing()), ["a", "a b c"], task, no_progress)
 
 
 def test_a_template_fills_in_fields_and_nothing_else() -> None:

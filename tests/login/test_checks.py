@@ -31,7 +31,9 @@ def problems(plan: Planner, arguments: list[str]) -> Callable[..., tuple[str, ..
 Finder = Callable[..., tuple[str, ...]]
 
 
-def write_repository(folder: Path, name: str, tp_size: int, pp_size: int = 1) -> None:
+def write_repository(
+    folder: Path, name: str, tp_size: int, pp_size: int = 1, *, model_type: str = "GPT"
+) -> None:
     model = folder / name
     (model / "1" / f"{tp_size}-gpu").mkdir(parents=True)
     (model / "config.pbtxt").write_text(
@@ -44,6 +46,7 @@ parameters {{
     string_value: "{pp_size}"
   }}
 }}
+parameters {{ key: "model_type" value: {{ string_value: "{model_type}" }} }}
 parameters {{ key: "model_checkpoint_path" value: {{ string_value: "1/{tp_size}-gpu" }} }}
 """
     )
@@ -144,6 +147,9 @@ def test_the_folder_has_the_name_of_the_model(problems: Finder) -> None:
             "choices: gpt3, t5, mt5, t5-encoder, agm, bart; change export.run.model_type",
         ),
         ("export.run.name=a/b", "part of file names"),
+        ("export.run.model_train_name=ensemble", "none of preprocessing, postprocessing, ensemble"),
+        ("export.run.model_train_name=..", "a model's name is that of a folder"),
+        ("export.run.model_train_name=a/b", "a model's name is that of a folder"),
         ("export.model.weight_data_type=int8", "choices: fp32, fp16"),
         ("export.triton_deployment.data_type=int4", "choices: fp32, fp16, bf16"),
         ("export.model.processes=0", "processes must be at least 1"),
@@ -188,6 +194,17 @@ def test_one_answer_for_one_mistake_in_serving(
 ) -> None:
     found = problems("stages=[export,deploy,evaluate]", override)
     assert any(answer in message for message in found), found
+
+
+def test_a_model_is_asked_what_it_can_answer(problems: Finder, tmp_path: Path) -> None:
+    stages = "stages=[export,deploy,evaluate]"
+    (found,) = problems(stages, "export.run.model_type=t5")
+    assert "lambada scores prompts, which a decoder-only model alone can; got 'T5'" in found
+    (found,) = problems(stages, "export.run.model_type=t5-encoder")
+    assert "tiny generates no tokens" in found
+    write_repository(tmp_path / "served", "tiny", 1, model_type="T5")
+    (found,) = problems("stages=[deploy,evaluate]", f"deploy.model_repository={tmp_path}/served")
+    assert "lambada scores prompts" in found
 
 
 def test_nothing_to_measure(problems: Finder) -> None:

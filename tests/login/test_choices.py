@@ -27,14 +27,18 @@ def test_every_wrong_choice_is_answered(conf: Path) -> None:
     assert "unknown cluster_type; got 'slurm'; choices: bcm" in text
 
 
+@pytest.mark.parametrize("nothing", ["", "null"])
+def test_a_group_always_has_a_choice(nothing: str, conf: Path) -> None:
+    with pytest.raises(ConfigError, match=f"unknown export; got '{nothing}'; choices: gpt3/small"):
+        check_choices([f"export={nothing}"], conf)
+
+
 @pytest.mark.parametrize(
     "argument",
     [
         "export=gpt3/small",
         "export=t5/large.yaml",
         "cluster_type@here=bcm",
-        "export=null",
-        "export=",
         "~export",
         "+more=export",
         "export.model.tokenizer=none",

@@ -111,6 +111,20 @@ def test_a_failing_step_ends_the_job_with_its_code(
     assert not deploy_folder(tmp_path).exists()
 
 
+def test_a_reader_that_has_seen_enough_ends_the_job(start: Start, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    process = start("stages=[export]", EXPORT_WAITS=str(pid_file))
+    pid = wait_for(pid_file)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    (log,) = (export_folder(tmp_path) / "jobs" / "001").glob("log-*.out")
+    with log.open("a") as file:
+        file.write("more that nobody reads\n")
+    assert process.wait(timeout=20) == 128 + signal.SIGPIPE
+    assert_ended(pid)
+
+
 def test_an_interrupted_export_ends_its_processes(start: Start, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     process = start("stages=[export]", EXPORT_WAITS=str(pid_file))

@@ -16,7 +16,7 @@ from launcher_scripts.cluster.bcp import BcpCluster, BcpOptions
 from launcher_scripts.cluster.interactive import InteractiveCluster, InteractiveOptions
 from launcher_scripts.cluster.job import Job, JobFolder, Step
 from launcher_scripts.cluster.slurm import SlurmCluster, SlurmOptions
-from launcher_scripts.render import pbtxt, quote, render
+from launcher_scripts.render import pbtxt, quote, quote_sbatch, render
 
 NASTY = [
     "plain",
@@ -48,6 +48,11 @@ def printed(command: str) -> str:
 @pytest.mark.parametrize("value", NASTY)
 def test_a_quoted_value_is_one_word(value: str) -> None:
     assert printed(f"printf '%s|' {quote(value)} end") == f"{value}|end|"
+
+
+def test_sbatch_takes_a_backslash_for_an_escape_everywhere() -> None:
+    assert quote_sbatch(r"a\b 'c'") == quote(r"a\\b 'c'")
+    assert quote_sbatch("a b") == quote("a b")
 
 
 CLUSTERS: tuple[Cluster, ...] = (

@@ -42,6 +42,17 @@ def test_a_refusal_is_one_message(run: Run, arguments: list[str], calls: Path) -
     assert len(calls.read_text().splitlines()) == 1
 
 
+def test_a_job_that_slurm_queues_too_late_to_say_so_is_found(
+    run: Run, arguments: list[str], calls: Path, tmp_path: Path
+) -> None:
+    result = run("stages=[export]", *arguments, LATE="1")
+    assert result.returncode == 0, result.stderr
+    assert "submitted export_tiny as Slurm job 107" in result.stdout
+    folder = tmp_path / "the results/tiny/export_tp2_pp1_fp16_fp16/jobs/001"
+    assert json.loads((folder / "job.json").read_text())["job_id"] == "107"
+    assert len(calls.read_text().splitlines()) == 1
+
+
 def test_a_machine_without_slurm_is_told_so(
     run: Run, arguments: list[str], bare_path: Path, tmp_path: Path
 ) -> None:

@@ -58,7 +58,7 @@ def text_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 class WordTokenizer:
     """Ids as in the format's own example: "a b" is two tokens, "c" is one."""
 
-    ids: ClassVar = {"a b": [5, 6], "c": [7], " c": [8], "a,b": [9]}
+    ids: ClassVar = {"a b": [5, 6], "c": [7], " c": [8], "a,b": [9], "\n": [2], "c\r\n\n": [7, 3]}
 
     def encode(self, text: str) -> list[int]:
         return self.ids[text]
@@ -73,6 +73,8 @@ class WordTokenizer:
         ("c, c", [[7, 8], [1, 2]]),
         ('"a,b",c', [[9, 7], [1, 2]]),
         (",,c,", [[7], [1]]),
+        ("\n", [[2], [1]]),
+        ('c\r\n\n,"\n",c', [[7, 3, 2, 7], [2, 3, 4, -1]]),
     ],
 )
 def test_words_lists(text_module: Any, line: str, expected: list[list[int]]) -> None:
@@ -80,6 +82,12 @@ def test_words_lists(text_module: Any, line: str, expected: list[list[int]]) -> 
     table = model.to_word_lists([line], WordTokenizer())
     assert table.dtype == np.int32
     assert table.tolist() == [expected]
+
+
+def test_words_that_no_csv_can_be(text_module: Any) -> None:
+    model = text_module("preprocessing")
+    with pytest.raises(model.BadRequestError, match="no comma separated text: field larger"):
+        model.to_word_lists(["x" * 200_000], WordTokenizer())
 
 
 def test_words_lists_of_several_rows_have_one_width(text_module: Any) -> None:

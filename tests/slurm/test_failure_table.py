@@ -148,6 +148,13 @@ def _container(*more: str) -> Callable[[Submit], tuple[str, ...]]:
     return lambda _: ("cluster.container_runtime=pyxis", *more)
 
 
+def _missing_mount(launch: Submit) -> tuple[str, ...]:
+    image = launch.results.parent.parent / "image.sqsh"
+    image.write_bytes(b"hsqs")
+    mounts = "container_mounts=[/no/such/folder:/data]"
+    return ("cluster.container_runtime=pyxis", f"container={image}", mounts)
+
+
 # What fails in its job: arguments, what is said, the job's state, the exit code of `jobs wait`.
 FAILING: dict[str, tuple[Callable[[Submit], tuple[str, ...]], str, str, int]] = {
     "image that the registry has not": (
@@ -157,7 +164,7 @@ FAILING: dict[str, tuple[Callable[[Submit], tuple[str, ...]], str, str, int]] = 
         1,
     ),
     "missing mount": (
-        _container("container='docker://any'", "container_mounts=[/no/such/folder:/data]"),
+        _missing_mount,
         "pyxis: failed to mount: /no/such/folder: No such file or directory",
         "FAILED",
         1,

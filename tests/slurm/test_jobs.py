@@ -182,8 +182,8 @@ def test_an_interrupted_submission_takes_back_what_was_queued(
     program.parent.mkdir()
     program.write_text(
         "#!/bin/sh\n"
+        f'{shutil.which("sbatch")} --hold "$@"\n'  # or the export could end before Ctrl-C
         'case "$*" in *deploy_tiny_submission.sh) kill -INT "$PPID"; sleep 1; exit 1 ;; esac\n'
-        f'exec {shutil.which("sbatch")} --hold "$@"\n'  # or the export could end before Ctrl-C
     )
     program.chmod(0o755)
     path = os.pathsep.join([str(program.parent), os.environ["PATH"]])
@@ -191,6 +191,7 @@ def test_an_interrupted_submission_takes_back_what_was_queued(
     assert ran.returncode == 130, ran.stderr
     assert "export: submitted export_tiny as Slurm job" in ran.stdout
     assert "export: cancelled Slurm job" in ran.stdout
+    assert "deploy: cancelled Slurm job" in ran.stdout
     assert ran.stderr == "error: interrupted\n"
     assert ended(slurm, submit, "export")[0] == "CANCELLED"
     assert slurm.run("squeue", "--noheader").stdout == ""
@@ -290,6 +291,7 @@ def test_the_documented_command_line(
 
 
 NASTY = """a 'b' "c" $(touch made) `touch made` % %j ; & | {x} ~ #é !"""
+BACKSLASHES = r" a\b 'c\d' \\e"
 MOUNTED = "a 'b' % %j ; & | {x} ~ #é !"  # without what pyxis' shell would read
 DUMP = """
 import os
@@ -316,7 +318,7 @@ def test_nasty_names_arrive_as_they_are(
         f"export.run.name={in_hydra(NASTY)}",
         f"+env_vars.NASTY={in_hydra(NASTY)}",
         *(f"+env_vars.{name}={in_hydra(value)}" for name, value in untold.items()),
-        f"cluster.comment={in_hydra(NASTY)}",
+        f"cluster.comment={in_hydra(NASTY + BACKSLASHES)}",
     )
     (record_file,) = (folder / "results").glob("jobs/001/job.json")
     record = json.loads(record_file.read_text())
@@ -330,7 +332,7 @@ def test_nasty_names_arrive_as_they_are(
     assert {entry["image"] for entry in tasks} == {str(nasty_image)}
     assert {entry["workdir"] for entry in tasks} == {str(record_file.parent)}
     shown = slurm.run("scontrol", "show", "job", record["job_id"]).stdout
-    assert f"Comment={NASTY}" in shown
+    assert f"Comment={NASTY}{BACKSLASHES}" in shown
     assert f"JobName=nemo-megatron-{NASTY}" in shown
     assert list(tmp_path.rglob("made")) == []
 

@@ -16,6 +16,10 @@ import numpy as np
 from text_tensors import BadRequestError, Tensors, answer_each, require_working_arrays
 from tokenizer import Tokenizer, load_tokenizer
 
+# CSV ends its rows at these, which no word should; no text that was UTF-8 has the others.
+HIDDEN = {ord("\n"): 0xD800, ord("\r"): 0xD801}
+SHOWN = {hidden: shown for shown, hidden in HIDDEN.items()}
+
 
 class TritonPythonModel:
     """QUERY, words as comma separated text -> padded ids, their lengths, word lists.
@@ -97,4 +101,9 @@ def to_word_lists(lines: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
 
 
 def split_words(line: str) -> list[str]:
-    return [word for fields in csv.reader([line]) for word in fields if word]
+    """The words of a CSV line; line breaks are characters of words like any other."""
+    try:
+        rows = list(csv.reader([line.translate(HIDDEN)]))
+    except csv.Error as error:
+        raise BadRequestError(f"the words are no comma separated text: {error}") from error
+    return [word.translate(SHOWN) for words in rows for word in words if word]

@@ -11,6 +11,7 @@ Data set: Paperno et al., "The LAMBADA dataset", ACL 2016.
 
 from __future__ import annotations
 
+import configparser
 import dataclasses
 import json
 import math
@@ -21,7 +22,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.errors import ConfigError, Problems, ServerError, problem
+from launcher_scripts.errors import ConfigError, Problems, ServerError
+from launcher_scripts.evaluation.tasks.prompts import numbered, read_lines
 from launcher_scripts.evaluation.tasks.task import (
     Asked,
     Metric,
@@ -56,17 +58,10 @@ class ItemResult:
 
 def read_texts(data_file: Path, limit: int | None = None) -> list[str]:
     """The first `limit` texts of a JSON-lines file of {"text": ...} objects."""
-    try:
-        lines = data_file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(
-            problem(
-                f"cannot read LAMBADA's items: {error}", change="evaluate.tasks.lambada.data_file"
-            )
-        ) from error
+    lines = read_lines(str(data_file), "evaluate.tasks.lambada.data_file")
     texts = []
     problems = Problems(f"the LAMBADA items in {data_file}")
-    for number, line in enumerate(lines[:limit], start=1):
+    for number, line in numbered(lines, limit):
         try:
             text = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError):
@@ -156,6 +151,34 @@ def rows_to_score(items: Iterable[Item]) -> Iterator[tuple[int, ...]]:
     return (item.tokens[:-1] for item in items)
 
 
+def fitting(items: Sequence[Item], positions: int | None) -> list[Item]:
+    """The items without what a model of so many positions cannot read: their beginnings.
+
+    As lm-evaluation-harness does it; raises ConfigError where a last word alone is too long.
+    """
+    if positions is None:
+        return list(items)
+    problems = Problems("LAMBADA's items in the model's positions")
+    for item in items:
+        if item.target_length > positions:
+            problems.add(f"item {item.index} has a last word of too many tokens", got=item.target)
+    problems.raise_if_any(ConfigError)
+    return [dataclasses.replace(item, tokens=item.tokens[-positions - 1 :]) for item in items]
+
+
+def learned_positions(folder: Path) -> int | None:
+    """Where the model's table of positions ends, by its config.ini; None: it has no such table."""
+    config = configparser.ConfigParser()
+    config.read(folder / "config.ini", encoding="utf-8")
+    if not config.has_section("gpt") or not config["gpt"].getboolean(
+        "has_positional_encoding", True
+    ):
+        return None
+    if config.get("extension", "position_embedding", fallback="learned") != "learned":
+        return None
+    return config["gpt"].getint("max_pos_seq_len")
+
+
 def summarise(results: Sequence[ItemResult]) -> dict[str, Metric]:
     """The task's figures; the perplexity's interval comes from the mean log-likelihood's."""
     mean, half_width = mean_95(np.array([result.log_likelihood for result in results]))
@@ -180,7 +203,7 @@ def summarise(results: Sequence[ItemResult]) -> dict[str, Metric]:
 def run(settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
     """Measure the items of settings.data_file, settings.batch_size of them in flight."""
     texts = read_texts(Path(settings.data_file), settings.limit)
-    items = make_items(texts, asked.tokenizer.encode)
+    items = fitting(make_items(texts, asked.tokenizer.encode), learned_positions(asked.folder))
     results = []
     for result in measure(items, asked.model.score(rows_to_score(items), settings.batch_size)):
         results.append(result)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher_scripts.errors import ConfigError, Problems, problem
+from launcher_scripts.errors import ConfigError, Problems, ServerError, problem
 from launcher_scripts.evaluation.tasks.task import Asked, Progress
 from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 from launcher_scripts.task_settings import GenerationSettings, TaskSettings
@@ -51,10 +51,15 @@ def answers(
 ) -> list[str]:
     """What the model generates behind every prompt."""
     rows = [row_of(asked, prompt, settings.generation) for prompt in prompts]
-    texts = []
-    for output in asked.model.generate_each(rows, settings.batch_size):
-        texts.append(asked.tokenizer.decode(output.output_ids).strip())
-        progress(len(texts), len(rows))
+    texts: list[str] = []
+    try:
+        for output in asked.model.generate_each(rows, settings.batch_size):
+            texts.append(asked.tokenizer.decode(output.output_ids).strip())
+            progress(len(texts), len(rows))
+    except ServerError as error:
+        index = len(texts)
+        asked_for = f"{settings.name}'s item {index} ({len(rows[index].input_ids)} tokens)"
+        raise ServerError(f"no answer to {asked_for}: {error}") from error
     return texts
 
 
@@ -104,10 +109,13 @@ def _starts(section: Mapping[str, str]) -> bool:
 
 
 def read_lines(path: str, key: str) -> list[str]:
-    """The lines of a text file, which may be compressed with gzip."""
+    """The lines of a UTF-8 file, which may be compressed with gzip; a byte order mark is no text.
+
+    Only a line feed ends a line: JSON may hold other separators as they are.
+    """
     opened = gzip.open if path.endswith(".gz") else open
     try:
-        with opened(path, "rt", encoding="utf-8", newline="\n") as file:
+        with opened(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             return [line.rstrip("\r\n") for line in file]
     except (OSError, UnicodeDecodeError, EOFError) as error:
         raise ConfigError(problem(f"cannot read {path}: {error}", change=key)) from error

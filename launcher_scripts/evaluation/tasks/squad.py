@@ -53,7 +53,7 @@ def read_questions(settings: TaskSettings) -> list[Question]:
     """The first `limit` questions, in the file's order."""
     key = f"evaluate.tasks.{settings.name}.data_file"
     try:
-        content = json.loads(Path(settings.data_file).read_text(encoding="utf-8"))
+        content = json.loads(Path(settings.data_file).read_text(encoding="utf-8-sig"))
         questions = list(_questions(content))[: settings.limit]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -75,8 +75,16 @@ def _questions(content: Any) -> Iterator[Question]:
     for article in content["data"]:
         for paragraph in article["paragraphs"]:
             for entry in paragraph["qas"]:
-                answers = tuple(answer["text"] for answer in entry["answers"])
-                yield Question(entry["id"], paragraph["context"], entry["question"], answers)
+                answers = tuple(_text(answer, "text") for answer in entry["answers"])
+                context, question = _text(paragraph, "context"), _text(entry, "question")
+                yield Question(str(entry["id"]), context, question, answers)
+
+
+def _text(entry: Any, name: str) -> str:
+    value = entry[name]
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be text; got {value!r}")
+    return value
 
 
 def normalised(answer: str) -> str:

@@ -30,7 +30,7 @@ def read_articles(settings: TaskSettings) -> list[dict[str, str]]:
     key = f"evaluate.tasks.{settings.name}.data_file"
     csv.field_size_limit(sys.maxsize)  # an article is longer than csv expects of a field
     try:
-        with Path(settings.data_file).open(encoding="utf-8", newline="") as file:
+        with Path(settings.data_file).open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file))[: settings.limit]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(problem(f"cannot read the articles: {error}", change=key)) from error

@@ -1,6 +1,7 @@
 #!/bin/bash
 # Stands in for sbatch: notes its arguments in the file $CALLS, keeps the script, gives an id.
-# REFUSE makes it fail; it also fails when it inherits the variables of a job.
+# REFUSE makes it fail, LATE as well although squeue knows the job then; it also fails when it
+# inherits the variables of a job.
 printf '%s\n' "$*" >> "$CALLS"
 for script in "$@"; do :; done
 cp "$script" "$CALLS.$(wc -l < "$CALLS").sh"
@@ -9,4 +10,9 @@ if [ -n "${REFUSE:-}" ]; then
     exit 1
 fi
 [ -z "${SLURM_NTASKS:-}" ] || exit 3
+if [ -n "${LATE:-}" ]; then
+    echo "107 $script" > "$CALLS.queue"
+    echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2
+    exit 1
+fi
 echo "Submitted batch job $((100 + $(wc -l < "$CALLS")))"
