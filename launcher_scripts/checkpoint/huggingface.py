@@ -221,11 +221,16 @@ def _read_weights(archive: Archive) -> dict[str, SourceTensor]:
     tensors: dict[str, SourceTensor] = {}
     for file in _weight_files(archive):
         load = safetensors_file.load if file.endswith(".safetensors") else torch_file.load
-        loaded = load(archive.region(file), f"{file} of {archive.path}")
-        for name, values in loaded.items():
-            plain = next((name.removeprefix(p) for p in PREFIXES if name.startswith(p)), str(name))
-            if isinstance(values, np.ndarray) and not plain.endswith(BUFFERS):
-                tensors[plain] = SourceTensor.whole(values)
+        origin = f"{file} of {archive.path}"
+        loaded = load(archive.region(file), origin)
+        if not isinstance(loaded, dict) or not any(
+            isinstance(values, np.ndarray) for values in loaded.values()
+        ):
+            raise CheckpointError(f"{origin} holds no state dict")
+        for key, values in loaded.items():
+            name = next((str(key).removeprefix(p) for p in PREFIXES if str(key).startswith(p)), key)
+            if isinstance(values, np.ndarray) and not str(name).endswith(BUFFERS):
+                tensors[str(name)] = SourceTensor.whole(values)
     return tensors
 
 
