@@ -261,6 +261,17 @@ def test_the_checkpoint_path_is_relative_to_the_model(tmp_path):
     assert settings(tmp_path, model_checkpoint_path="").checkpoint_dir == tmp_path / "3" / "1-gpu"
 
 
+def test_every_version_has_its_own_checkpoint(tmp_path):
+    """Version 3 is a copy of version 1, beside it, with other weights."""
+    for version in ("1", "3"):
+        (tmp_path / version / "1-gpu").mkdir(parents=True)
+    got = settings(tmp_path, model_checkpoint_path="1/1-gpu").checkpoint_dir
+    assert got == tmp_path / "3" / "1-gpu"
+    (tmp_path / "3" / "1-gpu").rmdir()
+    got = settings(tmp_path, model_checkpoint_path="1/1-gpu").checkpoint_dir
+    assert got == tmp_path / "1" / "1-gpu"
+
+
 def test_a_checkpoint_path_from_where_the_server_was_started(tmp_path, monkeypatch):
     """As in the repositories that the original ships: ./all_models/agm/fastertransformer/1/..."""
     model, path = tmp_path / "repository" / "tiny", "./all_models/tiny/1/1-gpu"

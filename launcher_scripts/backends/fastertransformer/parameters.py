@@ -80,11 +80,16 @@ def _integer(
 
 
 def _checkpoint_dir(path: str, default: str, model_dir: Path, version: str, tp_size: int) -> Path:
-    """The first folder there is of those that the two names may mean, else the likeliest."""
+    """The first folder there is of those that the two names may mean, else the likeliest.
+
+    An exported path begins with its version, 1; copied to another one it means that one's own.
+    """
     inside = model_dir / version
     usual = inside / f"{tp_size}-gpu"
     if path:
-        likeliest, places = model_dir / path, (inside / path, model_dir / path, Path.cwd() / path)
+        likeliest, first = model_dir / path, Path(path).parts[0]
+        own = inside / Path(path).relative_to(first) if first.isdecimal() else inside / path
+        places = (inside / path, own, likeliest, Path.cwd() / path)
     else:
         likeliest, places = usual, (inside / default, usual) if default else (usual,)
     return next((place for place in places if place.is_dir()), likeliest)
