@@ -8,13 +8,19 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-import hydra
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+try:
+    import hydra
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-from launcher_scripts.errors import ConfigError, LauncherError
-from stages.choices import check_choices, check_keys
-from stages.plan import Plan, make_plan
+    from launcher_scripts.errors import ConfigError, LauncherError
+    from stages.choices import check_choices, check_grammar, check_keys
+    from stages.plan import Plan, make_plan
+except ModuleNotFoundError as missing:
+    sys.exit(
+        f"error: {sys.executable} has no package {missing.name}: `make setup` installs all of them "
+        "into .venv, `. .venv/bin/activate` makes that the python3 that is run"
+    )
 
 CHECKOUT = Path(__file__).resolve().parent
 
@@ -71,6 +77,7 @@ def explain(arguments: list[str]) -> None:
 if __name__ == "__main__":
     register_resolvers()
     try:
+        check_grammar(sys.argv[1:])
         check_choices(sys.argv[1:], CHECKOUT / "conf")
     except LauncherError as error:
         refused(error)

@@ -1,7 +1,7 @@
-"""What a command line names of conf/: its choices, and its keys.
+"""What a command line says of conf/: its choices, its keys, and values that can be read.
 
 Hydra answers a wrong choice of a group that has folders of its own (`export=gpt3/x`), and a wrong
-key, without saying which there are.
+key, without saying which there are, and an unquoted value in the words of its parser.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from launcher_scripts.errors import ConfigError, Problems
 
 _CHOICE = re.compile(r"(?P<group>\w+)(?:@[\w.]+)?=(?P<choice>[\w.\-/]*)")
+_WITHOUT_VALUE = ("-m", "--multirun", "--resolve", "-h", "--help", "--hydra-help")
 _KEY = re.compile(r"(?P<key>[\w.]+)=.*", re.DOTALL)
 
 
@@ -44,6 +46,28 @@ def check_choices(arguments: Iterable[str], conf: Path) -> None:
                 choices=[path.with_suffix("").as_posix() for path in files],
                 change=match["group"],
             )
+    problems.raise_if_any(ConfigError)
+
+
+def check_grammar(arguments: Iterable[str]) -> None:
+    """Raises ConfigError for every `key=value` that Hydra's grammar cannot read.
+
+    A value with ~, =, brackets or other letters than English ones needs quotes that Hydra sees.
+    """
+    problems, parser = Problems("the command line"), OverridesParser.create()
+    before = ""
+    for argument in arguments:
+        key, equal, value = argument.partition("=")
+        of_an_option = before.startswith("-") and before not in _WITHOUT_VALUE and "=" not in before
+        if equal and not argument.startswith("-") and not of_an_option:
+            try:
+                readable = bool(parser.parse_override(argument).key_or_group)
+            except HydraException:
+                readable = False
+            if not readable:
+                quoted = "the key" if not key else f"it to '{key}=\"{value}\"'"
+                problems.add("Hydra cannot read this as key=value", got=argument, change=quoted)
+        before = argument
     problems.raise_if_any(ConfigError)
 
 

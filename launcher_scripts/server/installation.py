@@ -16,6 +16,7 @@ from launcher_scripts.server.text_numpy import check_numpy_dir
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 OUR_BACKEND = CHECKOUT / "launcher_scripts" / "backends" / "fastertransformer"
+OUR_PROGRAMS = CHECKOUT / "launcher_scripts" / "bin"
 CONTAINER_SERVER = Path("/opt/tritonserver/bin/tritonserver")
 STUB = "triton_python_backend_stub"
 
@@ -122,7 +123,7 @@ def _find(configured: str | None) -> Installation:
                 )
             )
         return _at(Path(executable))
-    on_path = shutil.which("tritonserver") or shutil.which(CONTAINER_SERVER)
+    on_path = shutil.which("tritonserver", path=_path()) or shutil.which(CONTAINER_SERVER)
     if on_path is not None:
         return _at(Path(on_path))
     packaged = _packaged()
@@ -139,6 +140,12 @@ def _find(configured: str | None) -> Installation:
             )
         )
     return _usable(packaged)
+
+
+def _path() -> str:
+    """PATH without the folder whose tritonserver starts the one that is looked for."""
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return os.pathsep.join(folder for folder in folders if Path(folder).resolve() != OUR_PROGRAMS)
 
 
 def _at(executable: Path) -> Installation:

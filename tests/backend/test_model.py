@@ -248,6 +248,8 @@ def test_parameters_become_settings(tmp_path):
     assert got.max_batch_size == 64  # rows in flight; the requests' own batches are smaller
     assert got.checkpoint_dir == Path("/elsewhere/2-gpu")
     assert got.enable_custom_all_reduce
+    assert settings(tmp_path, enable_custom_all_reduce="True").enable_custom_all_reduce
+    assert not settings(tmp_path, enable_custom_all_reduce="false").enable_custom_all_reduce
 
 
 def test_the_checkpoint_path_is_relative_to_the_model(tmp_path):
@@ -259,6 +261,17 @@ def test_the_checkpoint_path_is_relative_to_the_model(tmp_path):
         tmp_path / "1" / "1-gpu"
     )
     assert settings(tmp_path, model_checkpoint_path="").checkpoint_dir == tmp_path / "3" / "1-gpu"
+
+
+def test_every_version_has_its_own_checkpoint(tmp_path):
+    """Version 3 is a copy of version 1, beside it, with other weights."""
+    for version in ("1", "3"):
+        (tmp_path / version / "1-gpu").mkdir(parents=True)
+    got = settings(tmp_path, model_checkpoint_path="1/1-gpu").checkpoint_dir
+    assert got == tmp_path / "3" / "1-gpu"
+    (tmp_path / "3" / "1-gpu").rmdir()
+    got = settings(tmp_path, model_checkpoint_path="1/1-gpu").checkpoint_dir
+    assert got == tmp_path / "1" / "1-gpu"
 
 
 def test_a_checkpoint_path_from_where_the_server_was_started(tmp_path, monkeypatch):
@@ -311,6 +324,7 @@ def test_sequence_batching_that_cannot_work_is_refused(changes, message):
     ("parameters", "message"),
     [
         ({"tensor_para_size": "two"}, "tensor_para_size must be a number"),
+        ({"enable_custom_all_reduce": "maybe"}, "enable_custom_all_reduce must be a number"),
         ({"pipeline_para_size": "0"}, "pipeline_para_size must be a number of at least 1"),
         ({"model_type": "GPT-J"}, "unknown model_type; got 'GPT-J'; choices: GPT"),
         ({"data_type": "int4"}, "unknown data_type; got 'int4'; choices: fp32, fp16, bf16"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.errors import ConfigError
-from stages.choices import check_choices
+from stages.choices import check_choices, check_grammar
 
 
 @pytest.fixture
@@ -52,3 +52,31 @@ def test_what_is_right_or_not_ours_passes(argument: str, conf: Path) -> None:
 
 def test_other_folders_may_hold_choices(conf: Path) -> None:
     check_choices(["--config-dir=/elsewhere", "export=mine"], conf)
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("export.model.checkpoint_path=~/m.nemo", "'export.model.checkpoint_path=\"~/m.nemo\"'"),
+        ("base_results_dir=/a b=c/ä", "'base_results_dir=\"/a b=c/ä\"'"),
+        ("stages=[export", 'stages="[export"'),
+        ("=3", "change the key"),
+    ],
+)
+def test_a_value_that_needs_quotes_is_answered_with_them(argument: str, change: str) -> None:
+    with pytest.raises(ConfigError, match="1 problem") as caught:
+        check_grammar(["dry_run=True", argument])
+    assert f"cannot read this as key=value; got {argument!r}; change" in str(caught.value)
+    assert change in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["stages=[export,deploy]", "a.b='~/x y=z'", "+c.d={e: 1}", "~export", "f="],
+        ["-m", "a=1,2", "b=range(1,3)"],
+        ["--config-dir=/a=b~", "-cd", "/a=b~", "-sc", "query=bash", "--cfg", "job"],
+    ],
+)
+def test_what_hydra_reads_passes(arguments: list[str]) -> None:
+    check_grammar(arguments)

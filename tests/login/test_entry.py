@@ -100,6 +100,18 @@ def test_the_working_directory_stays_clean(run: Run, arguments: list[str], tmp_p
     assert list(cwd.iterdir()) == []
 
 
+def test_a_python_without_the_packages_is_told_where_they_are(checkout: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-I", "-S", str(checkout / "main.py"), "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "has no package hydra: `make setup` installs" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_the_login_half_needs_no_heavy_package(checkout: Path, tmp_path: Path) -> None:
     program = BLOCKER + (
         "import runpy\n"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launcher_scripts.server.installation import find_installation
+from launcher_scripts.server.installation import OUR_PROGRAMS
 from tests.slurm.configuration import free_ports
 
 PORTS = ("http", "grpc", "metrics")
@@ -32,20 +33,16 @@ class TypedServer:
         node: str = "0",
         nodes: int = 1,
     ) -> None:
-        installation = find_installation(None)
-        backends = folder / "backends"
-        if not backends.exists():
-            backends.mkdir(parents=True)
-            installation.make_backends(backends)
+        folder.mkdir(parents=True, exist_ok=True)
         self.ports = free_ports(3 * nodes)
         self.log = folder / f"server-{node if node.isdigit() else 'all'}.log"
         options = [
-            str(installation.executable),
+            "tritonserver",
             f"--model-repository={repository}",
-            f"--backend-directory={backends}",
-            "--disable-auto-complete-config",
             *(f"--{name}-address=127.0.0.1" for name in PORTS),
         ]
+        programs = (OUR_PROGRAMS, Path(sys.executable).parent, env["PATH"])
+        path = os.pathsep.join(map(str, programs))
         numbers = " ".join(map(str, self.ports))
         script = (
             f'ports=({numbers}); first=$((3 * ({node}))); exec "$@" '
@@ -55,7 +52,7 @@ class TypedServer:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*launching, "bash", "-c", script, "bash", *options],
-                env={**env, **installation.environment(), "LAUNCHER_DEVICE": "cpu"},
+                env={**env, "PATH": path, "TMPDIR": str(folder), "LAUNCHER_DEVICE": "cpu"},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -14,6 +14,10 @@ from launcher_scripts.parallel import Parallelism
 
 WHERE = "parameters in config.pbtxt"
 
+# The original's guides call these bool, its files say 0 or 1.
+FLAGS = ("enable_custom_all_reduce",)
+FLAG_WORDS = {"false": "0", "true": "1"}
+
 # max_batch_size bounds one request; rows of many requests run together whatever it is, and the
 # widest beam search fits.
 ROWS_IN_FLIGHT = MOST_BEAMS
@@ -70,6 +74,8 @@ def _integer(
     values: Mapping[str, str], name: str, least: int, default: str | None, problems: Problems
 ) -> int:
     text = values.get(name, default)
+    if name in FLAGS and text is not None:
+        text = FLAG_WORDS.get(text.lower(), text)
     if text is None:
         problems.add(f"{name} is missing", change=WHERE)
         return least
@@ -80,11 +86,16 @@ def _integer(
 
 
 def _checkpoint_dir(path: str, default: str, model_dir: Path, version: str, tp_size: int) -> Path:
-    """The first folder there is of those that the two names may mean, else the likeliest."""
+    """The first folder there is of those that the two names may mean, else the likeliest.
+
+    An exported path begins with its version, 1; copied to another one it means that one's own.
+    """
     inside = model_dir / version
     usual = inside / f"{tp_size}-gpu"
     if path:
-        likeliest, places = model_dir / path, (inside / path, model_dir / path, Path.cwd() / path)
+        likeliest, first = model_dir / path, Path(path).parts[0]
+        own = inside / Path(path).relative_to(first) if first.isdecimal() else inside / path
+        places = (inside / path, own, likeliest, Path.cwd() / path)
     else:
         likeliest, places = usual, (inside / default, usual) if default else (usual,)
     return next((place for place in places if place.is_dir()), likeliest)

@@ -1,0 +1,91 @@
+"""A server that somebody types: the installed tritonserver, which knows this project's backend.
+
+With `launcher_scripts/bin` in front of PATH, its `tritonserver` is this one, so the documented
+command lines work as they stand: `tritonserver --model-repository=...`, alone or behind mpirun,
+srun or mpiexec, with every option of the server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from launcher_scripts.errors import LauncherError, ServerError, problem
+from launcher_scripts.server.installation import (
+    CHECKOUT,
+    OUR_BACKEND,
+    STUB,
+    Installation,
+    find_installation,
+)
+
+_BACKENDS = "--backend-directory"
+# The models' files say everything; Triton would ask each of them once more.
+_NO_COMPLETION = "--disable-auto-complete-config"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Become the server. Returns only where there is none to become, with the exit status."""
+    try:
+        become(find_installation(None), argv)
+    except LauncherError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def become(installation: Installation, argv: Sequence[str]) -> NoReturn:
+    """Replace this process by the server: same process id, signals and working directory."""
+    given = {argument.partition("=")[0] for argument in argv}
+    added = []
+    if _BACKENDS not in given:
+        added.append(f"{_BACKENDS}={backends_folder(installation)}")
+    if _NO_COMPLETION not in given:
+        added.append(_NO_COMPLETION)
+    program = str(installation.executable.absolute())
+    os.execve(program, [program, *added, *argv], {**os.environ, **installation.environment()})
+
+
+def backends_folder(installation: Installation) -> Path:
+    """The server's backends and ours, in a folder that later servers of this user share.
+
+    It appears complete. Raises ServerError where somebody else may write to it.
+    """
+    made = installation.stub.stat()
+    facts = (CHECKOUT, installation.executable, installation.stub, made.st_mtime_ns, made.st_size)
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"launcher-backends-{os.geteuid()}-{digest}"
+    if _usable(folder, installation):
+        return folder
+    try:
+        new = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+        try:
+            installation.make_backends(new)
+            if not _usable(folder, installation):
+                shutil.rmtree(folder, ignore_errors=True)
+                new.rename(folder)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+    except OSError as error:
+        if not _usable(folder, installation):
+            raise ServerError(f"cannot prepare the backends' folder {folder}: {error}") from error
+    return folder
+
+
+def _usable(folder: Path, installation: Installation) -> bool:
+    """Whether it is there with all of its parts: somebody may clean the temporary folder up."""
+    if not os.path.lexists(folder):
+        return False
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        what = "somebody else may write to the folder of backends"
+        raise ServerError(problem(what, got=str(folder), change="TMPDIR"))
+    python = {path.name for path in (installation.backends_dir / "python").iterdir()}
+    parts = [OUR_BACKEND.name, *(f"python/{name}" for name in {*python, STUB, "launcher_scripts"})]
+    return all((folder / part).exists() for part in parts if "__pycache__" not in part)
