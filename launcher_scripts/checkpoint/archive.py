@@ -159,11 +159,18 @@ def _folder_files(folder: Path) -> Iterator[tuple[str, Path]]:
         root = root.parent.parent
     problems = Problems(f"the checkpoint {folder}")
     for path in sorted(folder.rglob("*")):
-        if path.is_symlink() and not path.resolve().is_relative_to(root):
-            problems.add("a link leads out of the folder", got=str(path))
+        if path.is_symlink() and not _leads_into(path, root):
+            problems.add("a link leads out of the folder, or nowhere", got=str(path))
         elif path.is_file():
             yield path.relative_to(folder).as_posix(), path
     problems.raise_if_any(CheckpointError)
+
+
+def _leads_into(link: Path, root: Path) -> bool:
+    try:
+        return link.resolve(strict=True).is_relative_to(root)
+    except (OSError, RuntimeError):  # nothing is there; a circle
+        return False
 
 
 def _decompressed(path: Path, scratch: Path | None) -> IO[bytes]:

@@ -19,17 +19,13 @@ import numpy as np
 
 from launcher_scripts.checkpoint import SOURCES, nemo_training, tokenizer_files
 from launcher_scripts.checkpoint.archive import Archive
-from launcher_scripts.checkpoint.fastertransformer import (
-    FTWriter,
-    WeightFile,
-    partial_folder,
-    refuse_existing,
-)
+from launcher_scripts.checkpoint.fastertransformer import FTWriter, WeightFile
 from launcher_scripts.checkpoint.forecast import Forecast, weight_bytes
 from launcher_scripts.checkpoint.hints import Hints
 from launcher_scripts.checkpoint.journal import identity
 from launcher_scripts.checkpoint.learned import with_learned_parts
 from launcher_scripts.checkpoint.manifest import TOOL_VERSION
+from launcher_scripts.checkpoint.output_folder import partial_folder, refuse_existing
 from launcher_scripts.checkpoint.plan import SourceCheckpoint, Task, make_plan
 from launcher_scripts.checkpoint.progress import Progress
 from launcher_scripts.checkpoint.reshard import rank_columns

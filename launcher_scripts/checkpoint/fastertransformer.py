@@ -30,6 +30,12 @@ from launcher_scripts.checkpoint.manifest import (
     file_digest,
     read_manifest,
 )
+from launcher_scripts.checkpoint.output_folder import (
+    partial_folder,
+    refuse_existing,
+    replace_folder,
+    writing,
+)
 from launcher_scripts.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, WeightSpec
@@ -181,10 +187,11 @@ class FTWriter:
 
     def __enter__(self) -> FTWriter:
         refuse_existing(self.folder, self.overwrite)
-        if self.partial.exists() and not self.name:
-            shutil.rmtree(self.partial)
-        self._created = [path for path in self.folder.parents if not path.exists()]
-        self.partial.mkdir(parents=True, exist_ok=True)
+        with writing(self.partial):
+            if self.partial.exists() and not self.name:
+                shutil.rmtree(self.partial)
+            self._created = [path for path in self.folder.parents if not path.exists()]
+            self.partial.mkdir(parents=True, exist_ok=True)
         if self.name:
             self._journal = Journal(self.partial, self.name)
             self._entries = self._journal.restart()
@@ -210,15 +217,12 @@ class FTWriter:
         """Write one weight from its consecutive pieces, each contiguous and of the right dtype."""
         digest, size, name = DIGESTS[ALGORITHM](), 0, file.name
         path = self.partial / name
-        try:
-            with path.open("wb", buffering=0) as out:
-                for chunk in chunks:
-                    data = memoryview(chunk).cast("B")
-                    _write_all(out.fileno(), data)
-                    digest.update(data)
-                    size += len(data)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {error}") from error
+        with writing(path), path.open("wb", buffering=0) as out:
+            for chunk in chunks:
+                data = memoryview(chunk).cast("B")
+                _write_all(out.fileno(), data)
+                digest.update(data)
+                size += len(data)
         shape = file.spec.shape_on(self.config, self.tp_size)
         expected = math.prod(shape) * self.dtype.itemsize
         if size != expected:
@@ -228,7 +232,8 @@ class FTWriter:
     def copy(self, content: bytes, name: str) -> None:
         """Write a file that is no weight, such as the tokenizer's."""
         path = self.partial / name
-        path.write_bytes(content)
+        with writing(path):
+            path.write_bytes(content)
         self._add(FileEntry(name, len(content), file_digest(path)))
 
     def _add(self, entry: FileEntry) -> None:
@@ -249,7 +254,8 @@ class FTWriter:
         entries = tuple(self._entries.values())
         family = family_of(self.config).name
         manifest = Manifest(family, self.tp_size, self.weight_data_type, entries, self.source)
-        manifest.write(self.partial)
+        with writing(self.partial):
+            manifest.write(self.partial)
         self._sealed = True
 
     def _commit(self) -> None:
@@ -266,33 +272,6 @@ class FTWriter:
         for path in self._created:
             if path.is_dir() and not any(path.iterdir()):
                 path.rmdir()
-
-
-def partial_folder(folder: Path) -> Path:
-    """The name of a checkpoint's folder until it is complete."""
-    return folder.with_name(folder.name + ".partial")
-
-
-def refuse_existing(folder: Path, overwrite: bool) -> None:
-    """Raises CheckpointError when there is something at `folder` that may not be replaced."""
-    if folder.exists() and not overwrite:
-        raise CheckpointError(
-            problem(
-                "the output already exists",
-                got=str(folder),
-                change="export.model.overwrite to replace it",
-            )
-        )
-
-
-def replace_folder(new: Path, target: Path) -> None:
-    """Give `new` the name `target`; a folder that has the name is removed after the exchange."""
-    old = target.with_name(target.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    new.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:

@@ -15,7 +15,8 @@ from launcher_scripts.checkpoint import safetensors_file, tokenizer_files, torch
 from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.dtypes import plain
 from launcher_scripts.checkpoint.hints import Hints
-from launcher_scripts.checkpoint.huggingface_configs import RawConfig
+from launcher_scripts.checkpoint.huggingface_configs import has_decoder
+from launcher_scripts.checkpoint.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.source_checkpoint import WholeTensors
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
 from launcher_scripts.errors import CheckpointError, Problems, problem
@@ -60,8 +61,16 @@ class Architecture:
 _HEAD = "lm_head.weight"
 
 
+def _has_own_head(raw: RawConfig) -> bool:
+    """Whether config.json promises an output table beside the input's; a T5's encoder has none."""
+    if raw.raw["model_type"] in ("t5", "mt5") and not has_decoder(raw):
+        return False
+    absent = raw.raw["model_type"] not in ("llama", "mistral")
+    return not raw.flag("tie_word_embeddings", absent)
+
+
 def _scaled(raw: RawConfig) -> list[str]:
-    return ["_scaled"] if raw("scale_embedding", default=raw.raw["model_type"] != "bart") else []
+    return ["_scaled"] if raw.flag("scale_embedding", raw.raw["model_type"] != "bart") else []
 
 
 def _scaled_or_untied(raw: RawConfig) -> list[str]:
@@ -133,8 +142,11 @@ class HuggingFaceCheckpoint(WholeTensors):
             tensors = {
                 name: tensor for name, tensor in tensors.items() if not name.startswith(DECODER)
             }
+        headless = _HEAD not in tensors and not hints.encoder_only
         _untied(tensors, row.tied)
         values = RawConfig(raw, tensors.keys(), archive.path / CONFIG_NAME)
+        if headless and _has_own_head(values):
+            values.problems.add(f"{_HEAD} is missing, and tie_word_embeddings is false")
         dialects = (*(row.dialect + variant for variant in row.variants(values)), row.dialect)
         try:
             config = row.read(values)
@@ -162,7 +174,7 @@ def architecture(raw: Mapping[str, Any], path: Path) -> Architecture:
     """The row for a raw config.json. Agm calls itself bart, but has keys of its own."""
     agm = "mup_scale" in raw or "position_bias_per_layer" in raw
     name = "agm" if agm else raw.get("model_type")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
             problem(f"{path}: unknown model_type", got=name, choices=sorted(ARCHITECTURES))
         )
@@ -209,11 +221,16 @@ def _read_weights(archive: Archive) -> dict[str, SourceTensor]:
     tensors: dict[str, SourceTensor] = {}
     for file in _weight_files(archive):
         load = safetensors_file.load if file.endswith(".safetensors") else torch_file.load
-        loaded = load(archive.region(file), f"{file} of {archive.path}")
-        for name, values in loaded.items():
-            plain = next((name.removeprefix(p) for p in PREFIXES if name.startswith(p)), str(name))
-            if isinstance(values, np.ndarray) and not plain.endswith(BUFFERS):
-                tensors[plain] = SourceTensor.whole(values)
+        origin = f"{file} of {archive.path}"
+        loaded = load(archive.region(file), origin)
+        if not isinstance(loaded, dict) or not any(
+            isinstance(values, np.ndarray) for values in loaded.values()
+        ):
+            raise CheckpointError(f"{origin} holds no state dict")
+        for key, values in loaded.items():
+            name = next((str(key).removeprefix(p) for p in PREFIXES if str(key).startswith(p)), key)
+            if isinstance(values, np.ndarray) and not str(name).endswith(BUFFERS):
+                tensors[str(name)] = SourceTensor.whole(values)
     return tensors
 
 

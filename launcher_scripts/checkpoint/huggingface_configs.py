@@ -6,71 +6,15 @@ it: version 5 reports every T5 as tied, and keeps whether logits are scaled unde
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from pathlib import Path
-from typing import Any
-
-from launcher_scripts.errors import Problems
+from launcher_scripts.checkpoint.huggingface_raw import ACTIVATIONS, RawConfig
 from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 
-ACTIVATIONS = {
-    "gelu": "gelu_erf",
-    "gelu_new": "gelu",
-    "gelu_fast": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
-_REQUIRED = object()
-
-
-class RawConfig:
-    """config.json with the names of its tensors; wrong and missing keys are reported at once."""
-
-    def __init__(self, raw: Mapping[str, Any], keys: Collection[str], path: Path) -> None:
-        self.raw = raw
-        self.keys = keys
-        self.problems = Problems(str(path))
-
-    def __call__(self, *names: str, default: Any = _REQUIRED) -> Any:
-        """The value of the first of `names` that is there and not null."""
-        for name in names:
-            if self.raw.get(name) is not None:
-                return self.raw[name]
-        if default is _REQUIRED:
-            self.problems.add(f"{' or '.join(names)} is missing")
-            return 1
-        return default
-
-    def token(self, name: str, default: int | None) -> int | None:
-        """A token id; the first one where a list is allowed."""
-        found = self(name, default=default)
-        return found[0] if isinstance(found, list) else found
-
-    def activation(self, name: str, default: Any = _REQUIRED) -> str:
-        found = self(name, default=default)
-        if found not in ACTIVATIONS:
-            self.problems.add(f"unknown {name}", got=found, choices=ACTIVATIONS)
-        return ACTIVATIONS.get(found, "gelu")
-
-    def only(self, name: str, value: Any) -> None:
-        """Refuse anything but `value`, which is also the default."""
-        found = self.raw.get(name, value)
-        if found != value:
-            self.problems.add(f"{name} is not supported", got=found, choices=(value,))
-
-    def head_size(self, hidden: int, heads: int) -> int:
-        if hidden % heads and not self.problems.messages:
-            self.problems.add(f"the hidden size {hidden} is no multiple of the heads", got=heads)
-        return max(hidden // heads, 1)
-
 
 def gpt2(raw: RawConfig) -> GPTConfig:
-    hidden, heads = raw("n_embd", "hidden_size"), raw("n_head", "num_attention_heads")
+    hidden, heads = raw.size("n_embd", "hidden_size"), raw.size("n_head", "num_attention_heads")
     for name, value in (
         ("scale_attn_weights", True),
         ("scale_attn_by_inverse_layer_idx", False),
@@ -78,15 +22,15 @@ def gpt2(raw: RawConfig) -> GPTConfig:
     ):
         raw.only(name, value)
     return GPTConfig(
-        vocab_size=raw("vocab_size"),
-        num_layers=raw("n_layer", "num_hidden_layers"),
+        vocab_size=raw.size("vocab_size"),
+        num_layers=raw.size("n_layer", "num_hidden_layers"),
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=heads,
         head_size=raw.head_size(hidden, heads),
-        ffn_size=raw("n_inner", default=4 * hidden),
-        max_positions=raw("n_positions", "n_ctx", "max_position_embeddings"),
-        norm_eps=raw("layer_norm_epsilon", default=1e-5),
+        ffn_size=raw.size("n_inner", default=4 * hidden),
+        max_positions=raw.size("n_positions", "n_ctx", "max_position_embeddings"),
+        norm_eps=raw.real("layer_norm_epsilon", default=1e-5),
         activation=raw.activation("activation_function", "gelu_new"),
         tied_embeddings="lm_head.weight" not in raw.keys,
         start_id=raw.token("bos_token_id", 50256),
@@ -96,19 +40,19 @@ def gpt2(raw: RawConfig) -> GPTConfig:
 
 
 def bloom(raw: RawConfig) -> GPTConfig:
-    hidden, heads = raw("hidden_size", "n_embed"), raw("n_head", "num_attention_heads")
+    hidden, heads = raw.size("hidden_size", "n_embed"), raw.size("n_head", "num_attention_heads")
     raw.only("apply_residual_connection_post_layernorm", False)
     return GPTConfig(
-        vocab_size=raw("vocab_size"),
-        num_layers=raw("n_layer", "num_hidden_layers"),
+        vocab_size=raw.size("vocab_size"),
+        num_layers=raw.size("n_layer", "num_hidden_layers"),
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=heads,
         head_size=raw.head_size(hidden, heads),
         ffn_size=4 * hidden,
-        max_positions=raw("seq_length", default=2048),
+        max_positions=raw.size("seq_length", default=2048),
         position_embedding="alibi",
-        norm_eps=raw("layer_norm_epsilon", default=1e-5),
+        norm_eps=raw.real("layer_norm_epsilon", default=1e-5),
         embedding_norm=True,
         tied_embeddings="lm_head.weight" not in raw.keys,
         start_id=raw.token("bos_token_id", 1),
@@ -118,19 +62,19 @@ def bloom(raw: RawConfig) -> GPTConfig:
 
 
 def opt(raw: RawConfig) -> GPTConfig:
-    hidden, heads = raw("hidden_size"), raw("num_attention_heads")
-    bias = raw("enable_bias", default=True)
+    hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
+    bias = raw.flag("enable_bias", default=True)
     raw.only("layer_norm_elementwise_affine", True)
     return GPTConfig(
-        vocab_size=raw("vocab_size"),
-        num_layers=raw("num_hidden_layers"),
+        vocab_size=raw.size("vocab_size"),
+        num_layers=raw.size("num_hidden_layers"),
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=heads,
         head_size=raw.head_size(hidden, heads),
-        ffn_size=raw("ffn_dim"),
-        max_positions=raw("max_position_embeddings"),
-        norm_placement="pre" if raw("do_layer_norm_before", default=True) else "post",
+        ffn_size=raw.size("ffn_dim"),
+        max_positions=raw.size("max_position_embeddings"),
+        norm_placement="pre" if raw.flag("do_layer_norm_before", default=True) else "post",
         final_norm="decoder.final_layer_norm.weight" in raw.keys,
         activation=raw.activation("activation_function", "relu"),
         attention_bias=bias,
@@ -143,17 +87,17 @@ def opt(raw: RawConfig) -> GPTConfig:
 
 
 def xglm(raw: RawConfig) -> GPTConfig:
-    hidden, heads = raw("d_model"), raw("attention_heads", "num_attention_heads")
+    hidden, heads = raw.size("d_model"), raw.size("attention_heads", "num_attention_heads")
     raw.only("add_cross_attention", False)
     return GPTConfig(
-        vocab_size=raw("vocab_size"),
-        num_layers=raw("num_layers", "num_hidden_layers"),
+        vocab_size=raw.size("vocab_size"),
+        num_layers=raw.size("num_layers", "num_hidden_layers"),
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=heads,
         head_size=raw.head_size(hidden, heads),
-        ffn_size=raw("ffn_dim"),
-        max_positions=raw("max_position_embeddings"),
+        ffn_size=raw.size("ffn_dim"),
+        max_positions=raw.size("max_position_embeddings"),
         activation=raw.activation("activation_function", "gelu"),
         tied_embeddings=False,
         start_id=raw.token("decoder_start_token_id", 2),
@@ -163,31 +107,31 @@ def xglm(raw: RawConfig) -> GPTConfig:
 
 
 def llama(raw: RawConfig) -> GPTConfig:
-    hidden, heads = raw("hidden_size"), raw("num_attention_heads")
-    rope = raw("rope_parameters", "rope_scaling", default={})
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
+    rope = raw.section("rope_parameters", "rope_scaling")
+    kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in ("default", "linear"):
         raw.problems.add("unknown rope_type", got=kind, choices=("default", "linear"))
     raw.only("sliding_window", None)
     return GPTConfig(
-        vocab_size=raw("vocab_size"),
-        num_layers=raw("num_hidden_layers"),
+        vocab_size=raw.size("vocab_size"),
+        num_layers=raw.size("num_hidden_layers"),
         hidden_size=hidden,
         num_heads=heads,
-        num_kv_heads=raw("num_key_value_heads", default=heads),
-        head_size=raw("head_dim", default=hidden // heads),
-        ffn_size=raw("intermediate_size"),
-        max_positions=raw("max_position_embeddings"),
+        num_kv_heads=raw.size("num_key_value_heads", default=heads),
+        head_size=raw.size("head_dim", default=hidden // heads),
+        ffn_size=raw.size("intermediate_size"),
+        max_positions=raw.size("max_position_embeddings"),
         position_embedding="rope",
-        rotary_base=float(rope.get("rope_theta", raw("rope_theta", default=10000.0))),
-        rotary_percentage=float(rope.get("partial_rotary_factor", 1.0)),
-        rotary_interpolation_factor=float(rope["factor"]) if kind == "linear" else 1.0,
+        rotary_base=rope.real("rope_theta", raw.real("rope_theta", 10000.0)),
+        rotary_percentage=rope.real("partial_rotary_factor", 1.0),
+        rotary_interpolation_factor=rope.real("factor", 1.0) if kind == "linear" else 1.0,
         normalization="rmsnorm",
-        norm_eps=raw("rms_norm_eps", default=1e-6),
+        norm_eps=raw.real("rms_norm_eps", default=1e-6),
         activation=raw.activation("hidden_act", "silu"),
         gated=True,
-        attention_bias=raw("attention_bias", default=False),
-        mlp_bias=raw("mlp_bias", default=False),
+        attention_bias=raw.flag("attention_bias", default=False),
+        mlp_bias=raw.flag("mlp_bias", default=False),
         tied_embeddings="lm_head.weight" not in raw.keys,
         start_id=raw.token("bos_token_id", 1),
         end_id=raw.token("eos_token_id", 2),
@@ -195,32 +139,37 @@ def llama(raw: RawConfig) -> GPTConfig:
     )
 
 
+def has_decoder(raw: RawConfig) -> bool:
+    """Whether a T5's checkpoint holds more than its encoder."""
+    return any(key.startswith("decoder.block.") for key in raw.keys)
+
+
 def t5(raw: RawConfig) -> T5Config:
-    encoder_only = not any(key.startswith("decoder.block.") for key in raw.keys)
-    layers = raw("num_layers")
-    gated, _, activation = raw("feed_forward_proj", default="relu").rpartition("-")
+    encoder_only = not has_decoder(raw)
+    layers = raw.size("num_layers")
+    gated, _, activation = raw.text("feed_forward_proj", default="relu").rpartition("-")
     if gated not in ("", "gated") or activation not in ACTIVATIONS:
         raw.problems.add("unknown feed_forward_proj", got=raw("feed_forward_proj"))
     if activation == "gelu" and gated:
         activation = "gelu_new"  # transformers calls the tanh form of v1.1 gated-gelu
     # The multilingual T5 never scales; for the others absence means the original, scaled T5.
-    scaled = raw("scale_decoder_outputs", "tie_word_embeddings", default=True)
+    scaled = raw.flag("scale_decoder_outputs", raw.flag("tie_word_embeddings", True))
     if raw.raw.get("model_type") == "mt5":
         scaled = False
     return T5Config(
-        vocab_size=raw("vocab_size"),
+        vocab_size=raw.size("vocab_size"),
         num_layers=layers,
-        hidden_size=raw("d_model"),
-        num_heads=raw("num_heads"),
-        head_size=raw("d_kv"),
-        ffn_size=raw("d_ff"),
-        num_decoder_layers=0 if encoder_only else raw("num_decoder_layers", default=layers),
-        num_buckets=raw("relative_attention_num_buckets", default=32),
-        max_distance=raw("relative_attention_max_distance", default=128),
-        norm_eps=raw("layer_norm_epsilon", default=1e-6),
+        hidden_size=raw.size("d_model"),
+        num_heads=raw.size("num_heads"),
+        head_size=raw.size("d_kv"),
+        ffn_size=raw.size("d_ff"),
+        num_decoder_layers=0 if encoder_only else raw.size("num_decoder_layers", default=layers),
+        num_buckets=raw.size("relative_attention_num_buckets", default=32),
+        max_distance=raw.size("relative_attention_max_distance", default=128),
+        norm_eps=raw.real("layer_norm_epsilon", default=1e-6),
         activation=ACTIVATIONS.get(activation, "relu"),
         gated=bool(gated),
-        logits_scale=raw("d_model") ** -0.5 if scaled else 1.0,
+        logits_scale=raw.size("d_model") ** -0.5 if scaled else 1.0,
         tied_embeddings="lm_head.weight" not in raw.keys,
         encoder_only=encoder_only,
         start_id=raw.token("decoder_start_token_id", raw.token("pad_token_id", 0)),
@@ -232,15 +181,15 @@ def t5(raw: RawConfig) -> T5Config:
 def bart(raw: RawConfig) -> BartConfig:
     multilingual = raw.raw.get("model_type") == "mbart"
     return BartConfig(
-        vocab_size=raw("vocab_size"),
-        num_layers=raw("encoder_layers"),
-        hidden_size=raw("d_model"),
-        num_heads=raw("encoder_attention_heads"),
-        ffn_size=raw("encoder_ffn_dim"),
-        num_decoder_layers=raw("decoder_layers"),
-        num_decoder_heads=raw("decoder_attention_heads"),
-        decoder_ffn_size=raw("decoder_ffn_dim"),
-        max_positions=raw("max_position_embeddings"),
+        vocab_size=raw.size("vocab_size"),
+        num_layers=raw.size("encoder_layers"),
+        hidden_size=raw.size("d_model"),
+        num_heads=raw.size("encoder_attention_heads"),
+        ffn_size=raw.size("encoder_ffn_dim"),
+        num_decoder_layers=raw.size("decoder_layers"),
+        num_decoder_heads=raw.size("decoder_attention_heads"),
+        decoder_ffn_size=raw.size("decoder_ffn_dim"),
+        max_positions=raw.size("max_position_embeddings"),
         norm_placement="pre" if multilingual else "post",
         activation=raw.activation("activation_function", "gelu"),
         logits_bias="final_logits_bias" in raw.keys,
@@ -252,7 +201,7 @@ def bart(raw: RawConfig) -> BartConfig:
 
 
 def agm(raw: RawConfig) -> AgmConfig:
-    hidden, heads = raw("d_model"), raw("decoder_attention_heads")
+    hidden, heads = raw.size("d_model"), raw.size("decoder_attention_heads")
     for name, value in (
         ("position_bias_per_layer", True),
         ("use_alibi_position_embedding", False),
@@ -261,17 +210,17 @@ def agm(raw: RawConfig) -> AgmConfig:
     ):
         raw.only(name, value)
     scale = 1.0
-    if raw("scale_attention", default=True):
+    if raw.flag("scale_attention", default=True):
         size = raw.head_size(hidden, heads)
-        scale = 8 / size if raw("mup_scale", default=True) else size**-0.5
+        scale = 8 / size if raw.flag("mup_scale", default=True) else size**-0.5
     return AgmConfig(
-        vocab_size=raw("vocab_size"),
-        num_layers=raw("decoder_layers"),
+        vocab_size=raw.size("vocab_size"),
+        num_layers=raw.size("decoder_layers"),
         hidden_size=hidden,
         num_heads=heads,
-        ffn_size=raw("decoder_ffn_dim"),
-        num_buckets=raw("relative_attention_num_buckets", default=32),
-        max_distance=raw("relative_attention_max_distance", default=128),
+        ffn_size=raw.size("decoder_ffn_dim"),
+        num_buckets=raw.size("relative_attention_num_buckets", default=32),
+        max_distance=raw.size("relative_attention_max_distance", default=128),
         attention_scale=scale,
         activation=raw.activation("activation_function", "gelu"),
         logits_bias="final_logits_bias" in raw.keys,

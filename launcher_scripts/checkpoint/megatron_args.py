@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher_scripts.checkpoint.hints import Hints
+from launcher_scripts.checkpoint.nemo_options import real, size
 from launcher_scripts.checkpoint.shards import Shards
 from launcher_scripts.errors import CheckpointError, Problems
 from launcher_scripts.models.gpt import GPTConfig
@@ -56,8 +57,8 @@ def read_args(args: Mapping[str, Any], shards: Shards, hints: Hints, origin: str
     for key, values in _KNOWN_VALUES.items():
         if args.get(key) not in values:
             problems.add(f"{key} is not supported", got=args[key], choices=values)
-    heads = _size(args, "num_attention_heads", problems)
-    hidden = _size(args, "hidden_size", problems)
+    heads = size(args, "num_attention_heads", problems)
+    hidden = size(args, "hidden_size", problems)
     positions = args.get("position_embedding_type") or "learned_absolute"
     if args.get("use_rotary_position_embeddings"):
         positions = "rope"
@@ -71,20 +72,21 @@ def read_args(args: Mapping[str, Any], shards: Shards, hints: Hints, origin: str
     problems.raise_if_any(CheckpointError)
     gated = bool(args.get("swiglu"))
     bias = args.get("add_bias_linear", True)
+    epsilon = "norm_epsilon" if args.get("norm_epsilon") else "layernorm_epsilon"
     config = GPTConfig(
         vocab_size=vocab,
-        num_layers=_size(args, "num_layers", problems),
+        num_layers=size(args, "num_layers", problems),
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=heads,
-        head_size=args.get("kv_channels") or hidden // heads,
-        ffn_size=args.get("ffn_hidden_size") or 4 * hidden,
-        max_positions=_size(args, "max_position_embeddings", problems),
+        head_size=size(args, "kv_channels", problems, hidden // heads),
+        ffn_size=size(args, "ffn_hidden_size", problems, 4 * hidden),
+        max_positions=size(args, "max_position_embeddings", problems),
         position_embedding=_POSITIONS[positions],
-        rotary_percentage=float(args.get("rotary_percent") or 1.0),
-        rotary_base=float(args.get("rotary_base") or 10000.0),
+        rotary_percentage=real(args, "rotary_percent", 1.0, problems),
+        rotary_base=real(args, "rotary_base", 10000.0, problems),
         normalization=_NORMALIZATIONS[normalization],
-        norm_eps=float(args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5),
+        norm_eps=real(args, epsilon, 1e-5, problems),
         activation=_activation(args),
         gated=gated,
         attention_bias=bias,
@@ -141,11 +143,3 @@ def _activation(args: Mapping[str, Any]) -> str:
         return "squared_relu"
     fused = args.get("bias_gelu_fusion", True)
     return "gelu" if fused or args.get("openai_gelu") else "gelu_erf"
-
-
-def _size(args: Mapping[str, Any], key: str, problems: Problems) -> int:
-    value = args.get(key)
-    if isinstance(value, int) and value > 0:
-        return value
-    problems.add(f"{key} must be a positive number", got=value)
-    return 1

@@ -17,6 +17,7 @@ from launcher_scripts.checkpoint.nemo_options import (
     flag,
     gelu,
     nemo_version,
+    real,
     size,
 )
 from launcher_scripts.errors import CheckpointError, Problems
@@ -76,23 +77,25 @@ def read_gpt(raw: Mapping[str, Any], *, core: bool, local_norms: bool) -> NemoGP
     heads = size(raw, "num_attention_heads", problems)
     hidden = size(raw, "hidden_size", problems)
     bias = flag(raw, "bias", True)
-    length = raw.get("max_position_embeddings") or raw.get("encoder_seq_length")
+    length = (
+        "max_position_embeddings" if raw.get("max_position_embeddings") else "encoder_seq_length"
+    )
     fields = {
         "num_layers": size(raw, "num_layers", problems),
         "hidden_size": hidden,
         "num_heads": heads,
-        "num_kv_heads": raw.get("num_query_groups") or heads,
-        "head_size": raw.get("kv_channels") or hidden // heads,
-        "ffn_size": raw.get("ffn_hidden_size") or 4 * hidden,
-        "max_positions": length or size(raw, "max_position_embeddings", problems),
+        "num_kv_heads": size(raw, "num_query_groups", problems, heads),
+        "head_size": size(raw, "kv_channels", problems, hidden // heads),
+        "ffn_size": size(raw, "ffn_hidden_size", problems, 4 * hidden),
+        "max_positions": size(raw, length, problems),
         "position_embedding": positions,
-        "rotary_percentage": float(raw.get("rotary_percentage") or 1.0),
-        "rotary_base": float(raw.get("rotary_base") or 10000.0),
-        "rotary_interpolation_factor": float(raw.get("seq_len_interpolation_factor") or 1.0),
+        "rotary_percentage": real(raw, "rotary_percentage", 1.0, problems),
+        "rotary_base": real(raw, "rotary_base", 10000.0, problems),
+        "rotary_interpolation_factor": real(raw, "seq_len_interpolation_factor", 1.0, problems),
         "alibi_layer_scaling": positions == "alibi"
         and flag(raw, "apply_query_key_layer_scaling", True),
         "normalization": choice(raw, "normalization", "layernorm", NORMALIZATIONS, problems),
-        "norm_eps": float(raw.get("layernorm_epsilon") or 1e-5),
+        "norm_eps": real(raw, "layernorm_epsilon", 1e-5, problems),
         "norm_placement": placement,
         "final_norm": placement == "pre",
         "activation": gelu(raw) if function == "gelu" else function,

@@ -49,14 +49,34 @@ def choice(
     return table[value]
 
 
-def size(raw: Mapping[str, Any], key: str, problems: Problems) -> int:
-    value = raw.get(key)
-    if isinstance(value, int) and value > 0:
+def size(raw: Mapping[str, Any], key: str, problems: Problems, default: int | None = None) -> int:
+    """A whole number of at least 1; `default`, if any, where there is none."""
+    value = raw.get(key) or default
+    if type(value) is int and value > 0:
         return value
-    problems.add(f"{key} must be a positive number", got=value)
+    problems.add(f"{key} must be a positive number", got=raw.get(key))
     return 1
+
+
+def real(raw: Mapping[str, Any], key: str, default: float, problems: Problems) -> float:
+    """A positive number, which YAML may have read as a text (1e-5)."""
+    value = raw.get(key) or default
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        found = -1.0
+    if found > 0:
+        return found
+    problems.add(f"{key} must be a positive number", got=value)
+    return default
 
 
 def flag(raw: Mapping[str, Any], key: str, default: bool) -> bool:
     value = raw.get(key)
     return default if value is None else bool(value)
+
+
+def section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A part of the file; an empty one where it has none."""
+    found = raw.get(key)
+    return found if isinstance(found, Mapping) else {}

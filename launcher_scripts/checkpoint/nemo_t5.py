@@ -16,8 +16,10 @@ from launcher_scripts.checkpoint.nemo_options import (
     choice,
     flag,
     gelu,
+    real,
     size,
 )
+from launcher_scripts.checkpoint.nemo_options import section as section_of
 from launcher_scripts.checkpoint.tokenizer_files import TokenIds
 from launcher_scripts.errors import CheckpointError, Problems
 from launcher_scripts.tokenizer import SentencePieceTokenizer, Tokenizer
@@ -78,14 +80,15 @@ def read_t5(raw: Mapping[str, Any]) -> NemoT5:
     for key in _COMMON:
         if encoder[key] != decoder[key]:
             problems.add(f"encoder and decoder differ in {key}", got=(encoder[key], decoder[key]))
+    length = "max_position_embeddings" if raw.get("max_position_embeddings") else "seq_length"
+    max_positions = size(raw, length, problems, 512)
     problems.raise_if_any(CheckpointError)
     relative = decoder["position_embedding"] == "relative"
     own_only = flag(decoder["section"], "relative_position_bias_self_attention_only", True)
-    length = raw.get("max_position_embeddings") or raw.get("seq_length") or 512
     fields = {key: encoder[key] for key in _COMMON if key != "dialects"} | {
         "num_layers": encoder["num_layers"],
         "num_decoder_layers": decoder["num_layers"],
-        "max_positions": int(length),
+        "max_positions": max_positions,
         "cross_attention_relative_bias": relative and not own_only,
         "logits_bias": flag(raw, "tokens_head_bias", True),
         "tied_embeddings": flag(raw, "share_decoder_tokens_head_embeddings", True),
@@ -102,7 +105,7 @@ def _read_stack(section: Mapping[str, Any], problems: Problems) -> dict[str, Any
     function, gated = choice(section, "activation", "gelu", ACTIVATIONS, problems)
     heads = size(section, "num_attention_heads", problems)
     hidden = size(section, "hidden_size", problems)
-    head_size = section.get("kv_channels") or hidden // heads
+    head_size = size(section, "kv_channels", problems, hidden // heads)
     positions = choice(section, "position_embedding_type", "learned_absolute", POSITIONS, problems)
     relative = positions == "relative"
     scaled = flag(section, "normalize_attention_scores", True)
@@ -113,14 +116,14 @@ def _read_stack(section: Mapping[str, Any], problems: Problems) -> dict[str, Any
         "hidden_size": hidden,
         "num_heads": heads,
         "head_size": head_size,
-        "ffn_size": section.get("ffn_hidden_size") or 4 * hidden,
+        "ffn_size": size(section, "ffn_hidden_size", problems, 4 * hidden),
         "position_embedding": positions,
-        "num_buckets": section.get("relative_attention_num_buckets") or 32,
-        "max_distance": section.get("relative_attention_max_distance") or 128,
+        "num_buckets": size(section, "relative_attention_num_buckets", problems, 32),
+        "max_distance": size(section, "relative_attention_max_distance", problems, 128),
         "relative_bias_layer_scaling": relative
         and flag(section, "apply_query_key_layer_scaling", True),
         "normalization": choice(section, "normalization", "layernorm", NORMALIZATIONS, problems),
-        "norm_eps": float(section.get("layernorm_epsilon") or 1e-5),
+        "norm_eps": real(section, "layernorm_epsilon", 1e-5, problems),
         "activation": gelu(section) if function == "gelu" else function,
         "gated": gated,
         "bias": flag(section, "bias", True),
@@ -147,8 +150,7 @@ def t5_token_ids(raw: Mapping[str, Any], tokenizer: Tokenizer) -> TokenIds:
     and then the sentinels, or, for models that come from Hugging Face, the sentinels first. The
     latter never saw <bos>: like all of Google's T5 their decoder starts with the padding token.
     """
-    section = raw.get("tokenizer") or {}
-    data = raw.get("data") or {}
+    section, data = section_of(raw, "tokenizer"), section_of(raw, "data")
     converted = flag(section, "add_sentinel_tokens_first", False)
     ids = TokenIds(tokenizer.start_id, tokenizer.end_id, tokenizer.pad_id)
     if isinstance(tokenizer, SentencePieceTokenizer):

@@ -170,7 +170,10 @@ def make_plan(checkpoint: SourceCheckpoint, specs: Iterable[WeightSpec], origin:
     origin: what the checkpoint is, for errors
     Raises CheckpointError with every tensor that is missing, unclaimed or of a wrong shape.
     """
+    specs = list(specs)
+    names = checkpoint.names()
     problems = Problems(origin)
+    _note_impossible_depth(specs, checkpoint.config, names, problems)
     tasks: list[Task] = []
     claimed: set[str] = set()
     unread: list[str] = []
@@ -187,9 +190,24 @@ def make_plan(checkpoint: SourceCheckpoint, specs: Iterable[WeightSpec], origin:
                 tasks.append(task)
     for name in unread:
         problems.add(f"{'/'.join(checkpoint.dialects)} has no row for {name}")
-    _note_unclaimed(checkpoint.names() - claimed, problems)
+    _note_unclaimed(names - claimed, problems)
     problems.raise_if_any(CheckpointError)
     return tasks
+
+
+def _note_impossible_depth(
+    specs: Sequence[WeightSpec], config: ModelConfig, names: set[str], problems: Problems
+) -> None:
+    """Raise at once where there are fewer tensors than layers: a list of all that is missing
+    would fill the memory."""
+    for key in {spec.layers for spec in specs if spec.per_layer}:
+        if getattr(config, key) > len(names):
+            problems.add(
+                f"{key} is more than there are tensors",
+                got=getattr(config, key),
+                choices=[f"at most {len(names)}"],
+            )
+    problems.raise_if_any(CheckpointError)
 
 
 def _source(spec: WeightSpec, dialects: Sequence[str]) -> Source | None:

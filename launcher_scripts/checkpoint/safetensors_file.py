@@ -34,7 +34,8 @@ _SIZE = struct.Struct("<Q")
 def load(region: Region, origin: str) -> dict[str, np.ndarray]:
     """Name -> read-only view of the mapped file.
 
-    Raises CheckpointError when the header is damaged, a dtype unknown, or the file cut short.
+    Raises CheckpointError when the header is damaged, a dtype unknown, or the file cut short or
+    longer than its tensors.
     """
     if region.size < _SIZE.size:
         raise CheckpointError(f"{origin} is no safetensors file, or was cut short")
@@ -46,9 +47,19 @@ def load(region: Region, origin: str) -> dict[str, np.ndarray]:
         header.pop("__metadata__", None)
         start = _SIZE.size + size
         data = region.part(start, region.size - start)
-        return {name: _tensor(data, name, entry, origin) for name, entry in header.items()}
+        found = {name: _tensor(data, name, entry, origin) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"the header of {origin} is damaged: {error}") from error
+    covered = sum(values.nbytes for values in found.values())
+    if covered != data.size:  # the format allows no holes
+        raise CheckpointError(
+            problem(
+                f"the header of {origin} does not fit its data",
+                got=f"{data.size} bytes",
+                choices=[f"{covered} bytes"],
+            )
+        )
+    return found
 
 
 def _tensor(data: Region, name: str, entry: dict[str, Any], origin: str) -> np.ndarray:

@@ -118,10 +118,15 @@ def _loaded(files: Mapping[str, bytes]) -> Tokenizer:
         for file, content in files.items():
             (folder / file).write_bytes(content)
         try:
-            return load_tokenizer(folder)
+            tokenizer = load_tokenizer(folder)
         except TokenizerError as error:
             reason = str(error).replace(str(folder), "the checkpoint")
             raise CheckpointError(problem(reason, change=_ADVICE)) from error
+    if not tokenizer.vocab_size:
+        raise CheckpointError(
+            problem("the tokenizer has no tokens", got=sorted(files), change=_ADVICE)
+        )
+    return tokenizer
 
 
 def _named_files(settings: TokenizerSettings) -> dict[str, bytes]:

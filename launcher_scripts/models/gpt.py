@@ -74,6 +74,8 @@ class GPTConfig(LearnedPartSizes):
         ):
             if getattr(self, name) not in choices:
                 problems.add(f"unknown {name}", got=getattr(self, name), choices=choices)
+        if not 0 < self.rotary_percentage <= 1:
+            problems.add("rotary_percentage must be above 0, at most 1", got=self.rotary_percentage)
         if not problems.messages and self.num_heads % self.num_kv_heads:
             problems.add(
                 "num_kv_heads must divide num_heads",

@@ -12,7 +12,7 @@ from transformers import T5EncoderModel
 
 from launcher_scripts.errors import CheckpointError, ConfigError
 from tests.checkpoint import reference_forward_bart, reference_forward_gpt, reference_forward_t5
-from tests.checkpoint.exporting import export_folder, open_weights
+from tests.checkpoint.exporting import export_folder, open_weights, refused_export
 from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS, UNTIED_DECODERS
 
 TOLERANCE = 1e-5
@@ -155,6 +155,24 @@ def test_missing_unknown_and_misshapen_tensors_are_one_error(tmp_path: Path) -> 
     for part in ("h.0.attn.extra is a", "0.input_layernorm.weight has", "ln_f.bias is missing"):
         assert part in str(caught.value)
     assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize("name", ["gpt2_untied", "llama"])
+def test_a_missing_output_table_is_not_taken_for_a_tied_one(tmp_path: Path, name: str) -> None:
+    (DECODERS | UNTIED_DECODERS)[name].make().save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    state = load_file(path)
+    del state["lm_head.weight"]
+    save_file(state, path)
+    refused_export(tmp_path / "hf", tmp_path, r"lm_head\.weight is missing, and tie_word_embedd")
+
+
+def test_an_impossible_depth_is_one_line(tmp_path: Path) -> None:
+    DECODERS["gpt2"].make().save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "n_layer": 10**9}))
+    message = refused_export(tmp_path / "hf", tmp_path, "num_layers is more than there are tensors")
+    assert message.count("\n") == 1
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:

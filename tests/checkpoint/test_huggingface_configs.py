@@ -7,7 +7,7 @@ import pytest
 
 from launcher_scripts.checkpoint import huggingface_configs as configs
 from launcher_scripts.checkpoint.huggingface import architecture
-from launcher_scripts.checkpoint.huggingface_configs import RawConfig
+from launcher_scripts.checkpoint.huggingface_raw import RawConfig
 from launcher_scripts.errors import CheckpointError
 
 T5_KEYS = ("shared.weight", "decoder.block.0.layer.0.SelfAttention.q.weight")
@@ -107,3 +107,52 @@ def test_agm_attention_scale() -> None:
 def test_unknown_model_types_are_answered_with_the_known_ones() -> None:
     with pytest.raises(CheckpointError, match="got 'rwkv'; choices: agm, bart, bloom, gpt2"):
         architecture({"model_type": "rwkv"}, Path("config.json"))
+
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 2}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 9,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "max_position_embeddings": 8,
+}
+
+
+@pytest.mark.parametrize("value", ["x", "16", 1.5, 0, -1, True, [], {}])
+def test_sizes_are_whole_numbers(value: Any) -> None:
+    for name in ("n_embd", "n_layer", "n_head", "n_positions", "n_inner"):
+        found = raw({**GPT2, "n_positions": 8, name: value})
+        with pytest.raises(CheckpointError, match=f"{name} .*must be a whole number from 1 on"):
+            checked(configs.gpt2, found)
+
+
+def checked(read: Any, found: RawConfig) -> None:
+    """What huggingface.open does with a configuration."""
+    read(found)
+    found.problems.raise_if_any(CheckpointError)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rms_norm_eps", "x"),
+        ("attention_bias", "no"),
+        ("rope_scaling", 3),
+        ("rope_scaling", {"rope_type": 3}),
+        ("rope_scaling", {"rope_type": "linear", "factor": "x"}),
+        ("hidden_act", ["silu"]),
+        ("eos_token_id", "</s>"),
+        ("bos_token_id", [[1]]),
+    ],
+)
+def test_other_values_have_their_types(key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"must be|unknown"):
+        checked(configs.llama, raw({**LLAMA, key: value}))
+
+
+def test_a_token_below_zero_is_none() -> None:
+    found = configs.llama(raw({**LLAMA, "pad_token_id": -1, "eos_token_id": [7, 8]}))
+    assert (found.pad_id, found.end_id) == (None, 7)

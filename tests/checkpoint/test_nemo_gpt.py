@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from launcher_scripts.checkpoint.nemo_gpt import NemoGPT, nemo_version, read_gpt
+from launcher_scripts.errors import CheckpointError
 from launcher_scripts.models.gpt import GPTConfig
 
 LEAST = {
@@ -131,3 +132,18 @@ def test_versions() -> None:
     assert nemo_version({"nemo_version": "1.23.0"}) == (1, 23)
     assert nemo_version({"nemo_version": "2.0.0rc1"}) == (2, 0)
     assert nemo_version({}) == (0, 0)
+
+
+@pytest.mark.parametrize("value", ["x", 1.5, -1])
+def test_sizes_are_whole_numbers(value: object) -> None:
+    for key in ("num_layers", "kv_channels", "ffn_hidden_size", "max_position_embeddings"):
+        with pytest.raises(
+            CheckpointError, match=f"{key} must be a positive number; got {value!r}"
+        ):
+            read(**{key: value})
+
+
+def test_an_epsilon_may_be_a_text_and_must_be_a_number() -> None:
+    assert read(layernorm_epsilon="1e-3").fields["norm_eps"] == 1e-3
+    with pytest.raises(CheckpointError, match="layernorm_epsilon must be a positive number"):
+        read(layernorm_epsilon="small")

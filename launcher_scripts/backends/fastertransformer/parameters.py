@@ -14,6 +14,10 @@ from launcher_scripts.parallel import Parallelism
 
 WHERE = "parameters in config.pbtxt"
 
+# The original's guides call these bool, its files say 0 or 1.
+FLAGS = ("enable_custom_all_reduce",)
+FLAG_WORDS = {"false": "0", "true": "1"}
+
 # max_batch_size bounds one request; rows of many requests run together whatever it is, and the
 # widest beam search fits.
 ROWS_IN_FLIGHT = MOST_BEAMS
@@ -70,6 +74,8 @@ def _integer(
     values: Mapping[str, str], name: str, least: int, default: str | None, problems: Problems
 ) -> int:
     text = values.get(name, default)
+    if name in FLAGS and text is not None:
+        text = FLAG_WORDS.get(text.lower(), text)
     if text is None:
         problems.add(f"{name} is missing", change=WHERE)
         return least
