@@ -121,7 +121,7 @@ def test_summaries_of_a_csv_file(tmp_path: Path) -> None:
         ("The Guru!", "guru", True, 1.0),
         ("a guru of the West", "guru", False, 0.5),
         ("", "guru", False, 0.0),
-        ("an", "the", True, 1.0),
+        ("an", "the", True, 0.0),
         ("two two", "two", False, 2 / 3),
     ],
 )

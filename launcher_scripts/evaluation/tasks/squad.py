@@ -102,7 +102,7 @@ def f1(prediction: str, answer: str) -> float:
     predicted, right = normalised(prediction).split(), normalised(answer).split()
     shared = sum((Counter(predicted) & Counter(right)).values())
     if not shared:
-        return float(predicted == right)
+        return 0.0
     precision, recall = shared / len(predicted), shared / len(right)
     return 2 * precision * recall / (precision + recall)
 
