@@ -126,7 +126,8 @@ class SlurmCluster(ConfiguredCluster[SlurmOptions]):
         said = (tried.stderr or tried.stdout).strip()
         problems = Problems(f"the {job.stage} job")
         if tried.returncode:
-            problems.add(f"sbatch would refuse the {job.stage} job: {said}", change="cluster.*")
+            key = slurm_queue.refused_key(said)
+            problems.add(f"sbatch would refuse the {job.stage} job: {said}", change=key)
         else:
             if self.options.qos is None:  # a quality of service can lift the partition's limits
                 slurm_queue.check_partition(
@@ -205,7 +206,7 @@ def _hand_over(executor: ScriptExecutor) -> str:
         if queued is None and shutil.which("squeue") is not None:
             said += "; squeue does not answer whether it is queued all the same"
         said += f"; its script is {job.folder.script}"
-        raise ClusterError(problem(said, change="cluster.*")) from error
+        raise ClusterError(problem(said, change=slurm_queue.refused_key(str(error)))) from error
 
 
 def _complain(said: str) -> None:
