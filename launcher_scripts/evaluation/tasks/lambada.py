@@ -143,6 +143,11 @@ def measure(
                 f"the server gave logits at {len(logits)} positions of LAMBADA's item "
                 f"{item.index}, which has {len(item.tokens) - 1}"
             )
+        if not np.isfinite(logits[-item.target_length :]).all():
+            raise ServerError(
+                f"the server's logits of LAMBADA's item {item.index} are no numbers: the model's "
+                "values leave the range of its data_type"
+            )
         yield score_item(item, logits)
 
 
