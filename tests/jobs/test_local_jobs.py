@@ -29,11 +29,8 @@ def test_a_server_from_its_start_to_its_end(
     name = server(jobs)
     wait_for(deploy_folder(tmp_path) / "ready.json")
     (seen,) = statuses(name)
-    assert (seen["stage"], seen["cluster_type"], seen["name"]) == (
-        "deploy",
-        "interactive",
-        "RUNNING",
-    )
+    assert (seen["name"], seen["stage"], seen["run"]) == (name, "deploy", "001")
+    assert (seen["cluster_type"], seen["state"]) == ("interactive", "RUNNING")
     # The stand-in names an address where nobody answers.
     assert (seen["status"], seen["endpoints"]) == ("NOT ANSWERING", {"http": "127.0.0.1:8000"})
     assert jobs("status", name).returncode == 3

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher_scripts.cluster.foreground import StopRequest
 from tests.login.conftest import Run
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -119,6 +120,18 @@ def test_a_failing_step_ends_the_job_with_its_code(
     assert "Traceback" not in result.stderr
     assert (export_folder(tmp_path) / "jobs/001/ran").read_text() == "convert_checkpoint\n"
     assert not deploy_folder(tmp_path).exists()
+
+
+def test_nohup_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest().listening() as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert request.received is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert request.received == signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_reader_that_has_seen_enough_ends_the_job(start: Start, tmp_path: Path) -> None:
