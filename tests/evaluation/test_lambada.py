@@ -165,6 +165,9 @@ def test_logits_that_are_no_numbers_are_an_error(value):
     logits[1, 3] = value
     with pytest.raises(ServerError, match="logits of LAMBADA's item 0 are no numbers"):
         list(lambada.measure([Item(0, " c", (0, 1, 2), 1)], [logits]))
+    logits[1, 3] = -np.inf  # of a token that never comes
+    (result,) = lambada.measure([Item(0, " c", (0, 1, 2), 1)], [logits])
+    assert result.correct
 
 
 def test_bad_items_are_all_named(tmp_path):
