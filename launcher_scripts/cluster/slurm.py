@@ -161,8 +161,9 @@ class SlurmCluster(ConfiguredCluster[SlurmOptions]):
                 self._submitted.append(Submitted(self._handing_over, job_id))
         self._handing_over = None
         for submitted in reversed(self._submitted):
-            slurm_queue.signal_job(submitted.job_id)
-            print(f"{submitted.job.stage}: cancelled Slurm job {submitted.job_id}", flush=True)
+            said = slurm_queue.signal_job(submitted.job_id)
+            done = f"could not cancel ({said})" if said else "cancelled"
+            print(f"{submitted.job.stage}: {done} Slurm job {submitted.job_id}", flush=True)
         self._submitted.clear()
 
     def finish(self) -> None:

@@ -252,6 +252,15 @@ def test_parameters_become_settings(tmp_path):
     assert not settings(tmp_path, enable_custom_all_reduce="false").enable_custom_all_reduce
 
 
+def test_parameters_without_a_meaning_are_named(tmp_path, capsys):
+    settings(tmp_path, data_type="fp16")
+    assert capsys.readouterr().err == ""
+    got = settings(tmp_path, is_half="1", FORCE_CPU_ONLY_INPUT_TENSORS="no", datatype="fp16")
+    assert got.data_type == "fp32"
+    said = "parameters in config.pbtxt without a meaning: datatype, is_half\n"
+    assert capsys.readouterr().err == said
+
+
 def test_the_checkpoint_path_is_relative_to_the_model(tmp_path):
     (tmp_path / "3" / "inner").mkdir(parents=True)
     assert settings(tmp_path, model_checkpoint_path="inner").checkpoint_dir == (
