@@ -74,8 +74,16 @@ def explain(arguments: list[str]) -> None:
         print(f"error: {error}", file=sys.stderr)
 
 
+def end_in_order(number: int, _frame: object) -> NoReturn:
+    """Leave as Ctrl-C does, so that what was submitted is taken back."""
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
     register_resolvers()
+    for asked in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(asked) is signal.SIG_DFL:  # nohup ignores the second
+            signal.signal(asked, end_in_order)
     try:
         check_grammar(sys.argv[1:])
         check_choices(sys.argv[1:], CHECKOUT / "conf")

@@ -16,7 +16,7 @@ class GenerationSettings:
     template:      the prompt; {names} in it are the item's fields; None: the task's own
     target_file:   what the answers are compared with, where data_file does not hold it
     output_len:    tokens generated at most
-    max_input_len: tokens of a prompt at most, its end is cut off; None: all
+    max_input_len: tokens of a prompt at most; the end of its longest field is cut off; None: all
     prompt_task, ia3_task: which learned prompt or IA3 adapter to use, by number; None: none
     """
 

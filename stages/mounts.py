@@ -15,6 +15,16 @@ FLAGS = (
     *("sync", "async", "private", "rprivate", "shared", "rshared", "slave", "rslave"),
     *("unbindable", "runbindable", "x-create=auto", "x-create=dir", "x-create=file"),
 )
+# Folders where an image has programs and libraries, which a mount there would hide.
+_OF_THE_IMAGE = frozenset(
+    map(
+        Path,
+        (
+            *("/", "/bin", "/boot", "/dev", "/etc", "/home", "/lib", "/lib64", "/opt", "/proc"),
+            *("/root", "/run", "/sbin", "/srv", "/sys", "/usr", "/usr/local", "/var", "/workspace"),
+        ),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,14 @@ class Mount:
                         change="container_mounts, or the key that holds the path",
                     )
                 )
+        if self.target == Path("/"):
+            raise ConfigError(
+                problem(
+                    "a mount at / would hide the image",
+                    got=str(self),
+                    change="container_mounts, or the key that holds the path",
+                )
+            )
         unknown = [flag for flag in self.flags.split("+") if flag not in FLAGS]
         if self.flags and unknown:
             raise ConfigError(
@@ -80,13 +98,15 @@ def mounts_for(
     """The given mounts, and what is needed beside them to see every path under its own name.
 
     A path below one of `folders` is seen through that folder; for any other, its parent folder is
-    mounted. A mount comes before those inside of it, which it would hide.
+    mounted, unless that would hide what an image has there. A mount comes before those inside of
+    it, which it would hide.
     """
     mounts = list(given)
     common = list(folders)
     for path in paths:
         if any(path.is_relative_to(mount.target) for mount in mounts):
             continue
-        folder = next((folder for folder in common if path.is_relative_to(folder)), path.parent)
+        own = path if path.parent in _OF_THE_IMAGE else path.parent
+        folder = next((folder for folder in common if path.is_relative_to(folder)), own)
         mounts.append(Mount(folder, folder))
     return tuple(sorted(mounts, key=lambda mount: len(mount.target.parts)))

@@ -91,7 +91,7 @@ class Plan:
             for job in self.jobs(_reserved_folder):
                 previous = self.cluster.submit(job, previous)
             self.cluster.finish()
-        except (ClusterError, KeyboardInterrupt):
+        except (ClusterError, KeyboardInterrupt, SystemExit):
             self.cluster.give_up()
             raise
         finally:

@@ -28,6 +28,7 @@ from launcher_scripts.models.family import ModelConfig
 
 FILE_NAME = "config.ini"
 WEIGHT_DATA_TYPES = ("fp32", "fp16", "bf16")
+_RANK = re.compile(r"\.(\d+)\.bin$")
 _EMPTY = ("encoder", "decoder", "structure")
 
 
@@ -129,7 +130,7 @@ def read_config(folder: Path) -> ConfigIni:
     if EXTENSION in sections:
         values |= extension_values(sections[EXTENSION], config_type, form.extension)
     main = sections[form.main]
-    tp_size = main.number("tensor_para_size", _size_in_name(folder))
+    tp_size = main.number("tensor_para_size", _size_in_name(folder) or _size_in_files(folder))
     weight_data_type = main.text("weight_data_type", "fp32", WEIGHT_DATA_TYPES)
     problems.raise_if_any(CheckpointError)
     try:
@@ -152,3 +153,9 @@ def _family(path: Path, parser: configparser.RawConfigParser) -> str:
 def _size_in_name(folder: Path) -> int | None:
     match = re.fullmatch(r"(\d+)-gpu", folder.resolve().name)
     return int(match.group(1)) if match else None
+
+
+def _size_in_files(folder: Path) -> int | None:
+    """How many ranks have files of their own, which end in `.<rank>.bin`."""
+    ranks = [int(match[1]) for path in folder.iterdir() if (match := _RANK.search(path.name))]
+    return max(ranks) + 1 if ranks else None

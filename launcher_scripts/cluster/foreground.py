@@ -50,7 +50,10 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        before = {number: signal.signal(number, self) for number in _SIGNALS}
+        """Note the signals of the block; nohup's wish to ignore SIGHUP stays."""
+        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        numbers = (n for n in _SIGNALS if not (nohup and n == signal.SIGHUP))
+        before = {number: signal.signal(number, self) for number in numbers}
         try:
             yield self
         finally:

@@ -126,7 +126,8 @@ class SlurmCluster(ConfiguredCluster[SlurmOptions]):
         said = (tried.stderr or tried.stdout).strip()
         problems = Problems(f"the {job.stage} job")
         if tried.returncode:
-            problems.add(f"sbatch would refuse the {job.stage} job: {said}", change="cluster.*")
+            key = slurm_queue.refused_key(said)
+            problems.add(f"sbatch would refuse the {job.stage} job: {said}", change=key)
         else:
             if self.options.qos is None:  # a quality of service can lift the partition's limits
                 slurm_queue.check_partition(
@@ -160,8 +161,9 @@ class SlurmCluster(ConfiguredCluster[SlurmOptions]):
                 self._submitted.append(Submitted(self._handing_over, job_id))
         self._handing_over = None
         for submitted in reversed(self._submitted):
-            slurm_queue.signal_job(submitted.job_id)
-            print(f"{submitted.job.stage}: cancelled Slurm job {submitted.job_id}", flush=True)
+            said = slurm_queue.signal_job(submitted.job_id)
+            done = f"could not cancel ({said})" if said else "cancelled"
+            print(f"{submitted.job.stage}: {done} Slurm job {submitted.job_id}", flush=True)
         self._submitted.clear()
 
     def finish(self) -> None:
@@ -205,7 +207,7 @@ def _hand_over(executor: ScriptExecutor) -> str:
         if queued is None and shutil.which("squeue") is not None:
             said += "; squeue does not answer whether it is queued all the same"
         said += f"; its script is {job.folder.script}"
-        raise ClusterError(problem(said, change="cluster.*")) from error
+        raise ClusterError(problem(said, change=slurm_queue.refused_key(str(error)))) from error
 
 
 def _complain(said: str) -> None:

@@ -34,6 +34,29 @@ BLOCKING_REASONS: Mapping[str, str] = {
     "AssocMaxNodePerJobLimit": "cluster.account gives no job as many nodes",
     "ReservationDeleted": "its reservation is gone: cluster.reservation",
 }
+# What sbatch says in a refusal, in small letters, and the keys that it is about.
+_PARTS_OF_A_NODE = (
+    "cluster.gpus_per_node (null: a cluster without GPUs), cluster.gpus_per_task, cluster.mem or "
+    "cluster.cpus_per_task"
+)
+_REFUSED_KEYS: Mapping[str, str] = {
+    "node configuration": _PARTS_OF_A_NODE,
+    "generic resource": _PARTS_OF_A_NODE,
+    "memory": "cluster.mem",
+    "account": "cluster.account or cluster.partition",
+    "partition": "cluster.partition",
+    "qos": "cluster.qos",
+    "reservation": "cluster.reservation",
+    "feature": "cluster.constraint",
+    "node name": "cluster.nodelist or cluster.exclude",
+    "number of nodes": "cluster.nodelist or deploy.run.nodes",
+}
+
+
+def refused_key(said: str) -> str:
+    """The key to change after what sbatch has said; all of the cluster's where it is not clear."""
+    found = (key for words, key in _REFUSED_KEYS.items() if words in said.lower())
+    return next(found, "cluster.*")
 
 
 def answers() -> bool:

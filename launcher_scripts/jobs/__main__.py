@@ -73,13 +73,30 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _seconds(text: str) -> float:
+    """A time from the command line; argparse names the option that has another."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds: {text}")
+    return seconds
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number: {text}")
+    return int(text)
+
+
 def _add_own(command: argparse.ArgumentParser, name: str) -> None:
     """The options of a single command."""
     if name == "status":
         command.add_argument(
             *("-w", "--watch"),
             dest="every",
-            type=float,
+            type=_seconds,
             nargs="?",
             const=2.0,
             metavar="SECONDS",
@@ -87,10 +104,14 @@ def _add_own(command: argparse.ArgumentParser, name: str) -> None:
         )
     elif name == "logs":
         command.add_argument("-f", "--follow", action="store_true", help="until the jobs end")
-        command.add_argument("-n", "--lines", type=int, metavar="N", help="only the last N lines")
+        command.add_argument(
+            "-n", "--lines", type=_count, metavar="N", help="only the last N lines"
+        )
     elif name == "wait":
         command.add_argument("--ready", action="store_true", help="servers: until they are ready")
-        command.add_argument("--timeout", type=float, metavar="SECONDS", help="give up then: 124")
+        command.add_argument(
+            "--timeout", type=_seconds, metavar="SECONDS", help="give up then: 124"
+        )
 
 
 if __name__ == "__main__":

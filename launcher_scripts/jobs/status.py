@@ -83,7 +83,8 @@ class Status:
         return WELL if well else NOT_YET
 
     def to_json(self) -> dict[str, Any]:
-        record = self.job.record
+        """All of it; `state` is the cluster's word, `status` what it means for a server."""
+        record, state = self.job.record, self.state.to_json()
         return {
             "name": record.name,
             "run": self.job.run,
@@ -92,7 +93,8 @@ class Status:
             "id": self.job_id,
             "folder": str(self.job.folder),
             "status": self.word,
-            **self.state.to_json(),
+            "state": state.pop("name"),
+            **state,
             "reason": self.reason,
             "ready": self.serves if self.is_service else None,
             "endpoints": self.endpoints,

@@ -27,7 +27,10 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self) for number in _STOP_SIGNALS}
+        """Note the signals of the block; nohup's wish to ignore SIGHUP stays."""
+        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        numbers = (n for n in _STOP_SIGNALS if not (nohup and n == signal.SIGHUP))
+        before = {number: signal.signal(number, self) for number in numbers}
         try:
             yield
         finally:

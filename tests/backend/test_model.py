@@ -248,6 +248,17 @@ def test_parameters_become_settings(tmp_path):
     assert got.max_batch_size == 64  # rows in flight; the requests' own batches are smaller
     assert got.checkpoint_dir == Path("/elsewhere/2-gpu")
     assert got.enable_custom_all_reduce
+    assert settings(tmp_path, enable_custom_all_reduce="True").enable_custom_all_reduce
+    assert not settings(tmp_path, enable_custom_all_reduce="false").enable_custom_all_reduce
+
+
+def test_parameters_without_a_meaning_are_named(tmp_path, capsys):
+    settings(tmp_path, data_type="fp16")
+    assert capsys.readouterr().err == ""
+    got = settings(tmp_path, is_half="1", FORCE_CPU_ONLY_INPUT_TENSORS="no", datatype="fp16")
+    assert got.data_type == "fp32"
+    said = "parameters in config.pbtxt without a meaning: datatype, is_half\n"
+    assert capsys.readouterr().err == said
 
 
 def test_the_checkpoint_path_is_relative_to_the_model(tmp_path):
@@ -322,6 +333,7 @@ def test_sequence_batching_that_cannot_work_is_refused(changes, message):
     ("parameters", "message"),
     [
         ({"tensor_para_size": "two"}, "tensor_para_size must be a number"),
+        ({"enable_custom_all_reduce": "maybe"}, "enable_custom_all_reduce must be a number"),
         ({"pipeline_para_size": "0"}, "pipeline_para_size must be a number of at least 1"),
         ({"model_type": "GPT-J"}, "unknown model_type; got 'GPT-J'; choices: GPT"),
         ({"data_type": "int4"}, "unknown data_type; got 'int4'; choices: fp32, fp16, bf16"),

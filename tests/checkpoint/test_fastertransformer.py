@@ -200,6 +200,8 @@ def test_keys_of_the_originals_other_converters(tmp_path: Path) -> None:
     checkpoint = FTCheckpoint.open(folder)
     assert checkpoint.config == config
     assert checkpoint.tp_size == 2
+    folder = folder.rename(tmp_path / "gpt3_345M")  # the files tell, where the name does not
+    assert FTCheckpoint.open(folder).tp_size == 2
 
 
 def test_an_output_layer_of_its_own_is_found_by_its_file(tmp_path: Path) -> None:

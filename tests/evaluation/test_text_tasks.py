@@ -121,7 +121,7 @@ def test_summaries_of_a_csv_file(tmp_path: Path) -> None:
         ("The Guru!", "guru", True, 1.0),
         ("a guru of the West", "guru", False, 0.5),
         ("", "guru", False, 0.0),
-        ("an", "the", True, 1.0),
+        ("an", "the", True, 0.0),
         ("two two", "two", False, 2 / 3),
     ],
 )
@@ -149,9 +149,13 @@ def test_questions_with_a_learned_prompt(data_dir: Path, tmp_path: Path) -> None
     ]
     assert result.metrics["exact_match"].value == 0.25
     assert result.metrics["f1"].value == pytest.approx(0.75)
-    for row in model.model.rows:
+    questions = squad.read_questions(task)
+    for row, question in zip(model.model.rows, questions, strict=True):
         assert row.input_ids[:2] == (900, 901) and row.prompt_task == 1
         assert len(row.input_ids) == 40 and row.output_len == 5
+        text = model.tokenizer.decode(row.input_ids[2:])
+        assert text.startswith(f"Context: {question.context[:20]}")
+        assert text.endswith(f"Question: {question.question}\n\nAnswer:")
 
 
 def test_a_prompt_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
@@ -231,10 +235,38 @@ def test_an_item_that_is_refused_is_named(tmp_path: Path) -> None:
             raise ServerError("refused: too long")
 
     task = settings("boolq", tmp_path)
+    rows = [prompts.Prompt("a"), prompts.Prompt("a b c")]
     with pytest.raises(
         ServerError, match=r"no answer to boolq's item 1 \(3 tokens\): refused: too"
     ):
-        prompts.answers(replace(model, model=Refusing()), ["a", "a b c"], task, no_progress)
+        prompts.answers(replace(model, model=Refusing()), rows, task, no_progress)
+
+
+@pytest.mark.parametrize(
+    ("room", "kept", "left"),
+    [
+        (6, 2, (1, 2, 3, 4, 5)),
+        (4, 2, (1, 2, 4, 5)),
+        (4, 0, (1, 2, 3, 4)),
+        (2, 3, (4, 5)),
+        (0, 3, ()),
+    ],
+)
+def test_prompts_are_shortened_before_their_ending(
+    room: int, kept: int, left: tuple[int, ...]
+) -> None:
+    assert prompts.shortened((1, 2, 3, 4, 5), room, kept) == left
+
+
+def test_the_ending_is_what_stands_behind_the_longest_field(tmp_path: Path) -> None:
+    given = GenerationSettings(template="{question} {passage} ({question})")
+    (made,) = prompts.prompts_of(
+        settings("boolq", tmp_path, generation=given),
+        boolq.TEMPLATE,
+        [{"passage": "p", "question": "q"}],
+        "passage",
+    )
+    assert made == prompts.Prompt("q p (q)", " (q)")
 
 
 def test_a_template_fills_in_fields_and_nothing_else() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher_scripts.cluster.foreground import StopRequest
 from tests.login.conftest import Run
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -28,13 +29,23 @@ def deploy_folder(tmp_path: Path) -> Path:
     return tmp_path / "the results" / "tiny" / "deploy_tp2_pp1_fp16_fp16"
 
 
-def wait_for(path: Path, seconds: float = 20.0) -> str:
+def wait_for(path: Path, seconds: float = 60.0) -> str:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if path.exists() and path.read_text():
             return path.read_text()
         time.sleep(0.02)
     pytest.fail(f"{path} did not appear")
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """What the launcher prints up to a line with `text`; all of it where there is none."""
+    lines = []
+    for line in process.stdout or ():
+        lines.append(line)
+        if text in line:
+            break
+    return "".join(lines)
 
 
 def alive(pid: int) -> bool:
@@ -46,7 +57,7 @@ def alive(pid: int) -> bool:
 
 
 def assert_ended(pids: str) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     numbers = [int(pid) for pid in pids.split()]
     while any(map(alive, numbers)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -111,6 +122,18 @@ def test_a_failing_step_ends_the_job_with_its_code(
     assert not deploy_folder(tmp_path).exists()
 
 
+def test_nohup_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest().listening() as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert request.received is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert request.received == signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_reader_that_has_seen_enough_ends_the_job(start: Start, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     process = start("stages=[export]", EXPORT_WAITS=str(pid_file))
@@ -121,7 +144,7 @@ def test_a_reader_that_has_seen_enough_ends_the_job(start: Start, tmp_path: Path
     (log,) = (export_folder(tmp_path) / "jobs" / "001").glob("log-*.out")
     with log.open("a") as file:
         file.write("more that nobody reads\n")
-    assert process.wait(timeout=20) == 128 + signal.SIGPIPE
+    assert process.wait(timeout=60) == 128 + signal.SIGPIPE
     assert_ended(pid)
 
 
@@ -130,7 +153,7 @@ def test_an_interrupted_export_ends_its_processes(start: Start, tmp_path: Path) 
     process = start("stages=[export]", EXPORT_WAITS=str(pid_file))
     pid = wait_for(pid_file)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT
     assert "stopped by SIGINT" in output
     assert_ended(pid)
@@ -139,11 +162,10 @@ def test_an_interrupted_export_ends_its_processes(start: Start, tmp_path: Path) 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_server_in_the_foreground_ends_cleanly(start: Start, tmp_path: Path, number: int) -> None:
     process = start("stages=[export,deploy]")
-    wait_for(deploy_folder(tmp_path) / "ready.json")
+    output = read_until(process, "is ready")
     pids = (deploy_folder(tmp_path) / "pids").read_text()
-    time.sleep(0.3)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=20)
+    output += process.communicate(timeout=60)[0]
     assert process.returncode == 0, output
     assert "is ready" in output
     assert output.index("writing the repository") < output.index("server starts")
@@ -153,24 +175,23 @@ def test_a_server_in_the_foreground_ends_cleanly(start: Start, tmp_path: Path, n
 
 def test_no_process_outlives_a_server_that_forgets_them(start: Start, tmp_path: Path) -> None:
     process = start("stages=[export,deploy]", SERVER="leaves_child")
-    wait_for(deploy_folder(tmp_path) / "ready.json")
+    read_until(process, "is ready")
     process.terminate()
-    process.communicate(timeout=30)
-    assert process.returncode == 0
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
     assert_ended((deploy_folder(tmp_path) / "pids").read_text())
 
 
 def test_a_second_signal_ends_a_server_that_does_not_listen(start: Start, tmp_path: Path) -> None:
     process = start("stages=[export,deploy]", SERVER="deaf")
-    wait_for(deploy_folder(tmp_path) / "ready.json")
+    read_until(process, "is ready")
+    process.terminate()
+    output = read_until(process, "stopped by SIGTERM: the deploy job deploy_tiny is ending")
     started = time.monotonic()
+    assert process.poll() is None, output
     process.terminate()
-    time.sleep(0.5)
-    assert process.poll() is None
-    process.terminate()
-    output, _ = process.communicate(timeout=30)
-    assert time.monotonic() - started < 15
-    assert "stopped by SIGTERM: the deploy job deploy_tiny is ending" in output
+    process.communicate(timeout=60)
+    assert time.monotonic() - started < 40  # the server alone would have 50 seconds
     assert process.returncode == 128 + signal.SIGKILL
     assert_ended((deploy_folder(tmp_path) / "pids").read_text())
 

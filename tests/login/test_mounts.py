@@ -54,6 +54,19 @@ def test_a_mount_inside_of_another_is_not_hidden_by_it() -> None:
     ]
 
 
+def test_no_mount_hides_the_image() -> None:
+    paths = [Path("/models"), Path("/opt/b.nemo"), Path("/data/c.json")]
+    mounts = mounts_for(paths, [Path("/results")], [Mount.parse("/:/host")])
+    assert [str(mount) for mount in mounts] == [
+        "/:/host",
+        "/models:/models",
+        "/data:/data",
+        "/opt/b.nemo:/opt/b.nemo",
+    ]
+    with pytest.raises(ConfigError, match="would hide the image; got '/data:/'"):
+        Mount.parse("/data:/")
+
+
 def test_flags_are_told_apart_with_a_plus() -> None:
     with pytest.raises(ConfigError, match=r"joined with \+; got 'ro,noexec'"):
         Mount.parse("/a:/b:ro,noexec")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,17 @@ def test_a_refusal_is_one_message(run: Run, arguments: list[str], calls: Path) -
     assert "export_tiny_submission.sh" in result.stderr
     assert "Traceback" not in result.stderr
     assert len(calls.read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("asked", ["TERM", "HUP"])
+def test_a_launcher_that_is_ended_takes_back_what_was_queued(
+    run: Run, arguments: list[str], calls: Path, asked: str
+) -> None:
+    result = run("stages=[export,deploy,evaluate]", *arguments, ASKS=asked)
+    assert result.returncode == 128 + signal.Signals[f"SIG{asked}"], result.stderr
+    assert "export: cancelled Slurm job 101" in result.stdout
+    assert Path(f"{calls}.cancelled").read_text() == "scancel 101\n"
+    assert len(calls.read_text().splitlines()) == 2
 
 
 def test_a_job_that_slurm_queues_too_late_to_say_so_is_found(

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from launcher_scripts import backends
+from launcher_scripts.tokenizer import load_tokenizer
+from tests.server.repositories import TOKENIZERS
 
 ROOM = Path(backends.__file__).parent
 LONE_MODULES = ("text_tensors", "tokenizer", "triton_python_backend_utils")
@@ -82,6 +84,21 @@ def test_words_lists(text_module: Any, line: str, expected: list[list[int]]) -> 
     table = model.to_word_lists([line], WordTokenizer())
     assert table.dtype == np.int32
     assert table.tolist() == [expected]
+
+
+def test_a_word_has_the_ids_it_has_within_a_text(text_module: Any) -> None:
+    """SentencePiece would put a blank before a full stop, and nothing would ever match."""
+    word_ids = text_module("preprocessing").word_ids
+    pieces = load_tokenizer(TOKENIZERS / "sentencepiece")
+    full_stop = pieces.encode("month.")[-1]
+    assert pieces.encode(".") != [full_stop]
+    assert word_ids(".", pieces) == [full_stop]
+    assert word_ids("...", pieces) == [full_stop] * 3
+    for apart in (" .", "month", "Hawks", " Hawks"):
+        assert word_ids(apart, pieces) == pieces.encode(apart)
+    bytes_ = load_tokenizer(TOKENIZERS / "gpt2bpe")
+    for word in (".", " .", "...", "\n\n", "Hawks", "<|endoftext|>.", "\U0001f600"):
+        assert word_ids(word, bytes_) == bytes_.encode(word)
 
 
 def test_words_that_no_csv_can_be(text_module: Any) -> None:

@@ -16,7 +16,7 @@ from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
 
 
-def wait_for(path: Path, seconds: float = 30) -> str:
+def wait_for(path: Path, seconds: float = 60) -> str:
     deadline = time.monotonic() + seconds
     while not (path.exists() and path.read_text()):
         assert time.monotonic() < deadline, f"{path} did not appear"
@@ -156,11 +156,12 @@ def test_a_missing_mount_fails_the_job_and_says_so(
         ("cluster.reservation=absent", "Requested reservation is invalid"),
     ],
 )
-def test_what_sbatch_refuses_is_one_clear_error(submit: Submit, option: str, reason: str) -> None:
+def test_what_sbatch_refuses_names_the_key(submit: Submit, option: str, reason: str) -> None:
     ran = submit("stages=[export]", option, check=False)
     assert ran.returncode == 1
     assert "sbatch would refuse the export job" in ran.stderr
     assert reason in ran.stderr
+    assert f"; change {option.partition('=')[0]}" in ran.stderr
     assert "Traceback" not in ran.stderr
 
 

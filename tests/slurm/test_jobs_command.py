@@ -72,7 +72,7 @@ def test_one_replica_is_stopped_and_the_others_go_on(
         wait_for(record["folder"].parent.parent / f"ready-{number}.json")
     # Slurm gives the last task of an array the number of the array itself.
     assert jobs("stop", f"{record['job_id']}_1").returncode == 0
-    assert [item["name"] for item in statuses(jobs, "deploy_tiny")] == ["RUNNING", "COMPLETED"]
+    assert [item["state"] for item in statuses(jobs, "deploy_tiny")] == ["RUNNING", "COMPLETED"]
     assert jobs("stop", "deploy_tiny").returncode == 0
     assert slurm.job_processes() == []
 

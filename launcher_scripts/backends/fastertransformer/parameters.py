@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,20 @@ from launcher_scripts.errors import ConfigError, Problems
 from launcher_scripts.parallel import Parallelism
 
 WHERE = "parameters in config.pbtxt"
+SERVERS_OWN = {"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"}  # of its Python backend
+
+PARAMETERS = (
+    "tensor_para_size",
+    "pipeline_para_size",
+    "data_type",
+    "model_type",
+    "model_checkpoint_path",
+    "int8_mode",
+    "enable_custom_all_reduce",
+)
+# The original's guides call these bool, its files say 0 or 1.
+FLAGS = ("enable_custom_all_reduce",)
+FLAG_WORDS = {"false": "0", "true": "1"}
 
 # max_batch_size bounds one request; rows of many requests run together whatever it is, and the
 # widest beam search fits.
@@ -24,6 +39,8 @@ def engine_settings(
 ) -> EngineSettings:
     """What config.pbtxt (as Triton's JSON) asks for; wrong values raise one ConfigError.
 
+    Parameters without a meaning are named in the server's log: old guides have some (is_half).
+
     A relative model_checkpoint_path is looked for in the version's folder, in the model's, then
     where the server was started; without one it is `<version>/<default_model_filename>`, and
     without that `<version>/<tensor_para_size>-gpu`.
@@ -33,6 +50,8 @@ def engine_settings(
         for name, value in config.get("parameters", {}).items()
         if "string_value" in value
     }
+    if unknown := sorted(values.keys() - set(PARAMETERS) - SERVERS_OWN):
+        print(f"{WHERE} without a meaning: {', '.join(unknown)}", file=sys.stderr, flush=True)
     problems = Problems("the model's config.pbtxt")
     numbers = {
         name: _integer(values, name, least, default, problems)
@@ -70,6 +89,8 @@ def _integer(
     values: Mapping[str, str], name: str, least: int, default: str | None, problems: Problems
 ) -> int:
     text = values.get(name, default)
+    if name in FLAGS and text is not None:
+        text = FLAG_WORDS.get(text.lower(), text)
     if text is None:
         problems.add(f"{name} is missing", change=WHERE)
         return least

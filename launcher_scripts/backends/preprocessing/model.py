@@ -88,7 +88,7 @@ def to_word_lists(lines: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
     their leading blanks, which matter to byte-pair tokenizers; empty words are left out.
     """
     words = [
-        [ids for word in split_words(line) if (ids := tokenizer.encode(word))] for line in lines
+        [ids for word in split_words(line) if (ids := word_ids(word, tokenizer))] for line in lines
     ]
     width = max(1, *(sum(map(len, row)) for row in words))
     table = np.zeros((len(lines), 2, width), dtype=np.int32)
@@ -98,6 +98,27 @@ def to_word_lists(lines: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
         target[0, : len(ids)] = ids
         target[1, : len(row)] = np.cumsum([len(word) for word in row])
     return table
+
+
+def word_ids(word: str, tokenizer: Tokenizer) -> list[int]:
+    """The ids of `word` as it is met in the middle of a text.
+
+    SentencePiece begins any text with a blank. Where no piece holds that and what follows, it is
+    a piece of its own, which a full stop or a line break did not ask for: "." would only match
+    " .". It stays before what stands apart in a text, too.
+    """
+    ids = tokenizer.encode(word)
+    rest = ids[1:]
+    if not rest or stands_apart(word):
+        return ids
+    blank = tokenizer.decode([*rest, *ids]) != tokenizer.decode([*rest, *rest])
+    return rest if blank and tokenizer.decode(rest) == tokenizer.decode(ids) else ids
+
+
+def stands_apart(word: str) -> bool:
+    """Whether a blank comes before it: to a word of a script that has blanks, or as given."""
+    first = word[0]
+    return first == " " or (first.isalnum() and not "\u2e80" <= first <= "\u9fff")
 
 
 def split_words(line: str) -> list[str]:

@@ -84,7 +84,7 @@ def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
 def run(settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
     """Answer the questions of settings.data_file."""
     questions = read_questions(settings)
-    prompts = prompts_of(settings, TEMPLATE, (question.fields for question in questions))
+    prompts = prompts_of(settings, TEMPLATE, (question.fields for question in questions), "passage")
     generated = answers(asked, prompts, settings, progress)
     items = [
         {

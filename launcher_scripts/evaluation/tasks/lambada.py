@@ -143,6 +143,13 @@ def measure(
                 f"the server gave logits at {len(logits)} positions of LAMBADA's item "
                 f"{item.index}, which has {len(item.tokens) - 1}"
             )
+        predictions = logits[-item.target_length :]  # [T, vocab]
+        needed = [predictions.max(axis=-1), predictions[:, item.tokens[-item.target_length :]]]
+        if not all(np.isfinite(values).all() for values in needed):
+            raise ServerError(
+                f"the server's logits of LAMBADA's item {item.index} are no numbers: the model's "
+                "values leave the range of its data_type"
+            )
         yield score_item(item, logits)
 
 

@@ -29,14 +29,24 @@ class VirtualTokens:
         return tuple(range(self.start, self.start + self.length))
 
 
-def row_of(asked: Asked, prompt: str, settings: GenerationSettings) -> GenerateRequest:
+@dataclass(frozen=True)
+class Prompt:
+    """One item's prompt; ending: what stands behind its longest field, which is never cut off."""
+
+    text: str
+    ending: str = ""
+
+
+def row_of(asked: Asked, prompt: Prompt, settings: GenerationSettings) -> GenerateRequest:
     """One prompt as a row; greedy, or of `beam_width` beams."""
     virtual: tuple[int, ...] = ()
     if settings.prompt_task is not None:
         virtual = read_virtual_tokens(asked.folder, settings.prompt_task).ids
-    ids = tuple(asked.tokenizer.encode(prompt))
+    ids = tuple(asked.tokenizer.encode(prompt.text))
     if settings.max_input_len is not None:
-        ids = ids[: max(0, settings.max_input_len - len(asked.closing_ids) - len(virtual))]
+        room = max(0, settings.max_input_len - len(asked.closing_ids) - len(virtual))
+        kept = len(asked.tokenizer.encode(prompt.ending)) if prompt.ending else 0
+        ids = shortened(ids, room, kept)
     return GenerateRequest(
         (*virtual, *ids, *asked.closing_ids),
         settings.output_len,
@@ -46,8 +56,16 @@ def row_of(asked: Asked, prompt: str, settings: GenerationSettings) -> GenerateR
     )
 
 
+def shortened(ids: tuple[int, ...], room: int, kept: int) -> tuple[int, ...]:
+    """At most `room` of the ids; what is cut off stands before the last `kept`."""
+    if len(ids) <= room:
+        return ids
+    kept = min(kept, room)
+    return (*ids[: room - kept], *ids[len(ids) - kept :])
+
+
 def answers(
-    asked: Asked, prompts: Sequence[str], settings: TaskSettings, progress: Progress
+    asked: Asked, prompts: Sequence[Prompt], settings: TaskSettings, progress: Progress
 ) -> list[str]:
     """What the model generates behind every prompt."""
     rows = [row_of(asked, prompt, settings.generation) for prompt in prompts]
@@ -75,13 +93,20 @@ def filled(template: str, fields: Mapping[str, str], key: str) -> str:
 
 
 def prompts_of(
-    settings: TaskSettings, default: str, items: Iterable[Mapping[str, str]]
-) -> list[str]:
-    """Every item's prompt, by the settings' template or the task's own."""
+    settings: TaskSettings, default: str, items: Iterable[Mapping[str, str]], longest: str
+) -> list[Prompt]:
+    """Every item's prompt, by the settings' template or the task's own.
+
+    longest: the field that is shortened where max_input_len asks for it
+    """
     given = settings.generation.template
     template = default if given is None else given
     key = f"evaluate.tasks.{settings.name}.generation.template"
-    return [filled(template, fields, key) for fields in items]
+    _, there, behind = template.rpartition(f"{{{longest}}}")
+    return [
+        Prompt(filled(template, fields, key), filled(behind, fields, key) if there else "")
+        for fields in items
+    ]
 
 
 def read_virtual_tokens(folder: Path, task: int) -> VirtualTokens:

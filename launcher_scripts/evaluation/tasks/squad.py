@@ -102,7 +102,7 @@ def f1(prediction: str, answer: str) -> float:
     predicted, right = normalised(prediction).split(), normalised(answer).split()
     shared = sum((Counter(predicted) & Counter(right)).values())
     if not shared:
-        return float(predicted == right)
+        return 0.0
     precision, recall = shared / len(predicted), shared / len(right)
     return 2 * precision * recall / (precision + recall)
 
@@ -134,7 +134,7 @@ def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
 def run(settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
     """Answer the questions of settings.data_file."""
     questions = read_questions(settings)
-    prompts = prompts_of(settings, TEMPLATE, (question.fields for question in questions))
+    prompts = prompts_of(settings, TEMPLATE, (question.fields for question in questions), "context")
     generated = answers(asked, prompts, settings, progress)
     pairs = zip(questions, generated, strict=True)
     items = [judge(index, question, text) for index, (question, text) in enumerate(pairs)]

@@ -69,7 +69,9 @@ def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
 def run(settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
     """Summarise the articles of settings.data_file."""
     articles = read_articles(settings)
-    predictions = answers(asked, prompts_of(settings, TEMPLATE, articles), settings, progress)
+    predictions = answers(
+        asked, prompts_of(settings, TEMPLATE, articles, "article"), settings, progress
+    )
     items = [
         {
             "index": index,

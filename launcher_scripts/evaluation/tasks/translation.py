@@ -54,7 +54,7 @@ def corpus_scores(predictions: Sequence[str], targets: Sequence[str]) -> dict[st
 def run(settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
     """Translate settings.data_file and compare with settings.generation.target_file."""
     sources, targets = read_pairs(settings)
-    prompts = prompts_of(settings, TEMPLATE, ({"source": source} for source in sources))
+    prompts = prompts_of(settings, TEMPLATE, ({"source": source} for source in sources), "source")
     predictions = answers(asked, prompts, settings, progress)
     rows = zip(sources, targets, predictions, strict=True)
     return TaskResult(

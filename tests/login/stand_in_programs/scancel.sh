@@ -1,0 +1,3 @@
+#!/bin/sh
+# Stands in for scancel: notes its arguments.
+echo "scancel $*" >> "$CALLS.cancelled"
