@@ -33,7 +33,7 @@ def build(kind: type[Built], values: Any, origin: str, *, key: str = "") -> Buil
 
 def _dataclass(kind: type, values: Any, key: str, problems: Problems) -> Any:
     if not isinstance(values, Mapping):
-        problems.add(f"{key or 'the content'} must be a mapping", got=values)
+        _refuse(f"{key or 'the content'} must be a mapping", values, problems)
         return None
     before = len(problems.messages)
     fields = {item.name: item for item in dataclasses.fields(kind)}
@@ -74,7 +74,7 @@ def _value(hint: Any, value: Any, key: str, problems: Problems) -> Any:
                 str(name): _value(arguments[1], item, _join(key, name), problems)
                 for name, item in value.items()
             }
-        problems.add(f"{key} must be a mapping", got=value)
+        _refuse(f"{key} must be a mapping", value, problems)
         return None
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return _dataclass(hint, value, key, problems)
@@ -115,9 +115,14 @@ def _scalar(kind: Any, value: Any, key: str, problems: Problems) -> Any:
         return str(value)
     if type(value) is not kind:
         words = {str: "text", int: "a whole number", float: "a number", bool: "True or False"}
-        problems.add(f"{key} must be {words.get(kind, kind)}", got=value)
+        _refuse(f"{key} must be {words.get(kind, kind)}", value, problems)
         return None
     return value
+
+
+def _refuse(what: str, value: Any, problems: Problems) -> None:
+    """A value of a wrong kind; YAML's null is none of any kind."""
+    problems.add(f"{what}, not null" if value is None else what, got=value)
 
 
 def _has_default(item: dataclasses.Field[Any]) -> bool:

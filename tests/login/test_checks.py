@@ -153,6 +153,8 @@ def test_the_folder_has_the_name_of_the_model(problems: Finder) -> None:
         ("export.model.weight_data_type=int8", "choices: fp32, fp16"),
         ("export.triton_deployment.data_type=int4", "choices: fp32, fp16, bf16"),
         ("export.model.processes=0", "processes must be at least 1"),
+        ("export.model.checkpoint_path=null", "checkpoint_path must be text, not null"),
+        ("env_vars=null", "env_vars must be a mapping, not null"),
         ("export.model.processes=many", "export.model.processes must be a whole number"),
         ("export.model.tensor_model_parallel_size=0", "must be at least 1"),
         ("export.model.overwrite=2", "export.model.overwrite must be True or False"),
