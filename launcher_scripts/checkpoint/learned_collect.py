@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.checkpoint.lora import LoRA
+from launcher_scripts.checkpoint.nemo_options import section
 from launcher_scripts.checkpoint.nemo_parts import PartFile, read_parts, selects_layers
 from launcher_scripts.checkpoint.plan import SourceCheckpoint
 from launcher_scripts.checkpoint.prompt_tables import read_tables
@@ -119,9 +120,14 @@ COLLECT: dict[str, Callable[[PartFile, int, Collected, SourceCheckpoint, bool], 
 
 def lora_scale(part: PartFile) -> float:
     """alpha / rank where the configuration has an alpha (NeMo 2.0), else 1."""
-    tuning = (part.raw.get("peft") or {}).get("lora_tuning") or {}
+    tuning = section(section(part.raw, "peft"), "lora_tuning")
     alpha, rank = tuning.get("alpha"), tuning.get("adapter_dim")
-    return 1.0 if alpha is None or not rank else float(alpha) / float(rank)
+    try:
+        return 1.0 if alpha is None or not rank else float(alpha) / float(rank)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            problem(f"{part.path}: alpha and adapter_dim must be numbers", got=(alpha, rank))
+        ) from error
 
 
 def found_parts(
@@ -152,8 +158,7 @@ def found_parts(
 
 def _adapter_values(part: PartFile, problems: Problems) -> dict[str, Any]:
     """Size and place of the adapters; what their configuration says that is not supported."""
-    peft = part.raw.get("peft")
-    tuning = (peft if isinstance(peft, Mapping) else part.raw).get("adapter_tuning") or {}
+    tuning = section(section(part.raw, "peft") or part.raw, "adapter_tuning")
     kind = tuning.get("type", "parallel_adapter")
     for key, value, choices in (
         ("type", kind, ("linear_adapter", "parallel_adapter")),

@@ -83,8 +83,8 @@ class MegatronCheckpoint(TensorShards):
         files = rank_files(archive, root, _FOLDERS, choices)
         loaded = [[_load(archive, name) for name in ranks] for ranks in files]
         first = loaded[0][0]
-        version = float(first.get("checkpoint_version") or 0)
-        if int(version) not in _VERSIONS:
+        version = first.get("checkpoint_version") or 0
+        if not isinstance(version, (int, float)) or int(version) not in _VERSIONS:
             raise CheckpointError(
                 problem(f"{archive.path}: unknown version", got=version, choices=_VERSIONS)
             )
@@ -104,7 +104,7 @@ class MegatronCheckpoint(TensorShards):
         return cls(
             archive,
             root,
-            version,
+            float(version),
             args,
             said.config,
             (*_VERSIONS[int(version)], *said.variants, "nemo"),
@@ -190,6 +190,8 @@ def _load(archive: Archive, name: str) -> Mapping[str, Any]:
 def _tensors(loaded: Mapping[str, Any], origin: str) -> StateDict:
     """Name -> tensor, with the names of NeMo's classic GPTs."""
     model = loaded["model"]
+    if not isinstance(model.get("language_model", model), dict):
+        raise CheckpointError(f"{origin} holds no language model")
     found = {}
     for name, values in _flat(model.get("language_model", model)):
         name = re.sub(r"^transformer\.", "encoder.", name)

@@ -16,7 +16,7 @@ import numpy as np
 from launcher_scripts.checkpoint.dtypes import widened
 from launcher_scripts.checkpoint.nemo_parts import PartFile
 from launcher_scripts.checkpoint.source_tensor import SourceTensor, concatenated
-from launcher_scripts.errors import CheckpointError, Problems
+from launcher_scripts.errors import CheckpointError, Problems, problem
 
 _TABLE = re.compile(r"(?:prompt_table\.)+(?P<task>.+)\.prompt_embeddings\.weight")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -48,7 +48,7 @@ def read_tables(part: PartFile, number: int) -> dict[str, SourceTensor]:
     empty = [
         task for task in templates if task not in tables or not widened(tables[task].read()).any()
     ]
-    if len(empty) == 1 and empty[0] in (part.raw.get("new_tasks") or empty):
+    if len(empty) == 1 and empty[0] in _new_tasks(part.raw, empty):
         _compute(part, empty[0], tables, problems)
     elif empty:
         problems.add(
@@ -61,13 +61,24 @@ def read_tables(part: PartFile, number: int) -> dict[str, SourceTensor]:
     return {task: tables[task] for task in dict.fromkeys([*templates, *tables])}
 
 
+def _new_tasks(raw: Mapping[str, Any], default: list[str]) -> list[Any]:
+    found = raw.get("new_tasks")
+    return found if isinstance(found, list) and found else default
+
+
 def _templates(raw: Mapping[str, Any]) -> dict[str, int]:
     """Task -> its virtual tokens, as the configuration has them."""
-    return {
-        str(template["taskname"]): int(template["total_virtual_tokens"])
-        for template in raw.get("task_templates") or ()
-        if template.get("total_virtual_tokens")
-    }
+    found = raw.get("task_templates") or ()
+    try:
+        return {
+            str(template["taskname"]): int(template["total_virtual_tokens"])
+            for template in found
+            if template.get("total_virtual_tokens")
+        }
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise CheckpointError(
+            problem("task_templates of the prompts are damaged", got=found)
+        ) from error
 
 
 def _check(

@@ -216,6 +216,8 @@ def test_lora_that_does_not_fit(base: Path, tmp_path: Path) -> None:
         ("many.nemo", 5, 4, "does not have"),
     ):
         refused(base, tmp_path, message, adapter_checkpoints=(part(name, layers, rank),))
+    wrong = part("alpha.nemo", 4, 4, peft={"lora_tuning": {"alpha": "x", "adapter_dim": 4}})
+    refused(base, tmp_path, "alpha and adapter_dim must be numbers", adapter_checkpoints=(wrong,))
     selected = part("some.nemo", 2, 4, peft={"lora_tuning": {"layer_selection": [1, 2]}})
     export_folder(base, tmp_path / "some", adapter_checkpoints=(selected,))
 

@@ -127,3 +127,12 @@ def test_prompts_that_cannot_be_exported(base: Path, tmp_path: Path) -> None:
     refused(base, tmp_path, "encoder is damaged", prompt_checkpoints=(str(damaged),))
     outside = write_parts(tmp_path / "out.nemo", {"": prompt_state({"../a": random(5, 32)})})
     refused(base, tmp_path, "part of a file's name", prompt_checkpoints=(str(outside),))
+
+
+@pytest.mark.parametrize("found", ["x", 3, ["x"], [{"taskname": "t", "total_virtual_tokens": "x"}]])
+def test_damaged_task_templates(base: Path, tmp_path: Path, found: Any) -> None:
+    state = prompt_state({"t": Random(1)(5, 32)})
+    parts = write_parts(tmp_path / "p.nemo", {"": state}, {"task_templates": found})
+    refused(
+        base, tmp_path, "task_templates of the prompts are dam", prompt_checkpoints=(str(parts),)
+    )

@@ -168,3 +168,19 @@ def test_the_numpy_state_of_a_training_is_skipped(tmp_path: Path) -> None:
     loaded = torch.load(source / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
     assert isinstance(loaded["rng_state"][0]["np_rng_state"][1], np.ndarray)
     export_folder(source, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"checkpoint_version": "x"}, "unknown version; got 'x'"),
+        ({"model": {"language_model": None}}, "holds no language model"),
+        ({"model": None}, "holds no model"),
+    ],
+)
+def test_a_damaged_top_level(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    source = Maker().write(tmp_path / "source")
+    path = next(source.rglob("model_optim_rng.pt"))
+    torch.save({**torch.load(path, weights_only=False), **change}, path)
+    with pytest.raises(CheckpointError, match=message):
+        export_folder(source, tmp_path)

@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 
-TYPES = {"u4": "UINT32", "u8": "UINT64", "f4": "FP32", "i4": "INT32", "b1": "BOOL", "O": "BYTES"}
+TYPES = {
+    "u4": "UINT32",
+    "u8": "UINT64",
+    "i4": "INT32",
+    "f2": "FP16",
+    "f4": "FP32",
+    "b1": "BOOL",
+    "O": "BYTES",
+}
 NUMPY_TYPES = {
     "random_seed": np.uint64,
     "temperature": np.float32,

@@ -14,6 +14,8 @@ from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.checkpoint.model_repository import ModelRepository
 from launcher_scripts.engine.engine import Engine
+from launcher_scripts.protocol import GPT_INPUTS, GPT_OUTPUTS
+from launcher_scripts.render import render
 from launcher_scripts.settings import TokenizerSettings
 from tests.engine.small_models import engine_for, write_checkpoint
 from tests.engine.test_learned_parts import BOOLQ, CASES, SQUAD, TEXT, Model, gpt, t5
@@ -42,11 +44,33 @@ def export(folder: Path, name: str, model_type: str, model: Model, data_type: st
     return settings.model_repository
 
 
+def as_the_original_ships_it(repository: Path, model: Model) -> None:
+    """A repository made by hand from the original's guide: its config.pbtxt, its tensors alone."""
+    folder = repository / "by_hand"
+    write_checkpoint(folder / "1" / "gpt3_345M", model.config, model.tensors, 1)
+    added = ("presence_penalty", "min_length")  # no shipped config.pbtxt has them
+    config = render(
+        "model.pbtxt.j2",
+        name="by_hand",
+        max_batch_size=1024,
+        max_queue_delay_microseconds=50_000,
+        batched=True,
+        sessions=None,
+        decoupled=False,
+        inputs=[t for t in GPT_INPUTS if not t.extension and t.name not in added],
+        outputs=[t for t in GPT_OUTPUTS if not t.extension],
+        parameters={"tensor_para_size": 1, "pipeline_para_size": 1, "model_type": "GPT"},
+    )
+    default = 'default_model_filename: "gpt3_345M"\n'
+    (folder / "config.pbtxt").write_text(config + default)
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("learned")
     for model_type, (name, make, data_type) in MODELS.items():
         repository = export(folder, name, model_type, make(), data_type)
+    as_the_original_ships_it(repository, gpt())
     with running(folder / "job", repository) as step:
         yield step.wait_until_ready()
         assert step.stop() == 0, step.err
@@ -112,6 +136,22 @@ def test_a_requests_own_prompts(client: Client, model: Model) -> None:
     assert generated(answer, 0) == generated(answer, 1) == generated(loaded)
     plain = client.infer("gpt", **ids_request([TEXT], 6))
     assert generated(answer, 2) == generated(plain) != generated(loaded)
+
+
+def test_a_repository_made_by_hand(client: Client, model: Model) -> None:
+    """It declares embeddings FP16, whatever the model computes in, and no tensor of ours."""
+    table = model.tensors["prompt_table.squad.weight"].astype(np.float16)
+    sent = ids_request([TEXT], 6, is_return_log_probs=True, beam_width=2)
+    prompt = {
+        "request_prompt_lengths": column(np.uint32, 3),
+        "request_prompt_type": column(np.uint32, 1),
+    }
+    answer = client.infer("by_hand", **sent, **prompt, request_prompt_embedding=table[None])
+    rounded = table.astype(np.float32)[None]
+    wanted = client.infer("gpt", **sent, **prompt, request_prompt_embedding=rounded)
+    assert answer.keys() == wanted.keys()
+    for name, values in wanted.items():
+        np.testing.assert_allclose(answer[name], values, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
