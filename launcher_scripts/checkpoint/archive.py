@@ -14,8 +14,10 @@ import os
 import tarfile
 import tempfile
 import zlib
+from bisect import bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -56,6 +58,21 @@ class Region:
         return np.frombuffer(self.buffer, dtype, count, self.offset)
 
 
+@dataclass(frozen=True)
+class _Mapping:
+    """Where in memory a mapped file lies, and what is known of its content."""
+
+    first: int
+    last: int
+    checksums: Checksums
+
+    @classmethod
+    def of(cls, checksums: Checksums) -> _Mapping:
+        values = np.frombuffer(checksums.buffer, np.uint8)
+        first = values.__array_interface__["data"][0]
+        return cls(first, first + values.size, checksums)
+
+
 class Archive:
     """The regular files of a checkpoint by name, `/` between folders, no leading `./`."""
 
@@ -69,7 +86,7 @@ class Archive:
             self.container = "folder"
             self._files = dict(_folder_files(self.path))
             self._members: dict[str, Region] = {}
-            self._mappings: list[Checksums] = []
+            self._mappings: list[_Mapping] = []  # by address
             return
         self._files = {}
         with _opened(self.path) as file:
@@ -85,7 +102,7 @@ class Archive:
             else:
                 self.container = "tar"
                 self._members = _tar_members(self.path, file)
-        self._mappings = [region.checksums for region in list(self._members.values())[:1]]
+        self._mappings = [_Mapping.of(r.checksums) for r in list(self._members.values())[:1]]
 
     def names(self) -> list[str]:
         """Names of all files, sorted."""
@@ -98,7 +115,11 @@ class Archive:
                 raise CheckpointError(problem(f"{self.path} has no such file", got=name))
             with _opened(self._files[name]) as file:
                 self._members[name] = _mapped(file)
-            self._mappings.append(self._members[name].checksums)
+            insort(
+                self._mappings,
+                _Mapping.of(self._members[name].checksums),
+                key=attrgetter("first"),
+            )
         return self._members[name]
 
     def read(self, name: str) -> bytes:
@@ -112,28 +133,31 @@ class Archive:
 
         Raises CheckpointError when they were altered after the file was written.
         """
-        for mapping, first, last in self._places(values):
-            mapping.check(first, last, what)
+        found = self._place(values)
+        if found is not None:
+            checksums, first, last = found
+            checksums.check(first, last, what)
 
     def forget(self, values: np.ndarray) -> None:
         """Let the system take the pages behind a view back; a later look reads them again."""
-        for mapping, first, last in self._places(values):
+        found = self._place(values)
+        if found is not None:
+            checksums, first, last = found
             low = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
             high = last // mmap.PAGESIZE * mmap.PAGESIZE
             if low < high:
-                mapping.buffer.madvise(mmap.MADV_DONTNEED, low, high - low)
+                checksums.buffer.madvise(mmap.MADV_DONTNEED, low, high - low)
 
-    def _places(self, values: np.ndarray) -> Iterator[tuple[Checksums, int, int]]:
-        """The mapping a view lies in, and its first byte and the one behind its last."""
-        if not values.size:
-            return
+    def _place(self, values: np.ndarray) -> tuple[Checksums, int, int] | None:
+        """The file a view lies in, its first byte and the one behind its last; None for others."""
         first = values.__array_interface__["data"][0]
         spans = zip(values.shape, values.strides, strict=True)
         last = first + sum((n - 1) * step for n, step in spans) + values.itemsize
-        for mapping in self._mappings:
-            start = np.frombuffer(mapping.buffer, np.uint8).__array_interface__["data"][0]
-            if start <= first and last <= start + len(mapping.buffer):
-                yield mapping, first - start, last - start
+        at = bisect_right(self._mappings, first, key=attrgetter("first")) - 1
+        if at < 0 or not values.size or last > self._mappings[at].last:
+            return None
+        mapping = self._mappings[at]
+        return mapping.checksums, first - mapping.first, last - mapping.first
 
 
 def _opened(path: Path) -> IO[bytes]:

@@ -80,3 +80,19 @@ def test_files_without_checksums_are_read(tmp_path: Path) -> None:
     found = torch_file.load(archive.region("file"), "file")["a"]
     archive.check(found, "a")
     assert np.array_equal(found, values.numpy())
+
+
+def test_every_file_of_a_folder_has_its_own(tmp_path: Path) -> None:
+    values = {name: torch.randn(300) for name in "abc"}
+    for name, tensor in values.items():
+        torch.save(tensor, tmp_path / name)
+    flip(tmp_path / "b", values["b"].numpy())
+    archive = Archive(tmp_path)
+    found = {name: torch_file.load(archive.region(name), name) for name in "cab"}
+    for name in "ac":
+        archive.check(found[name][7:9], name)
+        archive.forget(found[name])
+        assert np.array_equal(found[name], values[name].numpy())
+    archive.check(found["b"].copy(), "a copy, which lies in no file")
+    with pytest.raises(CheckpointError, match="b is damaged: the bytes of the second"):
+        archive.check(found["b"][7:9], "the second")
