@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,7 +20,23 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 NAME_PREFIX = "launcher-server-"
+_WORD = re.compile(r"[\w./+,:=@%-]+")
 _LOCK = ".lock"
+
+
+def is_word(path: str | Path) -> bool:
+    """Whether a shell that is not told where a path ends leaves it as it is.
+
+    Triton's Python backend starts its workers in such a shell: with the path of the server's
+    backends, and with that of the model.
+    """
+    return _WORD.fullmatch(str(path)) is not None
+
+
+def temporary_folder() -> Path:
+    """The node's folder for what servers have; not TMPDIR where that is no word for a shell."""
+    folder = Path(tempfile.gettempdir())
+    return folder if is_word(folder) else Path("/tmp")
 
 
 class Claim:
@@ -53,7 +70,7 @@ class Claim:
 
 def remove_remains(shared_memory: Path = SHARED_MEMORY, temporary: Path | None = None) -> list[str]:
     """Remove what this user's killed servers have left on this node; returns their names."""
-    folders = temporary or Path(tempfile.gettempdir())
+    folders = temporary or temporary_folder()
     removed = {}
     for path in sorted(shared_memory.glob(f"{NAME_PREFIX}*{_LOCK}")):
         name = path.name.removesuffix(_LOCK)

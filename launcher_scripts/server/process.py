@@ -19,7 +19,7 @@ from typing import IO
 
 from launcher_scripts.errors import ServerError
 from launcher_scripts.models.repository import is_remote
-from launcher_scripts.remains import Claim
+from launcher_scripts.remains import Claim, is_word
 from launcher_scripts.server.installation import Installation
 from launcher_scripts.server.ports import Ports
 from launcher_scripts.server.protection import Protection
@@ -102,7 +102,7 @@ class ServerProcess:
     ) -> list[str]:
         repository = settings.model_repository
         if not is_remote(repository):
-            repository = str(Path(repository).absolute())
+            repository = str(self._plain(Path(repository).absolute()))
         arguments = [
             str(installation.executable.absolute()),
             f"--model-repository={repository}",
@@ -115,6 +115,14 @@ class ServerProcess:
             arguments += [f"--{name}-address={settings.hosts[name]}"]
             arguments += [f"--{name}-port={getattr(ports, name)}"]
         return arguments
+
+    def _plain(self, repository: Path) -> Path:
+        """The repository under a name that Triton's shell leaves as it is; see is_word."""
+        if is_word(repository):
+            return repository
+        link = self._folder / "models"
+        link.symlink_to(repository)
+        return link
 
     @property
     def pid(self) -> int:

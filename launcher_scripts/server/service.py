@@ -14,7 +14,7 @@ from typing import Any
 from launcher_scripts.errors import ServerError, problem
 from launcher_scripts.models.repository import is_remote
 from launcher_scripts.nodes import ALONE, Place
-from launcher_scripts.remains import NAME_PREFIX, remove_remains
+from launcher_scripts.remains import NAME_PREFIX, remove_remains, temporary_folder
 from launcher_scripts.server.addresses import addresses, local_host
 from launcher_scripts.server.group import group_env
 from launcher_scripts.server.health import (
@@ -92,7 +92,7 @@ class _Run:
     def until_stopped(self) -> None:
         settings, stop = self._settings, self._stop
         with (
-            tempfile.TemporaryDirectory(prefix=NAME_PREFIX) as folder,
+            tempfile.TemporaryDirectory(prefix=NAME_PREFIX, dir=temporary_folder()) as folder,
             contextlib.ExitStack() as held,
         ):
             ports = held.enter_context(reserved_ports(settings))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from launcher_scripts.errors import LauncherError, ServerError, problem
+from launcher_scripts.remains import temporary_folder
 from launcher_scripts.server.installation import (
     CHECKOUT,
     OUR_BACKEND,
@@ -60,7 +61,7 @@ def backends_folder(installation: Installation) -> Path:
     made = installation.stub.stat()
     facts = (CHECKOUT, installation.executable, installation.stub, made.st_mtime_ns, made.st_size)
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"launcher-backends-{os.geteuid()}-{digest}"
+    folder = temporary_folder() / f"launcher-backends-{os.geteuid()}-{digest}"
     if _usable(folder, installation):
         return folder
     try:

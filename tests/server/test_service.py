@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.remains import remove_remains
-from tests.server.processes import RunningStep, running, wait_for
+from tests.server.processes import CHECKOUT, RunningStep, running, wait_for
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pytriton") is None,
@@ -73,9 +73,18 @@ def assert_clean_failure(step, *reasons: str) -> None:
     assert not step.settings.ready_file.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_ready_then_stopped(tmp_path: Path, number: int) -> None:
-    with running(tmp_path / "job", make_repository(tmp_path)) as step:
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(signal.SIGTERM, "models"), (signal.SIGINT, "a 'b' \"c\" $(touch made) `touch made` & ;")],
+    ids=["SIGTERM", "SIGINT and nasty names"],
+)
+def test_ready_then_stopped(
+    tmp_path: Path, number: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / name
+    repository = make_repository(folder)
+    monkeypatch.setenv("TMPDIR", str(folder))
+    with running(tmp_path / "job", repository) as step:
         ready = step.wait_until_ready()
         host, _, port = ready["http"].partition(":")
         assert host == "127.0.0.1"
@@ -93,6 +102,8 @@ def test_ready_then_stopped(tmp_path: Path, number: int) -> None:
         assert not step.settings.ready_file.exists()
         assert f"stopping the server: {signal.Signals(number).name}" in step.out
         assert step.shared_memory() == []
+    assert [path.name for path in folder.iterdir()] == ["repository"]
+    assert not (CHECKOUT / "made").exists()
 
 
 def test_a_stop_that_the_servers_processes_hear_first(tmp_path: Path) -> None:
