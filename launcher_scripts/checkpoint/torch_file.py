@@ -76,7 +76,13 @@ class _TorchFile:
                 self._entries = {entry.filename: entry for entry in file.infolist()}
                 if len(self._entries) < len(file.infolist()):
                     raise CheckpointError(f"{origin} is damaged: two entries have one name")
-        except (zipfile.BadZipFile, OSError, ValueError, struct.error) as error:
+        except (
+            zipfile.BadZipFile,
+            NotImplementedError,
+            OSError,
+            ValueError,
+            struct.error,
+        ) as error:
             raise CheckpointError(f"{origin} is damaged or was cut short: {error}") from error
         roots = [name.removesuffix("data.pkl") for name in self._entries if _is_root(name)]
         if len(roots) != 1:

@@ -7,18 +7,17 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint.served_types import BACKEND_MODEL_TYPES, backend_model_type
+from launcher_scripts.checkpoint.served_types import backend_model_type
 from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.errors import ConfigError
-from stages.export import MODEL_TYPES
+from launcher_scripts.models.repository import BACKEND_MODEL_TYPES
 from tests.checkpoint.exporting import export_folder, refused_export
 from tests.checkpoint.t5_maker import small_t5
 from tests.checkpoint.tiny_models import ENCODER_DECODERS
 from tests.checkpoint_maker import make_nemo, small_config
 
 
-def test_the_login_half_knows_the_same_types() -> None:
-    assert set(MODEL_TYPES) == set(BACKEND_MODEL_TYPES)
+def test_every_type_is_served_and_every_contract_has_a_type() -> None:
     assert set(BACKEND_MODEL_TYPES.values()) == set(CONTRACTS)
 
 

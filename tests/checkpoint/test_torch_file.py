@@ -136,6 +136,12 @@ def rewritten(content: bytes, change: dict[str, bytes | None], method: int = 0) 
     return buffer.getvalue()
 
 
+def needing_version(content: bytes, version: int) -> bytes:
+    """A zip archive whose first entry asks for a reader of `version`."""
+    at = content.index(b"PK\x01\x02") + 6
+    return content[:at] + version.to_bytes(2, "little") + content[at + 2 :]
+
+
 def test_damage_is_named(tmp_path: Path) -> None:
     content = saved({"a": torch.ones(100)})
     cases = {
@@ -147,6 +153,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
         "half a pickle": (rewritten(content, {"data.pkl": b"\x80\x02}q\x00("}), "damaged"),
         "big endian": (rewritten(content, {"byteorder": b"big"}), "byte order"),
         "compressed": (rewritten(content, {}, zipfile.ZIP_DEFLATED), "compressed"),
+        "a later zip": (needing_version(content, 200), "damaged or was cut short"),
     }
     for name, (damaged, message) in cases.items():
         with pytest.raises(CheckpointError, match=message):
