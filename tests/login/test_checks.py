@@ -150,6 +150,7 @@ def test_the_folder_has_the_name_of_the_model(problems: Finder) -> None:
         ("export.run.model_train_name=ensemble", "none of preprocessing, postprocessing, ensemble"),
         ("export.run.model_train_name=..", "a model's name is that of a folder"),
         ("export.run.model_train_name=a/b", "a model's name is that of a folder"),
+        ("export.run.model_train_name='a $(touch x)'", "a model's name is that of a folder"),
         ("export.model.weight_data_type=int8", "choices: fp32, fp16"),
         ("export.triton_deployment.data_type=int4", "choices: fp32, fp16, bf16"),
         ("export.model.processes=0", "processes must be at least 1"),
