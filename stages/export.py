@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -16,6 +17,9 @@ from launcher_scripts.schema import build
 from launcher_scripts.settings import ExportSettings, TokenizerSettings
 from stages.paths import absolute
 from stages.stage import Launch, Stage
+
+# Triton hands a model's name to a shell without quotes as well.
+_MODEL_NAME = re.compile(r"\w[\w.+-]*")
 
 
 @dataclass(frozen=True)
@@ -173,9 +177,10 @@ class Export(Stage):
         """Triton wants a model's folder to have the model's name; results are not replaced."""
         checks, settings = self.launch.checks, self.settings
         folder, name = Path(settings.triton_model_dir), settings.model_name
-        if not name or "/" in name or name in (".", "..", *TEXT_MODELS):
+        if not _MODEL_NAME.fullmatch(name) or name in TEXT_MODELS:
             checks.problems.add(
-                f"a model's name is that of a folder, and none of {', '.join(TEXT_MODELS)}",
+                "a model's name is that of a folder and a part of addresses: letters, digits and "
+                f"_ . + -, and none of {', '.join(TEXT_MODELS)}",
                 got=name,
                 change="export.run.model_train_name",
             )
@@ -186,10 +191,14 @@ class Export(Stage):
                 change="export.triton_deployment.triton_model_dir or export.run.model_train_name",
             )
         if checks.on_host(settings.checkpoint_dir).exists() and not settings.overwrite:
+            complete = checks.on_host(folder / "config.pbtxt").exists()
+            step = "python3 -m launcher_scripts.steps.write_model_repository --settings"
+            finish = f", or finish it: {step} {self.results_dir}/jobs/.../{self.block.run.name}"
             checks.problems.add(
-                "there is an earlier export",
+                f"there is an earlier export{'' if complete else ', without its config.pbtxt'}",
                 got=str(settings.checkpoint_dir),
-                change="export.model.overwrite=True to replace it",
+                change="export.model.overwrite=True to replace it"
+                + ("" if complete else f"{finish}_hydra.yaml"),
             )
 
     def _check_sizes(self) -> None:

@@ -128,6 +128,11 @@ def test_an_earlier_export_is_not_replaced(
     (found,) = problems()
     assert str(folder) in found
     assert "export.model.overwrite=True" in found
+    assert "without its config.pbtxt" in found
+    assert "write_model_repository --settings" in found and "export_tiny_hydra.yaml" in found
+    (folder.parents[1] / "config.pbtxt").touch()
+    (found,) = problems()
+    assert found.endswith("change export.model.overwrite=True to replace it")
     assert plan(LOCAL, *arguments, "export.model.overwrite=True").stages
 
 
@@ -150,6 +155,7 @@ def test_the_folder_has_the_name_of_the_model(problems: Finder) -> None:
         ("export.run.model_train_name=ensemble", "none of preprocessing, postprocessing, ensemble"),
         ("export.run.model_train_name=..", "a model's name is that of a folder"),
         ("export.run.model_train_name=a/b", "a model's name is that of a folder"),
+        ("export.run.model_train_name='a $(touch x)'", "a model's name is that of a folder"),
         ("export.model.weight_data_type=int8", "choices: fp32, fp16"),
         ("export.triton_deployment.data_type=int4", "choices: fp32, fp16, bf16"),
         ("export.model.processes=0", "processes must be at least 1"),
