@@ -78,7 +78,18 @@ class T5Config(LearnedPartSizes):
         ):
             if getattr(self, name) not in choices:
                 problems.add(f"unknown {name}", got=getattr(self, name), choices=choices)
+        if self.position_embedding == "relative":
+            self._check_buckets(problems)
         problems.raise_if_any(CheckpointError)
+
+    def _check_buckets(self, problems: Problems) -> None:
+        """Half of a direction's buckets are one distance each, the others reach max_distance."""
+        if self.num_buckets < 4:
+            problems.add("num_buckets must be at least 4", got=self.num_buckets)
+        exact = self.num_buckets // (4 if self.encoder_only else 2)
+        if self.max_distance <= exact:
+            what = f"max_distance must be more than {exact}, which have buckets of their own"
+            problems.add(what, got=self.max_distance)
 
     @property
     def inner_size(self) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from launcher_scripts.engine.relative_bias import distance_buckets, relative_bias
-from launcher_scripts.errors import RequestError
+from launcher_scripts.errors import CheckpointError, RequestError
 from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 from tests.checkpoint import reference_forward_t5
 from tests.engine.small_models import engine_for, generate, run
@@ -88,6 +88,22 @@ def test_a_bias_by_distance_is_the_bucketed_one(buckets, most, bidirectional):
     assert torch.equal(bias.table[:, places], want)
     used = distance_buckets(distances, buckets, most, bidirectional=bidirectional)
     assert 0 <= used.min() < used.max() == buckets - 1
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"num_buckets": 32, "max_distance": 16}, "max_distance must be more than 16"),
+        ({"num_buckets": 3}, "num_buckets must be at least 4"),
+        (
+            {"num_buckets": 32, "max_distance": 8, "encoder_only": True, "num_decoder_layers": 0},
+            "max_distance must be more than 8",
+        ),
+    ],
+)
+def test_buckets_that_cannot_be(values, reason):
+    with pytest.raises(CheckpointError, match=reason):
+        t5_config(**values)
 
 
 def test_neighbours_do_not_change_results(engine):
