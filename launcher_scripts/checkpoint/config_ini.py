@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import configparser
 import io
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from launcher_scripts.models import FAMILIES, family_of
 from launcher_scripts.models.family import ModelConfig
 
 FILE_NAME = "config.ini"
+# What the original's guides have users set by hand, since a checkpoint need not say it.
+EDITABLE = ("start_id", "end_id", "decoder_start_token_id", "eos_token_id")
 WEIGHT_DATA_TYPES = ("fp32", "fp16", "bf16")
 _RANK = re.compile(r"\.(\d+)\.bin$")
 _EMPTY = ("encoder", "decoder", "structure")
@@ -105,6 +108,25 @@ def format_config(
     return text.getvalue()
 
 
+def fixed_content(text: str) -> bytes:
+    """What must stay of config.ini: all values but those of EDITABLE, however they are written.
+
+    Raises configparser.Error.
+    """
+    parser = _parsed(text)
+    sections = {
+        name: {key: value for key, value in section.items() if key not in EDITABLE}
+        for name, section in parser.items()
+    }
+    return json.dumps(sections, sort_keys=True).encode()
+
+
+def _parsed(text: str) -> configparser.RawConfigParser:
+    parser = configparser.RawConfigParser(inline_comment_prefixes=(";",))
+    parser.read_string(text)
+    return parser
+
+
 def read_config(folder: Path) -> ConfigIni:
     """Read `folder`/config.ini, this project's or the original's.
 
@@ -112,9 +134,8 @@ def read_config(folder: Path) -> ConfigIni:
     is read from the names in the folder. Raises CheckpointError with every problem found.
     """
     path = folder / FILE_NAME
-    parser = configparser.RawConfigParser(inline_comment_prefixes=(";",))
     try:
-        parser.read_string(path.read_text(encoding="utf-8"))
+        parser = _parsed(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, configparser.Error) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     family = _family(path, parser)

@@ -27,7 +27,7 @@ from launcher_scripts.checkpoint.manifest import (
     Manifest,
     check_files,
     check_size,
-    file_digest,
+    content_digest,
     read_manifest,
 )
 from launcher_scripts.checkpoint.output_folder import (
@@ -82,8 +82,9 @@ class FTCheckpoint:
     def open(cls, folder: Path, *, verify: bool = True) -> FTCheckpoint:
         """Open `folder`, refusing one with a missing, short, long or altered file by name.
 
-        verify: compare digests with the manifest, but config.ini's, which may be edited; sizes are
-        always checked, and are all that can be where the original converter left no manifest.
+        verify: compare digests with the manifest; of config.ini, config_ini.EDITABLE may be
+        edited. Sizes are always checked, and are all that can be where the original converter left
+        no manifest.
         Raises CheckpointError with all problems found.
         """
         folder = Path(folder)
@@ -128,6 +129,8 @@ class FTCheckpoint:
             entries = self.manifest.entries
             kept = {name: entries[name] for name in entries if name != config_ini.FILE_NAME}
             check_files(self.folder, kept, problems, digests=verify)
+            if verify and config_ini.FILE_NAME in entries:
+                self._check_config(entries[config_ini.FILE_NAME], problems)
         for name, size in sizes.items():
             if name not in entries:
                 if self.manifest is not None:
@@ -139,6 +142,14 @@ class FTCheckpoint:
                     got=f"{entries[name].bytes} bytes",
                     choices=[f"{size} bytes"],
                 )
+
+    def _check_config(self, entry: FileEntry, problems: Problems) -> None:
+        text = (self.folder / config_ini.FILE_NAME).read_text(encoding="utf-8")
+        digest = content_digest(text.encode(), entry.algorithm)
+        kept = content_digest(config_ini.fixed_content(text), entry.algorithm)
+        if digest != entry.digest and kept != entry.fixed:
+            editable = ", ".join(config_ini.EDITABLE)
+            problems.add(f"{entry.name} is altered, and not only its {editable}", got=digest)
 
 
 class FTWriter:
@@ -229,12 +240,16 @@ class FTWriter:
             raise CheckpointError(problem(f"{name} has another size", got=size, choices=[expected]))
         self._add(FileEntry(name, size, digest.hexdigest(), shape, self._dtype_name))
 
-    def copy(self, content: bytes, name: str) -> None:
-        """Write a file that is no weight, such as the tokenizer's."""
+    def copy(self, content: bytes, name: str, fixed: bytes | None = None) -> None:
+        """Write a file that is no weight, such as the tokenizer's.
+
+        fixed: what must stay of it, if it may be edited
+        """
         path = self.partial / name
         with writing(path):
             path.write_bytes(content)
-        self._add(FileEntry(name, len(content), file_digest(path)))
+        kept = None if fixed is None else content_digest(fixed)
+        self._add(FileEntry(name, len(content), content_digest(content), fixed=kept))
 
     def _add(self, entry: FileEntry) -> None:
         with self._lock:
@@ -250,7 +265,7 @@ class FTWriter:
         if missing:
             raise CheckpointError(problem("not every weight was written", got=missing))
         text = config_ini.format_config(self.config, self.tp_size, self.weight_data_type)
-        self.copy(text.encode(), config_ini.FILE_NAME)
+        self.copy(text.encode(), config_ini.FILE_NAME, config_ini.fixed_content(text))
         entries = tuple(self._entries.values())
         family = family_of(self.config).name
         manifest = Manifest(family, self.tp_size, self.weight_data_type, entries, self.source)

@@ -48,6 +48,7 @@ class FileEntry:
     """One file: its name in the folder, bytes and digest; shape and dtype for a weight.
 
     algorithm: a key of DIGESTS
+    fixed:     of a file that may be edited, the digest of what must stay
     """
 
     name: str
@@ -56,6 +57,7 @@ class FileEntry:
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
     algorithm: str = ALGORITHM
+    fixed: str | None = None
 
     def values(self) -> dict[str, Any]:
         """The JSON form: the digest stands under the name of its algorithm."""
@@ -64,6 +66,8 @@ class FileEntry:
             values["shape"] = list(self.shape)
         if self.dtype is not None:
             values["dtype"] = self.dtype
+        if self.fixed is not None:
+            values["fixed"] = self.fixed
         return values
 
 
@@ -128,6 +132,12 @@ def file_digest(path: Path, algorithm: str = ALGORITHM) -> str:
         piece = memoryview(bytearray(_HASH_CHUNK))
         while size := file.readinto(piece):
             digest.update(piece[:size])
+    return digest.hexdigest()
+
+
+def content_digest(content: bytes, algorithm: str = ALGORITHM) -> str:
+    digest = DIGESTS[algorithm]()
+    digest.update(content)
     return digest.hexdigest()
 
 

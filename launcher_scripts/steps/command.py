@@ -32,7 +32,7 @@ def run_step(
     like an exception and give the shell's 130 and 143.
     """
     given = _parsed(description, sys.argv[1:] if argv is None else argv, flags)
-    _end_with_slurmstepd()
+    _end_with_parent(getattr(given, "settings", None))
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         if flags is None or "settings" in given:
@@ -68,17 +68,20 @@ def _parsed(description: str, argv: Sequence[str], flags: FlagTable | None) -> a
     return by_flags.parse_args(argv)
 
 
-def _end_with_slurmstepd() -> None:
-    """Ask the kernel for SIGTERM when Slurm's daemon of this step dies.
+def _end_with_parent(settings: Path | None) -> None:
+    """Ask the kernel for SIGTERM when what runs the job dies: it alone ends the job's processes.
 
-    It is the one that ends the step's processes, so nobody would any more.
+    That is Slurm's daemon of this step, or the job's script, which dies with its launcher.
     """
     parent = os.getppid()
     try:
         name = Path(f"/proc/{parent}/comm").read_text().strip()
+        command = os.fsdecode(Path(f"/proc/{parent}/cmdline").read_bytes()).split("\0")
     except OSError:
         return
-    if name == "slurmstepd":
+    folder = None if settings is None else settings.parent
+    of_job = any(Path(part).parent == folder and part.endswith(".sh") for part in command)
+    if name == "slurmstepd" or of_job:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
         if os.getppid() != parent:
             raise SystemExit(128 + signal.SIGTERM)

@@ -144,8 +144,21 @@ def test_a_digest_of_no_known_kind(folder: Path) -> None:
 def test_config_and_files_must_agree(folder: Path) -> None:
     path = folder / "config.ini"
     path.write_text(path.read_text().replace("inter_size = 40", "inter_size = 48"))
-    with pytest.raises(CheckpointError, match=r"dense_h_to_4h\.weight\.0\.bin does not fit config"):
+    with pytest.raises(
+        CheckpointError, match=r"config\.ini is altered, and not only its"
+    ) as caught:
         FTCheckpoint.open(folder)
+    assert "dense_h_to_4h.weight.0.bin does not fit config.ini" in str(caught.value)
+
+
+def test_a_config_that_fits_all_files_and_was_altered(folder: Path) -> None:
+    path = folder / "config.ini"
+    text, changed = re.subn(r"(layernorm_eps\w*) = .*", r"\1 = 0.5", path.read_text())
+    assert changed
+    path.write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.ini is altered, and not only its start_id"):
+        FTCheckpoint.open(folder)
+    assert FTCheckpoint.open(folder, verify=False).config.norm_eps == 0.5
 
 
 def test_start_and_end_may_be_edited(folder: Path) -> None:

@@ -129,6 +129,40 @@ def test_batches_that_the_model_does_not_take_are_refused_before_measuring(job, 
     assert "takes at most 1 rows in one request; got [2]" in capsys.readouterr().err
 
 
+def test_a_step_ends_with_the_script_of_its_job(job):
+    """bash dies with the launcher and says nothing to the step that it waits for."""
+    script = job / "job_submission.sh"
+    step = f"{sys.executable} -m launcher_scripts.steps.measure_accuracy"
+    settings = settings_file(job, ready_timeout=60.0)
+    script.write_text(f"{step} --settings {settings}\ntrue\n")
+    bash = subprocess.Popen(["bash", str(script)], cwd=ROOT)
+    children = Path(f"/proc/{bash.pid}/task/{bash.pid}/children")
+    try:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            pids = children.read_text().split()
+            caught = pids and field_of(pids[0], "SigCgt")
+            if caught and int(caught, 16) >> (signal.SIGTERM - 1) & 1:
+                break
+            time.sleep(0.05)
+    finally:
+        bash.kill()
+        bash.wait()
+    deadline = time.monotonic() + 20
+    while field_of(pids[0], "State")[:1] not in ("", "Z") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert field_of(pids[0], "State")[:1] in ("", "Z")
+
+
+def field_of(pid, field):
+    """A field of /proc/<pid>/status; "" for a process that is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_a_waiting_step_at_once(job, number, status):
     command = [sys.executable, "-m", "launcher_scripts.steps.measure_accuracy", "--settings"]

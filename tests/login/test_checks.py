@@ -128,6 +128,11 @@ def test_an_earlier_export_is_not_replaced(
     (found,) = problems()
     assert str(folder) in found
     assert "export.model.overwrite=True" in found
+    assert "without its config.pbtxt" in found
+    assert "write_model_repository --settings" in found and "export_tiny_hydra.yaml" in found
+    (folder.parents[1] / "config.pbtxt").touch()
+    (found,) = problems()
+    assert found.endswith("change export.model.overwrite=True to replace it")
     assert plan(LOCAL, *arguments, "export.model.overwrite=True").stages
 
 
