@@ -7,7 +7,7 @@ for script in "$@"; do :; done
 cp "$script" "$CALLS.$(wc -l < "$CALLS").sh"
 if [ -n "${ASKS:-}" ] && [ "$(wc -l < "$CALLS")" = 2 ]; then
     kill -s "$ASKS" "$PPID"
-    sleep 10
+    exit 1
 fi
 if [ -n "${REFUSE:-}" ]; then
     echo "sbatch: error: invalid partition specified" >&2
