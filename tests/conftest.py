@@ -17,12 +17,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Ctrl-C works in what tests start, also where this process was started in the background.
+    """Signals reach what tests start, also where this process was started in the background.
 
-    A shell has background jobs ignore SIGINT, and what is ignored stays so in their children.
+    A shell has background jobs ignore SIGINT, and nohup SIGHUP; what is ignored stays so in
+    children, but not what is handled.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Stands in for sbatch: notes its arguments in the file $CALLS, keeps the script, gives an id.
-# ASKS sends that signal to the launcher at the second job; REFUSE makes it fail, LATE as well although squeue knows the job then; it also fails when it
-# inherits the variables of a job.
+# ASKS sends that signal to the launcher at the second job; REFUSE makes it fail, LATE as well
+# although squeue knows the job then; it also fails when it inherits the variables of a job.
 printf '%s\n' "$*" >> "$CALLS"
 for script in "$@"; do :; done
 cp "$script" "$CALLS.$(wc -l < "$CALLS").sh"
