@@ -51,6 +51,7 @@ FLOOR = frozenset(
         "replicas",
         "security",
         "settings",
+        "stop_signals",
         "task_settings",
         "whole_files",
     }
@@ -83,6 +84,7 @@ MAY_IMPORT = {
         "task_settings",
         "whole_files",
     },
+    "stop_signals": set(),
     "task_settings": {"errors"},
     "tokenizer": set(),
     "whole_files": set(),

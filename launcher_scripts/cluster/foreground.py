@@ -20,8 +20,7 @@ from launcher_scripts.cluster.process import POLL_SECONDS, Process, ServiceProce
 from launcher_scripts.cluster.record import JobRecord
 from launcher_scripts.cluster.state import JobState
 from launcher_scripts.errors import ClusterError, ServerError
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from launcher_scripts.stop_signals import stop_signals
 
 
 class Stopped(ClusterError):
@@ -50,15 +49,9 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Note the signals of the block; nohup's wish to ignore SIGHUP stays."""
-        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        numbers = (n for n in _SIGNALS if not (nohup and n == signal.SIGHUP))
-        before = {number: signal.signal(number, self) for number in numbers}
-        try:
+        """Note the signals of the block."""
+        with stop_signals(self):
             yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 class Foreground:

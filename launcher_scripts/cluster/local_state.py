@@ -15,10 +15,11 @@ from launcher_scripts.cluster.record import read_end, read_json, write_end, writ
 from launcher_scripts.cluster.state import UNKNOWN, JobState, wait_for
 from launcher_scripts.errors import ClusterError, ConfigError
 from launcher_scripts.schema import build
+from launcher_scripts.stop_signals import STOP_SIGNALS
 
 PROCESS = "process.json"
 _KILL_SECONDS = 5.0
-_ASKED_TO_END = tuple(128 + n for n in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
+_ASKED_TO_END = tuple(128 + number for number in STOP_SIGNALS)
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 _START_TIME_FIELD = 19  # of /proc/<pid>/stat, counted behind the program's name
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from launcher_scripts.stop_signals import stop_signals
 
 
 @dataclass
@@ -27,12 +27,6 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Note the signals of the block; nohup's wish to ignore SIGHUP stays."""
-        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        numbers = (n for n in _STOP_SIGNALS if not (nohup and n == signal.SIGHUP))
-        before = {number: signal.signal(number, self) for number in numbers}
-        try:
+        """Note the signals of the block."""
+        with stop_signals(self):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
