@@ -17,8 +17,7 @@ from launcher_scripts.jobs.folders import (
     KnownJob,
     NoSuchJob,
     choose_jobs,
-    damaged_records,
-    find_jobs,
+    read_jobs,
 )
 from launcher_scripts.jobs.logs import follow_logs, log_files, print_logs, tail
 from launcher_scripts.jobs.status import FAILED, NOBODY_KNOWS, NOT_YET, Status, look
@@ -48,18 +47,19 @@ class Request:
 
 def list_jobs(request: Request) -> int:
     """Every job and its state."""
-    _complain(request)
-    show(look(find_jobs(request.results), ask_servers=False), LIST_COLUMNS, request.as_json)
+    jobs, damaged = read_jobs(request.results)
+    _complain(damaged)
+    show(look(jobs, ask_servers=False), LIST_COLUMNS, request.as_json)
     return 0
 
 
 def status(request: Request) -> int:
     """The state of the named jobs, or of all that have not ended, and what their servers say."""
-    if not request.jobs:
-        _complain(request)
+    jobs, damaged = _asked_for(request)
+    _complain(damaged)
     if request.every is not None:
         return _watch(request, request.every)
-    statuses = _statuses(request)
+    statuses = _statuses(request, jobs)
     show(statuses, STATUS_COLUMNS, request.as_json)
     return worst(statuses)
 
@@ -142,30 +142,38 @@ def worst(statuses: Sequence[Status]) -> int:
     return next((code for code in (FAILED, NOBODY_KNOWS, NOT_YET) if code in codes), 0)
 
 
-def _complain(request: Request) -> None:
+def _complain(damaged: Sequence[str]) -> None:
     """Say which jobs the table leaves out."""
-    for said in damaged_records(request.results):
+    for said in damaged:
         print(f"warning: left out: {said}", file=sys.stderr)
 
 
-def _statuses(request: Request) -> list[Status]:
-    if request.jobs:
-        return look(request.chosen())
-    return [s for s in look(find_jobs(request.results)) if not s.state.ended]
+def _asked_for(request: Request) -> tuple[list[KnownJob], list[str]]:
+    """The named jobs, or all there are, and what is wrong with the records of others."""
+    return (request.chosen(), []) if request.jobs else read_jobs(request.results)
+
+
+def _statuses(request: Request, jobs: Sequence[KnownJob]) -> list[Status]:
+    """Of all that were named, else of those that have not ended."""
+    return [s for s in look(jobs) if request.jobs or not s.state.ended]
+
+
+def _statuses_now(request: Request) -> list[Status]:
+    return _statuses(request, _asked_for(request)[0])
 
 
 def _watch(request: Request, every: float) -> int:
     """The table again and again until Ctrl-C, in place where there is a terminal."""
     if not sys.stdout.isatty():
         while True:
-            show(_statuses(request), STATUS_COLUMNS, request.as_json)
+            show(_statuses_now(request), STATUS_COLUMNS, request.as_json)
             sys.stdout.flush()
             time.sleep(every)
     from rich.live import Live
 
     with Live(auto_refresh=False, screen=True) as live:
         while True:
-            live.update(coloured(_statuses(request), STATUS_COLUMNS), refresh=True)
+            live.update(coloured(_statuses_now(request), STATUS_COLUMNS), refresh=True)
             time.sleep(every)
 
 

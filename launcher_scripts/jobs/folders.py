@@ -46,23 +46,20 @@ class KnownJob:
 
 def find_jobs(results: Path) -> list[KnownJob]:
     """Every job below `results`, oldest first, without those whose records cannot be read."""
-    jobs, _ = _read_all(results)
-    return sorted(jobs, key=lambda job: (job.record.submitted, str(job.folder)))
+    return read_jobs(results)[0]
 
 
-def damaged_records(results: Path) -> list[str]:
-    """What is wrong with the records that find_jobs leaves out."""
-    return sorted(_read_all(results)[1])
-
-
-def _read_all(results: Path) -> tuple[list[KnownJob], list[str]]:
-    jobs, damaged = [], []
+def read_jobs(results: Path) -> tuple[list[KnownJob], list[str]]:
+    """The jobs of find_jobs, and what is wrong with the records that it leaves out."""
+    jobs: list[KnownJob] = []
+    damaged: list[str] = []
     for path in {path for pattern in _PATTERNS for path in results.glob(pattern)}:
         try:
             jobs.append(KnownJob.read(path.parent))
         except LauncherError as error:
             damaged.append(str(error))
-    return jobs, damaged
+    jobs.sort(key=lambda job: (job.record.submitted, str(job.folder)))
+    return jobs, sorted(damaged)
 
 
 def choose_jobs(results: Path, names: Iterable[str]) -> list[KnownJob]:

@@ -9,7 +9,7 @@ import pytest
 
 from launcher_scripts.cluster.record import JobRecord
 from launcher_scripts.errors import LauncherError
-from launcher_scripts.jobs.folders import NoSuchJob, choose_jobs, damaged_records, find_jobs
+from launcher_scripts.jobs.folders import NoSuchJob, choose_jobs, find_jobs, read_jobs
 from launcher_scripts.jobs.status import look
 
 
@@ -85,7 +85,7 @@ def test_a_damaged_record_hides_no_other_job(results: Path, content: bytes) -> N
     path = results / "tiny" / "export_tp1" / "jobs" / "001" / "job.json"
     path.write_bytes(content)
     assert [job.run for job in find_jobs(results)] == ["002", "003"]
-    (said,) = damaged_records(results)
+    (said,) = read_jobs(results)[1]
     assert str(path) in said
     with pytest.raises(LauncherError, match="export_tp1"):
         choose_jobs(results, [str(path.parent)])
