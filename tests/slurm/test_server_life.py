@@ -108,12 +108,18 @@ def test_a_server_that_does_not_listen_is_killed(
     assert slurm.job_processes(submit.record("deploy")["job_id"]) == []
 
 
+def serving(submit: Submit) -> str:
+    """The job of a server that is ready."""
+    submit(*submit.served)
+    record = submit.record("deploy")
+    wait_for(record["folder"].parent.parent / "ready.json")
+    return record["job_id"]
+
+
 def test_a_signal_before_the_time_limit_ends_the_server_in_order(
     slurm: TestCluster, submit: Submit
 ) -> None:
-    submit(*submit.served)
-    job_id = submit.record("deploy")["job_id"]
-    wait_for(submit.record("deploy")["folder"].parent.parent / "ready.json")
+    job_id = serving(submit)
     slurm.run("scancel", "--batch", "--signal=USR1", job_id)
     assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0"), submit.log("deploy")
     assert "server stopped in order" in submit.log("deploy")
@@ -123,9 +129,7 @@ def test_a_signal_before_the_time_limit_ends_the_server_in_order(
 def test_a_server_that_a_more_urgent_job_displaces_ends_in_order(
     slurm: TestCluster, submit: Submit
 ) -> None:
-    submit(*submit.served)
-    job_id = submit.record("deploy")["job_id"]
-    wait_for(submit.record("deploy")["folder"].parent.parent / "ready.json")
+    job_id = serving(submit)
     urgent = ("--partition=urgent", "--exclusive", "--nodes=2", "--output=/dev/null")
     other = slurm.run("sbatch", "--parsable", *urgent, "--wrap=sleep 1").stdout.strip()
     assert slurm.wait(other)["JobState"] == "COMPLETED"
