@@ -6,9 +6,11 @@ where one needs more shared memory or threads than there are. Their outputs stay
 
 from __future__ import annotations
 
+from subprocess import SubprocessError
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 from launcher_scripts.kernels.device_traits import DeviceTraits, traits_of
@@ -24,9 +26,12 @@ class IdleDevice:
     loaded: the names of the kernels that were
     """
 
-    def __init__(self, traits: DeviceTraits) -> None:
-        """traits: of the device it stands for"""
+    def __init__(self, traits: DeviceTraits, *, launchers: bool = False) -> None:
+        """traits: of the device it stands for;  launchers: whether the host's part of a launch is
+        compiled, too, as only a machine with a GPU's driver can
+        """
         self.traits = traits
+        self._launchers = launchers
         self.utils = self
         self.loaded: list[str] = []
 
@@ -34,13 +39,13 @@ class IdleDevice:
         major, minor = self.traits.capability
         return GPUTarget("cuda", 10 * major + minor, WARP_SIZE)
 
-    def get_current_device(self) -> str:
-        return "idle"  # Triton keeps what it compiled by this name
+    def get_current_device(self) -> IdleDevice:
+        return self  # Triton keeps what it has compiled by this
 
-    def get_current_stream(self, _device: str) -> int:
+    def get_current_stream(self, _device: IdleDevice) -> int:
         return 0
 
-    def get_device_properties(self, _device: str) -> dict[str, int]:
+    def get_device_properties(self, _device: IdleDevice) -> dict[str, int]:
         return {"max_shared_mem": self.traits.shared_bytes}
 
     def load_binary(self, name: str, *_: object) -> tuple[int, int, int, int, int]:
@@ -48,8 +53,24 @@ class IdleDevice:
         self.loaded.append(name)
         return NO_FUNCTION
 
-    def launcher_cls(self, *_: object) -> Any:
+    def launcher_cls(self, source: object, metadata: object) -> Any:
+        """What launches the kernel: here it does nothing."""
+        if self._launchers:
+            nvidia.CudaLauncher(source, metadata)
         return lambda *_: None
+
+    def compile_interface(self) -> None:
+        """Have what Triton itself needs to speak to the driver."""
+        if self._launchers:
+            nvidia.CudaUtils()
+
+
+def can_make_launchers() -> bool:
+    """Whether this machine has the library of the GPU's driver."""
+    try:
+        return bool(nvidia.library_dirs())
+    except (AssertionError, OSError, SubprocessError):
+        return False
 
 
 def work_on(device: IdleDevice) -> None:
