@@ -4,9 +4,10 @@
 
 A repository of random bfloat16 weights is written, every file with content of its own, and served;
 a client asks for one token as soon as the server is ready. The server's own timeline says where the
-seconds go. The first start finds no compiled kernels, the others those of the first. Beside it: how
-long the same bytes take from pinned memory to the GPU (the floor), and how long CTranslate2 takes
-from the start of a process to its first token.
+seconds go. The first start finds no compiled kernels, and its timeline says how long it waits for
+those that other processes compile; the others find those of the first. Beside it: how long the same
+bytes take from pinned memory to the GPU (the floor), and how long CTranslate2 takes from the start
+of a process to its first token.
 """
 
 from __future__ import annotations

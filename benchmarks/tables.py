@@ -176,5 +176,10 @@ def load_table(report: dict) -> list[str]:
     done = [dict(start["timeline_s"]) for start in starts]
     header = ["seconds from the command", "no kernel compiled yet", "later starts"]
     steps = sorted(done[0], key=done[0].__getitem__)
-    cells = ([step, *(f"{times[step]:.2f}" for times in done)] for step in steps)
+    cells = ([step, *(_seconds(times.get(step)) for times in done)] for step in steps)
     return table(header[: 1 + len(starts)], cells)
+
+
+def _seconds(at: float | None) -> str:
+    """Nothing where a start did without the step."""
+    return "" if at is None else f"{at:.2f}"

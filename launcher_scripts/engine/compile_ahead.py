@@ -14,6 +14,7 @@ import os
 import signal
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
@@ -21,6 +22,7 @@ from contextlib import redirect_stdout
 from launcher_scripts.engine.ahead import CompiledSoFar, CompileOrder
 from launcher_scripts.engine.codec import decode
 from launcher_scripts.engine.rank_processes import die_with_parent
+from launcher_scripts.kernels.compiling import digest_compiler
 from launcher_scripts.whole_files import write_whole
 
 NICENESS = 10  # the rank that reads its weights goes first
@@ -39,7 +41,10 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(number, signal.SIG_IGN)
     order = decode(CompileOrder, memoryview(sys.stdin.buffer.read()))
     started = time.monotonic()
+    prepares = threading.Thread(target=digest_compiler)
+    prepares.start()
     tasks, needed = foresee(order)
+    prepares.join()
     failed = 0
     done: set[int] = set()
     passes = -1

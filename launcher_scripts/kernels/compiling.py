@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -44,6 +45,16 @@ def settle_keys(package: str) -> None:
         for value in vars(sys.modules[name]).values():
             if isinstance(value, JITFunction):
                 value.cache_key  # noqa: B018 (kept by the function)
+
+
+def digest_compiler() -> None:
+    """Have Triton look at itself, as it does before it first compiles in a process, and for copies
+    of this process, too.
+    """
+    with suppress(ImportError):  # where another release keeps it
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 def cache_folder() -> Path:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 VALUES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8)
+EMPTY = ("empty", "empty_like", "empty_strided", "new_empty")  # for kernels to write to
 COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
 
@@ -21,8 +22,8 @@ class IdleArithmetic(TorchDispatchMode):
     """torch on the CPU that allocates what weights and hidden states need, and does not touch it.
 
     Memory that nobody touches is none. It leaves out what costs time in tensors of a model's sizes,
-    the operations of RESULTS and those in place; integers that come of it are zeros. All others
-    are done.
+    the operations of RESULTS and those in place. All others are done. Integers that these, or
+    kernels, would have made are zeros.
     """
 
     @classmethod
@@ -42,10 +43,12 @@ class IdleArithmetic(TorchDispatchMode):
                 return func._op_dk(COMPOSITE, *args, **kwargs)
         if func._schema.is_mutable and _is_value(args[0]):
             return args[0]
-        result = RESULTS.get(func._schema.name.removeprefix("aten::"))
+        name = func._schema.name.removeprefix("aten::")
+        result = RESULTS.get(name)
         about_values = any(map(_is_value, tree_leaves((args, kwargs))))
         if result is None or not (about_values or kwargs.get("dtype") in VALUES):
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            return made.zero_() if name in EMPTY and not _is_value(made) else made
         made = result(*args, **kwargs)
         return made if _is_value(made) else made.zero_()
 

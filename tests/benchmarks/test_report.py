@@ -58,13 +58,13 @@ def test_the_best_way_of_ctranslate2_counts() -> None:
 
 def test_the_first_start_stands_beside_the_fastest_later_one() -> None:
     starts = [
-        {"first_token_s": 9.0, "timeline_s": [["ready", 8.0], ["weights", 4.0]]},
+        {"first_token_s": 9.0, "timeline_s": [["ready", 8.0], ["weights", 4.0], ["kernels", 7.0]]},
         {"first_token_s": 6.0, "timeline_s": [["ready", 5.0], ["weights", 4.0]]},
         {"first_token_s": 5.0, "timeline_s": [["ready", 4.5], ["weights", 3.0]]},
     ]
     header, _, *rows = tables.load_table({"starts": starts})
     assert header.endswith("| no kernel compiled yet | later starts |")
-    assert rows == ["| weights | 4.00 | 3.00 |", "| ready | 8.00 | 4.50 |"]
+    assert rows == ["| weights | 4.00 | 3.00 |", "| kernels | 7.00 |  |", "| ready | 8.00 | 4.50 |"]
     assert tables.load_table({"starts": starts[:1]})[2] == "| weights | 4.00 |"
 
 

@@ -17,7 +17,12 @@ from launcher_scripts.engine.idle_runner import first_passes, shortened
 from launcher_scripts.engine.loading import EngineSettings
 from launcher_scripts.kernels.foreseen import ForeseenKernels
 from launcher_scripts.kernels.idle_device import IdleDevice
+from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.parallel import Parallelism
+from tests.engine.small_agm import agm_config
+from tests.engine.small_bart import bart_config
+from tests.engine.small_models import small_config
+from tests.engine.small_t5 import t5_config
 from tests.kernels.idle_device import idle_device
 
 __all__ = ["idle_device"]
@@ -25,13 +30,23 @@ __all__ = ["idle_device"]
 SHAPES = ("126m", "1.3b-modern", "t5-base")
 
 
+SMALL = {
+    "ALiBi": small_config(position_embedding="alibi"),
+    "norms after the sums": small_config(norm_placement="post"),
+    "normed embeddings": small_config(embedding_norm=True),
+    "wide heads": small_config(head_size=160, num_heads=2, num_kv_heads=2),
+    "an encoder": t5_config(encoder_only=True),
+    "BART": bart_config(),
+    "AGM": agm_config(),
+}
+
+
 @torch.inference_mode()
-def foreseen(name: str, monkeypatch: pytest.MonkeyPatch, *, layers: int = 2, **more) -> list[str]:
-    """The names of the kernels that the first passes of a measured model need."""
-    monkeypatch.setattr(idle_runner, "LAYERS", layers)
+def foreseen(model: ModelConfig, **more: object) -> list[str]:
+    """The names of the kernels that the first passes of a model need."""
     options = {"data_type": "bf16", "max_batch_size": 8, **more}
     settings = EngineSettings(Path("nowhere"), **options)
-    config, kernels = shortened(CONFIGS[name]), ForeseenKernels()
+    config, kernels = shortened(model), ForeseenKernels()
     with kernels.noted():
         runner = idle_runner.idle_runner(settings, config)
         for plans in first_passes(runner, config):
@@ -45,18 +60,25 @@ def foreseen(name: str, monkeypatch: pytest.MonkeyPatch, *, layers: int = 2, **m
 def test_neither_the_number_of_layers_nor_that_of_tokens_matters(
     idle_device: IdleDevice, monkeypatch: pytest.MonkeyPatch, name: str, int8_mode: int
 ) -> None:
-    few = foreseen(name, monkeypatch, int8_mode=int8_mode)
+    few = foreseen(CONFIGS[name], int8_mode=int8_mode)
     assert len(few) > 20
     for layers, tokens in ((2, 4095), (3, 2000)):
-        more = {"layers": layers, "max_tokens": tokens, "int8_mode": int8_mode}
-        assert foreseen(name, monkeypatch, **more) == few
+        monkeypatch.setattr(idle_runner, "LAYERS", layers)
+        assert foreseen(CONFIGS[name], max_tokens=tokens, int8_mode=int8_mode) == few
     assert not idle_device.loaded
 
 
-def test_ranks_that_are_not_there(idle_device: IdleDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    two = Parallelism(2, 1)
-    alone = foreseen("126m", monkeypatch, parallelism=two)
-    shared = foreseen("126m", monkeypatch, parallelism=two, enable_custom_all_reduce=True)
+@pytest.mark.parametrize("data_type", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", SMALL)
+def test_all_kinds_of_models(idle_device: IdleDevice, name: str, data_type: str) -> None:
+    assert len(foreseen(SMALL[name], data_type=data_type, max_batch_size=80)) >= 5
+    assert not idle_device.loaded
+
+
+def test_ranks_that_are_not_there(idle_device: IdleDevice) -> None:
+    two, model = Parallelism(2, 1), CONFIGS["126m"]
+    alone = foreseen(model, parallelism=two)
+    shared = foreseen(model, parallelism=two, enable_custom_all_reduce=True)
     more = {name for name, _ in set(shared) - set(alone)}
     assert more >= {"gemv_to_inboxes", "add_from_inbox", "exchange_best"}
     assert Counter(name for name, _ in alone)["dot_rows"] > 2
