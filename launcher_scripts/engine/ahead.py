@@ -12,7 +12,8 @@ import math
 import os
 import subprocess
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,15 +24,13 @@ import torch
 from launcher_scripts.engine.codec import encode
 from launcher_scripts.engine.loading import EngineSettings
 from launcher_scripts.engine.rank_processes import own_environment, own_python
-from launcher_scripts.engine.runner import FIRST_PROMPTS, FIRST_STEPS
 from launcher_scripts.engine.timeline import Timeline
 from launcher_scripts.models.family import ModelConfig
 
 PROGRAM = "launcher_scripts.engine.compile_ahead"
 MOST_PROCESSES = 8
 FEWEST_CORES = 4  # with fewer, what reads the weights would wait for them
-WAIT_SECONDS = 20.0  # for what the first steps need; what is not there then, the rank compiles
-FIRST_SHAPES = FIRST_PROMPTS + FIRST_STEPS  # that requests need first
+WAIT_SECONDS = 20.0  # for what a request needs; what is not there then, the rank compiles
 ENGINE, KERNELS = Path(__file__).parent, Path(__file__).parent.parent / "kernels"
 
 
@@ -61,9 +60,13 @@ class CompiledSoFar(NamedTuple):
 
 
 class KernelsAhead:
-    """The program, if it runs, from the side of the rank that started it."""
+    """The program, if it runs, from the side of the rank that started it.
+
+    A thread starts and hears it; the program asks the kernel to be killed when that ends.
+    """
 
     def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._news = threading.Condition()
         self._ended = True
@@ -71,10 +74,7 @@ class KernelsAhead:
         self._progress = CompiledSoFar(0, 0, 0)
 
     def start(self, settings: EngineSettings, config: ModelConfig, device: torch.device) -> None:
-        """Start compiling for a rank on `device`, unless that is done or there is no use in it.
-
-        The thread that calls this must outlive the program, which ends with it.
-        """
+        """Start compiling for a rank on `device`, unless that is done or there is no use in it."""
         if device.type != "cuda" or find_spec("triton") is None:
             return
         from launcher_scripts.kernels.device_traits import traits_of
@@ -94,55 +94,79 @@ class KernelsAhead:
             _say(obstacle)
             return
         order.marker.parent.mkdir(parents=True, exist_ok=True)
-        process = subprocess.Popen(
-            [own_python(), "-m", PROGRAM, "--parent", str(os.getpid())],
-            env=own_environment() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self._process, self._ended = process, False
-        with suppress(BrokenPipeError), process.stdin as told:
-            told.write(encode(CompileOrder, order))
-        listens = threading.Thread(target=self._listen, args=(process,), daemon=True)
-        listens.start()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, args=(order,), daemon=True)
+        self._thread.start()
 
     @property
     def shapes(self) -> float:
-        """How many of the shapes to record have their kernels; when the program has ended, all."""
+        """How many of the shapes to record have their kernels: -1 until those of the warm-up are
+        there; all when the program has ended.
+        """
         return math.inf if self._ended else self._progress.passes - 1
 
     def wait(self, timeline: Timeline, seconds: float = WAIT_SECONDS) -> None:
-        """Wait for the kernels of the first requests, if any are compiled."""
-        if self._process is None:
+        """Wait for the kernels of the first request, if any are compiled."""
+        if self._thread is None:
             return
         with self._news:
-            self._news.wait_for(lambda: self.shapes >= FIRST_SHAPES, seconds)
+            self._news.wait_for(lambda: self.shapes >= 0, seconds)
             done, of = self._progress.compiled, self._progress.kernels
         print(f"kernels compiled ahead: {done} of {of}", flush=True)
         timeline.note("the first kernels are compiled")
 
+    @contextmanager
+    def closed_by_errors(self) -> Iterator[None]:
+        """End the program where the block fails."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
     def close(self) -> None:
         """End the program."""
-        if self._process is not None:
+        with self._news:
             self._closed = True
-            self._process.kill()
-            self._process.wait()
+            if self._process is not None:
+                self._process.kill()
+        if self._thread is not None:
+            self._thread.join()
 
-    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+    def _run(self, order: CompileOrder) -> None:
         try:
-            with process.stdout as lines:
-                for line in lines:
-                    with self._news:
-                        self._progress = CompiledSoFar(*json.loads(line))
-                        self._news.notify_all()
-            code = process.wait()
+            code = self._hear(order)
             if code and not self._closed:
                 _say(f"what compiles them ahead ended with exit code {code}")
-        except (ValueError, TypeError) as error:
-            _say(f"what compiles them ahead said something else: {error}")
+        except (OSError, ValueError, TypeError) as error:
+            _say(f"{type(error).__name__}: {error}")
         with self._news:
             self._ended = True
             self._news.notify_all()
+
+    def _hear(self, order: CompileOrder) -> int:
+        """Run the program; returns its exit code."""
+        with self._news:
+            if self._closed:
+                return 0
+            process = self._process = _start_program()
+        with process:
+            with suppress(BrokenPipeError), process.stdin as told:
+                told.write(encode(CompileOrder, order))
+            for line in process.stdout:
+                with self._news:
+                    self._progress = CompiledSoFar(*json.loads(line))
+                    self._news.notify_all()
+        return process.returncode
+
+
+def _start_program() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [own_python(), "-m", PROGRAM, "--parent", str(os.getpid())],
+        env=own_environment() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
 
 
 def compile_order(

@@ -40,6 +40,7 @@ from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
 STEPS_AHEAD = {"cpu": 0, "cuda": 1}
 STOP_SECONDS = 20.0
+Build = Callable[["Engine"], Runner]
 
 __all__ = ["Engine", "EngineSettings"]
 
@@ -51,7 +52,7 @@ class Engine:
     read the one before, so the device never waits for the host.
     """
 
-    def __init__(self, settings: EngineSettings, build: Callable[[Engine], Runner]) -> None:
+    def __init__(self, settings: EngineSettings, build: Build, kernels: KernelsAhead) -> None:
         """Start the stepping thread, which calls `build` for its runner; see `load`."""
         self.settings = settings
         self._build = build
@@ -63,7 +64,7 @@ class Engine:
         self._settled = threading.Event()  # loaded, or failed
         self._failure_callbacks: list[Callable[[ServerError], None]] = []
         self._ranks = Ranks(settings, self._fail)
-        self._ahead = KernelsAhead()
+        self._kernels = kernels
         self._runner: Runner | None = None
         self._scheduler: Scheduler | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -77,26 +78,30 @@ class Engine:
         CheckpointError, ConfigError or ServerError.
         """
         settings = replace(settings, nodes=settings.parallelism.spread(group.place.nodes))
-        checkpoint = open_checkpoint(settings, verify=settings.verify)
+        checkpoint = open_checkpoint(settings, verify=False)
         rank_device(settings, settings.parallelism.world_size - 1)
+        kernels = KernelsAhead()
+        with kernels.closed_by_errors():
+            kernels.start(settings, checkpoint.config, rank_device(settings, 0))
+            if settings.verify:
+                open_checkpoint(settings, verify=True)
 
         def build(engine: Engine) -> Runner:
             device = rank_device(settings, 0)
             prepare_process(settings, device)
-            engine._ahead.start(settings, checkpoint.config, device)
             engine._ranks.start(group)
             weights = load_weights(settings, checkpoint, 0, device)
             communicator = engine._ranks.meet(device)
             runner = assemble_runner(weights, settings, communicator, device)
-            engine._ahead.wait(engine._ranks.timeline)
+            engine._kernels.wait(engine._ranks.timeline)
             return runner
 
-        return cls._ready(cls(settings, build))
+        return cls._ready(cls(settings, build, kernels))
 
     @classmethod
     def from_runner(cls, settings: EngineSettings, build: Callable[[], Runner]) -> Engine:
         """An engine of one rank over a runner that `build` makes on the engine's thread."""
-        return cls._ready(cls(settings, lambda _: build()))
+        return cls._ready(cls(settings, lambda _: build(), KernelsAhead()))
 
     @property
     def config(self) -> ModelConfig:
@@ -188,7 +193,7 @@ class Engine:
             self._closed = True
             failed = self._error is not None
         self._inbox.put(None)
-        self._ahead.close()
+        self._kernels.close()
         if not failed:
             self._thread.join(STOP_SECONDS)
         self._ranks.close(failed=failed)
@@ -234,7 +239,7 @@ class Engine:
 
         shapes = runner.shapes_to_record()
         memory = partial(device_memory, runner.device)
-        recording = Recording(shapes, take, memory, lambda: self._ahead.shapes)
+        recording = Recording(shapes, take, memory, lambda: self._kernels.shapes)
         done = recording.record_at_load()
         if done is not None:
             print(done, flush=True)
