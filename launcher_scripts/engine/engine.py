@@ -7,8 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from queue import Empty, SimpleQueue
 
+from launcher_scripts.engine.ahead import KernelsAhead
 from launcher_scripts.engine.loading import (
     PREFILL_TOKENS,
     EngineSettings,
@@ -61,6 +63,7 @@ class Engine:
         self._settled = threading.Event()  # loaded, or failed
         self._failure_callbacks: list[Callable[[ServerError], None]] = []
         self._ranks = Ranks(settings, self._fail)
+        self._ahead = KernelsAhead()
         self._runner: Runner | None = None
         self._scheduler: Scheduler | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -80,10 +83,13 @@ class Engine:
         def build(engine: Engine) -> Runner:
             device = rank_device(settings, 0)
             prepare_process(settings, device)
+            engine._ahead.start(settings, checkpoint.config, device)
             engine._ranks.start(group)
             weights = load_weights(settings, checkpoint, 0, device)
             communicator = engine._ranks.meet(device)
-            return assemble_runner(weights, settings, communicator, device)
+            runner = assemble_runner(weights, settings, communicator, device)
+            engine._ahead.wait(engine._ranks.timeline)
+            return runner
 
         return cls._ready(cls(settings, build))
 
@@ -182,6 +188,7 @@ class Engine:
             self._closed = True
             failed = self._error is not None
         self._inbox.put(None)
+        self._ahead.close()
         if not failed:
             self._thread.join(STOP_SECONDS)
         self._ranks.close(failed=failed)
@@ -226,7 +233,8 @@ class Engine:
             self._ranks.progress.end_step()
 
         shapes = runner.shapes_to_record()
-        recording = Recording(shapes, take, lambda: device_memory(runner.device))
+        memory = partial(device_memory, runner.device)
+        recording = Recording(shapes, take, memory, lambda: self._ahead.shapes)
         done = recording.record_at_load()
         if done is not None:
             print(done, flush=True)

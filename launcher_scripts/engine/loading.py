@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
 from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.families import FAMILIES, engine_family
+from launcher_scripts.engine.graphs import GraphCache
 from launcher_scripts.engine.kv_cache import (
     KVCache,
     available_memory,
@@ -20,6 +22,7 @@ from launcher_scripts.engine.kv_cache import (
     plan_capacity,
 )
 from launcher_scripts.engine.messages import RankInfo
+from launcher_scripts.engine.progress import Progress
 from launcher_scripts.engine.runner import Runner
 from launcher_scripts.engine.step_times import watch_steps
 from launcher_scripts.engine.weights import DTYPES
@@ -214,13 +217,32 @@ def load_weights(
     return loader.load()
 
 
+@dataclass(frozen=True)
+class Launches:
+    """How a rank launches its operations: as those of `kernels`, and whole steps as `graphs`."""
+
+    kernels: ModuleType
+    graphs: GraphCache | None = None
+
+    @classmethod
+    def on(cls, device: torch.device, progress: Progress) -> Launches:
+        """As the device is used."""
+        graphs = GraphCache(progress) if device.type == "cuda" else None
+        return cls(kernels_for(device.type), graphs)
+
+
 def assemble_runner(
     weights: Any,
     settings: EngineSettings,
     communicator: Communicator,
     device: torch.device,
+    launches: Launches | None = None,
 ) -> Runner:
-    """Plan the cache, as all ranks agree, and put the decoder together."""
+    """Plan the cache, as all ranks agree, and put the decoder together.
+
+    launches: other than those of the device
+    """
+    launches = launches or Launches.on(device, communicator.progress)
     config = weights.config
     if settings.enable_custom_all_reduce:
         communicator.use_peer_memory()
@@ -242,10 +264,11 @@ def assemble_runner(
     cache = KVCache(layers, heads, capacity, dtype, device, settings.max_batch_size)
     if device.type == "cuda" and settings.parallelism.world_size > 1:
         watch_steps(communicator.progress, config, settings.parallelism, settings.nodes)
-    network = family.network(weights, cache, kernels_for(device.type), communicator, device)
+    network = family.network(weights, cache, launches.kernels, communicator, device)
     if network.step_obstacles and communicator.rank == 0:
         print(f"decode steps take the general path: {'; '.join(network.step_obstacles)}")
     if network.encode_obstacles and communicator.rank == 0:
         print(f"the encoder takes the general path: {'; '.join(network.encode_obstacles)}")
     longest = family.longest(config)
-    return Runner(network, communicator, settings.max_batch_size, device, longest)
+    rows = settings.max_batch_size
+    return Runner(network, communicator, rows, device, longest, launches.graphs)

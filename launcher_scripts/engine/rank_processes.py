@@ -38,8 +38,8 @@ class RankProcess:
     def __init__(self, order: RankOrder) -> None:
         self.rank = order.rank
         self._process = subprocess.Popen(
-            [_python(), "-m", WORKER, "--parent", str(os.getpid())],
-            env=_environment(),
+            [own_python(), "-m", WORKER, "--parent", str(os.getpid())],
+            env=own_environment(),
             stdin=subprocess.PIPE,
         )
         # The token is in nobody's command line or environment.
@@ -92,7 +92,7 @@ def die_with_parent(parent: int) -> None:
         sys.exit(0)
 
 
-def _python() -> str:
+def own_python() -> str:
     """The interpreter of this process, also where Python is embedded in another program."""
     if sys.executable and "python" in Path(sys.executable).name:
         return sys.executable
@@ -106,7 +106,7 @@ def _python() -> str:
     return found
 
 
-def _environment() -> dict[str, str]:
+def own_environment() -> dict[str, str]:
     """This process's environment, with the modules it can import."""
     paths = dict.fromkeys([str(CHECKOUT), *(path for path in sys.path if path)])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

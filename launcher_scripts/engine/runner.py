@@ -36,8 +36,11 @@ class Runner:
         slots: int,
         device: torch.device,
         longest: Bounds,
+        graphs: GraphCache | None,
     ) -> None:
-        """longest: what a decode step reads of a row of the model's full length"""
+        """longest: what a decode step reads of a row of the model's full length;  graphs: where
+        steps are kept as such
+        """
         self.decoder = decoder
         self._slots, self._longest = slots, longest
         self.communicator = communicator
@@ -45,7 +48,7 @@ class Runner:
         self.states = RowStates(slots, decoder.cache.scratch, device)
         self._rows: dict[int, RowStart] = {}
         self.beams = BeamSearch(decoder.cache, communicator, self.states, decoder.config.vocab_size)
-        self._graphs = GraphCache(communicator.progress) if device.type == "cuda" else None
+        self._graphs = graphs
         padded = None if self._graphs is None else slots
         self._batches = DecodeBatches(self._rows, padded, self.states.padding_slot, device)
         self._choice = TokenChoice(decoder, communicator, self.states, device)

@@ -27,7 +27,8 @@ from launcher_scripts.parallel import Parallelism
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-Reader = Callable[[WeightSpec, int | None], np.ndarray]
+Stored = np.ndarray | Tensor
+Reader = Callable[[WeightSpec, int | None], Stored]
 
 
 @dataclass(frozen=True)
@@ -270,8 +271,10 @@ class WeightLoader:
         return _tensor(self._read(self._specs[name], layer), dtype, self.device)
 
 
-def _tensor(array: np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _tensor(array: Stored, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A copy of a (possibly read-only, memory-mapped) array on the device in `dtype`."""
+    if isinstance(array, Tensor):
+        return array.to(device=device, dtype=dtype)
     if array.dtype == BFLOAT16:
         host = torch.from_numpy(np.array(array.view("<i2"))).view(torch.bfloat16)
     else:

@@ -70,7 +70,7 @@ def _newest_first(
     return largest, total, mixed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pool_tokens"])
 def attend(
     query,
     keys,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from functools import cache
 
 import torch
 import triton
 from torch import Tensor
 
+from launcher_scripts.kernels.device_traits import traits_of
 from launcher_scripts.kernels.digit_kernels import split_rows
 from launcher_scripts.kernels.dot_kernels import add_and_normalize, dot_rows
 from launcher_scripts.kernels.operands import Hidden, Linear, Norm
@@ -141,14 +140,6 @@ def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
     return digits, steps
 
 
-@cache
-def shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program may have; a CPU, where kernels are interpreted, has no bound."""
-    if device.type == "cpu":
-        return sys.maxsize
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
-
-
 def _launch(
     x: Tensor,
     linear: Linear,
@@ -164,7 +155,7 @@ def _launch(
     given, steps = split_digits(x) if linear.in_bytes else (x, x)
     gate_bias = None if gate is None else gate.bias
     batch = max(SMALLEST_BATCH, triton.next_power_of_2(x.shape[0]))
-    tile = tile.fitting(batch, linear.in_bytes, shared_bytes(x.device))
+    tile = tile.fitting(batch, linear.in_bytes, traits_of(x.device).shared_bytes)
     own = tile.rows if gate is None else tile.rows // 2
     dot_rows[(triton.cdiv(out_size, own), tile.splits)](
         given,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from launcher_scripts.kernels.device_traits import traits_of
 from launcher_scripts.kernels.fused_rows import ALONE, norm
 from launcher_scripts.kernels.int8_kernels import dense
 from launcher_scripts.kernels.operands import Linear
@@ -49,7 +50,7 @@ def logits(x: Tensor, head: Linear) -> Tensor:
         return _row(x, head, torch.float32, "plain")
     head = dense(head)
     normalized = _normalized(x, head)
-    if normalized.dtype == torch.float32 or not x.is_cuda:
+    if normalized.dtype == torch.float32 or not traits_of(x.device).adds_in_float32:
         bias = None if head.bias is None else head.bias.float()
         return functional.linear(normalized.float(), head.weight.float(), bias)
     out = torch.mm(normalized, head.weight.t(), out_dtype=torch.float32)

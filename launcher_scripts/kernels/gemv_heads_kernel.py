@@ -27,7 +27,7 @@ def _features(pairs, SIZE: tl.constexpr, HALF: tl.constexpr):
     return pairs // (SIZE // 2), pair, lower, upper
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pool_tokens"])
 def gemv_heads(
     x,
     moments,

@@ -86,7 +86,7 @@ def _add_tokens(largest, total, mixed, key, value, query, scale, gains, PRECISIO
     return top, total, mixed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pool_tokens"])
 def attend_grouped(
     query,
     keys,

@@ -22,7 +22,7 @@ from launcher_scripts.kernels.row_product_kernel import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def gemv_to_inboxes(
     x,
     weight,
@@ -138,7 +138,7 @@ def add_from_inbox(
     tl.store(operand + columns, value.to(operand.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def exchange_best(
     values,
     ids,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pool_tokens"])
 def attend_prompts(
     query,
     keys,

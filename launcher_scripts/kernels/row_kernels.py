@@ -26,7 +26,7 @@ def normalize(x, gain, bias, out, size, eps, KIND: tl.constexpr, BLOCK: tl.const
     tl.store(out + row * size + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pool_tokens"])
 def rotate_and_store(
     qkv,
     query,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 from torch import Tensor
 
+from launcher_scripts.kernels.device_traits import traits_of
 from launcher_scripts.kernels.gemv_heads_kernel import gemv_heads
 from launcher_scripts.kernels.gemv_kernels import gemv, gemv_largest
 from launcher_scripts.kernels.operands import (
@@ -28,14 +27,13 @@ ACTIVATION_CODES = {None: 0, "gelu": 1, "gelu_erf": 2, "relu": 3, "silu": 4, "sq
 FOLDED_AT_ONCE = 1 << 26
 
 
-@cache
-def _overlaps(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def early(tensor: Tensor) -> dict[str, bool]:
     """Launch options of a kernel that may start before the one before it has ended."""
-    return {"EARLY": True, "launch_pdl": True} if _overlaps(tensor.device) else {"EARLY": False}
+    return (
+        {"EARLY": True, "launch_pdl": True}
+        if traits_of(tensor.device).overlaps
+        else {"EARLY": False}
+    )
 
 
 def fold_norm(linear: Linear) -> FoldedNorm | None:

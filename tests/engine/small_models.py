@@ -12,9 +12,9 @@ from launcher_scripts.checkpoint.fastertransformer import FTWriter, weight_files
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.families import engine_family
-from launcher_scripts.engine.loading import assemble_runner
+from launcher_scripts.engine.loading import Launches, assemble_runner
 from launcher_scripts.engine.runner import Runner
-from launcher_scripts.engine.weights import DTYPES
+from launcher_scripts.engine.weights import DTYPES, Stored
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, Partition, WeightSpec
 from launcher_scripts.models.gpt import GPTConfig
@@ -110,13 +110,14 @@ def load_engine(
 
 def runner_for(
     config: ModelConfig,
-    tensors: Mapping[str, np.ndarray],
+    tensors: Mapping[str, Stored],
     *,
     device: str = "cpu",
     data_type: str = "fp32",
     max_batch_size: int = 8,
     max_tokens: int | None = None,
     int8_mode: int = 0,
+    launches: Launches | None = None,
 ) -> tuple[EngineSettings, Runner]:
     """One rank over tensors in memory."""
     settings = EngineSettings(
@@ -141,7 +142,7 @@ def runner_for(
         )
         .load()
     )
-    return settings, assemble_runner(loaded, settings, Communicator(), place)
+    return settings, assemble_runner(loaded, settings, Communicator(), place, launches)
 
 
 def engine_for(config: ModelConfig, tensors: Mapping[str, np.ndarray], **options: object) -> Engine:

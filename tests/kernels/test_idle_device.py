@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 pytest.importorskip("triton")
@@ -14,17 +13,20 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.shapes import CONFIGS
 from launcher_scripts.engine.graphs import bucket_bounds
+from launcher_scripts.engine.loading import Launches
 from launcher_scripts.engine.plan import Bounds, Plan, PrefillPart, RowStart
 from launcher_scripts.engine.runner import Runner
 from launcher_scripts.engine.sampler import sampling_batch
+from launcher_scripts.kernels import kernels_for
 from launcher_scripts.kernels.dot_products import MOST_ROWS
+from launcher_scripts.kernels.idle_device import IdleDevice
 from launcher_scripts.kernels.tiles import DotTile
 from launcher_scripts.models import family_of
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.protocol import SamplingParameters
 from tests.engine.small_models import runner_for
-from tests.kernels.idle_device import IdleDriver, idle_device
+from tests.kernels.idle_device import idle_device
 
 __all__ = ["idle_device"]
 
@@ -34,22 +36,23 @@ PROMPTS = ((1,), (40,), (64,), (65,), (300,), (7, 9, 30))
 
 
 def one_layer(config: GPTConfig | T5Config, rows: int, data_type: str, int8_mode: int) -> Runner:
-    """A rank of the model's sizes, all weights zero: its layers are alike."""
+    """A rank of the model's sizes, its weights without values: its layers are alike."""
     config = replace(config, num_layers=1)
     if isinstance(config, T5Config):
         config = replace(config, num_decoder_layers=1)
-    zeros = {
-        spec.tensor_name(layer): np.zeros(spec.shape_on(config, 1), np.float32)
+    weights = {
+        spec.tensor_name(layer): torch.empty(spec.shape_on(config, 1))
         for spec in family_of(config).weights(config)
         for layer in spec.layer_numbers(config)
     }
     _, runner = runner_for(
         config,
-        zeros,
+        weights,
         data_type=data_type,
         max_batch_size=rows,
         max_tokens=rows * EXTENT,
         int8_mode=int8_mode,
+        launches=Launches(kernels_for("cuda")),
     )
     return runner
 
@@ -81,13 +84,13 @@ def take_steps(runner: Runner, rows: int, source: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 33])
-def test_steps_of_the_smallest_model(idle_device: IdleDriver, rows: int) -> None:
+def test_steps_of_the_smallest_model(idle_device: IdleDevice, rows: int) -> None:
     take_steps(one_layer(CONFIGS["126m"], rows, "bf16", 0), rows, 0)
     assert ("gemv" if rows == 1 else "dot_rows") in idle_device.loaded
 
 
 def test_a_kernel_that_does_not_fit_is_seen(
-    idle_device: IdleDriver,  # noqa: ARG001
+    idle_device: IdleDevice,  # noqa: ARG001
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(DotTile, "fitting", lambda tile, *_: tile._replace(stages=8))
@@ -99,7 +102,7 @@ def test_a_kernel_that_does_not_fit_is_seen(
 @pytest.mark.parametrize(("data_type", "int8_mode"), [("bf16", 0), ("bf16", 1), ("fp32", 0)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_measured_model(
-    idle_device: IdleDriver, name: str, data_type: str, int8_mode: int
+    idle_device: IdleDevice, name: str, data_type: str, int8_mode: int
 ) -> None:
     source = SOURCE if isinstance(CONFIGS[name], T5Config) else 0
     for rows in (1, 2, 17, 33, 64):

@@ -1,0 +1,49 @@
+"""What kernels of the Triton language depend on beside their operands: what a device can do."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from triton import knobs
+from triton.runtime import driver
+
+HOPPER = (9, 0)  # the first whose kernels may start before the one before has ended
+
+
+class DeviceTraits(NamedTuple):
+    """A GPU as its kernels see it; without a capability it is none, but interprets them.
+
+    capability:   compute capability
+    shared_bytes: shared memory that a program may have
+    """
+
+    capability: tuple[int, int] | None
+    shared_bytes: int
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a kernel may start before the one before it has ended."""
+        return self.capability is not None and self.capability >= HOPPER
+
+    @property
+    def adds_in_float32(self) -> bool:
+        """Whether products of other types can have float32 results."""
+        return self.capability is not None
+
+
+INTERPRETER = DeviceTraits(None, sys.maxsize)
+
+
+@cache
+def traits_of(device: torch.device) -> DeviceTraits:
+    """The traits of a device; a CPU has those of the interpreter, or of the device that the
+    language's driver stands for (see idle_device.py).
+    """
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        capability = (properties.major, properties.minor)
+        return DeviceTraits(capability, int(properties.shared_memory_per_block_optin))
+    return INTERPRETER if knobs.runtime.interpret else driver.active.traits
