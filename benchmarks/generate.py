@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.plain_torch import PlainTorchGPT
@@ -39,6 +40,8 @@ from launcher_scripts.protocol import GenerateRequest
 
 DEVICE = torch.device("cuda", 0)
 LENGTHS = ((60, 20), (200, 200))
+READ_WIDTHS = (4096, 8192, 16384)  # of matrices whose reading shows what the device can
+LAUNCHES = 8
 
 # prompt [T] and output length -> generated ids
 Generator = Callable[[list[int], int], list[int]]
@@ -218,19 +221,13 @@ PEERS: dict[str, Callable[[GPTWeights], Generator | None]] = {
 
 
 def bandwidths() -> dict[str, float]:
-    """TB/s of a device-to-device copy (bytes read and written), and of reading: the larger of what
-    torch's and the engine's matrix-vector products of 2 GB reach.
+    """TB/s of a device-to-device copy (bytes read and written), and of reading: the most that
+    torch's and the engine's matrix-vector products of 2 GB reach, one launch behind the other.
     """
     source = torch.randn(1 << 30, device=DEVICE, dtype=torch.bfloat16)
     target = torch.empty_like(source)
     copied = _seconds(lambda: target.copy_(source))
-    matrix = source.view(-1, 16384)
-    vector = torch.randn(1, 16384, device=DEVICE, dtype=torch.bfloat16)
-    linear = Linear(matrix)
-    read = min(
-        _seconds(lambda: functional.linear(vector, matrix)),
-        _seconds(lambda: kernels_for("cuda").project(vector, linear)),
-    )
+    read = min(_seconds(reader) for width in READ_WIDTHS for reader in _readers(source, width))
     size = source.numel() * source.element_size()
     return {
         "copy_tb_per_s": round(2 * size / copied / 1e12, 2),
@@ -238,16 +235,25 @@ def bandwidths() -> dict[str, float]:
     }
 
 
+def _readers(source: Tensor, width: int) -> tuple[Callable[[], object], ...]:
+    """Products that read all of `source` once, as rows of `width` numbers."""
+    matrix = source.view(-1, width)
+    vector = torch.randn(1, width, device=DEVICE, dtype=torch.bfloat16)
+    linear, project = Linear(matrix), kernels_for("cuda").project
+    return lambda: functional.linear(vector, matrix), lambda: project(vector, linear)
+
+
 def _seconds(function: Callable[[], object]) -> float:
-    """Median seconds of a launch, by events on the device."""
+    """Median seconds of a launch among LAUNCHES that follow each other, by the device's events."""
     times = []
-    for _ in range(12):
+    for _ in range(8):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        function()
+        for _ in range(LAUNCHES):
+            function()
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
+        times.append(start.elapsed_time(end) / 1e3 / LAUNCHES)
     return statistics.median(times[2:])
 
 

@@ -6,9 +6,10 @@
 Mixed requests (32 to 512 tokens in, 16 to 256 out, greedy, random bfloat16 weights) are asked over
 gRPC by that many clients, each with one request at a time, which the server batches in flight; and
 as static batches: the same requests taken in groups of that many, each group one request of as many
-rows, which begins when the one before has ended with its longest row. Rows that end leave a static
-batch too, and none joins it; nothing else differs. CTranslate2 gets as many requests at once in a
-process of its own, without a server, in each of the ways that it has; the best one counts.
+rows, which begins when the one before has ended with its longest row. Static batches are measured
+in two ways: every row goes on until the longest has ended, as in engines that have no other way;
+and rows leave as they end, while none joins. CTranslate2 gets as many requests at once in a process
+of its own, without a server, in each of the ways that it has; the best one counts.
 Everything counts only tokens that were asked for. `benchmarks.serve --in-flight` measures the same.
 """
 
@@ -94,12 +95,19 @@ def served_rows(address: str, shape: str, clients: Sequence[int]) -> Iterator[di
     requests = mixed_requests(4 * max(clients), config_of(shape).vocab_size)
     for count in clients:
         in_flight = in_flight_throughput(address, MODEL, requests, count, SETTLE_SECONDS, SECONDS)
-        static = static_throughput(address, MODEL, requests, count, SECONDS / 2)
+        static = {
+            to_longest: static_throughput(
+                address, MODEL, requests, count, SECONDS / 2, to_longest=to_longest
+            )
+            for to_longest in (True, False)
+        }
         yield {
             "clients": count,
             "in_flight_tokens_per_s": round(in_flight, 1),
-            "static_tokens_per_s": round(static, 1),
-            "ratio": round(in_flight / static, 2),
+            "static_tokens_per_s": round(static[True], 1),
+            "ratio": round(in_flight / static[True], 2),
+            "leaving_tokens_per_s": round(static[False], 1),
+            "ratio_to_leaving": round(in_flight / static[False], 2),
             "peer_tokens_per_s": {},
         }
 

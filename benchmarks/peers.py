@@ -37,11 +37,6 @@ PEERS = {
 # CTranslate2 would need more memory for writing this model than for any other.
 LEFT_OUT = {"ctranslate2": ("20b",), "transformers": ()}
 CASES = (*USE_CASES.values(), *BATCHES)
-# transformers takes seconds for each of these.
-LEFT_OUT_CASES = {
-    "ctranslate2": (),
-    "transformers": (USE_CASES["intent classification"], BATCHES[0]),
-}
 SECONDS = 0.25  # for a figure, at least
 SECONDS_IN_FLIGHT = 1.0
 LEAST = {"ctranslate2": 2, "transformers": 1}  # repetitions of one
@@ -83,8 +78,6 @@ def main(argv: list[str] | None = None) -> int:
 def measure(model: Any, name: str, peer: str) -> None:
     """Say the milliseconds of every request that this model is asked."""
     for case in cases_of(name):
-        if case in LEFT_OUT_CASES[peer]:
-            continue
         prompts = case.prompts(config_of(name).vocab_size)
 
         def ask(prompts=prompts, wanted=case.output) -> None:

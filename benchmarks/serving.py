@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -174,19 +174,38 @@ def in_flight_throughput(
 
 
 def static_throughput(
-    address: str, model: str, requests: Sequence[GenerateRequest], rows: int, seconds: float
+    address: str,
+    model: str,
+    requests: Sequence[GenerateRequest],
+    rows: int,
+    seconds: float,
+    *,
+    to_longest: bool = False,
 ) -> float:
     """Tokens per second of requests of `rows` rows each, one after the other.
 
-    The last one is asked before `seconds` are over. Counted are the tokens that each row asked for.
+    The last one is asked before `seconds` are over; the one before the first that counts is not
+    timed. Counted are the tokens that each row asked for. A row leaves its batch when it has them;
+    with to_longest it goes on until the longest has its own.
     """
+    groups = [requests[first : first + rows] for first in range(0, len(requests), rows)]
     tokens = 0
     with Client(address, model, protocol="grpc") as client:
-        client.is_ready()  # connects
+        client.generate(asked_together(groups[-1], to_longest=to_longest))
         start = time.perf_counter()
-        for first in range(0, len(requests), rows):
-            outputs = client.generate(requests[first : first + rows])
-            tokens += sum(len(output.output_ids) for output in outputs)
+        for group in groups:
+            client.generate(asked_together(group, to_longest=to_longest))
+            tokens += sum(request.output_len for request in group)
             if time.perf_counter() > start + seconds:
                 break
         return tokens / (time.perf_counter() - start)
+
+
+def asked_together(
+    group: Sequence[GenerateRequest], *, to_longest: bool
+) -> Sequence[GenerateRequest]:
+    """The rows of a static batch; with to_longest each of them asks for as much as the longest."""
+    if not to_longest:
+        return group
+    longest = max(request.output_len for request in group)
+    return [replace(request, output_len=longest) for request in group]

@@ -155,13 +155,14 @@ def tensor_parallel_table(rows: list[dict], model: str) -> list[str]:
 
 def in_flight_table(report: dict) -> list[str]:
     """Tokens per second by requests in flight."""
-    header = ["requests in flight", "tokens/s", "static batches of as many", "CTranslate2"]
+    header = ["requests in flight", "tokens/s", "static batches", "that rows leave", "CTranslate2"]
     lines = []
     for row in report["rows"]:
-        speed, static = (row[f"{way}_tokens_per_s"] for way in ("in_flight", "static"))
+        speed = row["in_flight_tokens_per_s"]
+        static = (row.get(f"{way}_tokens_per_s") for way in ("static", "leaving"))
         best = max(row["peer_tokens_per_s"].values(), default=None)
         others = (
-            f"{other:,.0f} ({speed / other:.2f}x)" if other else "-" for other in (static, best)
+            f"{other:,.0f} ({speed / other:.2f}x)" if other else "-" for other in (*static, best)
         )
         lines.append([str(row["clients"]), f"{speed:,.0f}", *others])
     return table(header, lines)

@@ -208,10 +208,11 @@ def compile_share(arguments: argparse.Namespace, share: int) -> None:
 
 
 def row_candidates(kind: str, in_size: int, in_bytes: bool) -> Iterator[RowTile]:
-    """Tiles that fit the threads: 8 columns for each, read at a time."""
+    """Tiles that fit the threads: 8 or twice 8 columns for each, read at a time."""
     most = 32768 if in_bytes else 16384
-    for rows, warps, rolled in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8), (False, True)):
-        block = 256 * warps
+    sizes = itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8), (256, 512), (False, True))
+    for rows, warps, columns, rolled in sizes:
+        block = columns * warps
         elements = rows * block * (2 if kind in PAIRED else 1)
         pieces = -(-in_size // block)
         fits = most // 8 <= elements <= most and block < 2 * in_size

@@ -71,12 +71,13 @@ def gemv_heads(
     rows = head * SIZE + lower
     other_rows = head * SIZE + upper
     columns = tl.arange(0, BLOCK)[None, :]
-    even: tl.constexpr = (OUT // 2) % ROWS == 0 and IN % BLOCK == 0
+    even: tl.constexpr = (OUT // 2) % ROWS == 0
+    whole: tl.constexpr = even and BLOCK <= IN
     inside = pairs < OUT // 2
     base = row_places(rows, columns, IN)
     other_base = row_places(other_rows, columns, IN)
-    tile = load_tile(weight, base, rows, columns, 0, OUT, IN, even)
-    other_tile = load_tile(weight, other_base, other_rows, columns, 0, OUT, IN, even)
+    tile = load_tile(weight, base, rows, columns, 0, OUT, IN, whole)
+    other_tile = load_tile(weight, other_base, other_rows, columns, 0, OUT, IN, whole)
     row_scale = scales_of(scales, weight, rows, OUT)
     other_scale = scales_of(scales, weight, other_rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)

@@ -68,12 +68,13 @@ def gemv(
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)[None, :]
-    even: tl.constexpr = OUT % ROWS == 0 and IN % BLOCK == 0
+    even: tl.constexpr = OUT % ROWS == 0
+    whole: tl.constexpr = even and BLOCK <= IN
     base = row_places(rows, columns, IN)
-    tile = load_tile(weight, base, rows, columns, 0, OUT, IN, even)
+    tile = load_tile(weight, base, rows, columns, 0, OUT, IN, whole)
     gate_tile = tile
     if GATED:
-        gate_tile = load_tile(gate_weight, base, rows, columns, 0, OUT, IN, even)
+        gate_tile = load_tile(gate_weight, base, rows, columns, 0, OUT, IN, whole)
     row_scale = scales_of(scales, weight, rows, OUT)
     gate_scale = scales_of(gate_scales, gate_weight, rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
@@ -141,9 +142,10 @@ def gemv_largest(
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)[None, :]
-    even: tl.constexpr = OUT % ROWS == 0 and IN % BLOCK == 0
+    even: tl.constexpr = OUT % ROWS == 0
+    whole: tl.constexpr = even and BLOCK <= IN
     base = row_places(rows, columns, IN)
-    tile = load_tile(weight, base, rows, columns, 0, OUT, IN, even)
+    tile = load_tile(weight, base, rows, columns, 0, OUT, IN, whole)
     row_scale = scales_of(scales, weight, rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
     row_sums = vector(sums, rows, OUT, NORM == 1)

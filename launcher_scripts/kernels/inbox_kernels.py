@@ -45,9 +45,10 @@ def gemv_to_inboxes(
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)[None, :]
-    even: tl.constexpr = OUT % ROWS == 0 and IN % BLOCK == 0
+    even: tl.constexpr = OUT % ROWS == 0
+    whole: tl.constexpr = even and BLOCK <= IN
     base = row_places(rows, columns, IN)
-    tile = load_tile(weight, base, rows, columns, 0, OUT, IN, even)
+    tile = load_tile(weight, base, rows, columns, 0, OUT, IN, whole)
     row_scale = scales_of(scales, weight, rows, OUT)
     if EARLY:
         gdc_wait()

@@ -50,10 +50,10 @@ def row_places(rows, columns, IN: tl.constexpr):
 
 @triton.jit
 def load_tile(
-    weight, base, rows, columns, first, OUT: tl.constexpr, IN: tl.constexpr, EVEN: tl.constexpr
+    weight, base, rows, columns, first, OUT: tl.constexpr, IN: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Columns from `first` on of the rows of a weight; zeros outside."""
-    if EVEN:
+    """Columns from `first` on of the rows of a weight; zeros outside. WHOLE: none is outside."""
+    if WHOLE:
         tile = tl.load(weight + base + first, eviction_policy="evict_first")
     else:
         mask = (rows < OUT)[:, None] & (first + columns < IN)
@@ -109,7 +109,7 @@ def multiply(
     The scales of a weight in bytes are not applied. x has the type of any other weight, so that
     both are held by the threads in the same way: another one costs up to a third. W' are more rows
     of the same or another weight, with PAIRED. With ROLLED a loop fetches the next tile while it
-    multiplies one; without, the compiler sees them all.
+    multiplies one; without, the compiler sees them all. EVEN: all rows are of the weight.
     """
     columns = tl.arange(0, BLOCK)[None, :]
     base = row_places(rows, columns, IN)
@@ -124,7 +124,7 @@ def multiply(
         for first in tl.range(0, IN, BLOCK):
             coming = load_tile(weight, base, rows, columns, first + BLOCK, OUT, IN, False)
             coming = _without_sign(coming, PACKED)
-            piece = _piece(x, columns, first, IN, BLOCK)
+            piece = _piece(x, columns, first, IN, IN % BLOCK == 0)
             if in_bytes:
                 zeros += _eighths(piece, 1.0, 1, BLOCK)
                 piece *= RAISED
@@ -139,15 +139,17 @@ def multiply(
             tile = coming
     else:
         for first in tl.static_range(0, IN, BLOCK):
+            inside = first + BLOCK <= IN
             if first > 0:
-                tile = load_tile(weight, base, rows, columns, first, OUT, IN, EVEN)
+                whole = EVEN and inside
+                tile = load_tile(weight, base, rows, columns, first, OUT, IN, whole)
                 tile = _without_sign(tile, PACKED)
                 if PAIRED:
                     other_tile = load_tile(
-                        other_weight, other_base, other_rows, columns, first, OUT, IN, EVEN
+                        other_weight, other_base, other_rows, columns, first, OUT, IN, whole
                     )
                     other_tile = _without_sign(other_tile, PACKED)
-            piece = _piece(x, columns, first, IN, BLOCK)
+            piece = _piece(x, columns, first, IN, inside)
             if in_bytes:
                 zeros += _eighths(piece, 1.0, 1, BLOCK)
                 piece *= RAISED
@@ -161,9 +163,9 @@ def multiply(
 
 
 @triton.jit
-def _piece(x, columns, first, IN: tl.constexpr, BLOCK: tl.constexpr):
-    """Part of x in float32; zeros behind its end."""
-    if IN % BLOCK == 0:
+def _piece(x, columns, first, IN: tl.constexpr, WHOLE: tl.constexpr):
+    """Part of x in float32; zeros behind its end. WHOLE: no column is behind it."""
+    if WHOLE:
         piece = tl.load(x + first + columns)
     else:
         piece = tl.load(x + first + columns, mask=first + columns < IN, other=0.0)

@@ -50,10 +50,11 @@ def test_the_best_way_of_ctranslate2_counts() -> None:
         "clients": 8,
         "in_flight_tokens_per_s": 300.0,
         "static_tokens_per_s": 150.0,
+        "leaving_tokens_per_s": 200.0,
         "peer_tokens_per_s": {"one batch": 50.0, "rows leave": 100.0},
     }
     line = tables.in_flight_table({"rows": [row]})[-1]
-    assert line == "| 8 | 300 | 150 (2.00x) | 100 (3.00x) |"
+    assert line == "| 8 | 300 | 150 (2.00x) | 200 (1.50x) | 100 (3.00x) |"
 
 
 def test_the_first_start_stands_beside_the_fastest_later_one() -> None:
