@@ -82,7 +82,7 @@ class KernelsAhead:
         try:
             traits = traits_of(device)
             self.begin(compile_order(settings, config, traits.capability, traits.shared_bytes))
-        except (OSError, ImportError, AttributeError) as error:
+        except (OSError, ImportError, AttributeError, RuntimeError) as error:
             _say(f"{type(error).__name__}: {error}")
 
     def begin(self, order: CompileOrder) -> None:

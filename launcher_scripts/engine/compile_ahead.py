@@ -18,12 +18,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
+from typing import TYPE_CHECKING
 
-from launcher_scripts.engine.ahead import CompiledSoFar, CompileOrder
-from launcher_scripts.engine.codec import decode
 from launcher_scripts.engine.rank_processes import die_with_parent
 from launcher_scripts.kernels.compiling import digest_compiler
 from launcher_scripts.whole_files import write_whole
+
+if TYPE_CHECKING:
+    from launcher_scripts.engine.ahead import CompileOrder
 
 NICENESS = 10  # the rank that reads its weights goes first
 _TICKET = struct.Struct("=I")
@@ -39,29 +41,46 @@ def main(argv: list[str] | None = None) -> int:
     os.nice(NICENESS)
     for number in (signal.SIGINT, signal.SIGTERM):  # the rank decides when this ends
         signal.signal(number, signal.SIG_IGN)
-    order = decode(CompileOrder, memoryview(sys.stdin.buffer.read()))
     started = time.monotonic()
-    prepares = threading.Thread(target=digest_compiler)
+    prepares = threading.Thread(target=digest_compiler)  # while torch is imported
     prepares.start()
+    order = read_order()
     tasks, needed = foresee(order)
     prepares.join()
-    failed = 0
-    done: set[int] = set()
-    passes = -1
-    for number, fine in run_in_processes(tasks, order.processes):
-        done.add(number)
-        failed += not fine
-        ready = passes_ready(needed, done)
-        if ready != passes:
-            passes = ready
-            tell(CompiledSoFar(len(tasks), len(done), passes))
-    if len(done) < len(tasks):
-        print(f"{len(tasks) - len(done)} kernels were not compiled ahead", file=sys.stderr)
+    failed = compile_all(tasks, needed, order.processes)
+    if failed is None:
         return 1
     seconds = round(time.monotonic() - started, 1)
     summary = {"kernels": len(tasks), "failed": failed, "seconds": seconds}
     write_whole(order.marker, json.dumps(summary | {"processes": order.processes}))
     return 0
+
+
+def read_order() -> CompileOrder:
+    """Imports here: torch takes seconds."""
+    from launcher_scripts.engine.ahead import CompileOrder
+    from launcher_scripts.engine.codec import decode
+
+    return decode(CompileOrder, memoryview(sys.stdin.buffer.read()))
+
+
+def compile_all(tasks: Sequence[Task], needed: Sequence[int], processes: int) -> int | None:
+    """Run the tasks and say how far they are: how many failed, None where some were not run."""
+    from launcher_scripts.engine.ahead import CompiledSoFar
+
+    done: set[int] = set()
+    failed, passes = 0, -1
+    for number, fine in run_in_processes(tasks, processes):
+        done.add(number)
+        failed += not fine
+        ready = passes_ready(needed, done)
+        if ready != passes:
+            passes = ready
+            print(json.dumps(CompiledSoFar(len(tasks), len(done), passes)), flush=True)
+    if len(done) == len(tasks):
+        return failed
+    print(f"{len(tasks) - len(done)} kernels were not compiled ahead", file=sys.stderr)
+    return None
 
 
 def foresee(order: CompileOrder) -> tuple[list[Task], list[int]]:
@@ -135,15 +154,14 @@ def _take_tickets(tasks: Sequence[Task], tickets: int, results: int) -> None:
         fine = True
         try:
             tasks[number]()
+        except OSError as error:  # another start may have more room
+            complain(error)
+            os._exit(1)
         except Exception as error:  # the rank meets it, too, if it ever needs the kernel
             fine = False
             complain(error)
         os.write(results, _DONE.pack(number, fine))
     os._exit(0)
-
-
-def tell(progress: CompiledSoFar) -> None:
-    print(json.dumps(progress), flush=True)
 
 
 def complain(error: Exception) -> None:

@@ -17,10 +17,17 @@ import pytest
 pytest.importorskip("triton")
 
 from launcher_scripts.engine.ahead import CompileOrder, KernelsAhead, compile_order, how_many
+from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.loading import EngineSettings
 from launcher_scripts.engine.timeline import Timeline
+from launcher_scripts.errors import CheckpointError
 from launcher_scripts.parallel import Parallelism
-from tests.engine.small_models import random_tensors, small_config, write_checkpoint
+from tests.engine.small_models import (
+    generate,
+    random_tensors,
+    small_config,
+    write_checkpoint,
+)
 
 HOPPER = ((9, 0), 227 << 10)
 CONFIG = small_config(hidden_size=64, num_heads=1, num_kv_heads=1, head_size=64, max_positions=128)
@@ -59,22 +66,26 @@ def until(condition) -> None:
         time.sleep(0.02)
 
 
-def children(pid: int) -> set[int]:
-    """All processes below one, as far as they live."""
-    found = subprocess.run(
-        ["ps", "-o", "pid=,stat=", "--ppid", str(pid)], capture_output=True, text=True, check=False
-    )
-    rows = [line.split() for line in found.stdout.splitlines()]
-    own = {int(number) for number, state in rows if not state.startswith("Z")}
-    return own.union(*map(children, own))
+def status(pid: int) -> tuple[str, int] | None:
+    """State and parent of a process; None when it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], int(fields[1])
 
 
 def lives(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
+    found = status(pid)
+    return found is not None and found[0] != "Z"
+
+
+def children(pid: int) -> set[int]:
+    """All processes below one, as far as they live."""
+    everyone = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    states = {each: status(each) for each in everyone}
+    own = {each for each, found in states.items() if found and found[0] != "Z" and found[1] == pid}
+    return own.union(*map(children, own))
 
 
 COMPILES_NOTHING = """
@@ -130,6 +141,38 @@ def test_a_rank_finds_all_that_it_needs_compiled(
     again.wait(timeline)
     assert again.shapes == math.inf
     assert len(timeline.events) == 1
+
+
+def test_an_engine_waits_for_the_first_and_ends_the_program(
+    order: CompileOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    own = replace(order, marker=tmp_path / "marker")
+    monkeypatch.setattr(KernelsAhead, "start", lambda kernels, *_: kernels.begin(own))
+    before = children(os.getpid())
+    engine = Engine.load(replace(order.settings, device="cpu"))
+    try:
+        assert len(generate(engine, (1, 2), 3)) == 3
+    finally:
+        engine.close()
+    steps = [what for what, _ in engine.timeline.events]
+    assert steps.index("rank 0 has its weights") < steps.index("the first kernels are compiled")
+    assert steps.index("the first kernels are compiled") < steps.index("all ranks are ready")
+    assert "kernels compiled ahead: " in capfd.readouterr().out
+    assert children(os.getpid()) <= before
+
+
+def test_an_altered_checkpoint_ends_the_program(
+    order: CompileOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_checkpoint(tmp_path / "1-gpu", CONFIG, random_tensors(CONFIG), 1)
+    weight = next(folder.glob("*dense_h_to_4h.weight*"))
+    weight.write_bytes(bytes(weight.stat().st_size))
+    own = replace(order, marker=tmp_path / "marker")
+    monkeypatch.setattr(KernelsAhead, "start", lambda kernels, *_: kernels.begin(own))
+    before = children(os.getpid())
+    with pytest.raises(CheckpointError, match=weight.name):
+        Engine.load(EngineSettings(folder, device="cpu"))
+    assert children(os.getpid()) <= before
 
 
 def test_nothing_is_left_of_it_after_the_end(
