@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,7 @@ from launcher_scripts.models.gpt import GPTConfig
 SERVED = ("126m", "1.3b", "5b", "20b", "t5-base", "t5-3b")
 POSITIONS = 1024
 SECONDS = 0.25  # for a figure, at least
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 PEER_SECONDS = 240.0
 
 
@@ -50,11 +52,12 @@ class Served:
     folder: Path
 
     def server(self) -> Server:
-        """It sees as many GPUs as it has ranks."""
+        """It sees as many GPUs as it has ranks: the first of those that are visible."""
         if not torch.cuda.is_available():
             return Server(self.folder)
-        gpus = ",".join(map(str, range(self.model.tp_size)))
-        return Server(self.folder, CUDA_VISIBLE_DEVICES=gpus)
+        visible = os.environ.get(VISIBLE_GPUS) or ",".join(map(str, range(self.model.tp_size)))
+        gpus = visible.split(",")[: self.model.tp_size]
+        return Server(self.folder, **{VISIBLE_GPUS: ",".join(gpus)})
 
 
 def main(argv: list[str] | None = None) -> int:
