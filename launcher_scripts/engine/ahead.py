@@ -140,9 +140,10 @@ class KernelsAhead:
                 _say(f"what compiles them ahead ended with exit code {code}")
         except (OSError, ValueError, TypeError) as error:
             _say(f"{type(error).__name__}: {error}")
-        with self._news:
-            self._ended = True
-            self._news.notify_all()
+        finally:
+            with self._news:
+                self._ended = True
+                self._news.notify_all()
 
     def _hear(self, order: CompileOrder) -> int:
         """Run the program; returns its exit code."""

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from launcher_scripts.engine import ahead
 from launcher_scripts.engine.ahead import CompileOrder, KernelsAhead, compile_order, how_many
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.loading import EngineSettings
@@ -229,6 +231,21 @@ def test_a_failure_is_said_and_nothing_waits(
     assert "kernels are compiled when they are needed: what compiles them ahead ended" in said.out
     assert "nowhere" in said.err
     assert not (tmp_path / "marker").exists()
+
+
+def test_nothing_waits_for_a_program_that_talks_nonsense(
+    order: CompileOrder, kernels: KernelsAhead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "PROGRAM", "this")  # prints a poem
+
+    def nobody_hears(why: str) -> None:
+        raise BrokenPipeError(why)
+
+    monkeypatch.setattr(ahead, "_say", nobody_hears)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    kernels.begin(replace(order, marker=tmp_path / "marker"))
+    kernels.wait(Timeline(), SECONDS)
+    assert kernels.shapes == math.inf
 
 
 def test_what_has_no_use(order: CompileOrder, kernels: KernelsAhead, tmp_path: Path, capsys):

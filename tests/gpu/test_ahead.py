@@ -1,0 +1,73 @@
+"""What is compiled ahead without a GPU is what a rank on a GPU asks for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.engine.ahead import FEWEST_CORES
+from launcher_scripts.models.family import ModelConfig
+from tests.engine.small_models import random_tensors, small_config, write_checkpoint
+from tests.engine.small_t5 import t5_config, t5_tensors
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("cuda"),
+    pytest.mark.skipif(
+        len(os.sched_getaffinity(0)) < FEWEST_CORES, reason="too few cores to compile ahead"
+    ),
+]
+
+RANK = """
+import json, sys, time
+from pathlib import Path
+from triton import knobs
+from launcher_scripts.engine.engine import Engine, EngineSettings
+
+compiled = []
+knobs.compilation.listener = lambda *, src, cache_hit, **_: compiled.append((src.name, cache_hit))
+folder, int8_mode = Path(sys.argv[1]), int(sys.argv[2])
+engine = Engine.load(
+    EngineSettings(folder, data_type="bf16", device="cuda", max_batch_size=20, int8_mode=int8_mode)
+)
+engine.warm_up()
+late = time.monotonic() + 120
+while engine._kernels.shapes < 1e9 and time.monotonic() < late:
+    time.sleep(0.1)
+time.sleep(5)  # idle: the rest is recorded
+engine.close()
+steps = [what for what, _ in engine.timeline.events]
+print(json.dumps({"steps": steps, "kernels": compiled}))
+"""
+SIZES = {"hidden_size": 256, "num_heads": 4, "head_size": 64, "ffn_size": 512}
+GPT = small_config(**SIZES, num_kv_heads=4, vocab_size=512, max_positions=1100)
+T5 = t5_config(**SIZES, vocab_size=512)
+
+
+@pytest.mark.parametrize("int8_mode", [0, 1])
+@pytest.mark.parametrize("config", [GPT, T5], ids=["gpt", "t5"])
+def test_a_rank_compiles_nothing_itself(
+    tmp_path: Path, checkout: Path, config: ModelConfig, int8_mode: int
+) -> None:
+    tensors = random_tensors(config) if config is GPT else t5_tensors(config)
+    folder = write_checkpoint(tmp_path / "1-gpu", config, tensors, 1)
+    variables = {"PYTHONPATH": str(checkout), "TRITON_CACHE_DIR": str(tmp_path / "kernels")}
+    for start in ("first", "second"):
+        done = subprocess.run(
+            [sys.executable, "-c", RANK, str(folder), str(int8_mode)],
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout.splitlines()[-1])
+        waited = "the first kernels are compiled" in found["steps"]
+        assert waited == (start == "first"), done.stdout
+        assert len(found["kernels"]) > 20
+        assert [name for name, hit in found["kernels"] if not hit] == [], done.stdout
