@@ -7,7 +7,6 @@ makes every row generate all its tokens.
 
 from __future__ import annotations
 
-import configparser
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from launcher_scripts.errors import ConfigError, ServerError, problem
+from launcher_scripts.evaluation.model_ini import read_model_ini
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.task_settings import BenchmarkSettings
 from launcher_scripts.tokenizer import TokenizerError, load_tokenizer
@@ -93,8 +93,7 @@ def check_batch_sizes(settings: BenchmarkSettings, max_batch_size: int) -> None:
 
 def read_vocab_size(folder: Path) -> int:
     """How many token ids the model in `folder` knows: config.ini's, else the tokenizer's."""
-    config = configparser.ConfigParser()
-    config.read(folder / "config.ini", encoding="utf-8")
+    config = read_model_ini(folder)
     for section in config.values():
         if "vocab_size" in section:
             return int(section["vocab_size"])

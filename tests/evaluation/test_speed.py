@@ -90,5 +90,8 @@ def test_vocab_size_comes_from_config_ini_else_from_the_tokenizer(tmp_path):
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert read_vocab_size(tmp_path) == 3
-    (tmp_path / "config.ini").write_text("[gpt]\nhead_num = 4\nvocab_size = 128\n")
+    (tmp_path / "config.ini").write_text("[gpt]\nname = 5%\nvocab_size = 128 ; padded\n")
     assert read_vocab_size(tmp_path) == 128
+    (tmp_path / "config.ini").write_text("vocab_size = 128\n")
+    with pytest.raises(ConfigError, match=r"cannot read .*config\.ini.*no section headers"):
+        read_vocab_size(tmp_path)

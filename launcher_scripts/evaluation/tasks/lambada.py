@@ -11,7 +11,6 @@ Data set: Paperno et al., "The LAMBADA dataset", ACL 2016.
 
 from __future__ import annotations
 
-import configparser
 import dataclasses
 import json
 import math
@@ -23,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.errors import ConfigError, Problems, ServerError
+from launcher_scripts.evaluation.model_ini import read_model_ini
 from launcher_scripts.evaluation.tasks.prompts import numbered, read_lines
 from launcher_scripts.evaluation.tasks.task import (
     Asked,
@@ -175,8 +175,7 @@ def fitting(items: Sequence[Item], positions: int | None) -> list[Item]:
 
 def learned_positions(folder: Path) -> int | None:
     """Where the model's table of positions ends, by its config.ini; None: it has no such table."""
-    config = configparser.ConfigParser()
-    config.read(folder / "config.ini", encoding="utf-8")
+    config = read_model_ini(folder)
     if not config.has_section("gpt") or not config["gpt"].getboolean(
         "has_positional_encoding", True
     ):

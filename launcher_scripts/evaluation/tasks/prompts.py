@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import gzip
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher_scripts.errors import ConfigError, Problems, ServerError, problem
+from launcher_scripts.evaluation.model_ini import read_model_ini
 from launcher_scripts.evaluation.tasks.task import Asked, Progress
 from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 from launcher_scripts.task_settings import GenerationSettings, TaskSettings
@@ -37,11 +37,10 @@ class Prompt:
     ending: str = ""
 
 
-def row_of(asked: Asked, prompt: Prompt, settings: GenerationSettings) -> GenerateRequest:
-    """One prompt as a row; greedy, or of `beam_width` beams."""
-    virtual: tuple[int, ...] = ()
-    if settings.prompt_task is not None:
-        virtual = read_virtual_tokens(asked.folder, settings.prompt_task).ids
+def row_of(
+    asked: Asked, prompt: Prompt, settings: GenerationSettings, virtual: tuple[int, ...]
+) -> GenerateRequest:
+    """One prompt, behind the ids of a learned one, as a row; greedy, or of `beam_width` beams."""
     ids = tuple(asked.tokenizer.encode(prompt.text))
     if settings.max_input_len is not None:
         room = max(0, settings.max_input_len - len(asked.closing_ids) - len(virtual))
@@ -68,7 +67,9 @@ def answers(
     asked: Asked, prompts: Sequence[Prompt], settings: TaskSettings, progress: Progress
 ) -> list[str]:
     """What the model generates behind every prompt."""
-    rows = [row_of(asked, prompt, settings.generation) for prompt in prompts]
+    task = settings.generation.prompt_task
+    virtual = () if task is None else read_virtual_tokens(asked.folder, task).ids
+    rows = [row_of(asked, prompt, settings.generation, virtual) for prompt in prompts]
     texts: list[str] = []
     try:
         for output in asked.model.generate_each(rows, settings.batch_size):
@@ -113,8 +114,7 @@ def read_virtual_tokens(folder: Path, task: int) -> VirtualTokens:
     """Where the ids of a learned prompt begin and how many they are, from the checkpoint's
     config.ini.
     """
-    config = configparser.ConfigParser()
-    config.read(folder / "config.ini", encoding="utf-8")
+    config = read_model_ini(folder)
     section = config[f"task_{task}"] if config.has_section(f"task_{task}") else {}
     starts = [part["prompt_learning_start_id"] for part in config.values() if _starts(part)]
     if "prompt_length" not in section or not starts:
