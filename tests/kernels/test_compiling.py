@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from launcher_scripts.kernels.compiling import tell_of_compilation
@@ -18,3 +23,32 @@ def test_a_compilation_is_told_of(monkeypatch: pytest.MonkeyPatch):
     assert told == ["begins"]
     assert knobs.runtime.jit_post_compile_hook(**details, already_compiled=False) is False
     assert told == ["begins", "ended"]
+
+
+KEYS = """
+import sys
+from launcher_scripts.kernels import kernels_for
+kernels_for("cuda")
+from launcher_scripts.kernels.gemv_heads_kernel import gemv_heads
+from launcher_scripts.kernels.gemv_kernels import gemv, gemv_largest
+functions = {"gemv": gemv, "gemv_heads": gemv_heads, "gemv_largest": gemv_largest}
+print(sorted((name, functions[name].cache_key) for name in sys.argv[1:]))
+"""
+
+
+def test_a_kernel_has_the_same_key_whichever_comes_first(checkout: Path):
+    pytest.importorskip("triton")
+    names = ("gemv", "gemv_heads", "gemv_largest")
+    orders = (names, names[::-1])
+    keys = [
+        subprocess.run(
+            [sys.executable, "-c", KEYS, *order],
+            env={**os.environ, "PYTHONPATH": str(checkout)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for order in orders
+    ]
+    assert "gemv_heads" in keys[0]
+    assert keys[0] == keys[1]
