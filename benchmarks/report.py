@@ -88,12 +88,12 @@ def summary() -> list[str]:
         f"![Latency of a request by model size, and beside peers]({FIGURE.as_posix()})",
         prose(
             "Whole requests through tritonserver (gRPC, greedy) on one NVIDIA H200 in bfloat16;",
-            "peers without a server, in the same run (and how many times longer they took):",
+            "peers without a server (and how many times longer they took):",
         ),
         *notes(result("serve")),
         joined(tables.served_table(rows)),
         "Tokens per second of the 1.3B model, mixed requests (32 to 512 tokens in, 16 to 256 out):",
-        *_in_flight_tables(),
+        *_in_flight_table(),
         "More figures, and how they are measured: [docs/performance.md](docs/performance.md).",
     ]
 
@@ -106,9 +106,9 @@ def performance() -> list[str]:
             "Made by `python3 -m benchmarks.report` from `benchmarks/results/*-h200.json`, which",
             "name hardware, versions and the rates measured in each run. Weights are random",
             "bfloat16, decoding is greedy, times are medians. Peers run in the same run as the",
-            "figure beside which they stand; one that is not installed (`pip install ctranslate2`)",
-            "is left out, with the reason in the results. `benchmarks.tune` finds the kernels'",
-            "tiles for another device.",
+            "figure beside which they stand, or a note says when; one that is not installed (`pip",
+            "install ctranslate2`) is left out, with the reason in the results. `benchmarks.tune`",
+            "finds the kernels' tiles for another device.",
         ),
         *_served(),
         *_in_flight(),
@@ -139,6 +139,7 @@ def _served() -> list[str]:
         *notes(parallel),
         joined(tables.use_case_table(rows_by_gpus())),
         "The same in the engine's own process, without a server (`benchmarks.generate`):",
+        *notes(result("generate")),
         joined(tables.request_table(result("generate")["rows"])),
     ]
 
@@ -157,16 +158,13 @@ def _in_flight() -> list[str]:
             "counts: one batch, one that rows leave, four at a time. Tokens asked for and answered",
             "per second (and how many times as many we give):",
         ),
-        *_in_flight_tables(),
+        *_in_flight_table(),
     ]
 
 
-def _in_flight_tables() -> list[str]:
-    """The run beside CTranslate2, and one that was alone on the machine."""
+def _in_flight_table() -> list[str]:
     report = result("in-flight")
-    alone = report.get("alone")
-    rest = [] if alone is None else [*notes(alone), joined(tables.in_flight_table(alone))]
-    return [*notes(report), joined(tables.in_flight_table(report)), *rest]
+    return [*notes(report), joined(tables.in_flight_table(report))]
 
 
 def _loading() -> list[str]:
@@ -197,6 +195,7 @@ def _steps() -> list[str]:
             "`benchmarks.decode`: from token to token on the device (`-modern`: rotary positions,",
             "RMS norm, gated MLP, a quarter of the keys; of T5 the decoder).",
         ),
+        *notes(report),
         joined(tables.step_table(report["rows"])),
         "Whole requests to T5 in the engine's process, those of a batch at once:",
         joined(tables.whole_request_table(report["rows"])),
@@ -222,11 +221,12 @@ def _int8() -> list[str]:
 
 
 def _tensor_parallel() -> list[str]:
-    rows = result("tensor-parallel")["rows"]
+    report = result("tensor-parallel")
     return [
         "## Tensor parallelism over NVLink",
         "`benchmarks.tensor_parallel`: shared memory is `enable_custom_all_reduce`.",
-        joined(tables.tensor_parallel_table(rows, "20b")),
+        *notes(report),
+        joined(tables.tensor_parallel_table(report["rows"], "20b")),
     ]
 
 

@@ -182,5 +182,5 @@ def load_table(report: dict) -> list[str]:
 
 
 def _seconds(at: float | None) -> str:
-    """Nothing where a start did without the step."""
-    return "" if at is None else f"{at:.2f}"
+    """Nothing where a start did without the step; two clocks may differ by a little."""
+    return "" if at is None else f"{max(0.0, at):.2f}"
