@@ -21,6 +21,9 @@ except ModuleNotFoundError as missing:
         f"error: {sys.executable} has no package {missing.name}: `make setup` installs all of them "
         "into .venv, `. .venv/bin/activate` makes that the python3 that is run"
     )
+except KeyboardInterrupt:  # importing takes a second
+    print("error: interrupted", file=sys.stderr)
+    sys.exit(128 + signal.SIGINT)
 
 CHECKOUT = Path(__file__).resolve().parent
 
