@@ -99,8 +99,8 @@ def checkpoint_folder(
     """
     usual = version_dir / f"{tp_size}-gpu"
     if not path:
-        places = (version_dir / default, usual) if default else (usual,)
-        return next((place for place in places if place.is_dir()), usual)
+        named = version_dir / default
+        return named if default and named.is_dir() else usual
     first, *rest = Path(path).parts or (".",)
     own = version_dir.joinpath(*rest) if first.isdecimal() else version_dir / path
     likeliest = version_dir.parent / path
