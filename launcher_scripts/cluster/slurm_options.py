@@ -32,7 +32,8 @@ class SlurmOptions(ClusterOptions):
     gpus_per_task: instead of gpus_per_node; a node runs one task
     mpi:       how the tasks of a server find each other (srun --mpi)
     srun_args: further arguments of every srun
-    requeue:   whether Slurm may run the job again after a node failure or preemption
+    requeue:   whether Slurm may run the job again after a node failure or preemption; null: as
+               the cluster is set up
     container_runtime: what starts the container: pyxis (srun's options), enroot (its commands
                in the script), or none: the steps run on the host
     container_scope: pyxis' container_scope on this cluster; global: containers outlive their job
@@ -48,8 +49,8 @@ class SlurmOptions(ClusterOptions):
     exclude: str | None = None
     reservation: str | None = None
     comment: str | None = None
-    exclusive: bool | str = True
-    overcommit: bool = False
+    exclusive: bool | str | None = True
+    overcommit: bool | None = False
     gpus_per_task: int | None = None
     gpus_per_node: int | None = 8
     cpus_per_task: int | None = None
@@ -58,7 +59,7 @@ class SlurmOptions(ClusterOptions):
     mpi: str = "pmix"
     srun_args: tuple[str, ...] = ()
     python: str | None = "python3"
-    requeue: bool = False
+    requeue: bool | None = False
     container_runtime: str = "pyxis"
     container_scope: str = "job"
     image_cache: str | None = None
@@ -75,7 +76,7 @@ class SlurmOptions(ClusterOptions):
         }
         for name, members in choices.items():
             got = getattr(self, name)
-            if str(got) not in members:
+            if got is not None and str(got) not in members:
                 problems.add(f"unknown {name}", got=got, choices=members, change=f"cluster.{name}")
         if self.mem is not None and not _MEMORY.fullmatch(self.mem):
             notations = ("0 (all of a node)", "megabytes", "a number with K, M, G or T")
@@ -124,7 +125,8 @@ class SlurmOptions(ClusterOptions):
             "output": file_pattern(job.folder.log_stem, array=job.replicas > 0),
             "signal": signal,
             "open-mode": "append",
-            "requeue" if self.requeue else "no-requeue": True,
+            "requeue": self.requeue or None,
+            "no-requeue": self.requeue is False or None,
         }
 
 

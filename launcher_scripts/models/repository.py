@@ -13,6 +13,7 @@ _BACKEND = re.compile(r'\bbackend\s*:\s*"fastertransformer"')
 _PARAMETER = re.compile(
     r'key\s*:\s*"(?P<key>\w+)"\s*,?\s*value\s*:?\s*\{\s*string_value\s*:\s*"(?P<value>[^"]*)"'
 )
+_DEFAULT_FILE = re.compile(r'\bdefault_model_filename\s*:\s*"(?P<value>[^"]*)"')
 
 # What the user's `model_type` is called in config.pbtxt.
 BACKEND_MODEL_TYPES = {
@@ -62,12 +63,46 @@ def served_models(repository: Path) -> list[ServedModel]:
 
 def _served_model(config: Path, text: str) -> ServedModel:
     parameters = {match["key"]: match["value"] for match in _PARAMETER.finditer(text)}
-    sizes = [parameters.get(f"{kind}_para_size", "") for kind in ("tensor", "pipeline")]
+    sizes = [
+        parameters.get(f"{kind}_para_size", default).strip()
+        for kind, default in (("tensor", ""), ("pipeline", "1"))
+    ]
     if not all(size.isdecimal() and int(size) for size in sizes):
         raise CheckpointError(
             f"{config} must say tensor_para_size and pipeline_para_size; got {sizes}"
         )
     parallelism = Parallelism(int(sizes[0]), int(sizes[1]))
-    folder = config.parent / parameters.get("model_checkpoint_path", f"1/{parallelism.tp_size}-gpu")
+    default = _DEFAULT_FILE.search(text)
+    versions = [path.name for path in config.parent.iterdir() if path.name.isdecimal()]
+    folder = checkpoint_folder(
+        parameters.get("model_checkpoint_path", "").strip(),
+        default["value"] if default else "",
+        config.parent / max(versions, key=int, default="1"),
+        parallelism.tp_size,
+    )
     model_type = parameters.get("model_type", "GPT")
     return ServedModel(config.parent.name, model_type, parallelism, folder)
+
+
+def checkpoint_folder(
+    path: str, default: str, version_dir: Path, tp_size: int, *started_in: Path
+) -> Path:
+    """The first folder there is of those that config.pbtxt may mean, else the likeliest.
+
+    A relative model_checkpoint_path is looked for in the version's folder, in the model's, then
+    where the server was started; without one it is `<version>/<default_model_filename>`, and
+    without that `<version>/<tp_size>-gpu`. An exported path begins with its version, 1; copied to
+    another one it means that one's own.
+
+    path, default: model_checkpoint_path and default_model_filename; empty where they are not said
+    started_in:    where the server was started, if that is known
+    """
+    usual = version_dir / f"{tp_size}-gpu"
+    if not path:
+        named = version_dir / default
+        return named if default and named.is_dir() else usual
+    first, *rest = Path(path).parts or (".",)
+    own = version_dir.joinpath(*rest) if first.isdecimal() else version_dir / path
+    likeliest = version_dir.parent / path
+    places = (version_dir / path, own, likeliest, *(folder / path for folder in started_in))
+    return next((place for place in places if place.is_dir()), likeliest)

@@ -270,6 +270,8 @@ def test_the_checkpoint_path_is_relative_to_the_model(tmp_path):
         tmp_path / "1" / "1-gpu"
     )
     assert settings(tmp_path, model_checkpoint_path="").checkpoint_dir == tmp_path / "3" / "1-gpu"
+    for path in (".", "./"):
+        assert settings(tmp_path, model_checkpoint_path=path).checkpoint_dir == tmp_path / "3"
 
 
 def test_every_version_has_its_own_checkpoint(tmp_path):

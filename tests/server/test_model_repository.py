@@ -131,6 +131,34 @@ def test_the_login_side_reads_what_was_written(tmp_path: Path) -> None:
     assert model.checkpoint_dir == settings.checkpoint_dir
 
 
+@pytest.mark.parametrize(
+    ("path", "default", "folder"),
+    [
+        (None, "weights", "2/weights"),
+        (None, "gone", "2/2-gpu"),
+        ("2-gpu", "", "2/2-gpu"),
+        ("1/2-gpu", "", "2/2-gpu"),
+        (".", "", "2"),
+    ],
+)
+def test_the_login_side_finds_the_checkpoint_where_the_server_does(
+    tmp_path: Path, path: str | None, default: str, folder: str
+) -> None:
+    """The newest version is served; of the two sizes the pipeline's may be left out."""
+    for name in ("1/2-gpu", "2/2-gpu", "2/weights"):
+        (tmp_path / "tiny" / name).mkdir(parents=True)
+    parameters = {"tensor_para_size": "2"} | (
+        {} if path is None else {"model_checkpoint_path": path}
+    )
+    lines = ['backend: "fastertransformer"', f'default_model_filename: "{default}"']
+    for name, value in parameters.items():
+        lines.append(f'parameters {{ key: "{name}" value: {{ string_value: "{value}" }} }}')
+    (tmp_path / "tiny" / "config.pbtxt").write_text("\n".join(lines))
+    (model,) = served_models(tmp_path)
+    assert model.parallelism == Parallelism(2, 1)
+    assert model.checkpoint_dir == tmp_path / "tiny" / folder
+
+
 def test_text_models_carry_the_tokenizer_and_its_code(tmp_path: Path) -> None:
     root = export(tmp_path).model_repository
     files = ["merges.txt", "model.py", "text_tensors.py", "tokenizer.py", "vocab.json"]

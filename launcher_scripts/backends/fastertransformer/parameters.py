@@ -11,6 +11,7 @@ from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.engine.engine import EngineSettings
 from launcher_scripts.engine.requests import MOST_BEAMS
 from launcher_scripts.errors import ConfigError, Problems
+from launcher_scripts.models.repository import checkpoint_folder
 from launcher_scripts.parallel import Parallelism
 
 WHERE = "parameters in config.pbtxt"
@@ -41,9 +42,7 @@ def engine_settings(
 
     Parameters without a meaning are named in the server's log: old guides have some (is_half).
 
-    A relative model_checkpoint_path is looked for in the version's folder, in the model's, then
-    where the server was started; without one it is `<version>/<default_model_filename>`, and
-    without that `<version>/<tensor_para_size>-gpu`.
+    Where the checkpoint is looked for: see checkpoint_folder.
     """
     values = {
         name: value["string_value"].strip()
@@ -68,12 +67,12 @@ def engine_settings(
     problems.raise_if_any(ConfigError)
     parallelism = Parallelism(numbers["tensor_para_size"], numbers["pipeline_para_size"])
     return EngineSettings(
-        checkpoint_dir=_checkpoint_dir(
+        checkpoint_dir=checkpoint_folder(
             values.get("model_checkpoint_path", ""),
             config.get("default_model_filename", ""),
-            model_dir,
-            version,
+            model_dir / version,
             parallelism.tp_size,
+            Path.cwd(),
         ),
         model_type=model_type,
         data_type=values.get("data_type", "fp32"),
@@ -98,19 +97,3 @@ def _integer(
         problems.add(f"{name} must be a number of at least {least}", got=text, change=WHERE)
         return least
     return int(text)
-
-
-def _checkpoint_dir(path: str, default: str, model_dir: Path, version: str, tp_size: int) -> Path:
-    """The first folder there is of those that the two names may mean, else the likeliest.
-
-    An exported path begins with its version, 1; copied to another one it means that one's own.
-    """
-    inside = model_dir / version
-    usual = inside / f"{tp_size}-gpu"
-    if path:
-        likeliest, first = model_dir / path, Path(path).parts[0]
-        own = inside / Path(path).relative_to(first) if first.isdecimal() else inside / path
-        places = (inside / path, own, likeliest, Path.cwd() / path)
-    else:
-        likeliest, places = usual, (inside / default, usual) if default else (usual,)
-    return next((place for place in places if place.is_dir()), likeliest)
