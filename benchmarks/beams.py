@@ -44,7 +44,9 @@ Translate = Callable[[Sequence[list[int]], int], list[Texts]]
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=Path, required=True)
     parser.add_argument("--translator", type=Path, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -27,7 +27,9 @@ END = "<!-- end of what benchmarks.report makes -->"
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail where a text is old"
+    )
     arguments = parser.parse_args(argv)
     new = texts()
     if arguments.check:
@@ -88,11 +90,16 @@ def summary() -> list[str]:
         f"![Latency of a request by model size, and beside peers]({FIGURE.as_posix()})",
         prose(
             "Whole requests through tritonserver (gRPC, greedy) on one NVIDIA H200 in bfloat16;",
-            "peers without a server (and how many times longer they took):",
+            "peers without a server (and how many times longer they took). A floor is the least",
+            "time in which the GPU can compute the prompt and read the bytes that the tokens need.",
         ),
         *notes(result("serve")),
         joined(tables.served_table(rows)),
-        "Tokens per second of the 1.3B model, mixed requests (32 to 512 tokens in, 16 to 256 out):",
+        prose(
+            "Tokens per second of the 1.3B model, mixed requests (32 to 512 tokens in, 16 to 256",
+            "out; and how many times as many we give). A static batch is as many requests at once,",
+            "none of which joins later: all rows go on until the longest has ended, or leave.",
+        ),
         *_in_flight_table(),
         "More figures, and how they are measured: [docs/performance.md](docs/performance.md).",
     ]
@@ -134,11 +141,11 @@ def _served() -> list[str]:
         joined(tables.served_table(served)),
         prose(
             "The use cases of the NeMo framework's inference guide, one row, on up to 4 GPUs of",
-            f"one machine ({_rates(parallel)}; what is missing there is of the run above):",
+            f"one machine ({_rates(parallel)}; what is missing there is of the run above).",
         ),
         *notes(parallel),
         joined(tables.use_case_table(rows_by_gpus())),
-        "The same in the engine's own process, without a server (`benchmarks.generate`):",
+        "The same in the engine's own process, without a server (`benchmarks.generate`).",
         *notes(result("generate")),
         joined(tables.request_table(result("generate")["rows"])),
     ]
@@ -156,7 +163,7 @@ def _in_flight() -> list[str]:
             "until then all of its rows go on, or rows leave as they end and none joins.",
             "CTranslate2 gets as many requests at once, without a server, and the best of its ways",
             "counts: one batch, one that rows leave, four at a time. Tokens asked for and answered",
-            "per second (and how many times as many we give):",
+            "per second (and how many times as many we give).",
         ),
         *_in_flight_table(),
     ]

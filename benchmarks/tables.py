@@ -27,7 +27,7 @@ def model_name(name: str) -> str:
 def served_table(rows: list[dict]) -> list[str]:
     """Whole requests through the server, and how many times longer the peers took."""
     peers = ("ctranslate2", "transformers")
-    header = ["model", "rows, tokens in/out", "ms", "tokens/s", *(PEERS[p] for p in peers), "floor"]
+    header = ["model", "rows x tokens in/out", "ms", "tokens/s", *map(_peer_ms, peers), "floor, ms"]
     return table(header, (_served_cells(row, peers) for row in rows if row["tp_size"] == 1))
 
 
@@ -40,6 +40,10 @@ def _served_cells(row: dict, peers: Iterable[str]) -> list[str]:
         *(_beside(row["peers"].get(peer), row["ms"]) for peer in peers),
         f"{row['floor_ms']:.1f}",
     ]
+
+
+def _peer_ms(peer: str) -> str:
+    return f"{PEERS[peer]}, ms"
 
 
 def _beside(peer_ms: float | None, ms: float) -> str:
@@ -74,7 +78,7 @@ def _share(row: dict | None) -> str:
 def request_table(rows: list[dict]) -> list[str]:
     """Whole requests in the engine's own process, at batch 1."""
     peers = ("torch_graph", "transformers")
-    header = ["model, tokens in/out", "engine, ms", *(PEERS[peer] for peer in peers), "floor"]
+    header = ["model, tokens in/out", "engine, ms", *map(_peer_ms, peers), "floor, ms"]
     lines = []
     for row in rows:
         name = f"{model_name(row['model'])}, {row['input']}/{row['output']}"
@@ -136,7 +140,7 @@ def int8_table(report: dict) -> list[str]:
             name = f"{model_name(model)}, {_title(case)}"
             memory = f"{sizes[model]}, {sizes[small['model']]}"
             lines.append([name, memory, *times, f"{whole['ms'] / small['ms']:.2f}x"])
-    return table(["model", "weights, bf16 and int8", "bf16", "int8", "faster"], lines)
+    return table(["model", "weights, bf16 and int8", "bf16, ms", "int8, ms", "faster"], lines)
 
 
 def tensor_parallel_table(rows: list[dict], model: str) -> list[str]:
@@ -155,7 +159,8 @@ def tensor_parallel_table(rows: list[dict], model: str) -> list[str]:
 
 def in_flight_table(report: dict) -> list[str]:
     """Tokens per second by requests in flight."""
-    header = ["requests in flight", "tokens/s", "static batches", "that rows leave", "CTranslate2"]
+    others = ("static batches", "static, rows leave", PEERS["ctranslate2"])
+    header = ["requests in flight", "tokens/s", *(f"{name}, tokens/s" for name in others)]
     lines = []
     for row in report["rows"]:
         speed = row["in_flight_tokens_per_s"]

@@ -47,7 +47,9 @@ SUM_BYTES = tuple(4096 << (2 * step) for step in range(6))
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1.3b", "5b", "20b"])
     parser.add_argument("--only-custom", action="store_true", help="leave out NCCL, and sums alone")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")

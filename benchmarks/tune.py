@@ -56,7 +56,9 @@ class Product(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
     parser.add_argument("--gated", action="store_true", help="an MLP with a gate, and RMS norms")
     parser.add_argument("--t5", action="store_true")

@@ -22,6 +22,7 @@ from launcher_scripts.errors import ConfigError, Problems
 _CHOICE = re.compile(r"(?P<group>\w+)(?:@[\w.]+)?=(?P<choice>[\w.\-/]*)")
 _WITHOUT_VALUE = ("-m", "--multirun", "--resolve", "-h", "--help", "--hydra-help")
 _KEY = re.compile(r"(?P<key>[\w.]+)=.*", re.DOTALL)
+_OPEN_BLOCKS = ("env_vars",)  # that take any key
 
 
 def check_choices(arguments: Iterable[str], conf: Path) -> None:
@@ -100,7 +101,12 @@ def _look_up(config: Any, key: str, problems: Problems) -> None:
             return
         if name not in config and name != "hydra":
             block = ".".join(above) or "the configuration"
-            problems.add(f"{block} has no key {name}", got=key, choices=sorted(map(str, config)))
+            problems.add(
+                f"{block} has no key {name}",
+                got=key,
+                choices=sorted(map(str, config)),
+                change=f"it to +{key}=... for a new one" if block in _OPEN_BLOCKS else None,
+            )
             return
         config = config.get(name)
         above.append(name)

@@ -139,9 +139,8 @@ class JobFolder:
             except FileExistsError:
                 continue
             except OSError as error:
-                raise ClusterError(
-                    f"cannot create the job folder {folder.root}: {error}"
-                ) from error
+                what = f"cannot create the job folder {folder.root}: {error}"
+                raise ClusterError(problem(what, change="base_results_dir")) from error
             return folder
 
 

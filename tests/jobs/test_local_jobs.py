@@ -46,6 +46,7 @@ def test_a_server_from_its_start_to_its_end(
     assert "server stopped in order" in jobs("logs", name).stdout
     assert jobs("logs", "-n", "1", name).stdout == "server stopped in order\n"
     assert jobs("wait", name).returncode == 0
+    assert jobs("status", name).returncode == 3  # it does not serve
     assert_ended((deploy_folder(tmp_path) / "pids").read_text())
 
 

@@ -10,6 +10,7 @@ import yaml
 from hydra import compose
 from omegaconf import OmegaConf
 
+from launcher_scripts.models.repository import BACKEND_MODEL_TYPES
 from launcher_scripts.settings import DeploySettings, EvaluateSettings, ExportSettings
 from launcher_scripts.task_settings import BenchmarkSettings, GenerationSettings, TaskSettings
 from stages.plan import make_plan
@@ -139,6 +140,16 @@ def test_every_setting_of_the_export_has_a_key(hydra_config: Compose) -> None:
     keys = {*export["run"], *export["model"], *export["triton_deployment"]}
     fields = {field.name for field in dataclasses.fields(ExportSettings)}
     assert fields - keys == {"model_name", "parallelism"}
+
+
+def test_every_file_of_the_exports_says_what_its_model_is_served_as(
+    hydra_config: Compose, checkout: Path
+) -> None:
+    folder = checkout / "conf" / "export"
+    choices = [path.relative_to(folder).with_suffix("") for path in folder.rglob("*.yaml")]
+    kinds = [hydra_config(f"export={choice}")["export"]["run"]["model_type"] for choice in choices]
+    assert sorted(kinds) == sorted(BACKEND_MODEL_TYPES)
+    assert hydra_config("export=bart/export_bart")["export"]["model"]["tokenizer"] == "none"
 
 
 @pytest.mark.parametrize("kind", ["t5", "mt5"])

@@ -134,10 +134,12 @@ def test_the_login_half_needs_no_heavy_package(checkout: Path, tmp_path: Path) -
 
 
 def test_keys_that_are_not_there_are_answered_with_those_that_are(run: Run) -> None:
-    wrong = ("cluster.partiton=batch", "deploy.server.http_prot=1", "stages=[deploy]")
-    ran = run(*wrong, "cluster_type=bcm", "deploy=gpt3/deploy_gpt3", "+more=1")
+    wrong = ("cluster.partiton=batch", "deploy.server.http_prot=1", "env_vars.TRITON_CACHE_DIR=/k")
+    right = ("stages=[deploy]", "cluster_type=bcm", "deploy=gpt3/deploy_gpt3", "+more=1")
+    ran = run(*wrong, *right)
     assert ran.returncode == 1
-    assert "error: 2 problems in the command line:" in ran.stderr
+    assert "error: 3 problems in the command line:" in ran.stderr
     assert "cluster has no key partiton; got 'cluster.partiton'; choices: account, " in ran.stderr
     assert "deploy.server has no key http_prot" in ran.stderr
+    assert "change it to +env_vars.TRITON_CACHE_DIR=... for a new one" in ran.stderr
     assert "Traceback" not in ran.stderr

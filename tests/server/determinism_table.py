@@ -9,6 +9,7 @@ Half of the rows are greedy, half sampled with a seed of their own.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 import tempfile
@@ -149,11 +150,23 @@ def counts(checkpoint: Path) -> dict[Parallelism, dict[str, int]]:
     return table
 
 
-def main(paths: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="determinism_table", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument(
+        "checkpoints",
+        nargs="*",
+        type=Path,
+        metavar="CHECKPOINT",
+        default=CHECKPOINTS,
+        help="what the export reads [the fixtures' trained T5 and a NeMo GPT]",
+    )
+    checkpoints = parser.parse_args(argv).checkpoints
     print("| checkpoint | TP, PP | " + " | ".join(WAYS) + " |")
     print("|---" * (len(WAYS) + 2) + "|")
     same = True
-    for checkpoint in map(Path, paths or map(str, CHECKPOINTS)):
+    for checkpoint in checkpoints:
         name = checkpoint.parent.name if checkpoint.suffix else checkpoint.name
         for parallelism, cells in counts(checkpoint).items():
             same = same and set(cells.values()) == {ROWS}
@@ -165,4 +178,4 @@ def main(paths: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -273,7 +273,11 @@ def _wait_until(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tests.slurm.cluster", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="tests.slurm.cluster",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("action", choices=("start", "stop", "status"))
     parser.add_argument("--root", type=Path, required=True, help="folder of the cluster")
     parser.add_argument("--nodes", type=int, default=2, help="number of virtual nodes")
