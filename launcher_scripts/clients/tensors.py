@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from launcher_scripts.clients.connection import NUMPY_TYPES, Tensors
+from launcher_scripts.errors import ConfigError, problem
 from launcher_scripts.protocol import GPT_INPUTS
 
 _TYPES = {tensor.name: NUMPY_TYPES[tensor.dtype] for tensor in GPT_INPUTS}
@@ -52,8 +53,20 @@ def no_words(rows: int) -> Tensors:
 
 
 def prompt_ids(random: bool, batch_size: int, length: int, vocab_size: int) -> Any:
-    """UINT32 [rows, length]: random ids, the same in every run, or the eight fixed prompts."""
+    """UINT32 [rows, length]: random ids, the same in every run, or the eight fixed prompts.
+
+    Raises ConfigError for another number of rows or ids than those have.
+    """
     if not random:
-        return np.array(PROMPTS, np.uint32)
+        fixed = np.array(PROMPTS, np.uint32)
+        if fixed.shape != (batch_size, length):
+            raise ConfigError(
+                problem(
+                    "the fixed prompts are {} rows of {} ids".format(*fixed.shape),
+                    got=(batch_size, length),
+                    change="--batch_size and --start_len, or add --random_start_ids",
+                )
+            )
+        return fixed
     generator = np.random.default_rng([batch_size, length])
     return generator.integers(0, vocab_size, (batch_size, length), dtype=np.uint32)

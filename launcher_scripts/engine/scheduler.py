@@ -141,19 +141,28 @@ class Scheduler:
         return holds
 
     def _admit(self) -> list[RowStart]:
-        starts = []
-        while self._waiting and self._waiting[0].width <= len(self._free_slots):
-            row = self._waiting[0]
-            start = self._place(row)
-            if start is None:
-                break
+        starts: list[RowStart] = []
+        while self._waiting and self._start(self._waiting[0], starts):
             self._waiting.popleft()
-            row.slots = tuple(self._free_slots.pop() for _ in range(row.width))
-            row.start = start + len(row.source)
-            self._running[row.slot] = row
-            self._make_room(row, len(row.prompt))
-            starts.append(row.as_start())
+        if self._waiting and self._waiting[0].session is not None:
+            # It may wait for the end of a session whose next request stands behind it.
+            for row in list(self._waiting):
+                placed = row.session is not None and row.session.start is not None
+                if placed and self._start(row, starts):
+                    self._waiting.remove(row)
         return starts
+
+    def _start(self, row: Row, starts: list[RowStart]) -> bool:
+        """Let a row that waits run, if there is room for it."""
+        start = self._place(row) if row.width <= len(self._free_slots) else None
+        if start is None:
+            return False
+        row.slots = tuple(self._free_slots.pop() for _ in range(row.width))
+        row.start = start + len(row.source)
+        self._running[row.slot] = row
+        self._make_room(row, len(row.prompt))
+        starts.append(row.as_start())
+        return True
 
     def _place(self, row: Row) -> int | None:
         """First token of an extent for the row; its session's, which it shares with nobody."""

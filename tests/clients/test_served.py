@@ -131,6 +131,15 @@ def test_identity_with_random_prompts_over_grpc(
     np.testing.assert_array_equal(np.loadtxt("triton_out", dtype=np.int64), rows)
 
 
+def test_sizes_that_need_random_prompts(
+    capsys: pytest.CaptureFixture[str], served: dict[str, Any]
+) -> None:
+    for flag in ("-b", "-s"):
+        assert main(["identity_test", "-u", served["http"], flag, "3"]) == 1
+        message = capsys.readouterr().err
+        assert "8 rows of 8 ids" in message and "--random_start_ids" in message
+
+
 def test_end_to_end(capsys: pytest.CaptureFixture[str], served: dict[str, Any]) -> None:
     flags = ["--return_log_probs", "--output-len", "6", "--model-variant", "gpt"]
     printed = run(capsys, served, "end_to_end_test", *flags)

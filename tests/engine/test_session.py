@@ -267,6 +267,19 @@ def test_closed_sessions_give_their_place_back():
     engine.close()
 
 
+def test_a_session_goes_on_while_another_waits_for_its_end():
+    config = KINDS["learned"]
+    engine = engine_for(config, random_tensors(config), max_tokens=60)
+    held, waiting = Session(40, 40), Session(40, 40)
+    engine.submit(GenerateRequest((1, 2), 5), session=held).result(60)
+    other = engine.submit(GenerateRequest((1, 2), 5), session=waiting)
+    assert len(engine.submit(GenerateRequest((3,), 4), session=held).result(20).output_ids) == 4
+    assert not other.done()
+    engine.close_session(held)
+    assert other.result(60)
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("session", "request_", "reason"),
     [

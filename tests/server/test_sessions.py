@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 CONFIG = text_config(max_positions=512)
-CACHE_TOKENS = 32 * 512
+CACHE_TOKENS = 64 * 512
 TURNS = [((5, 6, 7), 4), ((400,), 6), ((9, 8, 7, 6, 5), 3)]
 
 
@@ -174,6 +174,9 @@ def test_wrong_requests_of_a_session(served: dict[str, Any], engine: Engine) -> 
             client.infer("chat", sequence=step(43, True), **turn([(1,)], 9, session_len=5))
         with pytest.raises(InferenceServerException, match="there is no session 43"):
             client.infer("chat", sequence=step(43), **turn([(1,)], 2))
+        with pytest.raises(InferenceServerException, match=r"3 rows need 32769 tokens .* 32768"):
+            many = [(1,), (2,), (3,)]
+            client.infer("chat", sequence=step(43, True), **turn(many, 2, session_len=10923))
         client.infer("chat", sequence=step(44, True), **turn([(1, 2)], 2, session_len=20))
         for wrong, reason in (
             (turn([(1,), (2,)], 1), "session 44 has 1 rows; got 2"),

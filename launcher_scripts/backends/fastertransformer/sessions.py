@@ -89,7 +89,9 @@ class Sessions:
         with self._lock:
             if start:
                 self._end(key)
-                self._conversations[key] = Conversation(_new_lines(tensors, len(rows)))
+                lines = _new_lines(tensors, len(rows))
+                _check_room(lines, self._engine.cache_tokens)
+                self._conversations[key] = Conversation(lines)
             conversation = self._conversations.get(key)
             if conversation is None:
                 raise RequestError(
@@ -188,6 +190,16 @@ def _new_lines(tensors: Mapping[str, Tensor], rows: int) -> list[Line]:
         Line(Session(length, min(length, memory)))
         for length, memory in zip(lengths, memories, strict=True)
     ]
+
+
+def _check_room(lines: Sequence[Line], cache_tokens: int) -> None:
+    """Whether the rows, which keep their places for the whole session, fit beside each other."""
+    needed = sum(line.session.extent_tokens for line in lines)
+    if len(lines) > 1 and needed > cache_tokens:
+        raise RequestError(
+            f"the session's {len(lines)} rows need {needed} tokens in the key/value cache, which "
+            f"holds {cache_tokens}; change session_len or memory_len"
+        )
 
 
 def _lengths(tensors: Mapping[str, Tensor], name: str, rows: int) -> list[int] | None:
