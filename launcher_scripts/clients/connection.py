@@ -230,12 +230,17 @@ class GrpcConnection:
     def stream(
         self, model_name: str, tensors: Tensors, step: SequenceStep | None = None
     ) -> Iterator[Tensors]:
-        """One stream at a time; another one needs another connection."""
+        """One stream at a time; another one needs another connection.
+
+        Only what still runs is cancelled: Triton may hold on to the model of a cancelled stream
+        whose last response it has sent, and then ends late.
+        """
         arrived: queue.Queue[tuple[Any, Any]] = queue.Queue()
         self._client.start_stream(
             callback=lambda result, error: arrived.put((result, error)),
             stream_timeout=self._timeout,
         )
+        final = False
         try:
             self._client.async_stream_infer(
                 model_name,
@@ -243,17 +248,17 @@ class GrpcConnection:
                 enable_empty_final_response=True,
                 **(step.arguments() if step else {}),
             )
-            final = False
             while not final:
                 result, error = arrived.get()
                 if error is not None:
+                    final = True
                     raise error
                 response = result.get_response()
                 final = response.parameters["triton_final_response"].bool_param
                 if response.outputs:
                     yield _received(result, None)
         finally:
-            self._client.stop_stream(cancel_requests=True)
+            self._client.stop_stream(cancel_requests=not final)
 
     def close(self) -> None:
         self._client.close()

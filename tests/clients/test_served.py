@@ -46,6 +46,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     with running(folder / "job", settings.model_repository) as step:
         yield step.wait_until_ready(180)
         assert step.stop() == 0, step.err
+        # Triton has let go of every model, also of those whose streams it refused.
+        assert "Exit timeout expired" not in step.out + step.err
 
 
 @pytest.fixture(scope="module")
@@ -341,3 +343,12 @@ def test_an_unknown_client_is_answered_with_the_known_ones(
     with pytest.raises(SystemExit):
         main(["nobody"])
     assert "issue_request" in capsys.readouterr().err
+
+
+def test_a_stream_that_triton_refuses_holds_nobody_up(
+    served: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`served` says whether the server could end in order afterwards."""
+    rows = ("-d", "-r", "-b", "9999", "--vocab_size", str(VOCAB_SIZE))
+    assert main(["identity_test", "-u", served["grpc"], "-m", "live", *rows]) == 1
+    assert "batch-size must be <=" in capsys.readouterr().err
