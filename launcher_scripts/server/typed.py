@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from launcher_scripts.errors import LauncherError, ServerError, problem
-from launcher_scripts.remains import temporary_folder
+from launcher_scripts.remains import is_word, temporary_folder
 from launcher_scripts.server.installation import (
     CHECKOUT,
     OUR_BACKEND,
@@ -28,6 +28,7 @@ from launcher_scripts.server.installation import (
 )
 
 _BACKENDS = "--backend-directory"
+_REPOSITORIES = ("--model-repository", "--model-store")
 # The models' files say everything; Triton would ask each of them once more.
 _NO_COMPLETION = "--disable-auto-complete-config"
 
@@ -42,7 +43,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def become(installation: Installation, argv: Sequence[str]) -> NoReturn:
-    """Replace this process by the server: same process id, signals and working directory."""
+    """Replace this process by the server: same process id, signals and working directory.
+
+    Raises ServerError for a repository whose path would break in Triton's shell; see is_word.
+    """
+    for repository in _repositories(argv):
+        if not is_word(repository):
+            what = "Triton cannot start models below a path with blanks or a shell's characters"
+            link = "--model-repository to a link to it: ln -s FOLDER /tmp/models"
+            raise ServerError(problem(what, got=repository, change=link))
     given = {argument.partition("=")[0] for argument in argv}
     added = []
     if _BACKENDS not in given:
@@ -51,6 +60,16 @@ def become(installation: Installation, argv: Sequence[str]) -> NoReturn:
         added.append(_NO_COMPLETION)
     program = str(installation.executable.absolute())
     os.execve(program, [program, *added, *argv], {**os.environ, **installation.environment()})
+
+
+def _repositories(argv: Sequence[str]) -> list[str]:
+    """The repositories that are named, as `--option=PATH` or `--option PATH`."""
+    found = []
+    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+        option, equal, value = argument.partition("=")
+        if option in _REPOSITORIES and (equal or following):
+            found.append(value if equal else following)
+    return found
 
 
 def backends_folder(installation: Installation) -> Path:

@@ -54,13 +54,23 @@ def started(installation: Installation, *argv: str) -> list[str]:
 
 
 def test_the_server_gets_its_options_and_the_backends(installation: Installation) -> None:
-    options = ["--model-repository=/a b", "--http-port", "1"]
+    options = ["--model-repository=/a_b", "--log-file=/a b", "--http-port", "1"]
     first, second, *others = started(installation, *options)
     folder = Path(first.removeprefix("--backend-directory="))
     assert (folder / "fastertransformer" / "model.py").is_file()
     assert (folder / "onnx" / "lib.so").is_file()
     assert (folder / "python" / "launcher_scripts" / "errors.py").is_file()
     assert second == "--disable-auto-complete-config" and others == options
+
+
+@pytest.mark.parametrize("options", [["--model-repository=/a b"], ["--model-store", "/$(id)"]])
+def test_a_repository_that_triton_s_shell_would_break_is_refused(
+    installation: Installation, options: list[str]
+) -> None:
+    with pytest.raises(
+        ServerError, match=r"below a path with blanks .*; change --model-repository"
+    ):
+        typed.become(installation, options)
 
 
 def test_what_is_given_is_not_added(installation: Installation, temporary: Path) -> None:
