@@ -204,6 +204,7 @@ class Deploy(Stage):
                 got=count,
                 change=f"{key} or cluster_type",
             )
+            return
         ports = (server.http_port, server.grpc_port, server.metrics_port)
         if count > 1 and any(ports) and not self.launch.cluster.whole_nodes:
             checks.problems.add(

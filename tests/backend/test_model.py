@@ -261,6 +261,14 @@ def test_parameters_without_a_meaning_are_named(tmp_path, capsys):
     assert capsys.readouterr().err == said
 
 
+def test_the_pipelines_old_name_is_not_overheard(tmp_path, capsys):
+    with pytest.raises(ConfigError, match=r"layer_para_size is not read.*got '2'.*pipeline_para"):
+        settings(tmp_path, layer_para_size="2")
+    sizes = {"layer_para_size": "2", "pipeline_para_size": "2"}
+    assert settings(tmp_path, **sizes).parallelism == Parallelism(1, 2)
+    assert capsys.readouterr().err.endswith("without a meaning: layer_para_size\n")
+
+
 def test_the_checkpoint_path_is_relative_to_the_model(tmp_path):
     (tmp_path / "3" / "inner").mkdir(parents=True)
     assert settings(tmp_path, model_checkpoint_path="inner").checkpoint_dir == (

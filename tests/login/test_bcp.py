@@ -144,7 +144,7 @@ def test_more_nodes_than_the_bcp_job_has(
         ("cluster.array_type=slurm", "unknown array_type; got 'slurm'; choices: pytorch, mpi"),
         ("cluster.gpus_per_node=0", "gpus_per_node must be at least 1"),
         ("cluster.mpi=pmix", "unknown key cluster.mpi; choices: array_type, bcprun_args"),
-        ("deploy.replicas=2", "replicas are an array of Slurm jobs"),
+        ("deploy.replicas=2", r"1 problem in .*\n- replicas are an array of Slurm jobs"),
     ],
 )
 def test_wrong_options(hydra_config: Compose, override: str, says: str) -> None:

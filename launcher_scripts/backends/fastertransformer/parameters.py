@@ -26,6 +26,8 @@ PARAMETERS = (
     "int8_mode",
     "enable_custom_all_reduce",
 )
+# So the guides' sections on several nodes call the pipeline's size.
+PIPELINES_OLD_NAME = "layer_para_size"
 # The original's guides call these bool, its files say 0 or 1.
 FLAGS = ("enable_custom_all_reduce",)
 FLAG_WORDS = {"false": "0", "true": "1"}
@@ -61,6 +63,13 @@ def engine_settings(
             ("enable_custom_all_reduce", 0, "0"),
         )
     }
+    layers = values.get(PIPELINES_OLD_NAME)
+    if layers not in (None, str(numbers["pipeline_para_size"])):
+        problems.add(
+            f"{PIPELINES_OLD_NAME} is not read, and pipeline_para_size says something else",
+            got=layers,
+            change=f"pipeline_para_size of the {WHERE}",
+        )
     model_type = values.get("model_type", "GPT")
     if model_type not in CONTRACTS:
         problems.add("unknown model_type", got=model_type, choices=CONTRACTS, change=WHERE)
