@@ -230,11 +230,7 @@ class GrpcConnection:
     def stream(
         self, model_name: str, tensors: Tensors, step: SequenceStep | None = None
     ) -> Iterator[Tensors]:
-        """One stream at a time; another one needs another connection.
-
-        Only what still runs is cancelled: Triton may hold on to the model of a cancelled stream
-        whose last response it has sent, and then ends late.
-        """
+        """One stream at a time, cancelled only while it runs: Triton keeps an ended one's model."""
         arrived: queue.Queue[tuple[Any, Any]] = queue.Queue()
         self._client.start_stream(
             callback=lambda result, error: arrived.put((result, error)),
