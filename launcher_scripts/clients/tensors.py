@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 import numpy as np
 
 from launcher_scripts.clients.connection import NUMPY_TYPES, Tensors
-from launcher_scripts.errors import ConfigError, problem
 from launcher_scripts.protocol import GPT_INPUTS
 
 _TYPES = {tensor.name: NUMPY_TYPES[tensor.dtype] for tensor in GPT_INPUTS}
@@ -55,17 +55,16 @@ def no_words(rows: int) -> Tensors:
 def prompt_ids(random: bool, batch_size: int, length: int, vocab_size: int) -> Any:
     """UINT32 [rows, length]: random ids, the same in every run, or the eight fixed prompts.
 
-    Raises ConfigError for another number of rows or ids than those have.
+    Says on stderr that other sizes than theirs need random ids, as in the original's clients.
     """
     if not random:
         fixed = np.array(PROMPTS, np.uint32)
         if fixed.shape != (batch_size, length):
-            raise ConfigError(
-                problem(
-                    "the fixed prompts are {} rows of {} ids".format(*fixed.shape),
-                    got=(batch_size, length),
-                    change="--batch_size and --start_len, or add --random_start_ids",
-                )
+            rows, ids = fixed.shape
+            print(
+                f"warning: the fixed prompts are {rows} rows of {ids} ids; --batch_size and "
+                "--start_len count with --random_start_ids alone",
+                file=sys.stderr,
             )
         return fixed
     generator = np.random.default_rng([batch_size, length])

@@ -19,7 +19,7 @@ from launcher_scripts import clients
 from launcher_scripts.clients import CLIENTS
 from launcher_scripts.clients.__main__ import main
 from launcher_scripts.clients.end_to_end_test import SENTENCES
-from launcher_scripts.clients.tensors import PROMPTS
+from launcher_scripts.clients.tensors import PROMPTS, prompt_ids
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.protocol import GenerateRequest
 from launcher_scripts.tokenizer import Tokenizer, load_tokenizer
@@ -131,11 +131,12 @@ def test_identity_with_random_prompts_over_grpc(
     np.testing.assert_array_equal(np.loadtxt("triton_out", dtype=np.int64), rows)
 
 
-def test_sizes_that_need_random_prompts(
-    capsys: pytest.CaptureFixture[str], served: dict[str, Any]
-) -> None:
-    for flag in ("-b", "-s"):
-        assert main(["identity_test", "-u", served["http"], flag, "3"]) == 1
+def test_sizes_count_with_random_prompts_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert prompt_ids(False, 8, 8, 100).shape == (8, 8)
+    assert prompt_ids(True, 3, 5, 100).shape == (3, 5)
+    assert not capsys.readouterr().err
+    for batch_size, length in ((3, 8), (8, 3)):
+        assert prompt_ids(False, batch_size, length, 100).shape == (8, 8)
         message = capsys.readouterr().err
         assert "8 rows of 8 ids" in message and "--random_start_ids" in message
 
