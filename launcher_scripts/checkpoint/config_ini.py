@@ -26,8 +26,8 @@ from launcher_scripts.checkpoint.ini_keys import (
 from launcher_scripts.errors import CheckpointError, LauncherError, Problems, problem
 from launcher_scripts.models import FAMILIES, family_of
 from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.ini_text import FILE_NAME, parse_ini
 
-FILE_NAME = "config.ini"
 # What the original's guides have users set by hand, since a checkpoint need not say it.
 EDITABLE = ("start_id", "end_id", "decoder_start_token_id", "eos_token_id")
 WEIGHT_DATA_TYPES = ("fp32", "fp16", "bf16")
@@ -113,18 +113,12 @@ def fixed_content(text: str) -> bytes:
 
     Raises configparser.Error.
     """
-    parser = _parsed(text)
+    parser = parse_ini(text)
     sections = {
         name: {key: value for key, value in section.items() if key not in EDITABLE}
         for name, section in parser.items()
     }
     return json.dumps(sections, sort_keys=True).encode()
-
-
-def _parsed(text: str) -> configparser.RawConfigParser:
-    parser = configparser.RawConfigParser(inline_comment_prefixes=(";",))
-    parser.read_string(text)
-    return parser
 
 
 def read_config(folder: Path) -> ConfigIni:
@@ -135,7 +129,7 @@ def read_config(folder: Path) -> ConfigIni:
     """
     path = folder / FILE_NAME
     try:
-        parser = _parsed(path.read_text(encoding="utf-8"))
+        parser = parse_ini(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, configparser.Error) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     family = _family(path, parser)

@@ -39,6 +39,7 @@ from launcher_scripts.checkpoint.output_folder import (
 from launcher_scripts.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, WeightSpec
+from launcher_scripts.models.ini_text import FILE_NAME as INI_NAME
 
 DTYPES = {"fp32": np.dtype("<f4"), "fp16": np.dtype("<f2"), "bf16": BFLOAT16}
 
@@ -127,10 +128,10 @@ class FTCheckpoint:
         entries: Mapping[str, FileEntry] = {}
         if self.manifest is not None:
             entries = self.manifest.entries
-            kept = {name: entries[name] for name in entries if name != config_ini.FILE_NAME}
+            kept = {name: entries[name] for name in entries if name != INI_NAME}
             check_files(self.folder, kept, problems, digests=verify)
-            if verify and config_ini.FILE_NAME in entries:
-                self._check_config(entries[config_ini.FILE_NAME], problems)
+            if verify and INI_NAME in entries:
+                self._check_config(entries[INI_NAME], problems)
         for name, size in sizes.items():
             if name not in entries:
                 if self.manifest is not None:
@@ -144,7 +145,7 @@ class FTCheckpoint:
                 )
 
     def _check_config(self, entry: FileEntry, problems: Problems) -> None:
-        text = (self.folder / config_ini.FILE_NAME).read_text(encoding="utf-8")
+        text = (self.folder / INI_NAME).read_text(encoding="utf-8")
         digest = content_digest(text.encode(), entry.algorithm)
         kept = content_digest(config_ini.fixed_content(text), entry.algorithm)
         if digest != entry.digest and kept != entry.fixed:
@@ -265,7 +266,7 @@ class FTWriter:
         if missing:
             raise CheckpointError(problem("not every weight was written", got=missing))
         text = config_ini.format_config(self.config, self.tp_size, self.weight_data_type)
-        self.copy(text.encode(), config_ini.FILE_NAME, config_ini.fixed_content(text))
+        self.copy(text.encode(), INI_NAME, config_ini.fixed_content(text))
         entries = tuple(self._entries.values())
         family = family_of(self.config).name
         manifest = Manifest(family, self.tp_size, self.weight_data_type, entries, self.source)

@@ -6,21 +6,18 @@ import configparser
 from pathlib import Path
 
 from launcher_scripts.errors import ConfigError, problem
-
-FILE_NAME = "config.ini"
+from launcher_scripts.models.ini_text import FILE_NAME, parse_ini
 
 
 def read_model_ini(folder: Path) -> configparser.RawConfigParser:
-    """The sections of `folder`/config.ini, without comments; none where there is no such file.
+    """The sections of `folder`/config.ini; none where there is no such file.
 
     Raises ConfigError for one that cannot be read.
     """
-    parser = configparser.RawConfigParser(inline_comment_prefixes=(";",))
     path = folder / FILE_NAME
     try:
-        parser.read(path, encoding="utf-8")
+        return parse_ini(path.read_text(encoding="utf-8") if path.exists() else "")
     except (OSError, UnicodeDecodeError, configparser.Error) as error:
         raise ConfigError(
             problem(f"cannot read {path}: {error}", change="evaluate.tokenizer_dir")
         ) from error
-    return parser
