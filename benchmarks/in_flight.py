@@ -95,19 +95,17 @@ def served_rows(address: str, shape: str, clients: Sequence[int]) -> Iterator[di
     requests = mixed_requests(4 * max(clients), config_of(shape).vocab_size)
     for count in clients:
         in_flight = in_flight_throughput(address, MODEL, requests, count, SETTLE_SECONDS, SECONDS)
-        static = {
-            to_longest: static_throughput(
-                address, MODEL, requests, count, SECONDS / 2, to_longest=to_longest
-            )
+        static, leaving = (
+            static_throughput(address, MODEL, requests, count, SECONDS / 2, to_longest=to_longest)
             for to_longest in (True, False)
-        }
+        )
         yield {
             "clients": count,
             "in_flight_tokens_per_s": round(in_flight, 1),
-            "static_tokens_per_s": round(static[True], 1),
-            "ratio": round(in_flight / static[True], 2),
-            "leaving_tokens_per_s": round(static[False], 1),
-            "ratio_to_leaving": round(in_flight / static[False], 2),
+            "static_tokens_per_s": round(static, 1),
+            "ratio": round(in_flight / static, 2),
+            "leaving_tokens_per_s": round(leaving, 1),
+            "ratio_to_leaving": round(in_flight / leaving, 2),
             "peer_tokens_per_s": {},
         }
 
