@@ -25,6 +25,7 @@ class RandomModel:
     rows: most rows in flight
     linked: every layer's files are links to those of the first, which takes a fraction of the disk
             and of the time; in the GPU's memory each layer has its own copy all the same
+    decoupled: it streams
     """
 
     name: str
@@ -32,6 +33,7 @@ class RandomModel:
     rows: int
     tp_size: int = 1
     linked: bool = True
+    decoupled: bool = False
 
     def write(self, root: Path) -> None:
         """Make the repository at `root`, or add the model to the one that is there."""
@@ -65,6 +67,7 @@ class RandomModel:
             weight_data_type="bf16",
             data_type="bf16",
             enable_custom_all_reduce=self.tp_size > 1,
+            decoupled=self.decoupled,
         )
 
 

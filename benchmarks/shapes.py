@@ -75,10 +75,20 @@ def t5(hidden: int, layers: int, heads: int, ffn: int) -> T5Config:
     )
 
 
+# The sizes of Llama 3.1 8B.
+LLAMA_8B = replace(
+    modern(Shape(4096, 32, 32).config()),
+    vocab_size=128256,
+    end_id=128256,
+    num_kv_heads=8,
+    ffn_size=14336,
+)
+
 CONFIGS: dict[str, GPTConfig | T5Config] = {
     **{name: shape.config() for name, shape in SHAPES.items()},
     "1.3b-modern": modern(SHAPES["1.3b"].config()),
     "5b-modern": modern(SHAPES["5b"].config()),
+    "8b-modern": LLAMA_8B,
     "t5-base": t5(768, 12, 12, 2048),
     "t5-3b": t5(2048, 24, 32, 5120),
 }

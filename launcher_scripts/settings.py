@@ -62,7 +62,7 @@ class ExportSettings:
     <triton_model_dir>/1/<tp_size>-gpu. model_type is what the model is served as; "" where only the
     shards are wanted. num_attention_heads is for checkpoints that do not say it.
     prompt_, ia3_ and adapter_checkpoints are added to the base in order; ia3_in_place folds IA3
-    into the weights. decoupled: the served model answers with every token. interactive: its
+    into the weights. decoupled: the served model answers as tokens come. interactive: its
     requests belong to sessions, interactive_sessions of them at once.
     """
 

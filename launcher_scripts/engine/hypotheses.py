@@ -49,6 +49,7 @@ class Hypothesis:
 class Hypotheses:
     """A search of `width` hypotheses over at most `output_len` tokens.
 
+    length: tokens so far
     shared: how many first tokens all have in common that go on, so far as LOOK_BACK shows it
     """
 
@@ -56,20 +57,20 @@ class Hypotheses:
         self._width = width
         self._len_penalty = len_penalty
         self._output_len = output_len
-        self._length = 0
+        self.length = 0
         self._running: list[Hypothesis | None] = [None] * width
         self._ended: list[Hypothesis] = []
         self.shared = 0
 
     @property
     def finished(self) -> bool:
-        return len(self._ended) >= self._width or self._length >= self._output_len
+        return len(self._ended) >= self._width or self.length >= self._output_len
 
     def take(self, candidates: Sequence[Candidate]) -> None:
         """Add a step's ranking, best first; the device lets the same ones go on."""
-        self._length += 1
-        norm = float(self._length) ** self._len_penalty
-        last = self._length >= self._output_len
+        self.length += 1
+        norm = float(self.length) ** self._len_penalty
+        last = self.length >= self._output_len
         grown = [
             Hypothesis(
                 self._running[each.parent],
@@ -91,9 +92,9 @@ class Hypotheses:
     def _find_shared(self) -> None:
         """Go back from the last tokens to the one that all descend from."""
         last = set(self._running)
-        for back in range(min(LOOK_BACK, self._length - self.shared)):
+        for back in range(min(LOOK_BACK, self.length - self.shared)):
             if len(last) == 1:
-                self.shared = self._length - back
+                self.shared = self.length - back
                 return
             last = {each and each.parent for each in last}
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.hypotheses import Hypotheses
+from launcher_scripts.engine.hypotheses import Hypotheses, Hypothesis
 from launcher_scripts.engine.learned_parts import NO_TASK
 from launcher_scripts.engine.plan import RowStart
 from launcher_scripts.engine.prompts import prompt_of
@@ -18,7 +18,25 @@ from launcher_scripts.engine.results import BeamResult, EncodedRow, TokenResult
 from launcher_scripts.engine.session import Session
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
-Snapshot = Callable[[], GenerateOutput]
+
+class Snapshot(NamedTuple):
+    """How far a row had come: to be looked at later, by any thread.
+
+    The tokens of a row without a beam search only ever become more, so how many there were is all
+    that is kept. Of a beam search these are the best hypotheses of that step.
+    """
+
+    row: Row
+    tokens: int
+    best: Sequence[Hypothesis] = ()
+
+    def output(self, tokens: int | None = None) -> GenerateOutput:
+        """The row at that time, or as it was when it had no more than `tokens`."""
+        if self.best:
+            return _best_output(self.row, self.best)
+        return _first_tokens(self.row, self.tokens if tokens is None else tokens)
+
+
 Progress = Callable[[Snapshot], None]
 
 
@@ -172,28 +190,27 @@ def answer(row: Row) -> None:
 
 def output_so_far(row: Row) -> GenerateOutput:
     """The row's tokens so far; of a beam search the best hypotheses so far."""
-    return snapshot(row)()
+    return snapshot(row).output()
 
 
 def snapshot(row: Row) -> Snapshot:
-    """The row as it is now, to be looked at later, by any thread.
-
-    The tokens of a row without a beam search only ever become more, so how many there are is all
-    that has to be kept.
-    """
+    """The row as it is now."""
     if row.hypotheses is None:
-        return partial(_first_tokens, row, len(row.tokens))
+        return Snapshot(row, len(row.tokens))
+    return Snapshot(row, row.hypotheses.length, row.hypotheses.best())
+
+
+def _best_output(row: Row, hypotheses: Sequence[Hypothesis]) -> GenerateOutput:
     asked = row.request.return_log_probs
-    beams = tuple(each.beam(log_probs=asked) for each in row.hypotheses.best())
+    beams = tuple(each.beam(log_probs=asked) for each in hypotheses)
     best = beams[0]
-    output = GenerateOutput(
+    return GenerateOutput(
         best.output_ids,
         best.cum_log_probs,
         best.output_log_probs,
         context_embeddings=row.context_embeddings,
         beams=beams,
     )
-    return lambda: output
 
 
 def _first_tokens(row: Row, count: int) -> GenerateOutput:

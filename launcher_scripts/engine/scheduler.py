@@ -243,6 +243,7 @@ class Scheduler:
         Steps already launched may still write there; they run before anything launched later.
         """
         del self._running[row.slot]
+        row.on_progress = None
         self._free_slots += row.slots[::-1]
         if row.session is None:
             self._extents.free(row.extent, row.capacity)

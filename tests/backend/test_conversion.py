@@ -16,6 +16,7 @@ from launcher_scripts.protocol import (
     SamplingParameters,
 )
 
+WANTED = frozenset(tensor.name for tensor in GPT_OUTPUTS)
 DTYPES = {
     "UINT32": torch.uint32,
     "INT32": torch.int32,
@@ -137,7 +138,9 @@ def test_what_asks_for_nothing_is_no_problem():
 def test_output_ids_hold_prompt_generated_and_end_tokens():
     requests = [GenerateRequest((5, 6, 7, 8), 3), GenerateRequest((9, 3), 6, end_id=4)]
     outputs = [GenerateOutput((1, 2)), GenerateOutput((11, 12, 13, 14, 15, 16))]
-    answer = to_tensors(requests, outputs, width=4, default_end_id=99, prompt_start_id=100)
+    answer = to_tensors(
+        requests, outputs, width=4, default_end_id=99, prompt_start_id=100, wanted=WANTED
+    )
     assert answer["output_ids"].tolist() == [
         [[5, 6, 7, 8, 1, 2, 99, 99, 99, 99]],
         [[9, 3, 11, 12, 13, 14, 15, 16, 4, 4]],
@@ -157,7 +160,9 @@ def test_beams_are_an_axis_as_wide_as_the_widest_row():
         GenerateOutput(beams[0].output_ids, -1.5, (-0.5, -1.0), beams=beams),
         GenerateOutput((8, 7), -3.0, (-1.0, -2.0)),
     ]
-    answer = to_tensors(requests, outputs, width=2, default_end_id=99, prompt_start_id=100)
+    answer = to_tensors(
+        requests, outputs, width=2, default_end_id=99, prompt_start_id=100, wanted=WANTED
+    )
     assert answer["output_ids"].tolist() == [
         [[5, 6, 1, 2], [5, 6, 3, 4]],
         [[9, 8, 7, 99], [99, 99, 99, 99]],
@@ -177,7 +182,9 @@ def test_context_embeddings_are_each_rows_own():
         GenerateRequest((7, 8), 1),
     ]
     outputs = [GenerateOutput((1,), context_embeddings=torch.ones(3)), GenerateOutput((2,))]
-    answer = to_tensors(requests, outputs, width=2, default_end_id=99, prompt_start_id=100)
+    answer = to_tensors(
+        requests, outputs, width=2, default_end_id=99, prompt_start_id=100, wanted=WANTED
+    )
     assert answer["context_embeddings"].tolist() == [[[1, 1, 1]], [[0, 0, 0]]]
 
 
@@ -190,7 +197,9 @@ def test_log_probs_and_context_logits_come_when_asked():
         GenerateOutput((1, 2), -1.5, (-0.5, -1.0)),
         GenerateOutput((3,), context_logits=torch.ones(1, 3)),
     ]
-    answer = to_tensors(requests, outputs, width=2, default_end_id=0, prompt_start_id=100)
+    answer = to_tensors(
+        requests, outputs, width=2, default_end_id=0, prompt_start_id=100, wanted=WANTED
+    )
     assert answer["cum_log_probs"].tolist() == [[-1.5], [0.0]]
     assert answer["output_log_probs"].tolist() == [[[-0.5, -1.0]], [[0.0, 0.0]]]
     assert answer["context_logits"].tolist() == [[[0, 0, 0]], [[1, 1, 1]]]

@@ -10,6 +10,7 @@ from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.errors import RequestError
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
 
+WANTED = frozenset(tensor.name for tensor in CONTRACTS["Agm"].outputs)
 DTYPES = {"INT32": torch.int32, "FP32": torch.float32}
 
 
@@ -35,7 +36,7 @@ def test_the_prompt_counts() -> None:
 def test_answers_hold_prompt_and_output() -> None:
     requests = to_requests(sent(is_return_log_probs=[True, True]))
     outputs = [GenerateOutput((1, 2), -1.0, (-0.5, -0.5)), GenerateOutput((), 0.0, ())]
-    answer = to_tensors(requests, outputs, default_end_id=9)
+    answer = to_tensors(requests, outputs, default_end_id=9, wanted=WANTED)
     assert answer["output_ids"].tolist() == [[[5, 6, 7, 8, 1, 2, 9]], [[9, 3, 9, 9, 9, 9, 9]]]
     assert answer["sequence_length"].tolist() == [[6], [2]]
     assert answer["response_input_lengths"].tolist() == [[4], [2]]

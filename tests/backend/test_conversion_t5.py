@@ -17,6 +17,8 @@ from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.errors import RequestError
 from launcher_scripts.protocol import Beam, GenerateOutput, GenerateRequest, SamplingParameters
 
+WANTED = frozenset(tensor.name for tensor in CONTRACTS["T5"].outputs)
+
 
 def sent(**more: object) -> dict[str, torch.Tensor]:
     values = {
@@ -95,7 +97,7 @@ def test_answers_hold_what_was_generated():
     """The row's end id up to the longest row's end, then zeros; no start token."""
     requests = [GenerateRequest((5,), 6), GenerateRequest((5,), 2, end_id=(1 << 32) - 1)]
     outputs = [GenerateOutput((7, 8, 9, 1)), GenerateOutput((4,))]
-    answer = to_tensors(requests, outputs, default_end_id=1)
+    answer = to_tensors(requests, outputs, default_end_id=1, wanted=WANTED)
     assert {tensor.dtype for tensor in answer.values()} == {torch.int32}
     assert answer["output_ids"].tolist() == [[[7, 8, 9, 1, 0, 0]], [[4, -1, -1, -1, 0, 0]]]
     assert answer["sequence_length"].tolist() == [[4], [1]]
@@ -110,14 +112,16 @@ def test_answers_carry_what_was_asked_for():
         GenerateOutput((7, 8), -1.5, (-0.5, -1.0)),
         GenerateOutput((4,), context_logits=torch.ones(3, 5)),
     ]
-    answer = to_tensors(requests, outputs, default_end_id=1)
+    answer = to_tensors(requests, outputs, default_end_id=1, wanted=WANTED)
     assert answer["cum_log_probs"].tolist() == [[-1.5], [0.0]]
     assert answer["output_log_probs"].tolist() == [[[-0.5, -1.0]], [[0.0, 0.0]]]
     assert answer["context_logits"].sum((1, 2)).tolist() == [0.0, 15.0]
 
 
 def test_nothing_to_generate_still_has_a_column():
-    answer = to_tensors([GenerateRequest((5,), 0)], [GenerateOutput(())], default_end_id=1)
+    answer = to_tensors(
+        [GenerateRequest((5,), 0)], [GenerateOutput(())], default_end_id=1, wanted=WANTED
+    )
     assert answer["output_ids"].tolist() == [[[0]]]
     assert answer["sequence_length"].tolist() == [[0]]
 
@@ -145,7 +149,7 @@ def test_beams_have_zeros_after_their_ends():
     beams = (Beam((1, 2, 3)), Beam((4, 5)))
     requests = [GenerateRequest((5,), 4), GenerateRequest((6,), 4, end_id=7)]
     outputs = [GenerateOutput((1, 2, 3), beams=beams), GenerateOutput((8, 7))]
-    answer = to_tensors(requests, outputs, default_end_id=9)
+    answer = to_tensors(requests, outputs, default_end_id=9, wanted=WANTED)
     assert answer["output_ids"].tolist() == [
         [[1, 2, 3, 0], [4, 5, 0, 0]],
         [[8, 7, 7, 0], [0, 0, 0, 0]],

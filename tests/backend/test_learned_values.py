@@ -9,9 +9,10 @@ import torch
 
 from launcher_scripts.backends.fastertransformer import conversion, conversion_t5
 from launcher_scripts.errors import RequestError
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.protocol import GPT_OUTPUTS, GenerateOutput, GenerateRequest
 
 START = 100
+WANTED = frozenset(tensor.name for tensor in GPT_OUTPUTS)
 TABLE = torch.arange(12.0).reshape(1, 3, 4).repeat(3, 1, 1)
 
 
@@ -108,7 +109,7 @@ def test_answers_leave_virtual_tokens_out() -> None:
     ]
     outputs = [GenerateOutput((1, 2, 3)), GenerateOutput((4, 5)), GenerateOutput((6,))]
     answer = conversion.to_tensors(
-        requests, outputs, width=5, default_end_id=0, prompt_start_id=START
+        requests, outputs, width=5, default_end_id=0, prompt_start_id=START, wanted=WANTED
     )
     assert answer["response_input_lengths"].tolist() == [[2], [1], [1]]
     assert answer["sequence_length"].tolist() == [[5], [3], [2]]

@@ -121,10 +121,10 @@ def backend(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     room = "launcher_scripts.backends.fastertransformer"
-    for name in ("model", "answers", "cache_metrics"):
+    for name in ("model", "answer", "cache_metrics"):
         monkeypatch.delitem(sys.modules, f"{room}.{name}", raising=False)
     yield importlib.import_module(f"{room}.model")
-    for name in ("model", "answers", "cache_metrics"):
+    for name in ("model", "answer", "cache_metrics"):
         sys.modules.pop(f"{room}.{name}", None)
 
 
@@ -191,7 +191,7 @@ def test_requests_are_answered_each_on_its_own(backend, tmp_path, monkeypatch):
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_answered_request_keeps_nothing(backend, fails):
     """Its tensors lie in shared memory, which must not wait for the collection of circles."""
-    module = importlib.import_module(f"{backend.__package__}.answers")
+    module = importlib.import_module(f"{backend.__package__}.answer")
     futures: list[Future[GenerateOutput]] = []
 
     def submit(*_: object) -> Future[GenerateOutput]:

@@ -240,7 +240,7 @@ def test_clients_come_and_go():
 def test_progress_holds_the_best_hypotheses_so_far(engine):
     seen: list[GenerateOutput] = []
     row = request(PROMPT, 6, 3, min_length=6)
-    final = engine.submit(row, lambda snapshot: seen.append(snapshot())).result(60)
+    final = engine.submit(row, lambda snapshot: seen.append(snapshot.output())).result(60)
     assert [len(each.beams) for each in seen] == [3] * 5
     assert [{len(text) for text in texts(each)} for each in seen] == [{n} for n in range(1, 6)]
     for each in seen:

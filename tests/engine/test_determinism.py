@@ -100,7 +100,9 @@ def test_a_prompt_has_one_answer(tmp_path, model, expected, division):
     assert alone == answers
     pieces: list[list[tuple[int, ...]]] = [[] for _ in requests()]
     futures = [
-        engine.submit(request, lambda snapshot, number=number: pieces[number].append(snapshot()))
+        engine.submit(
+            request, lambda snapshot, number=number: pieces[number].append(snapshot.output())
+        )
         for number, request in enumerate(requests())
     ]
     wait(futures, 60)

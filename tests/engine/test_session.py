@@ -230,7 +230,7 @@ def test_a_cancelled_request_leaves_what_it_has_said(learned):
     seen: list[tuple[int, ...]] = []
 
     def progress(snapshot: Snapshot) -> None:
-        seen.append(snapshot().output_ids)
+        seen.append(snapshot.output().output_ids)
         if len(seen) == 4:
             started.set()
 

@@ -30,7 +30,7 @@ def engine(request):
 def test_progress_is_the_answer_token_by_token(engine):
     request = GenerateRequest((3, 4, 5), 6, return_log_probs=True)
     progress: list[GenerateOutput] = []
-    answer = engine.submit(request, lambda snapshot: progress.append(snapshot())).result(60)
+    answer = engine.submit(request, lambda snapshot: progress.append(snapshot.output())).result(60)
     assert answer == engine.submit(request).result(60)
     assert [output.output_ids for output in progress] == [
         answer.output_ids[:count] for count in range(1, 6)
@@ -46,7 +46,7 @@ def test_an_early_end_is_told_once(engine):
     first = ids.index(ids[3])
     progress: list[GenerateOutput] = []
     request = GenerateRequest((3, 4, 5), 8, end_id=ids[3])
-    answer = engine.submit(request, lambda snapshot: progress.append(snapshot())).result(60)
+    answer = engine.submit(request, lambda snapshot: progress.append(snapshot.output())).result(60)
     assert answer.output_ids == ids[: first + 1]
     assert len(progress) == first
 
@@ -56,7 +56,7 @@ def test_rows_stream_beside_each_other(engine):
     futures = [
         engine.submit(
             GenerateRequest((number, 7), 3 + number),
-            lambda snapshot, number=number: seen[number].append(snapshot().output_ids),
+            lambda snapshot, number=number: seen[number].append(snapshot.output().output_ids),
         )
         for number in range(6)
     ]
@@ -71,7 +71,7 @@ def test_a_cancelled_row_stops_at_once(engine):
     progress: list[GenerateOutput] = []
 
     def take(snapshot: Snapshot) -> None:
-        progress.append(snapshot())
+        progress.append(snapshot.output())
         started.set()
 
     future = engine.submit(GenerateRequest((1, 2), 60), take)
@@ -86,5 +86,5 @@ def test_a_cancelled_row_stops_at_once(engine):
 def test_a_snapshot_may_be_looked_at_later(engine):
     snapshots: list[Snapshot] = []
     answer = engine.submit(GenerateRequest((3, 4, 5), 7), snapshots.append).result(60)
-    assert [len(snapshot().output_ids) for snapshot in snapshots] == [1, 2, 3, 4, 5, 6]
-    assert snapshots[3]().output_ids == answer.output_ids[:4]
+    assert [len(snapshot.output().output_ids) for snapshot in snapshots] == [1, 2, 3, 4, 5, 6]
+    assert snapshots[3].output().output_ids == answer.output_ids[:4]

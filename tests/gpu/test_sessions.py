@@ -60,7 +60,7 @@ def test_streams_are_the_answer_token_by_token():
     futures = [
         engine.submit(
             GenerateRequest((number, 3, 9), 20 + 5 * number),
-            lambda snapshot, number=number: pieces[number].append(snapshot().output_ids),
+            lambda snapshot, number=number: pieces[number].append(snapshot.output().output_ids),
         )
         for number in range(12)
     ]

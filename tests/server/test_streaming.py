@@ -120,15 +120,26 @@ def test_rows_of_one_request_stream_together(stream: Stream, served: dict[str, A
 
 
 def test_requests_of_one_stream_are_served_at_once(stream: Stream, served: dict[str, Any]) -> None:
-    for number in range(6):
-        stream.send("gpt", **ids_request([(number, 7)], 10 + number))
-    seen: dict[int, list[list[int]]] = {number: [] for number in range(6)}
-    for _ in range(sum(10 + number for number in range(6))):
-        response, _ = stream.next()
-        seen[int(response["output_ids"][0, 0, 0])].append(generated(response))
-    for number, pieces in seen.items():
-        ids = generated(whole(served, **ids_request([(number, 7)], 10 + number)))
-        assert pieces == [ids[: count + 1] for count in range(len(ids))]
+    """Where tokens come faster than responses can be sent, a response brings several."""
+    many, tokens = 32, 60
+    for number in range(many):
+        stream.send("gpt", **ids_request([(number, 7)], tokens + number))
+    seen: dict[int, list[list[int]]] = {}
+    ended: list[int] = []
+    while len(ended) < many:
+        response, last = stream.next()
+        number = int(response["output_ids"][0, 0, 0])
+        assert number in seen or not ended, "a first token waited for another request's end"
+        seen.setdefault(number, []).append(generated(response))
+        ended += [number] if last else []
+    for number in (0, 1, many - 1):
+        ids = generated(whole(served, **ids_request([(number, 7)], tokens + number)))
+        assert seen[number][-1] == ids
+    for pieces in seen.values():
+        counts = [len(piece) for piece in pieces]
+        assert counts == sorted(set(counts))
+        assert all(piece == pieces[-1][:count] for piece, count in zip(pieces, counts, strict=True))
+    assert sum(map(len, seen.values())) < sum(tokens + number for number in range(many))
 
 
 @pytest.mark.parametrize(
@@ -164,12 +175,13 @@ def test_a_beam_search_streams_its_best_hypotheses(stream: Stream, served: dict[
     tensors = ids_request([PROMPT], 6, beam_width=3, min_length=6, is_return_log_probs=True)
     responses = stream.ask("gpt", **tensors)
     answer = whole(served, **tensors)
-    assert len(responses) == 6
     for name in answer:
         np.testing.assert_array_equal(responses[-1][name], answer[name])
-    for count, response in enumerate(responses, 1):
+    lengths = [int(response["sequence_length"][0, 0]) for response in responses]
+    assert lengths == sorted(set(lengths)) and lengths[-1] == 9
+    for length, response in zip(lengths, responses, strict=True):
         assert response["output_ids"].shape == (1, 3, 9)
-        assert response["sequence_length"].tolist() == [[3 + count] * 3]
+        assert response["sequence_length"].tolist() == [[length] * 3]
         sums = response["cum_log_probs"][0].tolist()
         assert sums == sorted(sums, reverse=True)
         assert len({tuple(ids) for ids in response["output_ids"][0].tolist()}) == 3

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,10 +12,12 @@ from launcher_scripts.backends.fastertransformer.row_values import (
     beam_axis,
     context_embeddings,
     context_logits,
+    end_ids,
     log_probs,
     row_values,
     token_ids,
     trimmed,
+    write_ids,
 )
 from launcher_scripts.engine.prompts import real_ids
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
@@ -47,8 +50,11 @@ def to_tensors(
     width: int,
     default_end_id: int,
     prompt_start_id: int,
+    wanted: Collection[str],
 ) -> dict[str, Tensor]:
     """The answer's tensors, batch axis first and a beam axis as wide as the widest row second.
+
+    Of output_ids, log-probabilities and context_logits only those that are `wanted`.
 
     output_ids [B, beam, width + longest output]: prompt, then what was generated, then the row's
     end id; the hypotheses of a row best first. A row with fewer has sequence_length 0 in the rest.
@@ -59,24 +65,25 @@ def to_tensors(
     width -= max(len(request.input_ids) for request in requests) - max(map(len, prompts))
     longest = max(request.output_len for request in requests)
     beams = beam_axis(outputs)
-    ids = torch.empty(len(requests), beams, width + longest, dtype=torch.int64)
-    lengths = torch.zeros(len(requests), beams, dtype=torch.int64)
-    for row, (request, prompt, output) in enumerate(zip(requests, prompts, outputs, strict=True)):
-        ids[row] = default_end_id if request.end_id is None else request.end_id
+    lengths = np.zeros((len(requests), beams), dtype=np.uint32)
+    for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         for beam, hypothesis in enumerate(output.hypotheses):
-            text = (*prompt, *hypothesis.output_ids)
-            ids[row, beam, : len(text)] = torch.tensor(text)
-            lengths[row, beam] = len(text)
+            lengths[row, beam] = len(prompt) + len(hypothesis.output_ids)
+    starts = np.array([[len(prompt)] * beams for prompt in prompts], dtype=np.int32)
     tensors = {
-        "output_ids": ids.to(torch.uint32),
-        "sequence_length": lengths.to(torch.uint32),
-        "response_input_lengths": torch.tensor(
-            [[len(prompt)] * beams for prompt in prompts], dtype=torch.int32
-        ),
+        "sequence_length": torch.from_numpy(lengths),
+        "response_input_lengths": torch.from_numpy(starts),
     }
+    if "output_ids" in wanted:
+        ids = np.empty((len(requests), beams, width + longest), dtype=np.uint32)
+        ids[:] = end_ids(requests, default_end_id).astype(np.uint32)[:, None, None]
+        for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+            ids[row, : len(output.hypotheses), : len(prompt)] = prompt
+            write_ids(ids[row], len(prompt), output)
+        tensors["output_ids"] = torch.from_numpy(ids)
     if any(request.return_log_probs for request in requests):
-        tensors.update(log_probs(outputs, longest))
-    if any(output.context_logits is not None for output in outputs):
+        tensors.update(log_probs(outputs, longest, wanted))
+    if "context_logits" in wanted and any(each.context_logits is not None for each in outputs):
         tensors["context_logits"] = context_logits(outputs)
     if any(output.context_embeddings is not None for output in outputs):
         tensors["context_embeddings"] = context_embeddings(outputs, beams)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -43,13 +43,17 @@ def to_requests(tensors: Mapping[str, Tensor]) -> list[GenerateRequest]:
 
 
 def to_tensors(
-    requests: Sequence[GenerateRequest], outputs: Sequence[GenerateOutput], default_end_id: int
+    requests: Sequence[GenerateRequest],
+    outputs: Sequence[GenerateOutput],
+    default_end_id: int,
+    wanted: Collection[str],
 ) -> dict[str, Tensor]:
     """The answer's tensors as for a GPT, output_ids [B, beams, largest max_output_len]."""
     whole = max(len(request.input_ids) + request.output_len for request in requests)
     width = max(len(request.input_ids) for request in requests)
-    tensors = conversion.to_tensors(requests, outputs, width, default_end_id, 0)
-    tensors["output_ids"] = tensors["output_ids"][..., : max(1, whole)]
-    for name in ("output_ids", "sequence_length"):
+    tensors = conversion.to_tensors(requests, outputs, width, default_end_id, 0, wanted)
+    if "output_ids" in tensors:
+        tensors["output_ids"] = tensors["output_ids"][..., : max(1, whole)]
+    for name in {"output_ids", "sequence_length"} & tensors.keys():
         tensors[name] = tensors[name].to(torch.int32).contiguous()
     return tensors

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from launcher_scripts.backends.fastertransformer.row_values import (
     beam_axis,
     context_logits,
+    end_ids,
     log_probs,
     row_values,
     token_ids,
     trimmed,
+    write_ids,
 )
 from launcher_scripts.errors import RequestError, problem
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
@@ -43,9 +46,14 @@ def to_requests(tensors: Mapping[str, Tensor]) -> list[GenerateRequest]:
 
 
 def to_tensors(
-    requests: Sequence[GenerateRequest], outputs: Sequence[GenerateOutput], default_end_id: int
+    requests: Sequence[GenerateRequest],
+    outputs: Sequence[GenerateOutput],
+    default_end_id: int,
+    wanted: Collection[str],
 ) -> dict[str, Tensor]:
     """The answer's tensors, batch axis first and a beam axis as wide as the widest row second.
+
+    Of output_ids, log-probabilities and context_logits only those that are `wanted`.
 
     output_ids [B, beam, most tokens asked for]: what was generated, without a beam search the row's
     end id up to the longest row's end, then 0; the hypotheses of a row best first. A row with fewer
@@ -54,19 +62,22 @@ def to_tensors(
     width = max(1, *(request.output_len for request in requests))
     longest = max(len(output.output_ids) for output in outputs)
     beams = beam_axis(outputs)
-    ids = torch.zeros(len(requests), beams, width, dtype=torch.int64)
-    lengths = torch.zeros(len(requests), beams, dtype=torch.int32)
-    for row, (request, output) in enumerate(zip(requests, outputs, strict=True)):
-        if not output.beams:
-            ids[row, 0, :longest] = default_end_id if request.end_id is None else request.end_id
+    lengths = np.zeros((len(requests), beams), dtype=np.int32)
+    for row, output in enumerate(outputs):
         for beam, hypothesis in enumerate(output.hypotheses):
-            length = len(hypothesis.output_ids)
-            ids[row, beam, :length] = torch.tensor(hypothesis.output_ids)
-            lengths[row, beam] = length
-    tensors = {"output_ids": ids.to(torch.int32), "sequence_length": lengths}
+            lengths[row, beam] = len(hypothesis.output_ids)
+    tensors = {"sequence_length": torch.from_numpy(lengths)}
+    if "output_ids" in wanted:
+        ids = np.zeros((len(requests), beams, width), dtype=np.int32)
+        ends = end_ids(requests, default_end_id).astype(np.int32)
+        for row, output in enumerate(outputs):
+            if not output.beams:
+                ids[row, 0, :longest] = ends[row]
+            write_ids(ids[row], 0, output)
+        tensors["output_ids"] = torch.from_numpy(ids)
     if any(request.return_log_probs for request in requests):
-        tensors.update(log_probs(outputs, width))
-    if any(output.context_logits is not None for output in outputs):
+        tensors.update(log_probs(outputs, width, wanted))
+    if "context_logits" in wanted and any(each.context_logits is not None for each in outputs):
         tensors["context_logits"] = context_logits(outputs)
     return tensors
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,12 +23,14 @@ class Shape:
     end_id:          the model's, for rows that name none
     dtype:           the model's compute type
     prompt_start_id: the model's first id that is a virtual token in rows with a prompt
+    wanted:          the tensors that the client asked for
     """
 
     width: int
     end_id: int
     dtype: torch.dtype
     prompt_start_id: int
+    wanted: Collection[str]
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,12 @@ class Conversion:
 
 def _gpt(requests: Requests, outputs: Answers, shape: Shape) -> dict[str, Tensor]:
     return conversion.to_tensors(
-        requests, outputs, shape.width, shape.end_id, shape.prompt_start_id
+        requests, outputs, shape.width, shape.end_id, shape.prompt_start_id, shape.wanted
     )
 
 
 def _t5(requests: Requests, outputs: Answers, shape: Shape) -> dict[str, Tensor]:
-    return conversion_t5.to_tensors(requests, outputs, shape.end_id)
+    return conversion_t5.to_tensors(requests, outputs, shape.end_id, shape.wanted)
 
 
 def _t5_encoder(requests: Requests, outputs: Answers, shape: Shape) -> dict[str, Tensor]:
@@ -54,7 +56,7 @@ def _t5_encoder(requests: Requests, outputs: Answers, shape: Shape) -> dict[str,
 
 
 def _agm(requests: Requests, outputs: Answers, shape: Shape) -> dict[str, Tensor]:
-    return conversion_agm.to_tensors(requests, outputs, shape.end_id)
+    return conversion_agm.to_tensors(requests, outputs, shape.end_id, shape.wanted)
 
 
 # model_type -> its conversion

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton_python_backend_utils as pb_utils
 
-from launcher_scripts.backends.fastertransformer.answers import (
+from launcher_scripts.backends.fastertransformer.answer import (
     Answer,
-    Answers,
     ToTensors,
     error_response,
     send_last,
 )
+from launcher_scripts.backends.fastertransformer.answers import Answers
 from launcher_scripts.backends.fastertransformer.cache_metrics import CacheMetrics
 from launcher_scripts.backends.fastertransformer.conversions import CONVERSIONS, Shape
 from launcher_scripts.backends.fastertransformer.nodes import (
@@ -98,8 +98,9 @@ class TritonPythonModel:
     def _begin(self, request: Any, sender: Any) -> None:
         tensors = input_tensors(request, self._contract.inputs)
         rows = self._conversion.to_requests(tensors)
-        to_tensors = self._to_tensors(rows, tensors["input_ids"].shape[1])
-        answer = self._answer(request, sender, rows, tensors, to_tensors)
+        answer = self._answer(
+            request, sender, rows, tensors, shown=rows, width=tensors["input_ids"].shape[1]
+        )
         answer.start(self._engine.submit)
 
     def _begin_turn(self, request: Any, sender: Any, sessions: Sessions) -> None:
@@ -112,14 +113,13 @@ class TritonPythonModel:
         turn = sessions.begin_turn(
             key, start=bool(control(request, "START")), tensors=tensors, rows=rows
         )
-        width = max(len(row.input_ids) for row in turn.shown)
-        to_tensors = self._to_tensors(turn.shown, width)
         answer = self._answer(
             request,
             sender,
             rows,
             tensors,
-            to_tensors,
+            shown=turn.shown,
+            width=max(len(row.input_ids) for row in turn.shown),
             on_end=lambda: sessions.end_turn(key, turn, end=end),
         )
         answer.start(self._engine.submit, turn.sessions)
@@ -130,10 +130,13 @@ class TritonPythonModel:
         sender: Any,
         rows: Sequence[GenerateRequest],
         tensors: Mapping[str, torch.Tensor],
-        to_tensors: ToTensors,
+        *,
+        shown: Sequence[GenerateRequest],
+        width: int,
         **more: Any,
     ) -> Answer:
-        wanted = set(request.requested_output_names())
+        """shown, width: the rows as the client sees them, and the columns of their input_ids"""
+        wanted = frozenset(request.requested_output_names())
         microseconds = request.timeout()  # 0: the client has not said
         return Answer(
             self._answers,
@@ -141,15 +144,17 @@ class TritonPythonModel:
             rows,
             tensors,
             wanted,
-            to_tensors,
+            self._to_tensors(shown, width, wanted),
             streams=self._streams,
             seconds=microseconds / 1e6 if microseconds else None,
             **more,
         )
 
-    def _to_tensors(self, rows: Sequence[GenerateRequest], width: int) -> ToTensors:
+    def _to_tensors(
+        self, rows: Sequence[GenerateRequest], width: int, wanted: Collection[str]
+    ) -> ToTensors:
         config, dtype = self._engine.config, DTYPES[self._engine.settings.data_type]
-        shape = Shape(width, config.end_id, dtype, prompt_start_id(config))
+        shape = Shape(width, config.end_id, dtype, prompt_start_id(config), wanted)
         return lambda outputs: self._conversion.to_tensors(rows, outputs, shape)
 
     def _lost(self, error: ServerError) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from launcher_scripts.backends.fastertransformer.learned_values import learned_values
 from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.errors import Problems, RequestError, problem
-from launcher_scripts.protocol import GenerateOutput, SamplingParameters
+from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
 
 # contract tensor -> field of SamplingParameters
 SAMPLING_FIELDS = {
@@ -117,17 +118,35 @@ def beam_axis(outputs: Sequence[GenerateOutput]) -> int:
     return max(len(output.hypotheses) for output in outputs)
 
 
-def log_probs(outputs: Sequence[GenerateOutput], longest: int) -> dict[str, Tensor]:
-    """Of every hypothesis, [B, beam] and [B, beam, longest]; 0 where there is none."""
+def end_ids(requests: Sequence[GenerateRequest], default: int) -> np.ndarray:
+    """The id that ends each row, int64 [B]; `default` for those that name none."""
+    return np.array([default if each.end_id is None else each.end_id for each in requests])
+
+
+def write_ids(ids: np.ndarray, start: int, output: GenerateOutput) -> None:
+    """Write what a row generated into its ids [beam, time], from the column `start` on."""
+    for beam, hypothesis in enumerate(output.hypotheses):
+        ids[beam, start : start + len(hypothesis.output_ids)] = hypothesis.output_ids
+
+
+def log_probs(
+    outputs: Sequence[GenerateOutput], longest: int, wanted: Collection[str]
+) -> dict[str, Tensor]:
+    """Of every hypothesis, [B, beam] and, if wanted, [B, beam, longest]; 0 where there is none."""
     beams = beam_axis(outputs)
-    sums = torch.zeros(len(outputs), beams)
-    per_token = torch.zeros(len(outputs), beams, longest)
+    sums = np.zeros((len(outputs), beams), dtype=np.float32)
     for row, output in enumerate(outputs):
         for beam, hypothesis in enumerate(output.hypotheses):
-            values = hypothesis.output_log_probs
             sums[row, beam] = hypothesis.cum_log_probs or 0.0
-            per_token[row, beam, : len(values)] = torch.tensor(values)
-    return {"cum_log_probs": sums, "output_log_probs": per_token}
+    tensors = {"cum_log_probs": torch.from_numpy(sums)}
+    if "output_log_probs" in wanted:
+        per_token = np.zeros((len(outputs), beams, longest), dtype=np.float32)
+        for row, output in enumerate(outputs):
+            for beam, hypothesis in enumerate(output.hypotheses):
+                values = hypothesis.output_log_probs
+                per_token[row, beam, : len(values)] = values
+        tensors["output_log_probs"] = torch.from_numpy(per_token)
+    return tensors
 
 
 def context_embeddings(outputs: Sequence[GenerateOutput], beams: int) -> Tensor:

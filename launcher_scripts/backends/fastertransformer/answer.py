@@ -1,0 +1,248 @@
+"""One request on its way back: one response, or, where the model streams, as tokens come."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from threading import Lock
+from typing import Any
+
+import torch
+import triton_python_backend_utils as pb_utils
+
+from launcher_scripts.backends.fastertransformer.answers import Answers
+from launcher_scripts.backends.fastertransformer.row_values import beam_axis
+from launcher_scripts.engine.row import Progress, Snapshot
+from launcher_scripts.engine.session import Session
+from launcher_scripts.errors import RequestError
+from launcher_scripts.protocol import GenerateOutput, GenerateRequest
+
+Submit = Callable[..., "Future[GenerateOutput]"]
+ToTensors = Callable[[Sequence[GenerateOutput]], dict[str, torch.Tensor]]
+
+
+def nothing() -> None:
+    """What is done where nothing is to be done."""
+
+
+class Answer:
+    """One request's rows.
+
+    A streaming answer sends a response when every row has tokens that the one before did not have:
+    it holds the first n tokens of every row, or all of a row that ended before. n rises by one
+    while no other request has news, else to what there is by then. An error is sent once, as the
+    last response, and ends the request's other rows.
+    """
+
+    def __init__(
+        self,
+        answers: Answers,
+        sender: Any,
+        rows: Sequence[GenerateRequest],
+        tensors: Mapping[str, torch.Tensor],
+        wanted: Collection[str],
+        to_tensors: ToTensors,
+        *,
+        streams: bool,
+        seconds: float | None = None,
+        on_end: Callable[[], None] = nothing,
+    ) -> None:
+        """seconds: how long the answer may take, None: as long as it takes"""
+        self._answers = answers
+        self._sender = sender
+        self._rows = rows
+        self._tensors = tensors
+        self._wanted = wanted
+        self._to_tensors = to_tensors
+        self._streams = streams
+        self._on_end = on_end
+        self._deadline = None if seconds is None else time.monotonic() + seconds
+        self._futures: list[Future[GenerateOutput]] = []
+        self._snapshots: dict[int, Snapshot] = {}  # by row, the newest
+        self._last: list[GenerateOutput | None] = [None] * len(rows)
+        self._error: Any = None
+        self._in_session = False
+        self._sent = 0  # tokens of every row in the responses so far
+        self._ended = False
+        self._sending = Lock()
+
+    def start(self, submit: Submit, sessions: Sequence[Session] = ()) -> None:
+        """Hand the rows to the engine, each with its session if there are any."""
+        self._in_session = bool(sessions)
+        self._futures = futures = [
+            submit(
+                row,
+                self._progress_of(number) if self._streams else None,
+                sessions[number] if sessions else None,
+            )
+            for number, row in enumerate(self._rows)
+        ]
+        self._answers.departures.watch(self)
+        for number, future in enumerate(futures):
+            future.add_done_callback(self._end_of(number))
+
+    def look_for_departure(self) -> None:
+        """Free the rows of a client that has gone, or that waits no longer."""
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self._give_up("UNAVAILABLE", "the request's timeout is over")
+            return
+        with self._sending:  # the server dies of a question about a request that has been answered
+            cancelled = not self._ended and self._sender.is_cancelled()
+        if cancelled:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Free the rows; the client gets an error."""
+        self._give_up("CANCELLED", "the client cancelled the request")
+
+    def send_news(self, *, alone: bool) -> None:
+        """Send a response if there is anything that the ones before did not have.
+
+        alone: no other request has news
+        """
+        with self._sending:
+            if self._ended:
+                return
+            try:
+                self._send_news(alone)
+            except Exception as error:  # the other requests go on
+                traceback.print_exc()
+                self._end(error_response(error))
+
+    def _give_up(self, code: str, why: str) -> None:
+        self._error = self._error or _ended(code, why)
+        self._answers.put(self, urgent=True)
+
+    def _progress_of(self, number: int) -> Progress:
+        def take(snapshot: Snapshot) -> None:
+            self._snapshots[number] = snapshot
+            self._answers.put(self, urgent=not self._sent)
+
+        return take
+
+    def _end_of(self, number: int) -> Callable[[Future[GenerateOutput]], None]:
+        def take(future: Future[GenerateOutput]) -> None:
+            if future.cancelled():
+                return
+            error = future.exception()
+            if error is None:
+                self._last[number] = future.result()
+            else:
+                self._error = self._error or error_response(error)
+            self._answers.put(self, urgent=True)
+
+        return take
+
+    def _send_news(self, alone: bool) -> None:
+        if self._error is not None:
+            self._end(self._error)
+            return
+        ended = [output for output in self._last if output is not None]
+        complete = len(ended) == len(self._rows)
+        tokens = self._tokens_of_all() if self._streams else 0
+        if alone and tokens > self._sent + 1:
+            tokens = self._sent + 1
+            self._answers.put(self, urgent=False)
+        elif complete:
+            self._end(self._response(ended))
+            return
+        if tokens > self._sent:
+            outputs = [
+                _with_tokens(self._snapshots.get(row), last, tokens)
+                for row, last in enumerate(self._last)
+            ]
+            self._sender.send(self._response(outputs))
+            self._sent = tokens
+
+    def _tokens_of_all(self) -> int:
+        """Tokens that every row has; of a row that has ended, as many as the longest one."""
+        tokens = [
+            snapshot.tokens if (snapshot := self._snapshots.get(row)) else 0
+            for row, last in enumerate(self._last)
+            if last is None
+        ]
+        ended = [len(last.output_ids) for last in self._last if last is not None]
+        return min(tokens) if tokens else max(ended)
+
+    def _response(self, outputs: Sequence[GenerateOutput]) -> Any:
+        tensors = self._to_tensors(outputs)
+        if "is_return_progress" in self._tensors:
+            tensors.update(self._progress(outputs, tensors))
+        if self._in_session:
+            tensors = {name: tensor[None] for name, tensor in tensors.items()}
+        return pb_utils.InferenceResponse(
+            [
+                pb_utils.Tensor.from_dlpack(name, torch.utils.dlpack.to_dlpack(tensor))
+                for name, tensor in tensors.items()
+                if name in self._wanted
+            ]
+        )
+
+    def _progress(
+        self, outputs: Sequence[GenerateOutput], tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """How much of each row is news in this response, and whether that was all: [B, beam].
+
+        Hypotheses of a beam search are news as a whole: others may have taken their places.
+        """
+        beams = beam_axis(outputs)
+        before = [
+            0 if output.beams else min(self._sent, len(output.output_ids)) for output in outputs
+        ]
+        ended = [output is last for output, last in zip(outputs, self._last, strict=True)]
+        progress = {
+            "streamed_length": torch.tensor(
+                [[count if self._streams else 0] * beams for count in before], dtype=torch.int32
+            ),
+            "is_finished": torch.tensor([[end] * beams for end in ended]),
+        }
+        if "response_input_lengths" in tensors:
+            progress["text_start"] = tensors["response_input_lengths"].expand(-1, beams).clone()
+            if "is_return_prompt" in self._tensors:
+                progress["text_start"][self._tensors["is_return_prompt"].reshape(-1)] = 0
+        return progress
+
+    def _end(self, response: Any) -> None:
+        """The last response; rows that still run are nobody's any more."""
+        self._ended = True
+        self._answers.departures.forget(self)
+        for future in self._futures:
+            future.cancel()
+        # The futures know this answer by their callbacks. In a circle it would keep its tensors,
+        # which lie in the server's shared memory, until Python looks for circles.
+        self._futures = []
+        self._snapshots.clear()
+        self._on_end()
+        send_last(self._sender, response)
+
+
+def _with_tokens(
+    snapshot: Snapshot | None, last: GenerateOutput | None, tokens: int
+) -> GenerateOutput:
+    """A row when it had `tokens`, or as it ended before; of a beam search the newest."""
+    if snapshot is None or (last is not None and len(last.output_ids) <= tokens):
+        return last
+    return snapshot.output(tokens)
+
+
+def error_response(error: BaseException) -> Any:
+    """The request's own error; a wrong request is the client's, anything else the server's."""
+    code = (
+        pb_utils.TritonError.INVALID_ARG
+        if isinstance(error, RequestError)
+        else pb_utils.TritonError.INTERNAL
+    )
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
+
+
+def send_last(sender: Any, response: Any) -> None:
+    """The last response of a request."""
+    sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+
+def _ended(code: str, why: str) -> Any:
+    """The last response of a request that nobody waits for; code: an attribute of TritonError."""
+    error = pb_utils.TritonError(why, getattr(pb_utils.TritonError, code))
+    return pb_utils.InferenceResponse(error=error)

@@ -1,0 +1,70 @@
+"""Which clients have gone. Triton only says so when it is asked, so a thread asks all the time."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from typing import Protocol
+
+POLL_SECONDS = 0.1  # how often each client is asked about, if that takes no larger share than:
+POLL_SHARE = 15  # asking takes at most one part in so many of the time
+POLLS_AT_ONCE = 8
+
+
+class Watched(Protocol):
+    """Somebody's request."""
+
+    def look_for_departure(self) -> None:
+        """End the request if its client has gone."""
+
+
+class Departures:
+    """The thread that asks about the clients of the requests that are not answered yet."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[Watched, None] = {}  # those asked about last come last
+        self._some = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="departures", daemon=True)
+        self._thread.start()
+
+    def watch(self, request: Watched) -> None:
+        with self._lock:
+            self._open[request] = None
+        self._some.set()
+
+    def forget(self, request: Watched) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+
+    def close(self) -> None:
+        self._closed = True
+        self._some.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._some.wait()
+            if self._closed:
+                return
+            started = time.monotonic()
+            some, count = self._turn()
+            for request in some:
+                request.look_for_departure()
+            del some
+            spent = time.monotonic() - started
+            share = POLL_SECONDS * min(1.0, POLLS_AT_ONCE / max(count, 1))
+            time.sleep(max(share - spent, POLL_SHARE * spent))
+
+    def _turn(self) -> tuple[list[Watched], int]:
+        """Those to be asked about now, and how many are open."""
+        with self._lock:
+            some = list(itertools.islice(self._open, POLLS_AT_ONCE))
+            for request in some:
+                self._open[request] = self._open.pop(request)
+            count = len(self._open)
+            if not count:
+                self._some.clear()
+        return some, count
