@@ -41,7 +41,7 @@ PROCESSES = 8
 SETTLE_SECONDS = 5.0  # in which the clients stop going together
 SECONDS = 8.0  # that count
 CANCELLING = 8  # clients that leave, one after the other
-FAILURES = "nv_inference_request_failure{"
+GIVEN_UP = "launcher_requests_given_up{"
 Record = tuple[float, list[tuple[float, int]]]
 
 
@@ -114,7 +114,7 @@ def ask(
 
 
 def cancelled_ms(ready: dict, model: RandomModel, begin: float) -> list[float]:
-    """Of clients that leave after their first token: until the server counts a failed request."""
+    """Of clients that leave after their first token: until the server has given the request up."""
     times = []
     time.sleep(max(0.0, begin - time.time()))
     for number in range(CANCELLING):
@@ -123,19 +123,19 @@ def cancelled_ms(ready: dict, model: RandomModel, begin: float) -> list[float]:
         inputs = request_inputs(family, np.full((1, INPUTS[0]), 1 + number), OUTPUTS[1])
         asker.begin(model.name, inputs, [grpc.InferRequestedOutput("sequence_length")])
         asker.next()
-        failed, left = failures(ready["metrics"]), time.perf_counter()
+        before, left = given_up(ready["metrics"]), time.perf_counter()
         asker.leave()
-        while failures(ready["metrics"]) == failed and time.perf_counter() < left + 10:
+        while given_up(ready["metrics"]) == before and time.perf_counter() < left + 10:
             time.sleep(0.005)
         times.append(round((time.perf_counter() - left) * 1e3, 1))
     return times
 
 
-def failures(address: str) -> float:
-    """Triton's count of failed requests."""
+def given_up(address: str) -> float:
+    """The server's count of requests that it gave up."""
     with urllib.request.urlopen(f"http://{address}/metrics") as answer:
         lines = answer.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(FAILURES))
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(GIVEN_UP))
 
 
 def figures(records: Sequence[Record], begin: float, end: float) -> dict:

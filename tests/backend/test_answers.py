@@ -58,7 +58,7 @@ class Sender(Request):
 @pytest.fixture
 def answers(backend):  # noqa: F811
     module = importlib.import_module(f"{backend.__package__}.answer")
-    thread = module.Answers()
+    thread = module.Answers(module.nothing)
 
     def start(engine: Engine, sender: Sender, rows: int = 1) -> Any:
         requests = [GenerateRequest((1,), 50)] * rows

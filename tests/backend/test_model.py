@@ -93,15 +93,18 @@ GAUGES: dict[tuple[str, str], float] = {}
 class Gauges:
     """Triton's metrics, in GAUGES by name and model."""
 
-    GAUGE = "gauge"
+    GAUGE, COUNTER = "gauge", "counter"
 
     def __init__(self, name, description, kind):
-        assert description and kind == self.GAUGE
+        assert description and kind in (self.GAUGE, self.COUNTER)
         self.name = name
 
     def Metric(self, labels):
         key = (self.name, labels["model"])
-        return types.SimpleNamespace(set=lambda value: GAUGES.update({key: value}))
+        return types.SimpleNamespace(
+            set=lambda value: GAUGES.update({key: value}),
+            increment=lambda value: GAUGES.update({key: GAUGES.get(key, 0) + value}),
+        )
 
 
 @pytest.fixture
@@ -121,10 +124,10 @@ def backend(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     room = "launcher_scripts.backends.fastertransformer"
-    for name in ("model", "answer", "cache_metrics"):
+    for name in ("model", "answer", "model_metrics"):
         monkeypatch.delitem(sys.modules, f"{room}.{name}", raising=False)
     yield importlib.import_module(f"{room}.model")
-    for name in ("model", "answer", "cache_metrics"):
+    for name in ("model", "answer", "model_metrics"):
         sys.modules.pop(f"{room}.{name}", None)
 
 
@@ -199,7 +202,7 @@ def test_an_answered_request_keeps_nothing(backend, fails):
         return futures[-1]
 
     rows = (GenerateRequest((1,), 1), GenerateRequest((2,), 1))
-    one, thread = Request({}, ()), module.Answers()
+    one, thread = Request({}, ()), module.Answers(module.nothing)
     answer = module.Answer(thread, one, rows, {}, set(), lambda _: {}, streams=False)
     left = weakref.ref(answer)
     gc.disable()
@@ -397,9 +400,11 @@ def test_a_row_that_cannot_run_ends_its_request(streaming_model):
 def test_a_client_that_left_is_generated_for_no_longer(streaming_model):
     asked = request([[3, 4]], [2], [[90]])
     asked.left = True
+    before = GAUGES.get(("launcher_requests_given_up", "tiny"), 0)
     streaming_model.execute([asked])
     assert asked.answered.wait(30)
     assert asked.answers[-1].error.code == "cancelled"
+    assert GAUGES["launcher_requests_given_up", "tiny"] == before + 1
 
 
 def test_a_request_takes_no_longer_than_its_timeout(streaming_model):

@@ -63,6 +63,7 @@ class Answer:
         self._snapshots: dict[int, Snapshot] = {}  # by row, the newest
         self._last: list[GenerateOutput | None] = [None] * len(rows)
         self._error: Any = None
+        self._given_up = False
         self._in_session = False
         self._sent = 0  # tokens of every row in the responses so far
         self._ended = False
@@ -112,7 +113,8 @@ class Answer:
                 self._end(error_response(error))
 
     def _give_up(self, code: str, why: str) -> None:
-        self._error = self._error or _ended(code, why)
+        if self._error is None:
+            self._error, self._given_up = _ended(code, why), True
         self._answers.put(self, urgent=True)
 
     def _progress_of(self, number: int) -> Progress:
@@ -215,6 +217,8 @@ class Answer:
         self._futures = []
         self._snapshots.clear()
         self._on_end()
+        if self._given_up:
+            self._answers.on_give_up()
         send_last(self._sender, response)
 
 

@@ -8,6 +8,7 @@ faster than responses can be sent, a response brings several.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Protocol
@@ -34,7 +35,9 @@ class Answers:
     waits for everybody else's next one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_give_up: Callable[[], None]) -> None:
+        """on_give_up: is called when a request was given up, by the thread"""
+        self.on_give_up = on_give_up
         self.departures = Departures()
         self._lock = Lock()
         self._urgent: dict[Answering, None] = {}

@@ -23,8 +23,8 @@ from launcher_scripts.backends.fastertransformer.answer import (
     send_last,
 )
 from launcher_scripts.backends.fastertransformer.answers import Answers
-from launcher_scripts.backends.fastertransformer.cache_metrics import CacheMetrics
 from launcher_scripts.backends.fastertransformer.conversions import CONVERSIONS, Shape
+from launcher_scripts.backends.fastertransformer.model_metrics import ModelMetrics
 from launcher_scripts.backends.fastertransformer.nodes import (
     end_server_later,
     host_ranks,
@@ -51,7 +51,7 @@ class TritonPythonModel:
         On a node that does not serve: host ranks until the end.
         """
         self._engine = None
-        self._metrics: CacheMetrics | None = None
+        self._metrics: ModelMetrics | None = None
         self._watch = ServerWatch()
         self._status = StatusFile.of_server(args["model_name"])
         self._status.write("loading")
@@ -77,8 +77,8 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from error
         self._streams = pb_utils.using_decoupled_model_transaction_policy(config)
         self._sessions = None if idle is None else Sessions(self._engine, idle)
-        self._answers = Answers()
-        self._metrics = CacheMetrics(args["model_name"], self._engine)
+        self._metrics = ModelMetrics(args["model_name"], self._engine)
+        self._answers = Answers(self._metrics.count_given_up)
         self._engine.timeline.note("the first tokens are generated")
         self._status.write("ready", ranks=self._engine.ranks, timeline=self._engine.timeline.events)
         self._engine.on_failure(self._lost)
@@ -165,12 +165,12 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """End every rank."""
-        if self._metrics is not None:
-            self._metrics.close()
         if self._sessions is not None:
             self._sessions.close()
         self._engine.close()
         self._answers.close()
+        if self._metrics is not None:
+            self._metrics.close()
         self._watch.close()
 
 

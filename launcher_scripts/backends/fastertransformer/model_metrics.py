@@ -1,4 +1,4 @@
-"""How full a model's cache of keys and values is, among the server's metrics."""
+"""What a model adds to the server's metrics: its cache of keys and values, and who left."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from launcher_scripts.engine.engine import Engine
 _SECONDS = 1.0
 _TOKENS = "launcher_kv_cache_tokens"
 _USED = "launcher_kv_cache_tokens_used"
+_GIVEN_UP = "launcher_requests_given_up"
 
 
-class CacheMetrics:
-    """Two gauges of one model, brought up to date every second."""
+class ModelMetrics:
+    """Two gauges of one model, brought up to date every second, and a counter."""
 
     def __init__(self, model: str, engine: Engine) -> None:
         gauge = pb_utils.MetricFamily.GAUGE
@@ -24,10 +25,21 @@ class CacheMetrics:
         ]
         self._tokens, self._used = (f.Metric(labels={"model": model}) for f in self._families)
         self._tokens.set(engine.cache_tokens)
+        family = pb_utils.MetricFamily(
+            name=_GIVEN_UP,
+            description="Requests that were cancelled, or took longer than their timeout",
+            kind=pb_utils.MetricFamily.COUNTER,
+        )
+        self._families.append(family)
+        self._given_up = family.Metric(labels={"model": model})
         self._engine = engine
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cache metrics", daemon=True)
         self._thread.start()
+
+    def count_given_up(self) -> None:
+        """A request was given up, and its rows are free."""
+        self._given_up.increment(1)
 
     def close(self) -> None:
         self._closing.set()
