@@ -16,6 +16,7 @@ from launcher_scripts.protocol import (
     GPT_INPUTS,
     GPT_OUTPUTS,
     IS_RETURN_PROGRESS,
+    LOG_PROBS,
     NOT_IN_ENSEMBLE,
     POSTPROCESSING_INPUTS,
     POSTPROCESSING_OUTPUTS,
@@ -78,8 +79,7 @@ T5_INPUTS = (
 T5_OUTPUTS = (
     array("output_ids", "INT32", (-1, -1), "[beam, time]: generated, end_id, then 0"),
     array("sequence_length", "INT32", (-1,), "[beam]: generated tokens, the end token included"),
-    array("cum_log_probs", "FP32", (-1,), "[beam]: sum of the tokens' log-probabilities"),
-    array("output_log_probs", "FP32", (-1, -1), "[beam, generated]: per token"),
+    *LOG_PROBS,
     array(
         "context_logits",
         "FP32",

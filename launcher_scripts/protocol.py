@@ -46,6 +46,12 @@ def scalar(name: str, dtype: str, default: Any, meaning: str, **more: Any) -> Te
     return Tensor(name, dtype, default=default, meaning=meaning, **more)
 
 
+# Per token of the top k or, with top_p alone and in a beam search, of the whole vocabulary.
+LOG_PROBS = (
+    array("cum_log_probs", "FP32", (-1,), "[beam]: sum over the tokens, of the whole vocabulary"),
+    array("output_log_probs", "FP32", (-1, -1), "[beam, generated]: per token; 0 if of top k 1"),
+)
+
 # What the text models need to send text as it comes; the ensemble asks for it.
 IS_RETURN_PROGRESS = scalar(
     "is_return_progress", "BOOL", False, "return streamed_length and is_finished", extension=True
@@ -117,8 +123,7 @@ GPT_OUTPUTS = (
     array("output_ids", "UINT32", (-1, -1), "[beam, time]: prompt, generated, end_id padding"),
     array("sequence_length", "UINT32", (-1,), "[beam]: prompt and generated tokens"),
     array("response_input_lengths", "INT32", (-1,), "[beam]: prompt length"),
-    array("cum_log_probs", "FP32", (-1,), "[beam]: sum of the tokens' log-probabilities"),
-    array("output_log_probs", "FP32", (-1, -1), "[beam, generated]: per token"),
+    *LOG_PROBS,
     array("context_embeddings", "FP32", (-1, -1), "[beam, hidden]: summed context states"),
     array(
         "context_logits",
@@ -266,7 +271,7 @@ class GenerateOutput:
     output_ids:       generated ids, an end token included
     cum_log_probs:    sum of log p over the generated tokens, p over the whole vocabulary after
                       temperature and penalties; None unless asked for
-    output_log_probs: one value per generated token
+    output_log_probs: one value per generated token, as LOG_PROBS says
     context_logits:   float32 [prompt tokens, vocab], or None; the prompt is the decoder's
     context_embeddings: float32 [hidden], the sum of the prompt's states before the final norm, or
                       None

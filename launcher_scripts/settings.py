@@ -62,8 +62,9 @@ class ExportSettings:
     <triton_model_dir>/1/<tp_size>-gpu. model_type is what the model is served as; "" where only the
     shards are wanted. num_attention_heads is for checkpoints that do not say it.
     prompt_, ia3_ and adapter_checkpoints are added to the base in order; ia3_in_place folds IA3
-    into the weights. decoupled: the served model answers as tokens come. interactive: its
-    requests belong to sessions, interactive_sessions of them at once.
+    into the weights. allow_nonfinite: weights may be NaN or infinite. decoupled: the served model
+    answers as tokens come. interactive: its requests belong to sessions, interactive_sessions of
+    them at once.
     """
 
     model_name: str
@@ -91,6 +92,7 @@ class ExportSettings:
     adapter_checkpoints: tuple[str, ...] = ()
     training_checkpoint: str = "last"
     verify: bool = False
+    allow_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         problems = Problems("the export settings")

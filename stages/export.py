@@ -50,6 +50,7 @@ class ExportModel:
     ia3_in_place: bool
     adapter_checkpoints: tuple[str, ...]
     verify: bool
+    allow_nonfinite: bool
     overwrite: bool
 
 
@@ -97,6 +98,7 @@ class Export(Stage):
             processes=model.processes,
             training_checkpoint=model.training_checkpoint,
             verify=model.verify,
+            allow_nonfinite=model.allow_nonfinite,
             overwrite=model.overwrite,
             tokenizer=_tokenizer(model.tokenizer),
             max_batch_size=deployment.max_batch_size,

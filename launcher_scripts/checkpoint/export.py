@@ -1,46 +1,31 @@
-"""From a source checkpoint to FasterTransformer's shards: check, plan, then write.
-
-Tensors are independent, so threads share them: numpy, the hash and the operating system all work
-outside of Python's lock. Every thread holds one strip of one file in memory, and a copy of a
-tensor only where the source has it in pieces.
-"""
+"""From a source checkpoint to FasterTransformer's shards: check, plan, then write."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import threading
-from collections.abc import Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from launcher_scripts.checkpoint import SOURCES, nemo_training, tokenizer_files
 from launcher_scripts.checkpoint.archive import Archive
-from launcher_scripts.checkpoint.fastertransformer import FTWriter, WeightFile
+from launcher_scripts.checkpoint.fastertransformer import FTWriter
 from launcher_scripts.checkpoint.forecast import Forecast, weight_bytes
 from launcher_scripts.checkpoint.hints import Hints
 from launcher_scripts.checkpoint.journal import identity
 from launcher_scripts.checkpoint.learned import with_learned_parts
 from launcher_scripts.checkpoint.manifest import TOOL_VERSION
 from launcher_scripts.checkpoint.output_folder import partial_folder, refuse_existing
-from launcher_scripts.checkpoint.plan import SourceCheckpoint, Task, make_plan
+from launcher_scripts.checkpoint.plan import SourceCheckpoint, make_plan
 from launcher_scripts.checkpoint.progress import Progress
-from launcher_scripts.checkpoint.reshard import rank_columns
 from launcher_scripts.checkpoint.served_types import backend_model_type
-from launcher_scripts.checkpoint.streaming import strips
+from launcher_scripts.checkpoint.unfit import refuse_unfit
 from launcher_scripts.checkpoint.verification import verify_export
-from launcher_scripts.checkpoint.workspace import Workspace
+from launcher_scripts.checkpoint.write_tasks import write_all
 from launcher_scripts.errors import CheckpointError, ConfigError, Problems, lookup, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.settings import ExportSettings
-
-
-class Stopped(Exception):
-    """Another thread failed, or the user asked to stop."""
 
 
 def export(settings: ExportSettings) -> Path:
@@ -95,8 +80,9 @@ def export(settings: ExportSettings) -> Path:
         for name, content in (files | checkpoint.extra_files()).items():
             writer.copy(content, name)
         progress = Progress(f"exporting {path.name}", total)
-        _write_all(tasks, writer, archive, progress, settings.processes)
+        unfit = write_all(tasks, writer, archive, progress, settings)
         progress.close()
+        refuse_unfit(tasks, unfit, f"the weights of {path}")
         writer.seal()
         if settings.verify:
             verify_export(writer.partial, tasks, settings.processes)
@@ -126,6 +112,7 @@ def _name(
         "tp_size": settings.parallelism.tp_size,
         "weight_data_type": settings.weight_data_type,
         "ia3_in_place": settings.ia3_in_place,
+        "allow_nonfinite": settings.allow_nonfinite,
         "tool": TOOL_VERSION,
     }
     parts = (
@@ -210,67 +197,3 @@ def _free_space(target: Path) -> int:
 
 def _existing_parent(target: Path) -> Path:
     return next(path for path in target.absolute().parents if path.is_dir())
-
-
-def _write_all(
-    tasks: list[Task], writer: FTWriter, archive: Archive, progress: Progress, processes: int
-) -> None:
-    """Largest tensors first, on no more threads than there are processors to run them."""
-    stop = threading.Event()
-    own = threading.local()
-    workers = min(processes, len(os.sched_getaffinity(0)), len(tasks))
-
-    def run(task: Task) -> None:
-        _write_task(task, writer, archive, stop, progress, own.workspace)
-        for values in task.views():
-            archive.forget(values)
-
-    def start() -> None:
-        own.workspace = Workspace()
-
-    with ThreadPoolExecutor(workers, initializer=start) as pool:
-        try:
-            ordered = sorted(tasks, key=lambda task: task.nbytes, reverse=True)
-            futures = [pool.submit(run, task) for task in ordered]
-            wait(futures, return_when=FIRST_EXCEPTION)
-            failed = next((f for f in futures if f.done() and f.exception() is not None), None)
-            if failed is not None:
-                failed.result()
-        finally:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-
-
-def _write_task(
-    task: Task,
-    writer: FTWriter,
-    archive: Archive,
-    stop: threading.Event,
-    progress: Progress,
-    workspace: Workspace,
-) -> None:
-    spec, tp_size = task.spec, writer.tp_size
-    ranks = range(tp_size if spec.partition.per_rank else 1)
-    files = [WeightFile(spec, task.layer, tp_rank) for tp_rank in ranks]
-    missing = [file for file in files if not writer.holds(file)]
-    size = int(np.prod(spec.shape_on(task.config, tp_size))) * writer.dtype.itemsize
-    progress.add(size * (len(files) - len(missing)))
-    if not missing:
-        return
-    for values in task.views():
-        archive.check(values, task.name)
-    blocks = task.blocks(workspace)
-    for file in missing:
-        columns = rank_columns(spec, task.config, tp_size, file.tp_rank, blocks)
-        pieces = strips(columns, writer.dtype, task.name, workspace)
-        writer.write(file, _watched(pieces, stop, progress))
-
-
-def _watched(
-    pieces: Iterator[np.ndarray], stop: threading.Event, progress: Progress
-) -> Iterator[np.ndarray]:
-    for piece in pieces:
-        if stop.is_set():
-            raise Stopped
-        yield piece
-        progress.add(piece.nbytes)

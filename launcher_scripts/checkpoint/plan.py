@@ -100,6 +100,7 @@ def _float32(values: np.ndarray) -> np.ndarray:
 class Task:
     """One tensor to export: a row of the table, its layer, and the source tensors it is made of.
 
+    keys:   the names of these in the source
     scales: what multiplies the stored form, in order
     """
 
@@ -107,6 +108,7 @@ class Task:
     layer: int | None
     config: ModelConfig
     layout: Layout
+    keys: tuple[str, ...]
     tensors: tuple[SourceTensor, ...]
     scales: tuple[Scale, ...] = ()
 
@@ -237,7 +239,7 @@ def _task(
     if missing:
         return None, keys
     tensors = tuple(tensor for tensor in found if tensor is not None)
-    return Task(spec, layer, checkpoint.config, layout, tensors), keys
+    return Task(spec, layer, checkpoint.config, layout, tuple(keys), tensors), keys
 
 
 def _note_unclaimed(names: set[str], problems: Problems) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from launcher_scripts.checkpoint.dtypes import converted, plain, widened
+from launcher_scripts.checkpoint.dtypes import BFLOAT16, converted, plain, widened
 from launcher_scripts.checkpoint.workspace import Workspace
 from launcher_scripts.errors import CheckpointError
 
@@ -23,8 +23,37 @@ _GAP = 16
 _LEAST_ROWS = 16
 
 
+class UnfitValues(CheckpointError):
+    """A tensor has values that its file cannot hold."""
+
+
+class NonfiniteValues(UnfitValues):
+    """A tensor has values that are NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A type of files. most: its largest value;  wider: the types that hold more"""
+
+    name: str
+    most: float
+    wider: str
+
+
+_KINDS = {
+    np.dtype("<f2"): _Kind("fp16", 65504, "bf16 or fp32"),
+    BFLOAT16: _Kind("bf16", 3.38953e38, "fp32"),
+    np.dtype("<f4"): _Kind("fp32", 3.40282e38, ""),
+}
+
+
 def strips(
-    columns: Sequence[np.ndarray], dtype: np.dtype, name: str, workspace: Workspace | None = None
+    columns: Sequence[np.ndarray],
+    dtype: np.dtype,
+    name: str,
+    workspace: Workspace | None = None,
+    *,
+    allow_nonfinite: bool = False,
 ) -> Iterator[np.ndarray]:
     """Consecutive row-major pieces of the arrays standing side by side, converted to `dtype`.
 
@@ -33,10 +62,10 @@ def strips(
     workspace: the thread's memory for strips and tiles
 
     A strip is valid until the next is asked for. Conversion is exact to a wider type, rounded to
-    nearest even to a narrower one. Raises CheckpointError when a finite value is beyond float16's
-    range.
+    nearest even to a narrower one. Raises UnfitValues for a finite value beyond the range of
+    `dtype` and, unless allow_nonfinite, NonfiniteValues.
     """
-    convert = _Conversion(dtype, name, workspace or Workspace())
+    convert = _Conversion(dtype, name, workspace or Workspace(), allow_nonfinite)
     matrices = [column.reshape(-1, column.shape[-1]) for column in columns]
     if len(matrices) == 1 and matrices[0].flags.c_contiguous:
         yield from _flat_strips(matrices[0].reshape(-1), convert)
@@ -91,30 +120,38 @@ class _Conversion:
     dtype: np.dtype
     name: str
     memory: Workspace
+    allow_nonfinite: bool
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
-        """Raises CheckpointError when a finite value is beyond float16's range."""
         found = converted(values, self.dtype, self.memory)
-        narrower = self.dtype == np.float16 and values.dtype != self.dtype
-        if narrower and _has_infinity(found):
-            wide = widened(values)
-            finite = wide[np.isfinite(wide)]
-            most = float(np.abs(finite).max()) if finite.size else 0.0
-            if most > np.finfo(self.dtype).max:
-                raise CheckpointError(
-                    f"{self.name} does not fit fp16: its values reach {most:g}, fp16 holds "
-                    f"{np.finfo(self.dtype).max:g}; set export.model.weight_data_type to bf16 or "
-                    "fp32"
-                )
+        kept = values.dtype == self.dtype and self.allow_nonfinite
+        if not kept and not _all_finite(found):
+            self._judge(widened(values), found)
         return found
 
+    def _judge(self, values: np.ndarray, found: np.ndarray) -> None:
+        """Raises UnfitValues where what is not finite in `found` may not be."""
+        finite = np.isfinite(values)
+        if not self.allow_nonfinite and not finite.all():
+            raise NonfiniteValues(f"{self.name} has NaN or infinite values")
+        lost = values[finite & ~np.isfinite(widened(found))]
+        if lost.size:
+            kind = _KINDS[self.dtype]
+            wider = f"; set export.model.weight_data_type to {kind.wider}" if kind.wider else ""
+            raise UnfitValues(
+                f"{self.name} does not fit {kind.name}: its values reach {np.abs(lost).max():g}, "
+                f"{kind.name} holds {kind.most:g}{wider}"
+            )
 
-def _has_infinity(halves: np.ndarray) -> bool:
-    """Whether any float16 is infinite or no number, by its bits, which isfinite is slow at.
 
-    The exponent is all ones from 0x7c00 up among positive numbers (the largest of the bits as
-    signed) and from 0xfc00 up among negative ones (the largest as unsigned).
+def _all_finite(values: np.ndarray) -> bool:
+    """Whether no value is NaN or infinite, of two bytes by the bits, which isfinite is slow at.
+
+    The exponent is all ones from its own bits up among positive numbers (the largest of the bits
+    as signed) and from those with the sign up among negative ones (the largest as unsigned).
     """
-    if not halves.size:
-        return False
-    return bool(halves.view("<i2").max() >= 0x7C00 or halves.view("<u2").max() >= 0xFC00)
+    if values.dtype == np.float32 or not values.size:
+        return bool(np.isfinite(values).all())
+    exponent = 0x7F80 if values.dtype == BFLOAT16 else 0x7C00
+    largest, unsigned = values.view("<i2").max(), values.view("<u2").max()
+    return bool(largest < exponent and unsigned < exponent | 0x8000)

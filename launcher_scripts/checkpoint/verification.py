@@ -74,7 +74,8 @@ def _same(checkpoint: FTCheckpoint, task: Task, workspace: Workspace) -> bool:
     data = found.reshape(-1).view(np.uint8)
     columns = [unit for block in task.blocks(workspace) for unit in block]
     at = 0
-    for strip in strips(columns, checkpoint.dtype, task.name, workspace):
+    pieces = strips(columns, checkpoint.dtype, task.name, workspace, allow_nonfinite=True)
+    for strip in pieces:
         expected = strip.reshape(-1).view(np.uint8)
         if not np.array_equal(data[at : at + expected.size], expected):
             return False

@@ -53,7 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def add_text_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--return_log_probs", action="store_true", help="print the tokens' log-probabilities too"
+        "--return_log_probs",
+        action="store_true",
+        help="print the tokens' log-probabilities too: output_log_probs among the top k, so 0 for "
+        "k 1; over the whole vocabulary with -topk 0 -topp 0.000001",
     )
     parser.add_argument(
         "--output-len",

@@ -30,6 +30,8 @@ from launcher_scripts.engine.row_state import RowStates
 
 # What a hypothesis that ended loses, so that it goes on only where nothing else can.
 ENDED = -1e9
+# Decides over any log-probability already, and 63 of it stay below NEVER.
+MOST_BONUS = 1e6
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def _bonus(batch: BeamBatch, diversity: Tensor, siblings: int, states: RowStates
     slots = batch.slots.view(-1, batch.width)[:, 0]
     length = states.length[slots] - states.prompt_length[slots] + 1
     unit = diversity * length.float()[:, None] ** batch.len_penalty  # [G, 1]
-    unit = torch.where(diversity == 0, 0.0, unit)
+    unit = torch.where(diversity == 0, 0.0, unit).clamp(-MOST_BONUS, MOST_BONUS)
     return unit * (torch.arange(siblings, device=slots.device) % batch.width)
 
 

@@ -22,6 +22,7 @@ MOST_IDS = 1 << 32
 ENCODER_DECODERS = (T5Config, BartConfig)
 MOST_BEAMS = 64
 MOST_LENGTH_PENALTY = 32  # an exponent that every length still fits
+MOST_PENALTY = 1e15  # what logits stay finite in float32 under, at any temperature
 PENALTIES_EXCLUDE = (
     "Found ambiguous parameters repetition_penalty and presence_penalty which are mutually "
     "exclusive. Please provide one of repetition_penalty or presence_penalty."
@@ -120,7 +121,10 @@ def _check_ids(problems: Problems, request: GenerateRequest, config: ModelConfig
         wrong = [token for word in words for token in word if token not in vocabulary]
         if wrong:
             problems.add(f"{name} has ids outside of the vocabulary", got=wrong[:5], choices=valid)
-    if len({word for word in request.bad_words if len(word) == 1}) >= config.vocab_size:
+    forbidden = {word[0] for word in request.bad_words if len(word) == 1}
+    if request.sampling.min_length:
+        forbidden.add(config.end_id if request.end_id is None else request.end_id)
+    if forbidden.issuperset(vocabulary):
         problems.add("bad_words_list forbids every token of the vocabulary")
 
 
@@ -166,12 +170,13 @@ def _check_sampling(problems: Problems, sampling: SamplingParameters) -> None:
     )
     for name in at_least_zero:
         _check_range(problems, name, getattr(sampling, name), 0, math.inf)
-    _check_range(problems, "repetition_penalty", sampling.repetition_penalty, 0, math.inf, True)
-    _check_range(problems, "presence_penalty", sampling.presence_penalty, -math.inf, math.inf)
+    repetition, presence = sampling.repetition_penalty, sampling.presence_penalty
+    _check_range(problems, "repetition_penalty", repetition, 1 / MOST_PENALTY, MOST_PENALTY)
+    _check_range(problems, "presence_penalty", presence, -MOST_PENALTY, MOST_PENALTY)
     _check_range(problems, "runtime_top_p", sampling.top_p, 0, 1)
     _check_range(problems, "top_p_decay", sampling.top_p_decay, 0, 1, True)
     _check_range(problems, "top_p_min", sampling.top_p_min, 0, 1)
-    if sampling.repetition_penalty != 1 and sampling.presence_penalty != 0:
+    if repetition != 1 and presence != 0:
         problems.add(PENALTIES_EXCLUDE)
 
 
@@ -204,5 +209,5 @@ def _check_range(
         bracket = "(" if above_low or low == -math.inf else "["
         end = ")" if high == math.inf else "]"
         problems.add(
-            f"{name} is out of range", got=value, choices=(f"{bracket}{low}, {high}{end}",)
+            f"{name} is out of range", got=value, choices=(f"{bracket}{low:g}, {high:g}{end}",)
         )

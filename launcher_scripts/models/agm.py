@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from launcher_scripts.errors import CheckpointError, Problems
-from launcher_scripts.models.family import Partition, Source, WeightSpec
+from launcher_scripts.models.family import Partition, Source, WeightSpec, check_numbers
 from launcher_scripts.parallel import divisors
 
 ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")
@@ -56,6 +56,7 @@ class AgmConfig:
             )
         if self.activation not in ACTIVATIONS:
             problems.add("unknown activation", got=self.activation, choices=ACTIVATIONS)
+        check_numbers(problems, self)
         problems.raise_if_any(CheckpointError)
 
     @property

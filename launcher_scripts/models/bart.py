@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from launcher_scripts.errors import CheckpointError, Problems
-from launcher_scripts.models.family import Partition, Source, WeightSpec
+from launcher_scripts.models.family import Partition, Source, WeightSpec, check_numbers
 from launcher_scripts.parallel import divisors
 
 NORM_PLACEMENTS = ("pre", "post")
@@ -61,6 +61,7 @@ class BartConfig:
         for name, choices in (("norm_placement", NORM_PLACEMENTS), ("activation", ACTIVATIONS)):
             if getattr(self, name) not in choices:
                 problems.add(f"unknown {name}", got=getattr(self, name), choices=choices)
+        check_numbers(problems, self)
         problems.raise_if_any(CheckpointError)
 
     @property

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Protocol
+
+from launcher_scripts.errors import Problems
+
+# What a hyperparameter that is no whole number may be, so that float32 holds it and its inverse.
+REALS = (1e-30, 1e30)
+REAL_RANGES = {"norm_eps": (1e-30, 1.0)}
 
 
 class Partition(str, Enum):
@@ -111,6 +117,34 @@ class ModelConfig(Protocol):
     def local_size(self, axis: str, tp_size: int) -> int:
         """Size on one of `tp_size` ranks of a split axis called `axis` (an attribute name)."""
         ...
+
+
+def check_numbers(problems: Problems, config: Any) -> None:
+    """Note the real numbers and token ids of `config` that no model can have.
+
+    Start ids are read by the model, so they are of its vocabulary. End and pad ids are only
+    compared and written: vocab_size is one that never comes. What FasterTransformer assumes where
+    a checkpoint says nothing, GPT's 50256, may be any.
+    """
+    defaults = {each.name: each.default for each in fields(config)}
+    for name in (each.name for each in fields(config) if each.type == "float"):
+        least, most = REAL_RANGES.get(name, REALS)
+        value = getattr(config, name)
+        if not least <= value <= most:
+            problems.add(f"{name} is out of range", got=value, choices=(f"{least:g} to {most:g}",))
+    for name, others, most in (
+        ("start_id", "decoder_start_token_id", config.vocab_size - 1),
+        ("end_id", "eos_token_id", config.vocab_size),
+        ("pad_id", "pad_token_id", config.vocab_size),
+    ):
+        token = getattr(config, name)
+        if token not in (None, defaults[name]) and not 0 <= token <= most:
+            problems.add(
+                f"{name} ({others}) is no id of the vocabulary",
+                got=token,
+                choices=(f"0-{most}",),
+                change=f"it in config.ini, or export.model.tokenizer.{name} for an export",
+            )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from math import gcd
 
 from launcher_scripts.errors import CheckpointError, Problems
 from launcher_scripts.models import gpt_dialects, learned_parts
-from launcher_scripts.models.family import Partition, WeightSpec
+from launcher_scripts.models.family import Partition, WeightSpec, check_numbers
 from launcher_scripts.models.learned_parts import NO_PARTS, LearnedParts, LearnedPartSizes
 from launcher_scripts.parallel import divisors
 
@@ -82,6 +82,7 @@ class GPTConfig(LearnedPartSizes):
                 got=self.num_kv_heads,
                 choices=divisors(self.num_heads),
             )
+        check_numbers(problems, self)
         problems.raise_if_any(CheckpointError)
 
     @property

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from launcher_scripts.errors import CheckpointError, Problems
+from launcher_scripts.models.family import check_numbers
 from launcher_scripts.models.learned_parts import NO_PARTS, LearnedParts, LearnedPartSizes
 from launcher_scripts.parallel import divisors
 
@@ -80,6 +81,7 @@ class T5Config(LearnedPartSizes):
                 problems.add(f"unknown {name}", got=getattr(self, name), choices=choices)
         if self.position_embedding == "relative":
             self._check_buckets(problems)
+        check_numbers(problems, self)
         problems.raise_if_any(CheckpointError)
 
     def _check_buckets(self, problems: Problems) -> None:

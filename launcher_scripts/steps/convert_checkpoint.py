@@ -63,6 +63,7 @@ FLAGS = FlagTable(
         "adapter_checkpoints": Flag("adapters and LoRA to add, in this order", metavar="PATH"),
         "training_checkpoint": Flag("which one of a training's folder", metavar="last|best|NAME"),
         "verify": Flag("rebuild every tensor from the written files and compare with the source"),
+        "allow_nonfinite": Flag("export NaN and infinite weights as they are"),
     },
     left_out=(
         "model_name",

@@ -29,7 +29,7 @@ from tests.engine.small_models import (
     write_checkpoint,
 )
 
-CONFIG = small_config(end_id=1000)
+CONFIG = small_config(end_id=67)
 
 
 class Tensor:
@@ -182,8 +182,8 @@ def test_requests_are_answered_each_on_its_own(backend, tmp_path, monkeypatch):
     assert set(answer) == {"output_ids", "sequence_length"}
     assert answer["output_ids"].dtype == torch.uint32
     assert answer["output_ids"].tolist() == [
-        [[3, 4, 5, *expected[0], 1000, 1000]],
-        [[6, 7, *expected[1], 1000]],
+        [[3, 4, 5, *expected[0], 67, 67]],
+        [[6, 7, *expected[1], 67]],
     ]
     for one, text in ((bad_row, "outside of the vocabulary"), (bad_tensor, "input_lengths")):
         assert len(one.answers) == 1

@@ -84,6 +84,52 @@ def test_what_is_written_is_read_back(tmp_path: Path, config: Any, weight_data_t
     assert config_ini.read_config(tmp_path) == config_ini.ConfigIni(config, 2, weight_data_type)
 
 
+@pytest.mark.parametrize(
+    ("config", "line", "value", "message"),
+    [
+        (GPTConfig(**GPT), "start_id = 50256", "100", "start_id .*got 100; choices: 0-99; change"),
+        (GPTConfig(**GPT), "start_id = 50256", "1000000000", "start_id .*got 1000000000"),
+        (GPTConfig(**GPT), "end_id = 50256", "1000000000", "end_id .*choices: 0-100; change"),
+        (GPTConfig(**GPT), "end_id = 50256", "-1", "end_id .*got -1"),
+        (GPTConfig(**GPT, pad_id=4), "pad_id = 4", "1000000000", "pad_id .*got 1000000000"),
+        (GPTConfig(**GPT), "layernorm_eps = 1e-05", "inf", "norm_eps is .*got inf; choices: 1e-30"),
+        (GPTConfig(**GPT), "layernorm_eps = 1e-05", "nan", "norm_eps is out of range; got nan"),
+        (GPTConfig(**GPT), "layernorm_eps = 1e-05", "-1e-05", "norm_eps is out of range"),
+        (GPTConfig(**GPT), "layernorm_eps = 1e-05", "0", "norm_eps is out of range"),
+        (GPTConfig(**GPT), "rotary_base = 10000.0", "nan", "rotary_base is out of range; got nan"),
+        (T5Config(**T5), "decoder_start_token_id = 0", "1000000000", "decoder_start_token_id"),
+        (T5Config(**T5), "eos_token_id = 1", "1000000000", r"end_id \(eos_token_id\)"),
+        (T5Config(**T5), "pad_id = 0", "1000000000", "pad_id .*got 1000000000"),
+        (T5Config(**T5), "norm_eps = 1e-06", "inf", "norm_eps is out of range"),
+        (T5Config(**T5), "logits_scale = 1.0", "inf", "logits_scale is out of range"),
+        (BartConfig(**BART), "decoder_start_token_id = 2", "1000000000", "decoder_start_token_id"),
+        (BartConfig(**BART), "eos_token_id = 2", "1000000000", "eos_token_id"),
+        (BartConfig(**BART), "pad_token_id = 1", "1000000000", "pad_token_id"),
+        (BartConfig(**BART), "norm_eps = 1e-05", "inf", "norm_eps is out of range"),
+        (AgmConfig(**AGM), "decoder_start_token_id = 2", "1000000000", "decoder_start_token_id"),
+        (AgmConfig(**AGM), "eos_token_id = 2", "1000000000", "eos_token_id"),
+        (AgmConfig(**AGM), "norm_eps = 1e-05", "inf", "norm_eps is out of range"),
+    ],
+    ids=lambda value: value.replace(" ", "") if isinstance(value, str) else None,
+)
+def test_numbers_that_no_model_has_are_refused(
+    tmp_path: Path, config: Any, line: str, value: str, message: str
+) -> None:
+    text = config_ini.format_config(config, 2, "fp16")
+    assert f"\n{line}\n" in text
+    key = line.split(" ")[0]
+    (tmp_path / "config.ini").write_text(text.replace(f"\n{line}\n", f"\n{key} = {value}\n"))
+    with pytest.raises(CheckpointError, match=message) as raised:
+        config_ini.read_config(tmp_path)
+    assert str(tmp_path / "config.ini") in str(raised.value)
+
+
+def test_an_end_that_never_comes_is_read(tmp_path: Path) -> None:
+    config = GPTConfig(**GPT, start_id=99, end_id=100, pad_id=100)
+    (tmp_path / "config.ini").write_text(config_ini.format_config(config, 1, "fp16"))
+    assert config_ini.read_config(tmp_path).config == config
+
+
 def test_every_family_has_a_format() -> None:
     assert set(config_ini.FORMATS) == set(FAMILIES)
 

@@ -19,6 +19,7 @@ import torch
 import yaml
 
 from launcher_scripts.checkpoint import export as export_module
+from launcher_scripts.checkpoint import write_tasks
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
 from launcher_scripts.errors import CheckpointError, ConfigError, LauncherError
 from launcher_scripts.parallel import Parallelism
@@ -205,12 +206,12 @@ def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_failing_thread_stops_the_others(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(_columns: Any, dtype: Any, name: str, _workspace: Any) -> Any:
+    def failing(_columns: Any, dtype: Any, name: str, *_: Any, **__: Any) -> Any:
         if "layers.2" in name:
             raise CheckpointError(f"{name} cannot be read")
         yield np.zeros(0, dtype)
 
-    monkeypatch.setattr(export_module, "strips", failing)
+    monkeypatch.setattr(write_tasks, "strips", failing)
     with pytest.raises(CheckpointError):
         export_folder(source, tmp_path)
     assert not (tmp_path / "m").exists()

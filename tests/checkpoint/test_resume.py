@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher_scripts.checkpoint import export as export_module
+from launcher_scripts.checkpoint import write_tasks
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint, FTWriter, WeightFile
 from launcher_scripts.checkpoint.journal import FILE_NAME, Journal
 from launcher_scripts.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder
+from tests.checkpoint.test_export_failures import edited
 from tests.checkpoint_maker import Variant, make_nemo, rebuilt, small_config
 
 Write = Callable[..., None]
@@ -116,7 +117,7 @@ def test_an_error_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupted(source, tmp_path, 20)
-    monkeypatch.setattr(export_module, "strips", lambda *_: iter(()))
+    monkeypatch.setattr(write_tasks, "strips", lambda *_, **__: iter(()))
     with pytest.raises(CheckpointError, match="has another size"):
         export_folder(source, tmp_path, 2)
     assert not (tmp_path / "m" / "1" / "2-gpu.partial").exists()
@@ -156,16 +157,33 @@ def test_verification_finds_a_wrong_shard(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks written in the wrong order have the right sizes and digests, and still are wrong."""
-    right = export_module.rank_columns
+    right = write_tasks.rank_columns
 
     def wrong(spec: Any, config: Any, tp_size: int, tp_rank: int, blocks: Any) -> list[np.ndarray]:
         if spec.name == "layers.*.mlp.dense_4h_to_h.weight":
             tp_rank = tp_size - 1 - tp_rank
         return right(spec, config, tp_size, tp_rank, blocks)
 
-    monkeypatch.setattr(export_module, "rank_columns", wrong)
+    monkeypatch.setattr(write_tasks, "rank_columns", wrong)
     with pytest.raises(CheckpointError, match="4 problems") as caught:
         export_folder(source, tmp_path, 2, verify=True)
     assert "layers.3.mlp.dense_4h_to_h.weight is not what the source holds" in str(caught.value)
     assert not (tmp_path / "m").exists()
     export_folder(source, tmp_path, 2)
+
+
+def test_what_was_allowed_before_is_looked_at_again(tmp_path: Path, written: list[str]) -> None:
+    """NaN weights of an interrupted export that allowed them are not taken over."""
+    source = tmp_path / "source.nemo"
+    make_nemo(source, small_config())
+
+    def change(state: dict[str, Any]) -> None:
+        for layer in range(small_config().num_layers):
+            key = f"encoder.layers.{layer}.self_attention.query_key_value.weight"
+            state[f"model.language_model.{key}"][0] = np.nan
+
+    edited(source, change)
+    interrupted(source, tmp_path, 2, allow_nonfinite=True)
+    assert all("query_key_value.weight" in name for name in written)
+    with pytest.raises(CheckpointError, match="4 problems in the weights"):
+        export_folder(source, tmp_path, 2)

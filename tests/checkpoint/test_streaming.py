@@ -11,15 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher_scripts.checkpoint import streaming
-from launcher_scripts.checkpoint.dtypes import BFLOAT16
-from launcher_scripts.checkpoint.streaming import strips
+from launcher_scripts.checkpoint.dtypes import BFLOAT16, converted
+from launcher_scripts.checkpoint.streaming import NonfiniteValues, UnfitValues, strips
 from launcher_scripts.errors import CheckpointError
 
 F4, F2 = np.dtype("<f4"), np.dtype("<f2")
 
 
-def content(columns: list[np.ndarray], dtype: np.dtype) -> bytes:
-    return b"".join(np.ascontiguousarray(strip).tobytes() for strip in strips(columns, dtype, "t"))
+def content(columns: list[np.ndarray], dtype: np.dtype, **more: bool) -> bytes:
+    pieces = strips(columns, dtype, "t", **more)
+    return b"".join(np.ascontiguousarray(piece).tobytes() for piece in pieces)
 
 
 @settings(max_examples=60, deadline=None)
@@ -83,10 +84,27 @@ def test_the_largest_half_fits() -> None:
     assert content([values], F2) == np.array([65504, -65504, 65504], F2).tobytes()
 
 
-def test_infinities_of_the_source_stay() -> None:
-    """They are no overflow of the export's making."""
-    values = np.array([np.inf, -np.inf, np.nan, 1.0], F4)
-    assert content([values], F2) == values.astype(F2).tobytes()
+@pytest.mark.parametrize(("value", "dtype"), [(1e300, F4), (1e300, BFLOAT16), (3.4e38, BFLOAT16)])
+def test_overflow_of_wider_types(value: float, dtype: np.dtype) -> None:
+    values = np.array([0, -value, 1], "<f8")
+    kind = "fp32" if dtype == F4 else "bf16"
+    with pytest.raises(UnfitValues, match=re.escape(f"fit {kind}: its values reach {value:g}")):
+        content([values], dtype)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, -np.nan])
+@pytest.mark.parametrize("source", [F4, F2, BFLOAT16])
+@pytest.mark.parametrize("dtype", [F4, F2, BFLOAT16])
+def test_what_is_no_finite_number(value: float, source: np.dtype, dtype: np.dtype) -> None:
+    """It passes only where it is asked for, and is no overflow of the export's making."""
+    values = np.ones((70, 50), F4)
+    values[69, 48] = value
+    values = converted(values, source).copy()
+    for columns in ([values], [values.T]):
+        with pytest.raises(NonfiniteValues, match="t has NaN or infinite values"):
+            content(columns, dtype)
+        expected = converted(np.ascontiguousarray(columns[0]), dtype)
+        assert content(columns, dtype, allow_nonfinite=True) == expected.tobytes()
 
 
 def test_little_memory() -> None:

@@ -118,3 +118,13 @@ def test_none_keeps_gpt2s_ids(tmp_path: Path) -> None:
     (tmp_path / "again").mkdir()
     config = export(tmp_path / "again", settings).config
     assert (config.start_id, config.end_id, config.pad_id) == (1, 2, 3)
+
+
+@pytest.mark.parametrize("name", ["start_id", "end_id", "pad_id"])
+def test_ids_that_no_model_has_are_refused(tmp_path: Path, name: str) -> None:
+    settings = TokenizerSettings("none", **{name: 1_000_000_000})
+    with pytest.raises(
+        CheckpointError, match=rf"got 1000000000; .*export\.model\.tokenizer\.{name}"
+    ):
+        export(tmp_path, settings)
+    assert not (tmp_path / "m").exists()

@@ -24,9 +24,9 @@ def agm_config(**changes: object) -> AgmConfig:
         "max_distance": 12,
         "attention_scale": 1.0,
         "start_id": 2,
-        "end_id": 1000,
     }
-    return AgmConfig(**{**values, **changes})
+    values |= changes
+    return AgmConfig(**{"end_id": values["vocab_size"], **values})
 
 
 def agm_tensors(config: AgmConfig, seed: int = 0) -> dict[str, np.ndarray]:

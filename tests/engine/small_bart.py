@@ -24,9 +24,9 @@ def bart_config(**changes: Any) -> BartConfig:
         "ffn_size": 32,
         "decoder_ffn_size": 40,
         "max_positions": 40,
-        "end_id": 1000,
     }
-    return BartConfig(**{**values, **changes})
+    values |= changes
+    return BartConfig(**{"end_id": values["vocab_size"], **values})
 
 
 def plain_logits(config: BartConfig, source: Sequence[int], decoder: Sequence[int]) -> torch.Tensor:

@@ -61,10 +61,10 @@ def t5_config(**changes: object) -> T5Config:
         "num_buckets": 8,
         "max_distance": 16,
         "start_id": 0,
-        "end_id": 1000,
         "pad_id": 0,
     }
-    return T5Config(**{**values, **changes})
+    values |= changes
+    return T5Config(**{"end_id": values["vocab_size"], **values})
 
 
 def t5_tensors(config: T5Config, seed: int = 0) -> dict[str, np.ndarray]:

@@ -21,7 +21,7 @@ from launcher_scripts.engine.prompt_batch import (
 from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 from tests.engine.small_models import random_tensors, runner_for, small_config
 
-CONFIG = small_config(end_id=1000, max_positions=200)
+CONFIG = small_config(end_id=67, max_positions=200)
 TENSORS = random_tensors(CONFIG)
 NOWHERE = Nowhere(token=400, slot=8)
 

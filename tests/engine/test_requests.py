@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from launcher_scripts.engine.requests import PENALTIES_EXCLUDE, check_request
 from launcher_scripts.errors import RequestError
 from launcher_scripts.protocol import GenerateRequest, SamplingParameters
-from tests.engine.small_models import engine_for, generate, random_tensors, small_config
+from tests.engine.small_models import engine_for, generate, random_tensors, run, small_config
 
 CONFIG = small_config()
 NAN = math.nan
+
+
+@pytest.fixture(scope="module")
+def engine():
+    loaded = engine_for(CONFIG, random_tensors(CONFIG))
+    yield loaded
+    loaded.close()
 
 
 def request(ids=(1, 2, 3), output_len=5, **more) -> GenerateRequest:
@@ -39,7 +47,18 @@ def request(ids=(1, 2, 3), output_len=5, **more) -> GenerateRequest:
         (request(top_p_decay=0.0), "top_p_decay is out of range"),
         (request(top_p_min=2.0), "top_p_min"),
         (request(repetition_penalty=0.0), "repetition_penalty is out of range"),
+        (
+            request(repetition_penalty=1e-38),
+            r"repetition_penalty is out of range; got 1e-38; choices: \[1e-15, 1e\+15\]",
+        ),
+        (request(repetition_penalty=1e-45), "repetition_penalty is out of range"),
+        (request(repetition_penalty=3e38), "repetition_penalty is out of range"),
         (request(repetition_penalty=NAN), "repetition_penalty"),
+        (
+            request(presence_penalty=3e38),
+            r"presence_penalty is out of range; got 3e\+38; choices: \[-1e\+15, 1e\+15\]",
+        ),
+        (request(presence_penalty=-3e38), "presence_penalty is out of range"),
         (request(presence_penalty=math.inf), "presence_penalty"),
         (request(repetition_penalty=1.2, presence_penalty=0.1), PENALTIES_EXCLUDE),
         (request(beam_width=0), r"beam_width is out of range; got 0; choices: \[1, 64\]"),
@@ -50,6 +69,10 @@ def request(ids=(1, 2, 3), output_len=5, **more) -> GenerateRequest:
         (request(beam_search_diversity_rate=math.inf), "beam_search_diversity_rate is out of"),
         (request(bad_words=((1,), ())), "bad_words_list has an empty word"),
         (request(bad_words=tuple((id,) for id in range(67))), "bad_words_list forbids every token"),
+        (
+            request(bad_words=tuple((id,) for id in range(66)), min_length=1),
+            "bad_words_list forbids every token",
+        ),
         (request(stop_words=((70,),)), "stop_words_list has ids outside of the vocabulary"),
     ],
 )
@@ -74,10 +97,47 @@ def test_every_problem_is_named_at_once():
         request(temperature=0.0, top_k=5000, top_p=1.0, random_seed=(1 << 64) - 1),
         request(repetition_penalty=0.5),
         request(presence_penalty=-1.0, top_p_min=0.0),
+        request(bad_words=tuple((id,) for id in range(66))),
     ],
 )
 def test_what_is_unusual_passes(right):
     check_request(right, CONFIG, cache_tokens=1000, slots=8)
+
+
+def float32(value: float) -> float:
+    return float(np.float32(value))
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"temperature": float32(1e-38)},
+        {"temperature": float32(3e38)},
+        {"temperature": 0.0, "repetition_penalty": float32(1e-15)},
+        {"temperature": 0.0, "repetition_penalty": float32(1e15)},
+        {"repetition_penalty": 0.01},
+        {"presence_penalty": float32(1e15)},
+        {"presence_penalty": float32(-1e15)},
+        {"top_p": float32(1e-45)},
+        {"top_p": 1.0, "top_p_decay": float32(1e-45), "top_p_min": 0.0},
+        {"top_k": 3, "top_p": float32(1e-45)},
+        {"len_penalty": -32.0},
+        {"beam_search_diversity_rate": float32(3e38)},
+        {"beam_search_diversity_rate": float32(-3e38)},
+        {"beam_search_diversity_rate": 0.5, "len_penalty": 32.0},
+        {"beam_search_diversity_rate": float32(1e-45), "len_penalty": 32.0},
+    ],
+)
+def test_what_may_be_asked_for_gives_log_probabilities(engine, parameters, width):
+    """At the ends of every range too; a hypothesis that should not be there has -1e9 more."""
+    sampling = SamplingParameters(beam_width=width, **parameters)
+    output = run(engine, (1, 2, 3), 40, sampling=sampling, return_log_probs=True)
+    for beam in output.hypotheses:
+        values = (beam.cum_log_probs, *beam.output_log_probs)
+        assert all(map(math.isfinite, values))
+        if width > 1:
+            assert values[0] == pytest.approx(sum(values[1:]), rel=1e-3)
 
 
 def test_rope_has_no_position_table_but_a_cache():

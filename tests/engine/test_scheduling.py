@@ -28,7 +28,7 @@ from tests.engine.small_models import (
     small_config,
 )
 
-CONFIG = small_config(end_id=1000, max_positions=200)
+CONFIG = small_config(end_id=67, max_positions=200)
 TENSORS = random_tensors(CONFIG)
 
 

@@ -27,9 +27,9 @@ from tests.engine.small_models import (
 from tests.engine.small_t5 import GOOGLE, t5_config, t5_tensors
 
 KINDS = {
-    "learned": small_config(end_id=1000, max_positions=200),
-    "rope": small_config(end_id=1000, max_positions=200, position_embedding="rope", num_kv_heads=2),
-    "alibi": small_config(end_id=1000, max_positions=200, position_embedding="alibi"),
+    "learned": small_config(end_id=67, max_positions=200),
+    "rope": small_config(end_id=67, max_positions=200, position_embedding="rope", num_kv_heads=2),
+    "alibi": small_config(end_id=67, max_positions=200, position_embedding="alibi"),
 }
 TURNS = [((3, 4, 5), 6), ((7,), 9), ((8, 9, 10, 11, 12, 13), 4), ((1, 2), 12), ((20, 21, 22), 5)]
 

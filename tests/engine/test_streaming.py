@@ -12,7 +12,7 @@ from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 from tests.engine.small_models import engine_for, random_tensors, small_config
 from tests.engine.small_t5 import GOOGLE, t5_config, t5_tensors
 
-GPT = small_config(end_id=1000, max_positions=200)
+GPT = small_config(end_id=67, max_positions=200)
 
 
 @pytest.fixture(scope="module", params=["gpt", "t5"])
@@ -20,7 +20,7 @@ def engine(request):
     if request.param == "gpt":
         config, tensors = GPT, random_tensors(GPT)
     else:
-        config = t5_config(**GOOGLE, end_id=1000)
+        config = t5_config(**GOOGLE, end_id=67)
         tensors = t5_tensors(config)
     loaded = engine_for(config, tensors, max_batch_size=4)
     yield loaded
