@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import triton_python_backend_utils as pb_utils
 
+from launcher_scripts.backends.fastertransformer.forwarded import news
 from launcher_scripts.engine.row import Progress, Snapshot
 from launcher_scripts.engine.session import Session
 from launcher_scripts.errors import RequestError
@@ -106,10 +107,13 @@ class Answer:
         to_tensors: ToTensors,
         *,
         streams: bool,
+        forwarded: bool = False,
         seconds: float | None = None,
         on_end: Callable[[], None] = nothing,
     ) -> None:
-        """seconds: how long the answer may take, None: as long as it takes"""
+        """forwarded: the request is a text model's, which takes its tokens as `news`
+        seconds:   how long the answer may take, None: as long as it takes
+        """
         self._answers = answers
         self._sender = sender
         self._rows = rows
@@ -117,6 +121,7 @@ class Answer:
         self._wanted = wanted
         self._to_tensors = to_tensors
         self._streams = streams
+        self._forwarded = forwarded
         self._on_end = on_end
         self._deadline = None if seconds is None else time.monotonic() + seconds
         self._futures: list[Future[GenerateOutput]] = []
@@ -141,6 +146,14 @@ class Answer:
         for number, future in enumerate(self._futures):
             future.add_done_callback(self._end_of(number))
 
+    def cancel(self) -> None:
+        """Free the rows; the client gets an error. Any thread may ask for it."""
+        self._answers.note(self._cancel)
+
+    def _cancel(self) -> None:
+        if not self._ended:
+            self._end(_ended("CANCELLED", "the client cancelled the request"))
+
     def _open(self) -> None:
         if not self._ended:
             self._answers.opened(self)
@@ -150,7 +163,7 @@ class Answer:
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._end(_ended("UNAVAILABLE", "the request's timeout is over"))
         elif self._sender.is_cancelled():
-            self._end(_ended("CANCELLED", "the client cancelled the request"))
+            self._cancel()
 
     def _progress_of(self, number: int) -> Progress:
         return lambda snapshot: self._answers.note(lambda: self._take(number, snapshot))
@@ -202,6 +215,8 @@ class Answer:
         tensors = self._to_tensors(outputs)
         if "is_return_progress" in self._tensors:
             tensors.update(self._progress(outputs, tensors))
+        if self._forwarded:
+            tensors["news"] = news(tensors, self._progress(outputs, tensors))
         if self._in_session:
             tensors = {name: tensor[None] for name, tensor in tensors.items()}
         return pb_utils.InferenceResponse(
