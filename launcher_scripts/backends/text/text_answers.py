@@ -24,7 +24,9 @@ class TextAnswer:
     """One client's answer. Any thread may use it.
 
     A text that streams is sent in as many responses as there is time for, each with all that the
-    ones before did not have, then an empty last one. Any other is sent once.
+    ones before did not have, then a last one that is empty: some clients never see the last one's
+    tensors, others, of those that use today's names, no last one without any, so to them it brings
+    empty text. Any other text is sent once.
     """
 
     def __init__(
@@ -85,12 +87,17 @@ class TextAnswer:
                 return
             response = self._response() if self._unsent else None
             self.ended = True
-            if not self._reader.decoupled:
+            if not self.request.streams:
                 self._sender.send(response or failure("no answer came", "INTERNAL"), flags=FINAL)
                 return
             if response is not None:
                 self._sender.send(response)
-            self._sender.send(flags=FINAL)
+            if self.request.todays and "text_output" in self.request.outputs:
+                nothing = np.full(self._lengths.size, b"", dtype=np.object_)
+                last = pb_utils.InferenceResponse([self._tensors.tensor("text_output", nothing)])
+                self._sender.send(last, flags=FINAL)
+            else:
+                self._sender.send(flags=FINAL)
 
     def fail(self, response: Any) -> None:
         """End with an error, unless the answer has ended."""
@@ -125,7 +132,7 @@ class TextAnswer:
             delta = beam.news()
             prompt = beam.prompt_text() if self.request.with_prompt[place[0]] else ""
             text = prompt + beam.text
-            piece = (prompt if first else "") + delta if self.request.pieces else text
+            piece = (prompt if first else "") + delta if self.request.streams else text
             for target, value in ((deltas, delta), (pieces, piece), (texts, text)):
                 target[place][0] = value.encode("utf-8")
         return {

@@ -46,8 +46,8 @@ class TextRequest:
     outputs:     the client's outputs
     rows:        how many there are
     with_prompt: BOOL [rows], whose text begins with the prompt
-    pieces:      text_output holds what is new, not the whole text
-    streams:     a response for all that is new, not one for the whole text
+    todays:      the request has today's names
+    streams:     responses come as the text does, and text_output holds what is new; else one comes
     """
 
     inputs: list[Any]
@@ -55,7 +55,7 @@ class TextRequest:
     outputs: frozenset[str]
     rows: int
     with_prompt: np.ndarray
-    pieces: bool
+    todays: bool
     streams: bool
 
 
@@ -114,7 +114,7 @@ class Reader:
             outputs=outputs,
             rows=len(rows),
             with_prompt=self._with_prompt(request, given, len(rows)),
-            pieces=streams,
+            todays=todays,
             streams=streams,
         )
 
