@@ -100,7 +100,7 @@ def unary_over_grpc(served: dict[str, Any], model: str) -> Callable[[], None]:
 
 def stream_over_http(served: dict[str, Any], _: str) -> Callable[[], None]:
     host, port = served["http"].rsplit(":", 1)
-    body = json.dumps({"text_input": PROMPT, "max_tokens": MANY, "stream": True, **NEVER_ENDS})
+    body = json.dumps({"INPUT_0": PROMPT, "INPUT_1": MANY, **NEVER_ENDS})
     head = "POST /v2/models/ensemble/generate_stream HTTP/1.1"
     connection = socket.create_connection((host, int(port)), 30)
     connection.sendall(
@@ -218,7 +218,7 @@ def test_words_end_a_text_or_never_come(served: dict[str, Any]) -> None:
     body = {"text_input": PROMPT, "max_tokens": 30, "top_k": 40, "random_seed": 5}
     same = {"INPUT_0": PROMPT, "INPUT_1": 30, "runtime_top_k": 40, "random_seed": 5}
     text = post(served, "plain_text/generate", body)["text_output"]
-    words = [word for word in text.split() if word.isalpha()]
+    words = [f" {word}" for word in text.split() if word.isalpha()]
     for todays, original_name in (("stop_words", "INPUT_3"), ("bad_words", "INPUT_2")):
         told = post(served, "plain_text/generate", {**body, todays: [*words, ""]})
         csv = {**same, original_name: ",".join(words)}
