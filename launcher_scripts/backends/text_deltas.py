@@ -15,6 +15,7 @@ from dataclasses import dataclass
 # A growing text is decoded anew from CONTEXT tokens before what is new, once it has WINDOW more.
 WINDOW = 64
 CONTEXT = 16
+LONGEST_CHARACTER = 4  # tokens
 # What a decoder gives for bytes that are no character, or not yet.
 REPLACEMENT = "\ufffd"
 
@@ -114,13 +115,14 @@ class GrowingText:
 
     def _shorten(self) -> None:
         """Decode from a later token on, where that makes the same text."""
-        cut = self._seen - CONTEXT
         if self._seen - self._start <= WINDOW:
             return
-        seen = self._decode(self._ids[self._start : self._seen])
-        end = self._decode(self._ids[cut : self._seen])
-        if end.strip() and REPLACEMENT not in end and seen.endswith(end.lstrip(" ")):
-            self._start = cut
+        seen = self._decode(self._ids[self._start : self._seen]).rstrip(REPLACEMENT)
+        for cut in range(self._seen - CONTEXT, self._seen - CONTEXT - LONGEST_CHARACTER, -1):
+            end = self._decode(self._ids[cut : self._seen]).rstrip(REPLACEMENT)
+            if end.strip() and REPLACEMENT not in end and seen.endswith(end.lstrip(" ")):
+                self._start = cut
+                return
 
 
 def _after(text: str, start: str) -> str:
