@@ -350,3 +350,23 @@ def test_connectors_of_langchain_and_llamaindex(
         text
         == post(served, "text/generate", {"text_input": PROMPT, "max_tokens": 8})["text_output"]
     )
+
+
+@pytest.mark.parametrize("model", ["ensemble", "text", "plain_text"])
+def test_a_request_of_genai_perf(served: dict[str, Any], model: str) -> None:
+    """`--service-kind triton --backend tensorrtllm`: types are the model's, over a gRPC stream."""
+    values = {
+        "text_input": PROMPT.encode(),
+        "max_tokens": 8,
+        "exclude_input_in_output": True,
+        "stream": True,
+        "min_length": 8,
+    }
+    with urllib.request.urlopen(f"http://{served['http']}/v2/models/{model}") as answer:
+        declared = {each["name"]: each["datatype"] for each in json.loads(answer.read())["inputs"]}
+    types = {"BYTES": np.object_, "BOOL": np.bool_, "INT32": np.int32, "UINT32": np.uint32}
+    tensors = {name: np.array([[at]], types[declared[name]]) for name, at in values.items()}
+    with Stream(served) as stream:
+        pieces = [each["text_output"][0] for each in stream.ask(model, **tensors)]
+    body = {"text_input": PROMPT, "max_tokens": 8, "min_length": 8}
+    assert b"".join(pieces).decode() == post(served, "text/generate", body)["text_output"]
