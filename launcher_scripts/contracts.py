@@ -6,10 +6,10 @@ rows marked `extension` are this project's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from launcher_scripts.contracts_agm import AGM_INPUTS, AGM_OUTPUTS
+from launcher_scripts.contracts_text import TextContract, changed, declared
 from launcher_scripts.protocol import (
     ENSEMBLE_INPUTS,
     ENSEMBLE_OUTPUTS,
@@ -17,6 +17,7 @@ from launcher_scripts.protocol import (
     GPT_OUTPUTS,
     IS_RETURN_PROGRESS,
     LOG_PROBS,
+    NEWS,
     NOT_IN_ENSEMBLE,
     POSTPROCESSING_INPUTS,
     POSTPROCESSING_OUTPUTS,
@@ -88,6 +89,7 @@ T5_OUTPUTS = (
         extension=True,
     ),
     *PROGRESS,
+    NEWS,
 )
 
 T5_ENCODER_INPUTS = (
@@ -105,40 +107,6 @@ T5_ENCODER_OUTPUTS = (
     array("output_hidden_state", "FP32", (-1, -1), "[tokens, hidden]: states of the encoder"),
     array("output_attentions", "FP32", (-1, -1, -1, -1), "[layers, heads, tokens, tokens]"),
 )
-
-
-@dataclass(frozen=True)
-class TextContract:
-    """The text models around a model: preprocessing, postprocessing (if any) and the ensemble.
-
-    model_inputs: input of the model -> output of preprocessing; other optional inputs of the
-                  ensemble go to the model under their own names
-    """
-
-    preprocessing_inputs: tuple[Tensor, ...]
-    preprocessing_outputs: tuple[Tensor, ...]
-    postprocessing_inputs: tuple[Tensor, ...]
-    postprocessing_outputs: tuple[Tensor, ...]
-    ensemble_inputs: tuple[Tensor, ...]
-    ensemble_outputs: tuple[Tensor, ...]
-    model_inputs: Mapping[str, str]
-
-    def declared_ensemble_inputs(self, data_type: str) -> tuple[Tensor, ...]:
-        """The ensemble's inputs around a model that computes in `data_type`."""
-        return _declared(self.ensemble_inputs, data_type)
-
-    def declared_ensemble_outputs(self, data_type: str) -> tuple[Tensor, ...]:
-        """The ensemble's outputs around a model that computes in `data_type`."""
-        return _declared(self.ensemble_outputs, data_type)
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """The text models there are."""
-        if not self.ensemble_inputs:
-            return ()
-        if self.postprocessing_outputs:
-            return ("preprocessing", "postprocessing", "ensemble")
-        return ("preprocessing", "ensemble")
 
 
 _GENERATING = {
@@ -160,23 +128,8 @@ GPT_TEXT = TextContract(
         "request_output_len": "REQUEST_OUTPUT_LEN",
         **_GENERATING,
     },
+    todays_names=True,
 )
-
-
-def _declared(tensors: tuple[Tensor, ...], data_type: str) -> tuple[Tensor, ...]:
-    """The tensors, with the compute type for a request's embeddings and an encoder's results."""
-    computed = ("request_prompt_embedding", "output_hidden_state", "output_attentions")
-    return _changed(tensors, computed, dtype=data_type.upper())
-
-
-def _changed(
-    tensors: tuple[Tensor, ...], names: tuple[str, ...], **changes: object
-) -> tuple[Tensor, ...]:
-    """The tensors, those called `names` with the changes."""
-    return tuple(
-        replace(tensor, **changes) if tensor.name in names else tensor  # type: ignore[arg-type]
-        for tensor in tensors
-    )
 
 
 def _named(tensors: tuple[Tensor, ...], *names: str) -> tuple[Tensor, ...]:
@@ -191,20 +144,20 @@ _OUTPUT_LEN = ("REQUEST_OUTPUT_LEN", "INPUT_1")
 _TEXT_INPUTS = ("INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3")
 
 T5_TEXT = TextContract(
-    _changed(PREPROCESSING_INPUTS, _OUTPUT_LEN, dims=(1,)),
-    _changed(PREPROCESSING_OUTPUTS, _OUTPUT_LEN, dims=(1,)),
-    _changed(
+    changed(PREPROCESSING_INPUTS, _OUTPUT_LEN, dims=(1,)),
+    changed(PREPROCESSING_OUTPUTS, _OUTPUT_LEN, dims=(1,)),
+    changed(
         _without(POSTPROCESSING_INPUTS, "RESPONSE_INPUT_LENGTHS", "text_start"),
         ("TOKENS_BATCH", "sequence_length"),
         dtype="INT32",
     ),
-    _changed(POSTPROCESSING_OUTPUTS, ("OUTPUT",), meaning="[beam, 1]: generated text"),
+    changed(POSTPROCESSING_OUTPUTS, ("OUTPUT",), meaning="[beam, 1]: generated text"),
     (
-        *_changed(_named(ENSEMBLE_INPUTS, *_TEXT_INPUTS), _OUTPUT_LEN, dims=(1,)),
+        *changed(_named(ENSEMBLE_INPUTS, *_TEXT_INPUTS), _OUTPUT_LEN, dims=(1,)),
         *(t for t in T5_INPUTS if t.optional and t.name not in NOT_IN_ENSEMBLE),
     ),
     (
-        *_changed(
+        *changed(
             _named(ENSEMBLE_OUTPUTS, "OUTPUT_0", "OUTPUT_DELTA"),
             ("OUTPUT_0",),
             meaning="[beam, 1]: generated text",
@@ -217,21 +170,23 @@ T5_TEXT = TextContract(
         "max_output_len": "REQUEST_OUTPUT_LEN",
         **_GENERATING,
     },
+    todays_names=True,
 )
 
 AGM_TEXT = replace(
     GPT_TEXT,
     preprocessing_inputs=T5_TEXT.preprocessing_inputs,
     preprocessing_outputs=T5_TEXT.preprocessing_outputs,
-    postprocessing_inputs=_changed(
+    postprocessing_inputs=changed(
         POSTPROCESSING_INPUTS, ("TOKENS_BATCH", "sequence_length"), dtype="INT32"
     ),
     ensemble_inputs=(
-        *_changed(_named(ENSEMBLE_INPUTS, *_TEXT_INPUTS), _OUTPUT_LEN, dims=(1,)),
+        *changed(_named(ENSEMBLE_INPUTS, *_TEXT_INPUTS), _OUTPUT_LEN, dims=(1,)),
         *(t for t in AGM_INPUTS if t.optional and t.name not in NOT_IN_ENSEMBLE),
     ),
-    ensemble_outputs=_changed(ENSEMBLE_OUTPUTS, ("sequence_length",), dtype="INT32"),
+    ensemble_outputs=changed(ENSEMBLE_OUTPUTS, ("sequence_length",), dtype="INT32"),
     model_inputs=T5_TEXT.model_inputs,
+    prompt_counts=True,
 )
 
 T5_ENCODER_TEXT = TextContract(
@@ -272,11 +227,11 @@ class Contract:
 
     def declared_inputs(self, data_type: str) -> tuple[Tensor, ...]:
         """The inputs as config.pbtxt declares them for a model that computes in `data_type`."""
-        return _declared(self.inputs, data_type)
+        return declared(self.inputs, data_type)
 
     def declared_outputs(self, data_type: str) -> tuple[Tensor, ...]:
         """The outputs as config.pbtxt declares them for a model that computes in `data_type`."""
-        return _declared(self.outputs, data_type)
+        return declared(self.outputs, data_type)
 
 
 BART_INPUTS = tuple(t for t in T5_INPUTS if "prompt" not in t.name and t.name != "ia3_tasks")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from launcher_scripts.contracts import CONTRACTS, Contract, TextContract
+from launcher_scripts.contracts import CONTRACTS, Contract
+from launcher_scripts.contracts_text import TextContract
 from launcher_scripts.errors import ConfigError, problem
 from launcher_scripts.protocol import Tensor, scalar
 

@@ -67,6 +67,15 @@ PROGRESS = (
     array("is_finished", "BOOL", (-1,), "[beam]: no more tokens will come", extension=True),
 )
 
+# For text models, in one tensor: Triton keeps all responses to a model's request until the last.
+NEWS = array(
+    "news",
+    "INT32",
+    (-1, -1),
+    "[beam, 4 + n]: tokens, of them prompt, place of the first id here, 1 after the last; the ids",
+    extension=True,
+)
+
 TEXT_START = array(
     "text_start", "INT32", (-1,), "[beam]: the first token that becomes text", extension=True
 )
@@ -134,6 +143,7 @@ GPT_OUTPUTS = (
     ),
     *PROGRESS,
     TEXT_START,
+    NEWS,
 )
 
 
@@ -181,8 +191,8 @@ NOT_IN_ENSEMBLE = (
 
 # The ensemble's own tensors; the optional inputs of the model follow them under their own names.
 ENSEMBLE_INPUTS = (
-    text("INPUT_0", "the prompt", optional=False),
-    array("INPUT_1", "UINT32", (-1,), "how many tokens to generate", optional=False),
+    text("INPUT_0", "the prompt"),
+    array("INPUT_1", "UINT32", (-1,), "how many tokens to generate"),
     text("INPUT_2", "comma separated words that are never generated"),
     text("INPUT_3", "comma separated words that end the text"),
     *(t for t in GPT_INPUTS if t.optional and t.name not in NOT_IN_ENSEMBLE),

@@ -32,7 +32,7 @@ TEXTS = sorted(
     if path.is_file()
 )
 
-FILE_LINES = 300
+FILE_LINES = 500
 FUNCTION_LINES = 60
 
 FLOOR = frozenset(
@@ -46,6 +46,7 @@ FLOOR = frozenset(
         "contracts",
         "contracts_agm",
         "contracts_sessions",
+        "contracts_text",
         "remains",
         "render",
         "replicas",
@@ -67,9 +68,10 @@ MAY_IMPORT = {
     "parallel": {"errors"},
     "nodes": {"errors"},
     "protocol": {"errors"},
-    "contracts": {"contracts_agm", "protocol", "errors"},
+    "contracts": {"contracts_agm", "contracts_text", "protocol", "errors"},
     "contracts_agm": {"protocol"},
-    "contracts_sessions": {"contracts", "protocol", "errors"},
+    "contracts_sessions": {"contracts", "contracts_text", "protocol", "errors"},
+    "contracts_text": {"protocol"},
     "render": {"errors"},
     "models": {"errors", "parallel"},
     "remains": set(),

@@ -12,6 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+# A growing text is decoded anew from CONTEXT tokens before what is new, once it has WINDOW more.
+WINDOW = 64
+CONTEXT = 16
+LONGEST_CHARACTER = 4  # tokens
 # What a decoder gives for bytes that are no character, or not yet.
 REPLACEMENT = "\ufffd"
 
@@ -58,6 +62,67 @@ class RowText:
             if longer.startswith(settled):
                 settled = longer
         return settled
+
+
+class GrowingText:
+    """The text of one row, as its tokens come.
+
+    text: what has been given out of it since its prompt
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self.text = ""
+        self._decode = decode
+        self._ids: list[int] = []
+        self._prompt = 0
+        self._start = 0  # the first token that is still decoded
+        self._seen = 0
+        self._finished = False
+        self._ended = False
+
+    def take(self, place: int, ids: Sequence[int], *, prompt: int, finished: bool) -> None:
+        """The row's tokens from `place` on; with 0 all of them, whatever there was before.
+
+        prompt: how many of the row's tokens are its prompt
+        """
+        if place == 0:
+            self.text = ""
+            self._ids, self._prompt = list(ids), prompt
+            self._start, self._seen, self._ended = 0, prompt, False
+            self._shorten()
+        else:
+            self._ids.extend(ids)
+        self._finished = finished
+
+    def prompt_text(self) -> str:
+        """The prompt as text."""
+        return self._row(0).settled(self._prompt)
+
+    def news(self) -> str:
+        """What is new since the last time."""
+        if self._ended or (self._seen == len(self._ids) and not self._finished):
+            return ""
+        row = self._row(self._start)
+        text = row.text(finished=self._finished, with_prompt=True)
+        piece = _after(text, row.settled(self._seen - self._start))
+        self._seen, self._ended = len(self._ids), self._finished
+        self.text += piece
+        self._shorten()
+        return piece
+
+    def _row(self, start: int) -> RowText:
+        return RowText(self._decode, self._ids[start:], max(0, self._prompt - start))
+
+    def _shorten(self) -> None:
+        """Decode from a later token on, where that makes the same text."""
+        if self._seen - self._start <= WINDOW:
+            return
+        seen = self._decode(self._ids[self._start : self._seen]).rstrip(REPLACEMENT)
+        for cut in range(self._seen - CONTEXT, self._seen - CONTEXT - LONGEST_CHARACTER, -1):
+            end = self._decode(self._ids[cut : self._seen]).rstrip(REPLACEMENT)
+            if end.strip() and REPLACEMENT not in end and seen.endswith(end.lstrip(" ")):
+                self._start = cut
+                return
 
 
 def _after(text: str, start: str) -> str:

@@ -44,19 +44,23 @@ def answer_each(requests: Sequence[Any], answer: Callable[[Any], list[Any]]) -> 
     for request in requests:
         try:
             responses.append(pb_utils.InferenceResponse(answer(request)))
-        except BadRequestError as error:
-            responses.append(_failure(str(error), pb_utils.TritonError.INVALID_ARG))
         except Exception as error:
-            # The other requests of the batch go on; the log keeps where this one broke.
-            traceback.print_exc()
-            responses.append(
-                _failure(f"{type(error).__name__}: {error}", pb_utils.TritonError.INTERNAL)
-            )
+            responses.append(error_response(error))
     return responses
 
 
-def _failure(message: str, code: int) -> Any:
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
+def error_response(error: Exception) -> Any:
+    """What a client is told of an error; the log keeps where one that is not the client's broke."""
+    if isinstance(error, BadRequestError):
+        return failure(str(error), "INVALID_ARG")
+    traceback.print_exception(error)
+    return failure(f"{type(error).__name__}: {error}", "INTERNAL")
+
+
+def failure(message: str, code: str) -> Any:
+    """code: the name of one of TritonError's"""
+    error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
+    return pb_utils.InferenceResponse(error=error)
 
 
 class Tensors:
@@ -75,7 +79,10 @@ class Tensors:
         tensor = pb_utils.get_input_tensor_by_name(request, name)
         if tensor is None:
             return None
-        values: np.ndarray = tensor.as_numpy()
+        return self.without_axes(tensor.as_numpy())
+
+    def without_axes(self, values: np.ndarray) -> np.ndarray:
+        """Values with the batch axis first."""
         return values.reshape(values.shape[self._leading_axes :])
 
     def texts(self, request: Any, name: str) -> list[str] | None:
@@ -88,6 +95,14 @@ class Tensors:
                 f"{name} takes one text per row, shape [batch, 1]; got {rows.shape}"
             )
         return [_decode(row[0], name) for row in rows]
+
+    def word_rows(self, request: Any, name: str) -> list[list[str]]:
+        """The words of the STRING tensor `name` [B, words], row by row."""
+        rows = self.array(request, name)
+        if rows is None or rows.ndim != 2:
+            shape = None if rows is None else rows.shape
+            raise BadRequestError(f"{name} takes a list of words per row; got {shape}")
+        return [[_decode(word, name) for word in row] for row in rows]
 
     def tensor(self, name: str, values: np.ndarray) -> Any:
         """An output tensor of values with a batch axis."""

@@ -4,13 +4,15 @@
       <model>/config.pbtxt, 1/<tp>-gpu/   token ids in and out, backend `fastertransformer`
       preprocessing/                      text -> ids, with the checkpoint's own tokenizer
       postprocessing/                     ids -> text
-      ensemble/                           text -> text: the three above in a row
+      ensemble/                           text -> text, by the model; the original's tensors
+      text/                               text -> text, by the model; today's tensors
 
 Everything refers to everything else by relative path or by name, so the folder may be copied.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from pathlib import Path
 
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
 from launcher_scripts.checkpoint.served_types import backend_model_type
-from launcher_scripts.checkpoint.text_models import write_text_models
+from launcher_scripts.checkpoint.text_models import TOKEN_MODEL, write_text_models
 from launcher_scripts.contracts_sessions import (
     CONTROLS,
     MAX_SEQUENCE_IDLE_MICROSECONDS,
@@ -108,9 +110,8 @@ def text_model_names(
     then they carry the model's name in front.
     """
     ensemble = repository.root / "ensemble" / "config.pbtxt"
-    taken = ensemble.is_file() and f"model_name: {pbtxt(model_name)}\n" not in ensemble.read_text(
-        encoding="utf-8"
-    )
+    own = re.compile(rf'"{TOKEN_MODEL}"\s*value: {{ string_value: {re.escape(pbtxt(model_name))} ')
+    taken = ensemble.is_file() and not own.search(ensemble.read_text(encoding="utf-8"))
     prefix = f"{model_name}_" if taken else ""
     return {role: prefix + role for role in roles}
 

@@ -1,4 +1,4 @@
-"""The text models of a model repository: text to ids, ids to text, and the ensemble of all."""
+"""The text models of a model repository: text to ids, ids to text, and text to text."""
 
 from __future__ import annotations
 
@@ -8,31 +8,17 @@ from typing import Any
 
 from launcher_scripts import tokenizer
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
-from launcher_scripts.contracts import TextContract
+from launcher_scripts.contracts_text import TextContract
 from launcher_scripts.models import family_of
 from launcher_scripts.render import render
 from launcher_scripts.settings import ExportSettings
 from launcher_scripts.tokenizer import tokenizer_files
 
-# An ensemble has no files of its own, but a version, and object stores have no empty folders.
-VERSION_NOTE = "README.txt"
-VERSION_TEXT = "It keeps the folder of the ensemble's version where folders cannot be empty.\n"
-
-PREPROCESSING_FROM_ENSEMBLE = {
-    "QUERY": "INPUT_0",
-    "REQUEST_OUTPUT_LEN": "INPUT_1",
-    "BAD_WORDS_DICT": "INPUT_2",
-    "STOP_WORDS_DICT": "INPUT_3",
-}
-POSTPROCESSING_FROM_MODEL = {
-    "TOKENS_BATCH": "output_ids",
-    "RESPONSE_INPUT_LENGTHS": "response_input_lengths",
-    "sequence_length": "sequence_length",
-    "streamed_length": "streamed_length",
-    "is_finished": "is_finished",
-    "text_start": "text_start",
-}
-POSTPROCESSING_TO_ENSEMBLE = {"OUTPUT": "OUTPUT_0", "OUTPUT_DELTA": "OUTPUT_DELTA"}
+# The roles of the model that takes text and gives text; one code serves both.
+WHOLE = ("ensemble", "text")
+TOKEN_MODEL = "token_model"  # the parameter that names the model behind it
+# Those of the token model's inputs that every text request has.
+_ENCODED = ("INPUT_ID", "REQUEST_INPUT_LEN", "REQUEST_OUTPUT_LEN")
 
 
 def write_text_models(
@@ -46,39 +32,41 @@ def write_text_models(
 
     names: role -> folder
     """
-    leading = {"leading_axes": 1} if settings.interactive else {}
-    configs = {
-        "preprocessing": render(
+    for role, name in names.items():
+        inputs, outputs = text.tensors(role, settings.data_type)
+        config = render(
             "text_model.pbtxt.j2",
-            name=names["preprocessing"],
+            name=name,
             max_batch_size=settings.max_batch_size,
-            inputs=text.preprocessing_inputs,
-            outputs=text.preprocessing_outputs,
-            parameters={**preprocessing_parameters(checkpoint), **leading},
-        ),
-        "ensemble": ensemble_config(settings, text, names),
-    }
-    if "postprocessing" in names:
-        configs["postprocessing"] = render(
-            "text_model.pbtxt.j2",
-            name=names["postprocessing"],
-            max_batch_size=settings.max_batch_size,
-            inputs=text.postprocessing_inputs,
-            outputs=text.postprocessing_outputs,
-            parameters=leading,
+            decoupled=settings.decoupled if role in WHOLE else None,
+            inputs=inputs,
+            outputs=outputs,
+            parameters=parameters(role, settings, checkpoint, text),
         )
-    for role, config in configs.items():
-        version_dir = folder / names[role] / "1"
+        version_dir = folder / name / "1"
         version_dir.mkdir(parents=True)
-        (folder / names[role] / "config.pbtxt").write_text(config, encoding="utf-8")
-        if role == "ensemble":
-            (version_dir / VERSION_NOTE).write_text(VERSION_TEXT, encoding="utf-8")
-        else:
-            for path in text_model_files(role, checkpoint.folder):
-                shutil.copyfile(path, version_dir / path.name)
+        (folder / name / "config.pbtxt").write_text(config, encoding="utf-8")
+        for path in text_model_files(role, checkpoint.folder):
+            shutil.copyfile(path, version_dir / path.name)
 
 
-def preprocessing_parameters(checkpoint: FTCheckpoint) -> dict[str, Any]:
+def parameters(
+    role: str, settings: ExportSettings, checkpoint: FTCheckpoint, text: TextContract
+) -> dict[str, Any]:
+    """What a text model's code wants to know, as config.pbtxt says it."""
+    known: dict[str, Any] = {}
+    if role != "postprocessing":
+        known |= encoding_parameters(checkpoint)
+    if settings.interactive:
+        known["leading_axes"] = 1
+    if role in WHOLE:
+        known[TOKEN_MODEL] = settings.model_name
+        known |= {source: name for name, source in text.model_inputs.items() if source in _ENCODED}
+        known |= {"prompt_counts": 1} if text.prompt_counts else {}
+    return known
+
+
+def encoding_parameters(checkpoint: FTCheckpoint) -> dict[str, Any]:
     """What fills rows up, and the token that closes an input where the model was trained so.
 
     The T5 models of transformers end their inputs with the end token, NeMo's do not.
@@ -94,67 +82,14 @@ def preprocessing_parameters(checkpoint: FTCheckpoint) -> dict[str, Any]:
 def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:
     """What the version folder of a text model holds."""
     room = Path(__file__).resolve().parent.parent / "backends"
+    code = {
+        "preprocessing": ("preprocessing/model.py", "text_encoding.py"),
+        "postprocessing": ("postprocessing/model.py", "text_deltas.py"),
+    }
+    whole = sorted(path.relative_to(room) for path in (room / "text").glob("[a-z]*.py"))
     return [
-        room / role / "model.py",
+        *(room / name for name in code.get(role, (*whole, "text_encoding.py", "text_deltas.py"))),
         room / "text_tensors.py",
-        *([room / "text_deltas.py"] if role == "postprocessing" else []),
         Path(tokenizer.__file__),
         *tokenizer_files(checkpoint_dir),
     ]
-
-
-def ensemble_config(settings: ExportSettings, text: TextContract, names: dict[str, str]) -> str:
-    """config.pbtxt of the ensemble; names that begin with _ stay between its steps."""
-    ensemble_outputs = {tensor.name for tensor in text.ensemble_outputs}
-    preprocessing = {tensor.name for tensor in text.preprocessing_inputs}
-    postprocessing = {tensor.name for tensor in text.postprocessing_inputs}
-    model_outputs = {
-        source: source if source in ensemble_outputs else f"_{source}"
-        for name, source in POSTPROCESSING_FROM_MODEL.items()
-        if name in postprocessing
-    }
-    text_inputs = PREPROCESSING_FROM_ENSEMBLE.values()
-    own = set(POSTPROCESSING_TO_ENSEMBLE.values())
-    steps = [
-        {
-            "model": names["preprocessing"],
-            "inputs": {
-                name: source
-                for name, source in PREPROCESSING_FROM_ENSEMBLE.items()
-                if name in preprocessing
-            },
-            "outputs": {t.name: f"_{t.name}" for t in text.preprocessing_outputs},
-        },
-        {
-            "model": settings.model_name,
-            "inputs": {
-                **{name: f"_{source}" for name, source in text.model_inputs.items()},
-                **{t.name: t.name for t in text.ensemble_inputs if t.name not in text_inputs},
-            },
-            "outputs": {
-                **model_outputs,
-                **{t.name: t.name for t in text.ensemble_outputs if t.name not in own},
-            },
-        },
-    ]
-    if "postprocessing" in names:
-        made = {
-            name: model_outputs[source]
-            for name, source in POSTPROCESSING_FROM_MODEL.items()
-            if name in postprocessing
-        }
-        steps.append(
-            {
-                "model": names["postprocessing"],
-                "inputs": made,
-                "outputs": POSTPROCESSING_TO_ENSEMBLE,
-            }
-        )
-    return render(
-        "ensemble.pbtxt.j2",
-        name=names["ensemble"],
-        max_batch_size=settings.max_batch_size,
-        inputs=text.declared_ensemble_inputs(settings.data_type),
-        outputs=text.declared_ensemble_outputs(settings.data_type),
-        steps=steps,
-    )

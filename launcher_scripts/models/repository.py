@@ -25,7 +25,7 @@ BACKEND_MODEL_TYPES = {
     "bart": "BART",
 }
 # The folders of the text models beside a model; a further model's carry its name in front.
-TEXT_MODELS = ("preprocessing", "postprocessing", "ensemble")
+TEXT_MODELS = ("preprocessing", "postprocessing", "ensemble", "text")
 # Where Triton fetches a repository from by itself: S3, Google Cloud Storage, Azure Storage.
 REMOTE_SCHEMES = ("s3://", "gs://", "as://")
 

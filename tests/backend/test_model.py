@@ -77,6 +77,9 @@ class Request:
     def is_cancelled(self):
         return self.left
 
+    def parameters(self):
+        return "{}"
+
     def timeout(self):
         return self.microseconds
 

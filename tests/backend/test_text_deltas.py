@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.backends.text_deltas import REPLACEMENT, RowText
+from launcher_scripts.backends.text_deltas import (
+    CONTEXT,
+    REPLACEMENT,
+    WINDOW,
+    GrowingText,
+    RowText,
+)
 from launcher_scripts.tokenizer import load_tokenizer
 
 TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"
@@ -111,3 +117,50 @@ def test_nothing_new_is_no_text() -> None:
     row = RowText(lambda ids: "".join(map(chr, ids)), [97, 98], 1)
     assert row.delta(2, finished=True) == ""
     assert row.text(finished=True, with_prompt=False) == "b"
+
+
+@pytest.mark.parametrize("step", [1, 3, 40])
+@pytest.mark.parametrize("prompt", [0, 3, 100])
+def test_a_growing_text_is_the_whole_text(tokenizer, prompt: int, step: int) -> None:
+    """However long it is, though only its end is decoded each time."""
+    encode, decode = tokenizer
+    ids = encode(TEXT * 8)
+    lengths = []
+
+    def counted(some: Sequence[int]) -> str:
+        lengths.append(len(some))
+        return decode(some)
+
+    text = GrowingText(counted)
+    pieces = []
+    for place in range(0, len(ids), step):
+        now = ids[place : place + step]
+        finished = place + step >= len(ids)
+        text.take(place, now, prompt=prompt, finished=finished)
+        if place + len(now) > prompt:
+            pieces.append(text.news())
+    whole = RowText(decode, ids, prompt).text(finished=True, with_prompt=False)
+    assert "".join(pieces) == text.text == whole
+    assert max(lengths[len(lengths) // 2 :]) <= WINDOW + 2 * max(step, prompt) + CONTEXT
+    assert text.prompt_text() == RowText(decode, ids, prompt).settled(prompt)
+    assert text.news() == ""
+
+
+def test_what_was_held_back_comes_at_the_end() -> None:
+    """Also where the end brings no token."""
+    tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
+    ids = tokenizer.encode("a🙂")[:-1]
+    text = GrowingText(tokenizer.decode)
+    text.take(0, ids, prompt=0, finished=False)
+    assert text.news() == "a"
+    text.take(len(ids), [], prompt=0, finished=True)
+    assert text.news() == REPLACEMENT
+
+
+def test_other_tokens_replace_a_text() -> None:
+    """So come the hypotheses of a beam search."""
+    tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
+    text = GrowingText(tokenizer.decode)
+    for said in ("The quick", "The brown fox"):
+        text.take(0, tokenizer.encode(said), prompt=1, finished=False)
+        assert text.news() == text.text == said.removeprefix("The")

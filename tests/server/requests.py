@@ -97,13 +97,14 @@ class Stream:
         return arrays(result), parameters["triton_final_response"].bool_param
 
     def ask(self, model: str, **tensors: Any) -> list[dict[str, np.ndarray]]:
-        """All responses of one request."""
+        """All responses of one request, but for an empty last one."""
         self.send(model, **tensors)
         responses = []
         last = False
         while not last:
             response, last = self.next()
-            responses.append(response)
+            if response or not last:
+                responses.append(response)
         return responses
 
     def cancel(self) -> None:

@@ -99,7 +99,7 @@ def test_the_whole_length_must_hold_the_prompt(client: Client) -> None:
 
 
 def test_text(client: Client, served: dict[str, Any]) -> None:
-    text_models = {"preprocessing", "postprocessing", "ensemble"}
+    text_models = {"preprocessing", "postprocessing", "ensemble", "text"}
     assert set(served["models"]) == {"agm", "bart", *text_models}
     tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
     text = "The quick brown"
@@ -112,6 +112,8 @@ def test_text(client: Client, served: dict[str, Any]) -> None:
     assert answer["sequence_length"][0, 0] == whole
     generated = tokenizer.decode([*prompt, *wanted]).removeprefix(tokenizer.decode(prompt))
     assert answer["OUTPUT_0"][0, 0, 0].decode() == generated
+    told = client.infer("text", text_input=text_rows(text), max_tokens=np.array([[5]], np.int32))
+    assert told["text_output"][0].decode() == generated
 
 
 def test_bart(client: Client) -> None:

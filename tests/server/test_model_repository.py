@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import shutil
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from launcher_scripts.backends import text
 from launcher_scripts.checkpoint.model_repository import ModelRepository
+from launcher_scripts.contracts_text import SAME_AS
 from launcher_scripts.errors import CheckpointError, ConfigError, LauncherError
 from launcher_scripts.models.repository import served_models
 from launcher_scripts.parallel import Parallelism
@@ -19,7 +22,7 @@ from launcher_scripts.steps import write_model_repository
 from tests.server.repositories import export, export_settings, text_config, write_weights
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "model_repository"
-TEXT_MODELS = ("ensemble", "postprocessing", "preprocessing")
+TEXT_MODELS = ("ensemble", "postprocessing", "preprocessing", "text")
 
 
 def parse(path: Path) -> Any:
@@ -43,7 +46,7 @@ def test_configurations_are_the_golden_ones(tmp_path: Path, model: str) -> None:
     assert text == (GOLDEN / f"{model}.pbtxt").read_text()
 
 
-@pytest.mark.parametrize("model", ["tiny", *TEXT_MODELS])
+@pytest.mark.parametrize("model", ["tiny", *TEXT_MODELS[:3]])
 def test_configurations_with_sessions_are_the_golden_ones(tmp_path: Path, model: str) -> None:
     settings = export(tmp_path, max_batch_size=1, interactive=True, decoupled=True)
     text = (settings.model_repository / model / "config.pbtxt").read_text()
@@ -106,21 +109,27 @@ def test_the_model_is_what_the_contract_says(tmp_path: Path) -> None:
     }
 
 
-def test_every_step_of_the_ensemble_exists_and_fits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", ["ensemble", "text"])
+def test_a_text_model_takes_what_its_token_model_does(tmp_path: Path, role: str) -> None:
     root = export(tmp_path).model_repository
-    ensemble = parse(root / "ensemble" / "config.pbtxt")
-    known = {tensor.name: tensor.data_type for tensor in ensemble.input}
-    for step in ensemble.ensemble_scheduling.step:
-        config = parse(root / step.model_name / "config.pbtxt")
-        assert config.name == step.model_name
-        inputs = {tensor.name: tensor for tensor in config.input}
-        outputs = {tensor.name: tensor for tensor in config.output}
-        required = {name for name, tensor in inputs.items() if not tensor.optional}
-        assert required <= set(step.input_map)
-        for name, source in step.input_map.items():
-            assert inputs[name].data_type == known[source], (step.model_name, name)
-        known |= {target: outputs[name].data_type for name, target in step.output_map.items()}
-    assert all(known[tensor.name] == tensor.data_type for tensor in ensemble.output)
+    whole, model = (parse(root / name / "config.pbtxt") for name in (role, "tiny"))
+    parameters = {name: value.string_value for name, value in whole.parameters.items()}
+    assert parameters["token_model"] == model.name
+    taken = {tensor.name: tensor for tensor in model.input}
+    made = {parameters[name] for name in ("INPUT_ID", "REQUEST_INPUT_LEN", "REQUEST_OUTPUT_LEN")}
+    assert made == {name for name, tensor in taken.items() if not tensor.optional}
+    for tensor in whole.input:
+        same = SAME_AS.get(tensor.name, tensor.name)
+        if not same.startswith("INPUT_") and same not in ("stream", "exclude_input_in_output"):
+            unsigned = {8: 4}.get(tensor.data_type) if role == "text" else None
+            assert taken[same].data_type in (tensor.data_type, unsigned), tensor.name
+
+
+def test_text_models_of_their_own_know_todays_names() -> None:
+    """The code in a repository stands alone, so it has the table again."""
+    source = Path(text.__file__).with_name("text_requests.py").read_text()
+    table = source.partition("SAME_AS = ")[2].partition("}\n")[0] + "}"
+    assert ast.literal_eval(table) == SAME_AS
 
 
 def test_the_login_side_reads_what_was_written(tmp_path: Path) -> None:
@@ -162,11 +171,12 @@ def test_the_login_side_finds_the_checkpoint_where_the_server_does(
 def test_text_models_carry_the_tokenizer_and_its_code(tmp_path: Path) -> None:
     root = export(tmp_path).model_repository
     files = ["merges.txt", "model.py", "text_tensors.py", "tokenizer.py", "vocab.json"]
-    for role, more in (("preprocessing", []), ("postprocessing", ["text_deltas.py"])):
+    whole = ["encoding", "deltas", "requests", "answers", "forwards"]
+    roles = {"preprocessing": ["encoding"], "postprocessing": ["deltas"]}
+    for role in TEXT_MODELS:
         version = root / role / "1"
+        more = [f"text_{name}.py" for name in roles.get(role, whole)]
         assert sorted(path.name for path in version.iterdir()) == sorted([*files, *more])
-    # Object stores, which a repository may be copied to, have no empty folders.
-    assert [path.name for path in (root / "ensemble" / "1").iterdir()] == ["README.txt"]
     assert sorted(path.name for path in root.iterdir()) == [*TEXT_MODELS, "tiny"]
 
 
@@ -191,12 +201,9 @@ def test_a_second_model_gets_text_models_of_its_own(tmp_path: Path) -> None:
     assert first.items() <= tree(root).items()
     mine = {f"other_{role}" for role in TEXT_MODELS}
     assert {path.name for path in root.iterdir()} == {*TEXT_MODELS, "tiny", "other", *mine}
-    steps = parse(root / "other_ensemble" / "config.pbtxt").ensemble_scheduling.step
-    assert [step.model_name for step in steps] == [
-        "other_preprocessing",
-        "other",
-        "other_postprocessing",
-    ]
+    for role in ("ensemble", "text"):
+        config = parse(root / f"other_{role}" / "config.pbtxt")
+        assert config.parameters["token_model"].string_value == "other"
 
 
 def test_an_existing_repository_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -277,7 +284,7 @@ def test_the_step_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixtu
     write_settings(settings, tmp_path / "settings.yaml")
     arguments = ["--settings", str(tmp_path / "settings.yaml")]
     assert write_model_repository.main(arguments) == 0
-    assert "tiny, preprocessing, postprocessing, ensemble" in capsys.readouterr().out
+    assert "tiny, preprocessing, postprocessing, ensemble, text" in capsys.readouterr().out
     assert write_model_repository.main(arguments) == 1
     assert "already holds" in capsys.readouterr().err
 

@@ -254,7 +254,7 @@ def test_an_empty_prompt_starts_with_the_start_token(client: Client, engine: Eng
 
 def test_text_that_is_no_text(client: Client) -> None:
     query = np.array([[b"\xff\xfe"]], dtype=object)
-    with pytest.raises(InferenceServerException, match="QUERY is not UTF-8"):
+    with pytest.raises(InferenceServerException, match="INPUT_0 is not UTF-8"):
         client.infer("ensemble", INPUT_0=query, INPUT_1=np.array([[4]], np.uint32))
     two = text_rows("one", "two").reshape(1, 2)
     with pytest.raises(InferenceServerException, match="one text per row"):

@@ -225,3 +225,20 @@ def test_a_session_of_text(client: Client, engine: Engine) -> None:
         assert got == (whole if number == 2 else whole[len(start) :])
         assert answer["OUTPUT_DELTA"][0, 0, 0, 0].decode() == whole[len(start) :]
         before = expected[number]
+
+
+def test_a_session_of_text_is_free_for_its_next_request_when_its_client_leaves(
+    served: dict[str, Any],
+) -> None:
+    """A session takes one request at a time, and this one would go on for many seconds."""
+    lengths = {"session_len": np.array([[[500]]], np.uint32)}
+    asked = {"INPUT_0": text_rows("Hello")[None], "INPUT_1": np.array([[[490]]], np.uint32)}
+    leaving = Stream(served)
+    leaving.send("live_ensemble", step(71, True), **asked, **lengths)
+    leaving.next()
+    leaving.cancel()
+    with Stream(served) as stream:
+        short = {**asked, "INPUT_1": np.array([[[2]]], np.uint32)}
+        stream.send("live_ensemble", step(71, True, True), **short, **lengths)
+        response, _ = stream.next()
+    assert response["OUTPUT_0"].shape == (1, 1, 1, 1)

@@ -115,16 +115,15 @@ def test_configurations_follow_the_contract(tmp_path: Path, model_type: str) -> 
     assert not model.HasField("dynamic_batching")
     assert not model.batch_input
     ensemble = parse(settings.model_repository / "ensemble" / "config.pbtxt")
-    known = {tensor.name: tensor.data_type for tensor in ensemble.input}
-    for step in ensemble.ensemble_scheduling.step:
-        each = parse(settings.model_repository / step.model_name / "config.pbtxt")
-        inputs = {tensor.name: tensor for tensor in each.input}
-        outputs = {tensor.name: tensor for tensor in each.output}
-        assert {n for n, tensor in inputs.items() if not tensor.optional} <= set(step.input_map)
-        for key, source in step.input_map.items():
-            assert inputs[key].data_type == known[source], (step.model_name, key)
-        known |= {target: outputs[key].data_type for key, target in step.output_map.items()}
-    assert all(known[tensor.name] == tensor.data_type for tensor in ensemble.output)
+    parameters = {key: value.string_value for key, value in ensemble.parameters.items()}
+    assert parameters["token_model"] == "tiny"
+    taken = {tensor.name: tensor for tensor in model.input}
+    roles = [key for key in contract.text.model_inputs.values() if key in parameters]
+    required = {name for name, tensor in taken.items() if not tensor.optional}
+    assert {parameters[role] for role in roles} == required
+    for tensor in ensemble.input:
+        if tensor.name in taken:
+            assert tensor.data_type == taken[tensor.name].data_type
 
 
 def test_an_encoders_outputs_have_the_models_type() -> None:

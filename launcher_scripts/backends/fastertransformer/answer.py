@@ -13,6 +13,7 @@ import torch
 import triton_python_backend_utils as pb_utils
 
 from launcher_scripts.backends.fastertransformer.answers import Answers
+from launcher_scripts.backends.fastertransformer.forwarded import news
 from launcher_scripts.backends.fastertransformer.row_values import beam_axis
 from launcher_scripts.engine.row import Progress, Snapshot
 from launcher_scripts.engine.session import Session
@@ -46,10 +47,13 @@ class Answer:
         to_tensors: ToTensors,
         *,
         streams: bool,
+        forwarded: bool = False,
         seconds: float | None = None,
         on_end: Callable[[], None] = nothing,
     ) -> None:
-        """seconds: how long the answer may take, None: as long as it takes"""
+        """forwarded: the request is a text model's, which takes its tokens as `news`
+        seconds:   how long the answer may take, None: as long as it takes
+        """
         self._answers = answers
         self._sender = sender
         self._rows = rows
@@ -57,6 +61,7 @@ class Answer:
         self._wanted = wanted
         self._to_tensors = to_tensors
         self._streams = streams
+        self._forwarded = forwarded
         self._on_end = on_end
         self._deadline = None if seconds is None else time.monotonic() + seconds
         self._futures: list[Future[GenerateOutput]] = []
@@ -95,7 +100,7 @@ class Answer:
             self.cancel()
 
     def cancel(self) -> None:
-        """Free the rows; the client gets an error."""
+        """Free the rows; the client gets an error. Any thread may ask for it."""
         self._give_up("CANCELLED", "the client cancelled the request")
 
     def send_news(self, *, alone: bool) -> None:
@@ -172,6 +177,8 @@ class Answer:
         tensors = self._to_tensors(outputs)
         if "is_return_progress" in self._tensors:
             tensors.update(self._progress(outputs, tensors))
+        if self._forwarded and "news" in self._wanted:
+            tensors["news"] = news(tensors, self._progress(outputs, tensors))
         if self._in_session:
             tensors = {name: tensor[None] for name, tensor in tensors.items()}
         return pb_utils.InferenceResponse(

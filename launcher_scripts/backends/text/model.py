@@ -1,0 +1,57 @@
+"""Text to text, through a FasterTransformer model, as a model of Triton's Python backend.
+
+Runs in the server from a repository folder that also holds tokenizer.py, text_*.py and the
+tokenizer's files. It sends each request on to the token model itself, since Triton does not tell
+the steps of an ensemble that their client has gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from text_answers import FINAL, TextAnswer
+from text_forwards import Forward, Forwards
+from text_requests import Reader
+from text_tensors import Tensors, error_response, require_working_arrays
+from tokenizer import load_tokenizer
+
+
+class TritonPythonModel:
+    """Prompts -> texts; the tensors are those of config.pbtxt.
+
+    The parameter token_model names the model behind it.
+    """
+
+    def initialize(self, args: dict[str, str]) -> None:
+        require_working_arrays()
+        self.tokenizer = load_tokenizer(Path(__file__).parent)
+        self.tensors = Tensors(args["model_config"])
+        self.reader = Reader(args["model_config"], self.tokenizer)
+        self.forwards = Forwards()
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Send every request on; answers follow through response senders."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self.begin(request, sender)
+            except Exception as error:
+                sender.send(error_response(error), flags=FINAL)
+
+    def begin(self, request: Any, sender: Any) -> None:
+        microseconds = request.timeout()  # 0: the client has not said
+        answer = TextAnswer(
+            self.reader.read(request),
+            self.reader,
+            self.tensors,
+            sender,
+            self.tokenizer.decode,
+            microseconds / 1e6 if microseconds else None,
+        )
+        session = {"correlation_id": request.correlation_id(), "flags": request.flags()}
+        self.forwards.start(Forward(answer, self.reader.token_model, session))
+
+    def finalize(self) -> None:
+        self.forwards.close()

@@ -1,0 +1,166 @@
+"""What a client is sent of its text: the newest state, as often as it can be sent.
+
+Copied beside the text models of a repository, so it imports nothing of this project.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from text_deltas import GrowingText
+from text_requests import Reader, TextRequest
+from text_tensors import Tensors, error_response, failure
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class TextAnswer:
+    """One client's answer. Any thread may use it.
+
+    A text that streams is sent in as many responses as there is time for, each with all that the
+    ones before did not have, then a last one that is empty: some clients never see the last one's
+    tensors, others, of those that use today's names, no last one without any, so to them it brings
+    empty text. Any other text is sent once.
+    """
+
+    def __init__(
+        self,
+        request: TextRequest,
+        reader: Reader,
+        tensors: Tensors,
+        sender: Any,
+        decode: Callable[[Sequence[int]], str],
+        seconds: float | None,
+    ) -> None:
+        """seconds: how long the answer may take, None: as long as it takes"""
+        self.request = request
+        self._reader = reader
+        self._tensors = tensors
+        self._sender = sender
+        self._decode = decode
+        self._deadline = None if seconds is None else time.monotonic() + seconds
+        self._lock = Lock()
+        self._beams: dict[tuple[int, ...], GrowingText] = {}
+        self._lengths = np.zeros((request.rows, 1))
+        self._others: dict[str, Any] = {}  # outputs that come as they are
+        self._unsent = False
+        self.ended = False
+
+    def take(self, tensors: Sequence[Any]) -> bool:
+        """Note a response of the token model; whether a response to the client is due now."""
+        with self._lock:
+            for tensor in tensors:
+                if tensor.name() == "news":
+                    self._take_news(self._tensors.without_axes(tensor.as_numpy()))
+                else:
+                    self._others[tensor.name()] = tensor
+            due = self.request.streams and not self._unsent and not self.ended
+            self._unsent = bool(tensors)
+            return due and self._unsent
+
+    def _take_news(self, news: np.ndarray) -> None:
+        self._lengths = news[..., 0]
+        for place in np.ndindex(news.shape[:2]):
+            length, prompt, start, finished = news[place][:4].tolist()
+            ids = news[place][4 : 4 + length - start].tolist()
+            if place not in self._beams:
+                self._beams[place] = GrowingText(self._decode)
+            self._beams[place].take(start, ids, prompt=prompt, finished=bool(finished))
+
+    def send_news(self) -> None:
+        """Send what has come since the last time."""
+        with self._lock:
+            if not self.ended and self._unsent:
+                self._unsent = False
+                self._sender.send(self._response())
+
+    def finish(self) -> None:
+        """Send what is left, and the end."""
+        with self._lock:
+            if self.ended:
+                return
+            response = self._response() if self._unsent else None
+            self.ended = True
+            if not self.request.streams:
+                self._sender.send(response or failure("no answer came", "INTERNAL"), flags=FINAL)
+                return
+            if response is not None:
+                self._sender.send(response)
+            if self.request.todays and "text_output" in self.request.outputs:
+                nothing = np.full(self._lengths.size, b"", dtype=np.object_)
+                last = pb_utils.InferenceResponse([self._tensors.tensor("text_output", nothing)])
+                self._sender.send(last, flags=FINAL)
+            else:
+                self._sender.send(flags=FINAL)
+
+    def fail(self, response: Any) -> None:
+        """End with an error, unless the answer has ended."""
+        with self._lock:
+            if not self.ended:
+                self.ended = True
+                self._sender.send(response, flags=FINAL)
+
+    def look_for_departure(self) -> None:
+        """End the answer if its client has gone, or waits no longer."""
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self.fail(failure("the request's timeout is over", "UNAVAILABLE"))
+            return
+        with self._lock:  # the server dies of a question about a request that has been answered
+            cancelled = not self.ended and self._sender.is_cancelled()
+        if cancelled:
+            self.fail(failure("the client cancelled the request", "CANCELLED"))
+
+    def _response(self) -> Any:
+        wanted = self.request.outputs
+        outputs = [tensor for name, tensor in self._others.items() if name in wanted]
+        if self._beams:
+            values = self._texts()
+            outputs += [
+                self._tensors.tensor(name, values[name]) for name in values if name in wanted
+            ]
+        return pb_utils.InferenceResponse(outputs)
+
+    def _texts(self) -> dict[str, np.ndarray]:
+        shape = self._lengths.shape
+        deltas, pieces, texts = (np.empty((*shape, 1), dtype=np.object_) for _ in range(3))
+        for place in np.ndindex(shape):
+            beam = self._beams[place]
+            first = not beam.text
+            delta = beam.news()
+            prompt = beam.prompt_text() if self.request.with_prompt[place[0]] else ""
+            text = prompt + beam.text
+            piece = (prompt if first else "") + delta if self.request.streams else text
+            for target, value in ((deltas, delta), (pieces, piece), (texts, text)):
+                target[place][0] = value.encode("utf-8")
+        return {
+            "OUTPUT_0": texts,
+            "OUTPUT_DELTA": deltas,
+            "text_output": pieces.reshape(-1),
+            "sequence_length": self._lengths.astype(self._reader.length_type),
+        }
+
+
+class Senders:
+    """The threads that send what is new; a slow client holds one of them up, and no reader."""
+
+    def __init__(self, threads: int) -> None:
+        self._due: SimpleQueue[TextAnswer] = SimpleQueue()
+        for _ in range(threads):
+            Thread(target=self._run, name="senders", daemon=True).start()
+
+    def put(self, answer: TextAnswer) -> None:
+        self._due.put(answer)
+
+    def _run(self) -> None:
+        while True:
+            answer = self._due.get()
+            try:
+                answer.send_news()
+            except Exception as error:
+                answer.fail(error_response(error))

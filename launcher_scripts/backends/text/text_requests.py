@@ -1,0 +1,208 @@
+"""Requests for text: what each asks of the token model, and which outputs its client gets.
+
+Copied beside the text models of a repository, so it imports nothing of this project.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from text_encoding import pad_right, split_words, word_table
+from text_tensors import BadRequestError, Tensors
+from tokenizer import Tokenizer
+
+# today's name -> the original's
+SAME_AS = {
+    "text_input": "INPUT_0",
+    "max_tokens": "INPUT_1",
+    "bad_words": "INPUT_2",
+    "stop_words": "INPUT_3",
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "length_penalty": "len_penalty",
+    "return_log_probs": "is_return_log_probs",
+}
+TODAYS = {original: todays for todays, original in SAME_AS.items()}
+WORDS = {"bad_words_list": "INPUT_2", "stop_words_list": "INPUT_3"}
+# What the token model is not given as it comes.
+READ_HERE = {
+    *("INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3"),
+    *("stream", "exclude_input_in_output", "is_return_prompt"),
+}
+LOG_PROBS = ("cum_log_probs", "output_log_probs")
+TODAYS_OUTPUTS = {"text_output", *LOG_PROBS}
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """One request, encoded.
+
+    inputs:      the token model's, those that it needs first
+    asked:       the outputs asked of the token model
+    outputs:     the client's outputs
+    rows:        how many there are
+    with_prompt: BOOL [rows], whose text begins with the prompt
+    todays:      the request has today's names
+    streams:     responses come as the text does, and text_output holds what is new; else one comes
+    """
+
+    inputs: list[Any]
+    asked: list[str]
+    outputs: frozenset[str]
+    rows: int
+    with_prompt: np.ndarray
+    todays: bool
+    streams: bool
+
+
+class Reader:
+    """Turns a request of Triton's into a TextRequest, as config.pbtxt says."""
+
+    def __init__(self, model_config: str, tokenizer: Tokenizer) -> None:
+        config = json.loads(model_config)
+        parameters = {name: at["string_value"] for name, at in config["parameters"].items()}
+        self.token_model = parameters["token_model"]
+        self.decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
+        self.length_type = _type_of(config, "sequence_length")
+        self.outputs = frozenset(output["name"] for output in config["output"])
+        self._tensors = Tensors(model_config)
+        self._tokenizer = tokenizer
+        self._pad_id = int(parameters["pad_id"])
+        self._closing = [int(parameters["closing_id"])] if "closing_id" in parameters else []
+        self._ids, self._lengths = parameters["INPUT_ID"], parameters["REQUEST_INPUT_LEN"]
+        self._output_len = parameters.get("REQUEST_OUTPUT_LEN")
+        self._prompt_counts = "prompt_counts" in parameters
+
+    @property
+    def generates(self) -> bool:
+        """Whether the token model makes text; else it is an encoder."""
+        return self._output_len is not None
+
+    def read(self, request: Any) -> TextRequest:
+        """Raises BadRequestError."""
+        given = self._given(request)
+        prompts = self._tensors.texts(request, self._name(given, "INPUT_0"))
+        if prompts is None:
+            raise BadRequestError(f"the prompt is missing: {self._said('INPUT_0')}")
+        rows = [[*self._tokenizer.encode(prompt), *self._closing] for prompt in prompts]
+        lengths = np.array([[len(row)] for row in rows], dtype=np.uint32)
+        inputs = {
+            self._ids: self._tensors.tensor(self._ids, pad_right(rows, self._pad_id)),
+            self._lengths: self._tensors.tensor(self._lengths, lengths),
+        }
+        if self._output_len is not None:
+            output_len = self._output_lengths(request, given, lengths)
+            inputs[self._output_len] = self._tensors.tensor(self._output_len, output_len)
+            for name, source in WORDS.items():
+                if source in given:
+                    words = self._words(request, given[source], len(rows))
+                    inputs[name] = self._tensors.tensor(name, words)
+        for original, name in given.items():
+            if original not in READ_HERE:
+                inputs[original] = self._passed_on(request, original, name)
+        todays = given["INPUT_0"] == "text_input"
+        outputs = self._wanted(request, todays)
+        streams = self.decoupled and self._flag(request, given, "stream", not todays)
+        news = ["news", *(name for name in LOG_PROBS if name in outputs)]
+        return TextRequest(
+            inputs=list(inputs.values()),
+            asked=news if self.generates else sorted(outputs),
+            outputs=outputs,
+            rows=len(rows),
+            with_prompt=self._with_prompt(request, given, len(rows)),
+            todays=todays,
+            streams=streams,
+        )
+
+    def _given(self, request: Any) -> dict[str, str]:
+        """The original's name of each input -> the name that it came under."""
+        given: dict[str, str] = {}
+        for tensor in request.inputs():
+            name = tensor.name()
+            original = SAME_AS.get(name, name)
+            if original in given:
+                raise BadRequestError(f"{given[original]} and {name} are the same; send one")
+            given[original] = name
+        return given
+
+    def _name(self, given: dict[str, str], original: str) -> str:
+        return given.get(original, original)
+
+    def _said(self, original: str) -> str:
+        """Both names of an input."""
+        return f"{TODAYS[original]} or {original}"
+
+    def _output_lengths(
+        self, request: Any, given: dict[str, str], lengths: np.ndarray
+    ) -> np.ndarray:
+        """UINT32 [rows, 1]; max_tokens never counts the prompt."""
+        if "INPUT_1" not in given:
+            raise BadRequestError(
+                f"how many tokens to generate is missing: {self._said('INPUT_1')}"
+            )
+        counts = self._counts(request, given["INPUT_1"])
+        if self._prompt_counts and given["INPUT_1"] == "max_tokens":
+            counts = counts + lengths
+        return counts.astype(np.uint32)
+
+    def _counts(self, request: Any, name: str) -> np.ndarray:
+        """Numbers that may have come with a sign, unsigned."""
+        counts = self._tensors.array(request, name)
+        if counts.min() < 0:
+            raise BadRequestError(f"{name} must be at least 0; got {counts.min()}")
+        return counts.astype(np.uint32)
+
+    def _passed_on(self, request: Any, original: str, name: str) -> Any:
+        """An input for the token model, under its name there and with its type."""
+        tensor = pb_utils.get_input_tensor_by_name(request, name)
+        if name in SIGNED and tensor.as_numpy().dtype == np.int32:
+            return self._tensors.tensor(original, self._counts(request, name))
+        if name == original:
+            return tensor
+        return pb_utils.Tensor.from_dlpack(original, tensor.to_dlpack())
+
+    def _words(self, request: Any, name: str, rows: int) -> np.ndarray:
+        """The table of a words list: comma separated text of each row, or its words one by one."""
+        if name in SAME_AS:
+            words = self._tensors.word_rows(request, name)
+        else:
+            words = [split_words(line) for line in self._tensors.texts(request, name) or ()]
+        if len(words) != rows:
+            raise BadRequestError(f"{name} takes one row per prompt; got {len(words)} for {rows}")
+        return word_table(words, self._tokenizer)
+
+    def _flag(self, request: Any, given: dict[str, str], name: str, default: bool) -> bool:
+        """A flag that holds for all rows: that of the first."""
+        if name not in given:
+            return default
+        return bool(self._tensors.array(request, name).reshape(-1)[0])
+
+    def _with_prompt(self, request: Any, given: dict[str, str], rows: int) -> np.ndarray:
+        if "exclude_input_in_output" in given:
+            flags = ~self._tensors.array(request, "exclude_input_in_output")
+        elif "is_return_prompt" in given:
+            flags = self._tensors.array(request, "is_return_prompt")
+        else:
+            return np.zeros(rows, dtype=np.bool_)
+        return np.broadcast_to(flags.reshape(-1), rows)
+
+    def _wanted(self, request: Any, todays: bool) -> frozenset[str]:
+        """The outputs named by the client; where it names none, those of its inputs' names."""
+        named = frozenset(request.requested_output_names())
+        if named != self.outputs or "OUTPUT_0" not in named:
+            return named
+        return named & TODAYS_OUTPUTS if todays else named - {"text_output"}
+
+
+# Numbers that today's text models take with a sign, and the token model without.
+SIGNED = {"top_k", "beam_width", "min_length", "end_id"}
+
+
+def _type_of(config: dict[str, Any], output: str) -> Any:
+    """The numpy type of an output; None of one that there is not."""
+    found = pb_utils.get_output_config_by_name(config, output)
+    return None if found is None else pb_utils.triton_string_to_numpy(found["data_type"])

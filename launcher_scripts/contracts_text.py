@@ -1,0 +1,147 @@
+"""The text models around a model, and today's names of their tensors.
+
+These are the names of the TensorRT-LLM backend's text models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from launcher_scripts.protocol import Tensor, array, scalar, text
+
+# name -> the ensemble's own name for the same, or the token model's
+SAME_AS = {
+    "text_input": "INPUT_0",
+    "max_tokens": "INPUT_1",
+    "bad_words": "INPUT_2",
+    "stop_words": "INPUT_3",
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "length_penalty": "len_penalty",
+    "return_log_probs": "is_return_log_probs",
+}
+# What belongs to the text model alone.
+_OWN = ("stream", "exclude_input_in_output")
+
+_INPUTS = (
+    replace(text("text_input", "the prompt", optional=False), dims=(1,)),
+    scalar("max_tokens", "INT32", None, "how many tokens to generate", optional=False),
+    text("bad_words", "[words]: never generated"),
+    text("stop_words", "[words]: each ends the text"),
+    scalar("top_k", "INT32", 0, "sample among the k likeliest tokens; 0: see top_p"),
+    scalar("top_p", "FP32", 0.0, "sample from the nucleus of mass p; 0 with k 0: greedy"),
+    scalar("temperature", "FP32", 1.0, "divides the logits"),
+    scalar("length_penalty", "FP32", 0.0, "exponent of the length in beam scores"),
+    scalar("repetition_penalty", "FP32", 1.0, "divides or multiplies logits of seen tokens"),
+    scalar("presence_penalty", "FP32", 0.0, "subtracted from logits of seen tokens"),
+    scalar("min_length", "INT32", 0, "tokens to generate before the end token may come"),
+    scalar("random_seed", "UINT64", 0, "seed of the row's own random stream"),
+    scalar("beam_width", "INT32", 1, "number of beams; 1: sampling"),
+    scalar("end_id", "INT32", None, "token that ends a sequence; the checkpoint's"),
+    scalar("stream", "BOOL", False, "a response for every piece of text, from a decoupled model"),
+    scalar("exclude_input_in_output", "BOOL", True, "text_output begins after the prompt"),
+    scalar("return_log_probs", "BOOL", False, "return cum_log_probs and output_log_probs"),
+)
+TEXT_OUTPUT = array(
+    "text_output",
+    "STRING",
+    (-1,),
+    "of every beam of every row: the text, or with stream what is new of it",
+    extension=True,
+)
+TEXT_OUTPUTS = (
+    TEXT_OUTPUT,
+    array("cum_log_probs", "FP32", (-1,), "[beam]: sum of the tokens' log-probabilities"),
+    array("output_log_probs", "FP32", (-1, -1), "[beam, generated]: per token"),
+)
+
+
+def _todays_inputs(known: Iterable[str]) -> tuple[Tensor, ...]:
+    """Of the inputs those that mean something to a model with the inputs `known`.
+
+    known: names of the ensemble's inputs
+    """
+    names = {*known, *_OWN}
+    return tuple(tensor for tensor in _INPUTS if SAME_AS.get(tensor.name, tensor.name) in names)
+
+
+def _with_todays(ensemble: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """The ensemble's inputs, and the new names of those beside them.
+
+    All optional, and unsigned as the ensemble's own numbers are.
+    """
+    inputs = tuple(ensemble)
+    known = {tensor.name for tensor in inputs}
+    added = tuple(
+        replace(
+            tensor,
+            dtype="UINT32" if tensor.dtype == "INT32" else tensor.dtype,
+            optional=True,
+            extension=True,
+        )
+        for tensor in _todays_inputs(known)
+        if tensor.name not in known
+    )
+    return (*inputs, *added)
+
+
+def declared(tensors: tuple[Tensor, ...], data_type: str) -> tuple[Tensor, ...]:
+    """The tensors, with the compute type for a request's embeddings and an encoder's results."""
+    computed = ("request_prompt_embedding", "output_hidden_state", "output_attentions")
+    return changed(tensors, computed, dtype=data_type.upper())
+
+
+def changed(
+    tensors: tuple[Tensor, ...], names: tuple[str, ...], **changes: object
+) -> tuple[Tensor, ...]:
+    """The tensors, those called `names` with the changes."""
+    return tuple(
+        replace(tensor, **changes) if tensor.name in names else tensor  # type: ignore[arg-type]
+        for tensor in tensors
+    )
+
+
+@dataclass(frozen=True)
+class TextContract:
+    """The text models around a model: preprocessing, postprocessing (if any), ensemble and text.
+
+    model_inputs:  input of the model -> output of preprocessing; other optional inputs of the
+                   ensemble go to the model under their own names
+    prompt_counts: how many tokens to generate includes the prompt's
+    todays_names:  there is a model that takes today's names, and the ensemble does, too
+    """
+
+    preprocessing_inputs: tuple[Tensor, ...]
+    preprocessing_outputs: tuple[Tensor, ...]
+    postprocessing_inputs: tuple[Tensor, ...]
+    postprocessing_outputs: tuple[Tensor, ...]
+    ensemble_inputs: tuple[Tensor, ...]
+    ensemble_outputs: tuple[Tensor, ...]
+    model_inputs: Mapping[str, str]
+    prompt_counts: bool = False
+    todays_names: bool = False
+
+    def tensors(self, role: str, data_type: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Inputs and outputs of a text model around a model that computes in `data_type`."""
+        if role == "preprocessing":
+            return self.preprocessing_inputs, self.preprocessing_outputs
+        if role == "postprocessing":
+            return self.postprocessing_inputs, self.postprocessing_outputs
+        if role == "text":
+            return _todays_inputs(tensor.name for tensor in self.ensemble_inputs), TEXT_OUTPUTS
+        inputs, outputs = self.ensemble_inputs, self.ensemble_outputs
+        if self.todays_names:
+            inputs, outputs = _with_todays(inputs), (*outputs, TEXT_OUTPUT)
+        return declared(inputs, data_type), declared(outputs, data_type)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The text models there are."""
+        there = {
+            "preprocessing": self.preprocessing_outputs,
+            "postprocessing": self.postprocessing_outputs,
+            "ensemble": self.ensemble_outputs,
+            "text": self.todays_names,
+        }
+        return tuple(role for role, exists in there.items() if exists)
