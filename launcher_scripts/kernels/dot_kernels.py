@@ -160,20 +160,20 @@ def add_and_normalize(
     bias,
     exact,
     operand,
-    moments,
+    row_stats,
     count,
     size,
     eps,
     PARTS: tl.constexpr,
     OFFSET: tl.constexpr,
     NORM: tl.constexpr,
-    WEIGHED: tl.constexpr,
+    PRESCALED: tl.constexpr,
     EARLY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program: one row of residual + the sum of parts + offsets, and the same normalized (or,
-    with NORM 0, in the operand's type). WEIGHED: instead of the norm only its gain is applied, and
-    the row's moments are kept."""
+    with NORM 0, in the operand's type). PRESCALED: instead of the norm only its gain is applied,
+    and the row's statistics are kept."""
     if EARLY:
         gdc_launch_dependents()
     columns = tl.arange(0, BLOCK)
@@ -181,7 +181,7 @@ def add_and_normalize(
     held = tl.zeros([BLOCK], tl.float32)
     shift = tl.zeros([BLOCK], tl.float32)
     added = tl.zeros([BLOCK], tl.float32)
-    if NORM > 0 or WEIGHED:
+    if NORM > 0 or PRESCALED:
         held = tl.load(gain + columns, mask=inside, other=0.0)
     if NORM == 1:
         shift = tl.load(bias + columns, mask=inside, other=0.0)
@@ -200,8 +200,8 @@ def add_and_normalize(
     if NORM > 0:
         variance = tl.sum(values * values, 0) / size
         values = values * (1.0 / tl.sqrt(variance + eps)) * held + shift
-    if WEIGHED:
-        tl.store(moments + row * 2, tl.sum(values, 0))
-        tl.store(moments + row * 2 + 1, tl.sum(values * values, 0))
+    if PRESCALED:
+        tl.store(row_stats + row * 2, tl.sum(values, 0))
+        tl.store(row_stats + row * 2 + 1, tl.sum(values * values, 0))
         values = values * held
     tl.store(operand + row * size + columns, values.to(operand.dtype.element_ty), mask=inside)

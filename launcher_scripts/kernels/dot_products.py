@@ -89,8 +89,8 @@ def add_parts(
     count, size = onto.shape
     exact, operand = torch.empty_like(onto), torch.empty_like(onto, dtype=dtype)
     code = 0 if norm_of_next is None else NORM_CODES[norm_of_next.kind]
-    weighed = code > 0 and count == 1
-    moments = torch.empty(2, 1, device=onto.device) if weighed else None
+    prescaled = code > 0 and count == 1
+    row_stats = torch.empty(2, 1, device=onto.device) if prescaled else None
     gain = onto if norm_of_next is None else norm_of_next.weight
     shift = None if norm_of_next is None else norm_of_next.bias
     block = triton.next_power_of_2(size)
@@ -102,19 +102,19 @@ def add_parts(
         gain if shift is None else shift,
         exact,
         operand,
-        onto if moments is None else moments,
+        onto if row_stats is None else row_stats,
         count,
         size,
         0.0 if norm_of_next is None else norm_of_next.eps,
         PARTS=parts.shape[0],
         OFFSET=bias is not None,
-        NORM=0 if weighed else code,
-        WEIGHED=weighed,
+        NORM=0 if prescaled else code,
+        PRESCALED=prescaled,
         BLOCK=block,
         num_warps=max(1, min(16, block // 256)),
         **early(onto),
     )
-    return Hidden(exact, operand, moments)
+    return Hidden(exact, operand, row_stats)
 
 
 def dot_largest(

@@ -103,10 +103,10 @@ def begin_step(
     """See reference.begin_step."""
     rows, size, dtype = slots.shape[0], tables.tokens.shape[1], tables.tokens.dtype
     exact = torch.empty(rows, size, device=slots.device)
-    weighed = rows == 1 and norm_of_next is not None
-    alike = dtype == torch.float32 and not weighed
+    prescaled = rows == 1 and norm_of_next is not None
+    alike = dtype == torch.float32 and not prescaled
     rounded = exact if alike else exact.new_empty(rows, size, dtype=dtype)
-    moments = torch.empty(2, 1, device=slots.device) if weighed else None
+    row_stats = torch.empty(2, 1, device=slots.device) if prescaled else None
     made = torch.empty(5, rows, dtype=torch.int64, device=slots.device)
     starts, positions, lengths, source_starts, source_lengths = made
     begin_rows[(rows,)](
@@ -126,8 +126,8 @@ def begin_step(
         source_starts,
         exact,
         rounded,
-        norm_of_next.weight if weighed else exact,
-        moments if weighed else exact,
+        norm_of_next.weight if prescaled else exact,
+        row_stats if prescaled else exact,
         tables.first_id,
         tables.tokens.shape[0],
         columns.padding,
@@ -135,7 +135,7 @@ def begin_step(
         SOURCES=sources,
         POSITIONS=tables.positions is not None,
         ROUNDED=rounded is not exact,
-        WEIGHED=weighed,
+        PRESCALED=prescaled,
         BLOCK=triton.next_power_of_2(size),
         num_warps=8,
     )
@@ -143,7 +143,7 @@ def begin_step(
     if sources:
         found = StepRows(starts, positions, lengths, source_starts, source_lengths)
     if rows == 1:
-        return Hidden(exact, rounded, moments), found
+        return Hidden(exact, rounded, row_stats), found
     return hidden(exact, norm_of_next, dtype), found
 
 
@@ -167,7 +167,7 @@ def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tenso
             return ACTIVATIONS[activation](inner)
         return gated(inner, many_rows(x.operand, gate), activation)
     out = x.operand.new_empty(1, up.weight.shape[0])
-    more = {"moments": x.moments, "gate": gate, "activation": activation}
+    more = {"row_stats": x.row_stats, "gate": gate, "activation": activation}
     row_product(x.operand, up, out, kind, **more, launch=early(out))
     return out
 

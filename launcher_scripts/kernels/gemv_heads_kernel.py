@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.row_product_kernel import (
-    load_moments,
+    load_row_stats,
     load_tile,
     mean_and_scale,
     multiply,
@@ -30,7 +30,7 @@ def _features(pairs, SIZE: tl.constexpr, HALF: tl.constexpr):
 @triton.jit(do_not_specialize=["pool_tokens"])
 def gemv_heads(
     x,
-    moments,
+    row_stats,
     weight,
     scales,
     offsets,
@@ -92,7 +92,7 @@ def gemv_heads(
         sine = tl.load(sines + position * HALF + pair, mask=turns, other=0.0)
     if EARLY:
         gdc_wait()
-    total, squares = load_moments(moments, NORM, PARTS, SPREAD)
+    total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
     low, high = multiply(
         x,
         weight,

@@ -12,14 +12,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.row_product_kernel import (
     activate,
-    load_moments,
+    load_row_stats,
     load_tile,
     mean_and_scale,
     multiply,
     normalized,
     row_places,
     scales_of,
-    store_weighed,
+    store_prescaled,
     vector,
 )
 
@@ -27,7 +27,7 @@ from launcher_scripts.kernels.row_product_kernel import (
 @triton.jit
 def gemv(
     x,
-    moments,
+    row_stats,
     weight,
     gate_weight,
     scales,
@@ -40,7 +40,7 @@ def gemv(
     gain,
     out,
     rounded,
-    new_moments,
+    new_row_stats,
     eps,
     OUT: tl.constexpr,
     IN: tl.constexpr,
@@ -52,7 +52,7 @@ def gemv(
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ROUNDED: tl.constexpr,
-    WEIGHED: tl.constexpr,
+    PRESCALED: tl.constexpr,
     EARLY: tl.constexpr,
     ROLLED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -61,8 +61,8 @@ def gemv(
     """out = residual + act(W norm(x) + b) * (W2 norm(x) + b2), the parts as the flags say.
 
     Where there is a norm, x is times its gain already (see row_product_kernel.py). ROUNDED: the
-    result goes to `rounded` as well, in its type; with WEIGHED times `gain`, and its moments to
-    `new_moments`.
+    result goes to `rounded` as well, in its type; with PRESCALED times `gain`, and its sums to
+    `new_row_stats`.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -81,10 +81,10 @@ def gemv(
     gate_offset = vector(gate_offsets, rows, OUT, OFFSET and GATED)
     row_sums = vector(sums, rows, OUT, NORM == 1)
     gate_row_sums = vector(gate_sums, rows, OUT, NORM == 1 and GATED)
-    next_gain = vector(gain, rows, OUT, WEIGHED)
+    next_gain = vector(gain, rows, OUT, PRESCALED)
     if EARLY:
         gdc_wait()
-    total, squares = load_moments(moments, NORM, PARTS, SPREAD)
+    total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
     added = vector(residual, rows, OUT, RESIDUAL)
     value, gate = multiply(
         x,
@@ -112,13 +112,13 @@ def gemv(
     value = value + added
     tl.store(out + rows, value.to(out.dtype.element_ty), mask=rows < OUT)
     if ROUNDED:
-        store_weighed(value, next_gain, rounded, new_moments, rows, OUT, WEIGHED)
+        store_prescaled(value, next_gain, rounded, new_row_stats, rows, OUT, PRESCALED)
 
 
 @triton.jit
 def gemv_largest(
     x,
-    moments,
+    row_stats,
     weight,
     scales,
     offsets,
@@ -151,7 +151,7 @@ def gemv_largest(
     row_sums = vector(sums, rows, OUT, NORM == 1)
     if EARLY:
         gdc_wait()
-    total, squares = load_moments(moments, NORM, PARTS, SPREAD)
+    total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
     value, _ = multiply(
         x,
         weight,

@@ -94,19 +94,19 @@ def add_from_inbox(
     gain,
     exact,
     operand,
-    moments,
+    row_stats,
     lane_words,
     SIZE: tl.constexpr,
     RANKS: tl.constexpr,
     LANES: tl.constexpr,
     SHARE: tl.constexpr,
     OFFSET: tl.constexpr,
-    WEIGHED: tl.constexpr,
+    PRESCALED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One program: SHARE values of residual + the sum of what all ranks sent + offsets.
 
-    `operand` gets them in its type; with WEIGHED times `gain`, and their moments go to `moments`.
+    `operand` gets them in its type; with PRESCALED times `gain`, and their sums go to `row_stats`.
     LANES is RANKS as a power of two.
     """
     if EARLY:
@@ -114,7 +114,7 @@ def add_from_inbox(
     part = tl.program_id(0)
     columns = part * SHARE + tl.arange(0, SHARE)
     inside = columns < SIZE
-    held = vector(gain, columns, SIZE, WEIGHED)
+    held = vector(gain, columns, SIZE, PRESCALED)
     added = vector(offsets, columns, SIZE, OFFSET)
     if EARLY:
         gdc_wait()
@@ -130,10 +130,10 @@ def add_from_inbox(
     value = added + tl.sum(tl.where(awaited, value, 0.0), 0)
     tl.store(exchanges + part, number)
     tl.store(exact + columns, value, mask=inside)
-    if WEIGHED:
+    if PRESCALED:
         kept = tl.where(inside, value, 0.0)
-        tl.store(moments + part, tl.sum(kept, 0))
-        tl.store(moments + tl.num_programs(0) + part, tl.sum(kept * kept, 0))
+        tl.store(row_stats + part, tl.sum(kept, 0))
+        tl.store(row_stats + tl.num_programs(0) + part, tl.sum(kept * kept, 0))
         value = value * held
     tl.store(operand + columns, value.to(operand.dtype.element_ty), mask=inside)
 

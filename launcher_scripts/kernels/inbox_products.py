@@ -55,7 +55,7 @@ def receive_sum(
     size = onto.exact.shape[1]
     programs = triton.cdiv(size, SHARE)
     exact, operand = torch.empty_like(onto.exact), torch.empty_like(onto.operand)
-    moments = None if norm_of_next is None else exact.new_empty(2, programs)
+    row_stats = None if norm_of_next is None else exact.new_empty(2, programs)
     add_from_inbox[(programs,)](
         inboxes.own,
         inboxes.exchanges,
@@ -64,18 +64,18 @@ def receive_sum(
         exact if norm_of_next is None else norm_of_next.weight,
         exact,
         operand,
-        exact if moments is None else moments,
+        exact if row_stats is None else row_stats,
         inboxes.lane_words,
         SIZE=size,
         RANKS=inboxes.ranks,
         LANES=triton.next_power_of_2(inboxes.ranks),
         SHARE=SHARE,
         OFFSET=bias is not None,
-        WEIGHED=moments is not None,
+        PRESCALED=row_stats is not None,
         num_warps=1,
         **early(exact),
     )
-    return Hidden(exact, operand, moments)
+    return Hidden(exact, operand, row_stats)
 
 
 def most_rows(inboxes: Inboxes) -> int:

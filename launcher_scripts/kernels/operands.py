@@ -79,13 +79,13 @@ class Hidden:
     exact:   float32 [N, hidden], the residual stream
     operand: [N, hidden] in the compute type, what the next projection reads: `exact` normalized
              for it, or only times the norm's gain where the projection has its norm folded in
-    moments: float32 [2, parts], sums of `exact` and of its squares over parts of the row, for a
+    row_stats: float32 [2, parts], sums of `exact` and of its squares over parts of the row, for a
              norm that is folded in
     """
 
     exact: Tensor
     operand: Tensor
-    moments: Tensor | None = None
+    row_stats: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def early(tensor: Tensor) -> dict[str, bool]:
 
 
 def fold_norm(linear: Linear) -> FoldedNorm | None:
-    """What the linear's kernels need of its norm beside the moments of the row."""
+    """What the linear's kernels need of its norm beside the row's statistics."""
     norm = linear.norm
     if norm is None:
         return None
@@ -64,14 +64,14 @@ def _offsets(linear: Linear) -> Tensor | None:
     return linear.bias if linear.folded is None else linear.folded.offsets
 
 
-def _operands(x: Tensor, moments: Tensor | None, linear: Linear) -> dict[str, object]:
+def _operands(x: Tensor, row_stats: Tensor | None, linear: Linear) -> dict[str, object]:
     """Arguments of a kernel about scales, norm and bias; x stands for what there is not."""
     folded, offsets = linear.folded, _offsets(linear)
     sums = None if folded is None else folded.sums
-    parts = 1 if folded is None else moments.shape[1]
+    parts = 1 if folded is None else row_stats.shape[1]
     return {
         "scales": x if linear.scale is None else linear.scale,
-        "moments": x if folded is None else moments,
+        "row_stats": x if folded is None else row_stats,
         "offsets": x if offsets is None else offsets,
         "sums": x if sums is None else sums,
         "eps": 0.0 if folded is None else linear.norm.eps,
@@ -88,7 +88,7 @@ def row_product(
     out: Tensor,
     kind: str,
     *,
-    moments: Tensor | None = None,
+    row_stats: Tensor | None = None,
     gate: Linear | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
@@ -98,9 +98,9 @@ def row_product(
 ) -> Tensor | None:
     """x [1, in] of the compute type through a projection to out [1, out]; see gemv.
 
-    moments: of x, where the projection has a norm folded in
+    row_stats: of x, where the projection has a norm folded in
     norm_of_next: the result goes to `rounded` for a projection behind that norm; returns the
-        result's moments
+        result's row_stats
     """
     out_size, in_size = linear.weight.shape
     tile = row_tile(kind, out_size, in_size, linear.in_bytes)
@@ -120,20 +120,20 @@ def row_product(
         gain=x if norm_of_next is None else norm_of_next.weight,
         out=out,
         rounded=x if rounded is None else rounded,
-        new_moments=x if found is None else found,
+        new_row_stats=x if found is None else found,
         OUT=out_size,
         IN=in_size,
         ACTIVATION=ACTIVATION_CODES[activation],
         GATED=gate is not None,
         RESIDUAL=residual is not None,
         ROUNDED=rounded is not None,
-        WEIGHED=found is not None,
+        PRESCALED=found is not None,
         ROLLED=tile.rolled,
         ROWS=tile.rows,
         BLOCK=tile.block,
         num_warps=tile.warps,
         num_stages=1,
-        **_operands(x, moments, linear),
+        **_operands(x, row_stats, linear),
         **launch,
     )
     return found
@@ -144,7 +144,7 @@ def row_accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm |
     exact = torch.empty_like(onto.exact)
     alike = x.dtype == torch.float32 and norm_of_next is None
     operand = exact if alike else torch.empty_like(onto.operand)
-    moments = row_product(
+    row_stats = row_product(
         x,
         linear,
         exact,
@@ -154,7 +154,7 @@ def row_accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm |
         norm_of_next=norm_of_next,
         launch=early(x),
     )
-    return Hidden(exact, operand, moments)
+    return Hidden(exact, operand, row_stats)
 
 
 def row_heads(
@@ -192,7 +192,7 @@ def row_heads(
         BLOCK=tile.block,
         num_warps=tile.warps,
         num_stages=1,
-        **_operands(operand, x.moments, linear),
+        **_operands(operand, x.row_stats, linear),
         **early(operand),
     )
     return query
@@ -223,7 +223,7 @@ def row_largest(
         BLOCK=tile.block,
         num_warps=tile.warps,
         num_stages=1,
-        **_operands(operand, x.moments, head),
+        **_operands(operand, x.row_stats, head),
         **early(operand),
     )
     return best_of_parts(found[None], places[None], keep)

@@ -26,7 +26,7 @@ def begin_rows(
     exact,
     rounded,
     gain,
-    moments,
+    row_stats,
     first_id,
     held,
     padding,
@@ -34,12 +34,12 @@ def begin_rows(
     SOURCES: tl.constexpr,
     POSITIONS: tl.constexpr,
     ROUNDED: tl.constexpr,
-    WEIGHED: tl.constexpr,
+    PRESCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program: one row's token goes to the history and its embedding to `exact`.
 
-    WEIGHED: what goes to `rounded` is times `gain`, and the embedding's moments are kept.
+    PRESCALED: what goes to `rounded` is times `gain`, and the embedding's sums are kept.
 
     Nothing later starts before this has ended, so all may read what it writes without waiting.
     """
@@ -67,9 +67,9 @@ def begin_rows(
         value += tl.load(place, mask=inside, other=0.0).to(tl.float32)
     target = row.to(tl.int64) * size + columns
     tl.store(exact + target, value, mask=inside)
-    if WEIGHED:
-        tl.store(moments, tl.sum(value, 0))
-        tl.store(moments + 1, tl.sum(value * value, 0))
+    if PRESCALED:
+        tl.store(row_stats, tl.sum(value, 0))
+        tl.store(row_stats + 1, tl.sum(value * value, 0))
         value *= tl.load(gain + columns, mask=inside, other=0.0)
     if ROUNDED:
         tl.store(rounded + target, value.to(rounded.dtype.element_ty), mask=inside)

@@ -241,14 +241,14 @@ def hidden_pair(rows: int, linear: Linear) -> tuple[Hidden, Hidden]:
 
 
 def assert_for_norm(got: Hidden, want: Hidden, norm: Norm, dtype: torch.dtype) -> None:
-    """Several rows are normalized; of one the norm's gain is applied, and its moments are known."""
+    """Several rows are normalized; of one the norm's gain is applied, and its sums are known."""
     if got.exact.shape[0] > 1:
         assert_close(got.operand, want.operand, dtype)
         return
     assert_close(got.operand, (want.exact * norm.weight).to(dtype), dtype)
     exact = want.exact[0].double()
-    moments = torch.stack([exact.sum(), exact.square().sum()])
-    error = (got.moments.double().sum(1) - moments).abs()
+    row_stats = torch.stack([exact.sum(), exact.square().sum()])
+    error = (got.row_stats.double().sum(1) - row_stats).abs()
     assert (error <= TOLERANCE[dtype] * exact.square().sum()).all()
 
 
