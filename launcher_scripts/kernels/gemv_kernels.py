@@ -10,16 +10,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from launcher_scripts.kernels.folded_norm_kernel import (
+    load_expected,
+    load_row_stats,
+    norm_terms,
+    normalized,
+    prescale,
+)
 from launcher_scripts.kernels.row_product_kernel import (
     activate,
-    load_row_stats,
     load_tile,
-    mean_and_scale,
     multiply,
-    normalized,
     row_places,
     scales_of,
-    store_prescaled,
     vector,
 )
 
@@ -37,6 +40,7 @@ def gemv(
     sums,
     gate_sums,
     residual,
+    residual_stats,
     gain,
     out,
     rounded,
@@ -60,9 +64,10 @@ def gemv(
 ):
     """out = residual + act(W norm(x) + b) * (W2 norm(x) + b2), the parts as the flags say.
 
-    Where there is a norm, x is times its gain already (see row_product_kernel.py). ROUNDED: the
-    result goes to `rounded` as well, in its type; with PRESCALED times `gain`, and its sums to
-    `new_row_stats`.
+    Where there is a norm, x is the operand that folded_norm_kernel.py describes. ROUNDED: the
+    result goes to `rounded` as well, in its type; with PRESCALED, the code of a norm behind, as the
+    operand for that norm, whose gain is `gain`, and its statistics to `new_row_stats`;
+    residual_stats say what to expect.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -81,11 +86,12 @@ def gemv(
     gate_offset = vector(gate_offsets, rows, OUT, OFFSET and GATED)
     row_sums = vector(sums, rows, OUT, NORM == 1)
     gate_row_sums = vector(gate_sums, rows, OUT, NORM == 1 and GATED)
-    next_gain = vector(gain, rows, OUT, PRESCALED)
+    next_gain = vector(gain, rows, OUT, PRESCALED > 0)
     if EARLY:
         gdc_wait()
-    total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
+    shift, unit, total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
     added = vector(residual, rows, OUT, RESIDUAL)
+    next_shift, next_unit = load_expected(residual_stats, PRESCALED)
     value, gate = multiply(
         x,
         weight,
@@ -103,7 +109,18 @@ def gemv(
         BLOCK,
         EARLY,
     )
-    mean, scale = mean_and_scale(total, squares, eps, IN, NORM)
+    mean, scale = norm_terms(
+        shift,
+        unit,
+        total,
+        squares,
+        row_stats,
+        eps,
+        IN,
+        NORM,
+        PARTS,
+        x.dtype.element_ty == tl.float16,
+    )
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
     value = activate(value, ACTIVATION)
     if GATED:
@@ -112,7 +129,9 @@ def gemv(
     value = value + added
     tl.store(out + rows, value.to(out.dtype.element_ty), mask=rows < OUT)
     if ROUNDED:
-        store_prescaled(value, next_gain, rounded, new_row_stats, rows, OUT, PRESCALED)
+        if PRESCALED > 0:
+            value = prescale(value, rows < OUT, next_gain, next_shift, next_unit, new_row_stats)
+        tl.store(rounded + rows, value.to(rounded.dtype.element_ty), mask=rows < OUT)
 
 
 @triton.jit
@@ -151,7 +170,7 @@ def gemv_largest(
     row_sums = vector(sums, rows, OUT, NORM == 1)
     if EARLY:
         gdc_wait()
-    total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
+    shift, unit, total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
     value, _ = multiply(
         x,
         weight,
@@ -169,7 +188,18 @@ def gemv_largest(
         BLOCK,
         EARLY,
     )
-    mean, scale = mean_and_scale(total, squares, eps, IN, NORM)
+    mean, scale = norm_terms(
+        shift,
+        unit,
+        total,
+        squares,
+        row_stats,
+        eps,
+        IN,
+        NORM,
+        PARTS,
+        x.dtype.element_ty == tl.float16,
+    )
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
     value = tl.where(rows < OUT, value, -float("inf"))
     top, place = tl.max(value, 0, return_indices=True)

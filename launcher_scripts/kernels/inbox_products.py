@@ -12,7 +12,7 @@ from launcher_scripts.kernels.inbox_kernels import (
     gemv_to_inboxes,
 )
 from launcher_scripts.kernels.operands import Hidden, Inboxes, Linear, Norm
-from launcher_scripts.kernels.row_products import early
+from launcher_scripts.kernels.row_products import early, empty_stats, norm_code
 from launcher_scripts.kernels.tiles import row_tile
 
 SHARE = 64  # values that share a count of exchanges
@@ -55,12 +55,13 @@ def receive_sum(
     size = onto.exact.shape[1]
     programs = triton.cdiv(size, SHARE)
     exact, operand = torch.empty_like(onto.exact), torch.empty_like(onto.operand)
-    row_stats = None if norm_of_next is None else exact.new_empty(2, programs)
+    row_stats = None if norm_of_next is None else empty_stats(programs, exact.device)
     add_from_inbox[(programs,)](
         inboxes.own,
         inboxes.exchanges,
         exact if bias is None else bias,
         onto.exact,
+        exact if norm_of_next is None else onto.row_stats,
         exact if norm_of_next is None else norm_of_next.weight,
         exact,
         operand,
@@ -71,7 +72,7 @@ def receive_sum(
         LANES=triton.next_power_of_2(inboxes.ranks),
         SHARE=SHARE,
         OFFSET=bias is not None,
-        PRESCALED=row_stats is not None,
+        PRESCALED=norm_code(norm_of_next),
         num_warps=1,
         **early(exact),
     )
