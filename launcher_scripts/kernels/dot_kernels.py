@@ -196,8 +196,7 @@ def add_and_normalize(
         place = parts + (part * count + row) * size + columns
         values += tl.load(place, mask=inside, other=0.0).to(tl.float32)
     tl.store(exact + row * size + columns, values, mask=inside)
-    half: tl.constexpr = operand.dtype.element_ty == tl.float16
     if NORM > 0:
-        values = standardize(values, inside, row_stats, size, eps, NORM, PRESCALED, half)
+        values = standardize(values, inside, row_stats, size, eps, NORM, PRESCALED)
         values = values * held + shift
     tl.store(operand + row * size + columns, values.to(operand.dtype.element_ty), mask=inside)

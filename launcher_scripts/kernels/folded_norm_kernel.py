@@ -2,15 +2,16 @@
 
 A norm gives the same of (x - shift) * unit as of x; only its eps has to be times unit**2. So the
 kernel that makes x leaves the operand (x - shift) * unit * gain, in the type of the weights, where
-shift is the mean of the hidden states one sublayer before and unit brings those to a known size:
-all its programs know them, and the operand is rounded as a normalized x would be. Each program
-leaves the sums of its part of (x - shift) * unit and of its squares as well. The projection behind
-adds those up and knows what mean and scale are missing: with gain g and bias b,
-y = (W operand - mean * W g) * scale + W b. W g and W b are known when the model is loaded.
+shift and unit are from the hidden states one sublayer before: all its programs know them, and the
+operand is rounded as a normalized x would be. Each program leaves the sums of its part of
+(x - shift) * unit and of its squares as well. The projection behind adds those up and knows what
+mean and scale are missing: with gain g and bias b, y = (W operand - mean * W g) * scale + W b.
+W g and W b are known when the model is loaded.
 
-float16 holds less than 2**16 and nothing below 2**-24. There the unit brings what most of x
-measures, not its deviation, to USUAL: a channel that is a million times larger comes or goes in one
-sublayer, and neither overflows nor takes the bits of the others.
+Shift and unit follow most channels, not all: the shift is their mean, and the unit makes them
+measure USUAL. A channel that is a million times larger comes or goes in one sublayer; it takes the
+mean and the deviation along, but not these. And float16, which holds less than 2**16 and nothing
+below 2**-24, has room for it beside the bits of the others.
 
 Statistics of a row, float32 [4 + 2 * parts]: shift and unit of its operand; shift and unit of the
 row that comes after it, left by the projection behind; the parts' sums, then their sums of squares.
@@ -21,9 +22,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-USUAL = tl.constexpr(2.0**-8)  # what most of a float16 operand measures
-SPREAD_WEIGHT = tl.constexpr(2.0**-40)  # keeps a row's length times its unit below 2**12
-SMALLEST_BITS = tl.constexpr((127 - 60) << 23)  # of a part's sum of squares: those of 2**-60
+USUAL = tl.constexpr(2.0**-8)  # what most of an operand measures, its gain aside
+FAR = tl.constexpr(16.0)  # a part's mean square, in USUAL**2, from which it is not of most
+FAR_ALONE = tl.constexpr(64.0)  # the same of a single value, in what most measure
+LENGTH_WEIGHT = tl.constexpr(2.0**-40)  # keeps a row's length times its unit below 2**12
 SMALLEST_SHARE = tl.constexpr(2.0**-48)  # of a value's square in the mean one
 LARGEST_UNIT = tl.constexpr(2.0**30)  # of a row of zeros, without eps
 SUMS = tl.constexpr(4)  # where the parts' sums begin
@@ -75,36 +77,40 @@ def prescale(value, inside, gain, shift, unit, row_stats):
 
 
 @triton.jit
-def standardize(
-    values,
-    inside,
-    row_stats,
-    size,
-    eps,
-    NORM: tl.constexpr,
-    PRESCALED: tl.constexpr,
-    HALF: tl.constexpr,
-):
-    """A whole row as the norm has it, but for its gain and bias.
+def _usual_square(values, inside, variance, size):
+    """The square of what most of a row measure: their geometric mean."""
+    logs = tl.log2(tl.maximum(values * values, variance * SMALLEST_SHARE))
+    return tl.exp2(tl.sum(tl.where(inside, logs, 0.0), 0) / size)
 
-    PRESCALED: with a unit as float16 wants it, if HALF, and row_stats of one part are left
-    """
-    mean = 0.0
+
+@triton.jit
+def standardize(values, inside, row_stats, size, eps, NORM: tl.constexpr, PRESCALED: tl.constexpr):
+    """A whole row as the norm has it, but for its gain and bias; PRESCALED: the row as an operand
+    without its gain, whose row_stats of one part are left."""
+    shift = 0.0
     if NORM == 1:
-        mean = tl.sum(values, 0) / size
-        values = tl.where(inside, values - mean, 0.0)
+        shift = tl.sum(values, 0) / size
+        values = tl.where(inside, values - shift, 0.0)
     variance = tl.sum(values * values, 0) / size
     unit = 1.0 / tl.sqrt(variance + eps)
     if PRESCALED:
-        if HALF:
-            logs = tl.log2(tl.maximum(values * values, variance * SMALLEST_SHARE))
-            most = tl.exp2(tl.sum(tl.where(inside, logs, 0.0), 0) / size)
-            unit = USUAL / tl.sqrt(most + eps + variance * size * SPREAD_WEIGHT)
+        mean = 0.0
+        usual = _usual_square(values, inside, variance, size)
+        if NORM == 1:
+            near = inside & (values * values <= FAR_ALONE * usual)
+            moved = tl.sum(tl.where(near, values, 0.0), 0)
+            moved /= tl.maximum(tl.sum(near.to(tl.float32), 0), 1.0)
+            shift += moved
+            mean -= moved
+            values = tl.where(inside, values - moved, 0.0)
+            usual = _usual_square(values, inside, variance, size)
+        unit = USUAL / tl.sqrt(usual + eps + variance * size * LENGTH_WEIGHT)
         unit = tl.minimum(unit, LARGEST_UNIT)
         words = tl.arange(0, 8)
-        stats = tl.where(words % 2 == 0, mean, unit)
-        stats = tl.where(words == SUMS, 0.0, stats)
-        stats = tl.where(words == SUMS + 1, variance * unit * unit * size, stats)
+        stats = tl.where(words % 2 == 0, shift, unit)
+        stats = tl.where(words == SUMS, mean * unit * size, stats)
+        length = (variance + mean * mean) * unit * unit * size
+        stats = tl.where(words == SUMS + 1, length, stats)
         tl.store(row_stats + words, stats, mask=words < SUMS + 2)
     return values * unit
 
@@ -115,15 +121,8 @@ def _add_two(a, b, other_a, other_b):
 
 
 @triton.jit
-def _add_three(a, b, c, other_a, other_b, other_c):
-    return a + other_a, b + other_b, c + other_c
-
-
-@triton.jit
-def _logs(squares):
-    """log2, raised by 127 and times 2**23, within a tenth: a number's bits as they are."""
-    bits = squares.to(tl.int32, bitcast=True)
-    return tl.maximum(bits, SMALLEST_BITS).to(tl.float32)
+def _add_four(a, b, c, d, other_a, other_b, other_c, other_d):
+    return a + other_a, b + other_b, c + other_c, d + other_d
 
 
 @triton.jit
@@ -137,40 +136,37 @@ def norm_terms(
     IN: tl.constexpr,
     NORM: tl.constexpr,
     PARTS: tl.constexpr,
-    HALF: tl.constexpr,
 ):
     """What the norm takes from an operand [IN] and what it multiplies with, the gain aside.
 
-    One program leaves in row_stats what to expect of the next row.
+    One program leaves in row_stats what to expect of the next row, if this one was made in parts.
     """
     mean = 0.0
     scale = 1.0
-    foresees: tl.constexpr = HALF and PARTS > 1  # what most of x measures, where it is in parts
-    if NORM == 1:
-        if foresees:
-            whole, length, logs = tl.reduce((total, squares, _logs(squares)), 0, _add_three)
-        else:
-            whole, length = tl.reduce((total, squares), 0, _add_two)
-        mean = whole / IN
-        shift += mean / unit
-        variance = tl.maximum(length / IN - mean * mean, 0.0)
-    if NORM == 2:
-        if foresees:
-            length, logs = tl.reduce((squares, _logs(squares)), 0, _add_two)
-        else:
-            length = tl.sum(squares, 0)
-        variance = length / IN
     if NORM > 0:
+        limit: tl.constexpr = FAR * USUAL * USUAL * IN / PARTS
+        near = tl.minimum(squares, limit)
+        moved = 0.0
+        if NORM == 1:
+            near_total = tl.where(squares <= limit, total, 0.0)
+            sums = total, squares, near_total, near
+            whole, length, near_total, near = tl.reduce(sums, 0, _add_four)
+            mean = whole / IN
+            variance = tl.maximum(length / IN - mean * mean, 0.0)
+        else:
+            length, near = tl.reduce((squares, near), 0, _add_two)
+            variance = length / IN
         scale = tl.rsqrt(variance + eps * unit * unit)
-        if foresees:
-            logs -= (squares.shape[0] - PARTS) * SMALLEST_BITS  # of parts that there are not
-            most = tl.exp2(logs / PARTS / 2.0**23 - 127.0) * (PARTS / IN)
-            unit *= USUAL * tl.rsqrt(most + eps * unit * unit + length * SPREAD_WEIGHT)
-        elif not HALF:
-            unit *= scale
-        first = tl.program_id(0) == 0
-        tl.store(row_stats + 2, shift, mask=first)
-        tl.store(row_stats + 3, tl.minimum(unit, LARGEST_UNIT), mask=first)
+        if PARTS > 1:
+            most = near < 0.5 * PARTS * limit
+            if NORM == 1:
+                moved = tl.where(most, near_total / IN, mean)
+                shift += moved / unit
+            usual = tl.where(most, tl.maximum(near / IN - moved * moved, 0.0), variance)
+            unit *= USUAL * tl.rsqrt(usual + eps * unit * unit + length * LENGTH_WEIGHT)
+            first = tl.program_id(0) == 0
+            tl.store(row_stats + 2, shift, mask=first)
+            tl.store(row_stats + 3, tl.minimum(unit, LARGEST_UNIT), mask=first)
     return mean, scale
 
 

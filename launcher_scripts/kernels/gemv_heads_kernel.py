@@ -112,18 +112,7 @@ def gemv_heads(
         BLOCK,
         EARLY,
     )
-    mean, scale = norm_terms(
-        shift,
-        unit,
-        total,
-        squares,
-        row_stats,
-        eps,
-        IN,
-        NORM,
-        PARTS,
-        x.dtype.element_ty == tl.float16,
-    )
+    mean, scale = norm_terms(shift, unit, total, squares, row_stats, eps, IN, NORM, PARTS)
     low = normalized(low * row_scale, row_sums, mean, scale, NORM) + offset
     high = normalized(high * other_scale, other_sums, mean, scale, NORM) + other_offset
     if HALF > 0:

@@ -109,18 +109,7 @@ def gemv(
         BLOCK,
         EARLY,
     )
-    mean, scale = norm_terms(
-        shift,
-        unit,
-        total,
-        squares,
-        row_stats,
-        eps,
-        IN,
-        NORM,
-        PARTS,
-        x.dtype.element_ty == tl.float16,
-    )
+    mean, scale = norm_terms(shift, unit, total, squares, row_stats, eps, IN, NORM, PARTS)
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
     value = activate(value, ACTIVATION)
     if GATED:
@@ -188,18 +177,7 @@ def gemv_largest(
         BLOCK,
         EARLY,
     )
-    mean, scale = norm_terms(
-        shift,
-        unit,
-        total,
-        squares,
-        row_stats,
-        eps,
-        IN,
-        NORM,
-        PARTS,
-        x.dtype.element_ty == tl.float16,
-    )
+    mean, scale = norm_terms(shift, unit, total, squares, row_stats, eps, IN, NORM, PARTS)
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
     value = tl.where(rows < OUT, value, -float("inf"))
     top, place = tl.max(value, 0, return_indices=True)

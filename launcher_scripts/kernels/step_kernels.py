@@ -72,8 +72,7 @@ def begin_rows(
     target = row.to(tl.int64) * size + columns
     tl.store(exact + target, value, mask=inside)
     if PRESCALED > 0:
-        half: tl.constexpr = rounded.dtype.element_ty == tl.float16
-        value = standardize(value, inside, row_stats, size, eps, PRESCALED, True, half)
+        value = standardize(value, inside, row_stats, size, eps, PRESCALED, True)
         value *= tl.load(gain + columns, mask=inside, other=0.0)
     if ROUNDED:
         tl.store(rounded + target, value.to(rounded.dtype.element_ty), mask=inside)
