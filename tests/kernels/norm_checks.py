@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -28,6 +26,8 @@ pytestmark = [kernel_checks.pytestmark, pytest.mark.parametrize("norm", NORMS)]
 # The interpreter is slow, rounds bfloat16 towards zero, and errors of few numbers scatter.
 SIZES = (64, 48) if INTERPRETED else (2048, 1024)
 MOST = 2.5 if INTERPRETED else 1.5  # times several rows' error
+MOST_ALONE = 4.0  # of a single number
+SEEDS = 1 if INTERPRETED else 16
 TYPES = ("fp16", "int8 fp16") if INTERPRETED else WEIGHTS
 SOME = TYPES[:1] if INTERPRETED else WEIGHTS
 FAR = (STATES[-1], CHANNELS[-1]) if INTERPRETED else STATES + CHANNELS
@@ -46,15 +46,13 @@ class ThroughInboxes(Bench):
 def error(
     kind: type[Bench], rows: int, norm: str, weights: str, case: tuple[str, str, str]
 ) -> float:
-    """Of one number, or of all that a projection makes."""
+    """Of the interpreter's several rows, what they come to in plain torch."""
     kernels, (made, read, state) = fused, case
     if INTERPRETED and rows > 1:  # the reference's own sums are float16
         kernels, weights, made = reference, weights.split()[-1], "hidden"
         state = "mean 0" if case[0] == "goes" else state
     bench = kind(kernels, DEVICE, *SIZES, norm, weights)
-    seeds = range(4 if read == "head" else 1)
-    found = [bench.error(made, read, state, rows, seed) for seed in seeds]
-    return math.sqrt(sum(value**2 for value in found) / len(found))
+    return bench.error(made, read, state, rows, SEEDS)
 
 
 def assert_alike(norm: str, weights: str, cases, kind: type[Bench] = Bench) -> None:
@@ -62,7 +60,7 @@ def assert_alike(norm: str, weights: str, cases, kind: type[Bench] = Bench) -> N
     for case in cases:
         one = error(kind, 1, norm, weights, case)
         several = error(Bench, 2, norm, weights, case)
-        if not one <= MOST * several:
+        if not one <= several * (MOST_ALONE if case[1] == "head" else MOST):
             wrong.append(f"{' '.join(case)}: one row {one:.1e}, several {several:.1e}")
     assert not wrong, "\n".join(wrong)
 
