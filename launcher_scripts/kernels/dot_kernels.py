@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.digit_kernels import dot_digits, load_piece
+from launcher_scripts.kernels.folded_norm_kernel import standardize
 from launcher_scripts.kernels.row_product_kernel import activate, scales_of
 
 
@@ -160,20 +161,20 @@ def add_and_normalize(
     bias,
     exact,
     operand,
-    moments,
+    row_stats,
     count,
     size,
     eps,
     PARTS: tl.constexpr,
     OFFSET: tl.constexpr,
     NORM: tl.constexpr,
-    WEIGHED: tl.constexpr,
+    PRESCALED: tl.constexpr,
     EARLY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program: one row of residual + the sum of parts + offsets, and the same normalized (or,
-    with NORM 0, in the operand's type). WEIGHED: instead of the norm only its gain is applied, and
-    the row's moments are kept."""
+    with NORM 0, in the operand's type). PRESCALED: the only row's is the operand that
+    folded_norm_kernel.py describes, without the norm's bias, and its statistics go to row_stats."""
     if EARLY:
         gdc_launch_dependents()
     columns = tl.arange(0, BLOCK)
@@ -181,9 +182,9 @@ def add_and_normalize(
     held = tl.zeros([BLOCK], tl.float32)
     shift = tl.zeros([BLOCK], tl.float32)
     added = tl.zeros([BLOCK], tl.float32)
-    if NORM > 0 or WEIGHED:
+    if NORM > 0:
         held = tl.load(gain + columns, mask=inside, other=0.0)
-    if NORM == 1:
+    if NORM == 1 and not PRESCALED:
         shift = tl.load(bias + columns, mask=inside, other=0.0)
     if OFFSET:
         added = tl.load(offsets + columns, mask=inside, other=0.0).to(tl.float32)
@@ -195,13 +196,7 @@ def add_and_normalize(
         place = parts + (part * count + row) * size + columns
         values += tl.load(place, mask=inside, other=0.0).to(tl.float32)
     tl.store(exact + row * size + columns, values, mask=inside)
-    if NORM == 1:
-        values = tl.where(inside, values - tl.sum(values, 0) / size, 0.0)
     if NORM > 0:
-        variance = tl.sum(values * values, 0) / size
-        values = values * (1.0 / tl.sqrt(variance + eps)) * held + shift
-    if WEIGHED:
-        tl.store(moments + row * 2, tl.sum(values, 0))
-        tl.store(moments + row * 2 + 1, tl.sum(values * values, 0))
-        values = values * held
+        values = standardize(values, inside, row_stats, size, eps, NORM, PRESCALED)
+        values = values * held + shift
     tl.store(operand + row * size + columns, values.to(operand.dtype.element_ty), mask=inside)

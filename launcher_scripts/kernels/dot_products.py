@@ -14,9 +14,10 @@ from launcher_scripts.kernels.dot_kernels import add_and_normalize, dot_rows
 from launcher_scripts.kernels.operands import Hidden, Linear, Norm
 from launcher_scripts.kernels.row_products import (
     ACTIVATION_CODES,
-    NORM_CODES,
     best_of_parts,
     early,
+    empty_stats,
+    norm_code,
 )
 from launcher_scripts.kernels.tiles import DotTile, dot_tile
 
@@ -85,12 +86,12 @@ def add_parts(
     dtype: torch.dtype,
 ) -> Hidden:
     """onto [N, hidden] plus the sum of parts [P, N, hidden] and a bias, as a projection behind the
-    norm wants it in its type: normalized, but one row only times the norm's gain."""
+    norm wants it in its type: normalized, but one row without the norm's bias."""
     count, size = onto.shape
     exact, operand = torch.empty_like(onto), torch.empty_like(onto, dtype=dtype)
-    code = 0 if norm_of_next is None else NORM_CODES[norm_of_next.kind]
-    weighed = code > 0 and count == 1
-    moments = torch.empty(2, 1, device=onto.device) if weighed else None
+    code = norm_code(norm_of_next)
+    prescaled = code > 0 and count == 1
+    row_stats = empty_stats(1, onto.device) if prescaled else None
     gain = onto if norm_of_next is None else norm_of_next.weight
     shift = None if norm_of_next is None else norm_of_next.bias
     block = triton.next_power_of_2(size)
@@ -102,19 +103,19 @@ def add_parts(
         gain if shift is None else shift,
         exact,
         operand,
-        onto if moments is None else moments,
+        onto if row_stats is None else row_stats,
         count,
         size,
         0.0 if norm_of_next is None else norm_of_next.eps,
         PARTS=parts.shape[0],
         OFFSET=bias is not None,
-        NORM=0 if weighed else code,
-        WEIGHED=weighed,
+        NORM=code,
+        PRESCALED=prescaled,
         BLOCK=block,
         num_warps=max(1, min(16, block // 256)),
         **early(onto),
     )
-    return Hidden(exact, operand, moments)
+    return Hidden(exact, operand, row_stats)
 
 
 def dot_largest(

@@ -50,7 +50,9 @@ from launcher_scripts.kernels.operands import (
 )
 from launcher_scripts.kernels.row_products import (
     early,
+    empty_stats,
     fold_norm,
+    norm_code,
     row_accumulate,
     row_largest,
     row_product,
@@ -103,10 +105,10 @@ def begin_step(
     """See reference.begin_step."""
     rows, size, dtype = slots.shape[0], tables.tokens.shape[1], tables.tokens.dtype
     exact = torch.empty(rows, size, device=slots.device)
-    weighed = rows == 1 and norm_of_next is not None
-    alike = dtype == torch.float32 and not weighed
+    prescaled = rows == 1 and norm_of_next is not None
+    alike = dtype == torch.float32 and not prescaled
     rounded = exact if alike else exact.new_empty(rows, size, dtype=dtype)
-    moments = torch.empty(2, 1, device=slots.device) if weighed else None
+    row_stats = empty_stats(1, slots.device) if prescaled else None
     made = torch.empty(5, rows, dtype=torch.int64, device=slots.device)
     starts, positions, lengths, source_starts, source_lengths = made
     begin_rows[(rows,)](
@@ -126,16 +128,17 @@ def begin_step(
         source_starts,
         exact,
         rounded,
-        norm_of_next.weight if weighed else exact,
-        moments if weighed else exact,
+        norm_of_next.weight if prescaled else exact,
+        row_stats if prescaled else exact,
         tables.first_id,
         tables.tokens.shape[0],
         columns.padding,
         size,
+        norm_of_next.eps if prescaled else 0.0,
         SOURCES=sources,
         POSITIONS=tables.positions is not None,
         ROUNDED=rounded is not exact,
-        WEIGHED=weighed,
+        PRESCALED=norm_code(norm_of_next) if prescaled else 0,
         BLOCK=triton.next_power_of_2(size),
         num_warps=8,
     )
@@ -143,7 +146,7 @@ def begin_step(
     if sources:
         found = StepRows(starts, positions, lengths, source_starts, source_lengths)
     if rows == 1:
-        return Hidden(exact, rounded, moments), found
+        return Hidden(exact, rounded, row_stats), found
     return hidden(exact, norm_of_next, dtype), found
 
 
@@ -167,8 +170,7 @@ def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tenso
             return ACTIVATIONS[activation](inner)
         return gated(inner, many_rows(x.operand, gate), activation)
     out = x.operand.new_empty(1, up.weight.shape[0])
-    more = {"moments": x.moments, "gate": gate, "activation": activation}
-    row_product(x.operand, up, out, kind, **more, launch=early(out))
+    row_product(x, up, out, kind, gate=gate, activation=activation, launch=early(out))
     return out
 
 
@@ -176,10 +178,15 @@ def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | Non
     """See reference.accumulate."""
     if fits(x):
         return dot_add(x, linear, onto, norm_of_next)
-    if x.shape[0] > 1:
+    if x.shape[0] > 1 or not _foreseen(onto, norm_of_next):
         added = many_rows(x, replace(linear, bias=None))
         return add_parts(added[None], linear.bias, onto.exact, norm_of_next, onto.operand.dtype)
     return row_accumulate(x, linear, onto, norm_of_next)
+
+
+def _foreseen(onto: Hidden, norm_of_next: Norm | None) -> bool:
+    """Whether one row's hidden states say how those that come after it are to be prescaled."""
+    return norm_of_next is None or onto.row_stats is not None
 
 
 def choose(x: Hidden, head: Linear, held: int, columns: RowColumns, slots: Tensor) -> Tensor:
@@ -192,7 +199,8 @@ def accumulate_over_ranks(
 ) -> Hidden:
     """See reference.accumulate_over_ranks."""
     inboxes = ranks.inboxes
-    if inboxes is not None and inbox_products.fits(x, linear, inboxes):
+    fits_inboxes = inboxes is not None and inbox_products.fits(x, linear, inboxes)
+    if fits_inboxes and _foreseen(onto, norm_of_next):
         inbox_products.send_product(x, linear, inboxes)
         return inbox_products.receive_sum(linear.bias, onto, norm_of_next, inboxes)
     return add_sum(ranks.tp_sum(partial_product(x, linear)), linear.bias, onto, norm_of_next)
@@ -211,7 +219,7 @@ def partial_product(x: Tensor, linear: Linear) -> Tensor:
     alone = replace(linear, bias=None, norm=None)
     if x.shape[0] == 1:
         out = torch.empty(1, linear.weight.shape[0], device=x.device)
-        row_product(x, alone, out, "add", launch=early(x))
+        row_product(Hidden(x, x), alone, out, "add", launch=early(x))
         return out
     return dot_partial(x, alone) if fits(x) else logits(x, alone)
 

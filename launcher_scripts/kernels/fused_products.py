@@ -9,7 +9,7 @@ from torch.nn import functional
 from launcher_scripts.kernels.device_traits import traits_of
 from launcher_scripts.kernels.fused_rows import ALONE, norm
 from launcher_scripts.kernels.int8_kernels import dense
-from launcher_scripts.kernels.operands import Linear
+from launcher_scripts.kernels.operands import Hidden, Linear
 from launcher_scripts.kernels.reference import ACTIVATIONS
 from launcher_scripts.kernels.row_products import row_product
 
@@ -25,7 +25,7 @@ def project(x: Tensor, linear: Linear) -> Tensor:
 def project_add(x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
     """See reference.project_add."""
     if x.shape[0] == 1:
-        return _row(x, linear, torch.float32, "add", residual=residual)
+        return _row(x, linear, torch.float32, "add", onto=Hidden(residual, residual))
     linear = dense(linear)
     return residual + functional.linear(x, linear.weight, linear.bias)
 
@@ -66,5 +66,6 @@ def _normalized(x: Tensor, linear: Linear) -> Tensor:
 def _row(x: Tensor, linear: Linear, dtype: torch.dtype, kind: str, **more: object) -> Tensor:
     """One row through a projection behind a norm of its own: [1, out] of `dtype`."""
     out = torch.empty(1, linear.weight.shape[0], dtype=dtype, device=x.device)
-    row_product(_normalized(x, linear), linear.without_norm(), out, kind, launch=ALONE, **more)
+    operand = _normalized(x, linear)
+    row_product(Hidden(x, operand), linear.without_norm(), out, kind, launch=ALONE, **more)
     return out

@@ -6,12 +6,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.row_product_kernel import (
-    load_moments,
-    load_tile,
-    mean_and_scale,
-    multiply,
+from launcher_scripts.kernels.folded_norm_kernel import (
+    load_row_stats,
+    norm_terms,
     normalized,
+)
+from launcher_scripts.kernels.row_product_kernel import (
+    load_tile,
+    multiply,
     row_places,
     scales_of,
     vector,
@@ -30,7 +32,7 @@ def _features(pairs, SIZE: tl.constexpr, HALF: tl.constexpr):
 @triton.jit(do_not_specialize=["pool_tokens"])
 def gemv_heads(
     x,
-    moments,
+    row_stats,
     weight,
     scales,
     offsets,
@@ -92,7 +94,7 @@ def gemv_heads(
         sine = tl.load(sines + position * HALF + pair, mask=turns, other=0.0)
     if EARLY:
         gdc_wait()
-    total, squares = load_moments(moments, NORM, PARTS, SPREAD)
+    shift, unit, total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
     low, high = multiply(
         x,
         weight,
@@ -110,7 +112,7 @@ def gemv_heads(
         BLOCK,
         EARLY,
     )
-    mean, scale = mean_and_scale(total, squares, eps, IN, NORM)
+    mean, scale = norm_terms(shift, unit, total, squares, row_stats, eps, IN, NORM, PARTS)
     low = normalized(low * row_scale, row_sums, mean, scale, NORM) + offset
     high = normalized(high * other_scale, other_sums, mean, scale, NORM) + other_offset
     if HALF > 0:

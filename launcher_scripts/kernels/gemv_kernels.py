@@ -10,16 +10,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from launcher_scripts.kernels.folded_norm_kernel import (
+    load_expected,
+    load_row_stats,
+    norm_terms,
+    normalized,
+    prescale,
+)
 from launcher_scripts.kernels.row_product_kernel import (
     activate,
-    load_moments,
     load_tile,
-    mean_and_scale,
     multiply,
-    normalized,
     row_places,
     scales_of,
-    store_weighed,
     vector,
 )
 
@@ -27,7 +30,7 @@ from launcher_scripts.kernels.row_product_kernel import (
 @triton.jit
 def gemv(
     x,
-    moments,
+    row_stats,
     weight,
     gate_weight,
     scales,
@@ -37,10 +40,11 @@ def gemv(
     sums,
     gate_sums,
     residual,
+    residual_stats,
     gain,
     out,
     rounded,
-    new_moments,
+    new_row_stats,
     eps,
     OUT: tl.constexpr,
     IN: tl.constexpr,
@@ -52,7 +56,7 @@ def gemv(
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ROUNDED: tl.constexpr,
-    WEIGHED: tl.constexpr,
+    PRESCALED: tl.constexpr,
     EARLY: tl.constexpr,
     ROLLED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -60,9 +64,10 @@ def gemv(
 ):
     """out = residual + act(W norm(x) + b) * (W2 norm(x) + b2), the parts as the flags say.
 
-    Where there is a norm, x is times its gain already (see row_product_kernel.py). ROUNDED: the
-    result goes to `rounded` as well, in its type; with WEIGHED times `gain`, and its moments to
-    `new_moments`.
+    Where there is a norm, x is the operand that folded_norm_kernel.py describes. ROUNDED: the
+    result goes to `rounded` as well, in its type; with PRESCALED, the code of a norm behind, as the
+    operand for that norm, whose gain is `gain`, and its statistics to `new_row_stats`;
+    residual_stats say what to expect.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -81,11 +86,12 @@ def gemv(
     gate_offset = vector(gate_offsets, rows, OUT, OFFSET and GATED)
     row_sums = vector(sums, rows, OUT, NORM == 1)
     gate_row_sums = vector(gate_sums, rows, OUT, NORM == 1 and GATED)
-    next_gain = vector(gain, rows, OUT, WEIGHED)
+    next_gain = vector(gain, rows, OUT, PRESCALED > 0)
     if EARLY:
         gdc_wait()
-    total, squares = load_moments(moments, NORM, PARTS, SPREAD)
+    shift, unit, total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
     added = vector(residual, rows, OUT, RESIDUAL)
+    next_shift, next_unit = load_expected(residual_stats, PRESCALED)
     value, gate = multiply(
         x,
         weight,
@@ -103,7 +109,7 @@ def gemv(
         BLOCK,
         EARLY,
     )
-    mean, scale = mean_and_scale(total, squares, eps, IN, NORM)
+    mean, scale = norm_terms(shift, unit, total, squares, row_stats, eps, IN, NORM, PARTS)
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
     value = activate(value, ACTIVATION)
     if GATED:
@@ -112,13 +118,15 @@ def gemv(
     value = value + added
     tl.store(out + rows, value.to(out.dtype.element_ty), mask=rows < OUT)
     if ROUNDED:
-        store_weighed(value, next_gain, rounded, new_moments, rows, OUT, WEIGHED)
+        if PRESCALED > 0:
+            value = prescale(value, rows < OUT, next_gain, next_shift, next_unit, new_row_stats)
+        tl.store(rounded + rows, value.to(rounded.dtype.element_ty), mask=rows < OUT)
 
 
 @triton.jit
 def gemv_largest(
     x,
-    moments,
+    row_stats,
     weight,
     scales,
     offsets,
@@ -151,7 +159,7 @@ def gemv_largest(
     row_sums = vector(sums, rows, OUT, NORM == 1)
     if EARLY:
         gdc_wait()
-    total, squares = load_moments(moments, NORM, PARTS, SPREAD)
+    shift, unit, total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
     value, _ = multiply(
         x,
         weight,
@@ -169,7 +177,7 @@ def gemv_largest(
         BLOCK,
         EARLY,
     )
-    mean, scale = mean_and_scale(total, squares, eps, IN, NORM)
+    mean, scale = norm_terms(shift, unit, total, squares, row_stats, eps, IN, NORM, PARTS)
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
     value = tl.where(rows < OUT, value, -float("inf"))
     top, place = tl.max(value, 0, return_indices=True)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from launcher_scripts.kernels.folded_norm_kernel import load_expected, prescale
 from launcher_scripts.kernels.row_product_kernel import (
     load_tile,
     multiply,
@@ -91,22 +92,24 @@ def add_from_inbox(
     exchanges,
     offsets,
     residual,
+    residual_stats,
     gain,
     exact,
     operand,
-    moments,
+    row_stats,
     lane_words,
     SIZE: tl.constexpr,
     RANKS: tl.constexpr,
     LANES: tl.constexpr,
     SHARE: tl.constexpr,
     OFFSET: tl.constexpr,
-    WEIGHED: tl.constexpr,
+    PRESCALED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One program: SHARE values of residual + the sum of what all ranks sent + offsets.
 
-    `operand` gets them in its type; with WEIGHED times `gain`, and their moments go to `moments`.
+    `operand` gets them in its type; with PRESCALED, the code of a norm behind, as the operand for
+    that norm (see folded_norm_kernel.py), whose gain is `gain`; their statistics go to `row_stats`.
     LANES is RANKS as a power of two.
     """
     if EARLY:
@@ -114,11 +117,12 @@ def add_from_inbox(
     part = tl.program_id(0)
     columns = part * SHARE + tl.arange(0, SHARE)
     inside = columns < SIZE
-    held = vector(gain, columns, SIZE, WEIGHED)
+    held = vector(gain, columns, SIZE, PRESCALED > 0)
     added = vector(offsets, columns, SIZE, OFFSET)
     if EARLY:
         gdc_wait()
     added += tl.load(residual + columns, mask=inside, other=0.0)
+    shift, unit = load_expected(residual_stats, PRESCALED)
     number = tl.load(exchanges + part, cache_modifier=".cg") + 1
     lanes = tl.arange(0, LANES)[:, None]
     awaited = (lanes < RANKS) & inside[None, :]
@@ -130,11 +134,8 @@ def add_from_inbox(
     value = added + tl.sum(tl.where(awaited, value, 0.0), 0)
     tl.store(exchanges + part, number)
     tl.store(exact + columns, value, mask=inside)
-    if WEIGHED:
-        kept = tl.where(inside, value, 0.0)
-        tl.store(moments + part, tl.sum(kept, 0))
-        tl.store(moments + tl.num_programs(0) + part, tl.sum(kept * kept, 0))
-        value = value * held
+    if PRESCALED > 0:
+        value = prescale(value, inside, held, shift, unit, row_stats)
     tl.store(operand + columns, value.to(operand.dtype.element_ty), mask=inside)
 
 

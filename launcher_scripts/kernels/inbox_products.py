@@ -12,7 +12,7 @@ from launcher_scripts.kernels.inbox_kernels import (
     gemv_to_inboxes,
 )
 from launcher_scripts.kernels.operands import Hidden, Inboxes, Linear, Norm
-from launcher_scripts.kernels.row_products import early
+from launcher_scripts.kernels.row_products import early, empty_stats, norm_code
 from launcher_scripts.kernels.tiles import row_tile
 
 SHARE = 64  # values that share a count of exchanges
@@ -55,27 +55,28 @@ def receive_sum(
     size = onto.exact.shape[1]
     programs = triton.cdiv(size, SHARE)
     exact, operand = torch.empty_like(onto.exact), torch.empty_like(onto.operand)
-    moments = None if norm_of_next is None else exact.new_empty(2, programs)
+    row_stats = None if norm_of_next is None else empty_stats(programs, exact.device)
     add_from_inbox[(programs,)](
         inboxes.own,
         inboxes.exchanges,
         exact if bias is None else bias,
         onto.exact,
+        exact if norm_of_next is None else onto.row_stats,
         exact if norm_of_next is None else norm_of_next.weight,
         exact,
         operand,
-        exact if moments is None else moments,
+        exact if row_stats is None else row_stats,
         inboxes.lane_words,
         SIZE=size,
         RANKS=inboxes.ranks,
         LANES=triton.next_power_of_2(inboxes.ranks),
         SHARE=SHARE,
         OFFSET=bias is not None,
-        WEIGHED=moments is not None,
+        PRESCALED=norm_code(norm_of_next),
         num_warps=1,
         **early(exact),
     )
-    return Hidden(exact, operand, moments)
+    return Hidden(exact, operand, row_stats)
 
 
 def most_rows(inboxes: Inboxes) -> int:

@@ -78,14 +78,14 @@ class Hidden:
 
     exact:   float32 [N, hidden], the residual stream
     operand: [N, hidden] in the compute type, what the next projection reads: `exact` normalized
-             for it, or only times the norm's gain where the projection has its norm folded in
-    moments: float32 [2, parts], sums of `exact` and of its squares over parts of the row, for a
-             norm that is folded in
+             for it, or prescaled where the projection has its norm folded in
+    row_stats: float32 [4 + 2 * parts], what one row's operand is prescaled by and what its norm
+             needs of its parts; see folded_norm_kernel.py
     """
 
     exact: Tensor
     operand: Tensor
-    moments: Tensor | None = None
+    row_stats: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,6 @@
 
 The weight is read in wide pieces, each once.
 
-A norm before a projection needs no kernel of its own. With gain g and bias b,
-W (g (x - mean) / deviation + b) = (W g x - mean * W g) / deviation + W b. The kernel that made x
-left g x and, for every part of x it had, the sums of x and of its squares (moments), so that not
-every program has to sum all of x; W g and W b plus the bias are known when the model is loaded.
-
 A weight in bytes is q * scale of its row. No instruction makes numbers of bytes at the speed they
 are read. But the bits of a small integer are a float32, too, of that many of its smallest steps of
 2^-149; multipliers take those as they are. So the kernel multiplies the numbers whose bits are
@@ -170,63 +165,6 @@ def _piece(x, columns, first, IN: tl.constexpr, WHOLE: tl.constexpr):
     else:
         piece = tl.load(x + first + columns, mask=first + columns < IN, other=0.0)
     return piece.to(tl.float32)
-
-
-@triton.jit
-def load_moments(moments, NORM: tl.constexpr, PARTS: tl.constexpr, SPREAD: tl.constexpr):
-    """Sums of the parts of x, and of their squares; SPREAD is PARTS as a power of two."""
-    parts = tl.arange(0, SPREAD)
-    total = tl.zeros([SPREAD], tl.float32)
-    squares = tl.zeros([SPREAD], tl.float32)
-    if NORM == 1:
-        total = tl.load(moments + parts, mask=parts < PARTS, other=0.0)
-    if NORM > 0:
-        squares = tl.load(moments + PARTS + parts, mask=parts < PARTS, other=0.0)
-    return total, squares
-
-
-@triton.jit
-def _add_both(first, second, other_first, other_second):
-    return first + other_first, second + other_second
-
-
-@triton.jit
-def mean_and_scale(total, squares, eps, IN: tl.constexpr, NORM: tl.constexpr):
-    """What the norm takes from x [IN] and what it multiplies with, from its moments."""
-    mean = 0.0
-    scale = 1.0
-    if NORM == 1:
-        whole, whole_squares = tl.reduce((total, squares), 0, _add_both)
-        mean = whole / IN
-        scale = tl.rsqrt(whole_squares / IN - mean * mean + eps)
-    elif NORM == 2:
-        scale = tl.rsqrt(tl.sum(squares, 0) / IN + eps)
-    return mean, scale
-
-
-@triton.jit
-def normalized(value, sums, mean, scale, NORM: tl.constexpr):
-    """W g x as it would be of the normalized x, but for the offset."""
-    if NORM == 1:
-        value = (value - mean * sums) * scale
-    elif NORM == 2:
-        value = value * scale
-    return value
-
-
-@triton.jit
-def store_weighed(value, gain, rounded, moments, rows, OUT: tl.constexpr, WEIGHED: tl.constexpr):
-    """A program's values for a projection that follows: with WEIGHED times the gain of its norm,
-    and their moments beside the other programs'."""
-    inside = rows < OUT
-    operand = value
-    if WEIGHED:
-        operand = value * gain
-        held = tl.where(inside, value, 0.0)
-        place = moments + tl.program_id(0)
-        tl.store(place, tl.sum(held, 0))
-        tl.store(place + tl.num_programs(0), tl.sum(held * held, 0))
-    tl.store(rounded + rows, operand.to(rounded.dtype.element_ty), mask=inside)
 
 
 @triton.jit

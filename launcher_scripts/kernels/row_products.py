@@ -36,8 +36,18 @@ def early(tensor: Tensor) -> dict[str, bool]:
     )
 
 
+def norm_code(norm: Norm | None) -> int:
+    """What kernels know a norm by; 0 is none."""
+    return 0 if norm is None else NORM_CODES[norm.kind]
+
+
+def empty_stats(parts: int, device: torch.device) -> Tensor:
+    """Statistics of a row made in so many parts; see folded_norm_kernel.py."""
+    return torch.empty(4 + 2 * parts, device=device)
+
+
 def fold_norm(linear: Linear) -> FoldedNorm | None:
-    """What the linear's kernels need of its norm beside the moments of the row."""
+    """What the linear's kernels need of its norm beside the row's statistics."""
     norm = linear.norm
     if norm is None:
         return None
@@ -64,18 +74,18 @@ def _offsets(linear: Linear) -> Tensor | None:
     return linear.bias if linear.folded is None else linear.folded.offsets
 
 
-def _operands(x: Tensor, moments: Tensor | None, linear: Linear) -> dict[str, object]:
+def _operands(hidden: Hidden, linear: Linear) -> dict[str, object]:
     """Arguments of a kernel about scales, norm and bias; x stands for what there is not."""
-    folded, offsets = linear.folded, _offsets(linear)
+    x, folded, offsets = hidden.operand, linear.folded, _offsets(linear)
     sums = None if folded is None else folded.sums
-    parts = 1 if folded is None else moments.shape[1]
+    parts = 1 if folded is None else hidden.row_stats.numel() // 2 - 2
     return {
         "scales": x if linear.scale is None else linear.scale,
-        "moments": x if folded is None else moments,
+        "row_stats": x if folded is None else hidden.row_stats,
         "offsets": x if offsets is None else offsets,
         "sums": x if sums is None else sums,
         "eps": 0.0 if folded is None else linear.norm.eps,
-        "NORM": 0 if folded is None else NORM_CODES[linear.norm.kind],
+        "NORM": 0 if folded is None else norm_code(linear.norm),
         "PARTS": parts,
         "SPREAD": triton.next_power_of_2(parts),
         "OFFSET": offsets is not None,
@@ -83,57 +93,58 @@ def _operands(x: Tensor, moments: Tensor | None, linear: Linear) -> dict[str, ob
 
 
 def row_product(
-    x: Tensor,
+    x: Hidden,
     linear: Linear,
     out: Tensor,
     kind: str,
     *,
-    moments: Tensor | None = None,
     gate: Linear | None = None,
     activation: str | None = None,
-    residual: Tensor | None = None,
+    onto: Hidden | None = None,
     rounded: Tensor | None = None,
     norm_of_next: Norm | None = None,
     launch: dict[str, bool],
 ) -> Tensor | None:
-    """x [1, in] of the compute type through a projection to out [1, out]; see gemv.
+    """x [1, in] through a projection to out [1, out]; see gemv.
 
-    moments: of x, where the projection has a norm folded in
+    onto: what the result is added to, with row_stats where there is a norm_of_next
     norm_of_next: the result goes to `rounded` for a projection behind that norm; returns the
-        result's moments
+        result's row_stats
     """
+    operand = x.operand
     out_size, in_size = linear.weight.shape
     tile = row_tile(kind, out_size, in_size, linear.in_bytes)
     programs = triton.cdiv(out_size, tile.rows)
-    found = None if norm_of_next is None else torch.empty(2, programs, device=x.device)
+    found = None if norm_of_next is None else empty_stats(programs, out.device)
     other = linear if gate is None else gate
     gate_offsets, gate_folded = _offsets(other), other.folded
     gate_sums = None if gate_folded is None else gate_folded.sums
     gemv[(programs,)](
-        x,
+        operand,
         weight=linear.weight,
         gate_weight=other.weight,
-        gate_scales=x if other.scale is None else other.scale,
-        gate_offsets=x if gate_offsets is None else gate_offsets,
-        gate_sums=x if gate_sums is None else gate_sums,
-        residual=x if residual is None else residual,
-        gain=x if norm_of_next is None else norm_of_next.weight,
+        gate_scales=operand if other.scale is None else other.scale,
+        gate_offsets=operand if gate_offsets is None else gate_offsets,
+        gate_sums=operand if gate_sums is None else gate_sums,
+        residual=operand if onto is None else onto.exact,
+        residual_stats=operand if found is None else onto.row_stats,
+        gain=operand if norm_of_next is None else norm_of_next.weight,
         out=out,
-        rounded=x if rounded is None else rounded,
-        new_moments=x if found is None else found,
+        rounded=operand if rounded is None else rounded,
+        new_row_stats=operand if found is None else found,
         OUT=out_size,
         IN=in_size,
         ACTIVATION=ACTIVATION_CODES[activation],
         GATED=gate is not None,
-        RESIDUAL=residual is not None,
+        RESIDUAL=onto is not None,
         ROUNDED=rounded is not None,
-        WEIGHED=found is not None,
+        PRESCALED=norm_code(norm_of_next),
         ROLLED=tile.rolled,
         ROWS=tile.rows,
         BLOCK=tile.block,
         num_warps=tile.warps,
         num_stages=1,
-        **_operands(x, moments, linear),
+        **_operands(x, linear),
         **launch,
     )
     return found
@@ -144,17 +155,17 @@ def row_accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm |
     exact = torch.empty_like(onto.exact)
     alike = x.dtype == torch.float32 and norm_of_next is None
     operand = exact if alike else torch.empty_like(onto.operand)
-    moments = row_product(
-        x,
+    row_stats = row_product(
+        Hidden(x, x),
         linear,
         exact,
         "add",
-        residual=onto.exact,
+        onto=onto,
         rounded=None if alike else operand,
         norm_of_next=norm_of_next,
         launch=early(x),
     )
-    return Hidden(exact, operand, moments)
+    return Hidden(exact, operand, row_stats)
 
 
 def row_heads(
@@ -192,7 +203,7 @@ def row_heads(
         BLOCK=tile.block,
         num_warps=tile.warps,
         num_stages=1,
-        **_operands(operand, x.moments, linear),
+        **_operands(x, linear),
         **early(operand),
     )
     return query
@@ -223,7 +234,7 @@ def row_largest(
         BLOCK=tile.block,
         num_warps=tile.warps,
         num_stages=1,
-        **_operands(operand, x.moments, head),
+        **_operands(x, head),
         **early(operand),
     )
     return best_of_parts(found[None], places[None], keep)

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from launcher_scripts.kernels.folded_norm_kernel import standardize
+
 
 @triton.jit
 def begin_rows(
@@ -26,20 +28,22 @@ def begin_rows(
     exact,
     rounded,
     gain,
-    moments,
+    row_stats,
     first_id,
     held,
     padding,
     size,
+    eps,
     SOURCES: tl.constexpr,
     POSITIONS: tl.constexpr,
     ROUNDED: tl.constexpr,
-    WEIGHED: tl.constexpr,
+    PRESCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program: one row's token goes to the history and its embedding to `exact`.
 
-    WEIGHED: what goes to `rounded` is times `gain`, and the embedding's moments are kept.
+    PRESCALED, the code of a norm behind: what goes to `rounded` is the operand for that norm (see
+    folded_norm_kernel.py), whose gain is `gain`; its statistics go to row_stats.
 
     Nothing later starts before this has ended, so all may read what it writes without waiting.
     """
@@ -67,9 +71,8 @@ def begin_rows(
         value += tl.load(place, mask=inside, other=0.0).to(tl.float32)
     target = row.to(tl.int64) * size + columns
     tl.store(exact + target, value, mask=inside)
-    if WEIGHED:
-        tl.store(moments, tl.sum(value, 0))
-        tl.store(moments + 1, tl.sum(value * value, 0))
+    if PRESCALED > 0:
+        value = standardize(value, inside, row_stats, size, eps, PRESCALED, True)
         value *= tl.load(gain + columns, mask=inside, other=0.0)
     if ROUNDED:
         tl.store(rounded + target, value.to(rounded.dtype.element_ty), mask=inside)

@@ -51,7 +51,7 @@ def test_gemv(dtype, held, gated, rolled):
     pointers = dict.fromkeys(("x", "rounded"), dtype)
     pointers |= dict.fromkeys(("weight", "gate_weight"), held)
     vectors = ("offsets", "gate_offsets", "sums", "gate_sums", "residual", "gain", "out")
-    vectors += ("moments", "new_moments", "scales", "gate_scales")
+    vectors += ("row_stats", "new_row_stats", "residual_stats", "scales", "gate_scales")
     pointers |= dict.fromkeys(vectors, "fp32")
     constants = {
         "OUT": 515,
@@ -62,7 +62,7 @@ def test_gemv(dtype, held, gated, rolled):
         "GATED": gated,
         "RESIDUAL": not gated,
         "ROUNDED": True,
-        "WEIGHED": not gated,
+        "PRESCALED": 0 if gated else 1,
         **TILE,
         "ROLLED": rolled,
     }
@@ -73,7 +73,7 @@ def test_gemv(dtype, held, gated, rolled):
 @pytest.mark.parametrize(("dtype", "half"), list(itertools.product(TYPES, (0, 8, 32))))
 def test_gemv_heads(dtype, half):
     pointers = dict.fromkeys(("x", "weight", "query", "keys", "values"), dtype)
-    pointers |= dict.fromkeys(("scales", "moments", "offsets", "sums"), "fp32")
+    pointers |= dict.fromkeys(("scales", "row_stats", "offsets", "sums"), "fp32")
     pointers |= dict.fromkeys(("cosines", "sines"), "fp32")
     pointers |= dict.fromkeys(("starts", "positions"), "i64")
     numbers = {"pool_tokens": "i32", "eps": "fp32"}
@@ -85,7 +85,7 @@ def test_gemv_heads(dtype, half):
 @pytest.mark.parametrize("dtype", TYPES)
 def test_gemv_largest(dtype):
     pointers = dict.fromkeys(("x", "weight"), dtype)
-    pointers |= dict.fromkeys(("scales", "moments", "offsets", "sums", "largest"), "fp32")
+    pointers |= dict.fromkeys(("scales", "row_stats", "offsets", "sums", "largest"), "fp32")
     pointers |= {"places": "i32"}
     constants = {"OUT": 515, "IN": 768, "NORM": 2, "OFFSET": True, **TILE}
     assert compile_kernel(gemv_kernels.gemv_largest, pointers, {"eps": "fp32"}, constants)
@@ -100,9 +100,9 @@ def test_inboxes(dtype, weight):
     constants = {"OUT": 515, "IN": 768, **shared}
     constants |= {"ROLLED": False, "ROWS": 2, "BLOCK": 256}
     assert compile_kernel(inbox_kernels.gemv_to_inboxes, pointers, numbers, constants)
-    vectors = ("offsets", "residual", "gain", "exact", "moments")
+    vectors = ("offsets", "residual", "residual_stats", "gain", "exact", "row_stats")
     pointers = dict.fromkeys(vectors, "fp32") | {"inbox": "i64", "exchanges": "i32"}
-    constants = {"SIZE": 515, "LANES": 4, "OFFSET": True, "WEIGHED": True, **shared}
+    constants = {"SIZE": 515, "LANES": 4, "OFFSET": True, "PRESCALED": 1, **shared}
     pointers["operand"] = dtype
     ptx = compile_kernel(inbox_kernels.add_from_inbox, pointers, {"lane_words": "i32"}, constants)
     assert "ld.volatile.global" in ptx
@@ -139,19 +139,19 @@ def test_dot_rows(dtype, in_bytes, splits):
 
 
 def test_add_and_normalize():
-    vectors = ("parts", "offsets", "residual", "gain", "bias", "exact", "operand", "moments")
+    vectors = ("parts", "offsets", "residual", "gain", "bias", "exact", "operand", "row_stats")
     pointers = dict.fromkeys(vectors, "fp32")
     numbers = {"count": "i32", "size": "i32", "eps": "fp32"}
-    constants = {"PARTS": 4, "OFFSET": True, "NORM": 0, "WEIGHED": True, "EARLY": True}
+    constants = {"PARTS": 4, "OFFSET": True, "NORM": 1, "PRESCALED": True, "EARLY": True}
     constants["BLOCK"] = 1024
     assert compile_kernel(dot_kernels.add_and_normalize, pointers, numbers, constants)
 
 
 def test_begin_rows():
     pointers = {"table": "bf16", "position_table": "bf16", "exact": "fp32", "rounded": "bf16"}
-    pointers |= {"gain": "fp32", "moments": "fp32"}
-    numbers = dict.fromkeys(("first_id", "held", "padding", "size"), "i32")
-    constants = {"SOURCES": True, "POSITIONS": True, "ROUNDED": True, "WEIGHED": True}
+    pointers |= {"gain": "fp32", "row_stats": "fp32"}
+    numbers = dict.fromkeys(("first_id", "held", "padding", "size"), "i32") | {"eps": "fp32"}
+    constants = {"SOURCES": True, "POSITIONS": True, "ROUNDED": True, "PRESCALED": 1}
     constants["BLOCK"] = 1024
     known = {*pointers, *numbers, *constants}
     names = step_kernels.begin_rows.arg_names

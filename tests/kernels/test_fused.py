@@ -29,7 +29,8 @@ INTERPRETER_WARNINGS = ("-W", "ignore:Conversion of an array:DeprecationWarning"
 def test_interpreted_kernels_equal_the_reference(checkout):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(checkout)}
     folder = checkout / "tests" / "kernels"
-    names = ("kernel_checks.py", "int8_checks.py", "prompt_checks.py", "attention_checks.py")
+    rooms = ("kernel", "int8", "norm", "prompt", "attention")
+    names = [f"{room}_checks.py" for room in rooms]
     checks = [str(folder / name) for name in names]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *INTERPRETER_WARNINGS, *checks],

@@ -1,0 +1,180 @@
+"""A norm folded into the kernels before and behind it, for steps of one row.
+
+A norm gives the same of (x - shift) * unit as of x; only its eps has to be times unit**2. So the
+kernel that makes x leaves the operand (x - shift) * unit * gain, in the type of the weights, where
+shift and unit are from the hidden states one sublayer before: all its programs know them, and the
+operand is rounded as a normalized x would be. Each program leaves the sums of its part of
+(x - shift) * unit and of its squares as well. The projection behind adds those up and knows what
+mean and scale are missing: with gain g and bias b, y = (W operand - mean * W g) * scale + W b.
+W g and W b are known when the model is loaded.
+
+Shift and unit follow most channels, not all: the shift is their mean, and the unit makes them
+measure USUAL. A channel that is a million times larger comes or goes in one sublayer; it takes the
+mean and the deviation along, but not these. And float16, which holds less than 2**16 and nothing
+below 2**-24, has room for it beside the bits of the others.
+
+Statistics of a row, float32 [4 + 2 * parts]: shift and unit of its operand; shift and unit of the
+row that comes after it, left by the projection behind; the parts' sums, then their sums of squares.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+USUAL = tl.constexpr(2.0**-8)  # what most of an operand measures, its gain aside
+FAR = tl.constexpr(16.0)  # a part's mean square, in USUAL**2, from which it is not of most
+FAR_ALONE = tl.constexpr(64.0)  # the same of a single value, in what most measure
+LENGTH_WEIGHT = tl.constexpr(2.0**-40)  # keeps a row's length times its unit below 2**12
+SMALLEST_SHARE = tl.constexpr(2.0**-48)  # of a value's square in the mean one
+LARGEST_UNIT = tl.constexpr(2.0**30)  # of a row of zeros, without eps
+SUMS = tl.constexpr(4)  # where the parts' sums begin
+
+
+@triton.jit
+def load_row_stats(row_stats, NORM: tl.constexpr, PARTS: tl.constexpr, SPREAD: tl.constexpr):
+    """Shift and unit of the operand, its parts' sums and sums of squares; SPREAD is PARTS as a
+    power of two."""
+    parts = tl.arange(0, SPREAD)
+    shift = 0.0
+    unit = 1.0
+    total = tl.zeros([SPREAD], tl.float32)
+    squares = tl.zeros([SPREAD], tl.float32)
+    if NORM > 0:
+        unit = tl.load(row_stats + 1)
+        squares = tl.load(row_stats + SUMS + PARTS + parts, mask=parts < PARTS, other=0.0)
+    if NORM == 1:
+        shift = tl.load(row_stats)
+        total = tl.load(row_stats + SUMS + parts, mask=parts < PARTS, other=0.0)
+    return shift, unit, total, squares
+
+
+@triton.jit
+def load_expected(row_stats, PRESCALED: tl.constexpr):
+    """Shift and unit for the row that comes after the one with these statistics. PRESCALED is the
+    code of the norm behind it: an RMS norm takes no mean."""
+    shift = 0.0
+    unit = 1.0
+    if PRESCALED == 1:
+        shift = tl.load(row_stats + 2)
+    if PRESCALED > 0:
+        unit = tl.load(row_stats + 3)
+    return shift, unit
+
+
+@triton.jit
+def prescale(value, inside, gain, shift, unit, row_stats):
+    """A program's part of the operand. Its sums go to row_stats, as the part of its number."""
+    value = tl.where(inside, (value - shift) * unit, 0.0)
+    part = tl.program_id(0)
+    tl.store(row_stats + SUMS + part, tl.sum(value, 0))
+    tl.store(row_stats + SUMS + tl.num_programs(0) + part, tl.sum(value * value, 0))
+    tl.store(row_stats, shift, mask=part == 0)
+    tl.store(row_stats + 1, unit, mask=part == 0)
+    tl.store(row_stats + 2, shift, mask=part == 0)
+    tl.store(row_stats + 3, unit, mask=part == 0)
+    return value * gain
+
+
+@triton.jit
+def _usual_square(values, inside, variance, size):
+    """The square of what most of a row measure: their geometric mean."""
+    logs = tl.log2(tl.maximum(values * values, variance * SMALLEST_SHARE))
+    return tl.exp2(tl.sum(tl.where(inside, logs, 0.0), 0) / size)
+
+
+@triton.jit
+def standardize(values, inside, row_stats, size, eps, NORM: tl.constexpr, PRESCALED: tl.constexpr):
+    """A whole row as the norm has it, but for its gain and bias; PRESCALED: the row as an operand
+    without its gain, whose row_stats of one part are left."""
+    shift = 0.0
+    if NORM == 1:
+        shift = tl.sum(values, 0) / size
+        values = tl.where(inside, values - shift, 0.0)
+    variance = tl.sum(values * values, 0) / size
+    unit = 1.0 / tl.sqrt(variance + eps)
+    if PRESCALED:
+        mean = 0.0
+        usual = _usual_square(values, inside, variance, size)
+        if NORM == 1:
+            near = inside & (values * values <= FAR_ALONE * usual)
+            moved = tl.sum(tl.where(near, values, 0.0), 0)
+            moved /= tl.maximum(tl.sum(near.to(tl.float32), 0), 1.0)
+            shift += moved
+            mean -= moved
+            values = tl.where(inside, values - moved, 0.0)
+            usual = _usual_square(values, inside, variance, size)
+        unit = USUAL / tl.sqrt(usual + eps + variance * size * LENGTH_WEIGHT)
+        unit = tl.minimum(unit, LARGEST_UNIT)
+        words = tl.arange(0, 8)
+        stats = tl.where(words % 2 == 0, shift, unit)
+        stats = tl.where(words == SUMS, mean * unit * size, stats)
+        length = (variance + mean * mean) * unit * unit * size
+        stats = tl.where(words == SUMS + 1, length, stats)
+        tl.store(row_stats + words, stats, mask=words < SUMS + 2)
+    return values * unit
+
+
+@triton.jit
+def _add_two(a, b, other_a, other_b):
+    return a + other_a, b + other_b
+
+
+@triton.jit
+def _add_four(a, b, c, d, other_a, other_b, other_c, other_d):
+    return a + other_a, b + other_b, c + other_c, d + other_d
+
+
+@triton.jit
+def norm_terms(
+    shift,
+    unit,
+    total,
+    squares,
+    row_stats,
+    eps,
+    IN: tl.constexpr,
+    NORM: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """What the norm takes from an operand [IN] and what it multiplies with, the gain aside.
+
+    One program leaves in row_stats what to expect of the next row, if this one was made in parts.
+    """
+    mean = 0.0
+    scale = 1.0
+    if NORM > 0:
+        limit: tl.constexpr = FAR * USUAL * USUAL * IN / PARTS
+        near = tl.minimum(squares, limit)
+        moved = 0.0
+        if NORM == 1:
+            near_total = tl.where(squares <= limit, total, 0.0)
+            sums = total, squares, near_total, near
+            whole, length, near_total, near = tl.reduce(sums, 0, _add_four)
+            mean = whole / IN
+            variance = tl.maximum(length / IN - mean * mean, 0.0)
+        else:
+            length, near = tl.reduce((squares, near), 0, _add_two)
+            variance = length / IN
+        scale = tl.rsqrt(variance + eps * unit * unit)
+        if PARTS > 1:
+            most = near < 0.5 * PARTS * limit
+            if NORM == 1:
+                moved = tl.where(most, near_total / IN, mean)
+                shift += moved / unit
+            usual = tl.where(most, tl.maximum(near / IN - moved * moved, 0.0), variance)
+            unit *= USUAL * tl.rsqrt(usual + eps * unit * unit + length * LENGTH_WEIGHT)
+            first = tl.program_id(0) == 0
+            tl.store(row_stats + 2, shift, mask=first)
+            tl.store(row_stats + 3, tl.minimum(unit, LARGEST_UNIT), mask=first)
+    return mean, scale
+
+
+@triton.jit
+def normalized(value, sums, mean, scale, NORM: tl.constexpr):
+    """The product with the normalized x, but for the offset, of that with the operand."""
+    if NORM == 1:
+        value = (value - mean * sums) * scale
+    elif NORM == 2:
+        value = value * scale
+    return value
