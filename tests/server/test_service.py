@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.util
 import json
@@ -112,7 +113,8 @@ def test_a_stop_that_the_servers_processes_hear_first(tmp_path: Path) -> None:
         step.wait_until_ready()
         for pid, _ in step.survivors():
             if pid != step.process.pid:
-                os.kill(pid, signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
         time.sleep(0.1)
         assert step.stop() == 0, step.err
         assert "stopping the server: SIGTERM" in step.out
@@ -226,7 +228,8 @@ def test_what_a_killed_server_leaves_is_removed_and_nothing_of_a_living_one(
         folder = Path(tempfile.gettempdir(), lock.stem)
         with lock.open() as memory_held, (folder / ".lock").open() as folder_held:
             for pid, _ in killed.survivors():
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # some end by themselves
+                    os.kill(pid, signal.SIGKILL)
             for held in (memory_held, folder_held):  # which waits for the last process
                 fcntl.flock(held, fcntl.LOCK_EX)
             assert killed.shared_memory() != []
