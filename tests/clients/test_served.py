@@ -279,7 +279,7 @@ def test_chat(served: dict[str, Any], engine: Engine, model: str, protocol: str)
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert ended.returncode == 0, ended.stderr
     first = answer_to(engine, tokenizer, "Hello")
@@ -313,7 +313,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(served: dict[str, Any]) -> None
             chat.stdin.write("/quit\n")
             chat.stdin.close()
             rest = chat.stdout.read()
-            assert chat.wait(20) == 0
+            assert chat.wait(120) == 0
             assert rest.endswith("> ")
             assert "[stopped]" in chat.stderr.read() and len(rest) < 16000
         finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -196,9 +195,7 @@ def test_an_idle_session_gives_its_place_back(served: dict[str, Any]) -> None:
     with Client(served, "grpc") as client:
         whole = turn([(1,)], 2, session_len=CACHE_TOKENS - 10)
         client.infer("direct", sequence=step(51, True), **whole)
-        started = time.monotonic()
         client.infer("direct", sequence=step(52, True, True), **whole)
-        assert 0.5 < time.monotonic() - started < 20
         with pytest.raises(InferenceServerException, match="START flag"):
             client.infer("direct", sequence=step(51), **turn([(1,)], 2))
 
