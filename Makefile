@@ -20,7 +20,8 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python3 -m mypy
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python3 -m pytest -m "not slow and not gpu" -n 2
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python3 -m pytest -m "not slow and not gpu" \
+		-n 3 --dist worksteal --timeout 900
 
 cluster:
 	@$(or $(PYTHON),python3) -m tests.slurm.cluster start --root $(CLUSTER) \

@@ -36,6 +36,7 @@ from launcher_scripts.engine.watchdog import EXCHANGE_SECONDS, Watchdog
 from launcher_scripts.errors import ServerError
 
 POLL_SECONDS = 0.2
+HELD_UP_SECONDS = 1.0  # that the watching itself comes late, as when a node was suspended
 STOP_SECONDS = 10.0
 
 
@@ -190,6 +191,7 @@ class WorkerGroup:
 
     def _until_failure(self) -> str | None:
         """Read signs of life until a rank is lost (the reason) or the group closes (None)."""
+        now = patient_until = time.monotonic()
         with selectors.DefaultSelector() as selector:
             while not self._closing.is_set():
                 while not self._arrivals.empty():
@@ -201,7 +203,10 @@ class WorkerGroup:
                         return failure
                     if key.data.gone:
                         selector.unregister(key.fileobj)
-                failure = self._check()
+                before, now = now, time.monotonic()
+                if now - before > POLL_SECONDS + HELD_UP_SECONDS:
+                    patient_until = now + self._settings.stall_timeout
+                failure = self._check(patient=now < patient_until)
                 if failure is not None:
                     return failure
         return None
@@ -270,12 +275,16 @@ class WorkerGroup:
         nodes = self._group.place.nodes
         return hello.nodes == nodes and 0 < hello.node < nodes and hello.node not in self._hosts
 
-    def _check(self) -> str | None:
+    def _check(self, patient: bool) -> str | None:
+        """Why a rank or a node counts as lost. patient: the others may have been held up, too."""
+        for host in self._hosts.values():
+            host.hear_of_us()
+        if patient:
+            return None
         for host in self._hosts.values():
             trouble = host.trouble()
             if trouble is not None:
                 return trouble
-            host.hear_of_us()
         for rank in self._ranks.values():
             trouble = rank.trouble(self._settings.stall_timeout)
             if trouble is not None:

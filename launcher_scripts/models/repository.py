@@ -1,4 +1,4 @@
-"""A look at an exported model repository, for the login side: which models, divided how."""
+"""A look at an exported model repository: which models, divided how."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.errors import CheckpointError, ServerError, problem
 from launcher_scripts.parallel import Parallelism
 
 _BACKEND = re.compile(r'\bbackend\s*:\s*"fastertransformer"')
@@ -33,6 +33,19 @@ REMOTE_SCHEMES = ("s3://", "gs://", "as://")
 def is_remote(repository: str) -> bool:
     """Whether Triton fetches the repository itself, from a cloud storage."""
     return repository.startswith(REMOTE_SCHEMES)
+
+
+def check_repository(repository: str) -> None:
+    """A local repository must hold models; Triton itself looks at one in a cloud storage."""
+    if is_remote(repository):
+        return
+    folder = Path(repository)
+    models = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    if not models:
+        got = f"{repository} (no model in it)" if folder.is_dir() else f"{repository} (no folder)"
+        raise ServerError(
+            problem("there is no model repository", got=got, change="deploy.model_repository")
+        )
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from launcher_scripts.errors import ServerError
 from launcher_scripts.models.repository import is_remote
 from launcher_scripts.remains import Claim, is_word
 from launcher_scripts.server.installation import THREAD_POOL, Installation
+from launcher_scripts.server.lost_workers import is_sign
 from launcher_scripts.server.ports import Ports
 from launcher_scripts.server.protection import Protection
 from launcher_scripts.server.text_numpy import prefer_numpy
@@ -73,6 +74,7 @@ class ServerProcess:
             raise ServerError(f"the server needs shared memory: {error}") from error
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._errors: list[str] = []
+        self.lost_worker = False  # whether its log says so; see lost_workers
         arguments = self._arguments(settings, installation, ports) + protection.arguments()
         secrets = protection.environment
         own = {STATUS_DIR_VARIABLE: str(self.status_dir), DEVICE_VARIABLE: settings.device}
@@ -200,6 +202,7 @@ class ServerProcess:
             line = self._hide(written)
             self._tail.append(line.rstrip("\n"))
             self._note_error(line.rstrip("\n"))
+            self.lost_worker = self.lost_worker or is_sign(line)
             # A closed terminal must not stop the reading: the server would block on a full pipe.
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.write(line)

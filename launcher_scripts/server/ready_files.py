@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -74,3 +75,13 @@ class ReadyFiles:
             **self._facts,
             "alive_at": None,
         }
+
+
+def job_facts(settings: DeploySettings) -> dict[str, Any]:
+    """Which run of a server this is: its job folder, and Slurm's job id and number of restarts."""
+    return {
+        "folder": settings.job_folder,
+        "id": os.environ.get("SLURM_JOB_ID"),
+        "replica": settings.replica,
+        "restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+    }

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from launcher_scripts.errors import ServerError, problem
-from launcher_scripts.models.repository import is_remote
+from launcher_scripts.models.repository import check_repository
 from launcher_scripts.nodes import ALONE, Place
 from launcher_scripts.remains import NAME_PREFIX, remove_remains, temporary_folder
 from launcher_scripts.server.addresses import addresses, local_host
@@ -25,10 +23,11 @@ from launcher_scripts.server.health import (
     read_statuses,
 )
 from launcher_scripts.server.installation import Installation, find_installation
+from launcher_scripts.server.lost_workers import REASON, SECOND_STARTS, WaitingForLost
 from launcher_scripts.server.ports import Ports, ports_in_use, reserved_ports
 from launcher_scripts.server.process import ServerProcess, is_alive, is_suspended
 from launcher_scripts.server.protection import Protection
-from launcher_scripts.server.ready_files import RENEW_SECONDS, ReadyFiles
+from launcher_scripts.server.ready_files import RENEW_SECONDS, ReadyFiles, job_facts
 from launcher_scripts.server.start_times import Event, process_started, start_table
 from launcher_scripts.server.stopping import StopRequest
 from launcher_scripts.settings import DeploySettings
@@ -44,9 +43,10 @@ _FAILED_SECONDS = 5.0
 def serve(settings: DeploySettings, place: Place = ALONE) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP.
 
-    A server that was ready is started again settings.restarts times. Raises ServerError with the
-    reason and the end of the server's log when the server does not become ready or stops by
-    itself. Nothing of it is left running in any case.
+    A server that was ready is started again settings.restarts times, and one that lost a worker
+    before (see lost_workers) SECOND_STARTS times, on one node. Raises ServerError with the reason
+    and the end of the server's log when the server does not become ready or stops by itself.
+    Nothing of it is left running in any case.
     """
     check_repository(settings.model_repository)
     installation = find_installation(settings.tritonserver, settings.numpy_dir)
@@ -55,20 +55,29 @@ def serve(settings: DeploySettings, place: Place = ALONE) -> None:
     for name in remove_remains():
         print(f"removed what the killed server {name} had left on this node", flush=True)
     stop = StopRequest()
+    restarts = second_starts = 0
     was_ready = False
     with stop.listening():
-        for attempt in range(settings.restarts + 1):
-            env = group_env(settings, place, attempt)
-            run = _Run(settings, installation, stop, ready_files, env)
+        while True:
+            env = group_env(settings, place, restarts)
+            may_start_again = place.nodes == 1 and second_starts < SECOND_STARTS
+            run = _Run(settings, installation, stop, ready_files, env, may_start_again)
             try:
                 run.until_stopped()
                 return
             except ServerError as error:
                 was_ready = was_ready or run.was_ready
-                if not was_ready or attempt == settings.restarts or stop.received is not None:
+                if stop.received is not None:
                     raise
-                count = f"{attempt + 1} of {settings.restarts}"
-                print(f"{error}\nrestart {count}: {_reason(error)}", flush=True)
+                if run.lost_worker and may_start_again:
+                    second_starts += 1
+                    count = f"second start, {second_starts} of {SECOND_STARTS}"
+                elif was_ready and restarts < settings.restarts:
+                    restarts += 1
+                    count = f"restart {restarts} of {settings.restarts}"
+                else:
+                    raise
+                print(f"{error}\n{count}: {_reason(error)}", flush=True)
 
 
 class _Run:
@@ -81,13 +90,17 @@ class _Run:
         stop: StopRequest,
         ready_files: ReadyFiles,
         env: Mapping[str, str],
+        give_up_early: bool,
     ) -> None:
+        """give_up_early: end a start that has lost a worker, where the server itself would wait."""
         self._settings = settings
         self._installation = installation
         self._stop = stop
         self._ready_files = ready_files
         self._env = env
+        self._give_up_early = give_up_early
         self.was_ready = False
+        self.lost_worker = False
 
     def until_stopped(self) -> None:
         settings, stop = self._settings, self._stop
@@ -103,7 +116,7 @@ class _Run:
             patience = settings.stop_timeout + _UNLOAD_SECONDS
             try:
                 service = Service(settings, process, ports, stop, protection, self._ready_files)
-                if service.wait_until_ready():
+                if service.wait_until_ready(self._give_up_early):
                     held.close()
                     service.announce()
                     self.was_ready = True
@@ -118,21 +131,9 @@ class _Run:
                     raise
                 print(f"stopping the server: {stop.name} ({_reason(error)})", flush=True)
             finally:
+                self.lost_worker = process.lost_worker and not self.was_ready
                 self._ready_files.remove()
                 process.stop(patience)
-
-
-def check_repository(repository: str) -> None:
-    """A local repository must hold models; Triton itself looks at one in a cloud storage."""
-    if is_remote(repository):
-        return
-    folder = Path(repository)
-    models = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    if not models:
-        got = f"{repository} (no model in it)" if folder.is_dir() else f"{repository} (no folder)"
-        raise ServerError(
-            problem("there is no model repository", got=got, change="deploy.model_repository")
-        )
 
 
 class Service:
@@ -158,13 +159,17 @@ class Service:
         self._suspended: dict[int, float] = {}
         self._server_started = time.time()
 
-    def wait_until_ready(self) -> bool:
+    def wait_until_ready(self, give_up_early: bool) -> bool:
         """True when every model answers; False when somebody asked to stop before."""
         deadline = time.monotonic() + self._settings.ready_timeout
+        waits_for_lost = WaitingForLost(self._process.pid)
         while self._stop.received is None:
             statuses = self._check()
             if all_ready(self._client, statuses):
                 return True
+            if give_up_early and waits_for_lost():
+                self._process.lost_worker = True
+                raise self._error(REASON)
             if time.monotonic() > deadline:
                 raise self._error(
                     problem(
@@ -190,7 +195,7 @@ class Service:
             },
             "ranks": [{"model": s.model, **rank} for s in statuses for rank in s.ranks],
             "pid": self._process.pid,
-            "job": _job(self._settings),
+            "job": job_facts(self._settings),
             "timeline": self._timeline(statuses),
         }
         self._ready_files.write(facts)
@@ -259,7 +264,9 @@ class Service:
         statuses = read_statuses(self._process.status_dir)
         failed = failures(statuses)
         if ended:
-            failed = [f"the server {self._process.end_reason()}", *failed, *self._process.errors()]
+            log = self._process.errors()
+            lost = [REASON] if self._process.lost_worker and not self._watched else []
+            failed = [f"the server {self._process.end_reason()}", *failed, *lost, *log]
             for name, port in ports_in_use(self._settings.hosts, self._ports).items():
                 key = f"deploy.server.{name}_port (0: a free one)"
                 failed.append(problem("a port is in use", got=port, change=key))
@@ -278,16 +285,6 @@ class Service:
 def _reason(error: ServerError) -> str:
     """What went wrong, without the log."""
     return "; ".join(error.problems) or str(error)
-
-
-def _job(settings: DeploySettings) -> dict[str, Any]:
-    """Which run of a server this is: its job folder, and Slurm's job id and number of restarts."""
-    return {
-        "folder": settings.job_folder,
-        "id": os.environ.get("SLURM_JOB_ID"),
-        "replica": settings.replica,
-        "restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
-    }
 
 
 def _states(statuses: list[ModelStatus]) -> dict[str, str]:

@@ -43,7 +43,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     settings = export(folder, LONG, name="fastertransformer")
     export(folder, LONG, name="live", decoupled=True)
     export(folder, LONG, name="talk", interactive=True, max_batch_size=1)
-    with running(folder / "job", settings.model_repository) as step:
+    # Triton counts cancelled streams of ensembles as running, and waits for them.
+    with running(folder / "job", settings.model_repository, stop_timeout=2.0) as step:
         yield step.wait_until_ready(180)
         assert step.stop() == 0, step.err
 
@@ -279,7 +280,7 @@ def test_chat(served: dict[str, Any], engine: Engine, model: str, protocol: str)
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert ended.returncode == 0, ended.stderr
     first = answer_to(engine, tokenizer, "Hello")
@@ -313,7 +314,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(served: dict[str, Any]) -> None
             chat.stdin.write("/quit\n")
             chat.stdin.close()
             rest = chat.stdout.read()
-            assert chat.wait(20) == 0
+            assert chat.wait(120) == 0
             assert rest.endswith("> ")
             assert "[stopped]" in chat.stderr.read() and len(rest) < 16000
         finally:

@@ -112,7 +112,7 @@ def check(output: GenerateOutput, theirs: Any, penalty: float) -> None:
 @pytest.mark.parametrize("width", [2, 3, 5, 16, 64])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.5, -1.0])
 def test_width_and_length_penalty(pair: Pair, width, penalty):
-    for ids in SOURCES:
+    for ids in SOURCES if width < 16 else SOURCES[:2]:  # transformers is slow
         for count in (1, 2, 8):
             ours = pair.ours(ids, width, count, len_penalty=penalty)
             check(ours, pair.theirs(ids, width, count, length_penalty=penalty), penalty)

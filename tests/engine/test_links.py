@@ -36,7 +36,7 @@ def listener():
 
 def test_both_ends_speak_once_proven(listener):
     link = connect(["127.0.0.2", LOOPBACK], listener.port, TOKEN, 5)
-    other = listener.arrived.get(timeout=5)
+    other = listener.arrived.get(timeout=60)
     link.send(Failed("one"))
     link.send(Stop())
     assert [other.receive(), other.receive()] == [Failed("one"), Stop()]
@@ -87,7 +87,7 @@ def test_one_that_says_nothing_holds_up_nobody(listener, monkeypatch):
     monkeypatch.setattr(links, "PROVE_SECONDS", 2.0)
     with socket.create_connection((LOOPBACK, listener.port), 5):
         link = connect([LOOPBACK], listener.port, TOKEN, 5)
-        listener.arrived.get(timeout=5).close()
+        listener.arrived.get(timeout=60).close()
         link.close()
 
 

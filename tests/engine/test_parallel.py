@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -85,7 +86,7 @@ def is_alive(pid: int) -> bool:
     return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
 
 
-def wait_until_gone(processes: list[int], seconds: float = 10.0) -> None:
+def wait_until_gone(processes: list[int], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while any(map(is_alive, processes)):
         assert time.monotonic() < deadline, "a rank outlived its engine"
@@ -108,18 +109,59 @@ def test_a_lost_rank_fails_what_is_pending_and_what_comes(tmp_path: Path, kind):
     futures = [engine.submit(long_request()) for _ in range(40)]
     futures[0].result(60)
     os.kill(workers[0], signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
-    start = time.monotonic()
     with pytest.raises(ServerError) as raised:
-        futures[-1].result(20)
-    assert time.monotonic() - start < 10
+        futures[-1].result(120)
     assert f"rank 1 (pid {workers[0]})" in str(raised.value)
     assert ("SIGKILL" if kind == "killed" else "is stopped (SIGSTOP)") in str(raised.value)
-    assert noticed.wait(5)
+    assert noticed.wait(60)
     assert told == [str(raised.value)]
     with pytest.raises(ServerError, match="rank 1"):
-        engine.submit(long_request()).result(5)
+        engine.submit(long_request()).result(60)
     engine.close()
     wait_until_gone(workers)
+
+
+SUSPENDED = """
+import sys
+from pathlib import Path
+from launcher_scripts.engine.engine import Engine, EngineSettings
+from launcher_scripts.parallel import Parallelism
+from launcher_scripts.protocol import GenerateRequest
+settings = EngineSettings(
+    Path(sys.argv[1]), parallelism=Parallelism(2), device="cpu", stall_timeout=1.0
+)
+engine = Engine.load(settings)
+requests = [GenerateRequest((1, 2, 3), 80) for _ in range(20)]
+futures = [engine.submit(request) for request in requests]
+futures[0].result(120)
+print("generating", flush=True)
+sys.stdin.readline()
+answers = [future.result(120) for future in futures]
+again = engine.submit(requests[0]).result(120)
+print(all(answer == again for answer in answers), flush=True)
+engine.close()
+"""
+
+
+def test_ranks_that_were_all_suspended_are_not_lost(tmp_path: Path):
+    """As when a node is: nobody could give a sign of life."""
+    write_checkpoint(tmp_path / "2-gpu", GPT2, random_tensors(GPT2), 2)
+    with subprocess.Popen(
+        [sys.executable, "-c", SUSPENDED, str(tmp_path / "2-gpu")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as server:
+        try:
+            assert server.stdout.readline() == "generating\n"
+            os.killpg(server.pid, signal.SIGSTOP)
+            time.sleep(2.5)  # no shorter than what counts as lost
+            os.killpg(server.pid, signal.SIGCONT)
+            assert server.communicate("\n", 240)[0] == "True\n"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
 
 
 def test_ranks_end_with_their_parent(tmp_path: Path):
@@ -185,9 +227,9 @@ def test_close_answers_what_is_pending(tmp_path: Path):
     futures = [engine.submit(long_request()) for _ in range(30)]
     engine.close()
     with pytest.raises(ServerError, match="closed"):
-        futures[-1].result(5)
+        futures[-1].result(60)
     with pytest.raises(ServerError, match="closed"):
-        engine.submit(long_request()).result(5)
+        engine.submit(long_request()).result(60)
     wait_until_gone(workers)
 
 

@@ -169,10 +169,8 @@ def test_a_cancelled_row_leaves_its_place():
     assert waiting.cancel()
     time.sleep(0.02)
     assert running.cancel()
-    start = time.monotonic()
-    expected = generate(engine, (5,), 3)
-    assert len(expected) == 3
-    assert time.monotonic() - start < 5
+    assert len(generate(engine, (5,), 3)) == 3
+    assert running.cancelled() and waiting.cancelled()
     engine.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 from collections.abc import Iterator
@@ -110,6 +111,10 @@ def test_summaries_of_a_csv_file(tmp_path: Path) -> None:
     assert {name: metric.value for name, metric in result.metrics.items()} == {
         name: pytest.approx(1.0) for name in summarization.MEASURES
     }
+    limit = csv.field_size_limit()
+    file.write_text(f"article,highlights,id\n{'x' * 2 * limit},b,x1\n")
+    assert len(summarization.read_articles(settings("summarization", file))) == 1
+    assert csv.field_size_limit() == limit
     file.write_text("article,id\nabc,1\n,2\n")
     with pytest.raises(ConfigError, match=r"2 problems.*\n.*lacks columns; got \['highlights'\]"):
         summarization.read_articles(settings("summarization", file))

@@ -34,7 +34,7 @@ def jobs(checkout: Path, tmp_path: Path) -> Jobs:
             env={**os.environ, "PYTHONPATH": str(checkout)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
 
     return ask

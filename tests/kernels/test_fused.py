@@ -22,6 +22,7 @@ needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="the Triton language is not installed"
 )
 
+PLUGIN = ("-p", "tests.kernels.quick_interpreter")
 INTERPRETER_WARNINGS = ("-W", "ignore:Conversion of an array:DeprecationWarning")
 
 
@@ -33,7 +34,7 @@ def test_interpreted_kernels_equal_the_reference(checkout):
     names = [f"{room}_checks.py" for room in rooms]
     checks = [str(folder / name) for name in names]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *INTERPRETER_WARNINGS, *checks],
+        [sys.executable, "-m", "pytest", "-q", *PLUGIN, *INTERPRETER_WARNINGS, *checks],
         env=environment,
         cwd=checkout,
         capture_output=True,

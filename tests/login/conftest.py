@@ -102,7 +102,7 @@ def run(checkout: Path, tmp_path: Path) -> Run:
             env={**os.environ, **env},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
 
     return run_main

@@ -29,7 +29,7 @@ def deploy_folder(tmp_path: Path) -> Path:
     return tmp_path / "the results" / "tiny" / "deploy_tp2_pp1_fp16_fp16"
 
 
-def wait_for(path: Path, seconds: float = 60.0) -> str:
+def wait_for(path: Path, seconds: float = 240.0) -> str:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if path.exists() and path.read_text():
@@ -57,7 +57,7 @@ def alive(pid: int) -> bool:
 
 
 def assert_ended(pids: str) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 180
     numbers = [int(pid) for pid in pids.split()]
     while any(map(alive, numbers)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -144,7 +144,7 @@ def test_a_reader_that_has_seen_enough_ends_the_job(start: Start, tmp_path: Path
     (log,) = (export_folder(tmp_path) / "jobs" / "001").glob("log-*.out")
     with log.open("a") as file:
         file.write("more that nobody reads\n")
-    assert process.wait(timeout=60) == 128 + signal.SIGPIPE
+    assert process.wait(timeout=240) == 128 + signal.SIGPIPE
     assert_ended(pid)
 
 
@@ -153,7 +153,7 @@ def test_an_interrupted_export_ends_its_processes(start: Start, tmp_path: Path) 
     process = start("stages=[export]", EXPORT_WAITS=str(pid_file))
     pid = wait_for(pid_file)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGINT
     assert "stopped by SIGINT" in output
     assert_ended(pid)
@@ -165,7 +165,7 @@ def test_a_server_in_the_foreground_ends_cleanly(start: Start, tmp_path: Path, n
     output = read_until(process, "is ready")
     pids = (deploy_folder(tmp_path) / "pids").read_text()
     process.send_signal(number)
-    output += process.communicate(timeout=60)[0]
+    output += process.communicate(timeout=240)[0]
     assert process.returncode == 0, output
     assert "is ready" in output
     assert output.index("writing the repository") < output.index("server starts")
@@ -177,21 +177,19 @@ def test_no_process_outlives_a_server_that_forgets_them(start: Start, tmp_path: 
     process = start("stages=[export,deploy]", SERVER="leaves_child")
     read_until(process, "is ready")
     process.terminate()
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert_ended((deploy_folder(tmp_path) / "pids").read_text())
 
 
 def test_a_second_signal_ends_a_server_that_does_not_listen(start: Start, tmp_path: Path) -> None:
-    process = start("stages=[export,deploy]", SERVER="deaf")
+    process = start("stages=[export,deploy]", "deploy.server.stop_timeout=3600", SERVER="deaf")
     read_until(process, "is ready")
     process.terminate()
     output = read_until(process, "stopped by SIGTERM: the deploy job deploy_tiny is ending")
-    started = time.monotonic()
     assert process.poll() is None, output
     process.terminate()
-    process.communicate(timeout=60)
-    assert time.monotonic() - started < 40  # the server alone would have 50 seconds
+    process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGKILL
     assert_ended((deploy_folder(tmp_path) / "pids").read_text())
 

@@ -52,7 +52,7 @@ class RunningStep:
     def err(self) -> str:
         return Path(self._err.name).read_text()
 
-    def wait_until_ready(self, timeout: float = 60) -> dict[str, Any]:
+    def wait_until_ready(self, timeout: float = 300) -> dict[str, Any]:
         wait_for(lambda: self.settings.ready_file.exists() or self.ended(), timeout)
         assert not self.ended(), f"{self.out}\n{self.err}"
         return json.loads(self.settings.ready_file.read_text())
@@ -60,7 +60,7 @@ class RunningStep:
     def ended(self) -> bool:
         return self.process.poll() is not None
 
-    def wait(self, timeout: float = 45) -> int:
+    def wait(self, timeout: float = 180) -> int:
         return self.process.wait(timeout)
 
     def stop(self, number: int = signal.SIGTERM) -> int:

@@ -57,7 +57,9 @@ class Client:
         inputs = infer_inputs(self._module, tensors)
         wanted = outputs and [self._module.InferRequestedOutput(name) for name in outputs]
         result = (
-            self._client.infer(model, inputs, outputs=wanted, client_timeout=60, **(sequence or {}))
+            self._client.infer(
+                model, inputs, outputs=wanted, client_timeout=300, **(sequence or {})
+            )
             if (self._module.__name__.endswith("grpc"))
             else self._client.infer(model, inputs, outputs=wanted, **(sequence or {}))
         )
@@ -90,7 +92,7 @@ class Stream:
 
     def next(self) -> tuple[dict[str, np.ndarray], bool]:
         """The next response and whether it is its request's last; raises the server's error."""
-        result, error = self._responses.get(timeout=60)
+        result, error = self._responses.get(timeout=300)
         if error is not None:
             raise error
         parameters = result.get_response().parameters

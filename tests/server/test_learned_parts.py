@@ -194,7 +194,7 @@ def test_t5_takes_bfloat16_embeddings(served: dict[str, Any]) -> None:
             for key, kind, value in tensors:
                 inputs.append(tritonclient.grpc.InferInput(key, list(value.shape), kind))
                 inputs[-1].set_data_from_numpy(value)
-            answers[name] = client.infer("t5", inputs, client_timeout=60)
+            answers[name] = client.infer("t5", inputs, client_timeout=300)
     ids = [answer.as_numpy("output_ids").tolist() for answer in answers.values()]
     sums = [float(answer.as_numpy("cum_log_probs")[0, 0]) for answer in answers.values()]
     assert ids[0] == ids[1]

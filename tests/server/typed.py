@@ -66,7 +66,7 @@ class TypedServer:
         except OSError:
             return False
 
-    def wait_until_ready(self, timeout: float = 90) -> dict[str, str]:
+    def wait_until_ready(self, timeout: float = 300) -> dict[str, str]:
         """The addresses, as a ready file has them."""
         deadline = time.monotonic() + timeout
         while not self.ready():
@@ -75,7 +75,7 @@ class TypedServer:
             time.sleep(0.1)
         return {name: f"127.0.0.1:{self.ports[i]}" for i, name in enumerate(PORTS)}
 
-    def wait(self, timeout: float = 30) -> int:
+    def wait(self, timeout: float = 180) -> int:
         return self.process.wait(timeout)
 
     def kill(self) -> None:

@@ -98,7 +98,7 @@ class TestCluster:
         options = {"env": self.environment, "timeout": 120, **options}
         return subprocess.run(argv, capture_output=True, text=True, check=False, **options)
 
-    def start(self, timeout: float = 30) -> None:
+    def start(self, timeout: float = 180) -> None:
         """Bring every daemon up and wait until all nodes are idle; does nothing when they are."""
         missing = missing_requirements(self.accounting)
         if missing:
@@ -130,7 +130,7 @@ class TestCluster:
         fine = [line for line in states.stdout.splitlines() if line.split()[1] in _USABLE]
         return states.returncode == 0 and len(fine) == self.nodes
 
-    def stop(self, timeout: float = 20) -> None:
+    def stop(self, timeout: float = 120) -> None:
         """End jobs, then daemons; whatever does not end in time is killed."""
         run = self.root / "run"
         if self.pid("slurmctld") and self.pid("munged"):
@@ -144,14 +144,14 @@ class TestCluster:
         for pid in [*self.step_daemons(), *self.job_processes()]:
             end(pid, timeout=0)
 
-    def cancel_all(self, timeout: float = 20) -> None:
+    def cancel_all(self, timeout: float = 60) -> None:
         """Cancel every job and wait until nothing of them runs, or until the time is over."""
         self.run("scancel", "--user", str(os.getuid()))
         deadline = time.monotonic() + timeout
         while self.step_daemons() and time.monotonic() < deadline:
             time.sleep(0.1)
 
-    def wait(self, job_id: str, timeout: float = 180) -> dict[str, str]:
+    def wait(self, job_id: str, timeout: float = 600) -> dict[str, str]:
         """Wait for a job's end; returns its fields as scontrol shows them."""
         deadline = time.monotonic() + timeout
         while True:

@@ -128,7 +128,9 @@ PropagateResourceLimits=NONE
 ReturnToService=2
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
 CompleteWait=0
-KillWait=5
+KillWait=10
+MessageTimeout=25
+TCPTimeout=10
 SlurmdTimeout=30
 MinJobAge=300
 JobAcctGatherType=jobacct_gather/none

@@ -73,7 +73,7 @@ class Served:
         return shown.stdout.strip()
 
     def wait_until_ready(self, after: str = "") -> dict[str, Any]:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
             if self.ready_file.exists():
                 ready = json.loads(self.ready_file.read_text())
@@ -103,7 +103,7 @@ class Served:
     def end(self) -> tuple[str, str, str]:
         """State, exit code and log, once nothing of it runs any more."""
         fields = self.slurm.wait(self.job_id)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while self.slurm.job_processes(self.job_id) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert self.slurm.job_processes(self.job_id) == []

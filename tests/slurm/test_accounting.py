@@ -33,7 +33,7 @@ def test_sacct_knows_state_and_exit_code(accounted: TestCluster) -> None:
     submitted = accounted.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=exit 3")
     job_id = submitted.stdout.strip()
     show = ("sacct", "-X", "--noheader", "--parsable2", "--format=State,ExitCode", "--jobs", job_id)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 180
     while accounted.run(*show).stdout.strip() in ("", "PENDING|0:0", "RUNNING|0:0"):
         assert time.monotonic() < deadline
         time.sleep(0.2)

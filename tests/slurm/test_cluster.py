@@ -109,7 +109,7 @@ def _submit(slurm: TestCluster, script: Path, *options: str) -> str:
 
 
 def _wait_for_text(path: Path, text: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not (path.exists() and text in path.read_text()):
         assert time.monotonic() < deadline, f"{path} never had {text!r}"
         time.sleep(0.05)

@@ -40,7 +40,7 @@ def serving(slurm: TestCluster, submit: Submit) -> str:  # noqa: ARG001
     return str(record["job_id"])
 
 
-def nothing_runs(slurm: TestCluster, job_id: str, seconds: float = 15) -> bool:
+def nothing_runs(slurm: TestCluster, job_id: str, seconds: float = 120) -> bool:
     deadline = time.monotonic() + seconds
     while slurm.job_processes(job_id) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -86,7 +86,7 @@ from launcher_scripts.steps.command import run_step
 
 def serve(settings):
     print("serving", flush=True)
-    time.sleep(300)
+    time.sleep(900)
 
 sys.exit(run_step("", DeploySettings, serve))
 """
@@ -108,7 +108,7 @@ def test_a_step_ends_with_its_killed_step_daemon(
     wait_for(log)
     step = find(slurm, job_id, Path(sys.executable).name)
     os.kill(step_daemon(slurm.step_daemons(), job_id, "0"), signal.SIGKILL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while alive(step) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not alive(step)

@@ -16,7 +16,7 @@ from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
 
 
-def wait_for(path: Path, seconds: float = 60) -> str:
+def wait_for(path: Path, seconds: float = 240) -> str:
     deadline = time.monotonic() + seconds
     while not (path.exists() and path.read_text()):
         assert time.monotonic() < deadline, f"{path} did not appear"

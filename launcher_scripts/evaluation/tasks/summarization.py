@@ -28,12 +28,14 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 def read_articles(settings: TaskSettings) -> list[dict[str, str]]:
     """The first `limit` rows, each with COLUMNS."""
     key = f"evaluate.tasks.{settings.name}.data_file"
-    csv.field_size_limit(sys.maxsize)  # an article is longer than csv expects of a field
+    limit = csv.field_size_limit(sys.maxsize)  # an article is longer than csv expects of a field
     try:
         with Path(settings.data_file).open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file))[: settings.limit]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(problem(f"cannot read the articles: {error}", change=key)) from error
+    finally:
+        csv.field_size_limit(limit)  # which is the whole process's
     problems = Problems(f"the articles in {settings.data_file}")
     for number, row in enumerate(rows, start=1):
         missing = [column for column in COLUMNS if not row.get(column)]

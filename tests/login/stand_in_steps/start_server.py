@@ -19,7 +19,7 @@ ready_file = Path(settings["results_dir"]) / f"ready{number}.json"
 ready = {"http": "127.0.0.1:8000", "job": {"folder": settings["job_folder"]}}
 behaviour = os.environ.get("SERVER", "")
 results = Path(settings["results_dir"])
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 (results / f"pids{number}").write_text(f"{os.getpid()} {child.pid}")
 print("server starts", flush=True)
 
