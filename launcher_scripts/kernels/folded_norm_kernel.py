@@ -6,7 +6,8 @@ shift and unit are from the hidden states one sublayer before: all its programs 
 operand is rounded as a normalized x would be. Each program leaves the sums of its part of
 (x - shift) * unit and of its squares as well. The projection behind adds those up and knows what
 mean and scale are missing: with gain g and bias b, y = (W operand - mean * W g) * scale + W b.
-W g and W b are known when the model is loaded.
+W g and W b are known when the model is loaded. One more program of that projection has nothing to
+multiply, and leaves shift and unit for the next state.
 
 Shift and unit follow most channels, not all: the shift is their mean, and the unit makes them
 measure USUAL. A channel that is a million times larger comes or goes in one sublayer; it takes the
@@ -33,10 +34,9 @@ SUMS = tl.constexpr(4)  # where the parts' sums begin
 
 @triton.jit
 def load_row_stats(row_stats, NORM: tl.constexpr, PARTS: tl.constexpr, SPREAD: tl.constexpr):
-    """Shift and unit of the operand, its parts' sums and sums of squares; SPREAD is PARTS as a
-    power of two."""
+    """Unit of the operand, its parts' sums and sums of squares; SPREAD is PARTS as a power of
+    two."""
     parts = tl.arange(0, SPREAD)
-    shift = 0.0
     unit = 1.0
     total = tl.zeros([SPREAD], tl.float32)
     squares = tl.zeros([SPREAD], tl.float32)
@@ -44,9 +44,8 @@ def load_row_stats(row_stats, NORM: tl.constexpr, PARTS: tl.constexpr, SPREAD: t
         unit = tl.load(row_stats + 1)
         squares = tl.load(row_stats + SUMS + PARTS + parts, mask=parts < PARTS, other=0.0)
     if NORM == 1:
-        shift = tl.load(row_stats)
         total = tl.load(row_stats + SUMS + parts, mask=parts < PARTS, other=0.0)
-    return shift, unit, total, squares
+    return unit, total, squares
 
 
 @triton.jit
@@ -63,12 +62,12 @@ def load_expected(row_stats, PRESCALED: tl.constexpr):
 
 
 @triton.jit
-def prescale(value, inside, gain, shift, unit, row_stats):
-    """A program's part of the operand. Its sums go to row_stats, as the part of its number."""
+def prescale(value, inside, gain, shift, unit, row_stats, parts):
+    """A program's part of the operand, one of `parts`. Its sums go to row_stats."""
     value = tl.where(inside, (value - shift) * unit, 0.0)
     part = tl.program_id(0)
     tl.store(row_stats + SUMS + part, tl.sum(value, 0))
-    tl.store(row_stats + SUMS + tl.num_programs(0) + part, tl.sum(value * value, 0))
+    tl.store(row_stats + SUMS + parts + part, tl.sum(value * value, 0))
     tl.store(row_stats, shift, mask=part == 0)
     tl.store(row_stats + 1, unit, mask=part == 0)
     tl.store(row_stats + 2, shift, mask=part == 0)
@@ -126,48 +125,51 @@ def _add_four(a, b, c, d, other_a, other_b, other_c, other_d):
 
 
 @triton.jit
-def norm_terms(
-    shift,
-    unit,
-    total,
-    squares,
+def norm_terms(unit, total, squares, eps, IN: tl.constexpr, NORM: tl.constexpr):
+    """What the norm takes from an operand [IN] and what it multiplies with, the gain aside."""
+    mean = 0.0
+    scale = 1.0
+    if NORM == 1:
+        whole, length = tl.reduce((total, squares), 0, _add_two)
+        mean = whole / IN
+        scale = tl.rsqrt(tl.maximum(length / IN - mean * mean, 0.0) + eps * unit * unit)
+    elif NORM == 2:
+        scale = tl.rsqrt(tl.sum(squares, 0) / IN + eps * unit * unit)
+    return mean, scale
+
+
+@triton.jit
+def leave_expected(
     row_stats,
     eps,
     IN: tl.constexpr,
     NORM: tl.constexpr,
     PARTS: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):
-    """What the norm takes from an operand [IN] and what it multiplies with, the gain aside.
+    """Leave shift and unit for the row that comes after the one [IN] with these statistics.
 
-    One program leaves in row_stats what to expect of the next row, if this one was made in parts.
+    This is the work of one program that does nothing else: the others need none of it.
     """
-    mean = 0.0
-    scale = 1.0
-    if NORM > 0:
-        limit: tl.constexpr = FAR * USUAL * USUAL * IN / PARTS
-        near = tl.minimum(squares, limit)
-        moved = 0.0
-        if NORM == 1:
-            near_total = tl.where(squares <= limit, total, 0.0)
-            sums = total, squares, near_total, near
-            whole, length, near_total, near = tl.reduce(sums, 0, _add_four)
-            mean = whole / IN
-            variance = tl.maximum(length / IN - mean * mean, 0.0)
-        else:
-            length, near = tl.reduce((squares, near), 0, _add_two)
-            variance = length / IN
-        scale = tl.rsqrt(variance + eps * unit * unit)
-        if PARTS > 1:
-            most = near < 0.5 * PARTS * limit
-            if NORM == 1:
-                moved = tl.where(most, near_total / IN, mean)
-                shift += moved / unit
-            usual = tl.where(most, tl.maximum(near / IN - moved * moved, 0.0), variance)
-            unit *= USUAL * tl.rsqrt(usual + eps * unit * unit + length * LENGTH_WEIGHT)
-            first = tl.program_id(0) == 0
-            tl.store(row_stats + 2, shift, mask=first)
-            tl.store(row_stats + 3, tl.minimum(unit, LARGEST_UNIT), mask=first)
-    return mean, scale
+    unit, total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
+    shift = tl.load(row_stats)
+    limit: tl.constexpr = FAR * USUAL * USUAL * IN / PARTS
+    near = tl.minimum(squares, limit)
+    near_total = tl.where(squares <= limit, total, 0.0)
+    sums = total, squares, near_total, near
+    whole, length, near_total, near = tl.reduce(sums, 0, _add_four)
+    most = near < 0.5 * PARTS * limit
+    moved = 0.0
+    variance = length / IN
+    if NORM == 1:
+        mean = whole / IN
+        variance = tl.maximum(variance - mean * mean, 0.0)
+        moved = tl.where(most, near_total / IN, mean)
+        shift += moved / unit
+    usual = tl.where(most, tl.maximum(near / IN - moved * moved, 0.0), variance)
+    unit *= USUAL * tl.rsqrt(usual + eps * unit * unit + length * LENGTH_WEIGHT)
+    tl.store(row_stats + 2, shift)
+    tl.store(row_stats + 3, tl.minimum(unit, LARGEST_UNIT))
 
 
 @triton.jit

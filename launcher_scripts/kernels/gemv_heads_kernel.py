@@ -7,6 +7,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.folded_norm_kernel import (
+    leave_expected,
     load_row_stats,
     norm_terms,
     normalized,
@@ -67,6 +68,12 @@ def gemv_heads(
     """
     if EARLY:
         gdc_launch_dependents()
+    if NORM > 0 and PARTS > 1:  # noqa: SIM102 (the outer one is for the compiler)
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            if EARLY:
+                gdc_wait()
+            leave_expected(row_stats, eps, IN, NORM, PARTS, SPREAD)
+            return
     OUT: tl.constexpr = (HEADS + 2 * KV_HEADS) * SIZE
     pairs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head, pair, lower, upper = _features(pairs, SIZE, HALF)
@@ -94,7 +101,7 @@ def gemv_heads(
         sine = tl.load(sines + position * HALF + pair, mask=turns, other=0.0)
     if EARLY:
         gdc_wait()
-    shift, unit, total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
+    unit, total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
     low, high = multiply(
         x,
         weight,
@@ -112,7 +119,7 @@ def gemv_heads(
         BLOCK,
         EARLY,
     )
-    mean, scale = norm_terms(shift, unit, total, squares, row_stats, eps, IN, NORM, PARTS)
+    mean, scale = norm_terms(unit, total, squares, eps, IN, NORM)
     low = normalized(low * row_scale, row_sums, mean, scale, NORM) + offset
     high = normalized(high * other_scale, other_sums, mean, scale, NORM) + other_offset
     if HALF > 0:

@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.folded_norm_kernel import (
+    leave_expected,
     load_expected,
     load_row_stats,
     norm_terms,
@@ -71,6 +72,12 @@ def gemv(
     """
     if EARLY:
         gdc_launch_dependents()
+    if NORM > 0 and PARTS > 1:  # noqa: SIM102 (the outer one is for the compiler)
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            if EARLY:
+                gdc_wait()
+            leave_expected(row_stats, eps, IN, NORM, PARTS, SPREAD)
+            return
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)[None, :]
     even: tl.constexpr = OUT % ROWS == 0
@@ -89,7 +96,7 @@ def gemv(
     next_gain = vector(gain, rows, OUT, PRESCALED > 0)
     if EARLY:
         gdc_wait()
-    shift, unit, total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
+    unit, total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
     added = vector(residual, rows, OUT, RESIDUAL)
     next_shift, next_unit = load_expected(residual_stats, PRESCALED)
     value, gate = multiply(
@@ -109,7 +116,7 @@ def gemv(
         BLOCK,
         EARLY,
     )
-    mean, scale = norm_terms(shift, unit, total, squares, row_stats, eps, IN, NORM, PARTS)
+    mean, scale = norm_terms(unit, total, squares, eps, IN, NORM)
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
     value = activate(value, ACTIVATION)
     if GATED:
@@ -119,7 +126,10 @@ def gemv(
     tl.store(out + rows, value.to(out.dtype.element_ty), mask=rows < OUT)
     if ROUNDED:
         if PRESCALED > 0:
-            value = prescale(value, rows < OUT, next_gain, next_shift, next_unit, new_row_stats)
+            parts: tl.constexpr = (OUT + ROWS - 1) // ROWS
+            value = prescale(
+                value, rows < OUT, next_gain, next_shift, next_unit, new_row_stats, parts
+            )
         tl.store(rounded + rows, value.to(rounded.dtype.element_ty), mask=rows < OUT)
 
 
@@ -159,7 +169,7 @@ def gemv_largest(
     row_sums = vector(sums, rows, OUT, NORM == 1)
     if EARLY:
         gdc_wait()
-    shift, unit, total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
+    unit, total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
     value, _ = multiply(
         x,
         weight,
@@ -177,7 +187,7 @@ def gemv_largest(
         BLOCK,
         EARLY,
     )
-    mean, scale = norm_terms(shift, unit, total, squares, row_stats, eps, IN, NORM, PARTS)
+    mean, scale = norm_terms(unit, total, squares, eps, IN, NORM)
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
     value = tl.where(rows < OUT, value, -float("inf"))
     top, place = tl.max(value, 0, return_indices=True)

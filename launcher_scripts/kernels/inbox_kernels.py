@@ -135,7 +135,8 @@ def add_from_inbox(
     tl.store(exchanges + part, number)
     tl.store(exact + columns, value, mask=inside)
     if PRESCALED > 0:
-        value = prescale(value, inside, held, shift, unit, row_stats)
+        parts = tl.num_programs(0)
+        value = prescale(value, inside, held, shift, unit, row_stats, parts)
     tl.store(operand + columns, value.to(operand.dtype.element_ty), mask=inside)
 
 

@@ -46,6 +46,11 @@ def empty_stats(parts: int, device: torch.device) -> Tensor:
     return torch.empty(4 + 2 * parts, device=device)
 
 
+def parts_of(row_stats: Tensor) -> int:
+    """In how many parts the row with these statistics was made."""
+    return row_stats.numel() // 2 - 2
+
+
 def fold_norm(linear: Linear) -> FoldedNorm | None:
     """What the linear's kernels need of its norm beside the row's statistics."""
     norm = linear.norm
@@ -78,7 +83,7 @@ def _operands(hidden: Hidden, linear: Linear) -> dict[str, object]:
     """Arguments of a kernel about scales, norm and bias; x stands for what there is not."""
     x, folded, offsets = hidden.operand, linear.folded, _offsets(linear)
     sums = None if folded is None else folded.sums
-    parts = 1 if folded is None else hidden.row_stats.numel() // 2 - 2
+    parts = 1 if folded is None else parts_of(hidden.row_stats)
     return {
         "scales": x if linear.scale is None else linear.scale,
         "row_stats": x if folded is None else hidden.row_stats,
@@ -90,6 +95,11 @@ def _operands(hidden: Hidden, linear: Linear) -> dict[str, object]:
         "SPREAD": triton.next_power_of_2(parts),
         "OFFSET": offsets is not None,
     }
+
+
+def _following(hidden: Hidden, linear: Linear) -> int:
+    """Programs beside those that multiply: one leaves what to expect of the next row."""
+    return int(linear.folded is not None and parts_of(hidden.row_stats) > 1)
 
 
 def row_product(
@@ -119,7 +129,7 @@ def row_product(
     other = linear if gate is None else gate
     gate_offsets, gate_folded = _offsets(other), other.folded
     gate_sums = None if gate_folded is None else gate_folded.sums
-    gemv[(programs,)](
+    gemv[(programs + _following(x, linear),)](
         operand,
         weight=linear.weight,
         gate_weight=other.weight,
@@ -182,7 +192,8 @@ def row_heads(
     tile = row_tile("heads", out_size, in_size, linear.in_bytes)
     query = operand.new_empty(1, heads.num_heads, heads.head_size)
     cosines, sines = (operand, operand) if rotary is None else rotary
-    gemv_heads[(triton.cdiv(out_size // 2, tile.rows),)](
+    programs = triton.cdiv(out_size // 2, tile.rows)
+    gemv_heads[(programs + _following(x, linear),)](
         operand,
         weight=linear.weight,
         query=query,
