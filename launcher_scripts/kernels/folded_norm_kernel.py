@@ -6,8 +6,8 @@ shift and unit are from the hidden states one sublayer before: all its programs 
 operand is rounded as a normalized x would be. Each program leaves the sums of its part of
 (x - shift) * unit and of its squares as well. The projection behind adds those up and knows what
 mean and scale are missing: with gain g and bias b, y = (W operand - mean * W g) * scale + W b.
-W g and W b are known when the model is loaded. One more program of that projection has nothing to
-multiply, and leaves shift and unit for the next state.
+W g and W b are known when the model is loaded. The first program of that projection multiplies
+nothing: it leaves shift and unit for the next state.
 
 Shift and unit follow most channels, not all: the shift is their mean, and the unit makes them
 measure USUAL. A channel that is a million times larger comes or goes in one sublayer; it takes the
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 USUAL = tl.constexpr(2.0**-8)  # what most of an operand measures, its gain aside
 FAR = tl.constexpr(16.0)  # a part's mean square, in USUAL**2, from which it is not of most
@@ -62,10 +63,9 @@ def load_expected(row_stats, PRESCALED: tl.constexpr):
 
 
 @triton.jit
-def prescale(value, inside, gain, shift, unit, row_stats, parts):
+def prescale(value, inside, gain, shift, unit, row_stats, part, parts):
     """A program's part of the operand, one of `parts`. Its sums go to row_stats."""
     value = tl.where(inside, (value - shift) * unit, 0.0)
-    part = tl.program_id(0)
     tl.store(row_stats + SUMS + part, tl.sum(value, 0))
     tl.store(row_stats + SUMS + parts + part, tl.sum(value * value, 0))
     tl.store(row_stats, shift, mask=part == 0)
@@ -146,30 +146,47 @@ def leave_expected(
     NORM: tl.constexpr,
     PARTS: tl.constexpr,
     SPREAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Leave shift and unit for the row that comes after the one [IN] with these statistics.
 
-    This is the work of one program that does nothing else: the others need none of it.
+    This is the work of one program that does nothing else: the others need none of it. No program
+    before has brought its instructions into the caches, so it goes through them twice: first while
+    it would only wait.
     """
-    unit, total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
-    shift = tl.load(row_stats)
+    parts = tl.arange(0, SPREAD)
+    sums = row_stats + SUMS + parts
+    held = parts < PARTS
     limit: tl.constexpr = FAR * USUAL * USUAL * IN / PARTS
-    near = tl.minimum(squares, limit)
-    near_total = tl.where(squares <= limit, total, 0.0)
-    sums = total, squares, near_total, near
-    whole, length, near_total, near = tl.reduce(sums, 0, _add_four)
-    most = near < 0.5 * PARTS * limit
-    moved = 0.0
-    variance = length / IN
-    if NORM == 1:
-        mean = whole / IN
-        variance = tl.maximum(variance - mean * mean, 0.0)
-        moved = tl.where(most, near_total / IN, mean)
-        shift += moved / unit
-    usual = tl.where(most, tl.maximum(near / IN - moved * moved, 0.0), variance)
-    unit *= USUAL * tl.rsqrt(usual + eps * unit * unit + length * LENGTH_WEIGHT)
-    tl.store(row_stats + 2, shift)
-    tl.store(row_stats + 3, tl.minimum(unit, LARGEST_UNIT))
+    turns = tl.minimum(tl.num_programs(0), 2)  # 2, which the compiler must not know
+    for turn in range(turns):
+        last = turn == turns - 1
+        if EARLY:  # noqa: SIM102 (the outer one is for the compiler)
+            if last:
+                gdc_wait()
+        shift = tl.load(row_stats, volatile=True)
+        unit = tl.load(row_stats + 1, volatile=True)
+        squares = tl.load(sums + PARTS, mask=held, other=0.0, volatile=True)
+        total = squares
+        if NORM == 1:
+            total = tl.load(sums, mask=held, other=0.0, volatile=True)
+        near = tl.minimum(squares, limit)
+        near_total = tl.where(squares <= limit, total, 0.0)
+        whole, length, near_total, near = tl.reduce(
+            (total, squares, near_total, near), 0, _add_four
+        )
+        most = near < 0.5 * PARTS * limit
+        moved = 0.0
+        variance = length / IN
+        if NORM == 1:
+            mean = whole / IN
+            variance = tl.maximum(variance - mean * mean, 0.0)
+            moved = tl.where(most, near_total / IN, mean)
+            shift += moved / unit
+        usual = tl.where(most, tl.maximum(near / IN - moved * moved, 0.0), variance)
+        unit *= USUAL * tl.rsqrt(usual + eps * unit * unit + length * LENGTH_WEIGHT)
+        tl.store(row_stats + 2, shift, mask=last)
+        tl.store(row_stats + 3, tl.minimum(unit, LARGEST_UNIT), mask=last)
 
 
 @triton.jit

@@ -68,14 +68,14 @@ def gemv_heads(
     """
     if EARLY:
         gdc_launch_dependents()
-    if NORM > 0 and PARTS > 1:  # noqa: SIM102 (the outer one is for the compiler)
-        if tl.program_id(0) == tl.num_programs(0) - 1:
-            if EARLY:
-                gdc_wait()
-            leave_expected(row_stats, eps, IN, NORM, PARTS, SPREAD)
+    program = tl.program_id(0)
+    if NORM > 0 and PARTS > 1:
+        if program == 0:
+            leave_expected(row_stats, eps, IN, NORM, PARTS, SPREAD, EARLY)
             return
+        program -= 1
     OUT: tl.constexpr = (HEADS + 2 * KV_HEADS) * SIZE
-    pairs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    pairs = program * ROWS + tl.arange(0, ROWS)
     head, pair, lower, upper = _features(pairs, SIZE, HALF)
     rows = head * SIZE + lower
     other_rows = head * SIZE + upper

@@ -72,13 +72,13 @@ def gemv(
     """
     if EARLY:
         gdc_launch_dependents()
-    if NORM > 0 and PARTS > 1:  # noqa: SIM102 (the outer one is for the compiler)
-        if tl.program_id(0) == tl.num_programs(0) - 1:
-            if EARLY:
-                gdc_wait()
-            leave_expected(row_stats, eps, IN, NORM, PARTS, SPREAD)
+    program = tl.program_id(0)
+    if NORM > 0 and PARTS > 1:
+        if program == 0:
+            leave_expected(row_stats, eps, IN, NORM, PARTS, SPREAD, EARLY)
             return
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        program -= 1
+    rows = program * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)[None, :]
     even: tl.constexpr = OUT % ROWS == 0
     whole: tl.constexpr = even and BLOCK <= IN
@@ -127,8 +127,9 @@ def gemv(
     if ROUNDED:
         if PRESCALED > 0:
             parts: tl.constexpr = (OUT + ROWS - 1) // ROWS
+            inside = rows < OUT
             value = prescale(
-                value, rows < OUT, next_gain, next_shift, next_unit, new_row_stats, parts
+                value, inside, next_gain, next_shift, next_unit, new_row_stats, program, parts
             )
         tl.store(rounded + rows, value.to(rounded.dtype.element_ty), mask=rows < OUT)
 
