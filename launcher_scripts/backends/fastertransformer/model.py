@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,15 @@ from launcher_scripts.backends.fastertransformer.answers import (
     Answers,
     ToTensors,
     error_response,
-    nothing,
     send_last,
 )
 from launcher_scripts.backends.fastertransformer.cache_metrics import CacheMetrics
 from launcher_scripts.backends.fastertransformer.conversions import CONVERSIONS, Shape
-from launcher_scripts.backends.fastertransformer.forwarded import Errand, Forwarded, errand_of
+from launcher_scripts.backends.fastertransformer.forwarded import (
+    Channels,
+    ChannelSender,
+    errand_of,
+)
 from launcher_scripts.backends.fastertransformer.nodes import (
     end_server_later,
     host_ranks,
@@ -80,7 +84,7 @@ class TritonPythonModel:
         self._streams = pb_utils.using_decoupled_model_transaction_policy(config)
         self._sessions = None if idle is None else Sessions(self._engine, idle)
         self._answers = Answers()
-        self._forwarded = Forwarded()
+        self._channels = Channels()
         self._metrics = CacheMetrics(args["model_name"], self._engine)
         self._engine.timeline.note("the first tokens are generated")
         self._status.write("ready", ranks=self._engine.ranks, timeline=self._engine.timeline.events)
@@ -90,26 +94,28 @@ class TritonPythonModel:
         """Hand every request's rows to the engine; answers follow through response senders."""
         for request in requests:
             sender = request.get_response_sender()
-            errand = errand_of(request)
             try:
-                if errand.cancels:
-                    self._forwarded.cancel(errand.cancels)
-                    send_last(sender, pb_utils.InferenceResponse([]))
-                elif self._sessions is None:
-                    self._begin(request, sender, errand)
+                if (errand := errand_of(request)) is not None:
+                    channel = self._channels.to(errand.channel)
+                    nothing = pb_utils.InferenceResponse([])
+                    sender = ChannelSender(channel, errand, partial(send_last, sender, nothing))
+                if self._sessions is None:
+                    self._begin(request, sender)
                 else:
-                    self._begin_turn(request, sender, errand, self._sessions)
+                    self._begin_turn(request, sender, self._sessions)
             except RequestError as error:
                 send_last(sender, error_response(error))
+            if isinstance(sender, ChannelSender) and self._sessions is None:
+                sender.hand_over()
 
-    def _begin(self, request: Any, sender: Any, errand: Errand) -> None:
+    def _begin(self, request: Any, sender: Any) -> None:
         tensors = input_tensors(request, self._contract.inputs)
         rows = self._conversion.to_requests(tensors)
         to_tensors = self._to_tensors(rows, tensors["input_ids"].shape[1])
-        answer = self._answer(request, sender, errand, rows, tensors, to_tensors)
+        answer = self._answer(request, sender, rows, tensors, to_tensors)
         answer.start(self._engine.submit)
 
-    def _begin_turn(self, request: Any, sender: Any, errand: Errand, sessions: Sessions) -> None:
+    def _begin_turn(self, request: Any, sender: Any, sessions: Sessions) -> None:
         """A request of a session: its tensors have an axis of one in front of its rows."""
         key = request.correlation_id()
         end = bool(control(request, "END"))
@@ -124,7 +130,6 @@ class TritonPythonModel:
         answer = self._answer(
             request,
             sender,
-            errand,
             rows,
             tensors,
             to_tensors,
@@ -136,18 +141,14 @@ class TritonPythonModel:
         self,
         request: Any,
         sender: Any,
-        errand: Errand,
         rows: Sequence[GenerateRequest],
         tensors: Mapping[str, torch.Tensor],
         to_tensors: ToTensors,
-        on_end: Callable[[], None] = nothing,
+        **more: Any,
     ) -> Answer:
-        def ended() -> None:
-            self._forwarded.remove(errand.key)
-            on_end()
-
         wanted = set(request.requested_output_names())
         microseconds = request.timeout()  # 0: the client has not said
+        forwarded = isinstance(sender, ChannelSender)
         answer = Answer(
             self._answers,
             sender,
@@ -155,15 +156,13 @@ class TritonPythonModel:
             tensors,
             wanted,
             to_tensors,
-            streams=self._streams and errand.streams,
-            forwarded=bool(errand.key),
+            streams=self._streams and (not forwarded or sender.streams),
+            forwarded=forwarded,
             seconds=microseconds / 1e6 if microseconds else None,
-            on_end=ended,
+            **more,
         )
-        if errand.key:
-            self._forwarded.add(errand.key, answer)
-            if self._streams:  # one of few threads of the server waits for the first response
-                sender.send(pb_utils.InferenceResponse([]))
+        if forwarded:
+            sender.opened(answer)
         return answer
 
     def _to_tensors(self, rows: Sequence[GenerateRequest], width: int) -> ToTensors:
