@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import socket
+import subprocess
+import sys
 import types
+import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from launcher_scripts.backends.fastertransformer import forwarded
 from launcher_scripts.backends.fastertransformer.forwarded import (
     FINAL,
     Channel,
@@ -53,10 +54,12 @@ class Ends:
 
 
 @pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
-    # This process is its own sibling.
-    monkeypatch.setattr(forwarded, "check_peer", lambda _: None)
-    return Ends()
+def ends() -> Iterator[Ends]:
+    ends = Ends()
+    yield ends
+    if not ends.token.closed:
+        ends.text.close()
+        wait_for(lambda: ends.token.closed, 5)
 
 
 def response(**tensors: torch.Tensor) -> Any:
@@ -98,6 +101,7 @@ def test_only_the_key_cancels_and_only_while_the_request_runs(ends: Ends) -> Non
         answer: Any = types.SimpleNamespace(cancel=lambda key=key: cancelled.append(key))
         senders[key].opened(answer)
     senders["a"].send(flags=FINAL)
+    wait_for(lambda: bool(ends.messages), 5)
     for key in ("c", "a", "b"):
         ends.text.cancel(key)
     wait_for(lambda: bool(cancelled), 5)
@@ -108,20 +112,35 @@ def test_what_a_text_model_leaves_is_cancelled(ends: Ends) -> None:
     cancelled: list[bool] = []
     answer: Any = types.SimpleNamespace(cancel=lambda: cancelled.append(True))
     ends.token.add("k", answer)
-    wait_for(lambda: bool(ends.text._connections), 5)
-    socket.socket(fileno=os.dup(ends.text._connections[0].fileno())).shutdown(socket.SHUT_RDWR)
+    ChannelSender(ends.token, Errand("k", "", True), lambda: None).send()
+    wait_for(lambda: bool(ends.messages), 5)
+    ends.text.close()
     wait_for(lambda: cancelled == [True], 5)
     wait_for(lambda: ends.token.closed, 5)
     wait_for(lambda: ends.lost == [True], 5)
 
 
+LISTENER = """
+import socket, sys
+listening = socket.socket(socket.AF_UNIX)
+listening.bind("\\0" + sys.argv[1])
+listening.listen()
+print(flush=True)
+sys.stdin.read()
+"""
+
+
 def test_a_channel_of_another_program_is_not_used() -> None:
     """A client might name any socket of the machine."""
-    text = TextChannel(lambda _: None, lambda: None)
-    with pytest.raises(RequestError, match="none of this server's models'"):
-        Channels().to(text.name)
+    name = f"launcher-test-{uuid.uuid4().hex}"
     with pytest.raises(RequestError, match="channel cannot be used"):
-        Channels().to("nobody-listens-here")
+        Channels().to(name)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", LISTENER, name], **pipes) as other:
+        assert other.stdout.readline()
+        with pytest.raises(RequestError, match="none of this server's models'"):
+            Channels().to(name)
+        other.stdin.close()
 
 
 def test_news_are_the_tokens_that_earlier_responses_did_not_have() -> None:

@@ -96,6 +96,8 @@ class Channel:
                 self._cancel(self._connection.recv_bytes().decode("ascii", "replace"))
         except (EOFError, OSError):
             self.closed = True
+        with self._writing:
+            self._connection.close()
         for key in list(self._open):
             self._cancel(key)
 

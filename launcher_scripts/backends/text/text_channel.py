@@ -61,9 +61,20 @@ class Channel:
                 with contextlib.suppress(OSError):
                     connection.send_bytes(key.encode())
 
+    def close(self) -> None:
+        """Leave the token models, which cancel what is open."""
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        with self._writing:
+            for connection in self._connections:
+                _hang_up(connection)
+
     def _accept(self) -> None:
         while True:
-            connected, _ = self._listening.accept()
+            try:
+                connected, _ = self._listening.accept()
+            except OSError:  # closed
+                return
             raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
             if _PEER.unpack(raw)[1] != os.geteuid():
                 connected.close()
@@ -80,6 +91,12 @@ class Channel:
             self._connections.remove(connection)
         connection.close()
         self._lost()
+
+
+def _hang_up(connection: Connection) -> None:
+    """End a connection that another thread reads from."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.shutdown(socket.SHUT_RDWR)
 
 
 def parse(raw: bytes) -> Message:

@@ -91,6 +91,8 @@ class Forwards:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        if self._channel is not None:
+            self._channel.close()
 
     def _run(self, forward: Forward) -> None:
         """Send the request; returns when the token model has it, in a session when that is done."""
