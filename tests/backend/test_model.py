@@ -80,6 +80,9 @@ class Request:
     def timeout(self):
         return self.microseconds
 
+    def parameters(self):
+        return ""
+
     def send(self, response, flags=None):
         assert not self.answered.is_set()
         self.answers.append(response)
