@@ -67,7 +67,7 @@ PROGRESS = (
     array("is_finished", "BOOL", (-1,), "[beam]: no more tokens will come", extension=True),
 )
 
-# For text models, in one tensor: Triton keeps all responses to a model's request until the last.
+# What text models are sent, in one tensor; see backends/fastertransformer/forwarded.py.
 NEWS = array(
     "news",
     "INT32",

@@ -6,8 +6,7 @@ shift and unit are from the hidden states one sublayer before: all its programs 
 operand is rounded as a normalized x would be. Each program leaves the sums of its part of
 (x - shift) * unit and of its squares as well. The projection behind adds those up and knows what
 mean and scale are missing: with gain g and bias b, y = (W operand - mean * W g) * scale + W b.
-W g and W b are known when the model is loaded. The first program of that projection multiplies
-nothing: it leaves shift and unit for the next state.
+W g and W b are known when the model is loaded.
 
 Shift and unit follow most channels, not all: the shift is their mean, and the unit makes them
 measure USUAL. A channel that is a million times larger comes or goes in one sublayer; it takes the
@@ -22,7 +21,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 USUAL = tl.constexpr(2.0**-8)  # what most of an operand measures, its gain aside
 FAR = tl.constexpr(16.0)  # a part's mean square, in USUAL**2, from which it is not of most
@@ -31,6 +29,7 @@ LENGTH_WEIGHT = tl.constexpr(2.0**-40)  # keeps a row's length times its unit be
 SMALLEST_SHARE = tl.constexpr(2.0**-48)  # of a value's square in the mean one
 LARGEST_UNIT = tl.constexpr(2.0**30)  # of a row of zeros, without eps
 SUMS = tl.constexpr(4)  # where the parts' sums begin
+SAMPLE = tl.constexpr(32)  # parts that say what most channels are like
 
 
 @triton.jit
@@ -68,10 +67,9 @@ def prescale(value, inside, gain, shift, unit, row_stats, part, parts):
     value = tl.where(inside, (value - shift) * unit, 0.0)
     tl.store(row_stats + SUMS + part, tl.sum(value, 0))
     tl.store(row_stats + SUMS + parts + part, tl.sum(value * value, 0))
-    tl.store(row_stats, shift, mask=part == 0)
-    tl.store(row_stats + 1, unit, mask=part == 0)
-    tl.store(row_stats + 2, shift, mask=part == 0)
-    tl.store(row_stats + 3, unit, mask=part == 0)
+    words = tl.arange(0, 4)
+    both = tl.where(words % 2 == 0, shift, unit)
+    tl.store(row_stats + words, both, mask=(words < SUMS) & (part == 0))
     return value * gain
 
 
@@ -120,73 +118,71 @@ def _add_two(a, b, other_a, other_b):
 
 
 @triton.jit
-def _add_four(a, b, c, d, other_a, other_b, other_c, other_d):
-    return a + other_a, b + other_b, c + other_c, d + other_d
-
-
-@triton.jit
 def norm_terms(unit, total, squares, eps, IN: tl.constexpr, NORM: tl.constexpr):
-    """What the norm takes from an operand [IN] and what it multiplies with, the gain aside."""
+    """What the norm takes from an operand [IN], what it multiplies with, the gain aside, and the
+    mean square."""
     mean = 0.0
     scale = 1.0
+    length = 0.0
     if NORM == 1:
         whole, length = tl.reduce((total, squares), 0, _add_two)
         mean = whole / IN
-        scale = tl.rsqrt(tl.maximum(length / IN - mean * mean, 0.0) + eps * unit * unit)
+        length /= IN
+        scale = tl.rsqrt(tl.maximum(length - mean * mean, 0.0) + eps * unit * unit)
     elif NORM == 2:
-        scale = tl.rsqrt(tl.sum(squares, 0) / IN + eps * unit * unit)
-    return mean, scale
+        length = tl.sum(squares, 0) / IN
+        scale = tl.rsqrt(length + eps * unit * unit)
+    return mean, scale, length
+
+
+@triton.jit
+def load_sample(row_stats, NORM: tl.constexpr, PARTS: tl.constexpr):
+    """The shift, and sums and sums of squares of SAMPLE of the parts, for `leave_expected`."""
+    lanes = tl.arange(0, SAMPLE)
+    sample: tl.constexpr = SAMPLE if PARTS > SAMPLE else PARTS
+    places = row_stats + SUMS + lanes * (PARTS // sample)
+    shift = 0.0
+    total = tl.zeros([SAMPLE], tl.float32)
+    squares = total
+    if NORM > 0 and PARTS > 1:
+        shift = tl.load(row_stats)
+        total = tl.load(places, mask=lanes < sample, other=0.0)
+        squares = tl.load(places + PARTS, mask=lanes < sample, other=0.0)
+    return shift, total, squares
 
 
 @triton.jit
 def leave_expected(
     row_stats,
+    shift,
+    unit,
+    total,
+    squares,
+    mean,
+    length,
     eps,
     IN: tl.constexpr,
     NORM: tl.constexpr,
     PARTS: tl.constexpr,
-    SPREAD: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    """Leave shift and unit for the row that comes after the one [IN] with these statistics.
+    """Leave shift and unit for the rows that come after the one [IN] with these statistics.
 
-    This is the work of one program that does nothing else: the others need none of it. No program
-    before has brought its instructions into the caches, so it goes through them twice: first while
-    it would only wait.
+    A sample of the parts says what most channels are like; `length` is the mean square of all.
     """
-    parts = tl.arange(0, SPREAD)
-    sums = row_stats + SUMS + parts
-    held = parts < PARTS
+    sample: tl.constexpr = SAMPLE if PARTS > SAMPLE else PARTS
     limit: tl.constexpr = FAR * USUAL * USUAL * IN / PARTS
-    turns = tl.minimum(tl.num_programs(0), 2)  # 2, which the compiler must not know
-    for turn in range(turns):
-        last = turn == turns - 1
-        if EARLY:  # noqa: SIM102 (the outer one is for the compiler)
-            if last:
-                gdc_wait()
-        shift = tl.load(row_stats, volatile=True)
-        unit = tl.load(row_stats + 1, volatile=True)
-        squares = tl.load(sums + PARTS, mask=held, other=0.0, volatile=True)
-        total = squares
-        if NORM == 1:
-            total = tl.load(sums, mask=held, other=0.0, volatile=True)
-        near = tl.minimum(squares, limit)
-        near_total = tl.where(squares <= limit, total, 0.0)
-        whole, length, near_total, near = tl.reduce(
-            (total, squares, near_total, near), 0, _add_four
-        )
-        most = near < 0.5 * PARTS * limit
-        moved = 0.0
-        variance = length / IN
-        if NORM == 1:
-            mean = whole / IN
-            variance = tl.maximum(variance - mean * mean, 0.0)
-            moved = tl.where(most, near_total / IN, mean)
-            shift += moved / unit
-        usual = tl.where(most, tl.maximum(near / IN - moved * moved, 0.0), variance)
-        unit *= USUAL * tl.rsqrt(usual + eps * unit * unit + length * LENGTH_WEIGHT)
-        tl.store(row_stats + 2, shift, mask=last)
-        tl.store(row_stats + 3, tl.minimum(unit, LARGEST_UNIT), mask=last)
+    share: tl.constexpr = PARTS / sample / IN  # of the sample's sums in the row's means
+    near_total = tl.where(squares <= limit, total, 0.0)
+    near = tl.minimum(squares, limit)
+    near_total, near = tl.reduce((near_total, near), 0, _add_two)
+    most = near < 0.5 * sample * limit
+    moved = 0.0
+    if NORM == 1:
+        moved = tl.where(most, near_total * share, mean)
+    usual = tl.maximum(tl.where(most, near * share, length) - moved * moved, 0.0)
+    following = USUAL * tl.rsqrt(usual + eps * unit * unit + length * IN * LENGTH_WEIGHT)
+    tl.store(row_stats + 2, shift + moved / unit)
+    tl.store(row_stats + 3, tl.minimum(unit * following, LARGEST_UNIT))
 
 
 @triton.jit

@@ -11,7 +11,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.folded_norm_kernel import (
-    leave_expected,
     load_expected,
     load_row_stats,
     norm_terms,
@@ -73,11 +72,6 @@ def gemv(
     if EARLY:
         gdc_launch_dependents()
     program = tl.program_id(0)
-    if NORM > 0 and PARTS > 1:
-        if program == 0:
-            leave_expected(row_stats, eps, IN, NORM, PARTS, SPREAD, EARLY)
-            return
-        program -= 1
     rows = program * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)[None, :]
     even: tl.constexpr = OUT % ROWS == 0
@@ -116,7 +110,7 @@ def gemv(
         BLOCK,
         EARLY,
     )
-    mean, scale = norm_terms(unit, total, squares, eps, IN, NORM)
+    mean, scale, _ = norm_terms(unit, total, squares, eps, IN, NORM)
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
     value = activate(value, ACTIVATION)
     if GATED:
@@ -188,7 +182,7 @@ def gemv_largest(
         BLOCK,
         EARLY,
     )
-    mean, scale = norm_terms(unit, total, squares, eps, IN, NORM)
+    mean, scale, _ = norm_terms(unit, total, squares, eps, IN, NORM)
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
     value = tl.where(rows < OUT, value, -float("inf"))
     top, place = tl.max(value, 0, return_indices=True)

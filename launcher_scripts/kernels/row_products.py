@@ -97,11 +97,6 @@ def _operands(hidden: Hidden, linear: Linear) -> dict[str, object]:
     }
 
 
-def _following(hidden: Hidden, linear: Linear) -> int:
-    """Programs beside those that multiply: one leaves what to expect of the next row."""
-    return int(linear.folded is not None and parts_of(hidden.row_stats) > 1)
-
-
 def row_product(
     x: Hidden,
     linear: Linear,
@@ -129,7 +124,7 @@ def row_product(
     other = linear if gate is None else gate
     gate_offsets, gate_folded = _offsets(other), other.folded
     gate_sums = None if gate_folded is None else gate_folded.sums
-    gemv[(programs + _following(x, linear),)](
+    gemv[(programs,)](
         operand,
         weight=linear.weight,
         gate_weight=other.weight,
@@ -192,8 +187,7 @@ def row_heads(
     tile = row_tile("heads", out_size, in_size, linear.in_bytes)
     query = operand.new_empty(1, heads.num_heads, heads.head_size)
     cosines, sines = (operand, operand) if rotary is None else rotary
-    programs = triton.cdiv(out_size // 2, tile.rows)
-    gemv_heads[(programs + _following(x, linear),)](
+    gemv_heads[(triton.cdiv(out_size // 2, tile.rows),)](
         operand,
         weight=linear.weight,
         query=query,

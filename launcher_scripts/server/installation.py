@@ -19,8 +19,6 @@ OUR_BACKEND = CHECKOUT / "launcher_scripts" / "backends" / "fastertransformer"
 OUR_PROGRAMS = CHECKOUT / "launcher_scripts" / "bin"
 CONTAINER_SERVER = Path("/opt/tritonserver/bin/tritonserver")
 STUB = "triton_python_backend_stub"
-# The text models' requests keep one of these threads waiting each (backends/text/text_forwards.py).
-THREAD_POOL = "--backend-config=python,thread-pool-size=320"
 
 
 @dataclass(frozen=True)

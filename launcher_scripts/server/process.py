@@ -20,7 +20,7 @@ from typing import IO
 from launcher_scripts.errors import ServerError
 from launcher_scripts.models.repository import is_remote
 from launcher_scripts.remains import Claim, is_word
-from launcher_scripts.server.installation import THREAD_POOL, Installation
+from launcher_scripts.server.installation import Installation
 from launcher_scripts.server.lost_workers import is_sign
 from launcher_scripts.server.ports import Ports
 from launcher_scripts.server.protection import Protection
@@ -110,7 +110,6 @@ class ServerProcess:
             f"--model-repository={repository}",
             f"--backend-directory={self._folder / 'backends'}",
             f"--backend-config=python,shm-region-prefix-name={self._claim.region_prefix}",
-            THREAD_POOL,
             "--disable-auto-complete-config",
             f"--exit-timeout-secs={max(1, round(settings.stop_timeout))}",
         ]

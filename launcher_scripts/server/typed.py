@@ -23,7 +23,6 @@ from launcher_scripts.server.installation import (
     CHECKOUT,
     OUR_BACKEND,
     STUB,
-    THREAD_POOL,
     Installation,
     find_installation,
 )
@@ -59,8 +58,6 @@ def become(installation: Installation, argv: Sequence[str]) -> NoReturn:
         added.append(f"{_BACKENDS}={backends_folder(installation)}")
     if _NO_COMPLETION not in given:
         added.append(_NO_COMPLETION)
-    if not any("thread-pool-size" in argument for argument in argv):
-        added.append(THREAD_POOL)
     program = str(installation.executable.absolute())
     os.execve(program, [program, *added, *argv], {**os.environ, **installation.environment()})
 

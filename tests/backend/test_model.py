@@ -77,11 +77,11 @@ class Request:
     def is_cancelled(self):
         return self.left
 
-    def parameters(self):
-        return "{}"
-
     def timeout(self):
         return self.microseconds
+
+    def parameters(self):
+        return ""
 
     def send(self, response, flags=None):
         assert not self.answered.is_set()

@@ -1,40 +1,54 @@
-"""Requests that text models send on: each has a key by which it can be cancelled.
+"""Requests that text models of the same server send on, and the channels that answer them.
 
-A text model of the same server gives its request the parameter `forwarded`, a key that nobody can
-guess, and may later send another request whose parameter `cancel` is that key. Triton itself does
-not hand a cancellation on to the requests that a model makes.
+Triton 24.10 does not hand a cancellation on to the requests that a model makes, keeps all their
+responses until the last, loses errors among them, and two threads of a model that read responses
+may lock each other for ever. So such a request is answered at once, with nothing, and what is
+generated goes over a socket of the text model's, on which cancellations come back.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import socket
+import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import Lock, Thread
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from launcher_scripts.errors import RequestError
+
+FINAL = 1  # Triton's flag of a last response
+_PEER = struct.Struct("3i")  # process, user, group
+
 
 @dataclass(frozen=True)
 class Errand:
-    """What the parameters of a request say about it.
+    """What the parameters of a request say of a text model that sends it on.
 
-    key:     that of a request which a text model sends on; empty: it is a client's own
-    cancels: the key of the request to be cancelled; empty: this is no cancellation
+    key:     the request's name on the channel
+    channel: the socket of the text model
     streams: whether the text model wants tokens as they come
     """
 
     key: str
-    cancels: str
+    channel: str
     streams: bool
 
 
-def errand_of(request: Any) -> Errand:
-    """The parameters that text models set; others mean nothing."""
+def errand_of(request: Any) -> Errand | None:
+    """What the parameters of a text model say; None of any other request."""
     parameters = json.loads(request.parameters() or "{}")
-    key, cancels = (str(parameters.get(name, "")) for name in ("forwarded", "cancel"))
-    return Errand(key, cancels, bool(parameters.get("stream", True)))
+    if not {"key", "channel"} <= parameters.keys():
+        return None
+    key, channel = str(parameters["key"]), str(parameters["channel"])
+    return Errand(key, channel, bool(parameters.get("stream", True)))
 
 
 class Cancellable(Protocol):
@@ -43,11 +57,23 @@ class Cancellable(Protocol):
     def cancel(self) -> None: ...
 
 
-class Forwarded:
-    """The requests of text models that are on their way, by key. Any thread may use it."""
+class Channel:
+    """A connection to one text model, and the requests that go out on it, by key."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        """Raises RequestError unless a process of the same server listens there."""
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connected.connect(f"\0{name}")
+            check_peer(connected)
+        except OSError as error:
+            connected.close()
+            raise RequestError(f"the request's channel cannot be used: {error}") from error
+        self.closed = False
+        self._connection = Connection(connected.detach())
+        self._writing = Lock()
         self._open: dict[str, Cancellable] = {}
+        Thread(target=self._run, name="channel", daemon=True).start()
 
     def add(self, key: str, answer: Cancellable) -> None:
         self._open[key] = answer
@@ -55,11 +81,96 @@ class Forwarded:
     def remove(self, key: str) -> None:
         self._open.pop(key, None)
 
-    def cancel(self, key: str) -> None:
-        """End the request; one that has ended or is not there yet stays as it is."""
+    def write(self, message: bytes) -> None:
+        """Send a message; a text model that has gone gets none."""
+        with self._writing:
+            try:
+                self._connection.send_bytes(message)
+            except OSError:
+                self.closed = True
+
+    def _run(self) -> None:
+        """Cancel what the text model says, and at its end all that is open."""
+        try:
+            while True:
+                self._cancel(self._connection.recv_bytes().decode("ascii", "replace"))
+        except (EOFError, OSError):
+            self.closed = True
+        with self._writing:
+            self._connection.close()
+        for key in list(self._open):
+            self._cancel(key)
+
+    def _cancel(self, key: str) -> None:
         answer = self._open.get(key)
         if answer is not None:
             answer.cancel()
+
+
+class Channels:
+    """The channels to the text models that have sent requests on."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, Channel] = {}
+
+    def to(self, name: str) -> Channel:
+        """The channel to the socket `name`. Raises RequestError."""
+        for gone in [name for name, channel in self._channels.items() if channel.closed]:
+            del self._channels[gone]
+        if name not in self._channels:
+            self._channels[name] = Channel(name)
+        return self._channels[name]
+
+
+def check_peer(connected: socket.socket) -> None:
+    """Raises OSError unless the other end is a child of this process's parent, the server."""
+    raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    process, user, _ = _PEER.unpack(raw)
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    if user != os.geteuid() or int(fields[1]) != os.getppid():
+        raise PermissionError("it is none of this server's models'")
+
+
+class ChannelSender:
+    """Takes the place of a request's response sender."""
+
+    def __init__(self, channel: Channel, errand: Errand, answer: Callable[[], None]) -> None:
+        """answer: answers the request itself, with nothing"""
+        self.streams = errand.streams
+        self._channel = channel
+        self._key = errand.key
+        self._answer: Callable[[], None] | None = answer
+
+    def opened(self, answer: Cancellable) -> None:
+        """Cancel `answer` when the text model says so."""
+        self._channel.add(self._key, answer)
+
+    def hand_over(self) -> None:
+        """Answer the request itself, if it is not yet."""
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer()
+
+    def send(self, response: Any = None, flags: int = 0) -> None:
+        last = flags == FINAL
+        head: dict[str, Any] = {"key": self._key, "last": last, "tensors": []}
+        parts = []
+        if response is not None and response.has_error():
+            head["error"] = [response.error().message(), response.error().code().name]
+        elif response is not None:
+            for tensor in response.output_tensors():
+                values = torch.utils.dlpack.from_dlpack(tensor.to_dlpack()).numpy()
+                head["tensors"].append([tensor.name(), values.dtype.str, values.shape])
+                parts.append(values.tobytes())
+        text = json.dumps(head).encode()
+        self._channel.write(b"".join([struct.pack("<I", len(text)), text, *parts]))
+        if last:
+            self._channel.remove(self._key)
+            self.hand_over()
+
+    def is_cancelled(self) -> bool:
+        """The text model says so itself."""
+        return False
 
 
 def news(tensors: Mapping[str, torch.Tensor], progress: Mapping[str, torch.Tensor]) -> torch.Tensor:

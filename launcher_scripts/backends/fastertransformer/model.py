@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,15 @@ from launcher_scripts.backends.fastertransformer.answer import (
     Answer,
     ToTensors,
     error_response,
-    nothing,
     send_last,
 )
 from launcher_scripts.backends.fastertransformer.answers import Answers
 from launcher_scripts.backends.fastertransformer.conversions import CONVERSIONS, Shape
-from launcher_scripts.backends.fastertransformer.forwarded import Errand, Forwarded, errand_of
+from launcher_scripts.backends.fastertransformer.forwarded import (
+    Channels,
+    ChannelSender,
+    errand_of,
+)
 from launcher_scripts.backends.fastertransformer.model_metrics import ModelMetrics
 from launcher_scripts.backends.fastertransformer.nodes import (
     end_server_later,
@@ -81,7 +85,7 @@ class TritonPythonModel:
         self._sessions = None if idle is None else Sessions(self._engine, idle)
         self._metrics = ModelMetrics(args["model_name"], self._engine)
         self._answers = Answers(self._metrics.count_given_up)
-        self._forwarded = Forwarded()
+        self._channels = Channels()
         self._engine.timeline.note("the first tokens are generated")
         self._status.write("ready", ranks=self._engine.ranks, timeline=self._engine.timeline.events)
         self._engine.on_failure(self._lost)
@@ -90,27 +94,29 @@ class TritonPythonModel:
         """Hand every request's rows to the engine; answers follow through response senders."""
         for request in requests:
             sender = request.get_response_sender()
-            errand = errand_of(request)
             try:
-                if errand.cancels:
-                    self._forwarded.cancel(errand.cancels)
-                    send_last(sender, pb_utils.InferenceResponse([]))
-                elif self._sessions is None:
-                    self._begin(request, sender, errand)
+                if (errand := errand_of(request)) is not None:
+                    channel = self._channels.to(errand.channel)
+                    nothing = pb_utils.InferenceResponse([])
+                    sender = ChannelSender(channel, errand, partial(send_last, sender, nothing))
+                if self._sessions is None:
+                    self._begin(request, sender)
                 else:
-                    self._begin_turn(request, sender, errand, self._sessions)
+                    self._begin_turn(request, sender, self._sessions)
             except RequestError as error:
                 send_last(sender, error_response(error))
+            if isinstance(sender, ChannelSender) and self._sessions is None:
+                sender.hand_over()
 
-    def _begin(self, request: Any, sender: Any, errand: Errand) -> None:
+    def _begin(self, request: Any, sender: Any) -> None:
         tensors = input_tensors(request, self._contract.inputs)
         rows = self._conversion.to_requests(tensors)
         answer = self._answer(
-            request, sender, errand, rows, tensors, shown=rows, width=tensors["input_ids"].shape[1]
+            request, sender, rows, tensors, shown=rows, width=tensors["input_ids"].shape[1]
         )
         answer.start(self._engine.submit)
 
-    def _begin_turn(self, request: Any, sender: Any, errand: Errand, sessions: Sessions) -> None:
+    def _begin_turn(self, request: Any, sender: Any, sessions: Sessions) -> None:
         """A request of a session: its tensors have an axis of one in front of its rows."""
         key = request.correlation_id()
         end = bool(control(request, "END"))
@@ -123,7 +129,6 @@ class TritonPythonModel:
         answer = self._answer(
             request,
             sender,
-            errand,
             rows,
             tensors,
             shown=turn.shown,
@@ -136,20 +141,15 @@ class TritonPythonModel:
         self,
         request: Any,
         sender: Any,
-        errand: Errand,
         rows: Sequence[GenerateRequest],
         tensors: Mapping[str, torch.Tensor],
         *,
         shown: Sequence[GenerateRequest],
         width: int,
-        on_end: Callable[[], None] = nothing,
+        **more: Any,
     ) -> Answer:
         """shown, width: the rows as the client sees them, and the columns of their input_ids"""
-
-        def ended() -> None:
-            self._forwarded.remove(errand.key)
-            on_end()
-
+        forwarded = isinstance(sender, ChannelSender)
         wanted = frozenset(request.requested_output_names())
         made = wanted | {"output_ids"} if "news" in wanted else wanted
         microseconds = request.timeout()  # 0: the client has not said
@@ -160,15 +160,13 @@ class TritonPythonModel:
             tensors,
             wanted,
             self._to_tensors(shown, width, made),
-            streams=self._streams and errand.streams,
-            forwarded=bool(errand.key),
+            streams=self._streams and (not forwarded or sender.streams),
+            forwarded=forwarded,
             seconds=microseconds / 1e6 if microseconds else None,
-            on_end=ended,
+            **more,
         )
-        if errand.key:
-            self._forwarded.add(errand.key, answer)
-            if self._streams:  # one of few threads of the server waits for the first response
-                sender.send(pb_utils.InferenceResponse([]))
+        if forwarded:
+            sender.opened(answer)
         return answer
 
     def _to_tensors(

@@ -29,7 +29,7 @@ class TritonPythonModel:
         self.tokenizer = load_tokenizer(Path(__file__).parent)
         self.tensors = Tensors(args["model_config"])
         self.reader = Reader(args["model_config"], self.tokenizer)
-        self.forwards = Forwards()
+        self.forwards = Forwards(generates=self.reader.generates)
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Send every request on; answers follow through response senders."""

@@ -48,21 +48,30 @@ class TextAnswer:
         self._lock = Lock()
         self._beams: dict[tuple[int, ...], GrowingText] = {}
         self._lengths = np.zeros((request.rows, 1))
-        self._others: dict[str, Any] = {}  # outputs that come as they are
+        self._others: dict[str, np.ndarray] = {}  # outputs that come as they are
         self._unsent = False
+        self._queued = False  # on its way to be sent by one of the senders
+        self._complete = False
         self.ended = False
 
-    def take(self, tensors: Sequence[Any]) -> bool:
-        """Note a response of the token model; whether a response to the client is due now."""
+    def take(self, tensors: dict[str, np.ndarray], *, last: bool) -> bool:
+        """Note a response of the token model; whether the client is to be sent one now."""
         with self._lock:
-            for tensor in tensors:
-                if tensor.name() == "news":
-                    self._take_news(self._tensors.without_axes(tensor.as_numpy()))
-                else:
-                    self._others[tensor.name()] = tensor
-            due = self.request.streams and not self._unsent and not self.ended
-            self._unsent = bool(tensors)
-            return due and self._unsent
+            if "news" in tensors:
+                self._take_news(self._tensors.without_axes(tensors["news"]))
+                self._others = {name: tensors[name] for name in tensors if name != "news"}
+                self._unsent = True
+            self._complete = last
+            due = (last or self.request.streams) and not self._queued and not self.ended
+            self._queued = self._queued or due
+            return due
+
+    def pass_on(self, tensors: Sequence[Any]) -> None:
+        """Send an encoder's outputs, and the end."""
+        with self._lock:
+            if not self.ended:
+                self.ended = True
+                self._sender.send(pb_utils.InferenceResponse(list(tensors)), flags=FINAL)
 
     def _take_news(self, news: np.ndarray) -> None:
         self._lengths = news[..., 0]
@@ -74,30 +83,30 @@ class TextAnswer:
             self._beams[place].take(start, ids, prompt=prompt, finished=bool(finished))
 
     def send_news(self) -> None:
-        """Send what has come since the last time."""
+        """Send what has come since the last time; at the end of the text also the end."""
         with self._lock:
-            if not self.ended and self._unsent:
-                self._unsent = False
-                self._sender.send(self._response())
-
-    def finish(self) -> None:
-        """Send what is left, and the end."""
-        with self._lock:
+            self._queued = False
             if self.ended:
                 return
             response = self._response() if self._unsent else None
-            self.ended = True
+            self._unsent = False
             if not self.request.streams:
+                self.ended = True
                 self._sender.send(response or failure("no answer came", "INTERNAL"), flags=FINAL)
                 return
             if response is not None:
                 self._sender.send(response)
-            if self.request.todays and "text_output" in self.request.outputs:
-                nothing = np.full(self._lengths.size, b"", dtype=np.object_)
-                last = pb_utils.InferenceResponse([self._tensors.tensor("text_output", nothing)])
-                self._sender.send(last, flags=FINAL)
-            else:
-                self._sender.send(flags=FINAL)
+            if self._complete:
+                self.ended = True
+                self._send_end()
+
+    def _send_end(self) -> None:
+        if self.request.todays and "text_output" in self.request.outputs:
+            nothing = np.full(self._lengths.size, b"", dtype=np.object_)
+            last = pb_utils.InferenceResponse([self._tensors.tensor("text_output", nothing)])
+            self._sender.send(last, flags=FINAL)
+        else:
+            self._sender.send(flags=FINAL)
 
     def fail(self, response: Any) -> None:
         """End with an error, unless the answer has ended."""
@@ -117,13 +126,13 @@ class TextAnswer:
             self.fail(failure("the client cancelled the request", "CANCELLED"))
 
     def _response(self) -> Any:
-        wanted = self.request.outputs
-        outputs = [tensor for name, tensor in self._others.items() if name in wanted]
-        if self._beams:
-            values = self._texts()
-            outputs += [
-                self._tensors.tensor(name, values[name]) for name in values if name in wanted
-            ]
+        values = self._texts()
+        outputs = [
+            self._tensors.tensor(name, values[name])
+            for name in values
+            if name in self.request.outputs
+        ]
+        outputs += [pb_utils.Tensor(name, value) for name, value in self._others.items()]
         return pb_utils.InferenceResponse(outputs)
 
     def _texts(self) -> dict[str, np.ndarray]:

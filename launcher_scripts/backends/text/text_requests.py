@@ -107,10 +107,10 @@ class Reader:
         todays = given["INPUT_0"] == "text_input"
         outputs = self._wanted(request, todays)
         streams = self.decoupled and self._flag(request, given, "stream", not todays)
-        news = ["news", *(name for name in LOG_PROBS if name in outputs)]
+        passed_on = sorted(name for name in outputs if not self.generates or name in LOG_PROBS)
         return TextRequest(
             inputs=list(inputs.values()),
-            asked=news if self.generates else sorted(outputs),
+            asked=["news", *passed_on] if self.generates else passed_on,
             outputs=outputs,
             rows=len(rows),
             with_prompt=self._with_prompt(request, given, len(rows)),
