@@ -75,7 +75,8 @@ def main(argv: list[str] | None = None) -> int:
 def rows(arguments: argparse.Namespace, shape: str, *, streams: bool) -> Iterator[tuple[int, dict]]:
     """The figures of one server, by clients."""
     config = replace(config_of(shape), max_positions=INPUTS[1] + OUTPUTS[1])
-    model = RandomModel(shape, config, max(arguments.clients), decoupled=streams)
+    most = max(arguments.clients) + 1  # one for those who leave
+    model = RandomModel(shape, config, most, decoupled=streams)
     folder = arguments.folder / f"{shape}-{'streams' if streams else 'whole'}"
     model.write(folder / "repository")
     with Server(folder) as ready:

@@ -6,7 +6,8 @@ shift and unit are from the hidden states one sublayer before: all its programs 
 operand is rounded as a normalized x would be. Each program leaves the sums of its part of
 (x - shift) * unit and of its squares as well. The projection behind adds those up and knows what
 mean and scale are missing: with gain g and bias b, y = (W operand - mean * W g) * scale + W b.
-W g and W b are known when the model is loaded.
+W g and W b are known when the model is loaded. Of queries, keys and values the first program also
+leaves shift and unit for the two states that follow.
 
 Shift and unit follow most channels, not all: the shift is their mean, and the unit makes them
 measure USUAL. A channel that is a million times larger comes or goes in one sublayer; it takes the
@@ -14,7 +15,7 @@ mean and the deviation along, but not these. And float16, which holds less than 
 below 2**-24, has room for it beside the bits of the others.
 
 Statistics of a row, float32 [4 + 2 * parts]: shift and unit of its operand; shift and unit of the
-row that comes after it, left by the projection behind; the parts' sums, then their sums of squares.
+rows that come after it; the parts' sums, then their sums of squares.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ def load_expected(row_stats, PRESCALED: tl.constexpr):
 
 
 @triton.jit
-def prescale(value, inside, gain, shift, unit, row_stats, part, parts):
+def prescale(value, inside, gain, shift, unit, row_stats, parts):
     """A program's part of the operand, one of `parts`. Its sums go to row_stats."""
+    part = tl.program_id(0)
     value = tl.where(inside, (value - shift) * unit, 0.0)
     tl.store(row_stats + SUMS + part, tl.sum(value, 0))
     tl.store(row_stats + SUMS + parts + part, tl.sum(value * value, 0))
@@ -136,28 +138,8 @@ def norm_terms(unit, total, squares, eps, IN: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def load_sample(row_stats, NORM: tl.constexpr, PARTS: tl.constexpr):
-    """The shift, and sums and sums of squares of SAMPLE of the parts, for `leave_expected`."""
-    lanes = tl.arange(0, SAMPLE)
-    sample: tl.constexpr = SAMPLE if PARTS > SAMPLE else PARTS
-    places = row_stats + SUMS + lanes * (PARTS // sample)
-    shift = 0.0
-    total = tl.zeros([SAMPLE], tl.float32)
-    squares = total
-    if NORM > 0 and PARTS > 1:
-        shift = tl.load(row_stats)
-        total = tl.load(places, mask=lanes < sample, other=0.0)
-        squares = tl.load(places + PARTS, mask=lanes < sample, other=0.0)
-    return shift, total, squares
-
-
-@triton.jit
 def leave_expected(
     row_stats,
-    shift,
-    unit,
-    total,
-    squares,
     mean,
     length,
     eps,
@@ -167,22 +149,30 @@ def leave_expected(
 ):
     """Leave shift and unit for the rows that come after the one [IN] with these statistics.
 
-    A sample of the parts says what most channels are like; `length` is the mean square of all.
+    A sample of the parts says what most channels are like; `length` is the mean square of all. The
+    first program does it, at its end: what all of them load at once costs more.
     """
     sample: tl.constexpr = SAMPLE if PARTS > SAMPLE else PARTS
     limit: tl.constexpr = FAR * USUAL * USUAL * IN / PARTS
     share: tl.constexpr = PARTS / sample / IN  # of the sample's sums in the row's means
-    near_total = tl.where(squares <= limit, total, 0.0)
-    near = tl.minimum(squares, limit)
-    near_total, near = tl.reduce((near_total, near), 0, _add_two)
-    most = near < 0.5 * sample * limit
-    moved = 0.0
-    if NORM == 1:
-        moved = tl.where(most, near_total * share, mean)
-    usual = tl.maximum(tl.where(most, near * share, length) - moved * moved, 0.0)
-    following = USUAL * tl.rsqrt(usual + eps * unit * unit + length * IN * LENGTH_WEIGHT)
-    tl.store(row_stats + 2, shift + moved / unit)
-    tl.store(row_stats + 3, tl.minimum(unit * following, LARGEST_UNIT))
+    if tl.program_id(0) == 0:
+        lanes = tl.arange(0, SAMPLE)
+        places = row_stats + SUMS + lanes * (PARTS // sample)
+        total = tl.load(places, mask=lanes < sample, other=0.0)
+        squares = tl.load(places + PARTS, mask=lanes < sample, other=0.0)
+        shift = tl.load(row_stats)
+        unit = tl.load(row_stats + 1)
+        near_total = tl.where(squares <= limit, total, 0.0)
+        near = tl.minimum(squares, limit)
+        near_total, near = tl.reduce((near_total, near), 0, _add_two)
+        most = near < 0.5 * sample * limit
+        moved = 0.0
+        if NORM == 1:
+            moved = tl.where(most, near_total * share, mean)
+        usual = tl.maximum(tl.where(most, near * share, length) - moved * moved, 0.0)
+        following = USUAL * tl.rsqrt(usual + eps * unit * unit + length * IN * LENGTH_WEIGHT)
+        tl.store(row_stats + 2, shift + moved / unit)
+        tl.store(row_stats + 3, tl.minimum(unit * following, LARGEST_UNIT))
 
 
 @triton.jit

@@ -9,7 +9,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from launcher_scripts.kernels.folded_norm_kernel import (
     leave_expected,
     load_row_stats,
-    load_sample,
     norm_terms,
     normalized,
 )
@@ -69,9 +68,8 @@ def gemv_heads(
     """
     if EARLY:
         gdc_launch_dependents()
-    program = tl.program_id(0)
     OUT: tl.constexpr = (HEADS + 2 * KV_HEADS) * SIZE
-    pairs = program * ROWS + tl.arange(0, ROWS)
+    pairs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head, pair, lower, upper = _features(pairs, SIZE, HALF)
     rows = head * SIZE + lower
     other_rows = head * SIZE + upper
@@ -98,7 +96,6 @@ def gemv_heads(
     if EARLY:
         gdc_wait()
     unit, total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
-    shift, some_total, some_squares = load_sample(row_stats, NORM, PARTS)
     low, high = multiply(
         x,
         weight,
@@ -121,17 +118,14 @@ def gemv_heads(
     high = normalized(high * other_scale, other_sums, mean, scale, NORM) + other_offset
     if HALF > 0:
         low, high = low * cosine - high * sine, high * cosine + low * sine
-    asks = inside & (head < HEADS)
     is_key = inside & (head >= HEADS) & (head < HEADS + KV_HEADS)
     is_value = inside & (head >= HEADS + KV_HEADS)
     place = (((head - HEADS) % KV_HEADS).to(tl.int64) * pool_tokens + slot) * SIZE
-    _store_pair(query, head * SIZE, lower, upper, low, high, asks)
+    _store_pair(query, head * SIZE, lower, upper, low, high, inside & (head < HEADS))
     _store_pair(keys, place, lower, upper, low, high, is_key)
     _store_pair(values, place, lower, upper, low, high, is_value)
-    if NORM > 0 and PARTS > 1:  # noqa: SIM102 (the outer one is for the compiler)
-        if program == 0:
-            sample = shift, unit, some_total, some_squares
-            leave_expected(row_stats, *sample, mean, length, eps, IN, NORM, PARTS)
+    if NORM > 0 and PARTS > 1:
+        leave_expected(row_stats, mean, length, eps, IN, NORM, PARTS)
 
 
 @triton.jit

@@ -71,8 +71,7 @@ def gemv(
     """
     if EARLY:
         gdc_launch_dependents()
-    program = tl.program_id(0)
-    rows = program * ROWS + tl.arange(0, ROWS)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)[None, :]
     even: tl.constexpr = OUT % ROWS == 0
     whole: tl.constexpr = even and BLOCK <= IN
@@ -121,10 +120,8 @@ def gemv(
     if ROUNDED:
         if PRESCALED > 0:
             parts: tl.constexpr = (OUT + ROWS - 1) // ROWS
-            inside = rows < OUT
-            value = prescale(
-                value, inside, next_gain, next_shift, next_unit, new_row_stats, program, parts
-            )
+            expected = next_shift, next_unit
+            value = prescale(value, rows < OUT, next_gain, *expected, new_row_stats, parts)
         tl.store(rounded + rows, value.to(rounded.dtype.element_ty), mask=rows < OUT)
 
 

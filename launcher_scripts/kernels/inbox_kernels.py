@@ -136,7 +136,7 @@ def add_from_inbox(
     tl.store(exact + columns, value, mask=inside)
     if PRESCALED > 0:
         parts = tl.num_programs(0)
-        value = prescale(value, inside, held, shift, unit, row_stats, tl.program_id(0), parts)
+        value = prescale(value, inside, held, shift, unit, row_stats, parts)
     tl.store(operand + columns, value.to(operand.dtype.element_ty), mask=inside)
 
 
