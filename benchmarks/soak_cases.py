@@ -37,6 +37,13 @@ class Case:
         """The answer, as plain values: ids of every row, text, or the server's refusal."""
         return KINDS[self.kind].ask(self, server)
 
+    def agrees(self, answer: Any, whole: Any) -> bool:
+        """Whether an answer is the right one. whole: that of the request which nobody cancels."""
+        if self.stops is None or not isinstance(answer, list):
+            return bool(answer == whole)
+        pairs = zip(answer, whole, strict=True)
+        return all(ids == wanted[: len(ids)] for ids, wanted in pairs)
+
     def request(self) -> Tensors:
         if self.tensors is not None:
             return self.tensors
@@ -167,16 +174,23 @@ def _ask_text(case: Case, server: RemoteServer) -> str:
     return str(answer["OUTPUT_0"].ravel()[0].decode("utf-8"))
 
 
-def _ask_stream(case: Case, server: RemoteServer) -> list[list[list[int]]]:
-    """Every response's ids; of a request that is cancelled those before."""
+def _ask_stream(case: Case, server: RemoteServer) -> list[list[int]]:
+    """Every row's ids in the last response; of a request that is cancelled in the one before.
+
+    Raises ServerError for a response that does not go on where the one before has ended.
+    """
     responses = server.stream(case.models.name, case.request())
-    seen = []
-    for response in responses:
-        seen.append(_ids(case, response))
-        if len(seen) == case.stops:
+    ids: list[list[int]] = [[] for _ in case.rows]
+    for count, response in enumerate(responses, 1):
+        before, ids = ids, _ids(case, response)
+        grown = [len(old) <= len(new) for old, new in zip(before, ids, strict=True)]
+        alike = [new[: len(old)] == old for old, new in zip(before, ids, strict=True)]
+        if case.kind != "stream of beams" and not (all(grown) and all(alike)):
+            raise ServerError(f"{case.name}: {before} is followed by {ids}")
+        if count == case.stops:
             responses.close()
             break
-    return seen
+    return ids
 
 
 def _ids(case: Case, answer: Tensors) -> list[list[int]]:

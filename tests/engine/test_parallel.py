@@ -29,10 +29,10 @@ from tests.engine.small_models import (
 )
 
 IDS = (5, 60, 11, 11, 2, 33, 47, 0, 9, 28)
-GPT2 = small_config(num_layers=3, vocab_size=65, end_id=3000, start_id=0)
+GPT2 = small_config(num_layers=3, vocab_size=65, end_id=65, start_id=0)
 MODERN = small_config(
     num_layers=3,
-    end_id=3000,
+    end_id=67,
     position_embedding="rope",
     normalization="rmsnorm",
     activation="silu",
@@ -42,7 +42,7 @@ MODERN = small_config(
     tied_embeddings=False,
     num_kv_heads=2,
 )
-ALIBI = small_config(num_layers=2, position_embedding="alibi", norm_placement="post", end_id=3000)
+ALIBI = small_config(num_layers=2, position_embedding="alibi", norm_placement="post", end_id=67)
 DRAWN = SamplingParameters(top_k=9, random_seed=77, repetition_penalty=1.2)
 
 
