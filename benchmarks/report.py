@@ -119,6 +119,7 @@ def performance() -> list[str]:
         ),
         *_served(),
         *_in_flight(),
+        *_streaming(),
         *_loading(),
         *_steps(),
         *_int8(),
@@ -172,6 +173,21 @@ def _in_flight() -> list[str]:
 def _in_flight_table() -> list[str]:
     report = result("in-flight")
     return [*notes(report), joined(tables.in_flight_table(report))]
+
+
+def _streaming() -> list[str]:
+    return [
+        "## Streaming",
+        prose(
+            "`benchmarks.streaming`: the same mixed requests over a gRPC stream for each client,",
+            "from 8 processes on the same machine, beside clients of the same model that wait for",
+            "whole answers. A client that is alone gets a response for each token; where many",
+            "stream, a response brings several. Memory is that of the server's processes before",
+            "and after each line. The last column is the longest time until the server had given",
+            "up the request of a client that left.",
+        ),
+        joined(tables.streaming_table(result("streaming")["rows"])),
+    ]
 
 
 def _loading() -> list[str]:

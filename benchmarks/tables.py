@@ -173,6 +173,22 @@ def in_flight_table(report: dict) -> list[str]:
     return table(header, lines)
 
 
+def streaming_table(rows: list[dict]) -> list[str]:
+    """Times of tokens and tokens per second by streaming clients."""
+    header = ["model", "clients", "first token p50 / p99, ms", "between responses p50 / p99, ms"]
+    header += ["tokens per response", "tokens/s", "whole answers, tokens/s", "memory, MiB"]
+    lines = []
+    for row in rows:
+        whole = f"{row['whole_answers_tokens_per_s']:,} ({row['ratio']:.2f}x)"
+        times = (row["first_token_ms"], row["between_responses_ms"])
+        cells = [model_name(row["model"]), str(row["clients"])]
+        cells += [f"{each['p50']:.1f} / {each['p99']:.1f}" for each in times]
+        cells += [f"{row['tokens_per_response']:.1f}", f"{row['tokens_per_s']:,}", whole]
+        cells += ["{} -> {}".format(*row["memory_mib"]), f"{max(row['cancelled_ms']):.0f}"]
+        lines.append(cells)
+    return table([*header, "left after, ms"], lines)
+
+
 def load_table(report: dict) -> list[str]:
     """Seconds from the command to what was done: of the first start, and of the fastest later."""
     first, *later = report["starts"]

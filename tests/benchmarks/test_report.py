@@ -71,3 +71,23 @@ def test_the_first_start_stands_beside_the_fastest_later_one() -> None:
 
 def test_the_texts_are_what_the_results_say() -> None:
     assert main(["--check"]) == 0
+
+
+def test_streaming_clients_stand_beside_those_that_wait() -> None:
+    row = {
+        "model": "1.3b",
+        "clients": 32,
+        "first_token_ms": {"p50": 20.55, "p99": 35.0},
+        "between_responses_ms": {"p50": 16.9, "p99": 28.1},
+        "tokens_per_response": 7.73,
+        "tokens_per_s": 14407,
+        "whole_answers_tokens_per_s": 14285,
+        "ratio": 1.009,
+        "memory_mib": [1379, 1418],
+        "cancelled_ms": [80.1, 98.9],
+    }
+    _, _, line = tables.streaming_table([row])
+    assert line == (
+        "| 1.3B | 32 | 20.6 / 35.0 | 16.9 / 28.1 | 7.7 | 14,407 | 14,285 (1.01x) | 1379 -> 1418 "
+        "| 99 |"
+    )
