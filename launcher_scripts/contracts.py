@@ -221,6 +221,11 @@ class Contract:
     batched: bool = False
 
     @property
+    def counts_prompts(self) -> bool:
+        """Whether the number of tokens that a request asks for includes its prompt's."""
+        return self.family == "agm"
+
+    @property
     def scores_prompts(self) -> bool:
         """Whether context_logits are the prompt's; an encoder-decoder's are its output's."""
         return self.family == "gpt"

@@ -64,6 +64,7 @@ class Names:
     lengths, output_len: names that the families spell differently
     known:               every input by its name
     prompt_returned:     whether output_ids starts with the prompt
+    prompt_counts:       whether output_len includes the prompt's tokens
     """
 
     model_type: str
@@ -71,6 +72,7 @@ class Names:
     output_len: str
     known: Mapping[str, Tensor]
     prompt_returned: bool
+    prompt_counts: bool
 
 
 def names_of(model_type: str) -> Names:
@@ -82,7 +84,7 @@ def names_of(model_type: str) -> Names:
     if not lens:
         raise RequestError(problem("this model generates no tokens", got=model_type))
     returned = any(tensor.name == "response_input_lengths" for tensor in contract.outputs)
-    return Names(model_type, lengths, lens[0], known, returned)
+    return Names(model_type, lengths, lens[0], known, returned, contract.counts_prompts)
 
 
 def request_tensors(
@@ -97,10 +99,11 @@ def request_tensors(
     if any(row.return_hidden_state for row in rows):
         _require(names, "return_hidden_state")
     lengths = np.array([[len(row.input_ids)] for row in rows], dtype=np.uint32)  # [B, 1]
+    output_lens = np.array([[row.output_len] for row in rows], dtype=np.uint32)
     tensors: dict[str, NDArray[Any]] = {
         "input_ids": _padded([row.input_ids for row in rows], 0),
         names.lengths: lengths,
-        names.output_len: np.array([[row.output_len] for row in rows], dtype=np.uint32),
+        names.output_len: output_lens + lengths if names.prompt_counts else output_lens,
     }
     for name, value_of in _ROW_VALUES.items():
         column = _column(names.known.get(name), name, [value_of(row) for row in rows], names)

@@ -4,7 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
+from torch import from_numpy
 
+from launcher_scripts.backends.fastertransformer import conversion_agm
 from launcher_scripts.errors import RequestError
 from launcher_scripts.evaluation import tensors
 from launcher_scripts.evaluation.tensors import (
@@ -217,3 +219,12 @@ def test_a_beam_searchs_output_holds_every_hypothesis():
     assert search.beams == (Beam((5, 6), -1, (-0.25, -0.75)), Beam((7,), -2, (-2,)))
     assert (search.output_ids, search.cum_log_probs) == ((5, 6), -1)
     assert (plain.output_ids, plain.beams) == ((8, 9, 4), ())
+
+
+def test_an_agms_output_length_counts_the_prompt():
+    """The server takes off what was put on."""
+    rows = [GenerateRequest((5, 6, 7), 4), GenerateRequest((8,), 9)]
+    sent = request_tensors(rows, "Agm")
+    assert sent["max_output_len"].tolist() == [[7], [10]]
+    served = conversion_agm.to_requests({name: from_numpy(sent[name]) for name in sent})
+    assert [row.output_len for row in served] == [4, 9]
