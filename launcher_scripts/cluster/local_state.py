@@ -78,7 +78,7 @@ def process_state(folder: Path, job_id: str) -> JobState:
 def ask_to_end(folder: Path, job_id: str, seconds: float) -> None:
     """Ask the job's leading process to end, and end its group when it has not done so in time."""
     if process_state(folder, job_id).running:
-        _signal(os.kill, _pid(folder), signal.SIGTERM)
+        _signal(os.kill, folder, signal.SIGTERM)
         if not wait_for(lambda: not process_state(folder, job_id).running, seconds):
             end_group(folder, job_id)
 
@@ -87,21 +87,19 @@ def end_group(folder: Path, job_id: str) -> None:
     """End all processes of a job."""
     if not process_state(folder, job_id).running:
         return
-    _signal(os.killpg, _pid(folder), signal.SIGTERM)
+    _signal(os.killpg, folder, signal.SIGTERM)
     if not wait_for(lambda: not process_state(folder, job_id).running, _KILL_SECONDS):
-        _signal(os.killpg, _pid(folder), signal.SIGKILL)
+        _signal(os.killpg, folder, signal.SIGKILL)
 
 
-def _signal(send: Callable[[int, int], None], pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        send(pid, number)
-
-
-def _pid(folder: Path) -> int:
+def _signal(send: Callable[[int, int], None], folder: Path, number: int) -> None:
+    """Signal the job's process or its group, but no later process that has its number."""
     process = _noted(folder)
     if process is None:
         raise ClusterError(f"{folder} does not say which process its job is")
-    return process.pid
+    if _started(process.pid) in (None, process.started):
+        with contextlib.suppress(ProcessLookupError):
+            send(process.pid, number)
 
 
 def _noted(folder: Path) -> NotedProcess | None:
@@ -109,10 +107,13 @@ def _noted(folder: Path) -> NotedProcess | None:
     if values is None:
         return None
     try:
-        return build(NotedProcess, values, "it")
+        process = build(NotedProcess, values, "it")
     except ConfigError as error:
         said = ", ".join(error.problems)
         raise ClusterError(f"{folder / PROCESS} names no process: {said}") from error
+    if process.pid <= 1:  # to signals these are many processes, or the first one
+        raise ClusterError(f"{folder / PROCESS} names no process of a job; got pid {process.pid}")
+    return process
 
 
 def _lives(pid: int, started: int | None) -> bool:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from launcher_scripts.engine.results import Candidate
 from launcher_scripts.engine.row import Row, Snapshot, output_so_far, snapshot
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
 from tests.backend.test_model import Request, backend  # noqa: F401
 
 
@@ -32,7 +33,10 @@ class Engine:
     def step(self, *rows: int, last: bool = False) -> None:
         """One more token for each of the rows."""
         for row in (self.rows[number] for number in rows):
-            row.tokens.append(len(row.tokens))
+            if row.hypotheses is None:
+                row.tokens.append(len(row.tokens))
+            else:
+                row.hypotheses.take([Candidate(n, n, False, -n, -n, -n) for n in range(row.width)])
             if last:
                 row.future.set_result(output_so_far(row))
             elif row.on_progress is not None:
@@ -60,8 +64,9 @@ def answers(backend):  # noqa: F811
     module = importlib.import_module(f"{backend.__package__}.answer")
     thread = module.Answers(module.nothing)
 
-    def start(engine: Engine, sender: Sender, rows: int = 1) -> Any:
-        requests = [GenerateRequest((1,), 50)] * rows
+    def start(engine: Engine, sender: Sender, rows: int = 1, beams: int = 1) -> Any:
+        sampling = SamplingParameters(beam_width=beams)
+        requests = [GenerateRequest((1,), 50, sampling)] * rows
 
         def counts(outputs: list[GenerateOutput]) -> dict[str, torch.Tensor]:
             return {"count": torch.tensor([len(output.output_ids) for output in outputs])}
@@ -83,6 +88,18 @@ def test_a_lone_client_gets_every_token_by_itself(answers):
     sender.taking.set()
     assert sender.answered.wait(30)
     assert [count for _, count in sender.log] == [1, 2, 3, 4, 5, 6]
+
+
+def test_no_state_of_a_beam_search_comes_twice(answers):
+    engine, sender = Engine(), Sender()
+    answers(engine, sender, beams=2)
+    for _ in range(5):
+        engine.step(0)
+    engine.step(0, last=True)
+    sender.taking.set()
+    assert sender.answered.wait(30)
+    counts = [count for _, count in sender.log]
+    assert counts == sorted(set(counts)) and counts[-1] == 6
 
 
 def test_a_response_brings_all_that_came_while_others_were_served(answers):

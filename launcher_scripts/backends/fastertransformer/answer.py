@@ -33,8 +33,8 @@ class Answer:
 
     A streaming answer sends a response when every row has tokens that the one before did not have:
     it holds the first n tokens of every row, or all of a row that ended before. n rises by one
-    while no other request has news, else to what there is by then. An error is sent once, as the
-    last response, and ends the request's other rows.
+    while no other request has news and no row is a beam search, else to what there is by then. An
+    error is sent once, as the last response, and ends the request's other rows.
     """
 
     def __init__(
@@ -149,7 +149,9 @@ class Answer:
         ended = [output for output in self._last if output is not None]
         complete = len(ended) == len(self._rows)
         tokens = self._tokens_of_all() if self._streams else 0
-        if alone and tokens > self._sent + 1:
+        # What the hypotheses of a beam search were a few tokens ago is not known any more.
+        known = not any(snapshot.best for snapshot in self._snapshots.values())
+        if alone and known and tokens > self._sent + 1:
             tokens = self._sent + 1
             self._answers.put(self, urgent=False)
         elif complete:
