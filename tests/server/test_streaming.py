@@ -122,25 +122,25 @@ def test_rows_of_one_request_stream_together(stream: Stream, served: dict[str, A
 
 def test_requests_of_one_stream_are_served_at_once(stream: Stream, served: dict[str, Any]) -> None:
     """Where tokens come faster than responses can be sent, a response brings several."""
-    many, tokens = 32, 60
-    for number in range(many):
-        stream.send("gpt", **ids_request([(number, 7)], tokens + number))
+    lengths = [3000, *range(60, 91)]
+    for number, length in enumerate(lengths):
+        stream.send("gpt", **ids_request([(number, 7)], length))
     seen: dict[int, list[list[int]]] = {}
     ended: list[int] = []
-    while len(ended) < many:
+    while len(ended) < len(lengths):
         response, last = stream.next()
         number = int(response["output_ids"][0, 0, 0])
-        assert number in seen or not ended, "a first token waited for another request's end"
+        assert number in seen or 0 not in ended, "a first token waited for another request's end"
         seen.setdefault(number, []).append(generated(response))
         ended += [number] if last else []
-    for number in (0, 1, many - 1):
-        ids = generated(whole(served, **ids_request([(number, 7)], tokens + number)))
+    for number in (1, len(lengths) - 1):
+        ids = generated(whole(served, **ids_request([(number, 7)], lengths[number])))
         assert seen[number][-1] == ids
     for pieces in seen.values():
         counts = [len(piece) for piece in pieces]
         assert counts == sorted(set(counts))
         assert all(piece == pieces[-1][:count] for piece, count in zip(pieces, counts, strict=True))
-    assert sum(map(len, seen.values())) < sum(tokens + number for number in range(many))
+    assert sum(map(len, seen.values())) < sum(lengths)
 
 
 @pytest.mark.parametrize(
