@@ -1,47 +1,54 @@
-"""The text models around a model, and today's names of their tensors.
-
-These are the names of the TensorRT-LLM backend's text models.
-"""
+"""The text models around a model, and today's names of their tensors (text_names.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from launcher_scripts.protocol import Tensor, array, scalar, text
+from launcher_scripts.protocol import (
+    ENSEMBLE_INPUTS,
+    LOG_PROBS,
+    Tensor,
+    array,
+    scalar,
+    text,
+)
+from launcher_scripts.text_names import SAME_AS
 
-# name -> the ensemble's own name for the same, or the token model's
-SAME_AS = {
-    "text_input": "INPUT_0",
-    "max_tokens": "INPUT_1",
-    "bad_words": "INPUT_2",
-    "stop_words": "INPUT_3",
-    "top_k": "runtime_top_k",
-    "top_p": "runtime_top_p",
-    "length_penalty": "len_penalty",
-    "return_log_probs": "is_return_log_probs",
-}
 # What belongs to the text model alone.
 _OWN = ("stream", "exclude_input_in_output")
+
+
+def _signed(name: str) -> Tensor:
+    """The ensemble's input under today's name, whole numbers with a sign."""
+    original = SAME_AS.get(name, name)
+    (tensor,) = (tensor for tensor in ENSEMBLE_INPUTS if tensor.name == original)
+    return replace(tensor, name=name, dtype="INT32" if tensor.dtype == "UINT32" else tensor.dtype)
+
 
 _INPUTS = (
     replace(text("text_input", "the prompt", optional=False), dims=(1,)),
     scalar("max_tokens", "INT32", None, "how many tokens to generate", optional=False),
     text("bad_words", "[words]: never generated"),
     text("stop_words", "[words]: each ends the text"),
-    scalar("top_k", "INT32", 0, "sample among the k likeliest tokens; 0: see top_p"),
-    scalar("top_p", "FP32", 0.0, "sample from the nucleus of mass p; 0 with k 0: greedy"),
-    scalar("temperature", "FP32", 1.0, "divides the logits"),
-    scalar("length_penalty", "FP32", 0.0, "exponent of the length in beam scores"),
-    scalar("repetition_penalty", "FP32", 1.0, "divides or multiplies logits of seen tokens"),
-    scalar("presence_penalty", "FP32", 0.0, "subtracted from logits of seen tokens"),
-    scalar("min_length", "INT32", 0, "tokens to generate before the end token may come"),
-    scalar("random_seed", "UINT64", 0, "seed of the row's own random stream"),
-    scalar("beam_width", "INT32", 1, "number of beams; 1: sampling"),
-    scalar("end_id", "INT32", None, "token that ends a sequence; the checkpoint's"),
+    *map(
+        _signed,
+        (
+            "top_k",
+            "top_p",
+            "temperature",
+            "length_penalty",
+            "repetition_penalty",
+            "presence_penalty",
+            "min_length",
+            "random_seed",
+            "beam_width",
+            "end_id",
+        ),
+    ),
     scalar("stream", "BOOL", False, "a response for every piece of text, from a decoupled model"),
     scalar("exclude_input_in_output", "BOOL", True, "text_output begins after the prompt"),
-    scalar("return_log_probs", "BOOL", False, "return cum_log_probs and output_log_probs"),
+    _signed("return_log_probs"),
 )
 TEXT_OUTPUT = array(
     "text_output",
@@ -52,8 +59,7 @@ TEXT_OUTPUT = array(
 )
 TEXT_OUTPUTS = (
     TEXT_OUTPUT,
-    array("cum_log_probs", "FP32", (-1,), "[beam]: sum of the tokens' log-probabilities"),
-    array("output_log_probs", "FP32", (-1, -1), "[beam, generated]: per token"),
+    *LOG_PROBS,
 )
 
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts import tokenizer
+from launcher_scripts import text_names, tokenizer
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
 from launcher_scripts.contracts_text import TextContract
 from launcher_scripts.models import family_of
@@ -86,9 +86,10 @@ def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:
         "preprocessing": ("preprocessing/model.py", "text_encoding.py"),
         "postprocessing": ("postprocessing/model.py", "text_deltas.py"),
     }
-    whole = sorted(path.relative_to(room) for path in (room / "text").glob("[a-z]*.py"))
+    whole = (*(room / "text").glob("[a-z]*.py"), "text_encoding.py", "text_deltas.py")
+    names = code.get(role, (*whole, text_names.__file__))
     return [
-        *(room / name for name in code.get(role, (*whole, "text_encoding.py", "text_deltas.py"))),
+        *(room / name for name in names),
         room / "text_tensors.py",
         Path(tokenizer.__file__),
         *tokenizer_files(checkpoint_dir),

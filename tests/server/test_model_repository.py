@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
+import runpy
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launcher_scripts.backends import text
 from launcher_scripts.checkpoint.model_repository import ModelRepository
-from launcher_scripts.contracts_text import SAME_AS
 from launcher_scripts.errors import CheckpointError, ConfigError, LauncherError
 from launcher_scripts.models.repository import served_models
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.protocol import GPT_INPUTS, GPT_OUTPUTS
 from launcher_scripts.settings import TokenizerSettings, write_settings
 from launcher_scripts.steps import write_model_repository
+from launcher_scripts.text_names import SAME_AS
 from tests.server.repositories import export, export_settings, text_config, write_weights
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "model_repository"
@@ -125,11 +124,10 @@ def test_a_text_model_takes_what_its_token_model_does(tmp_path: Path, role: str)
             assert taken[same].data_type in (tensor.data_type, unsigned), tensor.name
 
 
-def test_text_models_of_their_own_know_todays_names() -> None:
-    """The code in a repository stands alone, so it has the table again."""
-    source = Path(text.__file__).with_name("text_requests.py").read_text()
-    table = source.partition("SAME_AS = ")[2].partition("}\n")[0] + "}"
-    assert ast.literal_eval(table) == SAME_AS
+@pytest.mark.parametrize("role", ["ensemble", "text"])
+def test_text_models_of_their_own_know_todays_names(tmp_path: Path, role: str) -> None:
+    root = export(tmp_path).model_repository
+    assert runpy.run_path(str(root / role / "1" / "text_names.py"))["SAME_AS"] == SAME_AS
 
 
 def test_the_login_side_reads_what_was_written(tmp_path: Path) -> None:
@@ -171,7 +169,7 @@ def test_the_login_side_finds_the_checkpoint_where_the_server_does(
 def test_text_models_carry_the_tokenizer_and_its_code(tmp_path: Path) -> None:
     root = export(tmp_path).model_repository
     files = ["merges.txt", "model.py", "text_tensors.py", "tokenizer.py", "vocab.json"]
-    whole = ["encoding", "deltas", "requests", "answers", "forwards", "channel"]
+    whole = ["encoding", "deltas", "requests", "answers", "forwards", "channel", "names"]
     roles = {"preprocessing": ["encoding"], "postprocessing": ["deltas"]}
     for role in TEXT_MODELS:
         version = root / role / "1"

@@ -49,9 +49,10 @@ class Answers:
     def put(self, answer: Answering, *, urgent: bool) -> None:
         """Have the thread send what is new of `answer`; returns at once."""
         with self._lock:
-            if answer in self._urgent or (answer in self._others and not urgent):
+            queued = answer in self._others
+            if answer in self._urgent or (queued and not urgent):
                 return
-            queued = self._others.pop(answer, answer) is None
+            self._others.pop(answer, None)
             (self._urgent if urgent else self._others)[answer] = None
         if not queued:
             self._tickets.put(True)

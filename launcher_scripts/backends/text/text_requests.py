@@ -12,20 +12,10 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 from text_encoding import pad_right, split_words, word_table
+from text_names import SAME_AS
 from text_tensors import BadRequestError, Tensors
 from tokenizer import Tokenizer
 
-# today's name -> the original's
-SAME_AS = {
-    "text_input": "INPUT_0",
-    "max_tokens": "INPUT_1",
-    "bad_words": "INPUT_2",
-    "stop_words": "INPUT_3",
-    "top_k": "runtime_top_k",
-    "top_p": "runtime_top_p",
-    "length_penalty": "len_penalty",
-    "return_log_probs": "is_return_log_probs",
-}
 TODAYS = {original: todays for todays, original in SAME_AS.items()}
 WORDS = {"bad_words_list": "INPUT_2", "stop_words_list": "INPUT_3"}
 # What the token model is not given as it comes.
