@@ -37,7 +37,7 @@ STATES = ("mean 0", "mean 1", "mean 10", "mean 100", "mean 1000")
 CHANNELS = ("channel 3e3", "channel 1e5", "channel 1e6")
 NORMS = ("layernorm", "rmsnorm")
 WEIGHTS = ("bf16", "fp16", "int8 bf16", "int8 fp16")
-MADE = ("hidden", "start", "after")  # as such, from the embeddings, as a sum
+MADE = ("hidden", "start", "after", "later")  # as such, from the embeddings, as a sum, a layer on
 MOVED = ("comes", "goes")  # the large channel, in the sum
 READ = ("project", "gated", "heads", "head")
 HEAD_SIZE = 16
@@ -91,7 +91,9 @@ class Bench:
         x = self.kernels.hidden(before.repeat(rows, 1), norm, self.dtype)
         if how == "hidden":
             return x
-        self.kernels.project_hidden(x, self.kernels.prepare(self.first(norm)))
+        if how == "later":
+            x = self._a_little_on(x, norm)
+        self.kernels.attend_own(x, *self._attended(x, self.first(norm)), 1, None)
         weight = 0.3 * self.random(self.size, 64) / 8
         inner = self.random(1, 64)
         if how in MOVED:
@@ -101,6 +103,12 @@ class Bench:
             weight[self.size // 3, 0] = moved / 100
         last = self.linear(None, weight)
         return self.accumulate(inner.repeat(rows, 1).to(self.dtype), last, x, norm)
+
+    def _a_little_on(self, x: Hidden, norm: Norm) -> Hidden:
+        inner = 0.1 * self.random(1, 64).repeat(x.exact.shape[0], 1)
+        last = self.linear(None, self.random(self.size, 64) / 8)
+        self.kernels.attend_own(x, *self._attended(x, self.first(norm)), 1, None)
+        return self.accumulate(inner.to(self.dtype), last, x, norm)
 
     def accumulate(self, x: Tensor, last: Linear, onto: Hidden, norm: Norm) -> Hidden:
         return self.kernels.accumulate(x, last, onto, norm)
@@ -135,14 +143,17 @@ class Bench:
         return got, want
 
     def _queries(self, x: Hidden, first: Linear) -> Tensor:
+        return self.kernels.project_heads(x, *self._attended(x, first))[:1].flatten(1)
+
+    def _attended(self, x: Hidden, first: Linear) -> tuple[object, ...]:
+        """What follows x in the arguments of project_heads, for rows without tokens."""
         heads = Heads(self.out // HEAD_SIZE - 2, 1, HEAD_SIZE)
         rows = x.exact.shape[0]
         pool = torch.zeros(1, rows, HEAD_SIZE, dtype=self.dtype, device=self.device)
         starts = torch.arange(rows, device=self.device)
         step = StepRows(starts, torch.zeros_like(starts), torch.ones_like(starts))
         cache = LayerCache(pool, pool.clone())
-        query = self.kernels.project_heads(x, self.kernels.prepare(first), heads, None, step, cache)
-        return query[:1].flatten(1)
+        return self.kernels.prepare(first), heads, None, step, cache
 
     def error(self, made: str, read: str, state: str, rows: int, seeds: int) -> float:
         """Relative error of the first row, the root of the mean square over so many seeds; where a

@@ -16,6 +16,7 @@ from launcher_scripts.kernels.attention_tile import (
     store_head,
     turned,
 )
+from launcher_scripts.kernels.folded_norm_kernel import look_ahead
 
 
 @triton.jit
@@ -86,6 +87,7 @@ def attend(
     arrivals,
     cosines,
     sines,
+    row_stats,
     pool_tokens,
     scale,
     reach,
@@ -102,6 +104,9 @@ def attend(
     STORE: tl.constexpr,
     PARTS: tl.constexpr,
     HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    STATE: tl.constexpr,
+    STATE_PARTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """One program: one row, one query head, one of SPLITS parts of the context.
@@ -112,13 +117,15 @@ def attend(
     EARLY: starts, lengths and all tokens are there before the kernel this one waits for ends,
     except that with FRESH that one stores the last token. STORE: `query` holds keys and values
     beside the queries, not yet turned; the last token is taken from there, turned and stored.
-    PARTS: `query` is that many tensors, whose sum it is.
+    PARTS: `query` is that many tensors, whose sum it is. NORM: of one row, whose state [STATE] has
+    the statistics row_stats; a program beside the parts does what folded_norm_kernel.py says.
     """
     if EARLY:
         gdc_launch_dependents()
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    split = tl.program_id(2)
+    if NORM > 0 and tl.program_id(2) == SPLITS:
+        look_ahead(row_stats, tl.program_id(1) == 0, STATE, NORM, STATE_PARTS, EARLY)
+        return
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row).to(tl.int32)
     old, first, last, parts = part_of(length - (1 if FRESH else 0), split, SPLITS, TILE)
     if first > 0 and first >= old:
@@ -169,8 +176,7 @@ def attend(
     if SPLITS == 1:
         store_head(out, place, mixed / total, SIZE, BLOCK)
     else:
-        part = place * SPLITS + split
-        _store_part(partial, weights, part, mixed, largest, total, SIZE, BLOCK)
+        _store_part(partial, weights, place * SPLITS + split, mixed, largest, total, SIZE, BLOCK)
         _merge_if_last(
             partial, weights, arrivals, out, place, parts, SIZE, BLOCK, SPLITS, SPLIT_BLOCK
         )

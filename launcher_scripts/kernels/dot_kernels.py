@@ -168,13 +168,13 @@ def add_and_normalize(
     PARTS: tl.constexpr,
     OFFSET: tl.constexpr,
     NORM: tl.constexpr,
-    PRESCALED: tl.constexpr,
+    STATS_PARTS: tl.constexpr,
     EARLY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program: one row of residual + the sum of parts + offsets, and the same normalized (or,
-    with NORM 0, in the operand's type). PRESCALED: the only row's is the operand that
-    folded_norm_kernel.py describes, without the norm's bias, and its statistics go to row_stats."""
+    with NORM 0, in the operand's type). STATS_PARTS: the only row's is the operand that
+    folded_norm_kernel.py describes, without the norm's bias; its statistics go to row_stats."""
     if EARLY:
         gdc_launch_dependents()
     columns = tl.arange(0, BLOCK)
@@ -184,7 +184,7 @@ def add_and_normalize(
     added = tl.zeros([BLOCK], tl.float32)
     if NORM > 0:
         held = tl.load(gain + columns, mask=inside, other=0.0)
-    if NORM == 1 and not PRESCALED:
+    if NORM == 1 and STATS_PARTS == 0:
         shift = tl.load(bias + columns, mask=inside, other=0.0)
     if OFFSET:
         added = tl.load(offsets + columns, mask=inside, other=0.0).to(tl.float32)
@@ -197,6 +197,6 @@ def add_and_normalize(
         values += tl.load(place, mask=inside, other=0.0).to(tl.float32)
     tl.store(exact + row * size + columns, values, mask=inside)
     if NORM > 0:
-        values = standardize(values, inside, row_stats, size, eps, NORM, PRESCALED)
+        values = standardize(values, inside, row_stats, size, eps, NORM, STATS_PARTS, BLOCK)
         values = values * held + shift
     tl.store(operand + row * size + columns, values.to(operand.dtype.element_ty), mask=inside)

@@ -18,6 +18,7 @@ from launcher_scripts.kernels.row_products import (
     early,
     empty_stats,
     norm_code,
+    whole_row_parts,
 )
 from launcher_scripts.kernels.tiles import DotTile, dot_tile
 
@@ -91,7 +92,8 @@ def add_parts(
     exact, operand = torch.empty_like(onto), torch.empty_like(onto, dtype=dtype)
     code = norm_code(norm_of_next)
     prescaled = code > 0 and count == 1
-    row_stats = empty_stats(1, onto.device) if prescaled else None
+    stats_parts = whole_row_parts(size) if prescaled else 0
+    row_stats = empty_stats(stats_parts, onto.device) if prescaled else None
     gain = onto if norm_of_next is None else norm_of_next.weight
     shift = None if norm_of_next is None else norm_of_next.bias
     block = triton.next_power_of_2(size)
@@ -110,7 +112,7 @@ def add_parts(
         PARTS=parts.shape[0],
         OFFSET=bias is not None,
         NORM=code,
-        PRESCALED=prescaled,
+        STATS_PARTS=stats_parts,
         BLOCK=block,
         num_warps=max(1, min(16, block // 256)),
         **early(onto),

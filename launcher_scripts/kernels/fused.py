@@ -56,6 +56,7 @@ from launcher_scripts.kernels.row_products import (
     row_accumulate,
     row_largest,
     row_product,
+    whole_row_parts,
 )
 from launcher_scripts.kernels.step_kernels import begin_rows
 
@@ -108,7 +109,8 @@ def begin_step(
     prescaled = rows == 1 and norm_of_next is not None
     alike = dtype == torch.float32 and not prescaled
     rounded = exact if alike else exact.new_empty(rows, size, dtype=dtype)
-    row_stats = empty_stats(1, slots.device) if prescaled else None
+    parts = whole_row_parts(size) if prescaled else 0
+    row_stats = empty_stats(parts, slots.device) if prescaled else None
     made = torch.empty(5, rows, dtype=torch.int64, device=slots.device)
     starts, positions, lengths, source_starts, source_lengths = made
     begin_rows[(rows,)](
@@ -139,6 +141,7 @@ def begin_step(
         POSITIONS=tables.positions is not None,
         ROUNDED=rounded is not exact,
         PRESCALED=norm_code(norm_of_next) if prescaled else 0,
+        PARTS=parts,
         BLOCK=triton.next_power_of_2(size),
         num_warps=8,
     )

@@ -9,14 +9,20 @@ from torch import Tensor
 from launcher_scripts.kernels.attention_kernels import attend
 from launcher_scripts.kernels.attention_shapes import AttentionShape, attention_shape
 from launcher_scripts.kernels.grouped_attention_kernels import attend_grouped
-from launcher_scripts.kernels.operands import Heads, LayerCache, Norm, RelativeBias
+from launcher_scripts.kernels.operands import Heads, Hidden, LayerCache, Norm, RelativeBias
 from launcher_scripts.kernels.row_kernels import (
     block_argmax,
     look_up,
     normalize,
     rotate_and_store,
 )
-from launcher_scripts.kernels.row_products import NORM_CODES, best_of_parts, early
+from launcher_scripts.kernels.row_products import (
+    NORM_CODES,
+    best_of_parts,
+    early,
+    norm_code,
+    parts_of,
+)
 
 ARGMAX_BLOCK = 1024
 STORED_AT_ONCE = 2048  # numbers
@@ -155,12 +161,16 @@ def attention_launch(
     store: bool = False,
     parts: int = 1,
     rotary: tuple[Tensor, Tensor] | None = None,
+    state: Hidden | None = None,
+    norm: Norm | None = None,
 ) -> Tensor:
     """The kernel `attend`, or `attend_grouped`; rows are starts, lengths and positions, [B] each.
 
     query: [B, heads * size], of several parts one after the other; with `store` keys and values of
     the last token follow the queries
+    state, norm: one row's, whose row_stats say afterwards what to expect of the states behind it
     """
+    looks_ahead = norm is not None and state is not None
     starts, lengths, positions = rows
     count, num_heads, size = starts.shape[0], heads.num_heads, heads.head_size
     shape = attention_shape(longest, count, heads, cache.keys.dtype)
@@ -175,7 +185,7 @@ def attention_launch(
         arrivals = torch.zeros(count * num_heads, dtype=torch.int32, device=device)
     cosines, sines = (weights, weights) if rotary is None else rotary
     kernel, across, more = _attention_kernel(shape, heads, exact=cache.keys.dtype == torch.float32)
-    kernel[(count, across, splits)](
+    kernel[(count, across, splits + looks_ahead)](
         query,
         cache.keys,
         cache.values,
@@ -190,6 +200,7 @@ def attention_launch(
         arrivals,
         cosines,
         sines,
+        state.row_stats if looks_ahead else weights,
         cache.keys.shape[1],
         size**-0.5 if scale is None else scale,
         0 if relative is None else relative.reach,
@@ -205,6 +216,9 @@ def attention_launch(
         STORE=store,
         PARTS=parts,
         HALF=0 if rotary is None else cosines.shape[1],
+        NORM=norm_code(norm) if looks_ahead else 0,
+        STATE=state.exact.shape[1] if looks_ahead else 0,
+        STATE_PARTS=parts_of(state.row_stats) if looks_ahead else 0,
         TILE=shape.tile,
         num_warps=shape.warps,
         num_stages=shape.stages,

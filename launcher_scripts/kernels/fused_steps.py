@@ -68,6 +68,8 @@ def attend_own(
         store=not alone,
         parts=parts,
         rotary=None if alone else rotary,
+        state=x if alone else None,
+        norm=linear.norm if alone else None,
     )
 
 

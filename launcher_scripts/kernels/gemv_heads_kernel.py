@@ -7,7 +7,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.folded_norm_kernel import (
-    leave_expected,
     load_row_stats,
     norm_terms,
     normalized,
@@ -46,7 +45,6 @@ def gemv_heads(
     cosines,
     sines,
     pool_tokens,
-    eps,
     IN: tl.constexpr,
     NORM: tl.constexpr,
     PARTS: tl.constexpr,
@@ -95,7 +93,7 @@ def gemv_heads(
         sine = tl.load(sines + position * HALF + pair, mask=turns, other=0.0)
     if EARLY:
         gdc_wait()
-    unit, total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
+    total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
     low, high = multiply(
         x,
         weight,
@@ -113,7 +111,7 @@ def gemv_heads(
         BLOCK,
         EARLY,
     )
-    mean, scale, length = norm_terms(unit, total, squares, eps, IN, NORM)
+    mean, scale = norm_terms(total, squares, IN, NORM)
     low = normalized(low * row_scale, row_sums, mean, scale, NORM) + offset
     high = normalized(high * other_scale, other_sums, mean, scale, NORM) + other_offset
     if HALF > 0:
@@ -124,8 +122,6 @@ def gemv_heads(
     _store_pair(query, head * SIZE, lower, upper, low, high, inside & (head < HEADS))
     _store_pair(keys, place, lower, upper, low, high, is_key)
     _store_pair(values, place, lower, upper, low, high, is_value)
-    if NORM > 0 and PARTS > 1:
-        leave_expected(row_stats, mean, length, eps, IN, NORM, PARTS)
 
 
 @triton.jit

@@ -45,7 +45,7 @@ def gemv(
     out,
     rounded,
     new_row_stats,
-    eps,
+    part_eps,
     OUT: tl.constexpr,
     IN: tl.constexpr,
     NORM: tl.constexpr,
@@ -67,7 +67,7 @@ def gemv(
     Where there is a norm, x is the operand that folded_norm_kernel.py describes. ROUNDED: the
     result goes to `rounded` as well, in its type; with PRESCALED, the code of a norm behind, as the
     operand for that norm, whose gain is `gain`, and its statistics to `new_row_stats`;
-    residual_stats say what to expect.
+    residual_stats say what to expect; part_eps is for that norm.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -89,7 +89,7 @@ def gemv(
     next_gain = vector(gain, rows, OUT, PRESCALED > 0)
     if EARLY:
         gdc_wait()
-    unit, total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
+    total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
     added = vector(residual, rows, OUT, RESIDUAL)
     next_shift, next_unit = load_expected(residual_stats, PRESCALED)
     value, gate = multiply(
@@ -109,7 +109,7 @@ def gemv(
         BLOCK,
         EARLY,
     )
-    mean, scale, _ = norm_terms(unit, total, squares, eps, IN, NORM)
+    mean, scale = norm_terms(total, squares, IN, NORM)
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
     value = activate(value, ACTIVATION)
     if GATED:
@@ -119,9 +119,9 @@ def gemv(
     tl.store(out + rows, value.to(out.dtype.element_ty), mask=rows < OUT)
     if ROUNDED:
         if PRESCALED > 0:
-            parts: tl.constexpr = (OUT + ROWS - 1) // ROWS
-            expected = next_shift, next_unit
-            value = prescale(value, rows < OUT, next_gain, *expected, new_row_stats, parts)
+            value = prescale(
+                value, rows < OUT, next_gain, next_shift, next_unit, new_row_stats, part_eps
+            )
         tl.store(rounded + rows, value.to(rounded.dtype.element_ty), mask=rows < OUT)
 
 
@@ -135,7 +135,6 @@ def gemv_largest(
     sums,
     largest,
     places,
-    eps,
     OUT: tl.constexpr,
     IN: tl.constexpr,
     NORM: tl.constexpr,
@@ -161,7 +160,7 @@ def gemv_largest(
     row_sums = vector(sums, rows, OUT, NORM == 1)
     if EARLY:
         gdc_wait()
-    unit, total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
+    total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
     value, _ = multiply(
         x,
         weight,
@@ -179,7 +178,7 @@ def gemv_largest(
         BLOCK,
         EARLY,
     )
-    mean, scale, _ = norm_terms(unit, total, squares, eps, IN, NORM)
+    mean, scale = norm_terms(total, squares, IN, NORM)
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
     value = tl.where(rows < OUT, value, -float("inf"))
     top, place = tl.max(value, 0, return_indices=True)

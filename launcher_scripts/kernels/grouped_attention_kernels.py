@@ -17,6 +17,7 @@ from launcher_scripts.kernels.attention_tile import (
     part_of,
     summed,
 )
+from launcher_scripts.kernels.folded_norm_kernel import look_ahead
 
 
 @triton.jit
@@ -102,6 +103,7 @@ def attend_grouped(
     arrivals,
     cosines,
     sines,
+    row_stats,
     pool_tokens,
     scale,
     reach,
@@ -118,6 +120,9 @@ def attend_grouped(
     STORE: tl.constexpr,
     PARTS: tl.constexpr,
     HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    STATE: tl.constexpr,
+    STATE_PARTS: tl.constexpr,
     TILE: tl.constexpr,
     MEMBERS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -129,6 +134,9 @@ def attend_grouped(
     """
     if EARLY:
         gdc_launch_dependents()
+    if NORM > 0 and tl.program_id(2) == SPLITS:
+        look_ahead(row_stats, tl.program_id(1) == 0, STATE, NORM, STATE_PARTS, EARLY)
+        return
     row, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row).to(tl.int32)
     old, first, last, parts = part_of(length - (1 if FRESH else 0), split, SPLITS, TILE)

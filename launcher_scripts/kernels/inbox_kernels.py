@@ -97,6 +97,7 @@ def add_from_inbox(
     exact,
     operand,
     row_stats,
+    part_eps,
     lane_words,
     SIZE: tl.constexpr,
     RANKS: tl.constexpr,
@@ -109,7 +110,8 @@ def add_from_inbox(
     """One program: SHARE values of residual + the sum of what all ranks sent + offsets.
 
     `operand` gets them in its type; with PRESCALED, the code of a norm behind, as the operand for
-    that norm (see folded_norm_kernel.py), whose gain is `gain`; their statistics go to `row_stats`.
+    that norm (see folded_norm_kernel.py), whose gain is `gain`; their statistics, with part_eps,
+    go to `row_stats`.
     LANES is RANKS as a power of two.
     """
     if EARLY:
@@ -135,8 +137,7 @@ def add_from_inbox(
     tl.store(exchanges + part, number)
     tl.store(exact + columns, value, mask=inside)
     if PRESCALED > 0:
-        parts = tl.num_programs(0)
-        value = prescale(value, inside, held, shift, unit, row_stats, parts)
+        value = prescale(value, inside, held, shift, unit, row_stats, part_eps)
     tl.store(operand + columns, value.to(operand.dtype.element_ty), mask=inside)
 
 

@@ -12,7 +12,7 @@ from launcher_scripts.kernels.inbox_kernels import (
     gemv_to_inboxes,
 )
 from launcher_scripts.kernels.operands import Hidden, Inboxes, Linear, Norm
-from launcher_scripts.kernels.row_products import early, empty_stats, norm_code
+from launcher_scripts.kernels.row_products import early, empty_stats, norm_code, part_eps
 from launcher_scripts.kernels.tiles import row_tile
 
 SHARE = 64  # values that share a count of exchanges
@@ -66,6 +66,7 @@ def receive_sum(
         exact,
         operand,
         exact if row_stats is None else row_stats,
+        part_eps(norm_of_next, size, programs),
         inboxes.lane_words,
         SIZE=size,
         RANKS=inboxes.ranks,

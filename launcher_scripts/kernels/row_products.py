@@ -25,6 +25,7 @@ from launcher_scripts.kernels.tiles import row_tile
 NORM_CODES = {"layernorm": 1, "rmsnorm": 2}
 ACTIVATION_CODES = {None: 0, "gelu": 1, "gelu_erf": 2, "relu": 3, "silu": 4, "squared_relu": 5}
 FOLDED_AT_ONCE = 1 << 26
+WHOLE_ROW_PARTS = 64
 
 
 def early(tensor: Tensor) -> dict[str, bool]:
@@ -46,9 +47,19 @@ def empty_stats(parts: int, device: torch.device) -> Tensor:
     return torch.empty(4 + 2 * parts, device=device)
 
 
+def whole_row_parts(size: int) -> int:
+    """In how many parts a kernel that has a whole row [size] leaves its statistics."""
+    return min(WHOLE_ROW_PARTS, triton.next_power_of_2(size))
+
+
 def parts_of(row_stats: Tensor) -> int:
     """In how many parts the row with these statistics was made."""
     return row_stats.numel() // 2 - 2
+
+
+def part_eps(norm: Norm | None, size: int, parts: int) -> float:
+    """A norm's eps for all values of one of the parts of a row [size]."""
+    return 0.0 if norm is None else norm.eps * size / parts
 
 
 def fold_norm(linear: Linear) -> FoldedNorm | None:
@@ -89,7 +100,6 @@ def _operands(hidden: Hidden, linear: Linear) -> dict[str, object]:
         "row_stats": x if folded is None else hidden.row_stats,
         "offsets": x if offsets is None else offsets,
         "sums": x if sums is None else sums,
-        "eps": 0.0 if folded is None else linear.norm.eps,
         "NORM": 0 if folded is None else norm_code(linear.norm),
         "PARTS": parts,
         "SPREAD": triton.next_power_of_2(parts),
@@ -137,6 +147,7 @@ def row_product(
         out=out,
         rounded=operand if rounded is None else rounded,
         new_row_stats=operand if found is None else found,
+        part_eps=part_eps(norm_of_next, out_size, programs),
         OUT=out_size,
         IN=in_size,
         ACTIVATION=ACTIVATION_CODES[activation],

@@ -38,6 +38,7 @@ def begin_rows(
     POSITIONS: tl.constexpr,
     ROUNDED: tl.constexpr,
     PRESCALED: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program: one row's token goes to the history and its embedding to `exact`.
@@ -72,7 +73,7 @@ def begin_rows(
     target = row.to(tl.int64) * size + columns
     tl.store(exact + target, value, mask=inside)
     if PRESCALED > 0:
-        value = standardize(value, inside, row_stats, size, eps, PRESCALED, True)
+        value = standardize(value, inside, row_stats, size, eps, PRESCALED, PARTS, BLOCK)
         value *= tl.load(gain + columns, mask=inside, other=0.0)
     if ROUNDED:
         tl.store(rounded + target, value.to(rounded.dtype.element_ty), mask=inside)

@@ -66,7 +66,7 @@ def test_gemv(dtype, held, gated, rolled):
         **TILE,
         "ROLLED": rolled,
     }
-    ptx = compile_kernel(gemv_kernels.gemv, pointers, {"eps": "fp32"}, constants)
+    ptx = compile_kernel(gemv_kernels.gemv, pointers, {"part_eps": "fp32"}, constants)
     assert "griddepcontrol.wait" in ptx
 
 
@@ -76,7 +76,7 @@ def test_gemv_heads(dtype, half):
     pointers |= dict.fromkeys(("scales", "row_stats", "offsets", "sums"), "fp32")
     pointers |= dict.fromkeys(("cosines", "sines"), "fp32")
     pointers |= dict.fromkeys(("starts", "positions"), "i64")
-    numbers = {"pool_tokens": "i32", "eps": "fp32"}
+    numbers = {"pool_tokens": "i32"}
     heads = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half}
     constants = {"IN": 768, "NORM": 1, "OFFSET": True, **heads, **TILE}
     assert compile_kernel(gemv_heads_kernel.gemv_heads, pointers, numbers, constants)
@@ -88,7 +88,7 @@ def test_gemv_largest(dtype):
     pointers |= dict.fromkeys(("scales", "row_stats", "offsets", "sums", "largest"), "fp32")
     pointers |= {"places": "i32"}
     constants = {"OUT": 515, "IN": 768, "NORM": 2, "OFFSET": True, **TILE}
-    assert compile_kernel(gemv_kernels.gemv_largest, pointers, {"eps": "fp32"}, constants)
+    assert compile_kernel(gemv_kernels.gemv_largest, pointers, {}, constants)
 
 
 @pytest.mark.parametrize(("dtype", "weight"), [*zip(TYPES, TYPES, strict=True), ("bf16", "i8")])
@@ -104,7 +104,8 @@ def test_inboxes(dtype, weight):
     pointers = dict.fromkeys(vectors, "fp32") | {"inbox": "i64", "exchanges": "i32"}
     constants = {"SIZE": 515, "LANES": 4, "OFFSET": True, "PRESCALED": 1, **shared}
     pointers["operand"] = dtype
-    ptx = compile_kernel(inbox_kernels.add_from_inbox, pointers, {"lane_words": "i32"}, constants)
+    own = {"lane_words": "i32", "part_eps": "fp32"}
+    ptx = compile_kernel(inbox_kernels.add_from_inbox, pointers, own, constants)
     assert "ld.volatile.global" in ptx
     pointers = dict.fromkeys(("ids", "tokens", "inbox", "inboxes"), "i64")
     pointers |= {"values": "fp32", "exchanges": "i32"}
@@ -142,7 +143,7 @@ def test_add_and_normalize():
     vectors = ("parts", "offsets", "residual", "gain", "bias", "exact", "operand", "row_stats")
     pointers = dict.fromkeys(vectors, "fp32")
     numbers = {"count": "i32", "size": "i32", "eps": "fp32"}
-    constants = {"PARTS": 4, "OFFSET": True, "NORM": 1, "PRESCALED": True, "EARLY": True}
+    constants = {"PARTS": 4, "OFFSET": True, "NORM": 1, "STATS_PARTS": 64, "EARLY": True}
     constants["BLOCK"] = 1024
     assert compile_kernel(dot_kernels.add_and_normalize, pointers, numbers, constants)
 
@@ -151,7 +152,7 @@ def test_begin_rows():
     pointers = {"table": "bf16", "position_table": "bf16", "exact": "fp32", "rounded": "bf16"}
     pointers |= {"gain": "fp32", "row_stats": "fp32"}
     numbers = dict.fromkeys(("first_id", "held", "padding", "size"), "i32") | {"eps": "fp32"}
-    constants = {"SOURCES": True, "POSITIONS": True, "ROUNDED": True, "PRESCALED": 1}
+    constants = {"SOURCES": True, "POSITIONS": True, "ROUNDED": True, "PRESCALED": 1, "PARTS": 64}
     constants["BLOCK"] = 1024
     known = {*pointers, *numbers, *constants}
     names = step_kernels.begin_rows.arg_names
@@ -204,6 +205,8 @@ def test_attention(dtype, splits, relative):
     constants = shape | {"GROUP": 4, "ALIBI": splits > 1, "RELATIVE": relative, "TILE": 64}
     constants |= {"SPLIT_BLOCK": splits, "EARLY": True, "FRESH": not relative}
     constants |= {"STORE": splits > 1 and not relative, "HALF": 16, "PARTS": splits}
+    constants |= {"NORM": splits % 2, "STATE": 768, "STATE_PARTS": 96}
+    pointers["row_stats"] = "fp32"
     numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32"}
     pointers["arrivals"] = "i32"
     assert compile_kernel(attention_kernels.attend, pointers, numbers, constants)
