@@ -6,6 +6,8 @@ it: version 5 reports every T5 as tied, and keeps whether logits are scaled unde
 
 from __future__ import annotations
 
+from typing import Any
+
 from launcher_scripts.checkpoint.huggingface_raw import ACTIVATIONS, RawConfig
 from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.bart import BartConfig
@@ -110,8 +112,8 @@ def llama(raw: RawConfig) -> GPTConfig:
     hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
     rope = raw.section("rope_parameters", "rope_scaling")
     kind = rope.text("rope_type", rope.text("type", "default"))
-    if kind not in ("default", "linear"):
-        raw.problems.add("unknown rope_type", got=kind, choices=("default", "linear"))
+    if kind not in ("default", "linear", "llama3"):
+        raw.problems.add("unknown rope_type", got=kind, choices=("default", "linear", "llama3"))
     raw.only("sliding_window", None)
     return GPTConfig(
         vocab_size=raw.size("vocab_size"),
@@ -126,6 +128,7 @@ def llama(raw: RawConfig) -> GPTConfig:
         rotary_base=rope.real("rope_theta", raw.real("rope_theta", 10000.0)),
         rotary_percentage=rope.real("partial_rotary_factor", 1.0),
         rotary_interpolation_factor=rope.real("factor", 1.0) if kind == "linear" else 1.0,
+        **_llama3_scaling(rope) if kind == "llama3" else {},
         normalization="rmsnorm",
         norm_eps=raw.real("rms_norm_eps", default=1e-6),
         activation=raw.activation("hidden_act", "silu"),
@@ -137,6 +140,17 @@ def llama(raw: RawConfig) -> GPTConfig:
         end_id=raw.token("eos_token_id", 2),
         pad_id=raw.token("pad_token_id", None),
     )
+
+
+def _llama3_scaling(rope: RawConfig) -> dict[str, Any]:
+    """GPTConfig's fields of Llama 3.1's rope scaling."""
+    return {
+        "rotary_scaling": "llama3",
+        "rotary_scaling_factor": rope.real("factor", 0.0),
+        "rotary_low_frequency_factor": rope.real("low_freq_factor", 0.0),
+        "rotary_high_frequency_factor": rope.real("high_freq_factor", 0.0),
+        "rotary_original_positions": rope.size("original_max_position_embeddings"),
+    }
 
 
 def has_decoder(raw: RawConfig) -> bool:

@@ -88,7 +88,7 @@ class MegatronCheckpoint(TensorShards):
             raise CheckpointError(
                 problem(f"{archive.path}: unknown version", got=version, choices=_VERSIONS)
             )
-        args = first["args"].state if isinstance(first.get("args"), _Namespace) else {}
+        args = first["args"].state if isinstance(first.get("args"), Namespace) else {}
         shards = merged_stages(
             [
                 [
@@ -118,14 +118,19 @@ class MegatronCheckpoint(TensorShards):
 
     def extra_files(self) -> dict[str, bytes]:
         """args.txt: a line `name:value` per training argument."""
-        plain = (str, int, float, bool, list, tuple, type(None))
-        said = {name: value for name, value in self.args.items() if isinstance(value, plain)}
-        text = "".join(f"{name}:{value}\n" for name, value in said.items())
-        return {"args.txt": text.encode()} if text else {}
+        return training_arguments(self.args)
 
     def details(self) -> dict[str, Any]:
         """What the manifest records besides path, format and dialects."""
         return {"checkpoint_version": self.version}
+
+
+def training_arguments(args: Mapping[str, Any]) -> dict[str, bytes]:
+    """args.txt with the arguments that are plain values; no file without any."""
+    plain = (str, int, float, bool, list, tuple, type(None))
+    said = {name: value for name, value in args.items() if isinstance(value, plain)}
+    text = "".join(f"{name}:{value}\n" for name, value in said.items())
+    return {"args.txt": text.encode()} if text else {}
 
 
 def _root(archive: Archive) -> str:
@@ -137,6 +142,12 @@ def _root(archive: Archive) -> str:
             in_rank = re.match(r"(mp|tp)_rank_\d", path.parent.name)
             root = path.parent.parent if in_rank else path.parent
             roots.add("" if root == PurePosixPath(".") else f"{root}/")
+    return the_latest(archive, roots)
+
+
+def the_latest(archive: Archive, roots: set[str]) -> str:
+    """Of folders ("" or ending in `/`) that hold a checkpoint each, the one that the tracker file
+    names, or the only one there is."""
     if len(roots) > 1 and TRACKER_NAME in archive.names():
         step = archive.read(TRACKER_NAME).decode(errors="replace").strip()
         latest = f"{step}/" if step == "release" else f"iter_{step:0>7}/"
@@ -153,16 +164,16 @@ def _root(archive: Archive) -> str:
     return roots.pop()
 
 
-class _Namespace(pickles.Record):
+class Namespace(pickles.Record):
     """argparse.Namespace: the training's arguments."""
 
 
-class _Inert(Mapping[tuple[str, str], Any]):
+class InertGlobals(Mapping[tuple[str, str], Any]):
     """Names of _INERT_MODULES: whatever is called, nothing is imported and nothing happens."""
 
     def __getitem__(self, name: tuple[str, str]) -> Any:
         if name == ("argparse", "Namespace"):
-            return _Namespace
+            return Namespace
         if name[0].split(".")[0] in _INERT_MODULES or name[0].startswith(_INERT_MODULES):
             return pickles.Opaque
         raise KeyError(name)
@@ -176,7 +187,7 @@ class _Inert(Mapping[tuple[str, str], Any]):
 
 def _load(archive: Archive, name: str) -> Mapping[str, Any]:
     origin = f"{name} of {archive.path}"
-    loaded = torch_file.load(archive.region(name), origin, _Inert())
+    loaded = torch_file.load(archive.region(name), origin, InertGlobals())
     if not isinstance(loaded, dict) or not isinstance(loaded.get("model"), dict):
         virtual = isinstance(loaded, dict) and "model0" in loaded
         raise CheckpointError(
