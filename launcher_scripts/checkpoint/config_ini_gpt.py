@@ -33,6 +33,7 @@ EXTENSION_FIELDS = (
     "gated",
     "attention_bias",
     "attention_dense_bias",
+    "qk_norm",
     "mlp_bias",
     "tied_embeddings",
     "pad_id",

@@ -7,10 +7,11 @@ core's configuration; `of_arguments` gives Megatron-LM's arguments the same name
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from launcher_scripts.checkpoint.nemo_gpt import core_dialects
 from launcher_scripts.checkpoint.nemo_options import flag, real, size
 from launcher_scripts.errors import CheckpointError, Problems
 from launcher_scripts.models.gpt import GPTConfig
@@ -29,7 +30,6 @@ ACTIVATIONS = {
 _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
     "num_moe_experts": (None, 0),
     "multi_latent_attention": (None, False),
-    "qk_layernorm": (None, False),
     "qk_l2_norm": (None, False),
     "rotary_interleaved": (None, False),
     "apply_residual_connection_post_layernorm": (None, False),
@@ -73,6 +73,11 @@ class CoreGPT:
     plus_one: bool
     notes: tuple[str, ...] = ()
 
+    def dialects(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Dialects of the weight table for tensors of these names, first choice first."""
+        local_norms = any(".pre_mlp_layernorm." in name for name in names)
+        return core_dialects(self.fields["gated"], local_norms, self.plus_one)
+
     def config(self, vocab_size: int) -> GPTConfig:
         return GPTConfig(vocab_size=vocab_size, **self.fields)
 
@@ -89,6 +94,7 @@ def read_options(raw: Mapping[str, Any], origin: str, notes: tuple[str, ...] = (
     heads = size(raw, "num_attention_heads", problems)
     hidden = size(raw, "hidden_size", problems)
     bias = flag(raw, "add_bias_linear", True)
+    qkv_bias = flag(raw, "add_qkv_bias", False)
     positions = str(raw.get("position_embedding_type") or "learned_absolute")
     normalization = str(raw.get("normalization") or "LayerNorm")
     gated = flag(raw, "gated_linear_unit", False)
@@ -117,8 +123,9 @@ def read_options(raw: Mapping[str, Any], origin: str, notes: tuple[str, ...] = (
         "norm_eps": real(raw, "layernorm_epsilon", 1e-5, problems),
         "activation": _activation(raw, activation),
         "gated": gated,
-        "attention_bias": bias or flag(raw, "add_qkv_bias", False),
-        "attention_dense_bias": bias,
+        "attention_bias": bias or qkv_bias,
+        "attention_dense_bias": False if qkv_bias and not bias else None,
+        "qk_norm": flag(raw, "qk_layernorm", False) or None,
         "mlp_bias": bias,
         "tied_embeddings": flag(raw, "share_embeddings_and_output_weights", True),
     }

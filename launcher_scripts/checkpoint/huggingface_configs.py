@@ -108,13 +108,16 @@ def xglm(raw: RawConfig) -> GPTConfig:
     )
 
 
-def llama(raw: RawConfig) -> GPTConfig:
+def llama(raw: RawConfig, **fields: Any) -> GPTConfig:
+    """fields: what a model type that descends from it says otherwise."""
     hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
     rope = raw.section("rope_parameters", "rope_scaling")
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raw.problems.add("unknown rope_type", got=kind, choices=("default", "linear", "llama3"))
-    raw.only("sliding_window", None)
+    if raw.flag("use_sliding_window", default=True):
+        raw.only("sliding_window", None)
+    said = {"attention_bias": raw.flag("attention_bias", default=False), **fields}
     return GPTConfig(
         vocab_size=raw.size("vocab_size"),
         num_layers=raw.size("num_hidden_layers"),
@@ -133,13 +136,21 @@ def llama(raw: RawConfig) -> GPTConfig:
         norm_eps=raw.real("rms_norm_eps", default=1e-6),
         activation=raw.activation("hidden_act", "silu"),
         gated=True,
-        attention_bias=raw.flag("attention_bias", default=False),
         mlp_bias=raw.flag("mlp_bias", default=False),
         tied_embeddings="lm_head.weight" not in raw.keys,
         start_id=raw.token("bos_token_id", 1),
         end_id=raw.token("eos_token_id", 2),
         pad_id=raw.token("pad_token_id", None),
+        **said,
     )
+
+
+def qwen2(raw: RawConfig) -> GPTConfig:
+    return llama(raw, attention_bias=True, attention_dense_bias=False)
+
+
+def qwen3(raw: RawConfig) -> GPTConfig:
+    return llama(raw, qk_norm=True)
 
 
 def _llama3_scaling(rope: RawConfig) -> dict[str, Any]:

@@ -1,14 +1,15 @@
 """Megatron-LM GPT checkpoints: `model_optim_rng.pt` per rank, of every checkpoint version.
 
 Names are those of NeMo's classic GPTs, which descend from these: the weight table's dialect is
-"nemo", and only the order of query, key and value differs between the versions.
+"nemo", and only the order of query, key and value differs between the versions. Models of
+Megatron-LM core (`--ckpt-format torch`) have the core's names.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
@@ -16,8 +17,9 @@ import numpy as np
 
 from launcher_scripts.checkpoint import pickles, tokenizer_files, torch_file
 from launcher_scripts.checkpoint.archive import Archive
+from launcher_scripts.checkpoint.core_options import of_arguments
 from launcher_scripts.checkpoint.hints import Hints
-from launcher_scripts.checkpoint.megatron_args import read_args
+from launcher_scripts.checkpoint.megatron_args import MegatronArgs, read_args
 from launcher_scripts.checkpoint.shards import (
     Shards,
     StateDict,
@@ -100,16 +102,15 @@ class MegatronCheckpoint(TensorShards):
         )
         if TABLE not in shards:
             raise CheckpointError(problem(f"{archive.path} lacks the word embeddings", got=TABLE))
-        said = read_args(args, shards, hints, f"the checkpoint {archive.path}")
+        origin = f"the checkpoint {archive.path}"
+        if any(".linear_qkv." in name for name in shards):
+            said = _core_settings(args, shards, origin)
+        else:
+            said = read_args(args, shards, hints, origin)
+            dialects = (*_VERSIONS[int(version)], *said.dialects, "nemo")
+            said = replace(said, dialects=dialects)
         return cls(
-            archive,
-            root,
-            float(version),
-            args,
-            said.config,
-            (*_VERSIONS[int(version)], *said.variants, "nemo"),
-            shards,
-            said.notes,
+            archive, root, float(version), args, said.config, said.dialects, shards, said.notes
         )
 
     def tokenizer_files(self) -> dict[str, bytes]:
@@ -123,6 +124,17 @@ class MegatronCheckpoint(TensorShards):
     def details(self) -> dict[str, Any]:
         """What the manifest records besides path, format and dialects."""
         return {"checkpoint_version": self.version}
+
+
+def _core_settings(
+    args: Mapping[str, Any], shards: dict[str, tuple[SourceTensor, ...]], origin: str
+) -> MegatronArgs:
+    """Of a model of Megatron-LM core; what a tied one stores twice leaves `shards`."""
+    gpt = of_arguments(args, origin)
+    if gpt.fields["tied_embeddings"]:
+        shards.pop("output_layer.weight", None)
+    config = gpt.config(sum(part.shape[0] for part in shards[TABLE]))
+    return MegatronArgs(config, gpt.dialects(shards), gpt.notes)
 
 
 def training_arguments(args: Mapping[str, Any]) -> dict[str, bytes]:

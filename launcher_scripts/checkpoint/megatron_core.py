@@ -24,7 +24,6 @@ from launcher_scripts.checkpoint.megatron import (
     the_latest,
     training_arguments,
 )
-from launcher_scripts.checkpoint.nemo_gpt import core_dialects
 from launcher_scripts.checkpoint.nemo_state import stripped
 from launcher_scripts.checkpoint.pickles import AnyGlobal
 from launcher_scripts.checkpoint.source_checkpoint import WholeTensors
@@ -94,14 +93,13 @@ class MegatronCoreCheckpoint(WholeTensors):
         tool, args, gpt = _read_settings(archive, root)
         if gpt.fields["tied_embeddings"]:
             tensors.pop(HEAD, None)
-        local_norms = any(".pre_mlp_layernorm." in name for name in tensors)
         return cls(
             archive,
             root,
             tool,
             args,
             gpt.config(tensors[TABLE].shape[0]),
-            core_dialects(gpt.fields["gated"], local_norms, gpt.plus_one),
+            gpt.dialects(tensors),
             tensors,
             gpt.notes,
         )

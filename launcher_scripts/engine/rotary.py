@@ -24,8 +24,7 @@ def _llama3(frequencies: Tensor, config: GPTConfig) -> Tensor:
     rotary_original_positions turn rotary_scaling_factor times slower, those that turn more than
     rotary_high_frequency_factor times as before, and those in between in between.
     """
-    low, high = config.rotary_low_frequency_factor, config.rotary_high_frequency_factor
-    assert low is not None and high is not None and config.rotary_original_positions is not None
-    turns = config.rotary_original_positions * frequencies / (2 * math.pi)
+    factor, low, high, positions = config.rotary_scaling_numbers
+    turns = positions * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / config.rotary_scaling_factor
+    return kept * frequencies + (1 - kept) * frequencies / factor

@@ -33,7 +33,8 @@ class GPTConfig(LearnedPartSizes):
     turns rotary_scaling_factor times slower (Llama 3.1; see engine/rotary.py). alibi_layer_scaling
     multiplies the ALiBi bias by the 1-based layer number (NeMo's apply_query_key_layer_scaling).
     attention_bias is of queries, keys and values, and of the output projection unless
-    attention_dense_bias says otherwise.
+    attention_dense_bias says otherwise. With qk_norm the heads' queries and keys are normalized
+    before they turn, by a norm of the model's kind over head_size.
     """
 
     vocab_size: int
@@ -63,6 +64,7 @@ class GPTConfig(LearnedPartSizes):
     gated: bool = False
     attention_bias: bool = True
     attention_dense_bias: bool | None = None
+    qk_norm: bool | None = None
     mlp_bias: bool = True
     tied_embeddings: bool = True
     start_id: int = 50256
@@ -101,14 +103,24 @@ class GPTConfig(LearnedPartSizes):
             return
         if self.rotary_scaling not in ROTARY_SCALINGS:
             problems.add("unknown rotary_scaling", got=self.rotary_scaling, choices=ROTARY_SCALINGS)
-        low, high = self.rotary_low_frequency_factor or 0, self.rotary_high_frequency_factor or 0
-        factor, positions = self.rotary_scaling_factor or 0, self.rotary_original_positions or 0
+        factor, low, high, positions = self.rotary_scaling_numbers
         if not (factor > 0 and positions > 0 and 0 < low < high):
             problems.add(
                 "rotary_scaling needs rotary_scaling_factor, rotary_low_frequency_factor below "
                 "rotary_high_frequency_factor, and rotary_original_positions, all above 0",
                 got=(factor, low, high, positions),
             )
+
+    @property
+    def rotary_scaling_numbers(self) -> tuple[float, float, float, int]:
+        """Factor, low and high frequency factor, and original positions; 0 for one that is not
+        said."""
+        return (
+            self.rotary_scaling_factor or 0.0,
+            self.rotary_low_frequency_factor or 0.0,
+            self.rotary_high_frequency_factor or 0.0,
+            self.rotary_original_positions or 0,
+        )
 
     @property
     def dense_bias(self) -> bool:
@@ -190,6 +202,9 @@ def _layer(config: GPTConfig) -> list[WeightSpec]:
         bias=config.attention_bias,
         blocks=("q_size", "kv_size", "kv_size"),
     )
+    if config.qk_norm:
+        specs += _norm(config, "layers.*.attention.query_norm", "head_size")
+        specs += _norm(config, "layers.*.attention.key_norm", "head_size")
     specs += _linear(
         "layers.*.attention.dense",
         ("q_size", "hidden_size"),
@@ -230,9 +245,9 @@ def _linear(
     return specs
 
 
-def _norm(config: GPTConfig, name: str) -> list[WeightSpec]:
+def _norm(config: GPTConfig, name: str, size: str = "hidden_size") -> list[WeightSpec]:
     parts = ("weight", "bias") if config.normalization == "layernorm" else ("weight",)
-    return [_spec(f"{name}.{part}", ("hidden_size",)) for part in parts]
+    return [_spec(f"{name}.{part}", (size,)) for part in parts]
 
 
 def _spec(
