@@ -55,7 +55,7 @@ def test_the_tracker_says_which_iteration_is_meant(data_dir: Path, tmp_path: Pat
     for step in ("iter_0000008", "iter_0000004"):
         shutil.copytree(source / "iter_0000008", tmp_path / step)
     with pytest.raises(
-        CheckpointError, match="must hold one checkpoint; got \['iter_0000004/', 'iter"
+        CheckpointError, match=r"must hold one checkpoint; got \['iter_0000004/', 'iter"
     ):
         open_source(Archive(tmp_path))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("8\n")
