@@ -23,7 +23,7 @@ from launcher_scripts.whole_files import write_whole
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
 WEIGHT_DATA_TYPES = ("fp32", "fp16", "bf16")
-SOURCES = ("auto", "nemo", "megatron", "huggingface", "gguf")
+SOURCES = ("auto", "nemo", "megatron", "megatron_core", "huggingface", "gguf")
 DEVICES = ("auto", "cpu", "cuda")
 PROTOCOLS = ("http", "grpc")
 

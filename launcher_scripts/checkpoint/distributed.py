@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from launcher_scripts.checkpoint import pickles, torch_file
-from launcher_scripts.checkpoint.archive import Archive
+from launcher_scripts.checkpoint.archive import Archive, Region
 from launcher_scripts.checkpoint.dtypes import BFLOAT16
 from launcher_scripts.checkpoint.pickles import Record
 from launcher_scripts.checkpoint.source_tensor import Piece, SourceTensor
@@ -113,9 +113,8 @@ def _zarr_tensor(
 
 
 def _read_torch_dist(archive: Archive, folder: str) -> dict[str, SourceTensor]:
-    path = f"{folder}.metadata"
-    origin = f"{path} of {archive.path}"
-    metadata = pickles.load(archive.read(path), origin, _METADATA_GLOBALS)
+    origin = f"{folder}.metadata of {archive.path}"
+    metadata = _metadata(archive, folder)
     pieces: dict[str, list[Piece]] = {}
     try:
         shapes = {
@@ -139,15 +138,32 @@ def _read_torch_dist(archive: Archive, folder: str) -> dict[str, SourceTensor]:
     }
 
 
+def find_object(archive: Archive, folder: str, name: str) -> Region | None:
+    """The torch.save file of an object of a torch_dist checkpoint; None where there is none."""
+    for index, place in _metadata(archive, folder)["storage_data"].items():
+        if index["fqn"] == name:
+            return _stored(archive, folder, place, name)
+    return None
+
+
+def _metadata(archive: Archive, folder: str) -> Any:
+    path = f"{folder}.metadata"
+    return pickles.load(archive.read(path), f"{path} of {archive.path}", _METADATA_GLOBALS)
+
+
 def _stored_part(archive: Archive, folder: str, place: Any, name: str) -> np.ndarray:
+    origin = f"{name} in {folder}{place['relative_path']}"
+    values = torch_file.load(_stored(archive, folder, place, name), origin)
+    if not isinstance(values, np.ndarray):
+        raise CheckpointError(f"{origin} is no tensor")
+    return values
+
+
+def _stored(archive: Archive, folder: str, place: Any, name: str) -> Region:
     if place.get("transform_descriptors"):
         raise CheckpointError(f"{name} is stored compressed or encrypted, which is not supported")
     file = folder + str(place["relative_path"])
-    region = archive.region(file).part(int(place["offset"]), int(place["length"]))
-    values = torch_file.load(region, f"{name} in {file}")
-    if not isinstance(values, np.ndarray):
-        raise CheckpointError(f"{name} in {file} is no tensor")
-    return values
+    return archive.region(file).part(int(place["offset"]), int(place["length"]))
 
 
 _BACKENDS = {"zarr": _read_zarr, "torch_dist": _read_torch_dist}
@@ -171,6 +187,13 @@ _METADATA_GLOBALS: pickles.Globals = {
     (_METADATA_MODULE, "StorageMeta"): Record,
     (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): Record,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
+    # The plans of those who saved, which say nothing of the tensors.
+    ("torch.distributed.checkpoint.planner", "SavePlan"): Record,
+    ("torch.distributed.checkpoint.planner", "WriteItem"): Record,
+    ("torch.distributed.checkpoint.planner", "WriteItemType"): pickles.Opaque,
+    ("torch.distributed.checkpoint.planner", "TensorWriteData"): Record,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): Record,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Record,
     # How Python 3.11.0 to 3.11.3 pickle the member of an enumeration.
     ("builtins", "getattr"): pickles.Opaque,
     ("torch.serialization", "_get_layout"): pickles.Opaque,

@@ -65,7 +65,7 @@ def _has_own_head(raw: RawConfig) -> bool:
     """Whether config.json promises an output table beside the input's; a T5's encoder has none."""
     if raw.raw["model_type"] in ("t5", "mt5") and not has_decoder(raw):
         return False
-    absent = raw.raw["model_type"] not in ("llama", "mistral")
+    absent = raw.raw["model_type"] not in ("llama", "mistral", "qwen2", "qwen3")
     return not raw.flag("tie_word_embeddings", absent)
 
 
@@ -95,6 +95,8 @@ ARCHITECTURES = {
     ),
     "llama": Architecture("gpt", configs.llama, "llama", {"embed_tokens.weight": (_HEAD,)}),
     "mistral": Architecture("gpt", configs.llama, "llama", {"embed_tokens.weight": (_HEAD,)}),
+    "qwen2": Architecture("gpt", configs.qwen2, "llama", {"embed_tokens.weight": (_HEAD,)}),
+    "qwen3": Architecture("gpt", configs.qwen3, "llama", {"embed_tokens.weight": (_HEAD,)}),
     "t5": Architecture("t5", configs.t5, "huggingface", _SHARED),
     "mt5": Architecture("t5", configs.t5, "huggingface", _SHARED),
     "bart": Architecture("bart", configs.bart, "bart", _SHARED, _scaled),

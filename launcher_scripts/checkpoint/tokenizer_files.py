@@ -213,14 +213,20 @@ def beside(folder: Path, value: str, _pattern: str) -> tuple[str, bytes] | None:
     return None
 
 
-def plain_files(archive: Archive) -> dict[str, bytes]:
-    """The files of a Hugging Face or Megatron-LM folder, by their usual names."""
+def has_plain(archive: Archive, root: str) -> bool:
+    """Whether plain_files finds a tokenizer in that folder."""
+    names = archive.names()
+    return any(all(root + name in names for name in wanted) for wanted in _PLAIN_SETS)
+
+
+def plain_files(archive: Archive, root: str = "") -> dict[str, bytes]:
+    """The files of a Hugging Face or Megatron-LM folder, by their usual names below `root`."""
     names = archive.names()
     for wanted in _PLAIN_SETS:
-        if all(name in names for name in wanted):
-            files = {exported: archive.read(name) for name, exported in wanted.items()}
-            companions = [name for name in _COMPANIONS if name in names]
-            return files | {name: archive.read(name) for name in companions}
+        if all(root + name in names for name in wanted):
+            files = {exported: archive.read(root + name) for name, exported in wanted.items()}
+            companions = [name for name in _COMPANIONS if root + name in names]
+            return files | {name: archive.read(root + name) for name in companions}
     raise CheckpointError(
         problem(
             f"{archive.path} holds no tokenizer",
