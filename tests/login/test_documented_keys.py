@@ -186,7 +186,7 @@ def test_an_evaluation_of_one_task_has_every_key(hydra_config: Compose, choice: 
 
 
 def test_int8_mode_false_is_zero(hydra_config: Compose) -> None:
-    for given, expected in (("False", 0), ("True", 1), ("2", 2)):
+    for given, expected in (("False", 0), ("True", 1), ("0", 0), ("1", 1)):
         override = f"export.triton_deployment.int8_mode={given}"
         plan = make_plan(hydra_config("dry_run=True", override))
         assert plan.stages[0].settings.int8_mode == expected
