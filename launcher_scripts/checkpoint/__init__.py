@@ -4,10 +4,12 @@ from launcher_scripts.checkpoint.gguf_checkpoint import GGUFCheckpoint
 from launcher_scripts.checkpoint.huggingface import HuggingFaceCheckpoint
 from launcher_scripts.checkpoint.megatron import MegatronCheckpoint
 from launcher_scripts.checkpoint.nemo import NemoCheckpoint
+from launcher_scripts.checkpoint.random_checkpoint import RandomCheckpoint
 
 SOURCES = {
     "nemo": NemoCheckpoint,
     "megatron": MegatronCheckpoint,
     "huggingface": HuggingFaceCheckpoint,
     "gguf": GGUFCheckpoint,
+    "random": RandomCheckpoint,
 }
