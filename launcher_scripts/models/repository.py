@@ -93,8 +93,13 @@ def served_models(repository: Path) -> list[ServedModel]:
     return models
 
 
+def config_parameters(text: str) -> dict[str, str]:
+    """The parameters of a config.pbtxt."""
+    return {match["key"]: match["value"] for match in _PARAMETER.finditer(text)}
+
+
 def _served_model(config: Path, text: str) -> ServedModel:
-    parameters = {match["key"]: match["value"] for match in _PARAMETER.finditer(text)}
+    parameters = config_parameters(text)
     sizes = [
         parameters.get(f"{kind}_para_size", default).strip()
         for kind, default in (("tensor", ""), ("pipeline", "1"))
