@@ -23,7 +23,7 @@ from launcher_scripts.whole_files import write_whole
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
 WEIGHT_DATA_TYPES = ("fp32", "fp16", "bf16")
-SOURCES = ("auto", "nemo", "megatron", "megatron_core", "huggingface", "gguf")
+SOURCES = ("auto", "nemo", "megatron", "megatron_core", "huggingface", "gguf", "random")
 DEVICES = ("auto", "cpu", "cuda")
 PROTOCOLS = ("http", "grpc")
 
@@ -109,6 +109,12 @@ class ExportSettings:
             DATA_TYPES,
             "export.triton_deployment.data_type",
         )
+        if self.source == "random" and self.tokenizer.source == "auto":
+            problems.add(
+                "random weights come without a tokenizer",
+                choices=("none", "a mapping with library, model, vocab_file, ..."),
+                change="export.model.tokenizer",
+            )
         problems.check_at_least("processes", self.processes, 1, "export.model.processes")
         problems.check_at_least(
             "max_batch_size",

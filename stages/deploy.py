@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.errors import CheckpointError, ConfigError
 from launcher_scripts.models.repository import (
     BACKEND_MODEL_TYPES,
     ServedModel,
@@ -118,7 +118,7 @@ class Deploy(Stage):
                 return [ServedModel(wanted.model_name, served_as, sizes, folder)]
         try:
             return served_models(self.launch.checks.on_host(self.repository))
-        except CheckpointError as error:
+        except (CheckpointError, ConfigError) as error:
             self.launch.checks.problems.add(str(error), change="deploy.model_repository")
             return []
 

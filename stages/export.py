@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher_scripts.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.models.nemo_config import NemoSizes, find_checkpoint, read_sizes
-from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, TEXT_MODELS
+from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, TEXT_MODELS, check_int8_mode
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.schema import build
 from launcher_scripts.settings import ExportSettings, TokenizerSettings
@@ -158,6 +158,8 @@ class Export(Stage):
                 choices=BACKEND_MODEL_TYPES,
                 change="export.run.model_type",
             )
+        with checks.problems.collecting():
+            check_int8_mode(settings.int8_mode, "export.triton_deployment.int8_mode")
         self._check_folder()
         key = "export.model.checkpoint_path"
         if checks.exists("the checkpoint", settings.checkpoint_path, key):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+from older_servers import failure
 
 
 class BadRequestError(Exception):
@@ -55,12 +56,6 @@ def error_response(error: Exception) -> Any:
         return failure(str(error), "INVALID_ARG")
     traceback.print_exception(error)
     return failure(f"{type(error).__name__}: {error}", "INTERNAL")
-
-
-def failure(message: str, code: str) -> Any:
-    """code: the name of one of TritonError's"""
-    error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
-    return pb_utils.InferenceResponse(error=error)
 
 
 class Tensors:

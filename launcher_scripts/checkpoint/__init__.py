@@ -5,6 +5,7 @@ from launcher_scripts.checkpoint.huggingface import HuggingFaceCheckpoint
 from launcher_scripts.checkpoint.megatron import MegatronCheckpoint
 from launcher_scripts.checkpoint.megatron_core import MegatronCoreCheckpoint
 from launcher_scripts.checkpoint.nemo import NemoCheckpoint
+from launcher_scripts.checkpoint.random_checkpoint import RandomCheckpoint
 
 SOURCES = {
     "nemo": NemoCheckpoint,
@@ -12,4 +13,5 @@ SOURCES = {
     "megatron_core": MegatronCoreCheckpoint,
     "huggingface": HuggingFaceCheckpoint,
     "gguf": GGUFCheckpoint,
+    "random": RandomCheckpoint,
 }

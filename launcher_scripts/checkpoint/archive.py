@@ -2,8 +2,8 @@
 
 Nothing is extracted. A plain tar is mapped into memory and its members are views of it; a gzipped
 one is decompressed once into an unnamed temporary file, which vanishes with the process. A single
-GGUF file stands for itself. Whatever could make a reader leave the archive, or could mean two
-things, is refused: links, devices, absolute names, `..`, and two members of one name.
+GGUF file, or a config.ini, stands for itself. Whatever could make a reader leave the archive, or
+could mean two things, is refused: links, devices, absolute names, `..`, two members of one name.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from launcher_scripts.errors import CheckpointError, Problems, problem
 _BLOCK = 512
 _GZIP_MAGIC = b"\x1f\x8b"
 GGUF_MAGIC = b"GGUF"
+INI_SUFFIX = ".ini"
 _COPY_BYTES = 1 << 20
 
 
@@ -91,8 +92,8 @@ class Archive:
         self._files = {}
         with _opened(self.path) as file:
             start = file.read(4)
-            if start == GGUF_MAGIC:
-                self.container = "gguf"
+            if start == GGUF_MAGIC or self.path.suffix == INI_SUFFIX:
+                self.container = "gguf" if start == GGUF_MAGIC else INI_SUFFIX
                 self._files = {self.path.name: self.path}
                 self._members = {}
             elif start.startswith(_GZIP_MAGIC):

@@ -121,8 +121,10 @@ def fixed_content(text: str) -> bytes:
     return json.dumps(sections, sort_keys=True).encode()
 
 
-def read_config(folder: Path) -> ConfigIni:
+def read_config(folder: Path, tp_size: int | None = None) -> ConfigIni:
     """Read `folder`/config.ini, this project's or the original's.
+
+    tp_size: where neither the file nor the folder says it
 
     Keys the original leaves out take its runtime's defaults; what its file does not say at all
     is read from the names in the folder. Raises CheckpointError with every problem found.
@@ -145,11 +147,12 @@ def read_config(folder: Path) -> ConfigIni:
     if EXTENSION in sections:
         values |= extension_values(sections[EXTENSION], config_type, form.extension)
     main = sections[form.main]
-    tp_size = main.number("tensor_para_size", _size_in_name(folder) or _size_in_files(folder))
+    known = _size_in_name(folder) or _size_in_files(folder) or tp_size
+    found_size = main.number("tensor_para_size", known)
     weight_data_type = main.text("weight_data_type", "fp32", WEIGHT_DATA_TYPES)
     problems.raise_if_any(CheckpointError)
     try:
-        return ConfigIni(config_type(**values), tp_size, weight_data_type)
+        return ConfigIni(config_type(**values), found_size, weight_data_type)
     except LauncherError as error:
         raise CheckpointError(f"{path}: {error}") from error
 

@@ -43,16 +43,18 @@ class ModelRepository:
 
     root: Path
 
-    def write(self, settings: ExportSettings) -> list[str]:
+    def write(self, settings: ExportSettings, checkpoint: FTCheckpoint | None = None) -> list[str]:
         """Describe the exported checkpoint to Triton; returns the names of the models written.
 
-        The checkpoint must already lie in settings.checkpoint_dir. Everything is checked and
-        rendered first and set in place by renaming, the model's own config.pbtxt last.
+        Everything is checked and rendered first and set in place by renaming, the model's own
+        config.pbtxt last.
+
+        checkpoint: the one in settings.checkpoint_dir unless given
         Raises CheckpointError or ConfigError, and then leaves the repository as it was.
         """
         model_dir = Path(settings.triton_model_dir)
         check_model_name(settings)
-        checkpoint = FTCheckpoint.open(settings.checkpoint_dir, verify=False)
+        checkpoint = checkpoint or FTCheckpoint.open(settings.checkpoint_dir, verify=False)
         model_type = backend_model_type(settings.model_type, checkpoint.config)
         contract = served_contract(model_type, sessions=settings.interactive)
         names = text_model_names(self, settings.model_name, contract.text.roles)
@@ -148,7 +150,9 @@ def model_config(settings: ExportSettings, checkpoint: FTCheckpoint) -> str:
     """config.pbtxt of the model itself."""
     model_type = backend_model_type(settings.model_type, checkpoint.config)
     contract = served_contract(model_type, sessions=settings.interactive)
-    checkpoint_path = settings.checkpoint_dir.relative_to(settings.triton_model_dir)
+    model_dir, checkpoint_path = Path(settings.triton_model_dir), checkpoint.folder
+    if checkpoint_path.is_relative_to(model_dir):
+        checkpoint_path = checkpoint_path.relative_to(model_dir)
     return render(
         "model.pbtxt.j2",
         name=settings.model_name,

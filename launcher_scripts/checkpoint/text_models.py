@@ -91,6 +91,7 @@ def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:
     return [
         *(room / name for name in names),
         room / "text_tensors.py",
+        room / "older_servers.py",
         Path(tokenizer.__file__),
         *tokenizer_files(checkpoint_dir),
     ]

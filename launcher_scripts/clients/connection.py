@@ -291,10 +291,11 @@ def _infer_outputs(module: Any, names: Sequence[str] | None) -> list[Any] | None
 
 def _infer_inputs(module: Any, tensors: Tensors) -> list[Any]:
     """The tensors as `module`'s (tritonclient.http or .grpc) inputs."""
-    names = {np.dtype(kind): name for name, kind in NUMPY_TYPES.items()}
+    names = {np.dtype(kind).name: name for name, kind in NUMPY_TYPES.items()}
+    names["bfloat16"] = "BF16"  # numpy has no such type of its own
     inputs = []
     for name, array in tensors.items():
-        tensor = module.InferInput(name, list(array.shape), names[array.dtype])
+        tensor = module.InferInput(name, list(array.shape), names[array.dtype.name])
         tensor.set_data_from_numpy(array)
         inputs.append(tensor)
     return inputs

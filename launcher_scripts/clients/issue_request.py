@@ -2,13 +2,14 @@
 
 The file is one of the FasterTransformer backend's tools/issue_request.py:
 
-    {"config": {"protocol": "http", "url": null, "model_name": "fastertransformer",
+    {"config": {"protocol": "http", "url": null, "model_name": null,
                 "verbose": false, "stream_api": false},
      "request": [{"name": "input_ids", "data": [[1, 2, 3]], "dtype": "uint32"}, ...]}
 
-Every key of config may be left out; sequence_id, sequence_start and sequence_end are for a model
-with sessions; ca, certificate and key name files for gRPC with TLS. requests/ beside this file
-holds samples.
+Every key of config may be left out; --params goes over the file, flags over both. Without a
+model_name it is `fastertransformer`, else the server's only model, of a request with text the
+ensemble around it. sequence_id, sequence_start and sequence_end are for a model with sessions; ca,
+certificate and key name files for gRPC with TLS. requests/ beside this file holds samples.
 """
 
 from __future__ import annotations
@@ -23,16 +24,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.clients.arguments import DEFAULT_ADDRESSES, TLS_FILES, client_tls, run
+from launcher_scripts.clients.arguments import (
+    DEFAULT_ADDRESSES,
+    TLS_FILES,
+    add_server_flags,
+    client_tls,
+    run,
+)
 from launcher_scripts.clients.connection import SequenceStep, Tensors
-from launcher_scripts.clients.models import DEFAULT_MODEL
+from launcher_scripts.clients.models import find_models
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.errors import ConfigError, Problems, ServerError, problem
 
 DEFAULT_CONFIG = {
     "protocol": "http",
     "url": None,
-    "model_name": DEFAULT_MODEL,
+    "model_name": None,
     "verbose": False,
     "stream_api": False,
     **dict.fromkeys(TLS_FILES),
@@ -40,10 +47,20 @@ DEFAULT_CONFIG = {
     "sequence_start": False,
     "sequence_end": False,
 }
+TEXT_INPUTS = {"INPUT_0", "text_input"}  # of these every request to an ensemble has one
+# flag -> key of config
+FLAGS = {
+    "url": "url",
+    "protocol": "protocol",
+    "model": "model_name",
+    "verbose": "verbose",
+    **{name: name for name in TLS_FILES},
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="issue_request", description=__doc__.partition("\n")[0])
+    add_server_flags(parser, protocol=None)
     parser.add_argument("request_file", metavar="request-file", type=Path)
     parser.add_argument("--params", metavar="JSON", help="put over what the file says")
     parser.add_argument(
@@ -53,26 +70,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="streaming: fail unless every response adds one token to the one before",
     )
     flags = parser.parse_args(argv)
-    return run(lambda: issue(flags.request_file, flags.params, flags.test))
+    return run(lambda: issue(flags))
 
 
-def issue(request_file: Path, params: str | None, test: bool) -> None:
-    """Send the request that the file and `params` describe, and print the answer."""
-    whole = merged({"config": DEFAULT_CONFIG}, read_json(request_file))
-    if params is not None:
-        whole = merged(whole, parse_json(params, "--params"))
-    config, tensors = check(whole, str(request_file))
+def issue(flags: argparse.Namespace) -> None:
+    """Send the request that the file, --params and the flags describe, and print the answer."""
+    whole = merged({"config": DEFAULT_CONFIG}, read_json(flags.request_file))
+    if flags.params is not None:
+        whole = merged(whole, parse_json(flags.params, "--params"))
+    given = {key: value for flag, key in FLAGS.items() if (value := getattr(flags, flag))}
+    config, tensors = check(merged(whole, {"config": given}), str(flags.request_file))
     protocol = "grpc" if config["stream_api"] else config["protocol"]
     address = config["url"] or DEFAULT_ADDRESSES[protocol]
     tls = client_tls({name: config[name] for name in TLS_FILES}, protocol)
     with RemoteServer(address, protocol=protocol, verbose=config["verbose"], tls=tls) as server:
+        model = config["model_name"] or model_for(server, tensors)
         if config["stream_api"]:
-            responses = server.stream(config["model_name"], tensors, step_of(config))
-            print_stream(responses, test)
+            print_stream(server.stream(model, tensors, step_of(config)), flags.test)
         else:
-            answer = server.infer(config["model_name"], tensors, step=step_of(config))
+            answer = server.infer(model, tensors, step=step_of(config))
             for name, array in answer.items():
                 print(f"{name}:\n{readable(array)}\n")
+
+
+def model_for(server: RemoteServer, tensors: Tensors) -> str:
+    """The model that a request without a name is meant for."""
+    models = find_models(server, None)
+    return models.text_model("ensemble") if TEXT_INPUTS & tensors.keys() else models.name
 
 
 def step_of(config: Mapping[str, Any]) -> SequenceStep | None:
@@ -173,12 +197,16 @@ def check(whole: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], Tensor
 
 
 def tensor(data: Any, dtype: str) -> NDArray[Any]:
-    """Nested lists as an array; "object" is text."""
+    """Nested lists as an array; "object" is text, "bfloat16" is rounded to the nearest."""
     if dtype == "object":
         texts = np.array(data, dtype=np.object_)
         encoded = [str(text).encode("utf-8") for text in texts.ravel()]
         return np.array(encoded, dtype=np.object_).reshape(texts.shape)
     array = np.array(data)
+    if dtype == "bfloat16":
+        import ml_dtypes  # tells numpy of the type; tritonclient brings it along
+
+        return array.astype(ml_dtypes.bfloat16)
     wanted = np.dtype(dtype)
     if wanted.kind in "ui" and array.dtype.kind in "uif":
         limits = np.iinfo(wanted)

@@ -83,6 +83,9 @@ class Request:
     def parameters(self):
         return ""
 
+    def request_id(self):
+        return ""
+
     def send(self, response, flags=None):
         assert not self.answered.is_set()
         self.answers.append(response)
@@ -117,6 +120,7 @@ def backend(monkeypatch):
     stand_in.Tensor = Tensor
     stand_in.TritonError = TritonError
     stand_in.InferenceResponse = Response
+    stand_in.InferenceRequest = Request
     stand_in.TritonModelException = RuntimeError
     stand_in.TRITONSERVER_RESPONSE_COMPLETE_FINAL = "final"
     stand_in.using_decoupled_model_transaction_policy = lambda config: config.get(
@@ -127,11 +131,13 @@ def backend(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     room = "launcher_scripts.backends.fastertransformer"
-    for name in ("model", "answer", "model_metrics"):
-        monkeypatch.delitem(sys.modules, f"{room}.{name}", raising=False)
+    bound = [f"{room}.{name}" for name in ("model", "answer", "model_metrics")]
+    bound.append("launcher_scripts.backends.older_servers")
+    for name in bound:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module(f"{room}.model")
-    for name in ("model", "answer", "model_metrics"):
-        sys.modules.pop(f"{room}.{name}", None)
+    for name in bound:
+        sys.modules.pop(name, None)
 
 
 def request(ids, lengths, output_lens, *wanted: str, **more: torch.Tensor) -> Request:

@@ -86,6 +86,23 @@ def test_a_sample_request(
         assert f"{name}:\n[" in printed
 
 
+def test_a_words_list_for_a_request(
+    capsys: pytest.CaptureFixture[str], served: dict[str, Any]
+) -> None:
+    tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
+    flags = ["--name", "stop_words_list", "month, month", "", '"x,y"']
+    for model in ("fastertransformer", "talk"):
+        line = json.loads(run(capsys, served, "word_list", "-m", model, *flags))
+        assert (line["name"], line["dtype"]) == ("stop_words_list", "int32")
+        words = [["month", " month"], [], ["x,y"]]
+        for (ids, ends), row in zip(line["data"], words, strict=True):
+            encoded = [tokenizer.encode(word) for word in row]
+            flat = [token for each in encoded for token in each]
+            assert ids == flat + [0] * (len(ids) - len(flat))
+            offsets = np.cumsum([len(each) for each in encoded]).tolist()
+            assert ends == offsets + [-1] * (len(ends) - len(offsets))
+
+
 def test_text_of_the_sample_for_the_ensemble(
     capsys: pytest.CaptureFixture[str], served: dict[str, Any]
 ) -> None:

@@ -283,6 +283,25 @@ def test_another_repository_brings_its_own_sizes(
     assert evaluate.settings.tokenizer_dir == str(repository / "small/1/2-gpu")
 
 
+@pytest.mark.parametrize("mode", [2, 3])
+def test_smoothquant_is_refused_before_a_job_starts(
+    problems: Finder, tmp_path: Path, mode: int
+) -> None:
+    (found,) = problems(f"export.triton_deployment.int8_mode={mode}")
+    assert found == (
+        f"this int8_mode is not supported; got {mode}; choices: 0 (no quantization), "
+        "1 (int8 weights, made at load); change export.triton_deployment.int8_mode"
+    )
+    repository = tmp_path / "served"
+    write_repository(repository, "tiny", 1)
+    config = repository / "tiny" / "config.pbtxt"
+    line = f'parameters {{ key: "int8_mode" value: {{ string_value: "{mode}" }} }}\n'
+    config.write_text(config.read_text() + line)
+    found = problems("stages=[deploy]", f"deploy.model_repository={repository}")
+    assert f"not supported; got {mode}" in found[0]
+    assert f"change int8_mode in {config}" in found[0]
+
+
 def test_a_repository_without_sizes_is_named(problems: Finder, tmp_path: Path) -> None:
     model = tmp_path / "other" / "odd"
     model.mkdir(parents=True)

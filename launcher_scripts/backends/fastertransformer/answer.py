@@ -15,6 +15,7 @@ import triton_python_backend_utils as pb_utils
 from launcher_scripts.backends.fastertransformer.answers import Answers
 from launcher_scripts.backends.fastertransformer.forwarded import news
 from launcher_scripts.backends.fastertransformer.row_values import beam_axis
+from launcher_scripts.backends.older_servers import failure, is_cancelled
 from launcher_scripts.engine.row import Progress, Snapshot
 from launcher_scripts.engine.session import Session
 from launcher_scripts.errors import RequestError
@@ -95,7 +96,7 @@ class Answer:
             self._give_up("UNAVAILABLE", "the request's timeout is over")
             return
         with self._sending:  # the server dies of a question about a request that has been answered
-            cancelled = not self._ended and self._sender.is_cancelled()
+            cancelled = not self._ended and is_cancelled(self._sender)
         if cancelled:
             self.cancel()
 
@@ -119,7 +120,7 @@ class Answer:
 
     def _give_up(self, code: str, why: str) -> None:
         if self._error is None:
-            self._error, self._given_up = _ended(code, why), True
+            self._error, self._given_up = failure(why, code), True
         self._answers.put(self, urgent=True)
 
     def _progress_of(self, number: int) -> Progress:
@@ -242,20 +243,9 @@ def _with_tokens(
 
 def error_response(error: BaseException) -> Any:
     """The request's own error; a wrong request is the client's, anything else the server's."""
-    code = (
-        pb_utils.TritonError.INVALID_ARG
-        if isinstance(error, RequestError)
-        else pb_utils.TritonError.INTERNAL
-    )
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
+    return failure(str(error), "INVALID_ARG" if isinstance(error, RequestError) else "INTERNAL")
 
 
 def send_last(sender: Any, response: Any) -> None:
     """The last response of a request."""
     sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-
-
-def _ended(code: str, why: str) -> Any:
-    """The last response of a request that nobody waits for; code: an attribute of TritonError."""
-    error = pb_utils.TritonError(why, getattr(pb_utils.TritonError, code))
-    return pb_utils.InferenceResponse(error=error)

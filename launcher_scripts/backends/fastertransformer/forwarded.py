@@ -25,12 +25,14 @@ import torch
 from launcher_scripts.errors import RequestError
 
 FINAL = 1  # Triton's flag of a last response
+# What the id of such a request begins with; then its key, the channel, and 1 where it streams.
+ERRAND = "launcher-errand"
 _PEER = struct.Struct("3i")  # process, user, group
 
 
 @dataclass(frozen=True)
 class Errand:
-    """What the parameters of a request say of a text model that sends it on.
+    """What the id of a request says of a text model that sends it on.
 
     key:     the request's name on the channel
     channel: the socket of the text model
@@ -43,12 +45,15 @@ class Errand:
 
 
 def errand_of(request: Any) -> Errand | None:
-    """What the parameters of a text model say; None of any other request."""
-    parameters = json.loads(request.parameters() or "{}")
-    if not {"key", "channel"} <= parameters.keys():
+    """What the text model says in the id; None of any other request.
+
+    Requests that models make have no parameters in servers before Triton 2.42 (24.01).
+    """
+    words = request.request_id().split()
+    if len(words) != 4 or words[0] != ERRAND:
         return None
-    key, channel = str(parameters["key"]), str(parameters["channel"])
-    return Errand(key, channel, bool(parameters.get("stream", True)))
+    _, key, channel, streams = words
+    return Errand(key, channel, streams == "1")
 
 
 class Cancellable(Protocol):
@@ -156,7 +161,7 @@ class ChannelSender:
         head: dict[str, Any] = {"key": self._key, "last": last, "tensors": []}
         parts = []
         if response is not None and response.has_error():
-            head["error"] = [response.error().message(), response.error().code().name]
+            head["error"] = [response.error().message(), code_of(response.error())]
         elif response is not None:
             for tensor in response.output_tensors():
                 values = torch.utils.dlpack.from_dlpack(tensor.to_dlpack()).numpy()
@@ -171,6 +176,11 @@ class ChannelSender:
     def is_cancelled(self) -> bool:
         """The text model says so itself."""
         return False
+
+
+def code_of(error: Any) -> str:
+    """The name of an error's code; servers before Triton 2.38 (23.09) have none."""
+    return str(error.code().name) if hasattr(error, "code") else "INTERNAL"
 
 
 def news(tensors: Mapping[str, torch.Tensor], progress: Mapping[str, torch.Tensor]) -> torch.Tensor:

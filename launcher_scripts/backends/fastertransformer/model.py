@@ -21,6 +21,7 @@ from launcher_scripts.backends.fastertransformer.answer import (
     Answer,
     ToTensors,
     error_response,
+    nothing,
     send_last,
 )
 from launcher_scripts.backends.fastertransformer.answers import Answers
@@ -40,6 +41,7 @@ from launcher_scripts.backends.fastertransformer.parameters import engine_settin
 from launcher_scripts.backends.fastertransformer.server_watch import ServerWatch
 from launcher_scripts.backends.fastertransformer.sessions import Sessions, idle_seconds
 from launcher_scripts.backends.fastertransformer.status import DEVICE_VARIABLE, StatusFile
+from launcher_scripts.backends.older_servers import require_new_enough, response_sender, returned
 from launcher_scripts.contracts_sessions import served_contract
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.prompts import prompt_start_id
@@ -56,6 +58,7 @@ class TritonPythonModel:
 
         On a node that does not serve: host ranks until the end.
         """
+        require_new_enough()
         self._engine = None
         self._metrics: ModelMetrics | None = None
         self._watch = ServerWatch()
@@ -83,22 +86,23 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from error
         self._streams = pb_utils.using_decoupled_model_transaction_policy(config)
         self._sessions = None if idle is None else Sessions(self._engine, idle)
-        self._metrics = ModelMetrics(args["model_name"], self._engine)
-        self._answers = Answers(self._metrics.count_given_up)
+        self._metrics = ModelMetrics.of_server(args["model_name"], self._engine)
+        self._answers = Answers(self._metrics.count_given_up if self._metrics else nothing)
         self._channels = Channels()
         self._engine.timeline.note("the first tokens are generated")
         self._status.write("ready", ranks=self._engine.ranks, timeline=self._engine.timeline.events)
         self._engine.on_failure(self._lost)
 
-    def execute(self, requests: Sequence[Any]) -> None:
+    def execute(self, requests: Sequence[Any]) -> list[Any] | None:
         """Hand every request's rows to the engine; answers follow through response senders."""
-        for request in requests:
-            sender = request.get_response_sender()
+        senders = [response_sender(request) for request in requests]
+        for request, own_sender in zip(requests, senders, strict=True):
+            sender = own_sender
             try:
                 if (errand := errand_of(request)) is not None:
                     channel = self._channels.to(errand.channel)
-                    nothing = pb_utils.InferenceResponse([])
-                    sender = ChannelSender(channel, errand, partial(send_last, sender, nothing))
+                    empty = pb_utils.InferenceResponse([])
+                    sender = ChannelSender(channel, errand, partial(send_last, sender, empty))
                 if self._sessions is None:
                     self._begin(request, sender)
                 else:
@@ -107,6 +111,7 @@ class TritonPythonModel:
                 send_last(sender, error_response(error))
             if isinstance(sender, ChannelSender) and self._sessions is None:
                 sender.hand_over()
+        return returned(senders)
 
     def _begin(self, request: Any, sender: Any) -> None:
         tensors = input_tensors(request, self._contract.inputs)
