@@ -25,12 +25,14 @@ class Cluster(Protocol):
     limits_gpus:   whether a step sees no more GPUs than it asks for
     whole_nodes:   whether no other job shares a node
     max_replicas:  how many servers a job can be; None without a limit
+    removal_seconds: how long it may take to remove a container of a job that ends
     """
 
     type: ClassVar[str]
     hosts_clients: ClassVar[bool]
     limits_gpus: ClassVar[bool]
     max_replicas: ClassVar[int | None]
+    removal_seconds: ClassVar[float]
 
     @property
     def whole_nodes(self) -> bool: ...
