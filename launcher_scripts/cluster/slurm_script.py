@@ -32,7 +32,7 @@ def slurm_script(job: Job, options: SlurmOptions, sbatch: Mapping[str, Any]) -> 
         starts=_starts,
         server_log=file_pattern(job.folder.server_log_stem),
         enroot=_enroot(job, options, exported),
-        beside=_beside(job, options),
+        beside=_beside(job),
     )
 
 
@@ -60,7 +60,7 @@ def _enroot(job: Job, options: SlurmOptions, env: Mapping[str, str]) -> str:
     )
 
 
-def _beside(job: Job, options: SlurmOptions) -> str:
+def _beside(job: Job) -> str:
     """The functions of the script that run a client as long as its server runs."""
     server = job if job.client is not None else job.server
     if server is None or server.service is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -81,47 +83,43 @@ def test_a_path_of_the_job_is_not_the_script_s(
     plan = make_plan(hydra_config(*BASE, *runtime, IMAGE, given, "stages=[export]"))
     (job,) = plan.jobs(folder_of)
     script = plan.cluster.render(job)
-    assert "export PLAIN=x\n" in script
-    assert "export PATH" not in script
-    assert "    env PATH=/opt/bin:/bin \\\n    'QUOTED=\"a\"' \\\n    python3 -m " in script
+    outside, inside = script.split("    sh -c ")
+    assert "export PLAIN=x\n" in outside
+    assert "export PATH" not in outside
+    (inside,) = shlex.split(inside)
+    assert "\nexport PATH=/opt/bin:/bin\nexport QUOTED='\"a\"'\n" in inside
     for names in ("--container-env=", " LOCAL_RANK PYTHONPATH "):
         for line in script.splitlines():
             assert names not in line or ("PLAIN" in line and " PATH" not in line)
 
 
-ENROOT_PROGRAM = """#!/bin/bash
-cd "${0%/*}"
-case $1 in
-    create) mkdir "$3" ;;
-    remove) rmdir "$3" ;;
-    start) echo "$@" > started ;;
-esac
-"""
-
-
-@pytest.mark.parametrize(("restarts", "code"), [("0", 1), ("1", 0)])
-def test_a_job_that_starts_again_replaces_what_was_cut_off(
-    data_dir: Path, tmp_path: Path, restarts: str, code: int
-) -> None:
+def test_a_job_that_starts_again_replaces_what_was_cut_off(data_dir: Path, tmp_path: Path) -> None:
     """The container's name is that of the job, which has the same number then."""
-    script = (data_dir.parent / "golden" / "bcm_enroot" / "export.sh").read_text()
-    function = script[script.index("in_container() {") : script.index("export -f in_container")]
-    for name, text in (("enroot", ENROOT_PROGRAM), ("scontrol", "#!/bin/sh\necho n1\n")):
+    tests = data_dir.parent
+    script = (tests / "golden" / "bcm_enroot" / "export.sh").read_text()
+    functions = script[script.index("remove_leftovers() {") : script.index("export -f in_contain")]
+    double = (tests / "slurm" / "enroot_double.sh").read_text()
+    programs = {"enroot": double, "scontrol": "#!/bin/sh\necho n1\n", "squeue": "#!/bin/sh\n"}
+    for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "launcher_7_0_0").mkdir()
+    image = tmp_path / "inference.sqsh"
+    image.write_bytes(b"hsqs")
+    functions = functions.replace("/images/inference.sqsh", str(image))
+    functions = re.sub(r" +--mount .*\\\n", "", functions)
+    (tmp_path / "calls.nodes" / "n1" / "launcher_test_7_0_0").mkdir(parents=True)
     numbers = {"JOB_ID": "7", "STEP_ID": "0", "PROCID": "0", "LOCALID": "0", "NTASKS": "1"}
     env = {f"SLURM_{name}": value for name, value in numbers.items()}
-    env |= {"SLURM_STEP_NODELIST": "n1", "SLURM_RESTART_COUNT": restarts}
+    env |= {"SLURM_STEP_NODELIST": "n1", "SLURM_CLUSTER_NAME": "test", "SLURMD_NODENAME": "n1"}
     env |= {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": "/x"}
     env |= {"AWS_SECRET_ACCESS_KEY": "secret", "CUDA_HOME": "/host/cuda"}
+    env |= {"ENROOT_CALLS": str(tmp_path / "calls"), "ENROOT_SECONDS": "0"}
     ran = subprocess.run(
-        ["bash", "-c", f"{function}\nin_container true"], env=env, capture_output=True, text=True
+        ["bash", "-c", f"{functions}\nin_container true"], env=env, capture_output=True, text=True
     )
-    assert ran.returncode == code, ran.stderr
-    assert not (tmp_path / "launcher_7_0_0").exists()
-    if code == 0:
-        started = (tmp_path / "started").read_text()
-        assert "--env AWS_SECRET_ACCESS_KEY " in started
-        assert "CUDA_HOME" not in started
-        assert "secret" not in started
+    assert ran.returncode == 0, ran.stderr
+    assert list((tmp_path / "calls.nodes" / "n1").iterdir()) == []
+    calls = (tmp_path / "calls").read_text()
+    assert "--env AWS_SECRET_ACCESS_KEY " in calls
+    assert "CUDA_HOME" not in calls
+    assert "secret" not in calls

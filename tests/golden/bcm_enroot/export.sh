@@ -40,12 +40,9 @@ in_container() {
     trap 'trap "" HUP INT TERM; enroot remove --force "$container" || true' EXIT
     trap : HUP INT TERM
     remove_leftovers
-    if [ "${SLURM_RESTART_COUNT:-0}" != 0 ]; then
-        # The job was started before, and may have been cut off on this node.
-        enroot remove --force "$container" 2> /dev/null || true
-    fi
-    # Unpacking says much, which matters only where it fails.
-    said=$(enroot create --name "$container" /images/inference.sqsh 2>&1) || {
+    # Unpacking says much, which matters only where it fails. A job that is started a second time may
+    # find the container that it had.
+    said=$(enroot create --force --name "$container" /images/inference.sqsh 2>&1) || {
         code=$?
         echo "$said" >&2
         return "$code"
@@ -89,7 +86,6 @@ exec srun \
     --chdir=/mount/results/jobs/export \
     bash -c 'in_container "$@"' bash \
     sh -c '
-
 set -eu
 cd /mount/results/jobs/export
 python=python3

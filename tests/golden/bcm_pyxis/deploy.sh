@@ -41,7 +41,6 @@ srun \
     --container-env=PYTHONPATH,PYTHONUNBUFFERED,TRITON_CACHE_DIR,NCCL_DEBUG,TRANSFORMERS_OFFLINE \
     --container-writable \
     sh -c '
-
 set -eu
 cd /mount/results/gpt3_126m/jobs/001
 python=python3

@@ -33,7 +33,6 @@ exec srun \
     --container-env=PYTHONPATH,PYTHONUNBUFFERED,MPLCONFIGDIR,NCCL_DEBUG,TRANSFORMERS_OFFLINE \
     --container-writable \
     sh -c '
-
 set -eu
 cd /mount/results/gpt3_126m/jobs/001
 python=python3

@@ -34,7 +34,6 @@ exec srun \
     --container-env=PYTHONPATH,PYTHONUNBUFFERED,NCCL_DEBUG,TRANSFORMERS_OFFLINE \
     --container-writable \
     sh -c '
-
 set -eu
 cd /mount/results/gpt3_126m/jobs/001
 python=python3

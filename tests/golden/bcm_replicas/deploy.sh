@@ -38,7 +38,6 @@ srun \
     --no-container-mount-home \
     --container-env=PYTHONPATH,PYTHONUNBUFFERED,TRITON_CACHE_DIR,TRANSFORMERS_OFFLINE \
     sh -c '
-
 set -eu
 cd /mount/results/jobs/deploy
 python=python3

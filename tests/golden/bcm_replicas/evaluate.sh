@@ -101,7 +101,6 @@ beside_server srun \
     --no-container-mount-home \
     --container-env=PYTHONPATH,PYTHONUNBUFFERED,MPLCONFIGDIR,TRANSFORMERS_OFFLINE \
     sh -c '
-
 set -eu
 cd /mount/results/jobs/evaluate
 python=python3

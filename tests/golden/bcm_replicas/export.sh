@@ -28,7 +28,6 @@ exec srun \
     --no-container-mount-home \
     --container-env=PYTHONPATH,PYTHONUNBUFFERED,TRANSFORMERS_OFFLINE \
     sh -c '
-
 set -eu
 cd /mount/results/jobs/export
 python=python3
