@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from launcher_scripts.cluster.cluster import Cluster
-from launcher_scripts.cluster.containers import is_file, registry_name
+from launcher_scripts.cluster.containers import image_problem, is_file, registry_name
 from launcher_scripts.cluster.job import (
     Container,
     Job,
@@ -157,9 +157,20 @@ class Stage(ABC):
         for module in self.step_names():
             what = f"the step {module} of the launcher"
             checks.exists(what, steps / f"{module}.py", "launcher_scripts_path")
-        image = config.container
-        if self.launch.cluster.in_container and image and image.endswith((".sqsh", ".squashfs")):
-            checks.exists("the container image", absolute(image), "container")
+        if self.in_container:
+            self._check_image(checks)
+
+    def _check_image(self, checks: Checks) -> None:
+        image = self._image()
+        if is_file(image) and not Path(image).exists():
+            checks.absent.add("the container image is not there", got=image, change="container")
+        elif (reason := image_problem(image)) is not None:
+            checks.problems.add(reason, got=image, change="container")
+
+    def _image(self) -> str:
+        """The configured image: an absolute path, or pyxis' name of one in a registry."""
+        image = str(self.launch.config.container)
+        return absolute(image) if is_file(image) else registry_name(image)
 
     def job(self, folder: JobFolder, server: Job | None = None) -> Job:
         """The job that does the stage's work, with its files in `folder`.
@@ -215,14 +226,12 @@ class Stage(ABC):
 
     def _container(self, folder: JobFolder) -> Container | None:
         config = self.launch.config
-        if not self.in_container or config.container is None:
+        if not self.in_container:
             return None
-        image = config.container
-        image = absolute(image) if is_file(image) else registry_name(image)
         folders = [
             config.checkout,
             *map(Path, (absolute(config.base_results_dir), absolute(config.data_dir))),
         ]
         paths = [config.checkout / "launcher_scripts", folder.root, *self.paths()]
         mounts = mounts_for(paths, folders, config.mounts())
-        return Container(image, tuple(str(mount) for mount in mounts))
+        return Container(self._image(), tuple(str(mount) for mount in mounts))

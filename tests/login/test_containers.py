@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.cluster.containers import is_file, registry_name
+from launcher_scripts.cluster.containers import image_problem, is_file, registry_name
 from launcher_scripts.cluster.enroot import EnrootImage
 from launcher_scripts.cluster.variables import Variables
+from launcher_scripts.errors import ConfigError
 from stages.plan import make_plan
 from tests.login.conftest import Compose
 from tests.login.test_golden import BASE
@@ -38,6 +39,43 @@ from tests.login.test_golden_jobs import ENROOT, IMAGE, folder_of
 def test_an_image_is_named_as_pyxis_does(image: str, name: str) -> None:
     assert registry_name(image) == name
     assert not is_file(image)
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        "nvcr.io/NVIDIA/nemo:23",
+        "Ubuntu",
+        "nvcr.io#nvidia/nemo:2 3",
+        "oci://nemo",
+        "",
+    ],
+)
+def test_a_name_that_no_registry_has_is_refused(hydra_config: Compose, image: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"no name of an image.*lower case; got .*; change contai"
+    ):
+        make_plan(hydra_config(*BASE, f"container='{image}'"))
+
+
+@pytest.mark.parametrize(
+    "image", ["nemo:23.08-Py3", "$oauthtoken@nvcr.io/nvidia/nemo", "nemo@sha256:0aF", "podman://A"]
+)
+def test_a_name_that_enroot_reads_is_taken(image: str) -> None:
+    assert image_problem(registry_name(image)) is None
+
+
+def test_an_image_s_file_is_looked_at(hydra_config: Compose, tmp_path: Path) -> None:
+    """One that is not there is a note of a dry run, whatever its name ends in."""
+    absent = make_plan(hydra_config(*BASE, "container=/no/such/image")).absent
+    assert any("the container image is not there; got '/no/such/image'" in note for note in absent)
+    (tmp_path / "text.sqsh").write_text("no squashfs")
+    (tmp_path / "good").write_bytes(b"hsqs")
+    for path in (tmp_path, tmp_path / "text.sqsh"):
+        with pytest.raises(ConfigError, match="is no squashfs file"):
+            make_plan(hydra_config(*BASE, f"container={path}"))
+    made = make_plan(hydra_config(*BASE, f"container={tmp_path / 'good'}"))
+    assert not any("container image" in note for note in made.absent)
 
 
 def test_paths_are_no_names() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -74,3 +76,21 @@ def test_an_interpreter_that_the_image_has_not_is_named(
     log = submit.log("export")
     assert "error: the container has no python3.99; got PATH=" in log
     assert "; change cluster.python" in log
+
+
+def test_why_containers_on_two_nodes_did_not_start_is_shown(
+    slurm: TestCluster, submit: Submit, image: Path, checkout: Path
+) -> None:
+    """pyxis prints what unpacking said, for every node, below the line that matters."""
+    mounts = "container_mounts=[/no/such/folder:/data]"
+    submit(*submit.served, f"container={image}", mounts, "deploy.run.nodes=2")
+    assert ended(slurm, submit, "deploy")[0] == "FAILED"
+    results = f"--results={submit.results.parent}"
+    command = [sys.executable, "-m", "launcher_scripts.jobs", "wait", results, "deploy_tiny"]
+    waited = slurm.run(*command, cwd=checkout, env=dict(os.environ))
+    assert waited.returncode == 1
+    reason = "--container-mounts: source path does not exist: /no/such/folder"
+    _, head, first, *rest = waited.stderr.splitlines()
+    assert head.startswith("lines of its log ")
+    assert first == f"  | pyxis: {reason}"
+    assert rest[0].startswith("the end of its log ")
