@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -140,6 +141,11 @@ class Stage(ABC):
         return self.launch.cluster.in_container and self.launch.config.container is not None
 
     @property
+    def python(self) -> str:
+        """The interpreter of the steps; on the host the one that plans the job."""
+        return self.launch.cluster.python or ("python3" if self.in_container else sys.executable)
+
+    @property
     def results_dir(self) -> Path:
         return Path(absolute(self.block.run.results_dir))
 
@@ -192,7 +198,7 @@ class Stage(ABC):
         )
 
     def _step(self, module: str, folder: JobFolder, resources: Resources) -> Step:
-        command = (self.launch.cluster.python, "-m", f"launcher_scripts.steps.{module}")
+        command = (self.python, "-m", f"launcher_scripts.steps.{module}")
         return Step(
             name=module,
             argv=(*command, "--settings", str(folder.settings)),

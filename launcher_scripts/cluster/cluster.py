@@ -17,7 +17,7 @@ class Cluster(Protocol):
 
     type:          the name in CLUSTERS
     gpus_per_node: GPUs that a job gets on every node; None where that is not known
-    python:        the interpreter that runs the steps
+    python:        the interpreter that runs the steps, where the configuration names one
     max_nodes:     how many nodes a job can have; None without a limit
     in_container:  whether jobs run in the configured container
     hosts_clients: whether a server's job can hold its client too; a foreground cluster runs both
@@ -47,7 +47,7 @@ class Cluster(Protocol):
     def gpus_per_node(self) -> int | None: ...
 
     @property
-    def python(self) -> str: ...
+    def python(self) -> str | None: ...
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> Cluster:

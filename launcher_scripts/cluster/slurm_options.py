@@ -56,7 +56,7 @@ class SlurmOptions(ClusterOptions):
     job_name_prefix: str = "nemo-megatron-"
     mpi: str = "pmix"
     srun_args: tuple[str, ...] = ()
-    python: str | None = "python3"
+    python: str | None = None
     requeue: bool | None = False
     container_runtime: str = "pyxis"
     image_cache: str | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import time
 from pathlib import Path
 
@@ -262,6 +261,10 @@ def test_the_documented_command_line(
     results = tmp_path / "mount" / "results"
     (results / "gpt3_126m" / "checkpoints").mkdir(parents=True)
     nemo_file.rename(results / "gpt3_126m" / "checkpoints" / "megatron_gpt.nemo")
+    other = tmp_path / "programs" / "python3"  # what the nodes call python3 lacks the packages
+    other.parent.mkdir()
+    other.write_text("#!/bin/sh\nexit 9\n")
+    other.chmod(0o755)
     ran = run(
         "stages=[export]",
         "cluster_type=bcm",
@@ -272,7 +275,7 @@ def test_the_documented_command_line(
         "export.model.tensor_model_parallel_size=2",
         "export.triton_deployment.pipeline_model_parallel_size=1",
         script=checkout / "launcher_scripts" / "main.py",
-        PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        PATH=os.pathsep.join([str(other.parent), os.environ["PATH"]]),
     )
     assert ran.returncode == 0, ran.stderr
     (record_file,) = results.glob("gpt3_126m/export_tp2_pp1_fp16_fp16/jobs/001/job.json")
