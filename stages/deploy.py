@@ -141,8 +141,11 @@ class Deploy(Stage):
 
     def service(self) -> Service:
         settings = self.settings
-        # The server ends its requests within stop_timeout; then its processes are put away.
+        # The server ends its requests within stop_timeout; then its processes are put away, and
+        # its container.
         stop_timeout = settings.stop_timeout + CLEANUP_SECONDS
+        if self.in_container:
+            stop_timeout += self.launch.cluster.removal_seconds
         return Service(settings.ready_file, settings.ready_timeout, stop_timeout)
 
     def env(self) -> dict[str, str]:

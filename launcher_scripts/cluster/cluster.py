@@ -17,7 +17,7 @@ class Cluster(Protocol):
 
     type:          the name in CLUSTERS
     gpus_per_node: GPUs that a job gets on every node; None where that is not known
-    python:        the interpreter that runs the steps
+    python:        the interpreter that runs the steps, where the configuration names one
     max_nodes:     how many nodes a job can have; None without a limit
     in_container:  whether jobs run in the configured container
     hosts_clients: whether a server's job can hold its client too; a foreground cluster runs both
@@ -25,12 +25,14 @@ class Cluster(Protocol):
     limits_gpus:   whether a step sees no more GPUs than it asks for
     whole_nodes:   whether no other job shares a node
     max_replicas:  how many servers a job can be; None without a limit
+    removal_seconds: how long it may take to remove a container of a job that ends
     """
 
     type: ClassVar[str]
     hosts_clients: ClassVar[bool]
     limits_gpus: ClassVar[bool]
     max_replicas: ClassVar[int | None]
+    removal_seconds: ClassVar[float]
 
     @property
     def whole_nodes(self) -> bool: ...
@@ -45,7 +47,7 @@ class Cluster(Protocol):
     def gpus_per_node(self) -> int | None: ...
 
     @property
-    def python(self) -> str: ...
+    def python(self) -> str | None: ...
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> Cluster:

@@ -15,7 +15,7 @@ class ClusterOptions:
     """The keys that conf/cluster/*.yaml have in common.
 
     gpus_per_node: GPUs that a job gets on every node; None: not known, so not checked
-    python:        interpreter that runs the steps, as seen by them
+    python:        interpreter that runs the steps, as seen by them; None: see Stage.python
     """
 
     type: str
@@ -63,5 +63,5 @@ class ConfiguredCluster(Generic[Options]):
         return self.options.gpus_per_node
 
     @property
-    def python(self) -> str:
-        return self.options.python or "python3"
+    def python(self) -> str | None:
+        return self.options.python
