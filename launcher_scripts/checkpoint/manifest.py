@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from blake3 import blake3
 
 from launcher_scripts.errors import CheckpointError, Problems, problem
+from launcher_scripts.untrusted import parse_json, read_plain
 
 FILE_NAME = "manifest.json"
 FORMAT = "fastertransformer-checkpoint"
@@ -27,6 +28,7 @@ TOOL_NAME = "nemo-deployment-launcher"
 TOOL_VERSION = "0.1.0"
 
 _HASH_CHUNK = 1 << 21
+_LONGEST_NAME = 255
 
 
 class Digest(Protocol):
@@ -107,7 +109,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of `folder`, None where it has none; a damaged one is a CheckpointError."""
     path = folder / FILE_NAME
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(read_plain(path))
         found = (values.pop("format"), values.pop("version"))
         if found not in [(FORMAT, version) for version in VERSIONS]:
             raise CheckpointError(
@@ -118,6 +120,8 @@ def read_manifest(folder: Path) -> Manifest | None:
                 )
             )
         values["files"] = tuple(file_entry(entry) for entry in values["files"])
+        if not isinstance(values.get("source", {}), dict):
+            raise ValueError("its source is no mapping")
         return Manifest(**values)
     except FileNotFoundError:
         return None
@@ -177,6 +181,11 @@ def file_entry(values: Mapping[str, Any]) -> FileEntry:
         raise ValueError(f"{values['name']} has no digest of {', '.join(DIGESTS)}")
     (algorithm,) = algorithms
     rest = {key: value for key, value in values.items() if key != algorithm}
+    name, size = rest["name"], rest["bytes"]
+    if not isinstance(name, str) or Path(name).name != name or len(name) > _LONGEST_NAME:
+        raise ValueError(f"{name!r} is no name of a file in the folder")
+    if type(size) is not int or size < 0:
+        raise ValueError(f"{name} has no number of bytes, but {size!r}")
     shape = rest.pop("shape", None)
     return FileEntry(
         **rest,

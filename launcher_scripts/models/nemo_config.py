@@ -44,8 +44,11 @@ def find_checkpoint(path: Path) -> Path:
 
     Raises CheckpointError when several files could be meant.
     """
-    if not path.is_dir() or (path / CONFIG_NAME).exists():
-        return path
+    try:
+        if not path.is_dir() or (path / CONFIG_NAME).exists():
+            return path
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     found = sorted(path.glob("*.nemo"))
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
