@@ -21,6 +21,7 @@ from launcher_scripts.untrusted import parse_json, read_plain
 
 FILE_NAME = "manifest.json"
 FORMAT = "fastertransformer-checkpoint"
+LIST_FORMAT = "files"
 VERSION = 2
 # Version 1 knew sha256 alone.
 VERSIONS = (1, 2)
@@ -127,6 +128,35 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def write_file_list(folder: Path) -> None:
+    """List the files of a folder that is no checkpoint in a manifest of its own."""
+    entries = [
+        FileEntry(path.name, path.stat().st_size, file_digest(path)).values()
+        for path in sorted(folder.iterdir())
+    ]
+    values = {"format": LIST_FORMAT, "version": VERSION, "files": entries}
+    (folder / FILE_NAME).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def check_file_list(folder: Path, problems: Problems) -> None:
+    """Note every file of `folder` that is not as write_file_list found it, or came later."""
+    path = folder / FILE_NAME
+    try:
+        values = parse_json(read_plain(path))
+        if (values["format"], values["version"]) != (LIST_FORMAT, VERSION):
+            raise ValueError(f"it is no {LIST_FORMAT} {VERSION}")
+        entries = {entry.name: entry for entry in map(file_entry, values["files"])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problems.add(f"cannot read {path}: {error}")
+        return
+    found = Problems(str(folder))
+    check_files(folder, entries, found, digests=True)
+    for file in sorted(folder.iterdir()):
+        if file.name not in {*entries, FILE_NAME, "__pycache__"}:
+            found.add(f"{file.name} is not in the manifest")
+    problems.messages += [f"{folder}: {message}" for message in found.messages]
 
 
 def file_digest(path: Path, algorithm: str = ALGORITHM) -> str:

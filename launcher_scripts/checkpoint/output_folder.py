@@ -34,16 +34,9 @@ def refuse_existing(folder: Path, overwrite: bool) -> None:
 
     A link there, or under one of the names on the way, leads to files of somebody else.
     """
+    refuse_links(folder, partial_folder(folder), _old_folder(folder))
     with writing(folder):
         exists = folder.exists()
-        links = [path for path in _own_names(folder) if path.is_symlink()]
-    if links:
-        raise CheckpointError(
-            problem(
-                "an export would overwrite or delete what a link leads to; remove the link",
-                got=[str(path) for path in links],
-            )
-        )
     if exists and not overwrite:
         raise CheckpointError(
             problem(
@@ -54,8 +47,16 @@ def refuse_existing(folder: Path, overwrite: bool) -> None:
         )
 
 
-def _own_names(folder: Path) -> tuple[Path, ...]:
-    return folder, partial_folder(folder), _old_folder(folder)
+def refuse_links(*paths: Path) -> None:
+    """Raises CheckpointError when one of the places to write to is a link."""
+    links = [str(path) for path in paths if path.is_symlink()]
+    if links:
+        raise CheckpointError(
+            problem(
+                "an export would overwrite or delete what a link leads to; remove the link",
+                got=links,
+            )
+        )
 
 
 def remove(path: Path) -> None:
