@@ -332,8 +332,8 @@ def test_altered_text_models_are_not_served(
 def test_an_altered_tokenizer_gets_into_no_text_model(tmp_path: Path) -> None:
     settings = export(tmp_path)
     vocab = settings.checkpoint_dir / "vocab.json"
-    vocab.write_bytes(vocab.read_bytes().replace(b" ", b"\n", 1))
-    with pytest.raises(CheckpointError, match=r"vocab\.json is (altered|too)"):
+    vocab.write_bytes(vocab.read_bytes() + b"\n")
+    with pytest.raises(CheckpointError, match=r"vocab\.json is too long"):
         ModelRepository(settings.model_repository).write(replace(settings, overwrite=True))
 
 
