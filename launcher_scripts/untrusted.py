@@ -22,7 +22,7 @@ import yaml
 MOST_YAML_BYTES = 4 << 20
 _MOST_VALUES = 1 << 18
 # A member's name and attributes, where they do not fit the 512 bytes of its own header.
-_MOST_HEADER_BYTES = 1 << 16
+_MOST_HEADER_BYTES = 1 << 13
 _LONG_HEADERS = (
     tarfile.GNUTYPE_LONGNAME,
     tarfile.GNUTYPE_LONGLINK,

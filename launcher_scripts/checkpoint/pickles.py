@@ -273,7 +273,8 @@ class _Reader(pickle._Unpickler):  # type: ignore[misc]
             target.add(_key(item))
 
     def load_frozenset(self) -> None:
-        self.append(frozenset(_set(self.pop_mark())))
+        items = self.pop_mark()  # which brings back the stack below
+        self.append(frozenset(_set(items)))
 
     dispatch |= {
         pickle.REDUCE[0]: load_reduce,
