@@ -54,6 +54,7 @@ FLOOR = frozenset(
         "settings",
         "stop_signals",
         "task_settings",
+        "untrusted",
         "whole_files",
     }
 )
@@ -73,7 +74,7 @@ MAY_IMPORT = {
     "contracts_sessions": {"contracts", "contracts_text", "protocol", "errors"},
     "contracts_text": {"protocol", "text_names"},
     "render": {"errors"},
-    "models": {"errors", "parallel"},
+    "models": {"errors", "parallel", "untrusted"},
     "remains": set(),
     "replicas": set(),
     "security": {"errors"},
@@ -90,6 +91,7 @@ MAY_IMPORT = {
     "task_settings": {"errors"},
     "text_names": set(),
     "tokenizer": set(),
+    "untrusted": set(),
     "whole_files": set(),
     "checkpoint": FLOOR | {"text_names", "tokenizer"},
     "kernels": {"errors", "parallel"},

@@ -27,6 +27,7 @@ from launcher_scripts.errors import CheckpointError, LauncherError, Problems, pr
 from launcher_scripts.models import FAMILIES, family_of
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.ini_text import FILE_NAME, parse_ini
+from launcher_scripts.untrusted import read_plain
 
 # What the original's guides have users set by hand, since a checkpoint need not say it.
 EDITABLE = ("start_id", "end_id", "decoder_start_token_id", "eos_token_id")
@@ -131,7 +132,7 @@ def read_config(folder: Path, tp_size: int | None = None) -> ConfigIni:
     """
     path = folder / FILE_NAME
     try:
-        parser = parse_ini(path.read_text(encoding="utf-8"))
+        parser = parse_ini(read_plain(path).decode())
     except (OSError, UnicodeDecodeError, configparser.Error) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     family = _family(path, parser)

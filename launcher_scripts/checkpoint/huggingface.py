@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from launcher_scripts.checkpoint.source_checkpoint import WholeTensors
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
 from launcher_scripts.errors import CheckpointError, Problems, problem
 from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.untrusted import parse_json
 
 CONFIG_NAME = "config.json"
 DECODER = ("decoder.", "lm_head.")
@@ -185,7 +185,7 @@ def architecture(raw: Mapping[str, Any], path: Path) -> Architecture:
 
 def _read_config(archive: Archive) -> Mapping[str, Any]:
     try:
-        raw = json.loads(archive.read(CONFIG_NAME))
+        raw = parse_json(archive.read(CONFIG_NAME))
     except ValueError as error:
         raise CheckpointError(f"{CONFIG_NAME} of {archive.path} is damaged: {error}") from error
     if not isinstance(raw, dict):
@@ -207,7 +207,7 @@ def _weight_files(archive: Archive) -> list[str]:
 
 def _shards(archive: Archive, index: str) -> list[str]:
     try:
-        found = sorted(set(json.loads(archive.read(index))["weight_map"].values()))
+        found = sorted(set(parse_json(archive.read(index))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} of {archive.path} is damaged: {error!r}") from error
     problems = Problems(f"{index} of {archive.path}")

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
+from launcher_scripts.checkpoint.manifest import check_files
+from launcher_scripts.checkpoint.output_folder import refuse_links
 from launcher_scripts.checkpoint.served_types import backend_model_type
 from launcher_scripts.checkpoint.text_models import TOKEN_MODEL, write_text_models
 from launcher_scripts.contracts_sessions import (
@@ -26,11 +28,11 @@ from launcher_scripts.contracts_sessions import (
     MAX_SEQUENCE_IDLE_MICROSECONDS,
     served_contract,
 )
-from launcher_scripts.errors import CheckpointError, ConfigError, problem
+from launcher_scripts.errors import CheckpointError, ConfigError, Problems, problem
 from launcher_scripts.models.repository import TEXT_MODELS
 from launcher_scripts.render import pbtxt, render
 from launcher_scripts.settings import ExportSettings
-from launcher_scripts.tokenizer import TokenizerError, load_tokenizer
+from launcher_scripts.tokenizer import TokenizerError, load_tokenizer, tokenizer_files
 from launcher_scripts.whole_files import write_whole
 
 # The engine takes what waits whenever it is free, so a request never waits for company.
@@ -67,6 +69,7 @@ class ModelRepository:
             refuse_existing(targets)
         config = model_config(settings, checkpoint)
         staging = self.root.with_name(self.root.name + ".partial")
+        refuse_links(staging)
         shutil.rmtree(staging, ignore_errors=True)
         try:
             if text_models:
@@ -119,8 +122,13 @@ def text_model_names(
 
 
 def check_tokenizer(checkpoint: FTCheckpoint) -> None:
-    """The tokenizer beside the weights must exist and fit the vocabulary."""
+    """The tokenizer beside the weights must exist, be as exported and fit the vocabulary."""
     change = "export.model.tokenizer (a mapping with its files, or none)"
+    problems = Problems(f"the tokenizer of {checkpoint.folder}")
+    known = checkpoint.manifest.entries if checkpoint.manifest is not None else {}
+    names = {path.name for path in tokenizer_files(checkpoint.folder)} & known.keys()
+    check_files(checkpoint.folder, {name: known[name] for name in names}, problems, digests=True)
+    problems.raise_if_any(CheckpointError)
     try:
         size = load_tokenizer(checkpoint.folder).vocab_size
     except TokenizerError as error:
