@@ -21,6 +21,7 @@ from launcher_scripts.errors import ServerError
 from launcher_scripts.models.repository import is_remote
 from launcher_scripts.remains import Claim, is_word
 from launcher_scripts.server.installation import Installation
+from launcher_scripts.server.limits import server_limits, set_limits
 from launcher_scripts.server.lost_workers import is_sign
 from launcher_scripts.server.ports import Ports
 from launcher_scripts.server.protection import Protection
@@ -92,7 +93,7 @@ class ServerProcess:
             errors="replace",
             start_new_session=True,
             pass_fds=self._claim.descriptors,
-            preexec_fn=_end_with_parent(),
+            preexec_fn=_prepare_child(),
         )
         self._reader = threading.Thread(
             target=self._repeat_log, args=(self._process.stdout,), daemon=True
@@ -233,14 +234,16 @@ def _state(pid: int) -> str:
         return ""
 
 
-def _end_with_parent() -> Callable[[], None]:
-    """What the child runs before the server: ask the kernel for SIGTERM when this program dies.
+def _prepare_child() -> Callable[[], None]:
+    """What the child runs before the server: its limits, and SIGTERM when this program dies.
 
-    The library is loaded here, since a forked child must not.
+    All is looked up here, since a forked child should do little.
     """
     libc = ctypes.CDLL(None, use_errno=True)
+    limits = server_limits()
 
-    def set_death_signal() -> None:
+    def prepare() -> None:
+        set_limits(limits)
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
-    return set_death_signal
+    return prepare
