@@ -168,7 +168,14 @@ def test_the_login_side_finds_the_checkpoint_where_the_server_does(
 
 def test_text_models_carry_the_tokenizer_and_its_code(tmp_path: Path) -> None:
     root = export(tmp_path).model_repository
-    files = ["merges.txt", "model.py", "text_tensors.py", "tokenizer.py", "vocab.json"]
+    files = [
+        "merges.txt",
+        "model.py",
+        "text_parameters.py",
+        "text_tensors.py",
+        "tokenizer.py",
+        "vocab.json",
+    ]
     whole = ["encoding", "deltas", "requests", "answers", "forwards", "channel", "names"]
     roles = {"preprocessing": ["encoding"], "postprocessing": ["deltas"]}
     for role in TEXT_MODELS:

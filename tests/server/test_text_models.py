@@ -18,7 +18,13 @@ from launcher_scripts.tokenizer import load_tokenizer
 from tests.server.repositories import TOKENIZERS
 
 ROOM = Path(backends.__file__).parent
-LONE_MODULES = ("text_encoding", "text_tensors", "tokenizer", "triton_python_backend_utils")
+LONE_MODULES = (
+    "text_encoding",
+    "text_parameters",
+    "text_tensors",
+    "tokenizer",
+    "triton_python_backend_utils",
+)
 
 
 class FakeTensor:

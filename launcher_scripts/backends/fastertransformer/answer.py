@@ -15,6 +15,7 @@ import triton_python_backend_utils as pb_utils
 from launcher_scripts.backends.fastertransformer.answers import Answers
 from launcher_scripts.backends.fastertransformer.forwarded import news
 from launcher_scripts.backends.fastertransformer.row_values import beam_axis
+from launcher_scripts.backends.text_parameters import ParameterError
 from launcher_scripts.engine.row import Progress, Snapshot
 from launcher_scripts.engine.session import Session
 from launcher_scripts.errors import RequestError
@@ -244,7 +245,7 @@ def error_response(error: BaseException) -> Any:
     """The request's own error; a wrong request is the client's, anything else the server's."""
     code = (
         pb_utils.TritonError.INVALID_ARG
-        if isinstance(error, RequestError)
+        if isinstance(error, RequestError | ParameterError)
         else pb_utils.TritonError.INTERNAL
     )
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
