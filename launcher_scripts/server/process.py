@@ -30,6 +30,7 @@ from launcher_scripts.settings import DeploySettings
 
 STATUS_DIR_VARIABLE = "LAUNCHER_STATUS_DIR"
 DEVICE_VARIABLE = "LAUNCHER_DEVICE"
+MAX_WAITING_VARIABLE = "LAUNCHER_MAX_WAITING_ROWS"
 CREDENTIALS_VARIABLE = "TRITON_CLOUD_CREDENTIAL_PATH"
 TAIL_LINES = 60
 _POLL_SECONDS = 0.05
@@ -79,6 +80,7 @@ class ServerProcess:
         arguments = self._arguments(settings, installation, ports) + protection.arguments()
         secrets = protection.environment
         own = {STATUS_DIR_VARIABLE: str(self.status_dir), DEVICE_VARIABLE: settings.device}
+        own[MAX_WAITING_VARIABLE] = str(settings.max_waiting_rows)
         if settings.cloud_credentials is not None:
             own[CREDENTIALS_VARIABLE] = settings.cloud_credentials
         print(self._hide("starting " + " ".join(arguments)), flush=True)

@@ -18,7 +18,7 @@ from launcher_scripts.backends.fastertransformer.row_values import beam_axis
 from launcher_scripts.backends.text_parameters import ParameterError
 from launcher_scripts.engine.row import Progress, Snapshot
 from launcher_scripts.engine.session import Session
-from launcher_scripts.errors import RequestError
+from launcher_scripts.errors import BusyError, RequestError
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
 Submit = Callable[..., "Future[GenerateOutput]"]
@@ -243,11 +243,11 @@ def _with_tokens(
 
 def error_response(error: BaseException) -> Any:
     """The request's own error; a wrong request is the client's, anything else the server's."""
-    code = (
-        pb_utils.TritonError.INVALID_ARG
-        if isinstance(error, RequestError | ParameterError)
-        else pb_utils.TritonError.INTERNAL
-    )
+    code = pb_utils.TritonError.INTERNAL
+    if isinstance(error, BusyError):
+        code = pb_utils.TritonError.UNAVAILABLE
+    elif isinstance(error, RequestError | ParameterError):
+        code = pb_utils.TritonError.INVALID_ARG
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
 
 

@@ -40,7 +40,11 @@ from launcher_scripts.backends.fastertransformer.nodes import (
 from launcher_scripts.backends.fastertransformer.parameters import engine_settings
 from launcher_scripts.backends.fastertransformer.server_watch import ServerWatch
 from launcher_scripts.backends.fastertransformer.sessions import Sessions, idle_seconds
-from launcher_scripts.backends.fastertransformer.status import DEVICE_VARIABLE, StatusFile
+from launcher_scripts.backends.fastertransformer.status import (
+    DEVICE_VARIABLE,
+    MAX_WAITING_VARIABLE,
+    StatusFile,
+)
 from launcher_scripts.backends.text_parameters import (
     ParameterError,
     parameter_values,
@@ -50,7 +54,7 @@ from launcher_scripts.contracts_sessions import served_contract
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.prompts import prompt_start_id
 from launcher_scripts.engine.weights import DTYPES
-from launcher_scripts.errors import LauncherError, RequestError, ServerError, problem
+from launcher_scripts.errors import BusyError, LauncherError, RequestError, ServerError, problem
 from launcher_scripts.protocol import GenerateRequest, Tensor
 
 _TYPES = {
@@ -95,6 +99,7 @@ class TritonPythonModel:
         except LauncherError as error:
             self._status.write("failed", reason=str(error))
             raise pb_utils.TritonModelException(str(error)) from error
+        self._max_waiting_rows = int(os.environ.get(MAX_WAITING_VARIABLE, "512"))
         self._streams = pb_utils.using_decoupled_model_transaction_policy(config)
         self._sessions = None if idle is None else Sessions(self._engine, idle)
         self._metrics = ModelMetrics(args["model_name"], self._engine)
@@ -128,10 +133,24 @@ class TritonPythonModel:
         given = input_tensors(request, self._contract.inputs)
         tensors = with_parameters(request, self._contract.inputs, given)
         rows = self._conversion.to_requests(tensors)
+        self._check_room(len(rows))
         answer = self._answer(
             request, sender, rows, tensors, shown=rows, width=tensors["input_ids"].shape[1]
         )
         answer.start(self._engine.submit)
+
+    def _check_room(self, rows: int) -> None:
+        """Refuse a request that would wait behind too many; alone in line it may be any size."""
+        waiting = self._engine.rows_waiting
+        if waiting and waiting + rows > self._max_waiting_rows:
+            raise BusyError(
+                problem(
+                    "too many rows wait for this model; send the request again later",
+                    got=f"{waiting} and {rows} of this request",
+                    choices=(f"at most {self._max_waiting_rows}",),
+                    change="deploy.server.max_waiting_rows",
+                )
+            )
 
     def _begin_turn(self, request: Any, sender: Any, sessions: Sessions) -> None:
         """A request of a session: its tensors have an axis of one in front of its rows."""
