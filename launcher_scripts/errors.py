@@ -41,6 +41,10 @@ class RequestError(LauncherError):
     """One request to the engine is wrong; the others go on."""
 
 
+class BusyError(RequestError):
+    """One request finds no room; the same one may be sent again later."""
+
+
 def problem(
     what: str,
     *,

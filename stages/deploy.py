@@ -16,7 +16,7 @@ from launcher_scripts.models.repository import (
     served_models,
 )
 from launcher_scripts.parallel import Parallelism
-from launcher_scripts.security import ServerSecurity
+from launcher_scripts.security import LOOPBACK, ServerSecurity
 from launcher_scripts.settings import DeploySettings
 from stages.export import Export
 from stages.paths import absolute
@@ -24,6 +24,7 @@ from stages.protection import check_files, with_absolute_files
 from stages.stage import Launch, Stage
 
 CLEANUP_SECONDS = 20.0
+RESTARTS = 3  # of a server that serves others
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class DeployRun:
 
 @dataclass(frozen=True)
 class Server:
-    host: str
+    host: str | None
     http_port: int
     grpc_port: int
     metrics_port: int
@@ -46,6 +47,7 @@ class Server:
     public_host: str | None
     ready_timeout: float
     stop_timeout: float
+    max_waiting_rows: int
     cloud_credentials: str | None
     network_interface: str | None
     security: ServerSecurity
@@ -58,7 +60,7 @@ class DeployBlock:
     run: DeployRun
     model_repository: str
     replicas: int
-    restarts: int
+    restarts: int | None
     server: Server
 
 
@@ -74,14 +76,22 @@ class Deploy(Stage):
     @cached_property
     def settings(self) -> DeploySettings:
         server = {**_values(self.block.server), "security": self.security}
+        if server["host"] is None and not self.launch.cluster.serves_others:
+            server["host"] = LOOPBACK
         if server["cloud_credentials"] is not None:
             server["cloud_credentials"] = absolute(server["cloud_credentials"])
         return DeploySettings(
             model_repository=self.block.model_repository if self.remote else str(self.repository),
             results_dir=str(self.results_dir),
-            restarts=self.block.restarts,
+            restarts=self.restarts,
             **server,
         )
+
+    @property
+    def restarts(self) -> int:
+        if self.block.restarts is not None:
+            return self.block.restarts
+        return RESTARTS if self.launch.cluster.serves_others else 0
 
     @property
     def security(self) -> ServerSecurity:

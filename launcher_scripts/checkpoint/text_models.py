@@ -110,6 +110,7 @@ def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:
     names = code.get(role, (*whole, text_names.__file__))
     return [
         *(room / name for name in names),
+        room / "text_parameters.py",
         room / "text_tensors.py",
         room / "older_servers.py",
         Path(tokenizer.__file__),

@@ -24,6 +24,7 @@ class Cluster(Protocol):
                    on the same machine anyway
     limits_gpus:   whether a step sees no more GPUs than it asks for
     whole_nodes:   whether no other job shares a node
+    serves_others: whether its servers are for other machines, too
     max_replicas:  how many servers a job can be; None without a limit
     removal_seconds: how long it may take to remove a container of a job that ends
     """
@@ -31,6 +32,7 @@ class Cluster(Protocol):
     type: ClassVar[str]
     hosts_clients: ClassVar[bool]
     limits_gpus: ClassVar[bool]
+    serves_others: ClassVar[bool]
     max_replicas: ClassVar[int | None]
     removal_seconds: ClassVar[float]
 

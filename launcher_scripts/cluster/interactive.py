@@ -26,6 +26,7 @@ class InteractiveCluster(ForegroundCluster[InteractiveOptions]):
 
     type: ClassVar[str] = "interactive"
     options_type = InteractiveOptions
+    serves_others: ClassVar[bool] = False
 
     @property
     def max_nodes(self) -> int | None:

@@ -49,6 +49,7 @@ class ConfiguredCluster(Generic[Options]):
     """A kind of cluster with its options."""
 
     options_type: ClassVar[type[ClusterOptions]]
+    serves_others: ClassVar[bool] = True
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -290,6 +290,25 @@ def test_a_server_program_that_does_not_exist(tmp_path: Path) -> None:
         assert_clean_failure(step, "/nowhere/tritonserver", "deploy.server.tritonserver")
 
 
+def test_a_second_server_leaves_the_ready_file_of_a_living_one(tmp_path: Path) -> None:
+    repository = make_repository(tmp_path)
+    with running(tmp_path / "job", repository) as first:
+        ready = first.wait_until_ready()
+        (tmp_path / "second").mkdir()
+        second = RunningStep(first.settings, tmp_path / "second")
+        try:
+            assert second.wait() == 1
+        finally:
+            second.close()
+        assert "another server is alive with this results_dir; got " in second.err
+        assert "change deploy.run.results_dir" in second.err
+        assert "tritonserver" not in second.out
+        shown = json.loads(first.settings.ready_file.read_text())
+        assert {**shown, "alive_at": None} == {**ready, "alive_at": None}
+        assert first.stop() == 0
+        assert not first.settings.ready_file.exists()
+
+
 def test_an_old_ready_file_is_removed_at_once(tmp_path: Path) -> None:
     results = tmp_path / "job" / "results"
     results.mkdir(parents=True)

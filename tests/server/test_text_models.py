@@ -21,6 +21,7 @@ ROOM = Path(backends.__file__).parent
 LONE_MODULES = (
     "older_servers",
     "text_encoding",
+    "text_parameters",
     "text_tensors",
     "tokenizer",
     "triton_python_backend_utils",

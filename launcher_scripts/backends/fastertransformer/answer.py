@@ -16,9 +16,10 @@ from launcher_scripts.backends.fastertransformer.answers import Answers
 from launcher_scripts.backends.fastertransformer.forwarded import news
 from launcher_scripts.backends.fastertransformer.row_values import beam_axis
 from launcher_scripts.backends.older_servers import failure, is_cancelled
+from launcher_scripts.backends.text_parameters import ParameterError
 from launcher_scripts.engine.row import Progress, Snapshot
 from launcher_scripts.engine.session import Session
-from launcher_scripts.errors import RequestError
+from launcher_scripts.errors import BusyError, RequestError
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
 Submit = Callable[..., "Future[GenerateOutput]"]
@@ -243,7 +244,12 @@ def _with_tokens(
 
 def error_response(error: BaseException) -> Any:
     """The request's own error; a wrong request is the client's, anything else the server's."""
-    return failure(str(error), "INVALID_ARG" if isinstance(error, RequestError) else "INTERNAL")
+    code = "INTERNAL"
+    if isinstance(error, BusyError):
+        code = "UNAVAILABLE"
+    elif isinstance(error, RequestError | ParameterError):
+        code = "INVALID_ARG"
+    return failure(str(error), code)
 
 
 def send_last(sender: Any, response: Any) -> None:

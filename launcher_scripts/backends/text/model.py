@@ -14,6 +14,7 @@ from typing import Any
 from older_servers import FINAL, require_new_enough, response_sender, returned
 from text_answers import TextAnswer
 from text_forwards import Forward, Forwards
+from text_parameters import seconds_allowed
 from text_requests import Reader
 from text_tensors import Tensors, error_response, require_working_arrays
 from tokenizer import load_tokenizer
@@ -44,14 +45,13 @@ class TritonPythonModel:
         return returned(senders)
 
     def begin(self, request: Any, sender: Any) -> None:
-        microseconds = request.timeout()  # 0: the client has not said
         answer = TextAnswer(
             self.reader.read(request),
             self.reader,
             self.tensors,
             sender,
             self.tokenizer.decode,
-            microseconds / 1e6 if microseconds else None,
+            seconds_allowed(request),
         )
         session = {"correlation_id": request.correlation_id(), "flags": request.flags()}
         self.forwards.start(Forward(answer, self.reader.token_model, session))
