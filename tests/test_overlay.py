@@ -9,13 +9,16 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from launcher_scripts.steps import packages
 from stages import STAGES
+from tests.whole_job import WORDS, run_whole_job
 
 STEPS = sorted({module for stage in STAGES.values() for module in stage.modules})
 
@@ -201,3 +204,54 @@ def test_what_only_costs_time_is_a_note(
     packages.note_slow_checksums()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("note: without absent_module the standard library computes")
+
+
+def needs_of(names: Iterable[str]) -> dict[str, Distribution]:
+    """Installed packages and what they depend on, by name."""
+    found: dict[str, Distribution] = {}
+    waiting = [Requirement(name) for name in names]
+    while waiting:
+        wanted = waiting.pop()
+        key = wanted.name.lower().replace("-", "_")
+        package = found.setdefault(key, distribution(wanted.name))
+        for entry in map(Requirement, package.requires or ()):
+            extras = [
+                entry.marker is None or entry.marker.evaluate({"extra": extra})
+                for extra in (*wanted.extras, "")
+            ]
+            if any(extras) and (entry.name.lower().replace("-", "_") not in found or entry.extras):
+                waiting.append(entry)
+    return found
+
+
+def link_packages(packages: Iterable[Distribution], folder: Path) -> None:
+    """Have `folder` hold the packages, without installing them anew."""
+    folder.mkdir(exist_ok=True)
+    for package in packages:
+        tops = {file.parts[0] for file in package.files or () if file.parts[0] != ".."}
+        for top in tops - {"__pycache__"}:
+            if not (folder / top).exists():
+                (folder / top).symlink_to(Path(str(package.locate_file(top))))
+
+
+@pytest.mark.slow
+def test_a_stock_python_does_the_whole_job(checkout: Path, tmp_path: Path) -> None:
+    """It has torch and the server alone, as images do; the folder of packages has the rest."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "stock"], check=True)
+    python = tmp_path / "stock" / "bin" / "python3"
+    (site,) = (tmp_path / "stock").glob("lib/python3.*/site-packages")
+    torch = needs_of(["torch"])
+    link_packages([*torch.values(), distribution("nvidia-pytriton")], site)
+    text = (checkout / "requirements" / "job.txt").read_text()
+    job = needs_of([line for line in text.splitlines() if not line.startswith("#")])
+    link_packages((job[name] for name in job.keys() - torch.keys()), tmp_path / "packages")
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    (tmp_path / "packages" / "overlay.json").write_text(json.dumps({"python": version}))
+    (tmp_path / "job").mkdir()
+    with pytest.raises(subprocess.CalledProcessError):
+        run_whole_job(tmp_path / "job", python)
+    (log,) = (tmp_path / "job").rglob("log-*.out")
+    assert "does not have numpy, yaml; make a folder of packages" in log.read_text()
+    (tmp_path / "with").mkdir()
+    report = run_whole_job(tmp_path / "with", python, overlay=tmp_path / "packages")
+    assert len(report["tasks"]["lambada"]["items"]) == len(WORDS)
