@@ -1,7 +1,7 @@
 """Build the image's root file system without docker, and run the whole job in it.
 
     make image-check
-    make image-check TORCH=/wheels/torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl
+    make image-check TORCH_WHEEL=/wheels/torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl
 
 mmdebstrap makes the Debian that the Dockerfile starts from, packages.sh fills it, and main.py
 exports, serves and evaluates a tiny model with a Python that runs in there (chroot). That needs
