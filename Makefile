@@ -3,12 +3,13 @@
 # make setup        .venv in this checkout (make setup TORCH=... for a machine's own torch)
 # make cluster      start a two-node Slurm on this machine, for tests and trials (NODES=4: of four
 #                   nodes; ACCOUNTING=1: with slurmdbd); make cluster-stop ends it
+# make image-check  build the image for jobs as a folder, and run the whole job in it (root)
 # make format       bring the code into the format that make check asks for
 
 BIN = .venv/bin
 CLUSTER = $(CURDIR)/results/cluster
 
-.PHONY: setup quickstart check cluster cluster-stop format clean
+.PHONY: setup quickstart check cluster cluster-stop image-check format clean
 
 setup:
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" sh requirements/install.sh
@@ -29,6 +30,9 @@ cluster:
 
 cluster-stop:
 	@$(or $(PYTHON),python3) -m tests.slurm.cluster stop --root $(CLUSTER)
+
+image-check: setup
+	@$(BIN)/python3 requirements/image/check.py --torch "$(TORCH_WHEEL)"
 
 format: setup
 	$(BIN)/ruff format .

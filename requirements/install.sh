@@ -111,7 +111,7 @@ rm -f "$stamp"
 install_torch
 pip_install -c requirements/constraints.txt -r requirements/login.txt -r requirements/job.txt \
     -r requirements/quickstart.txt -r requirements/dev.txt
-pip_install --no-deps -r requirements/no-deps.txt
+pip_install --no-deps -r requirements/server.txt -r requirements/no-deps.txt
 if ! .venv/bin/python -c 'import triton' 2>/dev/null; then
     pip_install -c requirements/constraints.txt -r requirements/triton.txt
 fi

@@ -20,6 +20,7 @@ from launcher_scripts.cluster.job import (
     Service,
     Step,
 )
+from launcher_scripts.overlay import FILE_NAME
 from launcher_scripts.schema import build
 from stages.checks import Checks
 from stages.mounts import Mount, mounts_for
@@ -146,6 +147,12 @@ class Stage(ABC):
         return self.launch.cluster.python or ("python3" if self.in_container else sys.executable)
 
     @property
+    def overlay(self) -> Path | None:
+        """The folder of Python packages that the jobs' interpreter lacks."""
+        given = self.launch.cluster.overlay
+        return None if given is None else Path(absolute(given))
+
+    @property
     def results_dir(self) -> Path:
         return Path(absolute(self.block.run.results_dir))
 
@@ -165,6 +172,9 @@ class Stage(ABC):
             checks.exists(what, steps / f"{module}.py", "launcher_scripts_path")
         if self.in_container:
             self._check_image(checks)
+        if self.overlay is not None:
+            what = "what requirements/overlay.py leaves in its folder"
+            checks.exists(what, self.overlay / FILE_NAME, "cluster.overlay")
 
     def _check_image(self, checks: Checks) -> None:
         image = self._image()
@@ -212,7 +222,8 @@ class Stage(ABC):
         """Where a variable of the job comes from."""
         given = self.launch.config.env_vars.get(name) is not None
         if name == "PYTHONPATH":
-            return "launcher_scripts_path" + (", env_vars" if given else "")
+            overlay = ", cluster.overlay" if self.overlay else ""
+            return f"launcher_scripts_path{overlay}" + (", env_vars" if given else "")
         if given:
             return "env_vars"
         return f"the {self.name} stage" if name in self.env() else "the launcher"
@@ -226,8 +237,8 @@ class Stage(ABC):
         """The stage's variables, and over them the user's; the launcher is always importable."""
         config = self.launch.config
         given = {name: str(value) for name, value in config.env_vars.items() if value is not None}
-        path = [str(config.checkout), *filter(None, [given.pop("PYTHONPATH", None)])]
-        env = {"PYTHONPATH": ":".join(path), "PYTHONUNBUFFERED": "1"}
+        path = [config.checkout, self.overlay, given.pop("PYTHONPATH", None)]
+        env = {"PYTHONPATH": ":".join(map(str, filter(None, path))), "PYTHONUNBUFFERED": "1"}
         return {**env, **self.env(), **given}
 
     def _container(self, folder: JobFolder) -> Container | None:
@@ -239,5 +250,7 @@ class Stage(ABC):
             *map(Path, (absolute(config.base_results_dir), absolute(config.data_dir))),
         ]
         paths = [config.checkout / "launcher_scripts", folder.root, *self.paths()]
+        if self.overlay is not None:
+            paths.append(self.overlay / FILE_NAME)
         mounts = mounts_for(paths, folders, config.mounts())
         return Container(self._image(), tuple(str(mount) for mount in mounts))

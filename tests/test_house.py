@@ -41,6 +41,7 @@ FLOOR = frozenset(
         "schema",
         "parallel",
         "nodes",
+        "overlay",
         "models",
         "protocol",
         "ready_age",
@@ -69,6 +70,7 @@ MAY_IMPORT = {
     "schema": {"errors"},
     "parallel": {"errors"},
     "nodes": {"errors"},
+    "overlay": set(),
     "protocol": {"errors"},
     "contracts": {"contracts_agm", "contracts_text", "protocol", "errors"},
     "contracts_agm": {"protocol"},
@@ -257,6 +259,8 @@ def test_a_stage_is_complete(name: str) -> None:
     for module in stage.modules:
         path = ROOT / "launcher_scripts" / "steps" / f"{module}.py"
         assert path.exists(), f"the stage {name} names the step {module}, which does not exist"
+        first = f'if __name__ == "__main__":\n    check_packages("{module}", "'
+        assert first in path.read_text(encoding="utf-8"), f"{path} does not check its packages"
     for cluster in CLUSTERS:
         golden = ROOT / "tests" / "golden" / cluster / f"{name}.sh"
         assert golden.exists(), f"{golden.relative_to(ROOT)} is missing"

@@ -23,6 +23,8 @@ from launcher_scripts.checkpoint.journal import Journal
 from launcher_scripts.checkpoint.manifest import (
     ALGORITHM,
     DIGESTS,
+    SMALL,
+    Crc32,
     FileEntry,
     Manifest,
     check_files,
@@ -163,9 +165,10 @@ class FTCheckpoint:
 
     def _check_config(self, entry: FileEntry, problems: Problems) -> None:
         text = (self.folder / INI_NAME).read_text(encoding="utf-8")
-        digest = content_digest(text.encode(), entry.algorithm)
-        kept = content_digest(config_ini.fixed_content(text), entry.algorithm)
-        if digest != entry.digest and kept != entry.fixed:
+        algorithm, right = entry.comparable
+        digest = content_digest(text.encode(), algorithm)
+        kept = content_digest(config_ini.fixed_content(text), algorithm)
+        if digest != right and kept != entry.fixed:
             editable = ", ".join(config_ini.EDITABLE)
             problems.add(f"{entry.name} is altered, and not only its {editable}", got=digest)
 
@@ -244,19 +247,21 @@ class FTWriter:
 
     def write(self, file: WeightFile, chunks: Iterable[np.ndarray]) -> None:
         """Write one weight from its consecutive pieces, each contiguous and of the right dtype."""
-        digest, size, name = DIGESTS[ALGORITHM](), 0, file.name
+        digest, crc, size, name = DIGESTS[ALGORITHM](), Crc32(), 0, file.name
         path = self.partial / name
         with writing(path), _fresh(path) as out:
             for chunk in chunks:
                 data = memoryview(chunk).cast("B")
                 _write_all(out.fileno(), data)
                 digest.update(data)
+                crc.update(data)
                 size += len(data)
         shape = file.spec.shape_on(self.config, self.tp_size)
         expected = math.prod(shape) * self.dtype.itemsize
         if size != expected:
             raise CheckpointError(problem(f"{name} has another size", got=size, choices=[expected]))
-        self._add(FileEntry(name, size, digest.hexdigest(), shape, self._dtype_name))
+        made = (digest.hexdigest(), shape, self._dtype_name, ALGORITHM, crc.hexdigest())
+        self._add(FileEntry(name, size, *made))
 
     def copy(self, content: bytes, name: str, fixed: bytes | None = None) -> None:
         """Write a file that is no weight, such as the tokenizer's.
@@ -267,7 +272,8 @@ class FTWriter:
         with writing(path), _fresh(path) as out:
             _write_all(out.fileno(), memoryview(content))
         kept = None if fixed is None else content_digest(fixed)
-        self._add(FileEntry(name, len(content), content_digest(content), fixed=kept))
+        digest = content_digest(content)
+        self._add(FileEntry(name, len(content), digest, algorithm=SMALL, fixed=kept))
 
     def _add(self, entry: FileEntry) -> None:
         with self._lock:

@@ -14,17 +14,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from blake3 import blake3
-
+from launcher_scripts.checkpoint.checksums import crc32
 from launcher_scripts.errors import CheckpointError, Problems, problem
 from launcher_scripts.untrusted import parse_json, read_plain
+
+try:
+    from blake3 import blake3
+except ImportError:
+    blake3 = None
 
 FILE_NAME = "manifest.json"
 FORMAT = "fastertransformer-checkpoint"
 LIST_FORMAT = "files"
-VERSION = 2
-# Version 1 knew sha256 alone.
-VERSIONS = (1, 2)
+VERSION = 3
+# Version 1 knew sha256 alone; version 2 had no CRC-32 beside BLAKE3.
+VERSIONS = (1, 2, 3)
 TOOL_NAME = "nemo-deployment-launcher"
 TOOL_VERSION = "0.1.0"
 
@@ -40,17 +44,37 @@ class Digest(Protocol):
     def hexdigest(self) -> str: ...
 
 
-# Name in the manifest -> what makes the digest. BLAKE3 takes 0.16 s per GB of a processor with
-# wide vectors, sha256 with the instructions made for it 0.56 s.
-DIGESTS: dict[str, Callable[[], Digest]] = {"blake3": blake3, "sha256": hashlib.sha256}
-ALGORITHM = "blake3"
+class Crc32:
+    """The CRC-32 of a file, of the form of a digest."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: Any, /) -> None:
+        self._value = crc32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+# What makes a digest. BLAKE3 takes 0.16 s per GB of a processor with wide vectors, sha256 with the
+# instructions made for it 0.56 s.
+DIGESTS: dict[str, Callable[[], Digest]] = {"sha256": hashlib.sha256, "crc32": Crc32}
+if blake3 is not None:
+    DIGESTS["blake3"] = blake3
+# Of small files; every Python can compare it.
+SMALL = "sha256"
+# Of weights, beside their CRC-32.
+ALGORITHM = SMALL if blake3 is None else "blake3"
+ALGORITHMS = ("blake3", "sha256")
 
 
 @dataclass(frozen=True)
 class FileEntry:
     """One file: its name in the folder, bytes and digest; shape and dtype for a weight.
 
-    algorithm: a key of DIGESTS
+    algorithm: one of ALGORITHMS
+    crc32:     what is compared where the package of `algorithm` is missing
     fixed:     of a file that may be edited, the digest of what must stay
     """
 
@@ -60,7 +84,22 @@ class FileEntry:
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
     algorithm: str = ALGORITHM
+    crc32: str | None = None
     fixed: str | None = None
+
+    @property
+    def comparable(self) -> tuple[str, str]:
+        """(name in DIGESTS, digest) of what this Python can compare.
+
+        Raises CheckpointError where the file has nothing of the kind.
+        """
+        if self.algorithm in DIGESTS:
+            return self.algorithm, self.digest
+        if self.crc32 is not None:
+            return "crc32", self.crc32
+        what = f"the digest of {self.name} needs the package {self.algorithm}, which is missing"
+        change = "the Python packages (docs/containers.md), or export the checkpoint again"
+        raise CheckpointError(problem(what, change=change))
 
     def values(self) -> dict[str, Any]:
         """The JSON form: the digest stands under the name of its algorithm."""
@@ -69,6 +108,8 @@ class FileEntry:
             values["shape"] = list(self.shape)
         if self.dtype is not None:
             values["dtype"] = self.dtype
+        if self.crc32 is not None:
+            values["crc32"] = self.crc32
         if self.fixed is not None:
             values["fixed"] = self.fixed
         return values
@@ -169,7 +210,7 @@ def file_digest(path: Path, algorithm: str = ALGORITHM) -> str:
     return digest.hexdigest()
 
 
-def content_digest(content: bytes, algorithm: str = ALGORITHM) -> str:
+def content_digest(content: bytes, algorithm: str = SMALL) -> str:
     digest = DIGESTS[algorithm]()
     digest.update(content)
     return digest.hexdigest()
@@ -186,10 +227,12 @@ def check_files(
             sound.append(entry)
     if digests:
         with ThreadPoolExecutor() as pool:
-            found = pool.map(lambda e: file_digest(folder / e.name, e.algorithm), sound)
-            for entry, digest in zip(sound, found, strict=True):
-                if digest != entry.digest:
-                    problems.add(f"{entry.name} is altered", got=digest, choices=[entry.digest])
+            wanted = [entry.comparable for entry in sound]
+            names = [name for name, _ in wanted]
+            found = pool.map(lambda e, name: file_digest(folder / e.name, name), sound, names)
+            for entry, (_, right), digest in zip(sound, wanted, found, strict=True):
+                if digest != right:
+                    problems.add(f"{entry.name} is altered", got=digest, choices=[right])
 
 
 def check_size(path: Path, size: int, problems: Problems) -> bool:
@@ -206,9 +249,9 @@ def check_size(path: Path, size: int, problems: Problems) -> bool:
 
 def file_entry(values: Mapping[str, Any]) -> FileEntry:
     """An entry from its JSON form; a KeyError or ValueError where that is damaged."""
-    algorithms = [name for name in DIGESTS if name in values]
+    algorithms = [name for name in ALGORITHMS if name in values]
     if len(algorithms) != 1:
-        raise ValueError(f"{values['name']} has no digest of {', '.join(DIGESTS)}")
+        raise ValueError(f"{values['name']} has no digest of {', '.join(ALGORITHMS)}")
     (algorithm,) = algorithms
     rest = {key: value for key, value in values.items() if key != algorithm}
     name, size = rest["name"], rest["bytes"]

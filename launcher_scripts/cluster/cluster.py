@@ -18,6 +18,7 @@ class Cluster(Protocol):
     type:          the name in CLUSTERS
     gpus_per_node: GPUs that a job gets on every node; None where that is not known
     python:        the interpreter that runs the steps, where the configuration names one
+    overlay:       the folder of packages that it lacks, if there is one
     max_nodes:     how many nodes a job can have; None without a limit
     in_container:  whether jobs run in the configured container
     hosts_clients: whether a server's job can hold its client too; a foreground cluster runs both
@@ -50,6 +51,9 @@ class Cluster(Protocol):
 
     @property
     def python(self) -> str | None: ...
+
+    @property
+    def overlay(self) -> str | None: ...
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> Cluster:

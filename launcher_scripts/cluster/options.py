@@ -16,11 +16,13 @@ class ClusterOptions:
 
     gpus_per_node: GPUs that a job gets on every node; None: not known, so not checked
     python:        interpreter that runs the steps, as seen by them; None: see Stage.python
+    overlay:       folder of packages that this interpreter lacks (requirements/overlay.py)
     """
 
     type: str
     gpus_per_node: int | None
     python: str | None
+    overlay: str | None = None
 
     def __post_init__(self) -> None:
         problems = Problems("the cluster's configuration")
@@ -66,3 +68,7 @@ class ConfiguredCluster(Generic[Options]):
     @property
     def python(self) -> str | None:
         return self.options.python
+
+    @property
+    def overlay(self) -> str | None:
+        return self.options.overlay

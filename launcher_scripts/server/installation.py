@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher_scripts.errors import ServerError, problem
+from launcher_scripts.overlay import find_overlay
 from launcher_scripts.server.text_numpy import check_numpy_dir
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -77,6 +78,9 @@ class Installation:
         (folder / OUR_BACKEND.name).symlink_to(OUR_BACKEND)
         # The stub's Python ignores PYTHONPATH since 3.11; this folder is on its path.
         (folder / "python" / "launcher_scripts").symlink_to(CHECKOUT / "launcher_scripts")
+        overlay = find_overlay()
+        for path in [] if overlay is None else overlay[0].iterdir():
+            (folder / "python" / path.name).symlink_to(path)
         self.check_stub(stub)
 
     def check_stub(self, stub: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from launcher_scripts.errors import LauncherError, ServerError, problem
+from launcher_scripts.overlay import find_overlay
 from launcher_scripts.remains import is_word, temporary_folder
 from launcher_scripts.server.installation import (
     CHECKOUT,
@@ -81,6 +82,7 @@ def backends_folder(installation: Installation) -> Path:
     """
     made = installation.stub.stat()
     facts = (CHECKOUT, installation.executable, installation.stub, made.st_mtime_ns, made.st_size)
+    facts += (find_overlay(),)
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     folder = temporary_folder() / f"launcher-backends-{os.geteuid()}-{digest}"
     if _usable(folder, installation):

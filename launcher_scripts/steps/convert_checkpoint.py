@@ -11,6 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launcher_scripts.steps.packages import check_packages, note_slow_checksums
+
+if __name__ == "__main__":
+    check_packages("convert_checkpoint", "numpy", "yaml")
+    note_slow_checksums()
+
 from launcher_scripts.checkpoint.export import export
 from launcher_scripts.settings import SOURCES, WEIGHT_DATA_TYPES, ExportSettings
 from launcher_scripts.steps.command import run_step

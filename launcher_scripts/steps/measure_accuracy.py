@@ -6,12 +6,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launcher_scripts.steps.packages import check_packages
+
+if __name__ == "__main__":
+    check_packages("measure_accuracy", "jinja2", "matplotlib", "numpy", "tritonclient", "yaml")
+
 from launcher_scripts.errors import ConfigError, lookup, problem
 from launcher_scripts.evaluation.comparison import compared, open_reference, timed
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import task_table
-from launcher_scripts.evaluation.tasks import TASKS
+from launcher_scripts.evaluation.tasks import PACKAGES, TASKS
 from launcher_scripts.evaluation.tasks.task import Asked, Progress
 from launcher_scripts.settings import EvaluateSettings
 from launcher_scripts.steps.command import run_step
@@ -27,6 +32,8 @@ def measure(settings: EvaluateSettings) -> None:
     if not settings.tasks:
         raise ConfigError(problem("no task to measure", choices=TASKS, change="evaluate.tasks"))
     tasks = [lookup(TASKS, task.name, "evaluate.tasks") for task in settings.tasks]
+    for task in settings.tasks:
+        check_packages(f"the task {task.name}", *PACKAGES.get(task.name, ()))
     report = Report(Path(settings.results_dir), settings.model_name)
     try:
         tokenizer = load_tokenizer(Path(settings.tokenizer_dir))

@@ -6,6 +6,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launcher_scripts.steps.packages import check_packages
+
+if __name__ == "__main__":
+    check_packages("measure_speed", "jinja2", "matplotlib", "numpy", "tritonclient", "yaml")
+
 from launcher_scripts.errors import ConfigError, problem
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on

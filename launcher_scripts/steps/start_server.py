@@ -19,6 +19,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from launcher_scripts.steps.packages import check_packages, note_slow_checksums
+
+if __name__ == "__main__":
+    check_packages("start_server", "jinja2", "numpy", "torch", "yaml")
+    note_slow_checksums()
+
 from launcher_scripts.checkpoint.text_models import check_text_models
 from launcher_scripts.engine.rank_host import NodeHost
 from launcher_scripts.nodes import find_place

@@ -10,6 +10,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from launcher_scripts.steps.packages import check_packages
+
+if __name__ == "__main__":
+    check_packages("write_model_repository", "jinja2", "numpy", "yaml")
+
 from launcher_scripts.checkpoint.model_repository import ModelRepository
 from launcher_scripts.settings import ExportSettings
 from launcher_scripts.steps.command import run_step

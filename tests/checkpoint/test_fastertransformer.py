@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
+import subprocess
+import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +18,11 @@ import pytest
 from launcher_scripts.checkpoint import manifest
 from launcher_scripts.checkpoint.config_ini import format_config, read_config
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint, FTWriter, weight_files
+from launcher_scripts.checkpoint.manifest import read_manifest
 from launcher_scripts.checkpoint.reshard import rank_columns, whole_blocks
 from launcher_scripts.errors import CheckpointError
 from launcher_scripts.models.gpt import GPTConfig, weights
-from tests.checkpoint_maker import rebuilt, small_config
+from tests.checkpoint_maker import Variant, make_nemo, rebuilt, small_config
 
 
 def write(folder: Path, config: GPTConfig, tp_size: int = 2, dtype: str = "fp32") -> Path:
@@ -70,6 +75,7 @@ def test_the_manifest_says_all(folder: Path) -> None:
         "blake3": manifest.file_digest(path),
         "shape": [20, 32],
         "dtype": "float32",
+        "crc32": f"{zlib.crc32(path.read_bytes()):08x}",
     }
 
 
@@ -125,7 +131,8 @@ def test_a_manifest_of_the_first_version(folder: Path) -> None:
     path = folder / "manifest.json"
     values = json.loads(path.read_text())
     for entry in values["files"]:
-        del entry["blake3"]
+        entry.pop("blake3", None)
+        entry.pop("crc32", None)
         entry["sha256"] = hashlib.sha256((folder / entry["name"]).read_bytes()).hexdigest()
     path.write_text(json.dumps({**values, "version": 1}))
     assert FTCheckpoint.open(folder).manifest is not None
@@ -136,7 +143,7 @@ def test_a_manifest_of_the_first_version(folder: Path) -> None:
 
 def test_a_digest_of_no_known_kind(folder: Path) -> None:
     path = folder / "manifest.json"
-    path.write_text(path.read_text().replace('"blake3"', '"crc32"'))
+    path.write_text(path.read_text().replace('"blake3"', '"md5"'))
     with pytest.raises(CheckpointError, match="has no digest of blake3, sha256"):
         FTCheckpoint.open(folder)
 
@@ -296,3 +303,61 @@ def test_the_writer_takes_nothing_incomplete(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(CheckpointError, match="choices: 1, 2, 4"):
         FTWriter(tmp_path / "3-gpu", config, 3, "fp32")
+
+
+# The same modules as a Python without the packages that only save time imports them.
+WITHOUT_PACKAGES = """
+import sys
+from pathlib import Path
+
+sys.modules["blake3"] = sys.modules["zlib_ng"] = None
+from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
+from launcher_scripts.errors import CheckpointError
+from launcher_scripts.steps.convert_checkpoint import main
+
+folder, source, target = sys.argv[1:]
+print(len(FTCheckpoint.open(Path(folder)).manifest.files))
+altered = next(Path(folder).glob("*dense_4h_to_h.weight.1.bin"))
+content = bytearray(altered.read_bytes())
+content[3] ^= 4
+altered.write_bytes(content)
+try:
+    FTCheckpoint.open(Path(folder))
+except CheckpointError as error:
+    print(error)
+flags = ["--weight-data-type", "fp32", "--tokenizer", "none", "--overwrite"]
+raise SystemExit(main(["--checkpoint-path", source, "--triton-model-dir", target, *flags]))
+"""
+
+
+def test_a_checkpoint_is_read_and_written_with_the_standard_library(
+    folder: Path, tmp_path: Path, checkout: Path
+) -> None:
+    make_nemo(tmp_path / "m.nemo", small_config(num_layers=1), Variant())
+    paths = [str(folder), str(tmp_path / "m.nemo"), str(tmp_path / "model")]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PACKAGES, *paths],
+        env={**os.environ, "PYTHONPATH": str(checkout)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"dense_4h_to_h\.weight\.1\.bin is altered; got '[0-9a-f]{8}'", done.stdout)
+    made = read_manifest(tmp_path / "model" / "1" / "1-gpu")
+    assert made is not None and {entry.algorithm for entry in made.files} == {"sha256"}
+    assert FTCheckpoint.open(tmp_path / "model" / "1" / "1-gpu").manifest == made
+
+
+def test_a_digest_whose_package_is_missing_is_no_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "manifest.json"
+    values = json.loads(path.read_text())
+    for entry in values["files"]:
+        entry.pop("crc32", None)
+    path.write_text(json.dumps({**values, "version": 2}))
+    assert FTCheckpoint.open(folder).manifest is not None
+    monkeypatch.delitem(manifest.DIGESTS, "blake3")
+    with pytest.raises(CheckpointError, match="needs the package blake3, which is missing"):
+        FTCheckpoint.open(folder)

@@ -182,3 +182,10 @@ def test_a_signal_ends_a_waiting_step_at_once(job, number, status):
             step.communicate()
     assert (step.returncode, errors) == (status, "")
     assert not (job / "results").exists()
+
+
+def test_what_a_task_needs_is_asked_for_before_anything_else(job, monkeypatch):
+    monkeypatch.setitem(measure_accuracy.PACKAGES, "lambada", ("absent_module",))
+    says = r"the task lambada: .* does not have absent_module; make a folder of packages"
+    with pytest.raises(SystemExit, match=says):
+        measure_accuracy.main(["--settings", settings_file(job)])

@@ -161,3 +161,28 @@ def test_a_job_that_starts_again_replaces_what_was_cut_off(data_dir: Path, tmp_p
     assert "--env AWS_SECRET_ACCESS_KEY " in calls
     assert "CUDA_HOME" not in calls
     assert "secret" not in calls
+
+
+@pytest.mark.parametrize("cluster", [(), (ENROOT,), ("cluster_type=bcp",)], ids=str)
+def test_packages_that_the_image_lacks(
+    hydra_config: Compose, tmp_path: Path, cluster: tuple[str, ...]
+) -> None:
+    """They come behind the launcher and before what the user names, in every job and container."""
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "overlay.json").write_text("{}")
+    given = (f"cluster.overlay={tmp_path}/packages", "+env_vars.PYTHONPATH=/own")
+    plan = make_plan(hydra_config(*BASE, IMAGE, *cluster, *given))
+    assert "cluster.overlay" not in "".join(plan.absent)
+    for job in plan.jobs(folder_of):
+        launcher, *others = job.env["PYTHONPATH"].split(":")
+        assert others == [f"{tmp_path}/packages", "/own"]
+        if job.container is not None:
+            folders = [Path(mount.split(":")[1]) for mount in job.container.mounts]
+            assert any((tmp_path / "packages").is_relative_to(folder) for folder in folders)
+        assert f"{launcher}:{tmp_path}/packages:/own" in plan.cluster.render(job)
+
+
+def test_a_folder_without_packages_is_found_at_login(hydra_config: Compose) -> None:
+    plan = make_plan(hydra_config(*BASE, IMAGE, "cluster.overlay=/nowhere/packages"))
+    said = "".join(plan.absent)
+    assert "'/nowhere/packages/overlay.json'; change cluster.overlay" in said

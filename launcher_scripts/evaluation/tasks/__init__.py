@@ -10,3 +10,5 @@ TASKS: dict[str, Task] = {
     "summarization": summarization.run,
     "translation": translation.run,
 }
+# What computes a task's figures, and is needed when all has been asked.
+PACKAGES = {"summarization": ("rouge_score",), "translation": ("sacrebleu",)}

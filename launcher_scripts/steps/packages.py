@@ -1,0 +1,61 @@
+"""Whether this Python can run a step, said in one line before anything else is imported.
+
+It is read by Pythons that are too old for the rest: standard library only, no new syntax.
+"""
+
+import sys
+from importlib.util import find_spec
+
+from launcher_scripts.overlay import COMMAND, find_overlay
+
+OLDEST = (3, 10)
+# Without these the standard library does the same.
+SAVE_TIME = ("blake3", "zlib_ng")
+
+
+def check_packages(step: str, *modules: str) -> None:
+    """End the process with one line unless this Python has every one of `modules`."""
+    here = version(sys.version_info[:2])
+    python = f"{sys.executable} (Python {here})"
+    if sys.version_info[:2] < OLDEST:
+        raise SystemExit(
+            f"error: {step} needs Python {version(OLDEST)} or later; got {python}; change "
+            "cluster.python to a newer one of the image, or container to a newer image"
+        )
+    overlay = find_overlay()
+    if overlay is not None and overlay[1] != here:
+        raise SystemExit(
+            f"error: {step}: the packages in {overlay[0]} are for another Python; got Python "
+            f"{overlay[1]}; this is {python}; {remedy(here)}"
+        )
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise SystemExit(
+            f"error: {step}: {python} does not have {', '.join(missing)}; "
+            f"{remedy(here, torch='torch' in missing)}"
+        )
+
+
+def note_slow_checksums() -> None:
+    """Say which packages would save time."""
+    absent = [name for name in SAVE_TIME if find_spec(name) is None]
+    if absent:
+        print(
+            f"note: without {' and '.join(absent)} the standard library computes digests and "
+            "checksums, three to eight times as slowly (docs/containers.md)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def remedy(python: str, torch: bool = False) -> str:
+    """What makes the packages, and the key that names them."""
+    extra = " --with torch" if torch else ""
+    return (
+        "make a folder of packages where there is a network, and name it as cluster.overlay: "
+        f"python3 {COMMAND} --python {python}{extra} FOLDER"
+    )
+
+
+def version(numbers: "tuple[int, int]") -> str:
+    return f"{numbers[0]}.{numbers[1]}"

@@ -1,0 +1,56 @@
+"""The main job on a tiny model: exported, served on two ranks and evaluated, by a chosen Python."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.checkpoint_maker import Variant, make_nemo, small_config
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+TOKENIZER = CHECKOUT / "tests" / "data" / "tokenizers" / "gpt2bpe"
+WORDS = ("cat", "dog")
+
+
+def run_whole_job(folder: Path, python: Path, **cluster: Any) -> dict[str, Any]:
+    """Run main.py with all stages on this machine; `folder` exists and gets every file.
+
+    python:  runs the steps of the jobs
+    cluster: further keys of the block `cluster`
+    Returns the report. Raises CalledProcessError where the launcher fails.
+    """
+    raw = {"tokenizer": {"library": "megatron", "type": "GPT2BPETokenizer"}}
+    raw["tokenizer"] |= {"vocab_file": "nemo:vocab.json", "merge_file": "nemo:merges.txt"}
+    files = {path.name: path.read_bytes() for path in TOKENIZER.iterdir()}
+    config = small_config(vocab_size=491, max_positions=512)
+    make_nemo(folder / "tiny.nemo", config, Variant(files=files, raw=raw))
+    items = [json.dumps({"text": f"This {word} is a {word}"}) for word in WORDS]
+    (folder / "items.jsonl").write_text("\n".join(items) + "\n")
+    options = {
+        "stages": "[export,deploy,evaluate]",
+        "cluster_type": "interactive",
+        "cluster.python": python,
+        **{f"cluster.{key}": value for key, value in cluster.items()},
+        "base_results_dir": folder / "results",
+        "export.run.model_train_name": "tiny",
+        "export.model.checkpoint_path": folder / "tiny.nemo",
+        "export.model.tensor_model_parallel_size": 2,
+        "export.model.weight_data_type": "fp32",
+        "export.triton_deployment.data_type": "fp32",
+        "deploy.server.device": "cpu",
+        "deploy.server.host": "127.0.0.1",
+        "deploy.server.http_port": 0,
+        "deploy.server.grpc_port": 0,
+        "deploy.server.metrics_port": 0,
+        "evaluate.tasks.lambada.data_file": folder / "items.jsonl",
+        "evaluate.tasks.lambada.limit": len(WORDS),
+        "evaluate.benchmark": "null",
+    }
+    command = [sys.executable, str(CHECKOUT / "main.py")]
+    subprocess.run([*command, *(f"{key}={value}" for key, value in options.items())], check=True)
+    (path,) = (folder / "results").rglob("report.json")
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return report
