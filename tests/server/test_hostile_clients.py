@@ -6,6 +6,7 @@ import http.client
 import importlib.util
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.server.processes import running
 from tests.server.repositories import export
-from tests.server.requests import Client, generated, ids_request, text_rows
+from tests.server.requests import Client, Stream, generated, ids_request, text_rows
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pytriton") is None,
@@ -153,3 +154,24 @@ def test_an_empty_batch_is_an_error(served: dict[str, Any]) -> None:
     empty = {name: values[:0] for name, values in tensors.items()}
     with Client(served, "grpc") as client, pytest.raises(InferenceServerException):
         client.infer("tiny", **{name: np.ascontiguousarray(v) for name, v in empty.items()})
+
+
+def test_one_client_s_requests_do_not_pile_up(tmp_path: Path) -> None:
+    """Hundreds on a stream whose answers nobody reads: most are refused, others are served."""
+    settings = export(tmp_path, decoupled=True)
+    with running(tmp_path / "job", settings.model_repository, max_waiting_rows=4) as step:
+        ready = step.wait_until_ready()
+        with Stream(ready) as flood:
+            for _ in range(600):
+                flood.send("tiny", **ids_request([(3, 4)], 60))
+            refused = 0
+            for _ in range(600):
+                try:
+                    while not flood.next()[1]:
+                        pass
+                except InferenceServerException as error:
+                    assert "too many rows wait for this model" in str(error)
+                    refused += 1
+            assert refused > 0
+            assert flood.ask("tiny", **ids_request([(3, 4)], 4))
+        assert step.stop() == 0, step.err

@@ -108,6 +108,18 @@ def test_ready_then_stopped(
     assert not (CHECKOUT / "made").exists()
 
 
+def test_a_server_that_is_not_told_where_listens_on_the_nodes_address(tmp_path: Path) -> None:
+    with running(tmp_path / "job", make_repository(tmp_path), host=None) as step:
+        ready = step.wait_until_ready()
+        addresses = set(ready["listens_on"].values())
+        assert len(addresses) == 1 and addresses.isdisjoint({"0.0.0.0", "::"})
+        host, _, port = ready["http"].rpartition(":")
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=60):
+            pass
+        assert f"--http-address={addresses.pop()}" in step.out
+        assert step.stop() == 0, step.err
+
+
 def test_a_stop_that_the_servers_processes_hear_first(tmp_path: Path) -> None:
     with running(tmp_path / "job", make_repository(tmp_path)) as step:
         step.wait_until_ready()
