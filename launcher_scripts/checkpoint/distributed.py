@@ -154,14 +154,15 @@ def _read_torch_dist(archive: Archive, folder: str) -> dict[str, SourceTensor]:
                 start = index["offset"] if index["offset"] is not None else (0,) * len(shapes[name])
                 values = _stored_part(archive, folder, place, name)
                 pieces.setdefault(name, []).append(Piece(tuple(start), values))
+        missing = sorted(name for name in shapes.keys() - pieces.keys() if EXTRA_STATE not in name)
+        if missing:
+            raise CheckpointError(problem(f"{origin} says no place for some tensors", got=missing))
+        return {
+            name: SourceTensor.of_pieces(shapes[name], parts, name)
+            for name, parts in pieces.items()
+        }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{origin} is damaged: {error!r}") from error
-    missing = sorted(name for name in shapes.keys() - pieces.keys() if EXTRA_STATE not in name)
-    if missing:
-        raise CheckpointError(problem(f"{origin} says no place for some tensors", got=missing))
-    return {
-        name: SourceTensor.of_pieces(shapes[name], parts, name) for name, parts in pieces.items()
-    }
 
 
 def find_object(archive: Archive, folder: str, name: str) -> Region | None:

@@ -117,6 +117,12 @@ def _check(metadata: Mapping[str, Any]) -> None:
         problems.add(f"unknown {PREFIX}model", got=metadata["model"], choices=["gpt2"])
     if metadata["pre"] not in PRE_TOKENIZERS:
         problems.add(f"unknown {PREFIX}pre", got=metadata["pre"], choices=sorted(PRE_TOKENIZERS))
+    unique = len(set(metadata["tokens"]))
+    if unique != len(metadata["tokens"]):
+        problems.add(
+            "the GGUF tokenizer's tokens are not unique",
+            got=f"{unique} of {len(metadata['tokens'])}",
+        )
     if len(metadata["token_type"]) != len(metadata["tokens"]):
         problems.add(
             f"{PREFIX}token_type must have one value per token",
@@ -134,10 +140,3 @@ def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[int
     defined = [token for token, kind in pairs if kind == USER_DEFINED]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in defined])
-    if tokenizer.get_vocab_size(with_added_tokens=True) != len(tokens):
-        raise CheckpointError(
-            problem(
-                "the GGUF tokenizer's tokens are not unique",
-                got=f"{tokenizer.get_vocab_size(with_added_tokens=True)} of {len(tokens)}",
-            )
-        )

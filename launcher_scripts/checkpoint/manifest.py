@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ TOOL_NAME = "nemo-deployment-launcher"
 TOOL_VERSION = "0.1.0"
 
 _HASH_CHUNK = 1 << 21
-_LONGEST_NAME = 255
+_FILE_NAME = re.compile(r"[^/\0]{1,255}", re.DOTALL)
 
 
 class Digest(Protocol):
@@ -255,7 +256,7 @@ def file_entry(values: Mapping[str, Any]) -> FileEntry:
     (algorithm,) = algorithms
     rest = {key: value for key, value in values.items() if key != algorithm}
     name, size = rest["name"], rest["bytes"]
-    if not isinstance(name, str) or Path(name).name != name or len(name) > _LONGEST_NAME:
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or name in (".", ".."):
         raise ValueError(f"{name!r} is no name of a file in the folder")
     if type(size) is not int or size < 0:
         raise ValueError(f"{name} has no number of bytes, but {size!r}")

@@ -19,6 +19,7 @@ from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.errors import CheckpointError, Problems, problem
 from launcher_scripts.settings import TokenizerSettings
 from launcher_scripts.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from launcher_scripts.untrusted import read_plain
 
 KEY = "export.model.tokenizer"
 _ADVICE = f"{KEY}: name the files (model, or vocab_file and merge_file), or none"
@@ -138,7 +139,7 @@ def _named_files(settings: TokenizerSettings) -> dict[str, bytes]:
             continue
         path = Path(name)
         try:
-            files[stem + path.suffix] = path.read_bytes()
+            files[stem + path.suffix] = read_plain(path)
         except OSError as error:
             problems.add(f"cannot read it: {error.strerror}", got=name, change=f"{KEY}.{role}")
             continue
