@@ -11,6 +11,7 @@ from typing import Any
 
 from launcher_scripts.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.models.nemo_config import NemoSizes, find_checkpoint, read_sizes
+from launcher_scripts.models.nemo_tokenizer import check_tokenizer
 from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, TEXT_MODELS, check_int8_mode
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.schema import build
@@ -214,6 +215,9 @@ class Export(Stage):
             return
         if sizes is not None:
             self._check_division(sizes, parallelism)
+            if self.settings.tokenizer.source == "auto":
+                with checks.problems.collecting():
+                    check_tokenizer(checks.on_host(self.settings.checkpoint_path))
 
     def _check_division(self, sizes: NemoSizes, parallelism: Parallelism) -> None:
         problems, allowed = self.launch.checks.problems, sizes.tp_sizes()

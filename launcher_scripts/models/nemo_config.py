@@ -61,6 +61,24 @@ def read_sizes(path: Path) -> NemoSizes | None:
 
     Raises CheckpointError when the file is broken.
     """
+    config = read_config(path)
+    if config is None:
+        return None
+    if isinstance(config.get("encoder"), dict):
+        # Both stacks of a T5 are divided alike.
+        config = config["encoder"]
+    return NemoSizes(
+        _size(config, "num_layers"),
+        _size(config, "num_attention_heads"),
+        _size(config, "ffn_hidden_size"),
+    )
+
+
+def read_config(path: Path) -> dict[str, Any] | None:
+    """model_config.yaml of a .nemo file or an unpacked folder; None when `path` is neither.
+
+    Raises CheckpointError when the file is broken.
+    """
     try:
         text = _read_config(path)
     except (OSError, ValueError) as error:
@@ -73,14 +91,7 @@ def read_sizes(path: Path) -> NemoSizes | None:
         raise CheckpointError(f"{CONFIG_NAME} of {path} is no YAML: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{CONFIG_NAME} of {path} holds no mapping")
-    if isinstance(config.get("encoder"), dict):
-        # Both stacks of a T5 are divided alike.
-        config = config["encoder"]
-    return NemoSizes(
-        _size(config, "num_layers"),
-        _size(config, "num_attention_heads"),
-        _size(config, "ffn_hidden_size"),
-    )
+    return config
 
 
 def _read_config(path: Path) -> bytes | None:

@@ -328,3 +328,25 @@ def test_paths_in_the_container_are_looked_for_on_the_host(
     )
     assert not any("checkpoint" in note and "/models" in note for note in made.absent)
     assert "/models:ro" in made.preview()
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz", "folder"])
+def test_a_checkpoint_that_lost_its_tokenizer_is_found_before_a_job_starts(
+    problems: Finder, plan: Planner, arguments: list[str], tmp_path: Path, mode: str
+) -> None:
+    """As NeMo's resharding leaves it."""
+    path = write_nemo(
+        tmp_path / "lost.nemo",
+        mode if mode != "folder" else "w",
+        num_layers=2,
+        num_attention_heads=4,
+        tokenizer={"library": "megatron", "merge_file": "nemo:0_merges.txt", "vocab_file": None},
+    )
+    given = (
+        f"export.model.checkpoint_path={tmp_path / 'lost_content' if mode == 'folder' else path}"
+    )
+    (found,) = problems(given)
+    assert "lost.nemo" in found or "lost_content" in found
+    assert "does not hold its tokenizer's files (megatron); got ['nemo:0_merges.txt']" in found
+    assert "; change export.model.tokenizer: name the files" in found
+    assert plan(LOCAL, *arguments, given, "export.model.tokenizer=none").stages

@@ -20,11 +20,13 @@ case $command in
         echo "$3" > "$2"
         ;;
     create)
-        [ "$1 $2" = "--force --name" ]
-        [ -e "$4" ] || fail "No such file or directory: $4"
-        [ -s "$4" ] || fail "Invalid image format: $4"
-        rm -rf "${containers:?}/$3"
-        mkdir "$containers/$3"
+        force=
+        if [ "$1" = --force ]; then force=1; shift; fi
+        [ "$1" = --name ]
+        [ -e "$3" ] || fail "No such file or directory: $3"
+        [ -s "$3" ] || fail "Invalid image format: $3"
+        if [ -n "$force" ]; then rm -rf "${containers:?}/$2"; fi
+        mkdir "$containers/$2" || fail "File already exists: $containers/$2"
         sleep "${ENROOT_SECONDS:-0.2}"
         {
             echo "[INFO] Extracting squashfs filesystem..."
