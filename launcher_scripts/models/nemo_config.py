@@ -1,11 +1,13 @@
 """A look at a NeMo checkpoint's hyperparameters, cheap enough for the login side.
 
-Only model_config.yaml is read. The converter reads the checkpoint itself, completely and with
-its own checks; here a size that cannot work is found before a job waits for it.
+Only model_config.yaml is read, or the config.ini that random weights are made from. The converter
+reads the checkpoint itself, completely and with its own checks; here a size that cannot work is
+found before a job waits for it.
 """
 
 from __future__ import annotations
 
+import configparser
 import tarfile
 import zlib
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import Any
 import yaml
 
 from launcher_scripts.errors import CheckpointError
+from launcher_scripts.models.ini_text import parse_ini
 from launcher_scripts.parallel import divisors
 
 CONFIG_NAME = "model_config.yaml"
@@ -75,6 +78,19 @@ def read_sizes(path: Path) -> NemoSizes | None:
         _size(config, "num_attention_heads"),
         _size(config, "ffn_hidden_size"),
     )
+
+
+def read_ini_sizes(path: Path) -> NemoSizes:
+    """The sizes that a config.ini says. Raises CheckpointError where it cannot be read."""
+    try:
+        parser = parse_ini(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, configparser.Error) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    names = [name for name in ("gpt", "encoder", "decoder") if parser.has_section(name)]
+    section = dict(parser[names[0]]) if names else {}
+    sizes = (("num_layer", "num_layers"), ("head_num", "num_heads"), ("inter_size", "d_ff"))
+    found = (next((section[key] for key in keys if key in section), "") for keys in sizes)
+    return NemoSizes(*(int(text) if text.isdecimal() and int(text) else None for text in found))
 
 
 def _read_config(path: Path) -> bytes | None:
