@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.errors import CheckpointError, ConfigError, problem
-from launcher_scripts.models.nemo_config import NemoSizes, find_checkpoint, read_sizes
+from launcher_scripts.models.nemo_config import (
+    NemoSizes,
+    find_checkpoint,
+    read_ini_sizes,
+    read_sizes,
+)
 from launcher_scripts.models.nemo_tokenizer import check_tokenizer
 from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, TEXT_MODELS, check_int8_mode
 from launcher_scripts.parallel import Parallelism
@@ -209,7 +214,8 @@ class Export(Stage):
     def _check_sizes(self) -> None:
         checks, parallelism = self.launch.checks, self.settings.parallelism
         try:
-            sizes = read_sizes(checks.on_host(self.settings.checkpoint_path))
+            read = read_ini_sizes if self.settings.source == "random" else read_sizes
+            sizes = read(checks.on_host(self.settings.checkpoint_path))
         except CheckpointError as error:
             checks.problems.add(str(error), change="export.model.checkpoint_path")
             return

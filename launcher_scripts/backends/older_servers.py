@@ -13,17 +13,16 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-OLDEST = "2.33 (23.04)"
+OLDEST = "2.39 (23.10)"
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 def require_new_enough() -> None:
-    """Refuse to load in a server whose requests do not say what a model must know of them."""
-    if not hasattr(pb_utils.InferenceRequest, "parameters"):
+    """Refuse to load in a server that does not say when a client has gone."""
+    if not hasattr(pb_utils.InferenceRequest, "is_cancelled"):
         raise pb_utils.TritonModelException(
-            f"this Triton server is too old: {OLDEST} is the oldest that can serve this model, "
-            "24.06 the oldest that does not make requests wait for each other; change the "
-            "container or deploy.server.tritonserver"
+            f"this Triton server is too old: {OLDEST} is the oldest that can serve this model; "
+            "change the container or deploy.server.tritonserver"
         )
 
 
@@ -41,7 +40,7 @@ class ReturnedResponse:
         self._answered.set()
 
     def is_cancelled(self) -> bool:
-        return is_cancelled(self._request)
+        return bool(self._request.is_cancelled())
 
     def wait(self) -> Any:
         """The response."""
@@ -63,13 +62,7 @@ def returned(senders: Sequence[Any]) -> list[Any] | None:
     return [sender.wait() for sender in waiting] or None
 
 
-def is_cancelled(asked: Any) -> bool:
-    """Whether the client has gone, of a request or sender; never where the server cannot tell."""
-    return bool(asked.is_cancelled()) if hasattr(asked, "is_cancelled") else False
-
-
 def failure(message: str, code: str) -> Any:
-    """An error as a response. code: the name of one of TritonError's, where it has any."""
-    number = getattr(pb_utils.TritonError, code, None)
-    arguments = (message,) if number is None else (message, number)
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(*arguments))
+    """An error as a response. code: the name of one of TritonError's"""
+    error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
+    return pb_utils.InferenceResponse(error=error)

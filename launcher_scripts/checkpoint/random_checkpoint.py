@@ -22,6 +22,7 @@ from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.ini_text import FILE_NAME
 
 BLOCK = 1 << 22  # values; larger tensors repeat them
+MOST_LAYERS = 10_000
 DEVIATION = 0.02  # keeps activations in fp16's range
 
 
@@ -67,6 +68,15 @@ class RandomCheckpoint(WholeTensors):
                 )
             )
         config = read_config(archive.path.parent, tp_size=1).config
+        layers = max(config.num_layers, getattr(config, "num_decoder_layers", 0))
+        if layers > MOST_LAYERS:
+            raise CheckpointError(
+                problem(
+                    f"{archive.path} says more layers than any model has",
+                    got=layers,
+                    choices=[f"at most {MOST_LAYERS}"],
+                )
+            )
         return cls(archive, config, _tensors(config))
 
     @property

@@ -32,6 +32,7 @@ NUMPY_TYPES = {
     "BOOL": np.bool_,
     "BYTES": np.object_,
 }
+BFLOAT16 = "bfloat16"  # BF16's name; numpy has no such type of its own
 
 Tensors = dict[str, NDArray[Any]]
 
@@ -292,7 +293,7 @@ def _infer_outputs(module: Any, names: Sequence[str] | None) -> list[Any] | None
 def _infer_inputs(module: Any, tensors: Tensors) -> list[Any]:
     """The tensors as `module`'s (tritonclient.http or .grpc) inputs."""
     names = {np.dtype(kind).name: name for name, kind in NUMPY_TYPES.items()}
-    names["bfloat16"] = "BF16"  # numpy has no such type of its own
+    names[BFLOAT16] = "BF16"
     inputs = []
     for name, array in tensors.items():
         tensor = module.InferInput(name, list(array.shape), names[array.dtype.name])

@@ -31,7 +31,7 @@ from launcher_scripts.clients.arguments import (
     client_tls,
     run,
 )
-from launcher_scripts.clients.connection import SequenceStep, Tensors
+from launcher_scripts.clients.connection import BFLOAT16, NUMPY_TYPES, SequenceStep, Tensors
 from launcher_scripts.clients.models import find_models
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.errors import ConfigError, Problems, ServerError, problem
@@ -47,6 +47,8 @@ DEFAULT_CONFIG = {
     "sequence_start": False,
     "sequence_end": False,
 }
+_WHOLE = ("int32", "int64", "uint32", "uint64")
+_REAL = ("float16", "float32", "float64")
 TEXT_INPUTS = {"INPUT_0", "text_input"}  # of these every request to an ensemble has one
 # flag -> key of config
 FLAGS = {
@@ -85,6 +87,7 @@ def issue(flags: argparse.Namespace) -> None:
     tls = client_tls({name: config[name] for name in TLS_FILES}, protocol)
     with RemoteServer(address, protocol=protocol, verbose=config["verbose"], tls=tls) as server:
         model = config["model_name"] or model_for(server, tensors)
+        tensors = as_declared(server.model_config(model), tensors)
         if config["stream_api"]:
             print_stream(server.stream(model, tensors, step_of(config)), flags.test)
         else:
@@ -97,6 +100,36 @@ def model_for(server: RemoteServer, tensors: Tensors) -> str:
     """The model that a request without a name is meant for."""
     models = find_models(server, None)
     return models.text_model("ensemble") if TEXT_INPUTS & tensors.keys() else models.name
+
+
+def as_declared(config: Mapping[str, Any], tensors: Tensors) -> Tensors:
+    """The tensors in the types of numbers that the model declares: files may name others.
+
+    config: the model's config.pbtxt, as Triton's JSON
+    Raises ConfigError with every tensor whose numbers the declared type does not hold.
+    """
+    problems = Problems("the request")
+    declared = {each["name"]: each["data_type"] for each in config.get("input", [])}
+    result = dict(tensors)
+    for name, array in tensors.items():
+        wanted = numpy_name(declared.get(name, ""))
+        if (array.dtype.name in _WHOLE and wanted in (*_WHOLE, *_REAL, BFLOAT16)) or (
+            array.dtype.name in _REAL and wanted in (*_REAL, BFLOAT16)
+        ):
+            try:
+                result[name] = tensor(array.tolist(), wanted)
+            except ValueError as error:
+                problems.add(f"{name}: {error}", got=array.tolist())
+    problems.raise_if_any(ConfigError)
+    return result
+
+
+def numpy_name(data_type: str) -> str:
+    """numpy's name of a type in config.pbtxt; "" for one that no request has."""
+    kind = data_type.removeprefix("TYPE_")
+    if kind == "BF16":
+        return BFLOAT16
+    return np.dtype(NUMPY_TYPES[kind]).name if kind in NUMPY_TYPES else ""
 
 
 def step_of(config: Mapping[str, Any]) -> SequenceStep | None:
@@ -203,7 +236,7 @@ def tensor(data: Any, dtype: str) -> NDArray[Any]:
         encoded = [str(text).encode("utf-8") for text in texts.ravel()]
         return np.array(encoded, dtype=np.object_).reshape(texts.shape)
     array = np.array(data)
-    if dtype == "bfloat16":
+    if dtype == BFLOAT16:
         import ml_dtypes  # tells numpy of the type; tritonclient brings it along
 
         return array.astype(ml_dtypes.bfloat16)

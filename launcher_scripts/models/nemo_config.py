@@ -1,17 +1,20 @@
 """A look at a NeMo checkpoint's hyperparameters, cheap enough for the login side.
 
-Only model_config.yaml is read. The converter reads the checkpoint itself, completely and with
-its own checks; here a size that cannot work is found before a job waits for it.
+Only model_config.yaml is read, or the config.ini that random weights are made from. The converter
+reads the checkpoint itself, completely and with its own checks; here a size that cannot work is
+found before a job waits for it.
 """
 
 from __future__ import annotations
 
+import configparser
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
 from typing import Any
 
 from launcher_scripts.errors import CheckpointError
+from launcher_scripts.models.ini_text import parse_ini
 from launcher_scripts.parallel import divisors
 from launcher_scripts.untrusted import (
     MOST_YAML_BYTES,
@@ -92,6 +95,19 @@ def read_config(path: Path) -> dict[str, Any] | None:
     if not isinstance(config, dict):
         raise CheckpointError(f"{CONFIG_NAME} of {path} holds no mapping")
     return config
+
+
+def read_ini_sizes(path: Path) -> NemoSizes:
+    """The sizes that a config.ini says. Raises CheckpointError where it cannot be read."""
+    try:
+        parser = parse_ini(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, configparser.Error) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    names = [name for name in ("gpt", "encoder", "decoder") if parser.has_section(name)]
+    section = dict(parser[names[0]]) if names else {}
+    sizes = (("num_layer", "num_layers"), ("head_num", "num_heads"), ("inter_size", "d_ff"))
+    found = (next((section[key] for key in keys if key in section), "") for keys in sizes)
+    return NemoSizes(*(int(text) if text.isdecimal() and int(text) else None for text in found))
 
 
 def _read_config(path: Path) -> bytes | None:

@@ -78,6 +78,7 @@ class ServerProcess:
         self._errors: list[str] = []
         self.lost_worker = False  # whether its log says so; see lost_workers
         arguments = self._arguments(settings, installation, ports) + protection.arguments()
+        installation.require_options(arguments[1:])
         secrets = protection.environment
         own = {STATUS_DIR_VARIABLE: str(self.status_dir), DEVICE_VARIABLE: settings.device}
         own[MAX_WAITING_VARIABLE] = str(settings.max_waiting_rows)
@@ -112,10 +113,12 @@ class ServerProcess:
             str(installation.executable.absolute()),
             f"--model-repository={repository}",
             f"--backend-directory={self._folder / 'backends'}",
-            f"--backend-config=python,shm-region-prefix-name={self._claim.region_prefix}",
             "--disable-auto-complete-config",
             f"--exit-timeout-secs={max(1, round(settings.stop_timeout))}",
         ]
+        if installation.names_memory_apart:
+            prefix = f"shm-region-prefix-name={self._claim.region_prefix}"
+            arguments.append(f"--backend-config=python,{prefix}")
         for name in ("http", "grpc", "metrics"):
             arguments += [f"--{name}-address={settings.hosts[name]}"]
             arguments += [f"--{name}-port={getattr(ports, name)}"]

@@ -1,4 +1,4 @@
-"""A model in servers without response senders for it, without metrics, codes and cancellation."""
+"""A model in servers that have no response senders for it, and in those that are too old."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.backend.test_model import CONFIG, Request, Response, arguments, backend, request  # noqa: F401
+from tests.backend.test_model import (  # noqa: F401
+    CONFIG,
+    Request,
+    Response,
+    arguments,
+    backend,
+    request,
+)
 from tests.engine.small_models import engine_for, generate, random_tensors, write_checkpoint
-
-
-class PlainError(Exception):
-    """A TritonError of before 23.09: a message alone."""
 
 
 class OldRequest(Request):
@@ -27,21 +30,15 @@ class OldRequest(Request):
 
 
 @pytest.fixture
-def older(backend: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
-    """The backend in a server like Triton 2.33."""
-    utils = sys.modules["triton_python_backend_utils"]
-    monkeypatch.delattr(utils, "MetricFamily")
-    monkeypatch.setattr(utils, "TritonError", PlainError)
-    monkeypatch.delattr(Request, "is_cancelled")
-    return backend
-
-
-@pytest.fixture
-def model(older: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def model(
+    backend: Any,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Any:
     monkeypatch.setenv("LAUNCHER_STATUS_DIR", str(tmp_path))
     monkeypatch.setenv("LAUNCHER_DEVICE", "cpu")
     write_checkpoint(tmp_path / "tiny" / "1" / "1-gpu", CONFIG, random_tensors(CONFIG), 1)
-    model = older.TritonPythonModel()
+    model = backend.TritonPythonModel()
     model.initialize(arguments(tmp_path / "tiny"))
     yield model
     model.finalize()
@@ -76,10 +73,12 @@ def test_a_model_that_streams_has_senders_everywhere(model: Any) -> None:
     assert one.answers[-1].tensors["sequence_length"].tolist() == [[6]]
 
 
-def test_a_server_whose_requests_have_no_parameters_is_refused(
-    older: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_server_whose_requests_do_not_say_that_they_are_cancelled_is_refused(
+    backend: Any,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     utils = sys.modules["triton_python_backend_utils"]
     monkeypatch.setattr(utils, "InferenceRequest", type("InferenceRequest", (), {}))
-    with pytest.raises(RuntimeError, match=r"too old: 2\.33 \(23\.04\) is the oldest"):
-        older.TritonPythonModel().initialize(arguments(tmp_path / "tiny"))
+    with pytest.raises(RuntimeError, match=r"too old: 2\.39 \(23\.10\) is the oldest"):
+        backend.TritonPythonModel().initialize(arguments(tmp_path / "tiny"))

@@ -86,5 +86,8 @@ def test_random_weights_are_made_only_where_they_are_asked_for(tmp_path: Path) -
     other.write_text(source.read_text())
     with pytest.raises(CheckpointError, match=r"random weights are made from a config\.ini"):
         export_folder(other, tmp_path / "out", source="random")
+    source.write_text(ORIGINAL.replace("num_layer=2", "num_layer=1000000000"))
+    with pytest.raises(CheckpointError, match="more layers than any model has; got 1000000000"):
+        export_folder(source, tmp_path / "out", source="random")
     with pytest.raises(ConfigError, match=r"without a tokenizer.*export\.model\.tokenizer"):
         ExportSettings("m", "gpt3", str(source), str(tmp_path / "m"), source="random")

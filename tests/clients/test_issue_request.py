@@ -90,6 +90,37 @@ def test_samples_fit_a_model_that_takes_one_row() -> None:
             assert len(tensor["data"]) == 1, f"{path.name}: {tensor['name']}"
 
 
+def test_numbers_get_the_types_that_the_model_declares() -> None:
+    """The original's sample_request_single.json names int32 for random_seed, which is UINT64."""
+    declared = {
+        "random_seed": "TYPE_UINT64",
+        "request_prompt_embedding": "TYPE_FP16",
+        "temperature": "TYPE_FP32",
+        "is_return_log_probs": "TYPE_BOOL",
+        "input_ids": "TYPE_UINT32",
+    }
+    config = {"input": [{"name": name, "data_type": kind} for name, kind in declared.items()]}
+    sent = {
+        "random_seed": np.array([[2**31 - 1]], np.int32),
+        "request_prompt_embedding": np.array([[[0.5]]], np.float32),
+        "temperature": np.array([[1]], np.int32),
+        "is_return_log_probs": np.array([[1]], np.int32),
+        "input_ids": np.array([[1.5]], np.float32),
+        "unknown": np.array([[1]], np.int32),
+    }
+    types = {name: each.dtype for name, each in issue_request.as_declared(config, sent).items()}
+    assert types == {
+        "random_seed": np.uint64,
+        "request_prompt_embedding": np.float16,
+        "temperature": np.float32,
+        "is_return_log_probs": np.int32,  # for the server to refuse
+        "input_ids": np.float32,
+        "unknown": np.int32,
+    }
+    with pytest.raises(ConfigError, match=r"random_seed: values outside of uint64; got \[\[-1\]\]"):
+        issue_request.as_declared(config, {"random_seed": np.array([[-1]], np.int32)})
+
+
 def test_bfloat16_is_sent_as_its_bytes() -> None:
     pytest.importorskip("ml_dtypes", reason="tritonclient needs it for BF16")
     http = pytest.importorskip("tritonclient.http")

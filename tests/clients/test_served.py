@@ -86,6 +86,28 @@ def test_a_sample_request(
         assert f"{name}:\n[" in printed
 
 
+def test_a_request_as_the_original_ships_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], served: dict[str, Any], engine: Engine
+) -> None:
+    """Its sample_request_single.json: a seed of another type, an end offset of 0 for no words."""
+    fields = {
+        "input_ids": ([list(PROMPTS[0])], "uint32"),
+        "input_lengths": ([[8]], "uint32"),
+        "request_output_len": ([[16]], "uint32"),
+        "random_seed": ([[0]], "int32"),
+        "beam_search_diversity_rate": ([[0]], "float32"),
+        "bad_words_list": ([[[0], [-1]]], "int32"),
+        "stop_words_list": ([[[409], [0]]], "int32"),
+    }
+    request = [{"name": n, "data": data, "dtype": kind} for n, (data, kind) in fields.items()]
+    file = tmp_path / "sample_request_single.json"
+    file.write_text(json.dumps({"request": request}))
+    printed = run(capsys, served, "issue_request", str(file))
+    ids = printed.partition("output_ids:\n")[2].partition("]")[0].replace("[", "").split()
+    wanted = engine.submit(GenerateRequest(PROMPTS[0], 16)).result(60).output_ids
+    assert list(map(int, ids)) == [*PROMPTS[0], *wanted]
+
+
 def test_a_words_list_for_a_request(
     capsys: pytest.CaptureFixture[str], served: dict[str, Any]
 ) -> None:

@@ -283,6 +283,24 @@ def test_another_repository_brings_its_own_sizes(
     assert evaluate.settings.tokenizer_dir == str(repository / "small/1/2-gpu")
 
 
+def test_the_sizes_of_random_weights_are_looked_at(problems: Finder, tmp_path: Path) -> None:
+    source = tmp_path / "config.ini"
+    source.write_text("[gpt]\nhead_num=6 ;comment\ninter_size=24\nnum_layer=2\n")
+    random = ["export.model.source=random", f"export.model.checkpoint_path={source}"]
+    found = problems(
+        *random,
+        "export.model.tokenizer=none",
+        "export.model.tensor_model_parallel_size=4",
+        "export.triton_deployment.pipeline_model_parallel_size=3",
+    )
+    assert (
+        "cannot be divided into this many tensor-parallel parts; got 4; choices: 1, 2" in found[0]
+    )
+    assert "the model has 2 layers, fewer than pipeline stages; got 3" in found[1]
+    (found,) = problems(*random, "export.model.tensor_model_parallel_size=2")
+    assert "random weights come without a tokenizer" in found
+
+
 @pytest.mark.parametrize("mode", [2, 3])
 def test_smoothquant_is_refused_before_a_job_starts(
     problems: Finder, tmp_path: Path, mode: int

@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 from launcher_scripts.backends.fastertransformer.answers import Answers
 from launcher_scripts.backends.fastertransformer.forwarded import news
 from launcher_scripts.backends.fastertransformer.row_values import beam_axis
-from launcher_scripts.backends.older_servers import failure, is_cancelled
+from launcher_scripts.backends.older_servers import failure
 from launcher_scripts.backends.text_parameters import ParameterError
 from launcher_scripts.engine.row import Progress, Snapshot
 from launcher_scripts.engine.session import Session
@@ -97,7 +97,7 @@ class Answer:
             self._give_up("UNAVAILABLE", "the request's timeout is over")
             return
         with self._sending:  # the server dies of a question about a request that has been answered
-            cancelled = not self._ended and is_cancelled(self._sender)
+            cancelled = not self._ended and self._sender.is_cancelled()
         if cancelled:
             self.cancel()
 

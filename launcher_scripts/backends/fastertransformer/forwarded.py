@@ -161,7 +161,7 @@ class ChannelSender:
         head: dict[str, Any] = {"key": self._key, "last": last, "tensors": []}
         parts = []
         if response is not None and response.has_error():
-            head["error"] = [response.error().message(), code_of(response.error())]
+            head["error"] = [response.error().message(), response.error().code().name]
         elif response is not None:
             for tensor in response.output_tensors():
                 values = torch.utils.dlpack.from_dlpack(tensor.to_dlpack()).numpy()
@@ -176,11 +176,6 @@ class ChannelSender:
     def is_cancelled(self) -> bool:
         """The text model says so itself."""
         return False
-
-
-def code_of(error: Any) -> str:
-    """The name of an error's code; servers before Triton 2.38 (23.09) have none."""
-    return str(error.code().name) if hasattr(error, "code") else "INTERNAL"
 
 
 def news(tensors: Mapping[str, torch.Tensor], progress: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -22,7 +22,6 @@ from launcher_scripts.backends.fastertransformer.answer import (
     Answer,
     ToTensors,
     error_response,
-    nothing,
     send_last,
 )
 from launcher_scripts.backends.fastertransformer.answers import Answers
@@ -105,8 +104,8 @@ class TritonPythonModel:
         self._max_waiting_rows = int(os.environ.get(MAX_WAITING_VARIABLE, "512"))
         self._streams = pb_utils.using_decoupled_model_transaction_policy(config)
         self._sessions = None if idle is None else Sessions(self._engine, idle)
-        self._metrics = ModelMetrics.of_server(args["model_name"], self._engine)
-        self._answers = Answers(self._metrics.count_given_up if self._metrics else nothing)
+        self._metrics = ModelMetrics(args["model_name"], self._engine)
+        self._answers = Answers(self._metrics.count_given_up)
         self._channels = Channels()
         self._engine.timeline.note("the first tokens are generated")
         self._status.write("ready", ranks=self._engine.ranks, timeline=self._engine.timeline.events)
@@ -120,8 +119,8 @@ class TritonPythonModel:
             try:
                 if (errand := errand_of(request)) is not None:
                     channel = self._channels.to(errand.channel)
-                    empty = pb_utils.InferenceResponse([])
-                    sender = ChannelSender(channel, errand, partial(send_last, sender, empty))
+                    nothing = pb_utils.InferenceResponse([])
+                    sender = ChannelSender(channel, errand, partial(send_last, sender, nothing))
                 if self._sessions is None:
                     self._begin(request, sender)
                 else:

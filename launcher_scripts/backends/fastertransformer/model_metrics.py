@@ -15,15 +15,7 @@ _GIVEN_UP = "launcher_requests_given_up"
 
 
 class ModelMetrics:
-    """Two gauges of one model, brought up to date every second, and a counter.
-
-    Servers before Triton 2.34 (23.05) have no metrics of models.
-    """
-
-    @classmethod
-    def of_server(cls, model: str, engine: Engine) -> ModelMetrics | None:
-        """The model's metrics; None where the server has none."""
-        return cls(model, engine) if hasattr(pb_utils, "MetricFamily") else None
+    """Two gauges of one model, brought up to date every second, and a counter."""
 
     def __init__(self, model: str, engine: Engine) -> None:
         gauge = pb_utils.MetricFamily.GAUGE

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from older_servers import FINAL, failure, is_cancelled
+from older_servers import FINAL, failure
 from text_deltas import GrowingText
 from text_requests import Reader, TextRequest
 from text_tensors import Tensors, error_response
@@ -120,7 +120,7 @@ class TextAnswer:
             self.fail(failure("the request's timeout is over", "UNAVAILABLE"))
             return
         with self._lock:  # the server dies of a question about a request that has been answered
-            cancelled = not self.ended and is_cancelled(self._sender)
+            cancelled = not self.ended and self._sender.is_cancelled()
         if cancelled:
             self.fail(failure("the client cancelled the request", "CANCELLED"))
 
