@@ -12,9 +12,10 @@ fi
 requirements=$(cd "$(dirname "$0")/.." && pwd)
 name=inference-$$
 base=$1.base
+partial=$1.partial
 clean_up() {
     enroot remove --force "$name" || true
-    rm -f "$base"
+    rm -f "$base" "$partial"
 }
 trap clean_up EXIT
 trap 'exit 130' INT
@@ -23,4 +24,5 @@ enroot import --output "$base" docker://debian:12-slim
 enroot create --name "$name" "$base"
 enroot start --root --rw --mount "$requirements:/opt/requirements" --env TORCH="${TORCH:-}" \
     "$name" sh /opt/requirements/image/packages.sh
-enroot export --output "$1" "$name"
+enroot export --output "$partial" "$name"
+mv "$partial" "$1"
