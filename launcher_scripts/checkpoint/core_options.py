@@ -1,4 +1,4 @@
-"""What a training of Megatron-LM core says about its GPT, as hyperparameters.
+"""What a training of Megatron-LM core says about its model, and a GPT's hyperparameters.
 
 Three tools write it in three ways: Megatron-LM as the arguments of its command line, Megatron
 Bridge as `run_config.yaml`, NeMo 2 as `context/model.yaml`. Bridge and NeMo name the fields of the
@@ -61,6 +61,28 @@ _IGNORED_FACTOR = (
 
 
 @dataclass(frozen=True)
+class CoreOptions:
+    """What the training says, under the names of the core's configuration.
+
+    origin: where it says so, for errors
+    notes:  what a user should know about the model
+    """
+
+    raw: Mapping[str, Any]
+    origin: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def plus_one(self) -> bool:
+        """Whether norms' scales are stored as their distance from one."""
+        return flag(self.raw, "layernorm_zero_centered_gamma", False)
+
+    @property
+    def tied_embeddings(self) -> bool:
+        return flag(self.raw, "share_embeddings_and_output_weights", True)
+
+
+@dataclass(frozen=True)
 class CoreGPT:
     """What the training says.
 
@@ -82,15 +104,13 @@ class CoreGPT:
         return GPTConfig(vocab_size=vocab_size, **self.fields)
 
 
-def read_options(raw: Mapping[str, Any], origin: str, notes: tuple[str, ...] = ()) -> CoreGPT:
+def read_gpt(options: CoreOptions) -> CoreGPT:
     """The fields of the core's configuration as GPTConfig's.
 
     Raises CheckpointError with everything that is missing or cannot be represented.
     """
-    problems = Problems(origin)
-    for key, values in _KNOWN_VALUES.items():
-        if raw.get(key) not in values:
-            problems.add(f"{key} is not supported", got=raw[key], choices=values)
+    raw, problems = options.raw, Problems(options.origin)
+    refuse_unknown(raw, problems)
     heads = size(raw, "num_attention_heads", problems)
     hidden = size(raw, "hidden_size", problems)
     bias = flag(raw, "add_bias_linear", True)
@@ -121,19 +141,26 @@ def read_options(raw: Mapping[str, Any], origin: str, notes: tuple[str, ...] = (
         **_scaling(raw, problems),
         "normalization": NORMALIZATIONS.get(normalization, "layernorm"),
         "norm_eps": real(raw, "layernorm_epsilon", 1e-5, problems),
-        "activation": _activation(raw, activation),
+        "activation": activation_of(raw, activation),
         "gated": gated,
         "attention_bias": bias or qkv_bias,
         "attention_dense_bias": False if qkv_bias and not bias else None,
         "qk_norm": flag(raw, "qk_layernorm", False) or None,
         "mlp_bias": bias,
-        "tied_embeddings": flag(raw, "share_embeddings_and_output_weights", True),
+        "tied_embeddings": options.tied_embeddings,
     }
     problems.raise_if_any(CheckpointError)
-    return CoreGPT(fields, flag(raw, "layernorm_zero_centered_gamma", False), notes)
+    return CoreGPT(fields, options.plus_one, options.notes)
 
 
-def _activation(raw: Mapping[str, Any], name: str) -> str:
+def refuse_unknown(raw: Mapping[str, Any], problems: Problems) -> None:
+    """Note fields that change the network in ways this project does not know."""
+    for key, values in _KNOWN_VALUES.items():
+        if raw.get(key) not in values:
+            problems.add(f"{key} is not supported", got=raw[key], choices=values)
+
+
+def activation_of(raw: Mapping[str, Any], name: str) -> str:
     """The fused kernel's GELU is the tanh form, torch's own is the exact one."""
     if name != "gelu" or flag(raw, "openai_gelu", False):
         return ACTIVATIONS.get(name, "gelu")
@@ -154,7 +181,7 @@ def _scaling(raw: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
     }
 
 
-def of_arguments(args: Mapping[str, Any], origin: str) -> CoreGPT:
+def of_arguments(args: Mapping[str, Any], origin: str) -> CoreOptions:
     """Of Megatron-LM: its arguments under the names of the core's configuration."""
     raw = dict(args)
     raw["activation_func"] = next(
@@ -180,18 +207,18 @@ def of_arguments(args: Mapping[str, Any], origin: str) -> CoreGPT:
     raw["bias_activation_fusion"] = args.get("bias_gelu_fusion")
     factor = args.get("rope_scaling_factor")
     ignored = bool(args.get("use_rope_scaling")) and factor not in (None, 8, 8.0)
-    return read_options(raw, origin, (_IGNORED_FACTOR.format(factor),) if ignored else ())
+    return CoreOptions(raw, origin, (_IGNORED_FACTOR.format(factor),) if ignored else ())
 
 
-def of_bridge(model: Mapping[str, Any], origin: str) -> CoreGPT:
+def of_bridge(model: Mapping[str, Any], origin: str) -> CoreOptions:
     """Of Megatron Bridge: section `model` of run_config.yaml."""
-    return read_options({**_plain(model), "scale_factor": model.get("rope_scaling_factor")}, origin)
+    return CoreOptions({**_plain(model), "scale_factor": model.get("rope_scaling_factor")}, origin)
 
 
-def of_nemo2(model: Mapping[str, Any], origin: str) -> CoreGPT:
+def of_nemo2(model: Mapping[str, Any], origin: str) -> CoreOptions:
     """Of NeMo 2: section `config` of model.yaml. Its class alone says whether ropes are scaled."""
     scaled = model.get("scale_factor") is not None
-    return read_options({**_plain(model), "rope_scaling": scaled}, origin)
+    return CoreOptions({**_plain(model), "rope_scaling": scaled}, origin)
 
 
 def _plain(model: Mapping[str, Any]) -> dict[str, Any]:

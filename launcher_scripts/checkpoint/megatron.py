@@ -17,7 +17,7 @@ import numpy as np
 
 from launcher_scripts.checkpoint import pickles, tokenizer_files, torch_file
 from launcher_scripts.checkpoint.archive import Archive
-from launcher_scripts.checkpoint.core_options import of_arguments
+from launcher_scripts.checkpoint.core_options import of_arguments, read_gpt
 from launcher_scripts.checkpoint.hints import Hints
 from launcher_scripts.checkpoint.megatron_args import MegatronArgs, read_args
 from launcher_scripts.checkpoint.shards import (
@@ -130,7 +130,7 @@ def _core_settings(
     args: Mapping[str, Any], shards: dict[str, tuple[SourceTensor, ...]], origin: str
 ) -> MegatronArgs:
     """Of a model of Megatron-LM core; what a tied one stores twice leaves `shards`."""
-    gpt = of_arguments(args, origin)
+    gpt = read_gpt(of_arguments(args, origin))
     if gpt.fields["tied_embeddings"]:
         shards.pop("output_layer.weight", None)
     config = gpt.config(sum(part.shape[0] for part in shards[TABLE]))

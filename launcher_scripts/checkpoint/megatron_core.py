@@ -1,4 +1,4 @@
-"""GPTs that Megatron-LM core saved as a distributed checkpoint: Megatron-LM, Bridge and NeMo 2.
+"""Models that Megatron-LM core saved as distributed checkpoints: Megatron-LM, Bridge and NeMo 2.
 
 All three write the same tensors (distributed.py). What the model is, Megatron-LM says in the
 arguments within the common state, Megatron Bridge in `run_config.yaml` beside the tensors, and
@@ -14,9 +14,15 @@ from typing import Any, ClassVar
 
 import yaml
 
-from launcher_scripts.checkpoint import core_options, distributed, tokenizer_files, torch_file
+from launcher_scripts.checkpoint import (
+    core_options,
+    core_t5,
+    distributed,
+    tokenizer_files,
+    torch_file,
+)
 from launcher_scripts.checkpoint.archive import Archive
-from launcher_scripts.checkpoint.core_options import CoreGPT
+from launcher_scripts.checkpoint.core_options import CoreOptions
 from launcher_scripts.checkpoint.hints import Hints
 from launcher_scripts.checkpoint.megatron import (
     TABLE,
@@ -29,7 +35,7 @@ from launcher_scripts.checkpoint.pickles import AnyGlobal
 from launcher_scripts.checkpoint.source_checkpoint import WholeTensors
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
 from launcher_scripts.errors import CheckpointError, problem
-from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.family import ModelConfig
 
 COMMON = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
@@ -37,8 +43,6 @@ RUN_CONFIG = "run_config.yaml"
 CONTEXT = "context/model.yaml"
 WEIGHTS = "weights/"
 HEAD = "output_layer.weight"
-# The modules of a T5, which this reader does not know.
-_ENCODER = "encoder.layers."
 
 
 class _CommonGlobals(AnyGlobal):
@@ -56,7 +60,7 @@ class MegatronCoreCheckpoint(WholeTensors):
     root:     the folder of the tensors in the archive, "" or ending in `/`
     tool:     what wrote it
     args:     Megatron-LM's arguments, {} of another tool
-    config:   the hyperparameters; token ids still GPTConfig's defaults
+    config:   the hyperparameters; token ids still the defaults
     dialects: dialects of the weight table, the first that has a row wins
     """
 
@@ -66,7 +70,7 @@ class MegatronCoreCheckpoint(WholeTensors):
     root: str
     tool: str
     args: Mapping[str, Any]
-    config: GPTConfig
+    config: ModelConfig
     dialects: tuple[str, ...]
     tensors: Mapping[str, SourceTensor]
     notes: tuple[str, ...] = ()
@@ -86,23 +90,19 @@ class MegatronCoreCheckpoint(WholeTensors):
                 for name, tensor in distributed.read_tensors(archive, root).items()
             }
         )
-        if any(name.startswith(_ENCODER) for name in tensors):
-            raise CheckpointError(f"{archive.path} holds an encoder, which is not supported yet")
         if TABLE not in tensors:
             raise CheckpointError(problem(f"{archive.path} lacks the word embeddings", got=TABLE))
-        tool, args, gpt = _read_settings(archive, root)
-        if gpt.fields["tied_embeddings"]:
+        tool, args, options = _read_options(archive, root)
+        if options.tied_embeddings:
             tensors.pop(HEAD, None)
-        return cls(
-            archive,
-            root,
-            tool,
-            args,
-            gpt.config(tensors[TABLE].shape[0]),
-            gpt.dialects(tensors),
-            tensors,
-            gpt.notes,
-        )
+        config: ModelConfig
+        if core_t5.is_t5(tensors):
+            tensors = core_t5.renamed(tensors)
+            config, dialects = core_t5.read_t5(options, tensors)
+        else:
+            gpt = core_options.read_gpt(options)
+            config, dialects = gpt.config(tensors[TABLE].shape[0]), gpt.dialects(tensors)
+        return cls(archive, root, tool, args, config, dialects, tensors, options.notes)
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """Exported name -> content of the tokenizer that Bridge and NeMo 2 keep with the model."""
@@ -147,8 +147,8 @@ def _parent(root: str) -> str:
     return "" if parent == "." else f"{parent}/"
 
 
-def _read_settings(archive: Archive, root: str) -> tuple[str, Mapping[str, Any], CoreGPT]:
-    """What wrote the checkpoint, its arguments, and what the model is."""
+def _read_options(archive: Archive, root: str) -> tuple[str, Mapping[str, Any], CoreOptions]:
+    """What wrote the checkpoint, its arguments, and what they say of the model."""
     names = archive.names()
     context = _parent(root) + CONTEXT
     if root + RUN_CONFIG in names:

@@ -12,7 +12,9 @@ from launcher_scripts.checkpoint.export import export
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.settings import ExportSettings, TokenizerSettings
-from tests.engine.test_nemo_fixtures import TOLERANCE, logits_of
+from tests.engine.test_nemo_fixtures import TOLERANCE
+from tests.engine.test_nemo_fixtures import logits_of as gpt_logits
+from tests.engine.test_nemo_t5_fixtures import logits_of as t5_logits
 
 # Name -> what its configuration says. Those in tests/data are of every tool.
 FIXTURES = {
@@ -21,21 +23,22 @@ FIXTURES = {
     "mcore012_llama31_tp2pp2_a": {"rotary_scaling_factor": 8.0},
     "mcore012_llama_optim_a": {"normalization": "rmsnorm"},
     "mcore012_qwen3_bf16_a": {"qk_norm": True},
+    "mcore012_t5_learned_a": {"position_embedding": "learned", "max_positions": 32},
     "mcore012_torchfmt_llama_tp2_a": {"gated": True},
+    "mcore016_t5_relative_a": {"position_embedding": "relative", "num_buckets": 32},
     "mcore019_gpt_learned_tp2pp2_a": {"position_embedding": "learned"},
     "mcore019_llama31_tp2pp2_a": {"rotary_scaling": "llama3"},
     "mcore019_qwen2_a": {"attention_bias": True, "attention_dense_bias": False},
     "mcore019_qwen3_nonhomog_a": {"qk_norm": True},
     "nemo253_llama31_a": {"rotary_scaling_factor": 8.0},
 }
-ENCODERS = ("mcore012_t5_learned_a", "mcore016_t5_relative_a")
 
 
 def exported(source: Path, out: Path, tp_size: int = 1, tokenizer: str = "none") -> Path:
     return export(
         ExportSettings(
             model_name="fixture",
-            model_type="gpt3",
+            model_type="",
             checkpoint_path=str(source),
             triton_model_dir=str(out / "fixture"),
             parallelism=Parallelism(tp_size),
@@ -70,7 +73,8 @@ def test_logits_are_the_cores(fixture: Path, tp: int, pp: int, tmp_path: Path) -
     )
     engine = Engine.load(settings)
     try:
-        got, want = logits_of(engine, fixture / "reference.npz")
+        compared = t5_logits if "_t5_" in fixture.name else gpt_logits
+        got, want = compared(engine, fixture / "reference.npz")
     finally:
         engine.close()
     assert (got - want).abs().max() <= TOLERANCE
@@ -82,4 +86,4 @@ def test_logits_are_the_cores(fixture: Path, tp: int, pp: int, tmp_path: Path) -
 
 def test_every_fixture_is_listed(shared_dir: Path) -> None:
     folders = {path.name for path in (shared_dir / "fixtures" / "core").iterdir() if path.is_dir()}
-    assert folders == {*FIXTURES, *ENCODERS}
+    assert folders == {*FIXTURES}
