@@ -127,6 +127,7 @@ class ProcessGroupCommunicator(Communicator):
         if interface is not None:
             for name in _LOCAL_VARIABLES if host == LOOPBACK else _INTERFACE_VARIABLES:
                 os.environ.setdefault(name, interface)
+        os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # nobody connects after the meeting
         limit = timedelta(seconds=timeout)
         others = listening_ports()
         cuda = device.type == "cuda"
@@ -262,7 +263,8 @@ def _let_nobody_else_in(descriptors: Iterable[int]) -> None:
     try:
         drop_connections(descriptors)
     except OSError as error:
-        print(f"strangers can connect to this rank's gloo and take descriptors: {error}")
+        what = "strangers can connect to this rank's gloo, and take a descriptor each"
+        print(f"{what}: {error}", flush=True)
 
 
 def open_store(host: str, timeout: float) -> dist.TCPStore:

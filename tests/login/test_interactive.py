@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.cluster.foreground import StopRequest
+from launcher_scripts.whole_files import write_whole
 from tests.login.conftest import Run
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -221,6 +223,28 @@ def test_a_ready_file_of_an_earlier_run_does_not_count(
     assert result.returncode == 1
     assert "was not ready within 0.5 s" in result.stderr
     assert_ended((deploy_folder(tmp_path) / "pids").read_text())
+
+
+def test_another_server_that_renews_its_ready_file_does_not_count(
+    run: Run, arguments: list[str], tmp_path: Path
+) -> None:
+    ready_file = deploy_folder(tmp_path) / "ready.json"
+    ready_file.parent.mkdir(parents=True)
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(0.02):
+            write_whole(ready_file, json.dumps({"http": "n1:8000", "job": {"folder": "/other"}}))
+
+    other = threading.Thread(target=renew)
+    other.start()
+    late = ("deploy.server.ready_timeout=0.5", *arguments)
+    try:
+        result = run("stages=[export,deploy,evaluate]", LOCAL, *late, SERVER="never_ready")
+    finally:
+        ended.set()
+        other.join()
+    assert "was not ready within 0.5 s" in result.stderr
 
 
 @pytest.mark.parametrize(
