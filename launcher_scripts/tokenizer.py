@@ -91,10 +91,15 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise TokenizerError(
             f"the tokenizer in {folder} needs a Python package that is not installed: {error.name}"
         ) from error
-    except BaseException as error:  # bare Exception and RuntimeError, and what Rust panics with
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+    except BaseException as error:
+        if not is_of_library(error):
             raise
         raise TokenizerError(f"cannot read the tokenizer in {folder}: {error}") from error
+
+
+def is_of_library(error: BaseException) -> bool:
+    """Whether the files are to blame: the libraries raise bare Exception, and panic in Rust."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 class GPT2Tokenizer:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from launcher_scripts.errors import CheckpointError, Problems, problem
+from launcher_scripts.tokenizer import is_of_library
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -52,7 +53,9 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     merges = [tuple(merge.split(" ")) for merge in metadata["merges"]]
     try:
         tokenizer = Tokenizer(BPE(vocab, merges))
-    except Exception as error:  # tokenizers raises plain Exception
+    except BaseException as error:
+        if not is_of_library(error):
+            raise
         raise CheckpointError(
             f"the GGUF tokenizer's merges and tokens disagree: {error}"
         ) from error

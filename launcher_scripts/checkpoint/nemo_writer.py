@@ -169,7 +169,8 @@ def write_nemo(
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     try:
-        with tarfile.open(partial, "w", format=tarfile.PAX_FORMAT) as archive:
+        partial.unlink(missing_ok=True)
+        with tarfile.open(partial, "x", format=tarfile.PAX_FORMAT) as archive:
             _add_members(archive, members)
         partial.replace(path)
     finally:

@@ -150,14 +150,18 @@ def load(
 # Shared parts written out may take this many times the pickle's bytes; nested as deep as this.
 _EXPANSION = 64
 _DEPTH = 100
+_KEY_PARTS = 100
 _PLAIN_KEYS = (str, bytes, int, float, type(None), Token, Opaque, Record)
 
 
 def _key(key: Any) -> Any:
-    """A dictionary's key; the hash of tuples nested deeply would overflow the stack of Python."""
-    parts = key if isinstance(key, tuple) else (key,)
-    if not all(isinstance(part, _PLAIN_KEYS) for part in parts):
-        raise TypeError(f"a key of {type(key).__name__}")
+    """A dictionary's key: the hash of a large one would take long, that of a deep one the stack."""
+    parts = [key]
+    for part in parts:
+        if isinstance(part, (tuple, frozenset)) and len(parts) < _KEY_PARTS:
+            parts += part
+        elif not isinstance(part, _PLAIN_KEYS):
+            raise TypeError(f"a key of {type(part).__name__}")
     return key
 
 

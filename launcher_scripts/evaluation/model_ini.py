@@ -7,6 +7,7 @@ from pathlib import Path
 
 from launcher_scripts.errors import ConfigError, problem
 from launcher_scripts.models.ini_text import FILE_NAME, parse_ini
+from launcher_scripts.untrusted import read_plain
 
 
 def read_model_ini(folder: Path) -> configparser.RawConfigParser:
@@ -16,7 +17,7 @@ def read_model_ini(folder: Path) -> configparser.RawConfigParser:
     """
     path = folder / FILE_NAME
     try:
-        return parse_ini(path.read_text(encoding="utf-8") if path.exists() else "")
+        return parse_ini(read_plain(path).decode() if path.exists() else "")
     except (OSError, UnicodeDecodeError, configparser.Error) as error:
         raise ConfigError(
             problem(f"cannot read {path}: {error}", change="evaluate.tokenizer_dir")

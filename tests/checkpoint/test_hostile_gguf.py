@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from launcher_scripts.settings import TokenizerSettings
-from tests.checkpoint.exporting import refused_export
+from tests.checkpoint.exporting import export_folder, refused_export
 from tests.checkpoint.small_memory import small_memory
 
 U8, U32, F32, TEXT, ARRAY, U64 = 0, 4, 6, 8, 9, 10
@@ -90,6 +90,7 @@ def test_a_harmful_file(case: str, tmp_path: Path) -> None:
     assert "MemoryError" not in message
 
 
+TOKENS = ["a", "b", "ab", "c", "d", "e", "f", "g"]
 SIZES: dict[str, Any] = {
     "block_count": 10,
     "embedding_length": 16,
@@ -148,7 +149,7 @@ def write_tokens(path: Path, **metadata: Any) -> Path:
     tokens: dict[str, Any] = {
         "model": "gpt2",
         "pre": "gpt-2",
-        "tokens": list("abcdefgh"),
+        "tokens": TOKENS,
         "token_type": [1] * 8,
         "merges": ["a b"],
         "bos_token_id": 1,
@@ -176,6 +177,12 @@ def kinds(value: Any) -> tuple[Any, ...]:
     return (types[type(value)],)
 
 
+def test_a_tokenizer_that_can_be(tmp_path: Path) -> None:
+    path = write_tokens(tmp_path / "a.gguf")
+    folder = export_folder(path, tmp_path, tokenizer=TokenizerSettings("auto"))
+    assert (folder / "tokenizer.json").is_file()
+
+
 TOKENIZERS: dict[str, dict[str, Any]] = {
     "a start beyond the vocabulary": {"bos_token_id": 8},
     "a negative end": {"eos_token_id": -1},
@@ -183,11 +190,13 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
     "tokens that are numbers": {"tokens": [1] * 8},
     "one token": {"tokens": "a"},
     "a merge that is none": {"merges": ["a"]},
+    "a merge of one": {"merges": ["a b", "c"]},
+    "a merge into nothing": {"merges": ["a c"]},
     "merges of unknown tokens": {"merges": ["a z"]},
     "kinds that are texts": {"token_type": ["1"] * 8},
     "too few kinds": {"token_type": [1]},
     "a rule that is a number": {"pre": 1},
-    "the same token twice": {"tokens": list("abcdefgg")},
+    "the same token twice": {"tokens": [*TOKENS[:7], "a"]},
 }
 
 

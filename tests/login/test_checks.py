@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +119,21 @@ def test_a_broken_checkpoint_is_named(
     (found,) = problems(f"export.model.checkpoint_path={path}")
     assert reason in found
     assert str(path) in found
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["pipe.nemo", "pipe"])
+def test_a_pipe_is_no_checkpoint(problems: Finder, tmp_path: Path, name: str) -> None:
+    """Nobody writes to it: opening it would wait without end."""
+    os.mkfifo(tmp_path / name)
+    (found,) = problems(f"export.model.checkpoint_path={tmp_path / name}")
+    assert "it is no plain file" in found
+
+
+def test_a_path_of_5000_characters(problems: Finder, tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 5000)
+    (found,) = problems(f"export.model.checkpoint_path={path}")
+    assert "File name too long" in found
 
 
 def test_an_earlier_export_is_not_replaced(
