@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import io
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -22,8 +23,8 @@ ROLES = {
     "vocab_file": ("vocab", "*vocab*"),
     "merge_file": ("merges", "*merge*.txt"),
 }
-# A larger archive that is compressed is only read by the conversion.
-_MOST_COMPRESSED_BYTES = 256 * 2**20
+# What lies behind so much of a compressed archive is left to the conversion.
+_MOST_DECOMPRESSED_BYTES = 2**30
 Found = TypeVar("Found")
 
 
@@ -79,13 +80,13 @@ def _names(path: Path) -> list[str] | None:
     if path.is_dir():
         return [entry.name for entry in path.iterdir()]
     try:
-        with tarfile.open(path, "r:") as archive:
-            return [name.removeprefix("./") for name in archive.getnames()]
-    except tarfile.TarError:
-        if path.stat().st_size > _MOST_COMPRESSED_BYTES:
-            return None
-    try:
         with tarfile.open(path, "r:*") as archive:
-            return [name.removeprefix("./") for name in archive.getnames()]
+            compressed = not isinstance(archive.fileobj, io.BufferedReader)
+            names = []
+            for member in archive:
+                names.append(member.name.removeprefix("./"))
+                if compressed and archive.offset > _MOST_DECOMPRESSED_BYTES:
+                    return None
+            return names
     except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
         raise CheckpointError(f"cannot read {path} as a .nemo file: {error}") from error

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.errors import CheckpointError
+from launcher_scripts.models import nemo_tokenizer
 from launcher_scripts.models.nemo_config import NemoSizes, find_checkpoint, read_sizes
 from tests.login.conftest import write_nemo
 
@@ -76,3 +77,22 @@ def test_checkpoints_of_nemo(shared_dir: Path) -> None:
             if not folder.name.startswith(("gpt_p", "gpt_ia3", "gpt_adapter", "peft_")):
                 assert sizes.tp_sizes() is not None, folder.name
                 assert sizes.num_layers in (2, 4, 8), folder.name
+
+
+@pytest.mark.parametrize(("mode", "looks"), [("w", True), ("w:gz", False)])
+def test_a_large_compressed_checkpoint_is_not_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, *, looks: bool
+) -> None:
+    """Its tokenizer, which may come last, is left to the conversion."""
+    path = write_nemo(
+        tmp_path / "m.nemo", mode, tokenizer={"model": "nemo:lost.model"}, num_layers=1
+    )
+    (tmp_path / "m_content" / "a1_spm.model").unlink()
+    with tarfile.open(path, mode) as archive:
+        archive.add(tmp_path / "m_content", ".")
+    monkeypatch.setattr(nemo_tokenizer, "_MOST_DECOMPRESSED_BYTES", 512)
+    if looks:
+        with pytest.raises(CheckpointError, match=r"lost\.model"):
+            nemo_tokenizer.check_tokenizer(path)
+    else:
+        nemo_tokenizer.check_tokenizer(path)
