@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +17,25 @@ WORDS = ("cat", "dog")
 
 
 def run_whole_job(
-    folder: Path, python: Path, checkpoint: Path | None = None, **cluster: Any
+    folder: Path,
+    python: Path,
+    checkpoint: Path | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Run main.py with all stages on this machine; `folder` exists and gets every file.
 
     python:     runs the steps of the jobs
     checkpoint: None: one that is made here
-    cluster:    further keys of the block `cluster`
+    options:    further keys of the command line
     Returns the report. Raises CalledProcessError where the launcher fails.
     """
     checkpoint = checkpoint or make_checkpoint(folder / "tiny.nemo")
     items = [json.dumps({"text": f"This {word} is a {word}"}) for word in WORDS]
     (folder / "items.jsonl").write_text("\n".join(items) + "\n")
-    options = {
+    keys = {
         "stages": "[export,deploy,evaluate]",
         "cluster_type": "interactive",
         "cluster.python": python,
-        **{f"cluster.{key}": value for key, value in cluster.items()},
         "base_results_dir": folder / "results",
         "export.run.model_train_name": "tiny",
         "export.model.checkpoint_path": checkpoint,
@@ -47,9 +50,10 @@ def run_whole_job(
         "evaluate.tasks.lambada.data_file": folder / "items.jsonl",
         "evaluate.tasks.lambada.limit": len(WORDS),
         "evaluate.benchmark": "null",
+        **(options or {}),
     }
     command = [sys.executable, str(CHECKOUT / "main.py")]
-    subprocess.run([*command, *(f"{key}={value}" for key, value in options.items())], check=True)
+    subprocess.run([*command, *(f"{key}={value}" for key, value in keys.items())], check=True)
     (path,) = (folder / "results").rglob("report.json")
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return report

@@ -106,18 +106,27 @@ def test_nemo_resaves_what_the_export_refuses(
 
 @pytest.mark.slow
 def test_nemo_is_the_reference_of_an_evaluation(
-    run_in_nemo, shared_dir: Path, tmp_path: Path
+    run_in_nemo, shared_dir: Path, tmp_path: Path, data_dir: Path
 ) -> None:
+    """What it scores (lambada) and what it generates (squad) are the served model's."""
     (tmp_path / "job").mkdir()
-    run_whole_job(tmp_path / "job", Path(sys.executable), checkpoint=shared_dir / FIXTURE)
+    questions = f"{{data_file: {data_dir}/tasks/squad.json, limit: 2, batch_size: 2,"
+    questions += " reference: null, generation: {output_len: 8, max_input_len: 40}}"
+    run_whole_job(
+        tmp_path / "job",
+        Path(sys.executable),
+        checkpoint=shared_dir / FIXTURE,
+        options={"+evaluate.tasks.squad": questions},
+    )
     (settings,) = (tmp_path / "job").rglob("evaluate_*_hydra.yaml")
     arguments = ("--checkpoint", shared_dir / FIXTURE, "--results-dir", tmp_path / "reference")
     run_in_nemo("measure_reference", "--settings", settings, *arguments)
-    task = TaskSettings("lambada", "items.jsonl", limit=len(WORDS))
     (served_file,) = (tmp_path / "job").rglob("report.json")
-    served = read_report(served_file, task)
-    reference = read_report(tmp_path / "reference" / "report.json", task)
-    assert compare(served, reference, "NeMo").different == []
+    for name in ("squad", "lambada"):
+        task = TaskSettings(name, "items", limit=len(WORDS))
+        served = read_report(served_file, task)
+        reference = read_report(tmp_path / "reference" / "report.json", task)
+        assert compare(served, reference, "NeMo").different == []
     for ours, theirs in zip(served.items, reference.items, strict=True):
         assert ours["log_likelihood"] == pytest.approx(theirs["log_likelihood"], abs=1e-3)
     content = json.loads((tmp_path / "reference" / "report.json").read_text())
