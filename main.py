@@ -8,6 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+
+def leave(number: int, _frame: object) -> NoReturn:
+    """End now: nothing has been started yet, and Python drops an exception in a finalizer."""
+    os.write(2, f"error: stopped by {signal.Signals(number).name}\n".encode())
+    os._exit(128 + number)
+
+
+if __name__ == "__main__":  # before the imports, which take a second
+    for asked in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(asked) is not signal.SIG_IGN:  # nohup's wish stays
+            signal.signal(asked, leave)
+
 try:
     import hydra
     from omegaconf import DictConfig, OmegaConf
@@ -21,9 +33,6 @@ except ModuleNotFoundError as missing:
         f"error: {sys.executable} has no package {missing.name}: `make setup` installs all of them "
         "into .venv, `. .venv/bin/activate` makes that the python3 that is run"
     )
-except KeyboardInterrupt:  # importing takes a second
-    print("error: interrupted", file=sys.stderr)
-    sys.exit(128 + signal.SIGINT)
 
 CHECKOUT = Path(__file__).resolve().parent
 
@@ -77,16 +86,8 @@ def explain(arguments: list[str]) -> None:
         print(f"error: {error}", file=sys.stderr)
 
 
-def end_in_order(number: int, _frame: object) -> NoReturn:
-    """Leave as Ctrl-C does, so that what was submitted is taken back."""
-    sys.exit(128 + number)
-
-
 if __name__ == "__main__":
     register_resolvers()
-    for asked in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(asked) is signal.SIG_DFL:  # nohup ignores the second
-            signal.signal(asked, end_in_order)
     try:
         check_grammar(sys.argv[1:])
         check_choices(sys.argv[1:], CHECKOUT / "conf")

@@ -1,10 +1,12 @@
-"""The least time that a request can take on one GPU: bytes to read and operations to do."""
+"""The least time that a request can take: bytes to read, operations to do, sums to exchange."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from benchmarks.shapes import Case
 from launcher_scripts.checkpoint.fastertransformer import weight_files
@@ -32,6 +34,34 @@ def floor_ms(config: GPTConfig | T5Config, case: Case, rates: Rates) -> float:
     """Weights are read once for all rows of a step, keys and values once per row and step."""
     parts = _t5(config, case, rates) if isinstance(config, T5Config) else _gpt(config, case, rates)
     return sum(parts) * 1e3
+
+
+def planned_ms(
+    config: GPTConfig, case: Case, rates: Rates, tp_size: int, exchange: Callable[[int], float]
+) -> float:
+    """The floor divided over `tp_size` GPUs, and what their sums take.
+
+    exchange: bytes of a sum over all GPUs -> seconds. A layer has two, and the head's choice is one
+    """
+    alone = floor_ms(config, case, rates)
+    if tp_size == 1:
+        return alone
+    row = case.rows * config.hidden_size * BYTES
+    prompt = 2 * config.num_layers * exchange(case.input * row)
+    steps = (case.output - 1) * 2 * config.num_layers * exchange(row)
+    return alone / tp_size + (prompt + steps + case.output * exchange(0)) * 1e3
+
+
+def within_node(microseconds_by_bytes: Mapping[str, float]) -> Callable[[int], float]:
+    """Seconds of a sum by its bytes, between the sizes that were measured."""
+    sizes = sorted(map(int, microseconds_by_bytes))
+    times = [microseconds_by_bytes[str(size)] * 1e-6 for size in sizes]
+    return lambda size: float(np.interp(size, sizes, times))
+
+
+def between_nodes(latency: float, bytes_per_second: float) -> Callable[[int], float]:
+    """Seconds of a sum whose bytes go out and come back over each GPU's network adapter."""
+    return lambda size: latency + 2 * size / bytes_per_second
 
 
 def _gpt(config: GPTConfig, case: Case, rates: Rates) -> tuple[float, float]:

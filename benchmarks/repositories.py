@@ -10,6 +10,7 @@ import numpy as np
 
 from launcher_scripts.checkpoint.fastertransformer import FTWriter, WeightFile, weight_files
 from launcher_scripts.checkpoint.model_repository import ModelRepository
+from launcher_scripts.checkpoint.random_checkpoint import is_gain
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.parallel import Parallelism
@@ -77,11 +78,6 @@ class LinkingWriter(FTWriter):
     def link(self, file: WeightFile, content: WeightFile) -> None:
         os.link(self.partial / content.name, self.partial / file.name)
         self._add(replace(self._entries[content.name], name=file.name))
-
-
-def is_gain(name: str) -> bool:
-    """Whether a weight multiplies normalized values, and so is about one."""
-    return "norm" in name and name.endswith("weight")
 
 
 def random_bits(mean: float) -> np.ndarray:

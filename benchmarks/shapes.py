@@ -84,6 +84,9 @@ LLAMA_8B = replace(
     ffn_size=14336,
 )
 
+# The sizes of NeMo's GPT of 43 billion weights, but for its activation.
+GPT_43B = replace(Shape(8192, 48, 64).config(), vocab_size=256000, end_id=256000)
+
 CONFIGS: dict[str, GPTConfig | T5Config] = {
     **{name: shape.config() for name, shape in SHAPES.items()},
     "1.3b-modern": modern(SHAPES["1.3b"].config()),

@@ -75,6 +75,16 @@ def _share(row: dict | None) -> str:
     return "-" if row is None else f"{row['ms']:.1f}"
 
 
+def plan_table(plans: dict[int, dict[Case, float]]) -> list[str]:
+    """Planned milliseconds of the use cases, by number of GPUs."""
+    header = ["use case", "tokens in", "tokens out", *(f"TP {size}, ms" for size in plans)]
+    rows = (
+        [name, str(case.input), str(case.output), *(f"{plan[case]:.0f}" for plan in plans.values())]
+        for name, case in USE_CASES.items()
+    )
+    return table(header, rows)
+
+
 def request_table(rows: list[dict]) -> list[str]:
     """Whole requests in the engine's own process, at batch 1."""
     peers = ("torch_graph", "transformers")

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
+# Of what was got: a file may hold names of any length.
+_SHOWN = 2000
+
 Member = TypeVar("Member")
 Raised = TypeVar("Raised", bound="LauncherError")
 
@@ -41,6 +44,10 @@ class RequestError(LauncherError):
     """One request to the engine is wrong; the others go on."""
 
 
+class BusyError(RequestError):
+    """One request finds no room; the same one may be sent again later."""
+
+
 def problem(
     what: str,
     *,
@@ -51,7 +58,8 @@ def problem(
     """One sentence: what is wrong, what was got, the valid choices, the key to change."""
     parts = [what]
     if got is not None:
-        parts.append(f"got {got!r}")
+        text = repr(got)
+        parts.append(f"got {text if len(text) <= _SHOWN else text[:_SHOWN] + '...'}")
     if choices is not None:
         parts.append("choices: " + ", ".join(str(choice) for choice in choices))
     if change is not None:

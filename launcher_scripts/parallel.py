@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from launcher_scripts.errors import ConfigError, problem
 
+# No cluster shares one layer or one server among more.
+MOST_RANKS = 1 << 16
+
 
 @dataclass(frozen=True)
 class Parallelism:
@@ -60,5 +63,6 @@ class Parallelism:
 
 
 def divisors(number: int) -> list[int]:
-    """All positive divisors, ascending: the tensor-parallel sizes that `number` heads can hold."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    """The divisors up to MOST_RANKS, ascending: tensor-parallel sizes that `number` heads allow."""
+    most = min(number, MOST_RANKS)
+    return [candidate for candidate in range(1, most + 1) if number % candidate == 0]

@@ -17,13 +17,13 @@ from launcher_scripts.errors import ConfigError, Problems, problem
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.replicas import replica_file
 from launcher_scripts.schema import build
-from launcher_scripts.security import ClientTls, ServerSecurity
+from launcher_scripts.security import LOOPBACK, ClientTls, ServerSecurity
 from launcher_scripts.task_settings import BenchmarkSettings, TaskSettings
 from launcher_scripts.whole_files import write_whole
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
 WEIGHT_DATA_TYPES = ("fp32", "fp16", "bf16")
-SOURCES = ("auto", "nemo", "megatron", "huggingface", "gguf")
+SOURCES = ("auto", "nemo", "megatron", "megatron_core", "huggingface", "gguf", "random")
 DEVICES = ("auto", "cpu", "cuda")
 PROTOCOLS = ("http", "grpc")
 
@@ -109,6 +109,12 @@ class ExportSettings:
             DATA_TYPES,
             "export.triton_deployment.data_type",
         )
+        if self.source == "random" and self.tokenizer.source == "auto":
+            problems.add(
+                "random weights come without a tokenizer",
+                choices=("none", "a mapping with library, model, vocab_file, ..."),
+                change="export.model.tokenizer",
+            )
         problems.check_at_least("processes", self.processes, 1, "export.model.processes")
         problems.check_at_least(
             "max_batch_size",
@@ -153,7 +159,9 @@ class ExportSettings:
 class DeploySettings:
     """Serve one model repository until stopped. Port 0 means a free one.
 
-    public_host is the address that the ready file gives to clients; None: the node's own name.
+    host is the address to listen on; None: the node's own, see node_address. public_host is what
+    the ready file gives to clients; None: the node's own name. max_waiting_rows: rows of one model
+    that may wait for their turn; requests beyond that are refused.
     job_folder tells this run of a server from every other one. replica: which of several servers
     of the same run this is; their ready files have its number. network_interface: name or network
     (10.0.0.0/16) of what the ranks of several nodes talk over; None: any. restarts: how often a
@@ -167,7 +175,7 @@ class DeploySettings:
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
-    host: str = "0.0.0.0"
+    host: str | None = LOOPBACK
     device: str = "auto"
     tritonserver: str | None = None
     numpy_dir: str | None = None
@@ -179,6 +187,7 @@ class DeploySettings:
     replica: int | None = None
     network_interface: str | None = None
     restarts: int = 0
+    max_waiting_rows: int = 512
     security: ServerSecurity = ServerSecurity()
 
     def __post_init__(self) -> None:
@@ -199,12 +208,14 @@ class DeploySettings:
         for name in ("ready_timeout", "stop_timeout"):
             problems.check_at_least(name, getattr(self, name), 0, f"deploy.server.{name}")
         problems.check_at_least("restarts", self.restarts, 0, "deploy.restarts")
+        key = "deploy.server.max_waiting_rows"
+        problems.check_at_least("max_waiting_rows", self.max_waiting_rows, 1, key)
         problems.raise_if_any(ConfigError)
 
     @property
     def hosts(self) -> dict[str, str]:
         """The addresses that http, grpc and metrics listen on."""
-        return self.security.hosts(self.host)
+        return self.security.hosts(LOOPBACK if self.host is None else self.host)
 
     @property
     def ready_file(self) -> Path:

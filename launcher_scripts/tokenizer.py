@@ -91,7 +91,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise TokenizerError(
             f"the tokenizer in {folder} needs a Python package that is not installed: {error.name}"
         ) from error
-    except Exception as error:  # the libraries raise bare Exception and RuntimeError
+    except BaseException as error:  # bare Exception and RuntimeError, and what Rust panics with
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise TokenizerError(f"cannot read the tokenizer in {folder}: {error}") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -12,5 +13,8 @@ def write_whole(path: Path, text: str) -> None:
         OSError: it could not be written; what stood there still stands
     """
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
+    # A link under that name would have its target overwritten.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(partial, flags, 0o666), "w", encoding="utf-8") as file:
+        file.write(text)
     partial.replace(path)

@@ -31,9 +31,14 @@ class Checks:
 
     def exists(self, what: str, path: str | Path, change: str) -> bool:
         """Whether `path` is there; its absence is noted."""
-        if self.on_host(path).exists():
-            return True
-        self.absent.add(f"{what} is not there", got=str(path), change=change)
+        try:
+            if self.on_host(path).exists():
+                return True
+            self.absent.add(f"{what} is not there", got=str(path), change=change)
+        except OSError as error:
+            self.problems.add(
+                f"{what} cannot be read: {error.strerror}", got=str(path), change=change
+            )
         return False
 
     def private(self, what: str, path: str | Path, change: str) -> None:

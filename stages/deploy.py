@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.errors import CheckpointError, ConfigError
 from launcher_scripts.models.repository import (
     BACKEND_MODEL_TYPES,
     ServedModel,
@@ -16,7 +16,7 @@ from launcher_scripts.models.repository import (
     served_models,
 )
 from launcher_scripts.parallel import Parallelism
-from launcher_scripts.security import ServerSecurity
+from launcher_scripts.security import LOOPBACK, ServerSecurity
 from launcher_scripts.settings import DeploySettings
 from stages.export import Export
 from stages.paths import absolute
@@ -24,6 +24,7 @@ from stages.protection import check_files, with_absolute_files
 from stages.stage import Launch, Stage
 
 CLEANUP_SECONDS = 20.0
+RESTARTS = 3  # of a server that serves others
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class DeployRun:
 
 @dataclass(frozen=True)
 class Server:
-    host: str
+    host: str | None
     http_port: int
     grpc_port: int
     metrics_port: int
@@ -46,6 +47,7 @@ class Server:
     public_host: str | None
     ready_timeout: float
     stop_timeout: float
+    max_waiting_rows: int
     cloud_credentials: str | None
     network_interface: str | None
     security: ServerSecurity
@@ -58,7 +60,7 @@ class DeployBlock:
     run: DeployRun
     model_repository: str
     replicas: int
-    restarts: int
+    restarts: int | None
     server: Server
 
 
@@ -74,14 +76,22 @@ class Deploy(Stage):
     @cached_property
     def settings(self) -> DeploySettings:
         server = {**_values(self.block.server), "security": self.security}
+        if server["host"] is None and not self.launch.cluster.serves_others:
+            server["host"] = LOOPBACK
         if server["cloud_credentials"] is not None:
             server["cloud_credentials"] = absolute(server["cloud_credentials"])
         return DeploySettings(
             model_repository=self.block.model_repository if self.remote else str(self.repository),
             results_dir=str(self.results_dir),
-            restarts=self.block.restarts,
+            restarts=self.restarts,
             **server,
         )
+
+    @property
+    def restarts(self) -> int:
+        if self.block.restarts is not None:
+            return self.block.restarts
+        return RESTARTS if self.launch.cluster.serves_others else 0
 
     @property
     def security(self) -> ServerSecurity:
@@ -118,7 +128,7 @@ class Deploy(Stage):
                 return [ServedModel(wanted.model_name, served_as, sizes, folder)]
         try:
             return served_models(self.launch.checks.on_host(self.repository))
-        except CheckpointError as error:
+        except (CheckpointError, ConfigError) as error:
             self.launch.checks.problems.add(str(error), change="deploy.model_repository")
             return []
 
@@ -141,8 +151,11 @@ class Deploy(Stage):
 
     def service(self) -> Service:
         settings = self.settings
-        # The server ends its requests within stop_timeout; then its processes are put away.
+        # The server ends its requests within stop_timeout; then its processes are put away, and
+        # its container.
         stop_timeout = settings.stop_timeout + CLEANUP_SECONDS
+        if self.in_container:
+            stop_timeout += self.launch.cluster.removal_seconds
         return Service(settings.ready_file, settings.ready_timeout, stop_timeout)
 
     def env(self) -> dict[str, str]:

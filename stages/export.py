@@ -10,8 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.errors import CheckpointError, ConfigError, problem
-from launcher_scripts.models.nemo_config import NemoSizes, find_checkpoint, read_sizes
-from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, TEXT_MODELS
+from launcher_scripts.models.nemo_config import (
+    NemoSizes,
+    find_checkpoint,
+    read_ini_sizes,
+    read_sizes,
+)
+from launcher_scripts.models.nemo_tokenizer import check_tokenizer
+from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, TEXT_MODELS, check_int8_mode
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.schema import build
 from launcher_scripts.settings import ExportSettings, TokenizerSettings
@@ -158,6 +164,8 @@ class Export(Stage):
                 choices=BACKEND_MODEL_TYPES,
                 change="export.run.model_type",
             )
+        with checks.problems.collecting():
+            check_int8_mode(settings.int8_mode, "export.triton_deployment.int8_mode")
         self._check_folder()
         key = "export.model.checkpoint_path"
         if checks.exists("the checkpoint", settings.checkpoint_path, key):
@@ -206,12 +214,16 @@ class Export(Stage):
     def _check_sizes(self) -> None:
         checks, parallelism = self.launch.checks, self.settings.parallelism
         try:
-            sizes = read_sizes(checks.on_host(self.settings.checkpoint_path))
+            read = read_ini_sizes if self.settings.source == "random" else read_sizes
+            sizes = read(checks.on_host(self.settings.checkpoint_path))
         except CheckpointError as error:
             checks.problems.add(str(error), change="export.model.checkpoint_path")
             return
         if sizes is not None:
             self._check_division(sizes, parallelism)
+            if self.settings.tokenizer.source == "auto":
+                with checks.problems.collecting():
+                    check_tokenizer(checks.on_host(self.settings.checkpoint_path))
 
     def _check_division(self, sizes: NemoSizes, parallelism: Parallelism) -> None:
         problems, allowed = self.launch.checks.problems, sizes.tp_sizes()

@@ -11,6 +11,7 @@ from launcher_scripts.cluster.cluster import Cluster
 from launcher_scripts.cluster.job import Job, JobFolder, Submitted
 from launcher_scripts.errors import ClusterError, ConfigError, Problems, lookup
 from launcher_scripts.schema import build
+from launcher_scripts.stop_signals import Interruption
 from stages import STAGES
 from stages.checks import Checks
 from stages.stage import Launch, LauncherConfig, Stage
@@ -87,15 +88,19 @@ class Plan:
         """
         previous: Submitted | None = None
         self.ask_scheduler()
-        try:
-            for job in self.jobs(_reserved_folder):
-                previous = self.cluster.submit(job, previous)
-            self.cluster.finish()
-        except (ClusterError, KeyboardInterrupt, SystemExit):
-            self.cluster.give_up()
-            raise
-        finally:
-            self.cluster.close()
+        interruption = Interruption()
+        with interruption.listening():
+            try:
+                for job in self.jobs(_reserved_folder):
+                    interruption.check()
+                    previous = self.cluster.submit(job, previous)
+                interruption.check()
+                self.cluster.finish()
+            except (ClusterError, KeyboardInterrupt, SystemExit):
+                self.cluster.give_up()
+                raise
+            finally:
+                self.cluster.close()
 
 
 def make_plan(values: Mapping[str, Any]) -> Plan:

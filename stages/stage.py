@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from launcher_scripts.cluster.cluster import Cluster
-from launcher_scripts.cluster.containers import is_file, registry_name
+from launcher_scripts.cluster.containers import image_problem, is_file, registry_name
 from launcher_scripts.cluster.job import (
     Container,
     Job,
@@ -141,6 +142,11 @@ class Stage(ABC):
         return self.launch.cluster.in_container and self.launch.config.container is not None
 
     @property
+    def python(self) -> str:
+        """The interpreter of the steps; on the host the one that plans the job."""
+        return self.launch.cluster.python or ("python3" if self.in_container else sys.executable)
+
+    @property
     def overlay(self) -> Path | None:
         """The folder of Python packages that the jobs' interpreter lacks."""
         given = self.launch.cluster.overlay
@@ -164,12 +170,23 @@ class Stage(ABC):
         for module in self.step_names():
             what = f"the step {module} of the launcher"
             checks.exists(what, steps / f"{module}.py", "launcher_scripts_path")
-        image = config.container
-        if self.launch.cluster.in_container and image and image.endswith((".sqsh", ".squashfs")):
-            checks.exists("the container image", absolute(image), "container")
+        if self.in_container:
+            self._check_image(checks)
         if self.overlay is not None:
             what = "what requirements/overlay.py leaves in its folder"
             checks.exists(what, self.overlay / FILE_NAME, "cluster.overlay")
+
+    def _check_image(self, checks: Checks) -> None:
+        image = self._image()
+        if is_file(image) and not Path(image).exists():
+            checks.absent.add("the container image is not there", got=image, change="container")
+        elif (reason := image_problem(image)) is not None:
+            checks.problems.add(reason, got=image, change="container")
+
+    def _image(self) -> str:
+        """The configured image: an absolute path, or pyxis' name of one in a registry."""
+        image = str(self.launch.config.container)
+        return absolute(image) if is_file(image) else registry_name(image)
 
     def job(self, folder: JobFolder, server: Job | None = None) -> Job:
         """The job that does the stage's work, with its files in `folder`.
@@ -191,7 +208,7 @@ class Stage(ABC):
         )
 
     def _step(self, module: str, folder: JobFolder, resources: Resources) -> Step:
-        command = (self.launch.cluster.python, "-m", f"launcher_scripts.steps.{module}")
+        command = (self.python, "-m", f"launcher_scripts.steps.{module}")
         return Step(
             name=module,
             argv=(*command, "--settings", str(folder.settings)),
@@ -226,10 +243,8 @@ class Stage(ABC):
 
     def _container(self, folder: JobFolder) -> Container | None:
         config = self.launch.config
-        if not self.in_container or config.container is None:
+        if not self.in_container:
             return None
-        image = config.container
-        image = absolute(image) if is_file(image) else registry_name(image)
         folders = [
             config.checkout,
             *map(Path, (absolute(config.base_results_dir), absolute(config.data_dir))),
@@ -238,4 +253,4 @@ class Stage(ABC):
         if self.overlay is not None:
             paths.append(self.overlay / FILE_NAME)
         mounts = mounts_for(paths, folders, config.mounts())
-        return Container(image, tuple(str(mount) for mount in mounts))
+        return Container(self._image(), tuple(str(mount) for mount in mounts))

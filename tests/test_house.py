@@ -44,6 +44,7 @@ FLOOR = frozenset(
         "overlay",
         "models",
         "protocol",
+        "ready_age",
         "contracts",
         "contracts_agm",
         "contracts_sessions",
@@ -55,6 +56,7 @@ FLOOR = frozenset(
         "settings",
         "stop_signals",
         "task_settings",
+        "untrusted",
         "whole_files",
     }
 )
@@ -75,7 +77,8 @@ MAY_IMPORT = {
     "contracts_sessions": {"contracts", "contracts_text", "protocol", "errors"},
     "contracts_text": {"protocol", "text_names"},
     "render": {"errors"},
-    "models": {"errors", "parallel"},
+    "models": {"errors", "parallel", "untrusted"},
+    "ready_age": set(),
     "remains": set(),
     "replicas": set(),
     "security": {"errors"},
@@ -92,6 +95,7 @@ MAY_IMPORT = {
     "task_settings": {"errors"},
     "text_names": set(),
     "tokenizer": set(),
+    "untrusted": set(),
     "whole_files": set(),
     "checkpoint": FLOOR | {"text_names", "tokenizer"},
     "kernels": {"errors", "parallel"},

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+from older_servers import failure
+from text_parameters import ParameterError, parameter_values
 
 
 class BadRequestError(Exception):
@@ -51,16 +53,24 @@ def answer_each(requests: Sequence[Any], answer: Callable[[Any], list[Any]]) -> 
 
 def error_response(error: Exception) -> Any:
     """What a client is told of an error; the log keeps where one that is not the client's broke."""
-    if isinstance(error, BadRequestError):
+    if isinstance(error, BadRequestError | ParameterError):
         return failure(str(error), "INVALID_ARG")
     traceback.print_exception(error)
     return failure(f"{type(error).__name__}: {error}", "INTERNAL")
 
 
-def failure(message: str, code: str) -> Any:
-    """code: the name of one of TritonError's"""
-    error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
-    return pb_utils.InferenceResponse(error=error)
+class CompletedRequest:
+    """A request of Triton's with further inputs."""
+
+    def __init__(self, request: Any, inputs: list[Any]) -> None:
+        self._request = request
+        self._inputs = inputs
+
+    def inputs(self) -> list[Any]:
+        return self._inputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
 
 
 class Tensors:
@@ -70,9 +80,28 @@ class Tensors:
     """
 
     def __init__(self, model_config: str) -> None:
-        parameters = json.loads(model_config)["parameters"]
-        given = parameters.get("leading_axes", {"string_value": "0"})
+        config = json.loads(model_config)
+        given = config["parameters"].get("leading_axes", {"string_value": "0"})
         self._leading_axes = int(given["string_value"])
+        self._kinds = {
+            entry["name"]: entry["data_type"]
+            for entry in config.get("input", ())
+            if len(entry["dims"]) == 1 + self._leading_axes
+        }
+
+    def complete(self, request: Any) -> Any:
+        """The request with the inputs that its parameters stand for. Raises ParameterError."""
+        inputs = list(request.inputs())
+        given = [tensor.name() for tensor in inputs]
+        values = parameter_values(request.parameters(), self._kinds, given)
+        if not values:
+            return request
+        rows = len(self.without_axes(inputs[0].as_numpy())) if inputs else 1
+        made = [
+            self.tensor(name, np.full((rows, 1), _encoded(value), _dtype(self._kinds[name])))
+            for name, value in values.items()
+        ]
+        return CompletedRequest(request, [*inputs, *made])
 
     def array(self, request: Any, name: str) -> np.ndarray | None:
         """The input tensor `name` with its batch axis, or None where the request leaves it out."""
@@ -117,3 +146,12 @@ def _decode(value: bytes | str, name: str) -> str:
         return value.decode("utf-8")
     except UnicodeDecodeError as error:
         raise BadRequestError(f"{name} is not UTF-8: {error}") from error
+
+
+def _encoded(value: Any) -> Any:
+    return value.encode("utf-8") if isinstance(value, str) else value
+
+
+def _dtype(kind: str) -> Any:
+    """numpy's type of one of config.pbtxt."""
+    return np.object_ if kind == "TYPE_STRING" else pb_utils.triton_string_to_numpy(kind)

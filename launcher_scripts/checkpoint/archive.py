@@ -2,8 +2,8 @@
 
 Nothing is extracted. A plain tar is mapped into memory and its members are views of it; a gzipped
 one is decompressed once into an unnamed temporary file, which vanishes with the process. A single
-GGUF file stands for itself. Whatever could make a reader leave the archive, or could mean two
-things, is refused: links, devices, absolute names, `..`, and two members of one name.
+GGUF file, or a config.ini, stands for itself. Whatever could make a reader leave the archive, or
+could mean two things, is refused: links, devices, absolute names, `..`, two members of one name.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ import numpy as np
 
 from launcher_scripts.checkpoint.checksums import Checksums
 from launcher_scripts.errors import CheckpointError, Problems, problem
+from launcher_scripts.untrusted import open_plain, open_tar, tar_members
 
 _BLOCK = 512
 _GZIP_MAGIC = b"\x1f\x8b"
 GGUF_MAGIC = b"GGUF"
+INI_SUFFIX = ".ini"
 _COPY_BYTES = 1 << 20
 
 
@@ -91,8 +93,8 @@ class Archive:
         self._files = {}
         with _opened(self.path) as file:
             start = file.read(4)
-            if start == GGUF_MAGIC:
-                self.container = "gguf"
+            if start == GGUF_MAGIC or self.path.suffix == INI_SUFFIX:
+                self.container = "gguf" if start == GGUF_MAGIC else INI_SUFFIX
                 self._files = {self.path.name: self.path}
                 self._members = {}
             elif start.startswith(_GZIP_MAGIC):
@@ -162,7 +164,7 @@ class Archive:
 
 def _opened(path: Path) -> IO[bytes]:
     try:
-        return path.open("rb")
+        return open_plain(path)
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: {error.strerror}") from error
 
@@ -199,7 +201,11 @@ def _leads_into(link: Path, root: Path) -> bool:
 
 def _decompressed(path: Path, scratch: Path | None) -> IO[bytes]:
     """The plain content of a gzip file, in a temporary file without a name."""
-    target = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 the caller closes it
+    folder = scratch or Path(tempfile.gettempdir())
+    try:
+        target = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 the caller closes it
+    except OSError as error:
+        raise CheckpointError(f"cannot unpack {path} in {folder}: {error.strerror}") from error
     try:
         with gzip.open(path, "rb") as source:
             while piece := source.read(_COPY_BYTES):
@@ -208,6 +214,9 @@ def _decompressed(path: Path, scratch: Path | None) -> IO[bytes]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         target.close()
         raise CheckpointError(f"{path} is damaged or was cut short: {error}") from error
+    except OSError as error:
+        target.close()
+        raise CheckpointError(f"cannot unpack {path} in {folder}: {error.strerror}") from error
     except BaseException:
         target.close()
         raise
@@ -221,15 +230,15 @@ def _tar_members(path: Path, file: IO[bytes]) -> dict[str, Region]:
     members: dict[str, Region] = {}
     file.seek(0)
     try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            for member in tar:
+        with open_tar(file) as tar:
+            for member in tar_members(tar):
                 name = _checked_name(member, members, problems)
                 if member.offset_data + member.size > whole.size:
-                    raise tarfile.ReadError(f"{member.name} ends beyond the file")
+                    raise ValueError(f"{member.name} ends beyond the file")
                 if name is not None:
                     members[name] = whole.part(member.offset_data, member.size)
             end = tar.offset
-    except (tarfile.TarError, EOFError, UnicodeError) as error:
+    except ValueError as error:
         raise CheckpointError(
             f"{path} is no .nemo file (a tar archive), is damaged or was cut short: {error}"
         ) from error

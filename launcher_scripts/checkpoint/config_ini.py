@@ -27,6 +27,7 @@ from launcher_scripts.errors import CheckpointError, LauncherError, Problems, pr
 from launcher_scripts.models import FAMILIES, family_of
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.ini_text import FILE_NAME, parse_ini
+from launcher_scripts.untrusted import read_plain
 
 # What the original's guides have users set by hand, since a checkpoint need not say it.
 EDITABLE = ("start_id", "end_id", "decoder_start_token_id", "eos_token_id")
@@ -121,15 +122,17 @@ def fixed_content(text: str) -> bytes:
     return json.dumps(sections, sort_keys=True).encode()
 
 
-def read_config(folder: Path) -> ConfigIni:
+def read_config(folder: Path, tp_size: int | None = None) -> ConfigIni:
     """Read `folder`/config.ini, this project's or the original's.
+
+    tp_size: where neither the file nor the folder says it
 
     Keys the original leaves out take its runtime's defaults; what its file does not say at all
     is read from the names in the folder. Raises CheckpointError with every problem found.
     """
     path = folder / FILE_NAME
     try:
-        parser = parse_ini(path.read_text(encoding="utf-8"))
+        parser = parse_ini(read_plain(path).decode())
     except (OSError, UnicodeDecodeError, configparser.Error) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     family = _family(path, parser)
@@ -145,11 +148,12 @@ def read_config(folder: Path) -> ConfigIni:
     if EXTENSION in sections:
         values |= extension_values(sections[EXTENSION], config_type, form.extension)
     main = sections[form.main]
-    tp_size = main.number("tensor_para_size", _size_in_name(folder) or _size_in_files(folder))
+    known = _size_in_name(folder) or _size_in_files(folder) or tp_size
+    found_size = main.number("tensor_para_size", known)
     weight_data_type = main.text("weight_data_type", "fp32", WEIGHT_DATA_TYPES)
     problems.raise_if_any(CheckpointError)
     try:
-        return ConfigIni(config_type(**values), tp_size, weight_data_type)
+        return ConfigIni(config_type(**values), found_size, weight_data_type)
     except LauncherError as error:
         raise CheckpointError(f"{path}: {error}") from error
 

@@ -63,7 +63,11 @@ def read_parts(
     structure: the section with those of IA3
     """
     values: dict[str, Any] = {}
-    if count := stack.number("num_tasks", 0):
+    count = stack.number("num_tasks", 0)
+    if count > len(sections):
+        stack.problems.add("num_tasks is more than there are sections", got=count)
+        count = 0
+    if count:
         tasks = [sections.get(f"task_{number}") for number in range(count)]
         for number, task in enumerate(tasks):
             if task is None:

@@ -10,24 +10,27 @@ again, under the name a Megatron-LM core state dict gives it.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 
 from launcher_scripts.checkpoint import pickles, torch_file
-from launcher_scripts.checkpoint.archive import Archive
+from launcher_scripts.checkpoint.archive import Archive, Region
 from launcher_scripts.checkpoint.dtypes import BFLOAT16
 from launcher_scripts.checkpoint.pickles import Record
 from launcher_scripts.checkpoint.source_tensor import Piece, SourceTensor
 from launcher_scripts.errors import CheckpointError, Problems, lookup, problem
+from launcher_scripts.untrusted import parse_json
 
 METADATA = "metadata.json"
 EXTRA_STATE = "_extra_state"
+_SHOWN = 20
+# More than any model has.
+_MOST_LAYERS = 1 << 14
 # A training's checkpoint also holds the optimizer's tensors.
 _OPTIMIZER = "optimizer."
 
@@ -41,7 +44,7 @@ def read_tensors(archive: Archive, folder: str) -> dict[str, SourceTensor]:
     Raises CheckpointError for an unknown backend and for missing or damaged parts.
     """
     try:
-        metadata = json.loads(archive.read(folder + METADATA))
+        metadata = parse_json(archive.read(folder + METADATA))
         backend = str(metadata["sharded_backend"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}{METADATA} of {archive.path} is damaged") from error
@@ -56,6 +59,14 @@ def _unstacked(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
         if match is None or not tensor.shape:
             found[name] = tensor
             continue
+        if tensor.shape[0] > _MOST_LAYERS:
+            raise CheckpointError(
+                problem(
+                    f"{name} has more layers than a model can have",
+                    got=tensor.shape[0],
+                    choices=[f"at most {_MOST_LAYERS}"],
+                )
+            )
         for layer in range(tensor.shape[0]):
             found[f"{match['stem']}{layer}.{match['rest']}"] = tensor.layer(layer)
     return found
@@ -83,18 +94,27 @@ def _read_zarr(archive: Archive, folder: str) -> dict[str, SourceTensor]:
 def _zarr_tensor(
     archive: Archive, path: str, name: str, names: set[str], problems: Problems
 ) -> SourceTensor:
-    values = json.loads(archive.read(path))
+    values = parse_json(archive.read(path))
     shape, chunks = tuple(values["shape"]), tuple(values["chunks"])
     for key, plain in (("compressor", None), ("filters", None), ("order", "C")):
         if values.get(key) != plain:
             raise ValueError(f"{key} {values[key]!r} is not supported, only {plain!r}")
-    if any(chunk < 1 for chunk in chunks) or len(shape) != len(chunks):
+    whole = all(type(number) is int for number in (*shape, *chunks))
+    if not whole or len(shape) != len(chunks) or min((*shape, 0)) < 0 or min((*chunks, 1)) < 1:
         raise ValueError(f"impossible chunks {chunks} of shape {shape}")
-    dtype = BFLOAT16 if values["dtype"] == "bfloat16" else np.dtype(values["dtype"])
+    if values["dtype"] not in _ZARR_DTYPES:
+        raise ValueError(problem("unknown dtype", got=values["dtype"], choices=_ZARR_DTYPES))
+    dtype = _ZARR_DTYPES[values["dtype"]]
     separator = values.get("dimension_separator", ".")
+    if separator not in (".", "/"):
+        raise ValueError(problem("unknown dimension_separator", got=separator, choices="./"))
+    counts = [-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True)]
+    if math.prod(counts) > len(names):
+        raise ValueError(f"its shape {shape} needs {math.prod(counts)} chunks of {chunks}")
     pieces = []
-    counts = (range(-(-size // chunk)) for size, chunk in zip(shape, chunks, strict=True))
-    for index in product(*counts):
+    for index in product(*map(range, counts)):
+        if len(problems.messages) > _SHOWN:
+            break
         file = path.removesuffix(".zarray") + (separator.join(map(str, index)) or "0")
         if file not in names:
             problems.add("a chunk is missing", got=file)
@@ -112,10 +132,14 @@ def _zarr_tensor(
     return SourceTensor.of_pieces(shape, pieces, name)
 
 
+# zarr's names of the types; numpy has no bfloat16.
+_ZARR_DTYPES = {dtype.str: dtype for dtype in torch_file.STORAGES.values() if dtype != BFLOAT16}
+_ZARR_DTYPES["bfloat16"] = BFLOAT16
+
+
 def _read_torch_dist(archive: Archive, folder: str) -> dict[str, SourceTensor]:
-    path = f"{folder}.metadata"
-    origin = f"{path} of {archive.path}"
-    metadata = pickles.load(archive.read(path), origin, _METADATA_GLOBALS)
+    origin = f"{folder}.metadata of {archive.path}"
+    metadata = _metadata(archive, folder)
     pieces: dict[str, list[Piece]] = {}
     try:
         shapes = {
@@ -123,31 +147,61 @@ def _read_torch_dist(archive: Archive, folder: str) -> dict[str, SourceTensor]:
             for name, entry in metadata["state_dict_metadata"].items()
             if isinstance(entry, _TensorEntry) and not name.startswith(_OPTIMIZER)
         }
+        _refuse_shared_places(metadata["storage_data"], origin)
         for index, place in metadata["storage_data"].items():
             name = index["fqn"]
             if name in shapes and EXTRA_STATE not in name:
                 start = index["offset"] if index["offset"] is not None else (0,) * len(shapes[name])
                 values = _stored_part(archive, folder, place, name)
                 pieces.setdefault(name, []).append(Piece(tuple(start), values))
-    except (KeyError, TypeError, AttributeError) as error:
+        missing = sorted(name for name in shapes.keys() - pieces.keys() if EXTRA_STATE not in name)
+        if missing:
+            raise CheckpointError(problem(f"{origin} says no place for some tensors", got=missing))
+        return {
+            name: SourceTensor.of_pieces(shapes[name], parts, name)
+            for name, parts in pieces.items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{origin} is damaged: {error!r}") from error
-    missing = sorted(name for name in shapes.keys() - pieces.keys() if EXTRA_STATE not in name)
-    if missing:
-        raise CheckpointError(problem(f"{origin} says no place for some tensors", got=missing))
-    return {
-        name: SourceTensor.of_pieces(shapes[name], parts, name) for name, parts in pieces.items()
-    }
+
+
+def find_object(archive: Archive, folder: str, name: str) -> Region | None:
+    """The torch.save file of an object of a torch_dist checkpoint; None where there is none."""
+    for index, place in _metadata(archive, folder)["storage_data"].items():
+        if index["fqn"] == name:
+            return _stored(archive, folder, place, name)
+    return None
+
+
+def _metadata(archive: Archive, folder: str) -> Any:
+    path = f"{folder}.metadata"
+    return pickles.load(archive.read(path), f"{path} of {archive.path}", _METADATA_GLOBALS)
+
+
+def _refuse_shared_places(storage_data: Mapping[Any, Any], origin: str) -> None:
+    """Two parts of tensors in one place would be the same values twice."""
+    places = sorted(
+        (str(place["relative_path"]), int(place["offset"]), int(place["length"]), index["fqn"])
+        for index, place in storage_data.items()
+    )
+    for (file, first, size, name), (other, start, _, second) in pairwise(places):
+        if file == other and start < first + size:
+            raise CheckpointError(f"{origin} puts {name} and {second} in one place of {file}")
 
 
 def _stored_part(archive: Archive, folder: str, place: Any, name: str) -> np.ndarray:
+    origin = f"{name} in {folder}{place['relative_path']}"
+    values = torch_file.load(_stored(archive, folder, place, name), origin)
+    if not isinstance(values, np.ndarray):
+        raise CheckpointError(f"{origin} is no tensor")
+    return values
+
+
+def _stored(archive: Archive, folder: str, place: Any, name: str) -> Region:
     if place.get("transform_descriptors"):
         raise CheckpointError(f"{name} is stored compressed or encrypted, which is not supported")
     file = folder + str(place["relative_path"])
-    region = archive.region(file).part(int(place["offset"]), int(place["length"]))
-    values = torch_file.load(region, f"{name} in {file}")
-    if not isinstance(values, np.ndarray):
-        raise CheckpointError(f"{name} in {file} is no tensor")
-    return values
+    return archive.region(file).part(int(place["offset"]), int(place["length"]))
 
 
 _BACKENDS = {"zarr": _read_zarr, "torch_dist": _read_torch_dist}
@@ -171,6 +225,13 @@ _METADATA_GLOBALS: pickles.Globals = {
     (_METADATA_MODULE, "StorageMeta"): Record,
     (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): Record,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
+    # The plans of those who saved, which say nothing of the tensors.
+    ("torch.distributed.checkpoint.planner", "SavePlan"): Record,
+    ("torch.distributed.checkpoint.planner", "WriteItem"): Record,
+    ("torch.distributed.checkpoint.planner", "WriteItemType"): pickles.Opaque,
+    ("torch.distributed.checkpoint.planner", "TensorWriteData"): Record,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): Record,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Record,
     # How Python 3.11.0 to 3.11.3 pickle the member of an enumeration.
     ("builtins", "getattr"): pickles.Opaque,
     ("torch.serialization", "_get_layout"): pickles.Opaque,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,14 @@ from launcher_scripts.checkpoint.served_types import backend_model_type
 from launcher_scripts.checkpoint.unfit import refuse_unfit
 from launcher_scripts.checkpoint.verification import verify_export
 from launcher_scripts.checkpoint.write_tasks import write_all
-from launcher_scripts.errors import CheckpointError, ConfigError, Problems, lookup, problem
+from launcher_scripts.errors import (
+    CheckpointError,
+    ConfigError,
+    LauncherError,
+    Problems,
+    lookup,
+    problem,
+)
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.settings import ExportSettings
@@ -37,33 +45,25 @@ def export(settings: ExportSettings) -> Path:
     """
     target = settings.checkpoint_dir
     refuse_existing(target, settings.overwrite)
-    path = Path(settings.checkpoint_path)
-    if not path.exists():
-        raise ConfigError(
-            problem(
-                "the checkpoint does not exist",
-                got=str(path),
-                change="export.model.checkpoint_path",
-            )
-        )
-    path, wanted = nemo_training.locate(path, settings.training_checkpoint)
-    archive = Archive(path, scratch=_existing_parent(target))
-    hints = Hints(settings.num_attention_heads, settings.encoder_only, wanted)
-    base = open_source(archive, settings.source, hints)
-    learned = with_learned_parts(base, settings, _existing_parent(target))
-    checkpoint: SourceCheckpoint = learned or base
-    for note in checkpoint.notes:
-        print(f"note: {note}", flush=True)
-    files = tokenizer_files.collect(settings.tokenizer, checkpoint.tokenizer_files)
-    config = _with_token_ids(settings, checkpoint, files)
-    if learned:
-        config = learned.with_start_id(config)
-    if settings.model_type:
-        backend_model_type(settings.model_type, config)
-    check_parallelism(settings, config)
-    tasks = make_plan(checkpoint, family_of(config).weights(config), f"the checkpoint {path}")
-    if learned:
-        tasks = learned.fold(tasks)
+    with _reading(settings.checkpoint_path):
+        path, wanted = _located(settings)
+        archive = Archive(path, scratch=_existing_parent(target))
+        hints = Hints(settings.num_attention_heads, settings.encoder_only, wanted)
+        base = open_source(archive, settings.source, hints)
+        learned = with_learned_parts(base, settings, _existing_parent(target))
+        checkpoint: SourceCheckpoint = learned or base
+        for note in checkpoint.notes:
+            print(f"note: {note}", flush=True)
+        files = tokenizer_files.collect(settings.tokenizer, checkpoint.tokenizer_files)
+        config = _with_token_ids(settings, checkpoint, files)
+        if learned:
+            config = learned.with_start_id(config)
+        if settings.model_type:
+            backend_model_type(settings.model_type, config)
+        check_parallelism(settings, config)
+        tasks = make_plan(checkpoint, family_of(config).weights(config), f"the checkpoint {path}")
+        if learned:
+            tasks = learned.fold(tasks)
     total = _check_space(settings, config, target)
     source, free = checkpoint.describe()["format"], _free_space(target)
     print(Forecast.of(source, family_of(config).name, tasks, total, free), flush=True)
@@ -88,6 +88,32 @@ def export(settings: ExportSettings) -> Path:
             verify_export(writer.partial, tasks, settings.processes)
             print(f"verified {len(tasks)} tensors against {path}", flush=True)
     return target
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Whatever no reader has foreseen in a checkpoint is an error of that checkpoint."""
+    try:
+        yield
+    except LauncherError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"the checkpoint {path} is damaged: {reason}") from error
+
+
+def _located(settings: ExportSettings) -> tuple[Path, str]:
+    """The checkpoint that is meant, and which one of a training's."""
+    path = Path(settings.checkpoint_path)
+    if not path.exists():
+        raise ConfigError(
+            problem(
+                "the checkpoint does not exist",
+                got=str(path),
+                change="export.model.checkpoint_path",
+            )
+        )
+    return nemo_training.locate(path, settings.training_checkpoint)
 
 
 def _with_token_ids(
@@ -191,7 +217,7 @@ def _check_space(settings: ExportSettings, config: ModelConfig, target: Path) ->
 def _free_space(target: Path) -> int:
     """Bytes of the disk, and of what an interrupted run left, which is used or removed."""
     partial = partial_folder(target)
-    left = sum(file.stat().st_size for file in partial.iterdir()) if partial.is_dir() else 0
+    left = sum(file.lstat().st_size for file in partial.iterdir()) if partial.is_dir() else 0
     return shutil.disk_usage(_existing_parent(target)).free + left
 
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -120,7 +120,24 @@ class FTCheckpoint:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
 
+    def _check_counts(self, problems: Problems) -> None:
+        """Raise at once where config.ini says there are more files than there can be."""
+        layers = {s.layers for s in family_of(self.config).weights(self.config) if s.per_layer}
+        counts = {key: getattr(self.config, key) for key in layers} | {"tp_size": self.tp_size}
+        present = sum(1 for _ in self.folder.iterdir())
+        for key, count in counts.items():
+            if count > present:
+                problems.add(f"{key} is more than there are files", got=count, choices=[present])
+        if self.tp_size not in self.config.tp_sizes():
+            problems.add(
+                "tensor_para_size does not divide the model",
+                got=self.tp_size,
+                choices=self.config.tp_sizes(),
+            )
+        problems.raise_if_any(CheckpointError)
+
     def _check(self, problems: Problems, verify: bool) -> None:
+        self._check_counts(problems)
         sizes = {
             file.name: math.prod(file.spec.shape_on(self.config, self.tp_size))
             * self.dtype.itemsize
@@ -207,9 +224,9 @@ class FTWriter:
                 shutil.rmtree(self.partial)
             self._created = [path for path in self.folder.parents if not path.exists()]
             self.partial.mkdir(parents=True, exist_ok=True)
-        if self.name:
-            self._journal = Journal(self.partial, self.name)
-            self._entries = self._journal.restart()
+            if self.name:
+                self._journal = Journal(self.partial, self.name)
+                self._entries = self._journal.restart()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -232,7 +249,7 @@ class FTWriter:
         """Write one weight from its consecutive pieces, each contiguous and of the right dtype."""
         digest, crc, size, name = DIGESTS[ALGORITHM](), Crc32(), 0, file.name
         path = self.partial / name
-        with writing(path), path.open("wb", buffering=0) as out:
+        with writing(path), _fresh(path) as out:
             for chunk in chunks:
                 data = memoryview(chunk).cast("B")
                 _write_all(out.fileno(), data)
@@ -252,8 +269,8 @@ class FTWriter:
         fixed: what must stay of it, if it may be edited
         """
         path = self.partial / name
-        with writing(path):
-            path.write_bytes(content)
+        with writing(path), _fresh(path) as out:
+            _write_all(out.fileno(), memoryview(content))
         kept = None if fixed is None else content_digest(fixed)
         digest = content_digest(content)
         self._add(FileEntry(name, len(content), digest, algorithm=SMALL, fixed=kept))
@@ -294,6 +311,12 @@ class FTWriter:
         for path in self._created:
             if path.is_dir() and not any(path.iterdir()):
                 path.rmdir()
+
+
+def _fresh(path: Path) -> IO[bytes]:
+    """A new file at `path`, whatever was there: a link's target stays as it is."""
+    path.unlink(missing_ok=True)
+    return path.open("xb", buffering=0)
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import yaml
-from gguf import GGUFReader, ReaderTensor, dequantize
+from gguf import ReaderTensor, dequantize
 
+from launcher_scripts.checkpoint.gguf_file import open_gguf
 from launcher_scripts.checkpoint.gguf_tokenizer import special_tokens, tokenizer_metadata
 from launcher_scripts.checkpoint.nemo_writer import Weight
 from launcher_scripts.errors import CheckpointError, Problems, problem
@@ -57,10 +58,7 @@ class GGUFLlama:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            self.reader = GGUFReader(path)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"cannot read {path} as a GGUF file: {error}") from error
+        self.reader = open_gguf(path)
         self.path = path
         self.tensors: dict[str, ReaderTensor] = {item.name: item for item in self.reader.tensors}
         self.shape = self._read_shape()
@@ -163,28 +161,43 @@ class GGUFLlama:
             if entry is None:
                 problems.add(f"missing field {name}")
                 return 1
-            return entry.contents()
+            try:
+                return entry.contents()
+            except UnicodeDecodeError:
+                problems.add(f"field {name} is no text")
+                return 1
 
         architecture = field("general.architecture")
         if architecture != ARCHITECTURE:
             problems.add("unknown architecture", got=architecture, choices=(ARCHITECTURE,))
             problems.raise_if_any(CheckpointError)
 
-        def key(name: str) -> Any:
-            return field(f"{ARCHITECTURE}.{name}")
+        def size(name: str) -> int:
+            found = field(f"{ARCHITECTURE}.{name}")
+            if type(found) is int and found > 0:
+                return found
+            problems.add(f"{name} must be a whole number from 1 on", got=found)
+            return 1
+
+        def real(name: str) -> float:
+            found = field(f"{ARCHITECTURE}.{name}")
+            if type(found) in (int, float):
+                return float(found)
+            problems.add(f"{name} must be a number", got=found)
+            return 1.0
 
         shape = LlamaShape(
-            num_layers=key("block_count"),
-            hidden_size=key("embedding_length"),
-            ffn_size=key("feed_forward_length"),
-            num_heads=key("attention.head_count"),
-            num_kv_heads=key("attention.head_count_kv"),
-            head_size=key("rope.dimension_count"),
-            vocab_size=key("vocab_size"),
-            max_positions=key("context_length"),
-            rotary_base=float(key("rope.freq_base")),
+            num_layers=size("block_count"),
+            hidden_size=size("embedding_length"),
+            ffn_size=size("feed_forward_length"),
+            num_heads=size("attention.head_count"),
+            num_kv_heads=size("attention.head_count_kv"),
+            head_size=size("rope.dimension_count"),
+            vocab_size=size("vocab_size"),
+            max_positions=size("context_length"),
+            rotary_base=real("rope.freq_base"),
             # Stored as float32; the shortest decimal that gives it is what was meant.
-            norm_eps=float(str(np.float32(key("attention.layer_norm_rms_epsilon")))),
+            norm_eps=float(str(np.float32(real("attention.layer_norm_rms_epsilon")))),
         )
         problems.raise_if_any(CheckpointError)
         return shape
@@ -194,9 +207,12 @@ class GGUFLlama:
         parts = [*PER_LAYER.values()]
         parts += [f"attn_{part}.weight" for part in ("q", "k", "v", "output")]
         parts += [f"ffn_{part}.weight" for part in ("gate", "up")]
+        problems = Problems(f"the GGUF file {self.path}")
+        if self.shape.num_layers > len(self.tensors):
+            problems.add("block_count is more than there are tensors", got=self.shape.num_layers)
+            problems.raise_if_any(CheckpointError)
         for layer in range(self.shape.num_layers):
             names.update(f"blk.{layer}.{part}" for part in parts)
-        problems = Problems(f"the GGUF file {self.path}")
         for name in sorted(names - self.tensors.keys()):
             problems.add(f"missing tensor {name}")
         for name in sorted(self.tensors.keys() - names - {OUTPUT}):

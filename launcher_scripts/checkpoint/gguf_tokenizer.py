@@ -25,11 +25,14 @@ CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 
 def tokenizer_metadata(reader: GGUFReader) -> dict[str, Any]:
     """Every `tokenizer.ggml.*` field of an open GGUF file, by its name without that prefix."""
-    return {
-        key.removeprefix(PREFIX): field.contents()
-        for key, field in reader.fields.items()
-        if key.startswith(PREFIX)
-    }
+    try:
+        return {
+            key.removeprefix(PREFIX): field.contents()
+            for key, field in reader.fields.items()
+            if key.startswith(PREFIX)
+        }
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"the GGUF file's tokenizer is no text: {error}") from error
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -65,6 +68,13 @@ def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
     Keys are those of `bos_token`, `eos_token` and `pad_token` that the GGUF file names.
     """
     fields = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "padding_token_id"}
+    tokens = metadata.get("tokens")
+    for field in fields.values():
+        known = range(len(tokens) if isinstance(tokens, list) else 0)
+        if field in metadata and metadata[field] not in known:
+            raise CheckpointError(
+                problem(f"{PREFIX}{field} is no id of the vocabulary", got=metadata[field])
+            )
     return {
         f"{role}_token": metadata["tokens"][metadata[field]]
         for role, field in fields.items()
@@ -96,10 +106,23 @@ def _check(metadata: Mapping[str, Any]) -> None:
         if key not in metadata:
             problems.add(f"missing field {PREFIX}{key}")
     problems.raise_if_any(CheckpointError)
+    for key, kind in (("tokens", str), ("merges", str), ("token_type", int)):
+        values = metadata[key]
+        if not isinstance(values, list) or not all(type(value) is kind for value in values):
+            problems.add(f"{PREFIX}{key} is no list of {kind.__name__}")
+    if not isinstance(metadata["pre"], str):
+        problems.add(f"{PREFIX}pre is no text", got=metadata["pre"])
+    problems.raise_if_any(CheckpointError)
     if metadata["model"] != "gpt2":
         problems.add(f"unknown {PREFIX}model", got=metadata["model"], choices=["gpt2"])
     if metadata["pre"] not in PRE_TOKENIZERS:
         problems.add(f"unknown {PREFIX}pre", got=metadata["pre"], choices=sorted(PRE_TOKENIZERS))
+    unique = len(set(metadata["tokens"]))
+    if unique != len(metadata["tokens"]):
+        problems.add(
+            "the GGUF tokenizer's tokens are not unique",
+            got=f"{unique} of {len(metadata['tokens'])}",
+        )
     if len(metadata["token_type"]) != len(metadata["tokens"]):
         problems.add(
             f"{PREFIX}token_type must have one value per token",
@@ -117,10 +140,3 @@ def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[int
     defined = [token for token, kind in pairs if kind == USER_DEFINED]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in defined])
-    if tokenizer.get_vocab_size(with_added_tokens=True) != len(tokens):
-        raise CheckpointError(
-            problem(
-                "the GGUF tokenizer's tokens are not unique",
-                got=f"{tokenizer.get_vocab_size(with_added_tokens=True)} of {len(tokens)}",
-            )
-        )

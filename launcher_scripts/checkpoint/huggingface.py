@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from launcher_scripts.checkpoint.source_checkpoint import WholeTensors
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
 from launcher_scripts.errors import CheckpointError, Problems, problem
 from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.untrusted import parse_json
 
 CONFIG_NAME = "config.json"
 DECODER = ("decoder.", "lm_head.")
@@ -65,7 +65,7 @@ def _has_own_head(raw: RawConfig) -> bool:
     """Whether config.json promises an output table beside the input's; a T5's encoder has none."""
     if raw.raw["model_type"] in ("t5", "mt5") and not has_decoder(raw):
         return False
-    absent = raw.raw["model_type"] not in ("llama", "mistral")
+    absent = raw.raw["model_type"] not in ("llama", "mistral", "qwen2", "qwen3")
     return not raw.flag("tie_word_embeddings", absent)
 
 
@@ -95,6 +95,8 @@ ARCHITECTURES = {
     ),
     "llama": Architecture("gpt", configs.llama, "llama", {"embed_tokens.weight": (_HEAD,)}),
     "mistral": Architecture("gpt", configs.llama, "llama", {"embed_tokens.weight": (_HEAD,)}),
+    "qwen2": Architecture("gpt", configs.qwen2, "llama", {"embed_tokens.weight": (_HEAD,)}),
+    "qwen3": Architecture("gpt", configs.qwen3, "llama", {"embed_tokens.weight": (_HEAD,)}),
     "t5": Architecture("t5", configs.t5, "huggingface", _SHARED),
     "mt5": Architecture("t5", configs.t5, "huggingface", _SHARED),
     "bart": Architecture("bart", configs.bart, "bart", _SHARED, _scaled),
@@ -183,7 +185,7 @@ def architecture(raw: Mapping[str, Any], path: Path) -> Architecture:
 
 def _read_config(archive: Archive) -> Mapping[str, Any]:
     try:
-        raw = json.loads(archive.read(CONFIG_NAME))
+        raw = parse_json(archive.read(CONFIG_NAME))
     except ValueError as error:
         raise CheckpointError(f"{CONFIG_NAME} of {archive.path} is damaged: {error}") from error
     if not isinstance(raw, dict):
@@ -205,7 +207,7 @@ def _weight_files(archive: Archive) -> list[str]:
 
 def _shards(archive: Archive, index: str) -> list[str]:
     try:
-        found = sorted(set(json.loads(archive.read(index))["weight_map"].values()))
+        found = sorted(set(parse_json(archive.read(index))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} of {archive.path} is damaged: {error!r}") from error
     problems = Problems(f"{index} of {archive.path}")

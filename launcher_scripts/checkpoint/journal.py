@@ -6,15 +6,20 @@ is one finished file with its size and digest. A run that exports the same finds
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
+import os
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from launcher_scripts.checkpoint.manifest import FileEntry, check_files, file_entry
+from launcher_scripts.checkpoint.output_folder import remove
 from launcher_scripts.errors import CheckpointError, Problems, problem
+from launcher_scripts.untrusted import parse_json
 
 FILE_NAME = "journal.jsonl"
 
@@ -31,6 +36,17 @@ def identity(values: Mapping[str, Any], sources: Iterable[Path]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _opened(path: Path) -> IO[str]:
+    """The list, for reading and appending; never another file that a link makes of it."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no file of this export", str(path))
+    return os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace")
+
+
 class Journal:
     """The list, open and locked: a second export into the same folder is refused."""
 
@@ -38,7 +54,7 @@ class Journal:
         """Opens the list of `folder` (which exists); `name` is the identity of this export."""
         self.folder = folder
         self.name = name
-        self._file: IO[str] = (folder / FILE_NAME).open("a+", encoding="utf-8")
+        self._file = _opened(folder / FILE_NAME)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -58,11 +74,11 @@ class Journal:
         for entry in entries.values():
             problems = Problems(str(self.folder))
             check_files(self.folder, {entry.name: entry}, problems, digests=True)
-            if not problems.messages:
+            if not problems.messages and not (self.folder / entry.name).is_symlink():
                 sound[entry.name] = entry
         for path in self.folder.iterdir():
             if path.name not in sound and path.name != FILE_NAME:
-                path.unlink()
+                remove(path)
         self._file.truncate(0)
         self._write({"identity": self.name})
         for entry in sound.values():
@@ -86,13 +102,12 @@ class Journal:
         """
         entries: dict[str, FileEntry] = {}
         try:
-            if not lines or json.loads(lines[0]) != {"identity": self.name}:
+            if not lines or parse_json(lines[0]) != {"identity": self.name}:
                 return {}
             for line in lines[1:]:
-                entry = file_entry(json.loads(line))
-                if Path(entry.name).name == entry.name:
-                    entries[entry.name] = entry
-        except (ValueError, KeyError, TypeError):
+                entry = file_entry(parse_json(line))
+                entries[entry.name] = entry
+        except (ValueError, KeyError, TypeError, AttributeError):
             return entries
         return entries
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 
 from launcher_scripts.checkpoint.checksums import crc32
 from launcher_scripts.errors import CheckpointError, Problems, problem
+from launcher_scripts.untrusted import parse_json, read_plain
 
 try:
     from blake3 import blake3
@@ -24,6 +26,7 @@ except ImportError:
 
 FILE_NAME = "manifest.json"
 FORMAT = "fastertransformer-checkpoint"
+LIST_FORMAT = "files"
 VERSION = 3
 # Version 1 knew sha256 alone; version 2 had no CRC-32 beside BLAKE3.
 VERSIONS = (1, 2, 3)
@@ -31,6 +34,7 @@ TOOL_NAME = "nemo-deployment-launcher"
 TOOL_VERSION = "0.1.0"
 
 _HASH_CHUNK = 1 << 21
+_FILE_NAME = re.compile(r"[^/\0]{1,255}", re.DOTALL)
 
 
 class Digest(Protocol):
@@ -148,7 +152,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of `folder`, None where it has none; a damaged one is a CheckpointError."""
     path = folder / FILE_NAME
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(read_plain(path))
         found = (values.pop("format"), values.pop("version"))
         if found not in [(FORMAT, version) for version in VERSIONS]:
             raise CheckpointError(
@@ -159,11 +163,42 @@ def read_manifest(folder: Path) -> Manifest | None:
                 )
             )
         values["files"] = tuple(file_entry(entry) for entry in values["files"])
+        if not isinstance(values.get("source", {}), dict):
+            raise ValueError("its source is no mapping")
         return Manifest(**values)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def write_file_list(folder: Path) -> None:
+    """List the files of a folder that is no checkpoint in a manifest of its own."""
+    entries = [
+        FileEntry(path.name, path.stat().st_size, file_digest(path)).values()
+        for path in sorted(folder.iterdir())
+    ]
+    values = {"format": LIST_FORMAT, "version": VERSION, "files": entries}
+    (folder / FILE_NAME).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def check_file_list(folder: Path, problems: Problems) -> None:
+    """Note every file of `folder` that is not as write_file_list found it, or came later."""
+    path = folder / FILE_NAME
+    try:
+        values = parse_json(read_plain(path))
+        if (values["format"], values["version"]) != (LIST_FORMAT, VERSION):
+            raise ValueError(f"it is no {LIST_FORMAT} {VERSION}")
+        entries = {entry.name: entry for entry in map(file_entry, values["files"])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problems.add(f"cannot read {path}: {error}")
+        return
+    found = Problems(str(folder))
+    check_files(folder, entries, found, digests=True)
+    for file in sorted(folder.iterdir()):
+        if file.name not in {*entries, FILE_NAME, "__pycache__"}:
+            found.add(f"{file.name} is not in the manifest")
+    problems.messages += [f"{folder}: {message}" for message in found.messages]
 
 
 def file_digest(path: Path, algorithm: str = ALGORITHM) -> str:
@@ -220,6 +255,11 @@ def file_entry(values: Mapping[str, Any]) -> FileEntry:
         raise ValueError(f"{values['name']} has no digest of {', '.join(ALGORITHMS)}")
     (algorithm,) = algorithms
     rest = {key: value for key, value in values.items() if key != algorithm}
+    name, size = rest["name"], rest["bytes"]
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or name in (".", ".."):
+        raise ValueError(f"{name!r} is no name of a file in the folder")
+    if type(size) is not int or size < 0:
+        raise ValueError(f"{name} has no number of bytes, but {size!r}")
     shape = rest.pop("shape", None)
     return FileEntry(
         **rest,

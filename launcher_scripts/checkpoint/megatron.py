@@ -1,14 +1,15 @@
 """Megatron-LM GPT checkpoints: `model_optim_rng.pt` per rank, of every checkpoint version.
 
 Names are those of NeMo's classic GPTs, which descend from these: the weight table's dialect is
-"nemo", and only the order of query, key and value differs between the versions.
+"nemo", and only the order of query, key and value differs between the versions. Models of
+Megatron-LM core (`--ckpt-format torch`) have the core's names.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
@@ -16,8 +17,9 @@ import numpy as np
 
 from launcher_scripts.checkpoint import pickles, tokenizer_files, torch_file
 from launcher_scripts.checkpoint.archive import Archive
+from launcher_scripts.checkpoint.core_options import of_arguments
 from launcher_scripts.checkpoint.hints import Hints
-from launcher_scripts.checkpoint.megatron_args import read_args
+from launcher_scripts.checkpoint.megatron_args import MegatronArgs, read_args
 from launcher_scripts.checkpoint.shards import (
     Shards,
     StateDict,
@@ -88,7 +90,7 @@ class MegatronCheckpoint(TensorShards):
             raise CheckpointError(
                 problem(f"{archive.path}: unknown version", got=version, choices=_VERSIONS)
             )
-        args = first["args"].state if isinstance(first.get("args"), _Namespace) else {}
+        args = first["args"].state if isinstance(first.get("args"), Namespace) else {}
         shards = merged_stages(
             [
                 [
@@ -100,16 +102,15 @@ class MegatronCheckpoint(TensorShards):
         )
         if TABLE not in shards:
             raise CheckpointError(problem(f"{archive.path} lacks the word embeddings", got=TABLE))
-        said = read_args(args, shards, hints, f"the checkpoint {archive.path}")
+        origin = f"the checkpoint {archive.path}"
+        if any(".linear_qkv." in name for name in shards):
+            said = _core_settings(args, shards, origin)
+        else:
+            said = read_args(args, shards, hints, origin)
+            dialects = (*_VERSIONS[int(version)], *said.dialects, "nemo")
+            said = replace(said, dialects=dialects)
         return cls(
-            archive,
-            root,
-            float(version),
-            args,
-            said.config,
-            (*_VERSIONS[int(version)], *said.variants, "nemo"),
-            shards,
-            said.notes,
+            archive, root, float(version), args, said.config, said.dialects, shards, said.notes
         )
 
     def tokenizer_files(self) -> dict[str, bytes]:
@@ -118,14 +119,30 @@ class MegatronCheckpoint(TensorShards):
 
     def extra_files(self) -> dict[str, bytes]:
         """args.txt: a line `name:value` per training argument."""
-        plain = (str, int, float, bool, list, tuple, type(None))
-        said = {name: value for name, value in self.args.items() if isinstance(value, plain)}
-        text = "".join(f"{name}:{value}\n" for name, value in said.items())
-        return {"args.txt": text.encode()} if text else {}
+        return training_arguments(self.args)
 
     def details(self) -> dict[str, Any]:
         """What the manifest records besides path, format and dialects."""
         return {"checkpoint_version": self.version}
+
+
+def _core_settings(
+    args: Mapping[str, Any], shards: dict[str, tuple[SourceTensor, ...]], origin: str
+) -> MegatronArgs:
+    """Of a model of Megatron-LM core; what a tied one stores twice leaves `shards`."""
+    gpt = of_arguments(args, origin)
+    if gpt.fields["tied_embeddings"]:
+        shards.pop("output_layer.weight", None)
+    config = gpt.config(sum(part.shape[0] for part in shards[TABLE]))
+    return MegatronArgs(config, gpt.dialects(shards), gpt.notes)
+
+
+def training_arguments(args: Mapping[str, Any]) -> dict[str, bytes]:
+    """args.txt with the arguments that are plain values; no file without any."""
+    plain = (str, int, float, bool, list, tuple, type(None))
+    said = {name: value for name, value in args.items() if isinstance(value, plain)}
+    text = "".join(f"{name}:{value}\n" for name, value in said.items())
+    return {"args.txt": text.encode()} if text else {}
 
 
 def _root(archive: Archive) -> str:
@@ -137,6 +154,12 @@ def _root(archive: Archive) -> str:
             in_rank = re.match(r"(mp|tp)_rank_\d", path.parent.name)
             root = path.parent.parent if in_rank else path.parent
             roots.add("" if root == PurePosixPath(".") else f"{root}/")
+    return the_latest(archive, roots)
+
+
+def the_latest(archive: Archive, roots: set[str]) -> str:
+    """Of folders ("" or ending in `/`) that hold a checkpoint each, the one that the tracker file
+    names, or the only one there is."""
     if len(roots) > 1 and TRACKER_NAME in archive.names():
         step = archive.read(TRACKER_NAME).decode(errors="replace").strip()
         latest = f"{step}/" if step == "release" else f"iter_{step:0>7}/"
@@ -153,16 +176,16 @@ def _root(archive: Archive) -> str:
     return roots.pop()
 
 
-class _Namespace(pickles.Record):
+class Namespace(pickles.Record):
     """argparse.Namespace: the training's arguments."""
 
 
-class _Inert(Mapping[tuple[str, str], Any]):
+class InertGlobals(Mapping[tuple[str, str], Any]):
     """Names of _INERT_MODULES: whatever is called, nothing is imported and nothing happens."""
 
     def __getitem__(self, name: tuple[str, str]) -> Any:
         if name == ("argparse", "Namespace"):
-            return _Namespace
+            return Namespace
         if name[0].split(".")[0] in _INERT_MODULES or name[0].startswith(_INERT_MODULES):
             return pickles.Opaque
         raise KeyError(name)
@@ -176,7 +199,7 @@ class _Inert(Mapping[tuple[str, str], Any]):
 
 def _load(archive: Archive, name: str) -> Mapping[str, Any]:
     origin = f"{name} of {archive.path}"
-    loaded = torch_file.load(archive.region(name), origin, _Inert())
+    loaded = torch_file.load(archive.region(name), origin, InertGlobals())
     if not isinstance(loaded, dict) or not isinstance(loaded.get("model"), dict):
         virtual = isinstance(loaded, dict) and "model0" in loaded
         raise CheckpointError(

@@ -36,12 +36,12 @@ _NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 class MegatronArgs:
     """What the arguments say.
 
-    variants: dialects to look into before "nemo"
+    dialects: dialects to look into, here before "nemo"
     notes:    what a user should know about the model
     """
 
     config: GPTConfig
-    variants: tuple[str, ...] = ()
+    dialects: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
+from launcher_scripts.checkpoint.manifest import check_files
+from launcher_scripts.checkpoint.output_folder import refuse_links
 from launcher_scripts.checkpoint.served_types import backend_model_type
 from launcher_scripts.checkpoint.text_models import TOKEN_MODEL, write_text_models
 from launcher_scripts.contracts_sessions import (
@@ -26,11 +28,11 @@ from launcher_scripts.contracts_sessions import (
     MAX_SEQUENCE_IDLE_MICROSECONDS,
     served_contract,
 )
-from launcher_scripts.errors import CheckpointError, ConfigError, problem
+from launcher_scripts.errors import CheckpointError, ConfigError, Problems, problem
 from launcher_scripts.models.repository import TEXT_MODELS
 from launcher_scripts.render import pbtxt, render
 from launcher_scripts.settings import ExportSettings
-from launcher_scripts.tokenizer import TokenizerError, load_tokenizer
+from launcher_scripts.tokenizer import TokenizerError, load_tokenizer, tokenizer_files
 from launcher_scripts.whole_files import write_whole
 
 # The engine takes what waits whenever it is free, so a request never waits for company.
@@ -43,16 +45,18 @@ class ModelRepository:
 
     root: Path
 
-    def write(self, settings: ExportSettings) -> list[str]:
+    def write(self, settings: ExportSettings, checkpoint: FTCheckpoint | None = None) -> list[str]:
         """Describe the exported checkpoint to Triton; returns the names of the models written.
 
-        The checkpoint must already lie in settings.checkpoint_dir. Everything is checked and
-        rendered first and set in place by renaming, the model's own config.pbtxt last.
+        Everything is checked and rendered first and set in place by renaming, the model's own
+        config.pbtxt last.
+
+        checkpoint: the one in settings.checkpoint_dir unless given
         Raises CheckpointError or ConfigError, and then leaves the repository as it was.
         """
         model_dir = Path(settings.triton_model_dir)
         check_model_name(settings)
-        checkpoint = FTCheckpoint.open(settings.checkpoint_dir, verify=False)
+        checkpoint = checkpoint or FTCheckpoint.open(settings.checkpoint_dir, verify=False)
         model_type = backend_model_type(settings.model_type, checkpoint.config)
         contract = served_contract(model_type, sessions=settings.interactive)
         names = text_model_names(self, settings.model_name, contract.text.roles)
@@ -65,6 +69,7 @@ class ModelRepository:
             refuse_existing(targets)
         config = model_config(settings, checkpoint)
         staging = self.root.with_name(self.root.name + ".partial")
+        refuse_links(staging)
         shutil.rmtree(staging, ignore_errors=True)
         try:
             if text_models:
@@ -117,8 +122,13 @@ def text_model_names(
 
 
 def check_tokenizer(checkpoint: FTCheckpoint) -> None:
-    """The tokenizer beside the weights must exist and fit the vocabulary."""
+    """The tokenizer beside the weights must exist, be as exported and fit the vocabulary."""
     change = "export.model.tokenizer (a mapping with its files, or none)"
+    problems = Problems(f"the tokenizer of {checkpoint.folder}")
+    known = checkpoint.manifest.entries if checkpoint.manifest is not None else {}
+    names = {path.name for path in tokenizer_files(checkpoint.folder)} & known.keys()
+    check_files(checkpoint.folder, {name: known[name] for name in names}, problems, digests=True)
+    problems.raise_if_any(CheckpointError)
     try:
         size = load_tokenizer(checkpoint.folder).vocab_size
     except TokenizerError as error:
@@ -148,7 +158,9 @@ def model_config(settings: ExportSettings, checkpoint: FTCheckpoint) -> str:
     """config.pbtxt of the model itself."""
     model_type = backend_model_type(settings.model_type, checkpoint.config)
     contract = served_contract(model_type, sessions=settings.interactive)
-    checkpoint_path = settings.checkpoint_dir.relative_to(settings.triton_model_dir)
+    model_dir, checkpoint_path = Path(settings.triton_model_dir), checkpoint.folder
+    if checkpoint_path.is_relative_to(model_dir):
+        checkpoint_path = checkpoint_path.relative_to(model_dir)
     return render(
         "model.pbtxt.j2",
         name=settings.model_name,

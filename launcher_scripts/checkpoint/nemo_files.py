@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-import yaml
-
 from launcher_scripts.checkpoint import distributed
 from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.shards import rank_files
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
 from launcher_scripts.errors import CheckpointError, problem
 from launcher_scripts.models.nemo_config import CONFIG_NAME
+from launcher_scripts.untrusted import parse_yaml
 
 WEIGHTS_NAME = "model_weights.ckpt"
 DISTRIBUTED_FOLDER = "model_weights/"
@@ -49,8 +48,8 @@ def read_config(archive: Archive) -> tuple[str, Mapping[str, Any]]:
         )
     name = found[0]
     try:
-        raw = yaml.safe_load(archive.read(name))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raw = parse_yaml(archive.read(name))
+    except ValueError as error:
         raise CheckpointError(f"{name} of {archive.path} is damaged: {error}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{name} of {archive.path} holds no mapping")

@@ -106,7 +106,7 @@ def read_gpt(raw: Mapping[str, Any], *, core: bool, local_norms: bool) -> NemoGP
     }
     problems.raise_if_any(CheckpointError)
     plus_one = normalization == "layernorm1p" or flag(raw, "layernorm_zero_centered_gamma", False)
-    dialects = _core_dialects(gated, local_norms, plus_one) if core else _dialects(raw, plus_one)
+    dialects = core_dialects(gated, local_norms, plus_one) if core else _dialects(raw, plus_one)
     return NemoGPT(fields, dialects, tuple(notes))
 
 
@@ -122,7 +122,7 @@ def _dialects(raw: Mapping[str, Any], plus_one: bool) -> tuple[str, ...]:
     return (*found, "nemo")
 
 
-def _core_dialects(gated: bool, local_norms: bool, plus_one: bool) -> tuple[str, ...]:
+def core_dialects(gated: bool, local_norms: bool, plus_one: bool) -> tuple[str, ...]:
     found = ["mcore_fused_gate"] if gated else []
     local = "mcore_local" if local_norms else "mcore"
     if plus_one:

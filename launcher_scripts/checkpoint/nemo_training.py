@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.distributed import METADATA
 from launcher_scripts.errors import CheckpointError, problem
+from launcher_scripts.untrusted import parse_yaml, read_plain
 
 HPARAMS = "hparams.yaml"
 CHECKPOINTS = "checkpoints"
@@ -112,8 +111,8 @@ def find_checkpoint(archive: Archive, wanted: str) -> TrainingCheckpoint:
             problem(f"there is no {HPARAMS} in {archive.path} or above: it holds the sizes")
         )
     try:
-        raw = yaml.safe_load(file.read_bytes())["cfg"]
-    except (OSError, yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raw = parse_yaml(read_plain(file))["cfg"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} is damaged or holds no section cfg: {error}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{file} holds no section cfg")

@@ -24,8 +24,17 @@ def partial_folder(folder: Path) -> Path:
     return folder.with_name(folder.name + ".partial")
 
 
+def _old_folder(folder: Path) -> Path:
+    """Where a folder goes when another one takes its name."""
+    return folder.with_name(folder.name + ".old")
+
+
 def refuse_existing(folder: Path, overwrite: bool) -> None:
-    """Raises CheckpointError when there is something at `folder` that may not be replaced."""
+    """Raises CheckpointError when there is something at `folder` that may not be replaced.
+
+    A link there, or under one of the names on the way, leads to files of somebody else.
+    """
+    refuse_links(folder, partial_folder(folder), _old_folder(folder))
     with writing(folder):
         exists = folder.exists()
     if exists and not overwrite:
@@ -38,11 +47,32 @@ def refuse_existing(folder: Path, overwrite: bool) -> None:
         )
 
 
+def refuse_links(*paths: Path) -> None:
+    """Raises CheckpointError when one of the places to write to is a link."""
+    links = [str(path) for path in paths if path.is_symlink()]
+    if links:
+        raise CheckpointError(
+            problem(
+                "an export would overwrite or delete what a link leads to; remove the link",
+                got=links,
+            )
+        )
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder; nothing that a link leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 def replace_folder(new: Path, target: Path) -> None:
     """Give `new` the name `target`; a folder that has the name is removed after the exchange."""
-    old = target.with_name(target.name + ".old")
+    old = _old_folder(target)
     shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    new.rename(target)
+    with writing(target):
+        if target.exists():
+            target.rename(old)
+        new.rename(target)
     shutil.rmtree(old, ignore_errors=True)

@@ -21,6 +21,8 @@ from launcher_scripts.checkpoint.workspace import Workspace
 from launcher_scripts.errors import CheckpointError, Problems, lookup
 from launcher_scripts.models.family import ModelConfig, Partition, Source, WeightSpec
 
+# The dialect of tensors that have the table's own names and are as stored.
+STORED = "stored"
 _SHOWN = 20
 
 
@@ -213,6 +215,8 @@ def _note_impossible_depth(
 
 
 def _source(spec: WeightSpec, dialects: Sequence[str]) -> Source | None:
+    if STORED in dialects:
+        return Source((spec.name,))
     return next((spec.sources[name] for name in dialects if name in spec.sources), None)
 
 

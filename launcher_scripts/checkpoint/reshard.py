@@ -44,9 +44,15 @@ def rank_columns(
 
 
 def whole_blocks(spec: WeightSpec, config: ModelConfig, whole: np.ndarray) -> Blocks:
-    """Blocks of a tensor that already has its stored form: [in, out] or [out]."""
+    """Blocks of a tensor that already has its stored form: [in, out] or [out].
+
+    Raises ValueError where the hyperparameters say another number of columns.
+    """
     if not spec.blocks:
         return [[whole]]
+    columns = sum(int(getattr(config, axis)) for axis in spec.blocks)
+    if columns != whole.shape[-1]:
+        raise ValueError(f"{columns} columns")
     head_size = int(getattr(config, "head_size", 1))
     blocks, start = [], 0
     for axis in spec.blocks:

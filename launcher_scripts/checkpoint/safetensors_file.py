@@ -5,7 +5,6 @@ Format: https://github.com/huggingface/safetensors#format.
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 from launcher_scripts.checkpoint.archive import Region
 from launcher_scripts.checkpoint.dtypes import BFLOAT16
 from launcher_scripts.errors import CheckpointError, problem
+from launcher_scripts.untrusted import parse_json
 
 DTYPES = {
     "F64": np.dtype("<f8"),
@@ -43,28 +43,33 @@ def load(region: Region, origin: str) -> dict[str, np.ndarray]:
     if size > region.size - _SIZE.size:
         raise CheckpointError(f"{origin} is no safetensors file, or was cut short")
     try:
-        header = json.loads(region.part(_SIZE.size, size).bytes())
+        header = parse_json(region.part(_SIZE.size, size).bytes())
         header.pop("__metadata__", None)
         start = _SIZE.size + size
         data = region.part(start, region.size - start)
         found = {name: _tensor(data, name, entry, origin) for name, entry in header.items()}
+        places = sorted(tuple(entry["data_offsets"]) for entry in header.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"the header of {origin} is damaged: {error}") from error
-    covered = sum(values.nbytes for values in found.values())
-    if covered != data.size:  # the format allows no holes
-        raise CheckpointError(
-            problem(
-                f"the header of {origin} does not fit its data",
-                got=f"{data.size} bytes",
-                choices=[f"{covered} bytes"],
+    end = 0
+    for first, last in [*places, (data.size, data.size)]:  # the format allows no holes
+        if first != end:
+            raise CheckpointError(
+                problem(
+                    f"the header of {origin} does not fit its data",
+                    got=f"a tensor or the end at byte {first}",
+                    choices=[f"byte {end}, where the tensors before it end"],
+                )
             )
-        )
+        end = last
     return found
 
 
 def _tensor(data: Region, name: str, entry: dict[str, Any], origin: str) -> np.ndarray:
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     first, last = entry["data_offsets"]
+    if not all(type(number) is int for number in (*shape, first, last)):
+        raise ValueError(f"{name} has sizes that are no whole numbers")
     if dtype not in DTYPES:
         raise CheckpointError(
             problem(f"{name} of {origin} has an unknown dtype", got=dtype, choices=DTYPES)

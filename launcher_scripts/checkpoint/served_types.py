@@ -17,16 +17,11 @@ def backend_model_type(model_type: str, config: ModelConfig) -> str:
     Raises ConfigError when it is unknown, or cannot serve a model of these hyperparameters.
     """
     name = lookup(BACKEND_MODEL_TYPES, model_type, KEY)
-    family = family_of(config).name
-    encoder_only = bool(getattr(config, "encoder_only", False))
-    fitting = [
-        key
-        for key, row in BACKEND_MODEL_TYPES.items()
-        if CONTRACTS[row].family == family and (CONTRACTS[row].encoder_only or not encoder_only)
-    ]
+    fitting = fitting_model_types(config)
     if model_type in fitting:
         return name
-    what = f"the checkpoint, of family {family}{' (an encoder alone)' if encoder_only else ''},"
+    alone = " (an encoder alone)" if _encoder_only(config) else ""
+    what = f"the checkpoint, of family {family_of(config).name}{alone},"
     raise ConfigError(
         problem(
             f"{what} cannot be served as this model_type",
@@ -35,3 +30,17 @@ def backend_model_type(model_type: str, config: ModelConfig) -> str:
             change=KEY,
         )
     )
+
+
+def fitting_model_types(config: ModelConfig) -> list[str]:
+    """The user's model_types that can serve a model of these hyperparameters, the usual first."""
+    family, encoder_only = family_of(config).name, _encoder_only(config)
+    return [
+        key
+        for key, row in BACKEND_MODEL_TYPES.items()
+        if CONTRACTS[row].family == family and (CONTRACTS[row].encoder_only or not encoder_only)
+    ]
+
+
+def _encoder_only(config: ModelConfig) -> bool:
+    return bool(getattr(config, "encoder_only", False))

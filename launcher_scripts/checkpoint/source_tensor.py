@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ class SourceTensor:
 
     @classmethod
     def of_pieces(cls, shape: tuple[int, ...], pieces: Sequence[Piece], name: str) -> SourceTensor:
-        """Checks that the pieces lie inside of `shape` and are as many values as it holds."""
+        """Checks that the pieces fill `shape`, each place once."""
         dtypes = {piece.values.dtype for piece in pieces}
         if len(dtypes) != 1:
             raise CheckpointError(problem(f"{name} is stored in {len(dtypes)} data types"))
@@ -47,13 +48,13 @@ class SourceTensor:
             if not inside:
                 raise CheckpointError(problem(f"a piece of {name} lies outside of it", got=shape))
             count += piece.values.size
-        if count != int(np.prod(shape)) or len({piece.start for piece in pieces}) < len(pieces):
-            raise CheckpointError(f"the pieces of {name} do not fill its shape {shape}")
+        if count != math.prod(shape) or _overlap(pieces):
+            raise CheckpointError(f"the pieces of {name} do not fill its shape {shape} exactly")
         return cls(tuple(shape), dtypes.pop(), tuple(pieces))
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, workspace: Workspace | None = None, name: str = "whole") -> np.ndarray:
         """The values: a view of the checkpoint where one piece holds all, else a copy.
@@ -79,6 +80,28 @@ class SourceTensor:
             if piece.start[0] <= number < piece.start[0] + len(piece.values)
         )
         return SourceTensor(self.shape[1:], self.dtype, pieces)
+
+
+def _overlap(pieces: Sequence[Piece]) -> bool:
+    """Whether two pieces share a place. They are compared with those that they meet on the axis
+    that tells most of them apart."""
+    boxes = [
+        [(start, start + size) for start, size in zip(piece.start, piece.values.shape, strict=True)]
+        for piece in pieces
+        if piece.values.size
+    ]
+    if not boxes or not boxes[0]:
+        return len(boxes) > 1
+    axis = max(range(len(boxes[0])), key=lambda axis: len({box[axis] for box in boxes}))
+    met: list[list[tuple[int, int]]] = []
+    for box in sorted(boxes, key=lambda box: box[axis]):
+        met = [other for other in met if other[axis][1] > box[axis][0]]
+        if any(
+            all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)) for other in met
+        ):
+            return True
+        met.append(box)
+    return False
 
 
 def concatenated(tensors: Sequence[SourceTensor], axis: int, sections: int = 1) -> SourceTensor:

@@ -8,7 +8,10 @@ from typing import Any
 
 from launcher_scripts import text_names, tokenizer
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
+from launcher_scripts.checkpoint.manifest import FILE_NAME as MANIFEST_NAME
+from launcher_scripts.checkpoint.manifest import check_file_list, write_file_list
 from launcher_scripts.contracts_text import TextContract
+from launcher_scripts.errors import CheckpointError, Problems
 from launcher_scripts.models import family_of
 from launcher_scripts.render import render
 from launcher_scripts.settings import ExportSettings
@@ -48,6 +51,23 @@ def write_text_models(
         (folder / name / "config.pbtxt").write_text(config, encoding="utf-8")
         for path in text_model_files(role, checkpoint.folder):
             shutil.copyfile(path, version_dir / path.name)
+        write_file_list(version_dir)
+
+
+def check_text_models(repository: str) -> None:
+    """Raise CheckpointError when code or tokenizers of a repository are not as they were exported.
+
+    What is in a cloud storage, or was not written by write_text_models, is not looked at.
+    """
+    if "://" in repository:
+        return
+    problems = Problems(
+        f"the text models of {repository} (export again; or remove their manifest.json to serve "
+        "them as they are)"
+    )
+    for path in sorted(Path(repository).glob(f"*/1/{MANIFEST_NAME}")):
+        check_file_list(path.parent, problems)
+    problems.raise_if_any(CheckpointError)
 
 
 def parameters(
@@ -90,7 +110,9 @@ def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:
     names = code.get(role, (*whole, text_names.__file__))
     return [
         *(room / name for name in names),
+        room / "text_parameters.py",
         room / "text_tensors.py",
+        room / "older_servers.py",
         Path(tokenizer.__file__),
         *tokenizer_files(checkpoint_dir),
     ]

@@ -7,7 +7,6 @@ resharding script loses them, so a configuration can name others.
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import json
 import tempfile
 from collections.abc import Callable, Mapping
@@ -17,19 +16,11 @@ from typing import Any
 
 from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.errors import CheckpointError, Problems, problem
+from launcher_scripts.models.nemo_tokenizer import ADVICE, KEY, ROLES, find_name, named_files
 from launcher_scripts.settings import TokenizerSettings
 from launcher_scripts.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from launcher_scripts.untrusted import read_plain
 
-KEY = "export.model.tokenizer"
-_ADVICE = f"{KEY}: name the files (model, or vocab_file and merge_file), or none"
-
-# Key of model_config.yaml and of the settings -> stem of the exported file, and what the file is
-# usually called.
-_ROLES = {
-    "model": ("tokenizer", "*.model"),
-    "vocab_file": ("vocab", "*vocab*"),
-    "merge_file": ("merges", "*merge*.txt"),
-}
 _COMPANIONS = ("special_tokens_map.json", "tokenizer_config.json")
 # Name in a folder -> exported name, best set first. XGLM's and mBART's sentencepiece.bpe.model is
 # not among them: its ids are not the model's.
@@ -121,10 +112,10 @@ def _loaded(files: Mapping[str, bytes]) -> Tokenizer:
             tokenizer = load_tokenizer(folder)
         except TokenizerError as error:
             reason = str(error).replace(str(folder), "the checkpoint")
-            raise CheckpointError(problem(reason, change=_ADVICE)) from error
+            raise CheckpointError(problem(reason, change=ADVICE)) from error
     if not tokenizer.vocab_size:
         raise CheckpointError(
-            problem("the tokenizer has no tokens", got=sorted(files), change=_ADVICE)
+            problem("the tokenizer has no tokens", got=sorted(files), change=ADVICE)
         )
     return tokenizer
 
@@ -132,13 +123,13 @@ def _loaded(files: Mapping[str, bytes]) -> Tokenizer:
 def _named_files(settings: TokenizerSettings) -> dict[str, bytes]:
     problems = Problems("the tokenizer's files")
     files: dict[str, bytes] = {}
-    for role, (stem, _) in _ROLES.items():
+    for role, (stem, _) in ROLES.items():
         name = getattr(settings, role)
         if not name:
             continue
         path = Path(name)
         try:
-            files[stem + path.suffix] = path.read_bytes()
+            files[stem + path.suffix] = read_plain(path)
         except OSError as error:
             problems.add(f"cannot read it: {error.strerror}", got=name, change=f"{KEY}.{role}")
             continue
@@ -147,7 +138,7 @@ def _named_files(settings: TokenizerSettings) -> dict[str, bytes]:
             if path.name == "tokenizer.json" and beside.is_file():
                 files[companion] = beside.read_bytes()
     if not files and not problems.messages:
-        problems.add("no file is named", change=_ADVICE)
+        problems.add("no file is named", change=ADVICE)
     problems.raise_if_any(CheckpointError)
     return files
 
@@ -159,29 +150,11 @@ def nemo_files(raw: Mapping[str, Any], origin: Path, find: Find) -> dict[str, by
     origin: the checkpoint, for errors
     find:   gets such a file, see archived and beside
     """
-    section = raw.get("tokenizer")
-    if not isinstance(section, dict):
-        section = {}
-    files, lost = {}, []
-    for role, (stem, pattern) in _ROLES.items():
-        value = section.get(role)
-        if not isinstance(value, str) or not value:
-            continue
-        found = find(value, pattern)
-        if found is None:
-            lost.append(value)
-        else:
-            files[stem + PurePosixPath(found[0]).suffix] = found[1]
-    if lost or not files:
-        kind = section.get("type") or section.get("library") or "unknown"
-        raise CheckpointError(
-            problem(
-                f"{origin} does not hold its tokenizer's files ({kind})",
-                got=lost or "no file is named",
-                change=_ADVICE,
-            )
-        )
-    special = section.get("special_tokens")
+    files = {
+        ROLES[role][0] + PurePosixPath(name).suffix: content
+        for role, (name, content) in named_files(raw, origin, find).items()
+    }
+    special = raw["tokenizer"].get("special_tokens")
     if "tokenizer.json" in files and isinstance(special, dict):
         files[_COMPANIONS[0]] = json.dumps(special).encode()
     return files
@@ -192,17 +165,9 @@ def archived(archive: Archive, root: str, value: str, pattern: str) -> tuple[str
 
     Never a file outside of the archive.
     """
-    base = PurePosixPath(value.removeprefix("nemo:")).name
-    places = [
-        name
-        for name in archive.names()
-        if name.startswith(root) and "/" not in name.removeprefix(root)
-    ]
-    for wanted in (base, f"*_{base}", pattern):
-        found = [name for name in places if fnmatch.fnmatchcase(name.removeprefix(root), wanted)]
-        if len(found) == 1:
-            return found[0], archive.read(found[0])
-    return None
+    names = [name.removeprefix(root) for name in archive.names() if name.startswith(root)]
+    name = find_name(names, value, pattern)
+    return None if name is None else (root + name, archive.read(root + name))
 
 
 def beside(folder: Path, value: str, _pattern: str) -> tuple[str, bytes] | None:
@@ -213,18 +178,24 @@ def beside(folder: Path, value: str, _pattern: str) -> tuple[str, bytes] | None:
     return None
 
 
-def plain_files(archive: Archive) -> dict[str, bytes]:
-    """The files of a Hugging Face or Megatron-LM folder, by their usual names."""
+def has_plain(archive: Archive, root: str) -> bool:
+    """Whether plain_files finds a tokenizer in that folder."""
+    names = archive.names()
+    return any(all(root + name in names for name in wanted) for wanted in _PLAIN_SETS)
+
+
+def plain_files(archive: Archive, root: str = "") -> dict[str, bytes]:
+    """The files of a Hugging Face or Megatron-LM folder, by their usual names below `root`."""
     names = archive.names()
     for wanted in _PLAIN_SETS:
-        if all(name in names for name in wanted):
-            files = {exported: archive.read(name) for name, exported in wanted.items()}
-            companions = [name for name in _COMPANIONS if name in names]
-            return files | {name: archive.read(name) for name in companions}
+        if all(root + name in names for name in wanted):
+            files = {exported: archive.read(root + name) for name, exported in wanted.items()}
+            companions = [name for name in _COMPANIONS if root + name in names]
+            return files | {name: archive.read(root + name) for name in companions}
     raise CheckpointError(
         problem(
             f"{archive.path} holds no tokenizer",
             choices=[" + ".join(wanted) for wanted in _PLAIN_SETS],
-            change=_ADVICE,
+            change=ADVICE,
         )
     )

@@ -10,6 +10,7 @@ region, for whoever reads them (see checksums.py).
 from __future__ import annotations
 
 import io
+import math
 import struct
 import zipfile
 from collections import ChainMap
@@ -84,6 +85,7 @@ class _TorchFile:
             struct.error,
         ) as error:
             raise CheckpointError(f"{origin} is damaged or was cut short: {error}") from error
+        _refuse_overlaps(self._entries.values(), origin)
         roots = [name.removesuffix("data.pkl") for name in self._entries if _is_root(name)]
         if len(roots) != 1:
             raise CheckpointError(f"{origin} is no file of torch.save")
@@ -126,9 +128,7 @@ class _TorchFile:
 
     def _storage(self, pid: Any) -> np.ndarray:
         """The flat array a persistent id ("storage", type, key, location, numel) stands for."""
-        kind, dtype, key, _, count = pid
-        if kind != "storage" or not isinstance(dtype, np.dtype):
-            raise CheckpointError(problem(f"{self._origin} refers to something unknown", got=kind))
+        _, dtype, key, _, count = torch_legacy.checked_id(pid, self._origin)
         return self._entry(f"data/{key}").array(dtype, int(count))
 
 
@@ -163,6 +163,15 @@ class _RegionFile(io.RawIOBase):
         return data
 
 
+def _refuse_overlaps(entries: Iterable[zipfile.ZipInfo], origin: str) -> None:
+    """Two entries that lie in one place would be two tensors of the same bytes."""
+    end = 0
+    for entry in sorted(entries, key=lambda entry: entry.header_offset):
+        if entry.header_offset < end:
+            raise CheckpointError(f"{origin} is damaged: {entry.filename} lies in another entry")
+        end = entry.header_offset + _LOCAL_HEADER.size + entry.compress_size
+
+
 def _is_root(name: str) -> bool:
     return name == "data.pkl" or (name.endswith("/data.pkl") and name.count("/") == 1)
 
@@ -172,12 +181,14 @@ def rebuild_tensor(
 ) -> np.ndarray:
     """torch._utils._rebuild_tensor_v2 on a numpy array: a view, its bounds checked."""
     shape, steps = tuple(size), tuple(stride)
+    if storage.ndim != 1 or not storage.flags.c_contiguous:
+        raise CheckpointError("a tensor is said to be the storage of another")
     if len(shape) != len(steps) or any(number < 0 for number in (*shape, *steps, offset)):
         raise CheckpointError(problem("a tensor has an impossible shape", got=(shape, steps)))
     last = offset + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
     if 0 in shape:
         return np.empty(shape, storage.dtype)
-    if last >= storage.size:
+    if last >= storage.size or math.prod(shape) > storage.size:
         raise CheckpointError(problem("a tensor is larger than its storage", got=(shape, steps)))
     return np.lib.stride_tricks.as_strided(
         storage[offset:],

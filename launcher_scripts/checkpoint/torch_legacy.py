@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickletools
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,8 @@ def load(region: Region, origin: str, allowed: pickles.Globals) -> Any:
     spans = _spans(head, origin, count=5)
     protocol = pickles.load(head[slice(*spans[1])], origin, {})
     machine = pickles.load(head[slice(*spans[2])], origin, {})
-    if protocol != PROTOCOL or not machine.get("little_endian"):
+    little = isinstance(machine, dict) and machine.get("little_endian") is True
+    if protocol != PROTOCOL or not little:
         raise CheckpointError(
             problem(f"{origin}: unknown protocol", got=(protocol, machine), choices=[PROTOCOL])
         )
@@ -44,12 +45,15 @@ def load(region: Region, origin: str, allowed: pickles.Globals) -> Any:
     dtypes: dict[str, np.dtype] = {}
 
     def note(pid: Any) -> np.ndarray:
-        dtypes[str(_checked(pid, origin)[2])] = pid[1]
-        return np.empty(0, pid[1])
+        _, dtype, key, *_ = checked_id(pid, origin)
+        dtypes[str(key)] = dtype
+        return np.empty(0, dtype)
 
     pickles.load(content, origin, _Hollow(allowed), note)
-    keys = [str(key) for key in pickles.load(head[slice(*spans[4])], origin, {})]
-    storages = _storages(region, spans[4][1], keys, dtypes, origin)
+    keys = pickles.load(head[slice(*spans[4])], origin, {})
+    if not isinstance(keys, list) or not all(isinstance(key, (str, int)) for key in keys):
+        raise CheckpointError(f"{origin} is damaged: it does not list its storages")
+    storages = _storages(region, spans[4][1], map(str, keys), dtypes, origin)
     return pickles.load(content, origin, allowed, lambda pid: _part(storages, pid, origin))
 
 
@@ -87,7 +91,7 @@ def _spans(data: bytes, origin: str, count: int) -> list[tuple[int, int]]:
 
 
 def _storages(
-    region: Region, start: int, keys: list[str], dtypes: dict[str, np.dtype], origin: str
+    region: Region, start: int, keys: Iterable[str], dtypes: dict[str, np.dtype], origin: str
 ) -> dict[str, np.ndarray]:
     """Key -> flat array, read from where the storages begin."""
     found = {}
@@ -101,16 +105,18 @@ def _storages(
     return found
 
 
-def _checked(pid: Any, origin: str) -> Any:
-    """The persistent id ("storage", dtype, key, location, count, view) of a storage."""
-    if pid[0] != "storage" or not isinstance(pid[1], np.dtype):
-        raise CheckpointError(problem(f"{origin} refers to something unknown", got=pid[0]))
-    return pid
+def checked_id(pid: Any, origin: str) -> tuple[Any, ...]:
+    """The persistent id ("storage", dtype, key, location, count, ...) of a storage."""
+    kind, dtype, key, *rest = pid
+    found = (kind, pickles.meaning(dtype), key, *rest)
+    if kind != "storage" or not isinstance(found[1], np.dtype) or not isinstance(key, (str, int)):
+        raise CheckpointError(f"{origin} refers to something that is no storage")
+    return found
 
 
 def _part(storages: dict[str, np.ndarray], pid: Any, origin: str) -> np.ndarray:
     """A storage, or the part of one that a view (key, offset, count) names."""
-    _, _, key, _, _, *view = _checked(pid, origin)
+    _, _, key, _, _, *view = checked_id(pid, origin)
     storage = storages[str(key)]
     if view and view[0] is not None:
         _, offset, count = view[0]

@@ -7,5 +7,6 @@ CLIENTS = {
     "end_to_end_test": "text through preprocessing, model, postprocessing and the ensemble",
     "interactive_identity_test": "one session of several requests of token ids",
     "interactive_end_to_end_test": "one session of text, model by model and through the ensemble",
+    "word_list": "words as the ids and end offsets of a words list, for a request file",
     "chat": "talk to a model in the terminal",
 }

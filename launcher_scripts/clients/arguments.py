@@ -33,8 +33,11 @@ def run(body: Callable[[], None]) -> int:
     return 0
 
 
-def add_server_flags(parser: argparse.ArgumentParser, protocol: str = "http") -> None:
-    """Where the server is, and which of its models is meant."""
+def add_server_flags(parser: argparse.ArgumentParser, protocol: str | None = "http") -> None:
+    """Where the server is, and which of its models is meant.
+
+    protocol: how to ask it unless the flag says so; None: something else says it
+    """
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="print what is sent and received"
     )
@@ -50,7 +53,7 @@ def add_server_flags(parser: argparse.ArgumentParser, protocol: str = "http") ->
         "--protocol",
         choices=sorted(CONNECTIONS),
         default=protocol,
-        help=f"how to ask it [{protocol}]",
+        help="how to ask it" + (f" [{protocol}]" if protocol else ""),
     )
     for name, what in TLS_FILES.items():
         parser.add_argument(f"--{name}", metavar="FILE", help=f"gRPC with TLS: {what}")

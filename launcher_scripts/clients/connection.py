@@ -32,6 +32,7 @@ NUMPY_TYPES = {
     "BOOL": np.bool_,
     "BYTES": np.object_,
 }
+BFLOAT16 = "bfloat16"  # BF16's name; numpy has no such type of its own
 
 Tensors = dict[str, NDArray[Any]]
 
@@ -291,10 +292,11 @@ def _infer_outputs(module: Any, names: Sequence[str] | None) -> list[Any] | None
 
 def _infer_inputs(module: Any, tensors: Tensors) -> list[Any]:
     """The tensors as `module`'s (tritonclient.http or .grpc) inputs."""
-    names = {np.dtype(kind): name for name, kind in NUMPY_TYPES.items()}
+    names = {np.dtype(kind).name: name for name, kind in NUMPY_TYPES.items()}
+    names[BFLOAT16] = "BF16"
     inputs = []
     for name, array in tensors.items():
-        tensor = module.InferInput(name, list(array.shape), names[array.dtype])
+        tensor = module.InferInput(name, list(array.shape), names[array.dtype.name])
         tensor.set_data_from_numpy(array)
         inputs.append(tensor)
     return inputs

@@ -80,11 +80,10 @@ def test(flags: argparse.Namespace) -> None:
         contract = generating_contract(models)
         encoded = server.infer(models.text_model("preprocessing"), query_tensors(flags.output_len))
         block("preprocessing", encoded["INPUT_ID"], encoded["REQUEST_INPUT_LEN"])
-        names = contract.text.model_inputs
-        inputs = {name: encoded[source] for name, source in names.items()}
+        inputs = model_inputs(contract, encoded)
         answer = models.last_answer(server, models.name, {**inputs, **sampling})
         block("fastertransformer", *shown(answer, "output_ids", flags.return_log_probs))
-        block("postprocessing", *decoded(server, models, contract, answer))
+        block("postprocessing", *decoded(server, models, answer))
         ensemble = models.text_model("ensemble")
         whole = models.last_answer(server, ensemble, ensemble_tensors(flags, sampling))
         block("ensemble", *shown(whole, "OUTPUT_0", flags.return_log_probs))
@@ -105,6 +104,15 @@ def generating_contract(models: Models) -> Contract:
     return contract
 
 
+def model_inputs(contract: Contract, encoded: Tensors) -> Tensors:
+    """What preprocessing made, by the model's names.
+
+    The original's makes no RETURN_PROGRESS, which only text that streams needs.
+    """
+    names = contract.text.model_inputs
+    return {name: encoded[source] for name, source in names.items() if source in encoded}
+
+
 def query_tensors(output_len: int) -> Tensors:
     """What preprocessing takes."""
     return {
@@ -122,17 +130,17 @@ def ensemble_tensors(flags: argparse.Namespace, sampling: Tensors) -> Tensors:
     return {**dict(zip(names, values, strict=True)), **sampling}
 
 
-def decoded(server: RemoteServer, models: Models, contract: Contract, answer: Tensors) -> list[Any]:
+def decoded(server: RemoteServer, models: Models, answer: Tensors) -> list[Any]:
     """The model's ids as text, by postprocessing."""
-    known = {"TOKENS_BATCH": answer["output_ids"]}
+    model = models.text_model("postprocessing")
+    taken = {each["name"] for each in server.model_config(model).get("input", [])}
     sources = {
+        "TOKENS_BATCH": "output_ids",
         "RESPONSE_INPUT_LENGTHS": "response_input_lengths",
         "sequence_length": "sequence_length",
     }
-    for tensor in contract.text.postprocessing_inputs:
-        if tensor.name in sources:
-            known[tensor.name] = answer[sources[tensor.name]]
-    return [readable(server.infer(models.text_model("postprocessing"), known)["OUTPUT"])]
+    known = {name: answer[source] for name, source in sources.items() if name in taken}
+    return [readable(server.infer(model, known)["OUTPUT"])]
 
 
 def shown(answer: Tensors, name: str, log_probs: bool) -> list[Any]:

@@ -24,6 +24,7 @@ from launcher_scripts.clients.end_to_end_test import (
     decoded,
     ensemble_tensors,
     generating_contract,
+    model_inputs,
     query_tensors,
     shown,
 )
@@ -62,9 +63,9 @@ def test(flags: argparse.Namespace) -> None:
         query = in_session(query_tensors(flags.output_len))
         encoded = server.infer(models.text_model("preprocessing"), query)
         block("preprocessing", encoded["INPUT_ID"], encoded["REQUEST_INPUT_LEN"])
-        inputs = {name: encoded[source] for name, source in contract.text.model_inputs.items()}
-        answer = talk(server, models, models.name, {**inputs, **sampling}, flags)
-        block("postprocessing", *decoded(server, models, contract, answer))
+        request = {**model_inputs(contract, encoded), **sampling}
+        answer = talk(server, models, models.name, request, flags)
+        block("postprocessing", *decoded(server, models, answer))
         whole = in_session(ensemble_tensors(flags, {}))
         talk(server, models, models.text_model("ensemble"), {**whole, **sampling}, flags)
 

@@ -2,13 +2,14 @@
 
 The file is one of the FasterTransformer backend's tools/issue_request.py:
 
-    {"config": {"protocol": "http", "url": null, "model_name": "fastertransformer",
+    {"config": {"protocol": "http", "url": null, "model_name": null,
                 "verbose": false, "stream_api": false},
      "request": [{"name": "input_ids", "data": [[1, 2, 3]], "dtype": "uint32"}, ...]}
 
-Every key of config may be left out; sequence_id, sequence_start and sequence_end are for a model
-with sessions; ca, certificate and key name files for gRPC with TLS. requests/ beside this file
-holds samples.
+Every key of config may be left out; --params goes over the file, flags over both. Without a
+model_name it is `fastertransformer`, else the server's only model, of a request with text the
+ensemble around it. sequence_id, sequence_start and sequence_end are for a model with sessions; ca,
+certificate and key name files for gRPC with TLS. requests/ beside this file holds samples.
 """
 
 from __future__ import annotations
@@ -23,16 +24,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.clients.arguments import DEFAULT_ADDRESSES, TLS_FILES, client_tls, run
-from launcher_scripts.clients.connection import SequenceStep, Tensors
-from launcher_scripts.clients.models import DEFAULT_MODEL
+from launcher_scripts.clients.arguments import (
+    DEFAULT_ADDRESSES,
+    TLS_FILES,
+    add_server_flags,
+    client_tls,
+    run,
+)
+from launcher_scripts.clients.connection import BFLOAT16, NUMPY_TYPES, SequenceStep, Tensors
+from launcher_scripts.clients.models import find_models
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.errors import ConfigError, Problems, ServerError, problem
 
 DEFAULT_CONFIG = {
     "protocol": "http",
     "url": None,
-    "model_name": DEFAULT_MODEL,
+    "model_name": None,
     "verbose": False,
     "stream_api": False,
     **dict.fromkeys(TLS_FILES),
@@ -40,10 +47,22 @@ DEFAULT_CONFIG = {
     "sequence_start": False,
     "sequence_end": False,
 }
+_WHOLE = ("int32", "int64", "uint32", "uint64")
+_REAL = ("float16", "float32", "float64")
+TEXT_INPUTS = {"INPUT_0", "text_input"}  # of these every request to an ensemble has one
+# flag -> key of config
+FLAGS = {
+    "url": "url",
+    "protocol": "protocol",
+    "model": "model_name",
+    "verbose": "verbose",
+    **{name: name for name in TLS_FILES},
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="issue_request", description=__doc__.partition("\n")[0])
+    add_server_flags(parser, protocol=None)
     parser.add_argument("request_file", metavar="request-file", type=Path)
     parser.add_argument("--params", metavar="JSON", help="put over what the file says")
     parser.add_argument(
@@ -53,26 +72,64 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="streaming: fail unless every response adds one token to the one before",
     )
     flags = parser.parse_args(argv)
-    return run(lambda: issue(flags.request_file, flags.params, flags.test))
+    return run(lambda: issue(flags))
 
 
-def issue(request_file: Path, params: str | None, test: bool) -> None:
-    """Send the request that the file and `params` describe, and print the answer."""
-    whole = merged({"config": DEFAULT_CONFIG}, read_json(request_file))
-    if params is not None:
-        whole = merged(whole, parse_json(params, "--params"))
-    config, tensors = check(whole, str(request_file))
+def issue(flags: argparse.Namespace) -> None:
+    """Send the request that the file, --params and the flags describe, and print the answer."""
+    whole = merged({"config": DEFAULT_CONFIG}, read_json(flags.request_file))
+    if flags.params is not None:
+        whole = merged(whole, parse_json(flags.params, "--params"))
+    given = {key: value for flag, key in FLAGS.items() if (value := getattr(flags, flag))}
+    config, tensors = check(merged(whole, {"config": given}), str(flags.request_file))
     protocol = "grpc" if config["stream_api"] else config["protocol"]
     address = config["url"] or DEFAULT_ADDRESSES[protocol]
     tls = client_tls({name: config[name] for name in TLS_FILES}, protocol)
     with RemoteServer(address, protocol=protocol, verbose=config["verbose"], tls=tls) as server:
+        model = config["model_name"] or model_for(server, tensors)
+        tensors = as_declared(server.model_config(model), tensors)
         if config["stream_api"]:
-            responses = server.stream(config["model_name"], tensors, step_of(config))
-            print_stream(responses, test)
+            print_stream(server.stream(model, tensors, step_of(config)), flags.test)
         else:
-            answer = server.infer(config["model_name"], tensors, step=step_of(config))
+            answer = server.infer(model, tensors, step=step_of(config))
             for name, array in answer.items():
                 print(f"{name}:\n{readable(array)}\n")
+
+
+def model_for(server: RemoteServer, tensors: Tensors) -> str:
+    """The model that a request without a name is meant for."""
+    models = find_models(server, None)
+    return models.text_model("ensemble") if TEXT_INPUTS & tensors.keys() else models.name
+
+
+def as_declared(config: Mapping[str, Any], tensors: Tensors) -> Tensors:
+    """The tensors in the types of numbers that the model declares: files may name others.
+
+    config: the model's config.pbtxt, as Triton's JSON
+    Raises ConfigError with every tensor whose numbers the declared type does not hold.
+    """
+    problems = Problems("the request")
+    declared = {each["name"]: each["data_type"] for each in config.get("input", [])}
+    result = dict(tensors)
+    for name, array in tensors.items():
+        wanted = numpy_name(declared.get(name, ""))
+        if (array.dtype.name in _WHOLE and wanted in (*_WHOLE, *_REAL, BFLOAT16)) or (
+            array.dtype.name in _REAL and wanted in (*_REAL, BFLOAT16)
+        ):
+            try:
+                result[name] = tensor(array.tolist(), wanted)
+            except ValueError as error:
+                problems.add(f"{name}: {error}", got=array.tolist())
+    problems.raise_if_any(ConfigError)
+    return result
+
+
+def numpy_name(data_type: str) -> str:
+    """numpy's name of a type in config.pbtxt; "" for one that no request has."""
+    kind = data_type.removeprefix("TYPE_")
+    if kind == "BF16":
+        return BFLOAT16
+    return np.dtype(NUMPY_TYPES[kind]).name if kind in NUMPY_TYPES else ""
 
 
 def step_of(config: Mapping[str, Any]) -> SequenceStep | None:
@@ -173,12 +230,16 @@ def check(whole: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], Tensor
 
 
 def tensor(data: Any, dtype: str) -> NDArray[Any]:
-    """Nested lists as an array; "object" is text."""
+    """Nested lists as an array; "object" is text, "bfloat16" is rounded to the nearest."""
     if dtype == "object":
         texts = np.array(data, dtype=np.object_)
         encoded = [str(text).encode("utf-8") for text in texts.ravel()]
         return np.array(encoded, dtype=np.object_).reshape(texts.shape)
     array = np.array(data)
+    if dtype == BFLOAT16:
+        import ml_dtypes  # tells numpy of the type; tritonclient brings it along
+
+        return array.astype(ml_dtypes.bfloat16)
     wanted = np.dtype(dtype)
     if wanted.kind in "ui" and array.dtype.kind in "uif":
         limits = np.iinfo(wanted)

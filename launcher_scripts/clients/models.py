@@ -68,7 +68,9 @@ def find_models(server: RemoteServer, wanted: str | None) -> Models:
     if name is None:
         ours = [each for each, config in configs.items() if config.get("backend") == _OUR_BACKEND]
         if len(ours) != 1:
-            raise ConfigError(problem("which model is meant", choices=ours, change="--model"))
+            raise ConfigError(
+                problem("which model is meant", choices=ours or served, change="--model")
+            )
         (name,) = ours
     config = configs[name]
     text = {}

@@ -17,7 +17,7 @@ class Cluster(Protocol):
 
     type:          the name in CLUSTERS
     gpus_per_node: GPUs that a job gets on every node; None where that is not known
-    python:        the interpreter that runs the steps
+    python:        the interpreter that runs the steps, where the configuration names one
     overlay:       the folder of packages that it lacks, if there is one
     max_nodes:     how many nodes a job can have; None without a limit
     in_container:  whether jobs run in the configured container
@@ -25,13 +25,17 @@ class Cluster(Protocol):
                    on the same machine anyway
     limits_gpus:   whether a step sees no more GPUs than it asks for
     whole_nodes:   whether no other job shares a node
+    serves_others: whether its servers are for other machines, too
     max_replicas:  how many servers a job can be; None without a limit
+    removal_seconds: how long it may take to remove a container of a job that ends
     """
 
     type: ClassVar[str]
     hosts_clients: ClassVar[bool]
     limits_gpus: ClassVar[bool]
+    serves_others: ClassVar[bool]
     max_replicas: ClassVar[int | None]
+    removal_seconds: ClassVar[float]
 
     @property
     def whole_nodes(self) -> bool: ...
@@ -46,7 +50,7 @@ class Cluster(Protocol):
     def gpus_per_node(self) -> int | None: ...
 
     @property
-    def python(self) -> str: ...
+    def python(self) -> str | None: ...
 
     @property
     def overlay(self) -> str | None: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from launcher_scripts.cluster.job import Job
 from launcher_scripts.errors import ConfigError, Problems
@@ -14,6 +15,13 @@ _REFUSED = {
     # Mounts are fields of a line with escapes.
     "enroot": (re.compile(r"[\s\\]"), "enroot takes no mount with a space or a backslash"),
 }
+# enroot's notation of an image: [USER@][REGISTRY#]IMAGE[:TAG][@DIGEST].
+_NAME = re.compile(
+    r"([\w.!~*'()%;:&=+$,-]+@)?([^#/@\s]+#)?[a-z0-9/._-]+(:[\w.:-]+)?(@sha256:[0-9a-fA-F]+)?",
+    re.ASCII,
+)
+_LOCAL_NAME = re.compile(r"(dockerd|podman)://[\w/.:-]+", re.ASCII)
+_SQUASHFS = b"hsqs"
 _DOCKER_HUB = ("docker.io", "index.docker.io", "registry-1.docker.io")
 
 
@@ -39,6 +47,23 @@ def registry_name(image: str) -> str:
     if "." in registry or ":" in registry or registry == "localhost":
         return f"{user}{at}{registry}#{rest}"
     return name
+
+
+def image_problem(image: str) -> str | None:
+    """Why no container can come of an image that is there, or of one with such a name."""
+    if not is_file(image):
+        name = registry_name(image)
+        if _NAME.fullmatch(name) or _LOCAL_NAME.fullmatch(name):
+            return None
+        return "no name of an image: [USER@][REGISTRY/]IMAGE[:TAG], with IMAGE in lower case"
+    try:
+        with Path(image).open("rb") as file:
+            magic = file.read(len(_SQUASHFS))
+    except IsADirectoryError:
+        magic = b""
+    except OSError:  # not for this user, or not on this machine
+        return None
+    return None if magic == _SQUASHFS else "the container image is no squashfs file (.sqsh)"
 
 
 def check_mounts(job: Job, runtime: str) -> None:

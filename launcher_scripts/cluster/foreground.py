@@ -143,6 +143,7 @@ class ForegroundCluster(ConfiguredCluster[Options]):
     hosts_clients: ClassVar[bool] = False
     limits_gpus: ClassVar[bool] = False
     max_replicas: ClassVar[int | None] = 1
+    removal_seconds: ClassVar[float] = 0.0
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +14,7 @@ from launcher_scripts.render import render
 
 @dataclass(frozen=True, kw_only=True)
 class InteractiveOptions(ClusterOptions):
-    """conf/cluster/interactive.yaml. python None: the one that runs the launcher."""
+    """conf/cluster/interactive.yaml."""
 
     type: str = "interactive"
     gpus_per_node: int | None = None
@@ -27,14 +26,11 @@ class InteractiveCluster(ForegroundCluster[InteractiveOptions]):
 
     type: ClassVar[str] = "interactive"
     options_type = InteractiveOptions
+    serves_others: ClassVar[bool] = False
 
     @property
     def max_nodes(self) -> int | None:
         return 1
-
-    @property
-    def python(self) -> str:
-        return self.options.python or sys.executable
 
     def check(self, problems: Problems) -> None:
         """bash is all that it takes."""

@@ -15,7 +15,7 @@ class ClusterOptions:
     """The keys that conf/cluster/*.yaml have in common.
 
     gpus_per_node: GPUs that a job gets on every node; None: not known, so not checked
-    python:        interpreter that runs the steps, as seen by them
+    python:        interpreter that runs the steps, as seen by them; None: see Stage.python
     overlay:       folder of packages that this interpreter lacks (requirements/overlay.py)
     """
 
@@ -51,6 +51,7 @@ class ConfiguredCluster(Generic[Options]):
     """A kind of cluster with its options."""
 
     options_type: ClassVar[type[ClusterOptions]]
+    serves_others: ClassVar[bool] = True
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -65,8 +66,8 @@ class ConfiguredCluster(Generic[Options]):
         return self.options.gpus_per_node
 
     @property
-    def python(self) -> str:
-        return self.options.python or "python3"
+    def python(self) -> str | None:
+        return self.options.python
 
     @property
     def overlay(self) -> str | None:

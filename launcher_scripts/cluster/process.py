@@ -14,10 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from launcher_scripts.cluster.job import Service, Submitted
 from launcher_scripts.cluster.local_state import note_end, note_process
+from launcher_scripts.cluster.record import read_json
+from launcher_scripts.errors import ClusterError
 
 POLL_SECONDS = 0.05
 _GROUP_SECONDS = 5.0
@@ -117,30 +118,24 @@ class Process:
 
 
 class ServiceProcess(Process):
-    """A service: ready when its ready file is another than the one an earlier run left."""
+    """A service: ready when its ready file names this run, and no other one."""
 
     def __init__(self, submitted: Submitted, service: Service) -> None:
         self.service = service
-        self._leftover = _stamp(service.ready_file)
         super().__init__(submitted)
 
     def ready(self) -> bool:
-        return _stamp(self.service.ready_file) not in (None, self._leftover)
+        with contextlib.suppress(ClusterError):
+            ready = read_json(self.service.ready_file) or {}
+            job = ready.get("job") or {}
+            return bool(job.get("folder") == str(self.submitted.job.folder.root))
+        return False
 
 
 def _wait_for(done: Callable[[], bool], seconds: float, hurry: Callable[[], bool]) -> None:
     deadline = time.monotonic() + seconds
     while not (done() or hurry()) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    """What tells one version of a file from the next; None when there is no file."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
 
 
 def adopt_orphans() -> None:

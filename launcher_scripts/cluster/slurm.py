@@ -80,6 +80,7 @@ class SlurmCluster(ConfiguredCluster[SlurmOptions]):
     hosts_clients: ClassVar[bool] = True
     limits_gpus: ClassVar[bool] = True
     max_replicas: ClassVar[int | None] = None
+    removal_seconds: ClassVar[float] = 60.0
 
     def __init__(self, options: SlurmOptions) -> None:
         super().__init__(options)

@@ -13,14 +13,13 @@ from launcher_scripts.errors import ConfigError, Problems, problem
 
 _OWN_KEYS = (
     *("type", "job_name_prefix", "mpi", "srun_args", "python", "requeue"),
-    *("container_runtime", "container_scope", "image_cache"),
+    *("container_runtime", "image_cache"),
 )
 _MPI = re.compile(r"pmix(_v\d+)?|pmi2|none")
 _MPI_TYPES = ("pmix", "pmix_v<version>", "pmi2", "none")
 _MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
 _EXCLUSIVE = ("True", "False", "user", "mcs")
 _RUNTIMES = ("pyxis", "enroot", "none")
-_SCOPES = ("job", "global")
 # Slurm may send the signal before a time limit up to a minute early, but never late.
 _SIGNAL_MARGIN = 10
 
@@ -36,7 +35,6 @@ class SlurmOptions(ClusterOptions):
                the cluster is set up
     container_runtime: what starts the container: pyxis (srun's options), enroot (its commands
                in the script), or none: the steps run on the host
-    container_scope: pyxis' container_scope on this cluster; global: containers outlive their job
     image_cache: folder that all nodes see, for images that enroot fetches from a registry
     """
 
@@ -58,10 +56,9 @@ class SlurmOptions(ClusterOptions):
     job_name_prefix: str = "nemo-megatron-"
     mpi: str = "pmix"
     srun_args: tuple[str, ...] = ()
-    python: str | None = "python3"
+    python: str | None = None
     requeue: bool | None = False
     container_runtime: str = "pyxis"
-    container_scope: str = "job"
     image_cache: str | None = None
 
     def _check(self, problems: Problems) -> None:
@@ -72,7 +69,6 @@ class SlurmOptions(ClusterOptions):
         choices = {
             "exclusive": _EXCLUSIVE,
             "container_runtime": _RUNTIMES,
-            "container_scope": _SCOPES,
         }
         for name, members in choices.items():
             got = getattr(self, name)

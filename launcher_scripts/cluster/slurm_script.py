@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher_scripts.cluster.containers import check_mounts
 from launcher_scripts.cluster.enroot import EnrootImage, enroot_mount
-from launcher_scripts.cluster.job import Job
+from launcher_scripts.cluster.job import Job, Step
 from launcher_scripts.cluster.slurm_options import SlurmOptions, file_pattern
 from launcher_scripts.cluster.variables import Variables
 from launcher_scripts.render import render
@@ -29,16 +29,19 @@ def slurm_script(job: Job, options: SlurmOptions, sbatch: Mapping[str, Any]) -> 
         variables_of=Variables.of,
         sbatch=dict(sorted(sbatch.items())),
         options=options,
-        remove_containers=_removes_containers(options),
+        starts=_starts,
         server_log=file_pattern(job.folder.server_log_stem),
         enroot=_enroot(job, options, exported),
-        beside=_beside(job, options),
+        beside=_beside(job),
     )
 
 
-def _removes_containers(options: SlurmOptions) -> bool:
-    """pyxis ends a container with its job, unless it is told to keep it."""
-    return options.container_scope == "global" and options.container_runtime == "pyxis"
+def _starts(job: Job) -> list[tuple[Step, ...]]:
+    """The steps as srun starts them: in a container together, so that it is unpacked once.
+
+    pyxis removes a container without a name with its step, however that ends.
+    """
+    return [job.steps] if job.container is not None else [(step,) for step in job.steps]
 
 
 def _enroot(job: Job, options: SlurmOptions, env: Mapping[str, str]) -> str:
@@ -54,11 +57,10 @@ def _enroot(job: Job, options: SlurmOptions, env: Mapping[str, str]) -> str:
         image=EnrootImage.find(container.image, options.image_cache),
         mounts=[enroot_mount(mount) for mount in mounts],
         env=tuple(env),
-        workdir=job.folder.root,
     )
 
 
-def _beside(job: Job, options: SlurmOptions) -> str:
+def _beside(job: Job) -> str:
     """The functions of the script that run a client as long as its server runs."""
     server = job if job.client is not None else job.server
     if server is None or server.service is None:
@@ -69,5 +71,4 @@ def _beside(job: Job, options: SlurmOptions) -> str:
         server_log_stem=job.folder.server_log_stem,
         check_seconds=1 if job.client is not None else _CHECK_SECONDS,
         stop_seconds=math.ceil(server.service.stop_timeout),
-        remove_containers=_removes_containers(options),
     )

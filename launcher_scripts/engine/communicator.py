@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher_scripts.engine.interfaces import LOOPBACK, interface_towards
+from launcher_scripts.engine.listeners import drop_connections, listening_ports
 from launcher_scripts.engine.progress import Progress
 from launcher_scripts.engine.symmetric_memory import (
     BUFFER_BYTES,
@@ -125,6 +128,7 @@ class ProcessGroupCommunicator(Communicator):
             for name in _LOCAL_VARIABLES if host == LOOPBACK else _INTERFACE_VARIABLES:
                 os.environ.setdefault(name, interface)
         limit = timedelta(seconds=timeout)
+        others = listening_ports()
         cuda = device.type == "cuda"
         dist.init_process_group(
             "nccl" if cuda else "gloo",
@@ -145,6 +149,8 @@ class ProcessGroupCommunicator(Communicator):
                 for tp_rank in range(parallelism.tp_size)
             ]
         )
+        if not cuda:
+            _let_nobody_else_in(listening_ports().keys() - others.keys())
 
     def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
         """Every rank creates every group, in the same order, and keeps the one it is in."""
@@ -197,10 +203,15 @@ class ProcessGroupCommunicator(Communicator):
             print(f"enable_custom_all_reduce: {self._sums_are_over(reason)}", flush=True)
 
     def _peer_devices(self) -> list[tuple[str, torch.device]]:
-        """Host and device of every tensor-parallel rank."""
-        peers: list[tuple[str, torch.device]] = [("", self.device)] * self.tp_size
-        dist.all_gather_object(peers, (socket.gethostname(), self.device), group=self.tp_group)
-        return peers
+        """Host, as a digest, and device of every tensor-parallel rank."""
+        host = hashlib.sha256(socket.gethostname().encode()).digest()[:8]
+        cuda = self.device.type == "cuda"
+        mine = [int.from_bytes(host, "big", signed=True), self.device.index or 0, int(cuda)]
+        gathered = self.tp_concat(torch.tensor([mine], dtype=torch.int64, device=self.device))
+        return [
+            (f"{digest:x}", torch.device(f"cuda:{at}") if cuda else torch.device("cpu"))
+            for digest, at, cuda in gathered.view(self.tp_size, len(mine)).tolist()
+        ]
 
     def _all_agree(self, mine: bool) -> bool:
         return self.minimum(int(mine)) == 1
@@ -240,6 +251,18 @@ class ProcessGroupCommunicator(Communicator):
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def close_store(store: dist.TCPStore) -> None:
+    """Let no further rank join the store that this process opened."""
+    _let_nobody_else_in(fd for fd, port in listening_ports().items() if port == store.port)
+
+
+def _let_nobody_else_in(descriptors: Iterable[int]) -> None:
+    try:
+        drop_connections(descriptors)
+    except OSError as error:
+        print(f"strangers can connect to this rank's gloo and take descriptors: {error}")
 
 
 def open_store(host: str, timeout: float) -> dist.TCPStore:

@@ -276,6 +276,8 @@ def obstacles(
         found.append("norms follow the sums")
     if any(part is not None for part in learned):
         found.append("IA3 or adapters work inside the layers")
+    if getattr(config, "qk_norm", None):
+        found.append("queries and keys have norms of their own")
     if getattr(config, "head_size", 2) % 2:
         found.append("heads have an odd number of features")
     return found

@@ -28,6 +28,7 @@ from launcher_scripts.engine.layers import (
 )
 from launcher_scripts.engine.learned_parts import learned_of, with_virtual_tokens
 from launcher_scripts.engine.prompt_batch import PromptBatch
+from launcher_scripts.engine.rotary import rotary_frequencies
 from launcher_scripts.engine.weights import GPTWeights
 from launcher_scripts.kernels.operands import EmbeddingTables
 
@@ -190,12 +191,9 @@ class Decoder:
 
     def _rotary_frequencies(self) -> Tensor | None:
         """Radians per position of every rotary pair, float32 [rotary_size / 2]."""
-        config = self.config
-        if config.position_embedding != "rope":
+        if self.config.position_embedding != "rope":
             return None
-        exponents = torch.arange(0, config.rotary_size, 2, dtype=torch.float64)
-        frequencies = config.rotary_base ** (-exponents / config.rotary_size)
-        return (frequencies / config.rotary_interpolation_factor).float().to(self.device)
+        return rotary_frequencies(self.config).to(self.device)
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
         if self._frequencies is None:

@@ -117,6 +117,11 @@ class Engine:
         return 0 if self._scheduler is None else self._scheduler.used_tokens
 
     @property
+    def rows_waiting(self) -> int:
+        """Rows that came and do not run yet, if each of those that run is one."""
+        return max(0, len(self._pending) - self.settings.max_batch_size)
+
+    @property
     def ranks(self) -> list[RankInfo]:
         """Where every rank runs, rank 0 first."""
         return list(self._ranks.infos)

@@ -30,13 +30,13 @@ from launcher_scripts.errors import ConfigError, Problems, ServerError, lookup, 
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.repository import check_int8_mode
 from launcher_scripts.nodes import node_name
 from launcher_scripts.parallel import Parallelism
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}
 THREADS_VARIABLE = "OMP_NUM_THREADS"  # torch itself follows it
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
-INT8_MODES = {0: "no quantization", 1: "int8 weights"}
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,8 @@ class EngineSettings:
             problems.add("unknown device", got=self.device, choices=("auto", "cpu", "cuda"))
         if self.max_batch_size < 1:
             problems.add("max_batch_size must be at least 1", got=self.max_batch_size)
-        if self.int8_mode not in INT8_MODES:
-            problems.add(
-                "this int8_mode is not supported",
-                got=self.int8_mode,
-                choices=[f"{mode} ({meaning})" for mode, meaning in INT8_MODES.items()],
-                change="int8_mode in config.pbtxt",
-            )
+        with problems.collecting():
+            check_int8_mode(self.int8_mode, "int8_mode in config.pbtxt")
         problems.raise_if_any(ConfigError)
 
     @property

@@ -21,6 +21,9 @@ class Pending:
             self._futures.add(future)
         future.add_done_callback(self._done)
 
+    def __len__(self) -> int:
+        return len(self._futures)
+
     def fail(self, error: ServerError) -> None:
         """Answer all of them with `error`."""
         with self._lock:

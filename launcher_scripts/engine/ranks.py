@@ -12,6 +12,7 @@ from torch.distributed import TCPStore
 from launcher_scripts.engine.communicator import (
     Communicator,
     ProcessGroupCommunicator,
+    close_store,
     open_store,
 )
 from launcher_scripts.engine.loading import EngineSettings, rank_info
@@ -66,6 +67,8 @@ class Ranks:
             host=self._workers.meeting_host,
             progress=self.progress,
         )
+        if self._settings.device_type == "cpu":  # NCCL's watchdogs may connect again
+            close_store(self._store)
         self.timeline.note("the ranks are connected")
         return self._communicator
 

@@ -35,6 +35,7 @@ Reader = Callable[[WeightSpec, int | None], Stored]
 class LayerWeights:
     """One layer. Norms of a pre-norm layer live in the projections that follow them.
 
+    query_norm, key_norm: of every head, where there are such
     relative: what a score gains by distance, where the layer has a table of its own
     """
 
@@ -45,6 +46,8 @@ class LayerWeights:
     mlp_down: Linear
     input_norm: Norm
     post_attention_norm: Norm
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
     relative: RelativeBias | None = None
     ia3: IA3Factors | None = None
     attention_adapter: Adapter | None = None
@@ -217,6 +220,8 @@ class WeightLoader:
             mlp_down=self._linear("layers.*.mlp.dense_4h_to_h", layer),
             input_norm=input_norm,
             post_attention_norm=post_attention,
+            query_norm=self._head_norm("query", layer),
+            key_norm=self._head_norm("key", layer),
             ia3=self._ia3(
                 "layers.*.attention",
                 "layers.*.mlp",
@@ -255,6 +260,11 @@ class WeightLoader:
             bias = self._tensor(f"{name}.bias", torch.float32, layer)
         weight = self._tensor(f"{name}.weight", torch.float32, layer)
         return Norm(self.config.normalization, weight, bias, self.config.norm_eps)
+
+    def _head_norm(self, what: str, layer: int) -> Norm | None:
+        if not self.config.qk_norm:
+            return None
+        return self._norm(f"layers.*.attention.{what}_norm", layer)
 
     def _table(self, name: str) -> Tensor:
         """This rank's part of a vocabulary table or vector; what is past the vocabulary is zero."""

@@ -113,7 +113,10 @@ class WorkerGroup:
             self._news.wait_for(
                 lambda: self._failed or len(self._arrived[message]) == len(self._ranks), timeout
             )
-            return not self._failed and len(self._arrived[message]) == len(self._ranks)
+            complete = not self._failed and len(self._arrived[message]) == len(self._ranks)
+        if complete and message is Ready and len(self._hosts) == self._group.place.nodes - 1:
+            self._listener.close()
+        return complete
 
     def missing(self) -> str:
         """Who is still awaited, in words."""

@@ -9,10 +9,12 @@ from typing import Any
 
 from launcher_scripts.errors import ConfigError, problem
 from launcher_scripts.evaluation.nemo_model import NemoModel
+from launcher_scripts.evaluation.pace import TimedModel
 from launcher_scripts.evaluation.tasks.task import (
     Asked,
     Comparison,
     Metric,
+    Pace,
     Progress,
     Task,
     TaskResult,
@@ -27,6 +29,13 @@ TARGET_KEYS = ("target", "targets")
 _KEY = "evaluate.tasks.<task>.reference"
 
 Reference = TransformersModel | NemoModel | TaskResult
+
+
+def timed(task: Task, settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
+    """The task's result with its pace."""
+    model = TimedModel(asked.model)
+    result = task(settings, replace(asked, model=model), progress)
+    return replace(result, pace=model.pace)
 
 
 def open_reference(settings: TaskSettings) -> Reference | None:
@@ -51,7 +60,7 @@ def compared(
     source = str(settings.reference)
     if not isinstance(reference, TaskResult):
         source = reference.name
-        reference = task(settings, replace(asked, model=reference), progress)
+        reference = timed(task, settings, replace(asked, model=reference), progress)
     return replace(served, reference=compare(served, reference, source))
 
 
@@ -76,6 +85,7 @@ def compare(served: TaskResult, reference: TaskResult, source: str) -> Compariso
         },
         different=different,
         items={index: known[index] for index in different},
+        pace=reference.pace,
     )
 
 
@@ -98,6 +108,7 @@ def read_report(path: Path, settings: TaskSettings) -> TaskResult:
         metrics = {name: Metric(**values) for name, values in section["metrics"].items()}
         items = [{**item, "index": int(item["index"])} for item in section["items"]]
         limit = section["settings"]["limit"]
+        pace = Pace(**section["pace"]) if section.get("pace") else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             problem(
@@ -107,4 +118,4 @@ def read_report(path: Path, settings: TaskSettings) -> TaskResult:
         ) from error
     if limit != settings.limit:
         raise ConfigError(problem(f"{path} has another limit of items", got=limit, change=_KEY))
-    return TaskResult(metrics, items)
+    return TaskResult(metrics, items, pace=pace)

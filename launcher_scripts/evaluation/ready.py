@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from launcher_scripts.errors import ServerError, problem
 from launcher_scripts.evaluation.client import Client
+from launcher_scripts.ready_age import STALE_SECONDS, seconds_silent
 from launcher_scripts.replicas import replica_files
 from launcher_scripts.settings import EvaluateSettings
 
 POLL_SECONDS = 0.2
-STALE_SECONDS = 60.0  # a server renews its file every few seconds
 PROBE_SECONDS = 10.0  # how long a server may take to say that it is ready
 
 
@@ -85,19 +84,11 @@ def _read_ready_file(path: Path, settings: EvaluateSettings) -> tuple[str, dict[
         folder = ready.get("job", {}).get("folder")
         if wanted is not None and folder != wanted:
             return f"{path} is of the server of {folder}, not of {wanted}", None
-        age = _age(ready)
-        if age > STALE_SECONDS:
+        age = seconds_silent(ready)
+        if age is not None and age > STALE_SECONDS:
             return f"{path} was last renewed {age:.0f} s ago: its server was killed", None
     except FileNotFoundError:
         return f"{path} is not there", None
     except (OSError, ValueError) as error:
         return f"{path} cannot be read: {error}", None
     return "", ready
-
-
-def _age(ready: dict[str, Any]) -> float:
-    """Seconds since the server last said that it lives; 0 for a file that does not say."""
-    alive_at = ready.get("alive_at")
-    if alive_at is None:
-        return 0.0
-    return (datetime.now(timezone.utc) - datetime.fromisoformat(alive_at)).total_seconds()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from launcher_scripts.evaluation.speed import SpeedRow
-from launcher_scripts.evaluation.tasks.task import Metric, TaskResult
+from launcher_scripts.evaluation.tasks.task import Metric, Pace, TaskResult
 
 
 def task_table(name: str, result: TaskResult) -> str:
@@ -13,8 +13,9 @@ def task_table(name: str, result: TaskResult) -> str:
     rows = [[f"{name} ({len(result.items)} items)", "value", "95 % interval"]]
     for metric_name, metric in result.metrics.items():
         rows.append([metric_name.replace("_", " "), _figure(metric, metric.value), _ends(metric)])
+    served = [] if result.pace is None else [pace_line(result.pace)]
     if result.reference is None:
-        return _align(rows)
+        return "\n".join([_align(rows), *served])
     rows[0] += ["reference", "difference"]
     for cells, name in zip(rows[1:], result.metrics, strict=True):
         metric = result.reference.metrics.get(name)
@@ -28,7 +29,18 @@ def task_table(name: str, result: TaskResult) -> str:
             ]
     same = len(result.items) - len(result.reference.different)
     counted = f"{same} of {len(result.items)} answers are the reference's"
-    return "\n".join([_align(rows), f"{counted}: {result.reference.source}"])
+    lines = [_align(rows), *served, f"{counted}: {result.reference.source}"]
+    if result.reference.pace is not None:
+        lines.append(f"the reference: {pace_line(result.reference.pace)}")
+    return "\n".join(lines)
+
+
+def pace_line(pace: Pace) -> str:
+    """Requests and seconds; tokens per second where tokens were generated."""
+    line = f"{pace.requests} requests in {pace.seconds:.2f} s"
+    if pace.tokens_per_second is not None:
+        line += f", {pace.tokens} tokens, {pace.tokens_per_second:.0f} tokens/s"
+    return line
 
 
 def speed_table(rows: Sequence[SpeedRow]) -> str:

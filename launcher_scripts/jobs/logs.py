@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launcher_scripts.jobs.folders import KnownJob
@@ -15,6 +16,15 @@ from launcher_scripts.jobs.status import job_state
 _POLL_SECONDS = 0.2
 _STATE_SECONDS = 2.0
 _CHUNK = 1 << 20
+_TAIL_BYTES = 4 << 20
+_MOST_REASONS = 5
+_PLAIN_LINES = 5  # at the end of a log nothing is overlooked
+# What says why a container could not start, among what follows from that: words of pyxis, of
+# enroot, and of the launcher itself.
+_REASON = re.compile(
+    r"pyxis: (?:--container-|failed to |couldn't chdir|error: ).*"
+    r"|enroot-\w+: .*|\[ERROR\] .*|^(?:\d+: )?error: .*"
+)
 
 
 def log_files(job: KnownJob) -> list[Path]:
@@ -70,13 +80,25 @@ def follow_logs(jobs: Sequence[KnownJob], read: dict[Path, int]) -> None:
 
 
 def tail(job: KnownJob, lines: int = 20) -> str:
-    """The end of a job's logs, for an error."""
+    """The end of a job's logs, for an error; what says why comes first where other lines follow."""
     parts = []
     for path in log_files(job):
-        with path.open(encoding="utf-8", errors="replace") as file:
-            end = "".join(f"  | {line}" for line in deque(file, maxlen=lines))
-        parts.append(f"the end of its log {path}:\n{end.rstrip()}")
+        log = list(_lines(path))
+        matches = dict.fromkeys(match[0] for line in log if (match := _REASON.search(line)))
+        last = "\n".join(log[-_PLAIN_LINES:])
+        reasons = [said for said in matches if said not in last][-_MOST_REASONS:]
+        for what, shown in (("lines", reasons), ("the end", log[-lines:])):
+            text = "\n".join(f"  | {line}" for line in shown)
+            if shown:
+                parts.append(f"{what} of its log {path}:\n{text}")
     return "\n".join(parts)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of the last part of a log."""
+    with path.open("rb") as file:
+        file.seek(-min(_TAIL_BYTES, path.stat().st_size), os.SEEK_END)
+        yield from file.read().decode("utf-8", errors="replace").rstrip().splitlines()
 
 
 def _head(path: Path, count: int) -> None:

@@ -151,9 +151,9 @@ def look_ahead(
     if EARLY:
         gdc_wait()
     lanes = tl.arange(0, triton.next_power_of_2(PARTS))
-    there = (lanes < PARTS) & leaves
-    total = tl.load(row_stats + SUMS + lanes, mask=there, other=0.0)
-    squares = tl.load(row_stats + SUMS + PARTS + lanes, mask=there, other=1.0)
+    there = lanes < PARTS
+    total = tl.load(row_stats + SUMS + lanes, mask=there & leaves, other=0.0)
+    squares = tl.load(row_stats + SUMS + PARTS + lanes, mask=there & leaves, other=1.0)
     shift = tl.load(row_stats, mask=leaves, other=0.0)
     unit = tl.load(row_stats + 1, mask=leaves, other=1.0)
     squares = tl.maximum(squares, SMALLEST)

@@ -19,6 +19,7 @@ from launcher_scripts.parallel import divisors
 POSITION_EMBEDDINGS = ("learned", "rope", "alibi", "none")
 NORMALIZATIONS = ("layernorm", "rmsnorm")
 NORM_PLACEMENTS = ("pre", "post")
+ROTARY_SCALINGS = ("llama3",)
 ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu", "squared_relu")
 
 
@@ -28,8 +29,12 @@ class GPTConfig(LearnedPartSizes):
 
     head_size is independent of hidden_size / num_heads. `activation` "gelu" is the tanh form,
     "gelu_erf" the exact one; with `gated` the MLP is act(x W) * (x W2). rotary positions turn the
-    first head_size * rotary_percentage dimensions by halves. alibi_layer_scaling multiplies the
-    ALiBi bias by the 1-based layer number (NeMo's apply_query_key_layer_scaling).
+    first head_size * rotary_percentage dimensions by halves; rotary_scaling "llama3" makes slow
+    turns rotary_scaling_factor times slower (Llama 3.1; see engine/rotary.py). alibi_layer_scaling
+    multiplies the ALiBi bias by the 1-based layer number (NeMo's apply_query_key_layer_scaling).
+    attention_bias is of queries, keys and values, and of the output projection unless
+    attention_dense_bias says otherwise. With qk_norm the heads' queries and keys are normalized
+    before they turn, by a norm of the model's kind over head_size.
     """
 
     vocab_size: int
@@ -44,6 +49,11 @@ class GPTConfig(LearnedPartSizes):
     rotary_percentage: float = 1.0
     rotary_base: float = 10000.0
     rotary_interpolation_factor: float = 1.0
+    rotary_scaling: str | None = None
+    rotary_scaling_factor: float | None = None
+    rotary_low_frequency_factor: float | None = None
+    rotary_high_frequency_factor: float | None = None
+    rotary_original_positions: int | None = None
     alibi_layer_scaling: bool = False
     normalization: str = "layernorm"
     norm_eps: float = 1e-5
@@ -53,6 +63,8 @@ class GPTConfig(LearnedPartSizes):
     activation: str = "gelu"
     gated: bool = False
     attention_bias: bool = True
+    attention_dense_bias: bool | None = None
+    qk_norm: bool | None = None
     mlp_bias: bool = True
     tied_embeddings: bool = True
     start_id: int = 50256
@@ -76,6 +88,7 @@ class GPTConfig(LearnedPartSizes):
                 problems.add(f"unknown {name}", got=getattr(self, name), choices=choices)
         if not 0 < self.rotary_percentage <= 1:
             problems.add("rotary_percentage must be above 0, at most 1", got=self.rotary_percentage)
+        self._check_rotary_scaling(problems)
         if not problems.messages and self.num_heads % self.num_kv_heads:
             problems.add(
                 "num_kv_heads must divide num_heads",
@@ -84,6 +97,36 @@ class GPTConfig(LearnedPartSizes):
             )
         check_numbers(problems, self)
         problems.raise_if_any(CheckpointError)
+
+    def _check_rotary_scaling(self, problems: Problems) -> None:
+        if self.rotary_scaling is None:
+            return
+        if self.rotary_scaling not in ROTARY_SCALINGS:
+            problems.add("unknown rotary_scaling", got=self.rotary_scaling, choices=ROTARY_SCALINGS)
+        factor, low, high, positions = self.rotary_scaling_numbers
+        if not (factor > 0 and positions > 0 and 0 < low < high):
+            problems.add(
+                "rotary_scaling needs rotary_scaling_factor, rotary_low_frequency_factor below "
+                "rotary_high_frequency_factor, and rotary_original_positions, all above 0",
+                got=(factor, low, high, positions),
+            )
+
+    @property
+    def rotary_scaling_numbers(self) -> tuple[float, float, float, int]:
+        """Factor, low and high frequency factor, and original positions; 0 for one that is not
+        said."""
+        return (
+            self.rotary_scaling_factor or 0.0,
+            self.rotary_low_frequency_factor or 0.0,
+            self.rotary_high_frequency_factor or 0.0,
+            self.rotary_original_positions or 0,
+        )
+
+    @property
+    def dense_bias(self) -> bool:
+        """Whether the attention's output projection has a bias."""
+        said = self.attention_dense_bias
+        return self.attention_bias if said is None else said
 
     @property
     def q_size(self) -> int:
@@ -159,11 +202,14 @@ def _layer(config: GPTConfig) -> list[WeightSpec]:
         bias=config.attention_bias,
         blocks=("q_size", "kv_size", "kv_size"),
     )
+    if config.qk_norm:
+        specs += _norm(config, "layers.*.attention.query_norm", "head_size")
+        specs += _norm(config, "layers.*.attention.key_norm", "head_size")
     specs += _linear(
         "layers.*.attention.dense",
         ("q_size", "hidden_size"),
         Partition.ROW_PARALLEL,
-        bias=config.attention_bias,
+        bias=config.dense_bias,
     )
     specs += _norm(config, "layers.*.post_attention_layernorm")
     for name in ("dense_h_to_4h", "dense_h_to_4h_2") if config.gated else ("dense_h_to_4h",):
@@ -199,9 +245,9 @@ def _linear(
     return specs
 
 
-def _norm(config: GPTConfig, name: str) -> list[WeightSpec]:
+def _norm(config: GPTConfig, name: str, size: str = "hidden_size") -> list[WeightSpec]:
     parts = ("weight", "bias") if config.normalization == "layernorm" else ("weight",)
-    return [_spec(f"{name}.{part}", ("hidden_size",)) for part in parts]
+    return [_spec(f"{name}.{part}", (size,)) for part in parts]
 
 
 def _spec(

@@ -62,6 +62,8 @@ LLAMA = {
     "layers.*.attention.query_key_value": Source(
         tuple(f"layers.*.self_attn.{part}_proj" for part in "qkv"), "heads_side_by_side"
     ),
+    "layers.*.attention.query_norm": Source(("layers.*.self_attn.q_norm",)),
+    "layers.*.attention.key_norm": Source(("layers.*.self_attn.k_norm",)),
     "layers.*.attention.dense": Source(("layers.*.self_attn.o_proj",), "transposed"),
     "layers.*.post_attention_layernorm": Source(("layers.*.post_attention_layernorm",)),
     "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.gate_proj",), "transposed"),

@@ -62,6 +62,8 @@ MCORE = {
     "layers.*.attention.query_key_value": Source(
         (f"{_CORE}.self_attention.linear_qkv",), "qkv_of_groups"
     ),
+    "layers.*.attention.query_norm": Source((f"{_CORE}.self_attention.q_layernorm",)),
+    "layers.*.attention.key_norm": Source((f"{_CORE}.self_attention.k_layernorm",)),
     "layers.*.attention.dense": Source((f"{_CORE}.self_attention.linear_proj",), "transposed"),
     "layers.*.post_attention_layernorm.weight": Source(
         (f"{_CORE}.mlp.linear_fc1.layer_norm_weight",)
@@ -90,6 +92,8 @@ _SCALES = (
     "final_layernorm.weight",
     "layers.*.input_layernorm.weight",
     "layers.*.post_attention_layernorm.weight",
+    "layers.*.attention.query_norm.weight",
+    "layers.*.attention.key_norm.weight",
 )
 
 
@@ -98,6 +102,8 @@ def _plus_one(table: dict[str, Source]) -> dict[str, Source]:
     found = {}
     for name in _SCALES:
         stem, part = name.rsplit(".", 1)
+        if name not in table and stem not in table:
+            continue
         keys = table[name].keys if name in table else (f"{table[stem].keys[0]}.{part}",)
         found[name] = Source(keys, "plus_one")
     return found

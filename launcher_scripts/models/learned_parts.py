@@ -28,6 +28,10 @@ class PromptTask:
     length: int
 
 
+# Every one is a checkpoint that was trained.
+MOST_TASKS = 1 << 16
+
+
 @dataclass(frozen=True)
 class LearnedParts:
     """What a checkpoint has besides its model.
@@ -50,6 +54,14 @@ class LearnedParts:
     adapter_norm_position: str = "pre"
 
     def __post_init__(self) -> None:
+        if not 0 <= self.ia3_num_tasks <= MOST_TASKS:
+            raise CheckpointError(
+                problem(
+                    "ia3_num_tasks is out of range",
+                    got=self.ia3_num_tasks,
+                    choices=[f"0-{MOST_TASKS}"],
+                )
+            )
         if self.adapter_norm_position not in NORM_POSITIONS:
             raise CheckpointError(
                 problem(

@@ -1,25 +1,31 @@
 """A look at a NeMo checkpoint's hyperparameters, cheap enough for the login side.
 
-Only model_config.yaml is read. The converter reads the checkpoint itself, completely and with
-its own checks; here a size that cannot work is found before a job waits for it.
+Only model_config.yaml is read, or the config.ini that random weights are made from. The converter
+reads the checkpoint itself, completely and with its own checks; here a size that cannot work is
+found before a job waits for it.
 """
 
 from __future__ import annotations
 
-import tarfile
-import zlib
+import configparser
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from launcher_scripts.errors import CheckpointError
+from launcher_scripts.models.ini_text import parse_ini
 from launcher_scripts.parallel import divisors
+from launcher_scripts.untrusted import (
+    MOST_YAML_BYTES,
+    open_plain,
+    open_tar,
+    parse_yaml,
+    read_plain,
+    tar_members,
+)
 
 CONFIG_NAME = "model_config.yaml"
-_MOST_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,11 @@ def find_checkpoint(path: Path) -> Path:
 
     Raises CheckpointError when several files could be meant.
     """
-    if not path.is_dir() or (path / CONFIG_NAME).exists():
-        return path
+    try:
+        if not path.is_dir() or (path / CONFIG_NAME).exists():
+            return path
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     found = sorted(path.glob("*.nemo"))
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
@@ -55,18 +64,9 @@ def read_sizes(path: Path) -> NemoSizes | None:
 
     Raises CheckpointError when the file is broken.
     """
-    try:
-        text = _read_config(path)
-    except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
-        raise CheckpointError(f"cannot read {path} as a .nemo file: {error}") from error
-    if text is None:
+    config = read_config(path)
+    if config is None:
         return None
-    try:
-        config = yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{CONFIG_NAME} of {path} is no YAML: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{CONFIG_NAME} of {path} holds no mapping")
     if isinstance(config.get("encoder"), dict):
         # Both stacks of a T5 are divided alike.
         config = config["encoder"]
@@ -77,18 +77,51 @@ def read_sizes(path: Path) -> NemoSizes | None:
     )
 
 
+def read_config(path: Path) -> dict[str, Any] | None:
+    """model_config.yaml of a .nemo file or an unpacked folder; None when `path` is neither.
+
+    Raises CheckpointError when the file is broken.
+    """
+    try:
+        text = _read_config(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path} as a .nemo file: {error}") from error
+    if text is None:
+        return None
+    try:
+        config = parse_yaml(text)
+    except ValueError as error:
+        raise CheckpointError(f"{CONFIG_NAME} of {path} is no YAML: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{CONFIG_NAME} of {path} holds no mapping")
+    return config
+
+
+def read_ini_sizes(path: Path) -> NemoSizes:
+    """The sizes that a config.ini says. Raises CheckpointError where it cannot be read."""
+    try:
+        parser = parse_ini(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, configparser.Error) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    names = [name for name in ("gpt", "encoder", "decoder") if parser.has_section(name)]
+    section = dict(parser[names[0]]) if names else {}
+    sizes = (("num_layer", "num_layers"), ("head_num", "num_heads"), ("inter_size", "d_ff"))
+    found = (next((section[key] for key in keys if key in section), "") for keys in sizes)
+    return NemoSizes(*(int(text) if text.isdecimal() and int(text) else None for text in found))
+
+
 def _read_config(path: Path) -> bytes | None:
     if path.suffix != ".nemo" and path.is_file():
         return None
     if path.is_dir():
-        file = path / CONFIG_NAME
-        return file.read_bytes() if file.exists() else None
-    with tarfile.open(path, "r:*") as archive:
-        for member in archive:
+        config = path / CONFIG_NAME
+        return read_plain(config) if config.exists() else None
+    with open_plain(path) as file, open_tar(file, "r:*") as archive:
+        for member in tar_members(archive):
             if member.name.removeprefix("./") != CONFIG_NAME:
                 continue
             stream = archive.extractfile(member) if member.isreg() else None
-            if stream is None or member.size > _MOST_BYTES:
+            if stream is None or member.size > MOST_YAML_BYTES:
                 raise CheckpointError(f"{CONFIG_NAME} of {path} is no plain, small file")
             return stream.read()
     raise CheckpointError(f"{path} has no {CONFIG_NAME}: it is no NeMo checkpoint")

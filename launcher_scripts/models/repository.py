@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher_scripts.errors import CheckpointError, ServerError, problem
+from launcher_scripts.errors import CheckpointError, ConfigError, ServerError, problem
 from launcher_scripts.parallel import Parallelism
 
 _BACKEND = re.compile(r'\bbackend\s*:\s*"fastertransformer"')
@@ -24,6 +24,8 @@ BACKEND_MODEL_TYPES = {
     "agm": "Agm",
     "bart": "BART",
 }
+# int8_mode of config.pbtxt -> what it means
+INT8_MODES = {0: "no quantization", 1: "int8 weights, made at load"}
 # The folders of the text models beside a model; a further model's carry its name in front.
 TEXT_MODELS = ("preprocessing", "postprocessing", "ensemble", "text")
 # Where Triton fetches a repository from by itself: S3, Google Cloud Storage, Azure Storage.
@@ -33,6 +35,22 @@ REMOTE_SCHEMES = ("s3://", "gs://", "as://")
 def is_remote(repository: str) -> bool:
     """Whether Triton fetches the repository itself, from a cloud storage."""
     return repository.startswith(REMOTE_SCHEMES)
+
+
+def check_int8_mode(mode: int, change: str) -> None:
+    """Raises ConfigError for a mode that the engine does not have: 2 and 3 are FasterTransformer's.
+
+    change: where the mode is said
+    """
+    if mode not in INT8_MODES:
+        raise ConfigError(
+            problem(
+                "this int8_mode is not supported",
+                got=mode,
+                choices=[f"{number} ({meaning})" for number, meaning in INT8_MODES.items()],
+                change=change,
+            )
+        )
 
 
 def check_repository(repository: str) -> None:
@@ -64,7 +82,8 @@ class ServedModel:
 def served_models(repository: Path) -> list[ServedModel]:
     """The models of a repository whose config.pbtxt names the fastertransformer backend.
 
-    Raises CheckpointError when a configuration lacks the sizes.
+    Raises CheckpointError when a configuration lacks the sizes, ConfigError where it asks for an
+    int8_mode that there is not.
     """
     models = []
     for config in sorted(repository.glob("*/config.pbtxt")):
@@ -74,8 +93,13 @@ def served_models(repository: Path) -> list[ServedModel]:
     return models
 
 
+def config_parameters(text: str) -> dict[str, str]:
+    """The parameters of a config.pbtxt."""
+    return {match["key"]: match["value"] for match in _PARAMETER.finditer(text)}
+
+
 def _served_model(config: Path, text: str) -> ServedModel:
-    parameters = {match["key"]: match["value"] for match in _PARAMETER.finditer(text)}
+    parameters = config_parameters(text)
     sizes = [
         parameters.get(f"{kind}_para_size", default).strip()
         for kind, default in (("tensor", ""), ("pipeline", "1"))
@@ -85,6 +109,9 @@ def _served_model(config: Path, text: str) -> ServedModel:
             f"{config} must say tensor_para_size and pipeline_para_size; got {sizes}"
         )
     parallelism = Parallelism(int(sizes[0]), int(sizes[1]))
+    int8_mode = parameters.get("int8_mode", "0").strip()
+    if int8_mode.isdecimal():  # the server says what is wrong with anything else
+        check_int8_mode(int(int8_mode), f"int8_mode in {config}")
     default = _DEFAULT_FILE.search(text)
     versions = [path.name for path in config.parent.iterdir() if path.name.isdecimal()]
     folder = checkpoint_folder(

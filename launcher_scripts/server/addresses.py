@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from dataclasses import replace
 
 from launcher_scripts.security import LOOPBACK
 from launcher_scripts.server.health import TritonClient
-from launcher_scripts.server.ports import Ports
+from launcher_scripts.server.ports import Ports, family_of
 from launcher_scripts.settings import DeploySettings
 
 _EVERY_ADDRESS = ("0.0.0.0", "::", "")
+_ELSEWHERE = ("192.0.2.1", 9)  # of a network for documents
 
 
 def local_host(host: str) -> str:
@@ -25,6 +27,55 @@ def addresses(settings: DeploySettings, ports: Ports, client: TritonClient) -> d
         reached = host if host == LOOPBACK else public_host(settings, host, client)
         found[name] = _address(reached, getattr(ports, name))
     return found
+
+
+def with_node_address(settings: DeploySettings) -> DeploySettings:
+    """The settings with an address to listen on, where they leave it to the node.
+
+    It is the one that the node's name stands for, which clients are then given; where that is no
+    address that others reach, the one of the node's way to other networks, else the loopback one.
+    """
+    if settings.host is not None:
+        return settings
+    name = socket.gethostname()
+    known = dict.fromkeys(_addresses_of(name), name) or dict.fromkeys(_way_out())
+    for address, public in known.items():
+        if _can_listen(address):
+            return replace(settings, host=address, public_host=settings.public_host or public)
+    return replace(settings, host=LOOPBACK)
+
+
+def _addresses_of(name: str) -> list[str]:
+    """The addresses that a name stands for, but those of this machine alone."""
+    try:
+        found = [str(info[4][0]) for info in socket.getaddrinfo(name, None)]
+    except OSError:
+        return []
+    return [address for address in dict.fromkeys(found) if _is_reached(address)]
+
+
+def _is_reached(address: str) -> bool:
+    known = ipaddress.ip_address(address.partition("%")[0])
+    return not (known.is_loopback or known.is_link_local or known.is_unspecified)
+
+
+def _way_out() -> list[str]:
+    """The address that this node's packets to other networks carry; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_ELSEWHERE)
+        except OSError:
+            return []
+        address = str(probe.getsockname()[0])
+    return [address] if _is_reached(address) else []
+
+
+def _can_listen(address: str) -> bool:
+    try:
+        with socket.create_server((address, 0), family=family_of(address)):
+            return True
+    except OSError:
+        return False
 
 
 def public_host(settings: DeploySettings, host: str, client: TritonClient) -> str:

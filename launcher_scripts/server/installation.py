@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +22,7 @@ OUR_BACKEND = CHECKOUT / "launcher_scripts" / "backends" / "fastertransformer"
 OUR_PROGRAMS = CHECKOUT / "launcher_scripts" / "bin"
 CONTAINER_SERVER = Path("/opt/tritonserver/bin/tritonserver")
 STUB = "triton_python_backend_stub"
+_OPTION = re.compile(r"^\s*(--[a-z][a-z-]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,51 @@ class Installation:
                 variables[name] = os.pathsep.join([*first, *inherited])
         return variables
 
+    @property
+    def names_memory_apart(self) -> bool:
+        """Whether every region of shared memory has a name of its own under one prefix.
+
+        Before Triton 2.45 (24.04) regions are counted in each backend, so that two backends with
+        one prefix take each other's.
+        """
+        library = self.backends_dir / "python" / "libtriton_python.so"
+        return library.is_file() and b"uuid" in library.read_bytes()
+
+    def require_options(self, arguments: Sequence[str]) -> None:
+        """Raises ServerError where the server is old and has no such options."""
+        if self.names_memory_apart:
+            return
+        command = [str(self.executable), "--help"]
+        environment = {**os.environ, **self.environment()}
+        told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        known = set(_OPTION.findall(told.stdout + told.stderr))
+        options = [argument.partition("=")[0] for argument in arguments]
+        unknown = [option for option in options if known and option not in known]
+        if unknown:
+            raise ServerError(
+                problem(
+                    "this tritonserver is too old to have these options",
+                    got=unknown,
+                    change="deploy.server.tritonserver or the container (Triton 24.01 has them "
+                    "all), or leave out what needs them: deploy.server.security.restricted_apis=[]",
+                )
+            )
+
     def make_backends(self, folder: Path) -> None:
         """Fill `folder` with the server's backends and ours, for --backend-directory.
 
         Ours takes the place of a FasterTransformer backend that the server may have itself.
+        Raises ServerError for a server whose backends cannot be written in Python.
         """
+        if b"is_cancelled" not in self.stub.read_bytes():  # came in the same release
+            raise ServerError(
+                problem(
+                    "this tritonserver is too old",
+                    got=str(self.executable),
+                    choices=["Triton 2.39 (container 23.10) or later"],
+                    change="deploy.server.tritonserver, or the container",
+                )
+            )
         (folder / "python").mkdir(parents=True)
         for path in self.backends_dir.iterdir():
             if path.name not in ("python", OUR_BACKEND.name):

@@ -56,6 +56,10 @@ def ports_in_use(hosts: Mapping[str, str], ports: Ports) -> dict[str, int]:
     return taken
 
 
+def family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def _hold(host: str, port: int) -> socket.socket:
     if port:
         _probe(host, port)
@@ -69,8 +73,7 @@ def _probe(host: str, port: int) -> None:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    holder = socket.socket(family, socket.SOCK_STREAM)
+    holder = socket.socket(family_of(host), socket.SOCK_STREAM)
     try:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((host, port))

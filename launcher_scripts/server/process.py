@@ -21,6 +21,7 @@ from launcher_scripts.errors import ServerError
 from launcher_scripts.models.repository import is_remote
 from launcher_scripts.remains import Claim, is_word
 from launcher_scripts.server.installation import Installation
+from launcher_scripts.server.limits import server_limits, set_limits
 from launcher_scripts.server.lost_workers import is_sign
 from launcher_scripts.server.ports import Ports
 from launcher_scripts.server.protection import Protection
@@ -29,6 +30,7 @@ from launcher_scripts.settings import DeploySettings
 
 STATUS_DIR_VARIABLE = "LAUNCHER_STATUS_DIR"
 DEVICE_VARIABLE = "LAUNCHER_DEVICE"
+MAX_WAITING_VARIABLE = "LAUNCHER_MAX_WAITING_ROWS"
 CREDENTIALS_VARIABLE = "TRITON_CLOUD_CREDENTIAL_PATH"
 TAIL_LINES = 60
 _POLL_SECONDS = 0.05
@@ -76,8 +78,10 @@ class ServerProcess:
         self._errors: list[str] = []
         self.lost_worker = False  # whether its log says so; see lost_workers
         arguments = self._arguments(settings, installation, ports) + protection.arguments()
+        installation.require_options(arguments[1:])
         secrets = protection.environment
         own = {STATUS_DIR_VARIABLE: str(self.status_dir), DEVICE_VARIABLE: settings.device}
+        own[MAX_WAITING_VARIABLE] = str(settings.max_waiting_rows)
         if settings.cloud_credentials is not None:
             own[CREDENTIALS_VARIABLE] = settings.cloud_credentials
         print(self._hide("starting " + " ".join(arguments)), flush=True)
@@ -92,7 +96,7 @@ class ServerProcess:
             errors="replace",
             start_new_session=True,
             pass_fds=self._claim.descriptors,
-            preexec_fn=_end_with_parent(),
+            preexec_fn=_prepare_child(),
         )
         self._reader = threading.Thread(
             target=self._repeat_log, args=(self._process.stdout,), daemon=True
@@ -109,10 +113,12 @@ class ServerProcess:
             str(installation.executable.absolute()),
             f"--model-repository={repository}",
             f"--backend-directory={self._folder / 'backends'}",
-            f"--backend-config=python,shm-region-prefix-name={self._claim.region_prefix}",
             "--disable-auto-complete-config",
             f"--exit-timeout-secs={max(1, round(settings.stop_timeout))}",
         ]
+        if installation.names_memory_apart:
+            prefix = f"shm-region-prefix-name={self._claim.region_prefix}"
+            arguments.append(f"--backend-config=python,{prefix}")
         for name in ("http", "grpc", "metrics"):
             arguments += [f"--{name}-address={settings.hosts[name]}"]
             arguments += [f"--{name}-port={getattr(ports, name)}"]
@@ -233,14 +239,16 @@ def _state(pid: int) -> str:
         return ""
 
 
-def _end_with_parent() -> Callable[[], None]:
-    """What the child runs before the server: ask the kernel for SIGTERM when this program dies.
+def _prepare_child() -> Callable[[], None]:
+    """What the child runs before the server: its limits, and SIGTERM when this program dies.
 
-    The library is loaded here, since a forked child must not.
+    All is looked up here, since a forked child should do little.
     """
     libc = ctypes.CDLL(None, use_errno=True)
+    limits = server_limits()
 
-    def set_death_signal() -> None:
+    def prepare() -> None:
+        set_limits(limits)
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
-    return set_death_signal
+    return prepare

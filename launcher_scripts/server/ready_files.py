@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from launcher_scripts.errors import ServerError, problem
+from launcher_scripts.ready_age import STALE_SECONDS, seconds_silent
 from launcher_scripts.settings import DeploySettings
 from launcher_scripts.whole_files import write_whole
 
 RENEW_SECONDS = 5.0
+_PATIENCE_SECONDS = 2.5 * RENEW_SECONDS
+_POLL_SECONDS = 0.2
 
 
 class ReadyFiles:
-    """The ready file of the results folder, which the next server takes over, and this run's."""
+    """The ready file of the results folder, which one living server has, and this run's own."""
 
     def __init__(self, settings: DeploySettings) -> None:
         self._shared = settings.ready_file
@@ -27,9 +31,13 @@ class ReadyFiles:
         self._facts: dict[str, Any] = {}
 
     def prepare(self) -> None:
-        """Make the folder of the ready file, and remove an older server's."""
+        """Make the folder of the ready file, and remove what a dead server has left there.
+
+        Raises ServerError where another server is alive.
+        """
         try:
             self._shared.parent.mkdir(parents=True, exist_ok=True)
+            self._refuse_living()
             self._shared.unlink(missing_ok=True)
         except OSError as error:
             raise ServerError(
@@ -37,7 +45,8 @@ class ReadyFiles:
             ) from error
 
     def write(self, facts: dict[str, Any]) -> None:
-        """From now on others may use the server."""
+        """From now on others may use the server. Raises ServerError where one has come before."""
+        self._refuse_living()
         self._facts = json.loads(json.dumps(facts))  # as it will be read
         self._write(filter(None, (self._own, self._shared)))
 
@@ -60,21 +69,53 @@ class ReadyFiles:
                 raise ServerError(f"cannot write {path}: {error}") from error
 
     def remove(self) -> None:
-        """Take the address back; another server's, which came later, stays."""
+        """Take the address back; another server's stays."""
         if self._own is not None:
             self._own.unlink(missing_ok=True)
         if self._shared_is_ours():
             self._shared.unlink(missing_ok=True)
 
     def _shared_is_ours(self) -> bool:
-        try:
-            shown = json.loads(self._shared.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return False
+        shown = self._shown()
         return bool(self._facts) and {**shown, "alive_at": None} == {
             **self._facts,
             "alive_at": None,
         }
+
+    def _shown(self) -> dict[str, Any]:
+        """What the shared file says; nothing where there is none, or another text."""
+        with contextlib.suppress(OSError, ValueError):
+            shown = json.loads(self._shared.read_text(encoding="utf-8"))
+            if isinstance(shown, dict):
+                return shown
+        return {}
+
+    def _refuse_living(self) -> None:
+        """Raise ServerError if the shared file is another server's that is alive.
+
+        One that was killed looks alive for a while: the file must be seen to be renewed.
+        """
+        first = self._shown()
+        try:
+            silent = seconds_silent(first)
+        except (TypeError, ValueError):
+            return
+        if silent is None or silent > STALE_SECONDS or self._shared_is_ours():
+            return
+        print(f"{self._shared} names a server: waiting for its next sign of life", flush=True)
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while (shown := self._shown()) == first:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_POLL_SECONDS)
+        if shown:
+            raise ServerError(
+                problem(
+                    "another server is alive with this results_dir",
+                    got=f"{shown.get('http')} of {shown.get('job')}",
+                    change="deploy.run.results_dir, or stop that server first",
+                )
+            )
 
 
 def job_facts(settings: DeploySettings) -> dict[str, Any]:

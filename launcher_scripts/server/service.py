@@ -13,7 +13,7 @@ from launcher_scripts.errors import ServerError, problem
 from launcher_scripts.models.repository import check_repository
 from launcher_scripts.nodes import ALONE, Place
 from launcher_scripts.remains import NAME_PREFIX, remove_remains, temporary_folder
-from launcher_scripts.server.addresses import addresses, local_host
+from launcher_scripts.server.addresses import addresses, local_host, with_node_address
 from launcher_scripts.server.group import group_env
 from launcher_scripts.server.health import (
     ModelStatus,
@@ -50,6 +50,7 @@ def serve(settings: DeploySettings, place: Place = ALONE) -> None:
     """
     check_repository(settings.model_repository)
     installation = find_installation(settings.tritonserver, settings.numpy_dir)
+    settings = with_node_address(settings)
     ready_files = ReadyFiles(settings)
     ready_files.prepare()
     for name in remove_remains():
@@ -188,6 +189,7 @@ class Service:
         self._process.hide_memory()
         facts = {
             **addresses(self._settings, self._ports, self._client),
+            "listens_on": self._settings.hosts,
             "models": sorted(self._client.models()),
             "versions": {
                 "tritonserver": self._client.version(),

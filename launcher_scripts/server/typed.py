@@ -27,6 +27,7 @@ from launcher_scripts.server.installation import (
     Installation,
     find_installation,
 )
+from launcher_scripts.server.limits import server_limits, set_limits
 
 _BACKENDS = "--backend-directory"
 _REPOSITORIES = ("--model-repository", "--model-store")
@@ -59,6 +60,7 @@ def become(installation: Installation, argv: Sequence[str]) -> NoReturn:
         added.append(f"{_BACKENDS}={backends_folder(installation)}")
     if _NO_COMPLETION not in given:
         added.append(_NO_COMPLETION)
+    set_limits(server_limits())
     program = str(installation.executable.absolute())
     os.execve(program, [program, *added, *argv], {**os.environ, **installation.environment()})
 

@@ -12,7 +12,7 @@ if __name__ == "__main__":
     check_packages("measure_accuracy", "jinja2", "matplotlib", "numpy", "tritonclient", "yaml")
 
 from launcher_scripts.errors import ConfigError, lookup, problem
-from launcher_scripts.evaluation.comparison import compared, open_reference
+from launcher_scripts.evaluation.comparison import compared, open_reference, timed
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import task_table
@@ -46,7 +46,7 @@ def measure(settings: EvaluateSettings) -> None:
         for task, task_settings in zip(tasks, settings.tasks, strict=True):
             reference = open_reference(task_settings)
             environment = measured_on(settings, ready)
-            result = task(task_settings, asked, log_progress(task_settings.name))
+            result = timed(task, task_settings, asked, log_progress(task_settings.name))
             report.add_task(task_settings, result, environment)
             if reference is not None:
                 progress = log_progress(f"{task_settings.name}'s reference")

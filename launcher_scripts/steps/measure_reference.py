@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher_scripts.errors import LauncherError, lookup
+from launcher_scripts.evaluation.comparison import timed
 from launcher_scripts.evaluation.nemo_model import NemoModel
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import task_table
@@ -51,7 +52,7 @@ def measure(settings: EvaluateSettings, checkpoint: Path, results_dir: Path) -> 
     asked = Asked(model, tokenizer, (), Path(settings.tokenizer_dir))
     for task in settings.tasks:
         run = lookup(TASKS, task.name, "evaluate.tasks")
-        result = run(task, asked, log_progress(task.name))
+        result = timed(run, task, asked, log_progress(task.name))
         report.add_task(task, result, measured_on(settings, server))
         print(task_table(task.name, result))
     print(f"report: {report.json_file}")

@@ -3,6 +3,7 @@
     python3 -m launcher_scripts.steps.start_server --settings <file>.yaml
 
 The file holds DeploySettings; --replica says which of several servers with these settings this is.
+Text models whose code or tokenizer was altered since the export are refused.
 Being stopped by SIGINT, SIGTERM or SIGHUP is how a service ends:
 exit status 0. A server that does not become ready or dies gives 1.
 
@@ -24,6 +25,7 @@ if __name__ == "__main__":
     check_packages("start_server", "jinja2", "numpy", "torch", "yaml")
     note_slow_checksums()
 
+from launcher_scripts.checkpoint.text_models import check_text_models
 from launcher_scripts.engine.rank_host import NodeHost
 from launcher_scripts.nodes import find_place
 from launcher_scripts.server.group import rendezvous_folder
@@ -42,6 +44,7 @@ def start(settings: DeploySettings) -> None:
     if place.nodes > 1:
         print(f"node {place.node} of {place.nodes}, started by {place.launcher}", flush=True)
     if place.serves:
+        check_text_models(settings.model_repository)
         serve(settings, place)
         return
     stop = StopRequest()

@@ -107,6 +107,8 @@ def test_word_lists_are_ids_and_end_offsets():
     lists = [[[5, 6, 7, 0], [2, 3, -1, -1]], [[0, 0, 0, 0], [-1, -1, -1, -1]]]
     rows = to_requests(basic(bad_words_list=lists))
     assert [row.bad_words for row in rows] == [((5, 6), (7,)), ()]
+    nothing = to_requests(basic(stop_words_list=[[[0], [0]], [[7], [1]]]))
+    assert [row.stop_words for row in nothing] == [(), ((7,),)]
     shared = to_requests(basic(stop_words_list=lists[0]))
     assert [row.stop_words for row in shared] == [((5, 6), (7,))] * 2
 
@@ -121,6 +123,7 @@ def test_word_lists_are_ids_and_end_offsets():
         ({"bad_words_list": [[1, 2], [3, 4], [5, 6]]}, r"bad_words_list must be \[2, 2, n\]"),
         ({"bad_words_list": [[1, 2], [2, 1]]}, "ascending end offsets"),
         ({"bad_words_list": [[1, 2], [1, 9]]}, "within its 2 ids"),
+        ({"bad_words_list": [[1, 2], [1, 0]]}, "ascending end offsets"),
         ({"request_prompt_lengths": [1, 1]}, "request_prompt_lengths comes without"),
         ({"request_prompt_type": [2, 0]}, "request_prompt_type is not supported; got 2"),
     ],

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from launcher_scripts.backends.fastertransformer.forwarded import (
+    ERRAND,
     FINAL,
     Channel,
     Channels,
@@ -29,17 +30,18 @@ from tests.server.processes import wait_for
 
 
 @pytest.mark.parametrize(
-    ("parameters", "expected"),
+    ("request_id", "expected"),
     [
         ("", None),
-        ('{"anything": 3}', None),
-        ('{"key": "ab"}', None),
-        ('{"key": "ab", "channel": "c"}', Errand("ab", "c", streams=True)),
-        ('{"key": "ab", "channel": "c", "stream": false}', Errand("ab", "c", streams=False)),
+        ("4242", None),
+        ("a client's own id", None),
+        (f"{ERRAND} ab", None),
+        (f"{ERRAND} ab c 1", Errand("ab", "c", streams=True)),
+        (f"{ERRAND} ab c 0", Errand("ab", "c", streams=False)),
     ],
 )
-def test_errands(parameters: str, expected: Errand | None) -> None:
-    request: Any = types.SimpleNamespace(parameters=lambda: parameters)
+def test_errands(request_id: str, expected: Errand | None) -> None:
+    request: Any = types.SimpleNamespace(request_id=lambda: request_id)
     assert errand_of(request) == expected
 
 

@@ -83,6 +83,9 @@ class Request:
     def parameters(self):
         return ""
 
+    def request_id(self):
+        return ""
+
     def send(self, response, flags=None):
         assert not self.answered.is_set()
         self.answers.append(response)
@@ -117,6 +120,7 @@ def backend(monkeypatch):
     stand_in.Tensor = Tensor
     stand_in.TritonError = TritonError
     stand_in.InferenceResponse = Response
+    stand_in.InferenceRequest = Request
     stand_in.TritonModelException = RuntimeError
     stand_in.TRITONSERVER_RESPONSE_COMPLETE_FINAL = "final"
     stand_in.using_decoupled_model_transaction_policy = lambda config: config.get(
@@ -127,11 +131,13 @@ def backend(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     room = "launcher_scripts.backends.fastertransformer"
-    for name in ("model", "answer", "model_metrics"):
-        monkeypatch.delitem(sys.modules, f"{room}.{name}", raising=False)
+    bound = [f"{room}.{name}" for name in ("model", "answer", "model_metrics")]
+    bound.append("launcher_scripts.backends.older_servers")
+    for name in bound:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module(f"{room}.model")
-    for name in ("model", "answer", "model_metrics"):
-        sys.modules.pop(f"{room}.{name}", None)
+    for name in bound:
+        sys.modules.pop(name, None)
 
 
 def request(ids, lengths, output_lens, *wanted: str, **more: torch.Tensor) -> Request:
@@ -433,3 +439,32 @@ def test_what_cannot_be_answered_is_an_error_of_its_own(streaming_model, monkeyp
     streaming_model.execute([again])
     assert again.answered.wait(120)
     assert len(again.answers) == 4
+
+
+def test_a_request_that_would_wait_behind_too_many_is_refused(streaming_model, monkeypatch):
+    streaming_model._max_waiting_rows = 4
+    kind = type(streaming_model._engine)
+    monkeypatch.setattr(kind, "rows_waiting", property(lambda _: 3))
+    two, one = request([[3, 4], [5, 6]], [2, 2], [[2], [2]]), request([[3, 4]], [2], [[2]])
+    streaming_model.execute([two, one])
+    assert two.answered.wait(120) and one.answered.wait(120)
+    assert two.answers[-1].error.code == "unavailable"
+    assert "got '3 and 2 of this request'; choices: at most 4" in str(two.answers[-1].error)
+    assert all(answer.error is None for answer in one.answers)
+
+
+def test_one_request_may_be_larger_than_what_may_wait(streaming_model):
+    streaming_model._max_waiting_rows = 1
+    asked = request([[3, 4]] * 3, [2] * 3, [[2]] * 3)
+    streaming_model.execute([asked])
+    assert asked.answered.wait(120)
+    assert all(answer.error is None for answer in asked.answers)
+
+
+def test_an_error_of_one_request_leaves_the_others(streaming_model, monkeypatch):
+    broken, good = (request([[3, 4]], [2], [[2]]) for _ in range(2))
+    monkeypatch.setattr(broken, "timeout", lambda: 1 / 0)
+    streaming_model.execute([broken, good])
+    assert broken.answered.wait(120) and good.answered.wait(120)
+    assert broken.answers[-1].error.code == "internal"
+    assert all(answer.error is None for answer in good.answers)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.floors import Rates, floor_ms, numbers
+from benchmarks.floors import (
+    Rates,
+    between_nodes,
+    floor_ms,
+    numbers,
+    planned_ms,
+    within_node,
+)
+from benchmarks.report import plan, rows_by_gpus
 from benchmarks.shapes import CONFIGS, TINY, Case
 
 READ_ONLY = Rates(read_bytes=1e12, operations=float("inf"))
@@ -45,3 +53,30 @@ def test_a_t5_reads_its_encoder_once_and_its_decoder_with_every_token() -> None:
     decoder = numbers(config, lambda name: name.startswith(("decoder.", "lm_head")))
     assert twice - once < 2 * decoder / 1e12 * 1e3
     assert once > 2 * 0.9 * numbers(config, lambda name: name.startswith("encoder.")) / 1e9
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_the_plan_of_20b_is_near_what_was_measured(tp_size: int) -> None:
+    for case, planned in plan(CONFIGS["20b"], tp_size).items():
+        (row,) = (
+            row
+            for row in rows_by_gpus()
+            if (row["model"], row["tp_size"], Case.of(row)) == ("20b", tp_size, case)
+        )
+        assert 1 <= row["ms"] / planned < 1.25
+
+
+def test_sums_take_what_was_measured_or_the_network_lets_through() -> None:
+    near = within_node({"4096": 6.0, "8192": 8.0})
+    assert [near(size) * 1e6 for size in (0, 6144, 1 << 20)] == pytest.approx([6, 7, 8])
+    assert between_nodes(30e-6, 50e9)(50_000) == pytest.approx(32e-6)
+
+
+def test_a_pass_has_two_sums_a_layer_and_one_for_the_token() -> None:
+    config = TINY["tiny"]
+    case = Case(1, 8, 3)
+    alone = floor_ms(config, case, READ_ONLY)
+    asked: list[int] = []
+    planned = planned_ms(config, case, READ_ONLY, 2, lambda size: asked.append(size) or 1e-3)
+    assert planned == pytest.approx(alone / 2 + 3 * (2 * config.num_layers + 1))
+    assert sorted(asked) == [0, 2 * config.hidden_size, 8 * 2 * config.hidden_size]

@@ -60,6 +60,9 @@ def _attention(w, config, stem, x, ia3):
         for name, part in (("k", k), ("v", v))
     )
     k, v = (part.repeat_interleave(config.num_heads // kv_heads, dim=1) for part in (k, v))
+    if config.qk_norm:
+        q = _norm(w, config, f"{stem}.attention.query_norm", q)
+        k = _norm(w, config, f"{stem}.attention.key_norm", k)
     if config.position_embedding == "rope":
         q, k = _rotate(config, q), _rotate(config, k)
     scores = q @ k.transpose(-1, -2) / math.sqrt(config.head_size)
@@ -102,11 +105,28 @@ def _rotate(config, x):
     size = config.rotary_size
     turning, still = x[..., :size], x[..., size:]
     frequency = config.rotary_base ** (-torch.arange(0, size, 2) / size)
+    if config.rotary_scaling == "llama3":
+        frequency = torch.tensor([_llama3(config, each) for each in frequency.tolist()])
     position = torch.arange(x.shape[-2]) / config.rotary_interpolation_factor
     angle = (position[:, None] * frequency).repeat(1, 2)
     first, second = turning.chunk(2, dim=-1)
     turned = turning * angle.cos() + torch.cat((-second, first), dim=-1) * angle.sin()
     return torch.cat((turned, still), dim=-1)
+
+
+def _llama3(config, frequency: float) -> float:
+    """Llama 3.1's rule by wavelengths: long ones grow, short ones stay, others are in between."""
+    length = 2 * math.pi / frequency
+    longest = config.rotary_original_positions / config.rotary_low_frequency_factor
+    shortest = config.rotary_original_positions / config.rotary_high_frequency_factor
+    if length < shortest:
+        return frequency
+    slow = frequency / config.rotary_scaling_factor
+    if length > longest:
+        return slow
+    low, high = config.rotary_low_frequency_factor, config.rotary_high_frequency_factor
+    part = (config.rotary_original_positions / length - low) / (high - low)
+    return (1 - part) * slow + part * frequency
 
 
 def _slopes(heads: int) -> torch.Tensor:

@@ -59,6 +59,15 @@ XGLM = {
     "max_position_embeddings": 20,
 }
 UNTIED = {"tie_word_embeddings": False}
+# The middle of its few pairs lies between the two frequencies.
+LLAMA_31_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,12 @@ DECODERS: dict[str, TinyModel] = {
         "LlamaConfig",
         {**LLAMA, "tie_word_embeddings": True, "attention_bias": True, "head_dim": 6},
     ),
+    "llama_31": TinyModel(
+        "LlamaForCausalLM", "LlamaConfig", {**LLAMA, **UNTIED, "rope_parameters": LLAMA_31_ROPE}
+    ),
     "mistral": TinyModel("MistralForCausalLM", "MistralConfig", {**LLAMA, "sliding_window": None}),
+    "qwen2": TinyModel("Qwen2ForCausalLM", "Qwen2Config", {**LLAMA, **UNTIED}),
+    "qwen3": TinyModel("Qwen3ForCausalLM", "Qwen3Config", {**LLAMA, **UNTIED, "head_dim": 6}),
 }
 
 # Output tables of their own, where the family usually has none.

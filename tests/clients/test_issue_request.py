@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from launcher_scripts import clients
-from launcher_scripts.clients import issue_request
+from launcher_scripts.clients import connection, issue_request
 from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.errors import ConfigError, ServerError
 from tests.evaluation.fake_server import FakeServer
@@ -63,6 +63,71 @@ def test_every_output_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     printed = capsys.readouterr().out
     assert printed.startswith("output_ids:\n[[[1 2 3 4 5]]\n\n [[5 6 7 8 9]]]\n\n")
     assert "\n\nsequence_length:\n[[5]\n [5]]\n\n" in printed
+
+
+def test_a_file_alone_asks_the_only_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "count.json", {"request": COUNT["request"]})
+    with FakeServer() as server:
+        assert issue_request.main([file, "-u", server.address]) == 0, capsys.readouterr().err
+    assert len(server.received) == 1
+    assert capsys.readouterr().out.startswith("output_ids:\n")
+
+
+def test_flags_go_over_params_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "count.json", {**COUNT, "config": {"protocol": "grpc"}})
+    params = json.dumps({"config": {"url": "127.0.0.1:1", "model_name": "other"}})
+    with FakeServer() as server:
+        flags = ["--params", params, "-u", server.address, "-i", "http", "-m", "counting"]
+        assert issue_request.main([file, *flags]) == 0, capsys.readouterr().err
+    assert len(server.received) == 1
+
+
+def test_samples_fit_a_model_that_takes_one_row() -> None:
+    for path in SAMPLES:
+        for tensor in issue_request.read_json(path)["request"]:
+            assert len(tensor["data"]) == 1, f"{path.name}: {tensor['name']}"
+
+
+def test_numbers_get_the_types_that_the_model_declares() -> None:
+    """The original's sample_request_single.json names int32 for random_seed, which is UINT64."""
+    declared = {
+        "random_seed": "TYPE_UINT64",
+        "request_prompt_embedding": "TYPE_FP16",
+        "temperature": "TYPE_FP32",
+        "is_return_log_probs": "TYPE_BOOL",
+        "input_ids": "TYPE_UINT32",
+    }
+    config = {"input": [{"name": name, "data_type": kind} for name, kind in declared.items()]}
+    sent = {
+        "random_seed": np.array([[2**31 - 1]], np.int32),
+        "request_prompt_embedding": np.array([[[0.5]]], np.float32),
+        "temperature": np.array([[1]], np.int32),
+        "is_return_log_probs": np.array([[1]], np.int32),
+        "input_ids": np.array([[1.5]], np.float32),
+        "unknown": np.array([[1]], np.int32),
+    }
+    types = {name: each.dtype for name, each in issue_request.as_declared(config, sent).items()}
+    assert types == {
+        "random_seed": np.uint64,
+        "request_prompt_embedding": np.float16,
+        "temperature": np.float32,
+        "is_return_log_probs": np.int32,  # for the server to refuse
+        "input_ids": np.float32,
+        "unknown": np.int32,
+    }
+    with pytest.raises(ConfigError, match=r"random_seed: values outside of uint64; got \[\[-1\]\]"):
+        issue_request.as_declared(config, {"random_seed": np.array([[-1]], np.int32)})
+
+
+def test_bfloat16_is_sent_as_its_bytes() -> None:
+    pytest.importorskip("ml_dtypes", reason="tritonclient needs it for BF16")
+    http = pytest.importorskip("tritonclient.http")
+    array = issue_request.tensor([[1.0, -2.0, 0.1]], "bfloat16")
+    (sent,) = connection._infer_inputs(http, {"request_prompt_embedding": array})
+    assert (sent.datatype(), sent.shape()) == ("BF16", [1, 3])
+    assert sent._get_binary_data() == bytes.fromhex("803f00c0cd3d")
 
 
 def test_params_go_over_the_file_key_by_key() -> None:

@@ -86,6 +86,45 @@ def test_a_sample_request(
         assert f"{name}:\n[" in printed
 
 
+def test_a_request_as_the_original_ships_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], served: dict[str, Any], engine: Engine
+) -> None:
+    """Its sample_request_single.json: a seed of another type, an end offset of 0 for no words."""
+    fields = {
+        "input_ids": ([list(PROMPTS[0])], "uint32"),
+        "input_lengths": ([[8]], "uint32"),
+        "request_output_len": ([[16]], "uint32"),
+        "random_seed": ([[0]], "int32"),
+        "beam_search_diversity_rate": ([[0]], "float32"),
+        "bad_words_list": ([[[0], [-1]]], "int32"),
+        "stop_words_list": ([[[409], [0]]], "int32"),
+    }
+    request = [{"name": n, "data": data, "dtype": kind} for n, (data, kind) in fields.items()]
+    file = tmp_path / "sample_request_single.json"
+    file.write_text(json.dumps({"request": request}))
+    printed = run(capsys, served, "issue_request", str(file))
+    ids = printed.partition("output_ids:\n")[2].partition("]")[0].replace("[", "").split()
+    wanted = engine.submit(GenerateRequest(PROMPTS[0], 16)).result(60).output_ids
+    assert list(map(int, ids)) == [*PROMPTS[0], *wanted]
+
+
+def test_a_words_list_for_a_request(
+    capsys: pytest.CaptureFixture[str], served: dict[str, Any]
+) -> None:
+    tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
+    flags = ["--name", "stop_words_list", "month, month", "", '"x,y"']
+    for model in ("fastertransformer", "talk"):
+        line = json.loads(run(capsys, served, "word_list", "-m", model, *flags))
+        assert (line["name"], line["dtype"]) == ("stop_words_list", "int32")
+        words = [["month", " month"], [], ["x,y"]]
+        for (ids, ends), row in zip(line["data"], words, strict=True):
+            encoded = [tokenizer.encode(word) for word in row]
+            flat = [token for each in encoded for token in each]
+            assert ids == flat + [0] * (len(ids) - len(flat))
+            offsets = np.cumsum([len(each) for each in encoded]).tolist()
+            assert ends == offsets + [-1] * (len(ends) - len(offsets))
+
+
 def test_text_of_the_sample_for_the_ensemble(
     capsys: pytest.CaptureFixture[str], served: dict[str, Any]
 ) -> None:

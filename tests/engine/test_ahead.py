@@ -33,7 +33,7 @@ from tests.engine.small_models import (
 
 HOPPER = ((9, 0), 227 << 10)
 CONFIG = small_config(hidden_size=64, num_heads=1, num_kv_heads=1, head_size=64, max_positions=128)
-SECONDS = 60.0
+SECONDS = 300.0
 
 
 @pytest.fixture(scope="module")

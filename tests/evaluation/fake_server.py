@@ -100,7 +100,11 @@ def _handler(server):
 
         def do_GET(self):
             if self.path == "/v2/models/counting/config":
-                config = {"name": "counting", "max_batch_size": server.max_batch_size}
+                config = {
+                    "name": "counting",
+                    "backend": "fastertransformer",
+                    "max_batch_size": server.max_batch_size,
+                }
                 self.reply(200, json.dumps(config).encode())
             elif self.path in ("/v2/health/ready", "/v2/models/counting/ready"):
                 with server.lock:

@@ -37,7 +37,8 @@ from launcher_scripts.kernels.tiles import DotTile  # noqa: E402
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 SIZES = ((48, 40), (33, 21), (1030, 3)) if INTERPRETED else ((768, 2304), (1000, 515), (6144, 700))
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# The reference rounds, too: in float16 it is up to 2.3e-3 from float32 itself.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1.6e-2}
 # The interpreter cannot multiply matrices of bfloat16.
 DOT_TYPES = [torch.float32, torch.float16 if INTERPRETED else torch.bfloat16]
 

@@ -65,10 +65,11 @@ def nemo_file(tmp_path: Path) -> Path:
 
 
 def write_nemo(path: Path, mode: str = "w", **config: Any) -> Path:
-    """A .nemo file with nothing but its hyperparameters and some weight bytes."""
+    """A .nemo file with its hyperparameters, and some bytes for its weights and its tokenizer."""
     folder = path.parent / f"{path.stem}_content"
     folder.mkdir()
-    config = {"ffn_hidden_size": 64, **config}
+    config = {"ffn_hidden_size": 64, "tokenizer": {"model": "nemo:a1_spm.model"}, **config}
+    (folder / "a1_spm.model").write_bytes(b"tokenizer")
     (folder / "model_config.yaml").write_text(yaml.safe_dump(config))
     (folder / "model_weights.ckpt").write_bytes(b"weights")
     with tarfile.open(path, mode) as archive:

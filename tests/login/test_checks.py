@@ -283,6 +283,43 @@ def test_another_repository_brings_its_own_sizes(
     assert evaluate.settings.tokenizer_dir == str(repository / "small/1/2-gpu")
 
 
+def test_the_sizes_of_random_weights_are_looked_at(problems: Finder, tmp_path: Path) -> None:
+    source = tmp_path / "config.ini"
+    source.write_text("[gpt]\nhead_num=6 ;comment\ninter_size=24\nnum_layer=2\n")
+    random = ["export.model.source=random", f"export.model.checkpoint_path={source}"]
+    found = problems(
+        *random,
+        "export.model.tokenizer=none",
+        "export.model.tensor_model_parallel_size=4",
+        "export.triton_deployment.pipeline_model_parallel_size=3",
+    )
+    assert (
+        "cannot be divided into this many tensor-parallel parts; got 4; choices: 1, 2" in found[0]
+    )
+    assert "the model has 2 layers, fewer than pipeline stages; got 3" in found[1]
+    (found,) = problems(*random, "export.model.tensor_model_parallel_size=2")
+    assert "random weights come without a tokenizer" in found
+
+
+@pytest.mark.parametrize("mode", [2, 3])
+def test_smoothquant_is_refused_before_a_job_starts(
+    problems: Finder, tmp_path: Path, mode: int
+) -> None:
+    (found,) = problems(f"export.triton_deployment.int8_mode={mode}")
+    assert found == (
+        f"this int8_mode is not supported; got {mode}; choices: 0 (no quantization), "
+        "1 (int8 weights, made at load); change export.triton_deployment.int8_mode"
+    )
+    repository = tmp_path / "served"
+    write_repository(repository, "tiny", 1)
+    config = repository / "tiny" / "config.pbtxt"
+    line = f'parameters {{ key: "int8_mode" value: {{ string_value: "{mode}" }} }}\n'
+    config.write_text(config.read_text() + line)
+    found = problems("stages=[deploy]", f"deploy.model_repository={repository}")
+    assert f"not supported; got {mode}" in found[0]
+    assert f"change int8_mode in {config}" in found[0]
+
+
 def test_a_repository_without_sizes_is_named(problems: Finder, tmp_path: Path) -> None:
     model = tmp_path / "other" / "odd"
     model.mkdir(parents=True)
@@ -309,3 +346,25 @@ def test_paths_in_the_container_are_looked_for_on_the_host(
     )
     assert not any("checkpoint" in note and "/models" in note for note in made.absent)
     assert "/models:ro" in made.preview()
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz", "folder"])
+def test_a_checkpoint_that_lost_its_tokenizer_is_found_before_a_job_starts(
+    problems: Finder, plan: Planner, arguments: list[str], tmp_path: Path, mode: str
+) -> None:
+    """As NeMo's resharding leaves it."""
+    path = write_nemo(
+        tmp_path / "lost.nemo",
+        mode if mode != "folder" else "w",
+        num_layers=2,
+        num_attention_heads=4,
+        tokenizer={"library": "megatron", "merge_file": "nemo:0_merges.txt", "vocab_file": None},
+    )
+    given = (
+        f"export.model.checkpoint_path={tmp_path / 'lost_content' if mode == 'folder' else path}"
+    )
+    (found,) = problems(given)
+    assert "lost.nemo" in found or "lost_content" in found
+    assert "does not hold its tokenizer's files (megatron); got ['nemo:0_merges.txt']" in found
+    assert "; change export.model.tokenizer: name the files" in found
+    assert plan(LOCAL, *arguments, given, "export.model.tokenizer=none").stages

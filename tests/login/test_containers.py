@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from launcher_scripts.cluster.containers import is_file, registry_name
+from launcher_scripts.cluster.containers import image_problem, is_file, registry_name
 from launcher_scripts.cluster.enroot import EnrootImage
 from launcher_scripts.cluster.variables import Variables
+from launcher_scripts.errors import ConfigError
 from stages.plan import make_plan
 from tests.login.conftest import Compose
 from tests.login.test_golden import BASE
@@ -36,6 +39,43 @@ from tests.login.test_golden_jobs import ENROOT, IMAGE, folder_of
 def test_an_image_is_named_as_pyxis_does(image: str, name: str) -> None:
     assert registry_name(image) == name
     assert not is_file(image)
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        "nvcr.io/NVIDIA/nemo:23",
+        "Ubuntu",
+        "nvcr.io#nvidia/nemo:2 3",
+        "oci://nemo",
+        "",
+    ],
+)
+def test_a_name_that_no_registry_has_is_refused(hydra_config: Compose, image: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"no name of an image.*lower case; got .*; change contai"
+    ):
+        make_plan(hydra_config(*BASE, f"container='{image}'"))
+
+
+@pytest.mark.parametrize(
+    "image", ["nemo:23.08-Py3", "$oauthtoken@nvcr.io/nvidia/nemo", "nemo@sha256:0aF", "podman://A"]
+)
+def test_a_name_that_enroot_reads_is_taken(image: str) -> None:
+    assert image_problem(registry_name(image)) is None
+
+
+def test_an_image_s_file_is_looked_at(hydra_config: Compose, tmp_path: Path) -> None:
+    """One that is not there is a note of a dry run, whatever its name ends in."""
+    absent = make_plan(hydra_config(*BASE, "container=/no/such/image")).absent
+    assert any("the container image is not there; got '/no/such/image'" in note for note in absent)
+    (tmp_path / "text.sqsh").write_text("no squashfs")
+    (tmp_path / "good").write_bytes(b"hsqs")
+    for path in (tmp_path, tmp_path / "text.sqsh"):
+        with pytest.raises(ConfigError, match="is no squashfs file"):
+            make_plan(hydra_config(*BASE, f"container={path}"))
+    made = make_plan(hydra_config(*BASE, f"container={tmp_path / 'good'}"))
+    assert not any("container image" in note for note in made.absent)
 
 
 def test_paths_are_no_names() -> None:
@@ -81,50 +121,46 @@ def test_a_path_of_the_job_is_not_the_script_s(
     plan = make_plan(hydra_config(*BASE, *runtime, IMAGE, given, "stages=[export]"))
     (job,) = plan.jobs(folder_of)
     script = plan.cluster.render(job)
-    assert "export PLAIN=x\n" in script
-    assert "export PATH" not in script
-    assert "    env PATH=/opt/bin:/bin \\\n    'QUOTED=\"a\"' \\\n    python3 -m " in script
+    outside, inside = script.split("    sh -c ")
+    assert "export PLAIN=x\n" in outside
+    assert "export PATH" not in outside
+    (inside,) = shlex.split(inside)
+    assert "\nexport PATH=/opt/bin:/bin\nexport QUOTED='\"a\"'\n" in inside
     for names in ("--container-env=", " LOCAL_RANK PYTHONPATH "):
         for line in script.splitlines():
             assert names not in line or ("PLAIN" in line and " PATH" not in line)
 
 
-ENROOT_PROGRAM = """#!/bin/bash
-cd "${0%/*}"
-case $1 in
-    create) mkdir "$3" ;;
-    remove) rmdir "$3" ;;
-    start) echo "$@" > started ;;
-esac
-"""
-
-
-@pytest.mark.parametrize(("restarts", "code"), [("0", 1), ("1", 0)])
-def test_a_job_that_starts_again_replaces_what_was_cut_off(
-    data_dir: Path, tmp_path: Path, restarts: str, code: int
-) -> None:
+def test_a_job_that_starts_again_replaces_what_was_cut_off(data_dir: Path, tmp_path: Path) -> None:
     """The container's name is that of the job, which has the same number then."""
-    script = (data_dir.parent / "golden" / "bcm_enroot" / "export.sh").read_text()
-    function = script[script.index("in_container() {") : script.index("export -f in_container")]
-    for name, text in (("enroot", ENROOT_PROGRAM), ("scontrol", "#!/bin/sh\necho n1\n")):
+    tests = data_dir.parent
+    script = (tests / "golden" / "bcm_enroot" / "export.sh").read_text()
+    functions = script[script.index("remove_leftovers() {") : script.index("export -f in_contain")]
+    double = (tests / "slurm" / "enroot_double.sh").read_text()
+    programs = {"enroot": double, "scontrol": "#!/bin/sh\necho n1\n", "squeue": "#!/bin/sh\n"}
+    for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "launcher_7_0_0").mkdir()
+    image = tmp_path / "inference.sqsh"
+    image.write_bytes(b"hsqs")
+    functions = functions.replace("/images/inference.sqsh", str(image))
+    functions = re.sub(r" +--mount .*\\\n", "", functions)
+    (tmp_path / "calls.nodes" / "n1" / "launcher_test_7_0_0").mkdir(parents=True)
     numbers = {"JOB_ID": "7", "STEP_ID": "0", "PROCID": "0", "LOCALID": "0", "NTASKS": "1"}
     env = {f"SLURM_{name}": value for name, value in numbers.items()}
-    env |= {"SLURM_STEP_NODELIST": "n1", "SLURM_RESTART_COUNT": restarts}
+    env |= {"SLURM_STEP_NODELIST": "n1", "SLURM_CLUSTER_NAME": "test", "SLURMD_NODENAME": "n1"}
     env |= {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": "/x"}
     env |= {"AWS_SECRET_ACCESS_KEY": "secret", "CUDA_HOME": "/host/cuda"}
+    env |= {"ENROOT_CALLS": str(tmp_path / "calls"), "ENROOT_SECONDS": "0"}
     ran = subprocess.run(
-        ["bash", "-c", f"{function}\nin_container true"], env=env, capture_output=True, text=True
+        ["bash", "-c", f"{functions}\nin_container true"], env=env, capture_output=True, text=True
     )
-    assert ran.returncode == code, ran.stderr
-    assert not (tmp_path / "launcher_7_0_0").exists()
-    if code == 0:
-        started = (tmp_path / "started").read_text()
-        assert "--env AWS_SECRET_ACCESS_KEY " in started
-        assert "CUDA_HOME" not in started
-        assert "secret" not in started
+    assert ran.returncode == 0, ran.stderr
+    assert list((tmp_path / "calls.nodes" / "n1").iterdir()) == []
+    calls = (tmp_path / "calls").read_text()
+    assert "--env AWS_SECRET_ACCESS_KEY " in calls
+    assert "CUDA_HOME" not in calls
+    assert "secret" not in calls
 
 
 @pytest.mark.parametrize("cluster", [(), (ENROOT,), ("cluster_type=bcp",)], ids=str)

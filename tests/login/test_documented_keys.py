@@ -185,8 +185,22 @@ def test_an_evaluation_of_one_task_has_every_key(hydra_config: Compose, choice: 
     assert set(evaluate) == set(hydra_config()["evaluate"])
 
 
+def test_the_prompt_learned_for_a_task_is_used(hydra_config: Compose) -> None:
+    for choice in ("gpt3/squad", "t5/boolq"):
+        (task,) = filter(None, hydra_config(f"evaluate={choice}")["evaluate"]["tasks"].values())
+        assert task["generation"]["prompt_task"] == 0
+
+
+def test_speed_is_measured_alone_and_with_the_lengths_of_the_guide(hydra_config: Compose) -> None:
+    lengths = [[60, 20], [225, 20], [200, 200]]
+    assert hydra_config()["evaluate"]["benchmark"]["lengths"] == lengths
+    evaluate = hydra_config("evaluate=benchmark")["evaluate"]
+    assert evaluate["benchmark"]["lengths"] == lengths
+    assert not any(evaluate["tasks"].values())
+
+
 def test_int8_mode_false_is_zero(hydra_config: Compose) -> None:
-    for given, expected in (("False", 0), ("True", 1), ("2", 2)):
+    for given, expected in (("False", 0), ("True", 1), ("0", 0), ("1", 1)):
         override = f"export.triton_deployment.int8_mode={given}"
         plan = make_plan(hydra_config("dry_run=True", override))
         assert plan.stages[0].settings.int8_mode == expected

@@ -57,3 +57,20 @@ def test_a_client_speaks_as_its_server_does(hydra_config: Compose) -> None:
     make_plan(hydra_config(*BASE, *tls, f"{SECURITY}.http_host=0.0.0.0"))
     client = ("evaluate.protocol=grpc", "++evaluate.grpc_tls.ca=/ca.pem")
     assert make_plan(hydra_config(*BASE, *tls, *client)).stages[2].settings.grpc_tls.ca == "/ca.pem"
+
+
+def test_what_a_server_for_others_has_by_default(hydra_config: Compose) -> None:
+    for cluster, host, restarts in (("interactive", "127.0.0.1", 0), ("bcm", None, 3)):
+        (deploy,) = make_plan(
+            hydra_config(*BASE, f"cluster_type={cluster}", "stages=[deploy]", "dry_run=True")
+        ).stages
+        assert (deploy.settings.host, deploy.settings.restarts) == (host, restarts)
+        told = ("deploy.server.host=0.0.0.0", "deploy.restarts=1")
+        told = (*BASE, f"cluster_type={cluster}", "stages=[deploy]", "dry_run=True", *told)
+        (deploy,) = make_plan(hydra_config(*told)).stages
+        assert (deploy.settings.host, deploy.settings.restarts) == ("0.0.0.0", 1)
+
+
+def test_some_rows_must_be_allowed_to_wait(hydra_config: Compose) -> None:
+    with pytest.raises(ConfigError, match=r"at least 1; got 0; change .*max_waiting_rows"):
+        make_plan(hydra_config(*BASE, "deploy.server.max_waiting_rows=0"))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
+from launcher_scripts.cluster.job import JobFolder
 from launcher_scripts.cluster.slurm_options import SlurmOptions
 from launcher_scripts.errors import ConfigError
-from tests.login.conftest import Run
+from stages.plan import make_plan
+from tests.login.conftest import Compose, Run
 
 
 def test_stages_are_chained(run: Run, arguments: list[str], calls: Path, tmp_path: Path) -> None:
@@ -81,3 +84,22 @@ def test_a_machine_without_slurm_is_told_so(
 def test_options_that_a_script_cannot_hold(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"cluster.{next(iter(options))}"):
         SlurmOptions(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "python"),
+    [
+        (("container=null",), sys.executable),
+        (("container=x", "cluster.container_runtime=none"), sys.executable),
+        (("container=x",), "python3"),
+        (("container=null", "cluster.python=/opt/python"), "/opt/python"),
+        (("cluster_type=bcp",), sys.executable),
+    ],
+)
+def test_the_interpreter_of_the_steps(
+    hydra_config: Compose, arguments: list[str], given: tuple[str, ...], python: str
+) -> None:
+    """On the host the launcher's own, which has its packages; python3 there may be another."""
+    plan = make_plan(hydra_config(*arguments, "dry_run=True", *given))
+    (job,) = plan.jobs(lambda stage: JobFolder(Path("/jobs/001"), stage.block.run.name))
+    assert {step.argv[0] for step in job.steps} == {python}

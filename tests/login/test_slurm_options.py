@@ -74,7 +74,6 @@ def test_a_key_has_its_meaning(hydra_config: Compose, override: str) -> None:
         ("srun_args=['']", "srun_args is empty"),
         ("comment='a\nb'", "not on one line"),
         ("container_runtime=docker", "unknown container_runtime; got 'docker'"),
-        ("container_scope=node", "unknown container_scope; got 'node'"),
         ("requeue=maybe", "cluster.requeue must be True or False"),
         ("+nodes=2", "unknown key cluster.nodes; choices: account, comment"),
     ],

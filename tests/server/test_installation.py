@@ -23,7 +23,7 @@ def container(tmp_path: Path) -> Path:
     for name in ("python", "fastertransformer", "identity"):
         (root / "backends" / name).mkdir(parents=True)
     (root / "backends" / "python" / "libtriton_python.so").write_text("library")
-    (root / "backends" / "python" / STUB).write_text("#!/bin/sh\nexit 0\n")
+    (root / "backends" / "python" / STUB).write_text("#!/bin/sh\nexit 0\n# is_cancelled\n")
     (root / "bin").mkdir()
     (root / "bin" / "tritonserver").write_text("#!/bin/sh\n")
     (root / "bin" / "tritonserver").chmod(0o755)
@@ -58,10 +58,35 @@ def test_its_environment_starts_with_this_programs_python(
 
 def test_a_missing_library_is_said_in_one_line(container: Path, tmp_path: Path) -> None:
     loader = "echo 'stub: error while loading shared libraries: libpython3.so: cannot open' >&2"
-    (container / "backends" / "python" / STUB).write_text(f"#!/bin/sh\n{loader}\nexit 127\n")
+    (container / "backends" / "python" / STUB).write_text(
+        f"#!/bin/sh\n{loader}\nexit 127\n# is_cancelled\n"
+    )
     found = find_installation(str(container / "bin" / "tritonserver"))
     with pytest.raises(ServerError, match=r"libpython3.so: cannot open; change .*apt-get install"):
         found.make_backends(tmp_path / "backends")
+
+
+def test_an_old_servers_missing_options_are_named(container: Path) -> None:
+    program = container / "bin" / "tritonserver"
+    program.write_text(
+        "#!/bin/sh\nprintf '  --http-port <integer>\\n\\t--model-repository <x>\\n'\n"
+    )
+    found = find_installation(str(program))
+    assert not found.names_memory_apart
+    found.require_options(["--http-port=1", "--model-repository=/m"])
+    with pytest.raises(ServerError, match=r"too old.*got \['--http-restricted-api'\].*24\.01"):
+        found.require_options(["--http-port=1", "--http-restricted-api=trace:a=b"])
+    (container / "backends" / "python" / "libtriton_python.so").write_bytes(b"\0boost::uuids\0")
+    assert found.names_memory_apart
+    found.require_options(["--http-restricted-api=trace:a=b"])
+
+
+def test_a_server_older_than_backends_in_python_is_refused(container: Path, tmp_path: Path) -> None:
+    (container / "backends" / "python" / STUB).write_text("#!/bin/sh\nexit 0\n")
+    found = find_installation(str(container / "bin" / "tritonserver"))
+    with pytest.raises(ServerError, match=r"too old; got .*; choices: Triton 2\.39 .*23\.10"):
+        found.make_backends(tmp_path / "backends")
+    assert not (tmp_path / "backends").exists()
 
 
 def test_a_server_without_python_backend(container: Path) -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import importlib.util
 import runpy
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher_scripts.checkpoint.model_repository import ModelRepository
+from launcher_scripts.checkpoint.text_models import check_text_models
 from launcher_scripts.errors import CheckpointError, ConfigError, LauncherError
 from launcher_scripts.models.repository import served_models
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.protocol import GPT_INPUTS, GPT_OUTPUTS
-from launcher_scripts.settings import TokenizerSettings, write_settings
-from launcher_scripts.steps import write_model_repository
+from launcher_scripts.settings import DeploySettings, TokenizerSettings, write_settings
+from launcher_scripts.steps import start_server, write_model_repository
 from launcher_scripts.text_names import SAME_AS
 from tests.server.repositories import export, export_settings, text_config, write_weights
 
@@ -168,7 +170,8 @@ def test_the_login_side_finds_the_checkpoint_where_the_server_does(
 
 def test_text_models_carry_the_tokenizer_and_its_code(tmp_path: Path) -> None:
     root = export(tmp_path).model_repository
-    files = ["merges.txt", "model.py", "text_tensors.py", "tokenizer.py", "vocab.json"]
+    code = ["model.py", "older_servers.py", "text_parameters.py", "text_tensors.py", "tokenizer.py"]
+    files = ["manifest.json", "merges.txt", *code, "vocab.json"]
     whole = ["encoding", "deltas", "requests", "answers", "forwards", "channel", "names"]
     roles = {"preprocessing": ["encoding"], "postprocessing": ["deltas"]}
     for role in TEXT_MODELS:
@@ -292,3 +295,57 @@ def test_text_model_code_compiles(tmp_path: Path) -> None:
     for path in version.glob("*.py"):
         assert importlib.util.spec_from_file_location(path.stem, path) is not None
         compile(path.read_text(), str(path), "exec")
+
+
+ALTERED = {
+    "its code": lambda folder: (folder / "model.py").write_text("import os"),
+    "its tokenizer": lambda folder: (folder / "vocab.json").write_text("{}"),
+    "a lost file": lambda folder: (folder / "text_tensors.py").unlink(),
+    "a further file": lambda folder: (folder / "json.py").write_text("import os"),
+}
+
+
+@pytest.mark.parametrize("role", TEXT_MODELS)
+@pytest.mark.parametrize("case", ALTERED)
+def test_altered_text_models_are_not_served(
+    tmp_path: Path, role: str, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = export(tmp_path).model_repository
+    check_text_models(str(root))
+    ALTERED[case](root / role / "1")
+    with pytest.raises(CheckpointError, match=f"(?s)1 problem.*{role}/1"):
+        check_text_models(str(root))
+    settings = DeploySettings(str(root), str(tmp_path / "results"))
+    write_settings(settings, tmp_path / "deploy.yaml")
+    assert start_server.main(["--settings", str(tmp_path / "deploy.yaml")]) == 1
+    assert f"{role}/1" in capsys.readouterr().err
+    (root / role / "1" / "manifest.json").unlink()
+    check_text_models(str(root))
+
+
+def test_an_altered_tokenizer_gets_into_no_text_model(tmp_path: Path) -> None:
+    settings = export(tmp_path)
+    vocab = settings.checkpoint_dir / "vocab.json"
+    vocab.write_bytes(vocab.read_bytes() + b"\n")
+    with pytest.raises(CheckpointError, match=r"vocab\.json is too long"):
+        ModelRepository(settings.model_repository).write(replace(settings, overwrite=True))
+
+
+def test_a_link_on_the_way_keeps_its_target(tmp_path: Path) -> None:
+    settings = export(tmp_path / "a")
+    root, other = settings.model_repository, tmp_path / "other"
+    other.mkdir()
+    (other / "kept").write_text("kept")
+    before = tree(root)
+    staging = root.with_name(root.name + ".partial")
+    staging.symlink_to(other)
+    with pytest.raises(CheckpointError, match="what a link leads to; remove the link"):
+        ModelRepository(root).write(replace(settings, overwrite=True))
+    staging.unlink()
+    config = root / "tiny" / "config.pbtxt.partial"
+    config.symlink_to(other / "kept")
+    with pytest.raises(CheckpointError, match="cannot write the model repository"):
+        ModelRepository(root).write(replace(settings, overwrite=True))
+    config.unlink()
+    assert tree(other) == {"kept": b"kept"}
+    assert tree(root) == before

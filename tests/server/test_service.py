@@ -108,6 +108,18 @@ def test_ready_then_stopped(
     assert not (CHECKOUT / "made").exists()
 
 
+def test_a_server_that_is_not_told_where_listens_on_the_nodes_address(tmp_path: Path) -> None:
+    with running(tmp_path / "job", make_repository(tmp_path), host=None) as step:
+        ready = step.wait_until_ready()
+        addresses = set(ready["listens_on"].values())
+        assert len(addresses) == 1 and addresses.isdisjoint({"0.0.0.0", "::"})
+        host, _, port = ready["http"].rpartition(":")
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=60):
+            pass
+        assert f"--http-address={addresses.pop()}" in step.out
+        assert step.stop() == 0, step.err
+
+
 def test_a_stop_that_the_servers_processes_hear_first(tmp_path: Path) -> None:
     with running(tmp_path / "job", make_repository(tmp_path)) as step:
         step.wait_until_ready()
@@ -288,6 +300,25 @@ def test_a_server_program_that_does_not_exist(tmp_path: Path) -> None:
     repository = make_repository(tmp_path)
     with running(tmp_path / "job", repository, tritonserver="/nowhere/tritonserver") as step:
         assert_clean_failure(step, "/nowhere/tritonserver", "deploy.server.tritonserver")
+
+
+def test_a_second_server_leaves_the_ready_file_of_a_living_one(tmp_path: Path) -> None:
+    repository = make_repository(tmp_path)
+    with running(tmp_path / "job", repository) as first:
+        ready = first.wait_until_ready()
+        (tmp_path / "second").mkdir()
+        second = RunningStep(first.settings, tmp_path / "second")
+        try:
+            assert second.wait() == 1
+        finally:
+            second.close()
+        assert "another server is alive with this results_dir; got " in second.err
+        assert "change deploy.run.results_dir" in second.err
+        assert "tritonserver" not in second.out
+        shown = json.loads(first.settings.ready_file.read_text())
+        assert {**shown, "alive_at": None} == {**ready, "alive_at": None}
+        assert first.stop() == 0
+        assert not first.settings.ready_file.exists()
 
 
 def test_an_old_ready_file_is_removed_at_once(tmp_path: Path) -> None:

@@ -18,7 +18,14 @@ from launcher_scripts.tokenizer import load_tokenizer
 from tests.server.repositories import TOKENIZERS
 
 ROOM = Path(backends.__file__).parent
-LONE_MODULES = ("text_encoding", "text_tensors", "tokenizer", "triton_python_backend_utils")
+LONE_MODULES = (
+    "older_servers",
+    "text_encoding",
+    "text_parameters",
+    "text_tensors",
+    "tokenizer",
+    "triton_python_backend_utils",
+)
 
 
 class FakeTensor:
@@ -46,6 +53,7 @@ def text_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     utils = types.ModuleType("triton_python_backend_utils")
     utils.Tensor = type("Tensor", (FakeTensor,), {})
     utils.TritonModelException = RuntimeError
+    utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
     monkeypatch.setitem(sys.modules, utils.__name__, utils)
     monkeypatch.setattr(sys, "path", [str(ROOM), str(ROOM.parent), *sys.path])
 

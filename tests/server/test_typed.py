@@ -24,7 +24,7 @@ def installation(tmp_path: Path) -> Installation:
         (root / name).touch()
     for name, text in (
         ("bin/tritonserver", 'printf "%s\\n" "$@"\n'),
-        ("backends/python/triton_python_backend_stub", "exit 0\n"),
+        ("backends/python/triton_python_backend_stub", "exit 0  # is_cancelled\n"),
     ):
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text("#!/bin/sh\n" + text)

@@ -200,6 +200,11 @@ class TestCluster:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
 
+    def containers(self) -> list[str]:
+        """<node>/<name> of the containers that lie on the nodes."""
+        found = self.paths.containers.glob("*/*")
+        return sorted(str(path.relative_to(self.paths.containers)) for path in found)
+
     def _build_spank_plugin(self) -> None:
         target = self.paths.pyxis_double
         command = ["gcc", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", str(target)]

@@ -8,6 +8,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+UNPACK_SECONDS = 0.3  # that a container takes to be there, and to be gone
 GRACE_SECONDS = 20  # that a job has to end when a more urgent one takes its place
 
 
@@ -37,6 +38,15 @@ class Paths:
     def pyxis_record(self) -> Path:
         """What the SPANK test double saw, one JSON object per line."""
         return self.root / "log" / "pyxis.jsonl"
+
+    @property
+    def containers(self) -> Path:
+        """<node>/<name> of what the test double has unpacked."""
+        return self.root / "containers"
+
+    @property
+    def plugstack(self) -> Path:
+        return self.root / "etc" / "plugstack.conf"
 
     def pid_file(self, daemon: str) -> Path:
         return self.root / "run" / f"{daemon}.pid"
@@ -83,8 +93,15 @@ def write_configuration(paths: Paths, nodes: int, gpus: int) -> None:
     )
     etc = paths.slurm_conf.parent
     (etc / "gres.conf").write_text(_gpu_files(paths, gpus), encoding="utf-8")
-    (etc / "plugstack.conf").write_text(
-        f"required {paths.pyxis_double} record={paths.pyxis_record}\n", encoding="utf-8"
+    write_plugstack(paths)
+
+
+def write_plugstack(paths: Paths, scope: str = "global") -> None:
+    """Load the test double; `scope` is pyxis' container_scope, by default as pyxis has it."""
+    paths.plugstack.write_text(
+        f"required {paths.pyxis_double} record={paths.pyxis_record} "
+        f"containers={paths.containers} container_scope={scope} seconds={UNPACK_SECONDS}\n",
+        encoding="utf-8",
     )
 
 
@@ -113,7 +130,7 @@ SlurmctldPidFile={paths.pid_file("slurmctld")}
 SlurmdPidFile={root}/run/slurmd-%n.pid
 SlurmctldLogFile={paths.log("slurmctld")}
 SlurmdLogFile={root}/log/slurmd-%n.log
-PlugStackConfig={root}/etc/plugstack.conf
+PlugStackConfig={paths.plugstack}
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none

@@ -13,6 +13,7 @@ import pytest
 
 from tests.login.conftest import Run, arguments, launcher, nemo_file, run
 from tests.slurm.cluster import TestCluster, missing_requirements
+from tests.slurm.configuration import write_plugstack
 from tests.slurm.serving import launch, repository, serve
 from tests.slurm.submitting import Submit
 
@@ -40,12 +41,14 @@ def running_slurm() -> Iterator[TestCluster]:
 
 @pytest.fixture
 def slurm(running_slurm: TestCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestCluster]:
-    """The cluster as this process's own; no job of one test is left for the next."""
+    """The cluster as this process's own; no job or container of one test is left for the next."""
     for name, value in running_slurm.environment.items():
         if name.startswith("SLURM_"):
             monkeypatch.setenv(name, value)
     yield running_slurm
     running_slurm.cancel_all()
+    write_plugstack(running_slurm.paths)
+    shutil.rmtree(running_slurm.paths.containers, ignore_errors=True)
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ def launch(slurm: TestCluster, run: Run, tmp_path: Path, monkeypatch: pytest.Mon
         f"export.model.checkpoint_path={checkpoint}",
         "export.model.processes=1",
         *MODEL,
+        "deploy.restarts=0",
         "deploy.server.host=127.0.0.1",
         *(f"deploy.server.{name}_port=0" for name in ("http", "grpc", "metrics")),
         "deploy.server.device=cpu",

@@ -9,40 +9,17 @@ import pytest
 
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
+from tests.slurm.test_containers import wait_until
 from tests.slurm.test_jobs import ended
 
-# Notes every call, keeps containers as files, and runs the command of a start on the host.
-ENROOT = """#!/bin/bash
-set -eu
-line="$SLURMD_NODENAME $*"
-printf '%s\\n' "${line//$'\\n'/ }" >> "$ENROOT_CALLS"
-command=$1
-shift
-case $command in
-    import) [ "$1" = --output ]; [ ! -e "$2" ]; echo "$3" > "$2" ;;
-    create)
-        [ "$1" = --name ]
-        [ -s "$3" ] || exit 4
-        [ ! -e "$ENROOT_CALLS.$2" ]
-        touch "$ENROOT_CALLS.$2"
-        ;;
-    remove) [ "$1" = --force ]; rm "$ENROOT_CALLS.$2" ;;
-    start)
-        while [[ $1 = --env || $1 = --mount ]]; do shift 2; done
-        [ -e "$ENROOT_CALLS.$1" ]
-        shift
-        exec "$@"
-        ;;
-    *) exit 3 ;;
-esac
-"""
+ENROOT = Path(__file__).parent / "enroot_double.sh"
 
 
 @pytest.fixture
 def enroot_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = tmp_path / "programs" / "enroot"
     program.parent.mkdir()
-    program.write_text(ENROOT)
+    program.write_bytes(ENROOT.read_bytes())
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("ENROOT_CALLS", str(tmp_path / "enroot"))
@@ -51,6 +28,7 @@ def enroot_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def arguments(launcher: Path, results: Path) -> list[str]:
     """Paths without spaces, which enroot cannot mount."""
+    results.mkdir()
     return [
         "cluster.container_runtime=enroot",
         "container='nvcr.io#nvidia/nemo:23'",
@@ -63,7 +41,6 @@ def test_a_job_fetches_its_image_once_and_removes_its_containers(
     slurm: TestCluster, submit: Submit, enroot_calls: Path, launcher: Path, tmp_path: Path
 ) -> None:
     results = tmp_path / "results"
-    results.mkdir()
     chosen = Submit(submit.run, submit.arguments, results / "tiny")
     options = arguments(launcher, results)
     options += ["evaluate.in_deploy_job=True", "deploy.run.nodes=2"]
@@ -73,9 +50,9 @@ def test_a_job_fetches_its_image_once_and_removes_its_containers(
     calls = enroot_calls.read_text().splitlines()
     assert len([call for call in calls if " import " in call]) == 1
     assert "docker://nvcr.io#nvidia/nemo:23" in calls[0]
-    created = [call.split()[3] for call in calls if call.split()[1] == "create"]
+    created = [call.split()[4] for call in calls if call.split()[1] == "create"]
     removed = [call.split()[3] for call in calls if call.split()[1] == "remove"]
-    assert len(created) == len(set(created)) == 6
+    assert len(created) == len(set(created)) == 4  # the export, two nodes, and the evaluation
     assert sorted(created) == sorted(removed)
     starts = [call for call in calls if call.split()[1] == "start"]
     assert {call.split()[0] for call in starts} == {"n1", "n2"}
@@ -85,3 +62,66 @@ def test_a_job_fetches_its_image_once_and_removes_its_containers(
         assert expected in server
     (server_log,) = chosen.record("deploy")["folder"].glob("server-*.out")
     assert "server stopped in order" in server_log.read_text()
+
+
+def left(calls: Path) -> list[str]:
+    """<node>/<name> of the containers that lie on the nodes."""
+    folder = Path(f"{calls}.nodes")
+    return sorted(str(path.relative_to(folder)) for path in folder.glob("*/*"))
+
+
+def test_a_job_removes_what_killed_ones_have_left_on_its_node(
+    slurm: TestCluster, submit: Submit, enroot_calls: Path, launcher: Path, tmp_path: Path
+) -> None:
+    """Not what belongs to a job that lives, to another cluster, or to anything but the launcher."""
+    results = tmp_path / "results"
+    chosen = Submit(submit.run, submit.arguments, results / "tiny")
+    shared = ("cluster.exclusive=False", "cluster.mem=100", "cluster.gpus_per_node=2")
+    shared += ("cluster.nodelist=n1",)
+    options = [*arguments(launcher, results), *shared]
+    for _ in range(2):
+        chosen(*chosen.served, *options)
+    killed, living = (chosen.record("deploy", number)["job_id"] for number in (1, 2))
+    wait_until(lambda: len(left(enroot_calls)) == 2)
+    for name in ("launcher_other_1_0_0", "launcher_test_x", "pyxis_1.0", "launcher_test_9999_0_0"):
+        (Path(f"{enroot_calls}.nodes") / "n1" / name).mkdir()
+    wait_until(lambda: chosen.log("deploy").count("server starts") == 1)
+    slurm.run("scancel", "--signal=KILL", f"{killed}.0")
+    assert ended(slurm, chosen, "deploy")[0] == "FAILED"
+    assert f"n1/launcher_test_{killed}_0_0" in left(enroot_calls)
+
+    chosen("stages=[export]", *options)
+    assert ended(slurm, chosen, "export") == ("COMPLETED", "0:0"), chosen.log("export")
+    kept = ("launcher_other_1_0_0", f"launcher_test_{living}_0_0", "launcher_test_x", "pyxis_1.0")
+    assert left(enroot_calls) == [f"n1/{name}" for name in kept]
+    assert f"removing the container launcher_test_{killed}_0_0, which" in chosen.log("export")
+
+
+def test_a_second_signal_does_not_stop_the_removal(
+    slurm: TestCluster, submit: Submit, enroot_calls: Path, launcher: Path, tmp_path: Path
+) -> None:
+    results = tmp_path / "results"
+    chosen = Submit(submit.run, submit.arguments, results / "tiny")
+    options = arguments(launcher, results)
+    chosen(*chosen.served, *options, ENROOT_SECONDS="3")
+    wait_until(lambda: "server starts" in chosen.log("deploy"))
+    job_id = chosen.record("deploy")["job_id"]
+    for _ in range(2):
+        slurm.run("scancel", "--signal=TERM", job_id)
+        wait_until(lambda: " remove " in enroot_calls.read_text())
+    assert ended(slurm, chosen, "deploy") == ("COMPLETED", "0:0"), chosen.log("deploy")
+    assert left(enroot_calls) == []
+
+
+def test_a_missing_mount_is_not_hidden_by_what_unpacking_says(
+    slurm: TestCluster, submit: Submit, enroot_calls: Path, launcher: Path, tmp_path: Path
+) -> None:
+    results = tmp_path / "results"
+    chosen = Submit(submit.run, submit.arguments, results / "tiny")
+    mounts = "container_mounts=[/no/such/folder:/data]"
+    chosen("stages=[export]", *arguments(launcher, results), mounts)
+    assert ended(slurm, chosen, "export") == ("FAILED", "1:0")
+    log = chosen.log("export")
+    assert "enroot-mount: failed to mount: /no/such/folder at " in log
+    assert "unsquashfs" not in log
+    assert left(enroot_calls) == []

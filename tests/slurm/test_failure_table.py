@@ -95,6 +95,10 @@ REFUSED = {
         ("container=/no/such/image.sqsh", "cluster.container_runtime=pyxis"),
         "the container image is not there; got '/no/such/image.sqsh'",
     ),
+    "upper case in an image's name": (
+        ("container=nvcr.io/NVIDIA/nemo", "cluster.container_runtime=pyxis"),
+        "with IMAGE in lower case; got 'nvcr.io#NVIDIA/nemo'; change container",
+    ),
     "no room for the evaluation": (
         ("stages=[export,deploy,evaluate]", "evaluate.in_deploy_job=False", "deploy.run.nodes=2"),
         "the evaluate job could never start beside the deploy job",
@@ -159,13 +163,13 @@ def _missing_mount(launch: Submit) -> tuple[str, ...]:
 FAILING: dict[str, tuple[Callable[[Submit], tuple[str, ...]], str, str, int]] = {
     "image that the registry has not": (
         _container("container='nvcr.io#nvidia/absent:1'"),
-        "pyxis: failed to import docker image: docker://nvcr.io#nvidia/absent:1",
+        "pyxis: failed to import docker image: nvcr.io#nvidia/absent:1",
         "FAILED",
         1,
     ),
     "missing mount": (
         _missing_mount,
-        "pyxis: failed to mount: /no/such/folder: No such file or directory",
+        "pyxis: --container-mounts: source path does not exist: /no/such/folder",
         "FAILED",
         1,
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import time
 from pathlib import Path
 
@@ -100,7 +99,7 @@ def test_steps_run_in_the_container_that_was_asked_for(
     assert ended(slurm, submit, "export") == ("COMPLETED", "0:0"), submit.log("export")
     seen = slurm.pyxis_record()[before:]
     # sbatch is asked what it would say, and then given the job.
-    assert [entry["phase"] for entry in seen] == ["sbatch"] * 2 + ["srun", "task"] * 2
+    assert [entry["phase"] for entry in seen] == ["sbatch"] * 2 + ["srun", "task"]
     assert (seen[0]["image"], seen[1]["image"]) == (None, None)
     folder = submit.record("export")["folder"]
     for entry in seen[2:]:
@@ -112,22 +111,12 @@ def test_steps_run_in_the_container_that_was_asked_for(
         assert any(folder.is_relative_to(target) for target in mounted)
 
 
-@pytest.mark.parametrize(
-    ("container", "reason"),
-    [
-        ("/no/such/image", "pyxis: No such file or directory: /no/such/image"),
-        (
-            "nvcr.io#nvidia/nemo:23",
-            "failed to import docker image: docker://nvcr.io#nvidia/nemo:23",
-        ),
-    ],
-)
-def test_a_missing_image_fails_the_job_and_says_so(
-    slurm: TestCluster, submit: Submit, container: str, reason: str
+def test_an_image_that_the_registry_has_not_fails_the_job_and_says_so(
+    slurm: TestCluster, submit: Submit
 ) -> None:
-    submit("stages=[export]", f"container={in_hydra(container)}")
+    submit("stages=[export]", "container='nvcr.io/nvidia/nemo:23'")
     assert ended(slurm, submit, "export") == ("FAILED", "1:0")
-    assert reason in submit.log("export")
+    assert "pyxis: failed to import docker image: nvcr.io#nvidia/nemo:23" in submit.log("export")
     assert not (submit.record("export")["folder"] / "ran").exists()
 
 
@@ -144,7 +133,8 @@ def test_a_missing_mount_fails_the_job_and_says_so(
 ) -> None:
     submit("stages=[export]", f"container='{image}'", "container_mounts=[/no/such/folder:/data]")
     assert ended(slurm, submit, "export") == ("FAILED", "1:0")
-    assert "pyxis: failed to mount: /no/such/folder" in submit.log("export")
+    reason = "pyxis: --container-mounts: source path does not exist: /no/such/folder"
+    assert reason in submit.log("export")
 
 
 @pytest.mark.parametrize(
@@ -271,6 +261,10 @@ def test_the_documented_command_line(
     results = tmp_path / "mount" / "results"
     (results / "gpt3_126m" / "checkpoints").mkdir(parents=True)
     nemo_file.rename(results / "gpt3_126m" / "checkpoints" / "megatron_gpt.nemo")
+    other = tmp_path / "programs" / "python3"  # what the nodes call python3 lacks the packages
+    other.parent.mkdir()
+    other.write_text("#!/bin/sh\nexit 9\n")
+    other.chmod(0o755)
     ran = run(
         "stages=[export]",
         "cluster_type=bcm",
@@ -281,7 +275,7 @@ def test_the_documented_command_line(
         "export.model.tensor_model_parallel_size=2",
         "export.triton_deployment.pipeline_model_parallel_size=1",
         script=checkout / "launcher_scripts" / "main.py",
-        PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        PATH=os.pathsep.join([str(other.parent), os.environ["PATH"]]),
     )
     assert ran.returncode == 0, ran.stderr
     (record_file,) = results.glob("gpt3_126m/export_tp2_pp1_fp16_fp16/jobs/001/job.json")

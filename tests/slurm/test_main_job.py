@@ -42,6 +42,7 @@ def main_job(slurm: TestCluster, run: Run, image: Path, tmp_path: Path) -> Submi
         "export.model.processes=2",
         "export.triton_deployment.data_type=fp32",
         "export.triton_deployment.max_batch_size=4",
+        "deploy.restarts=0",
         "deploy.server.host=127.0.0.1",
         "deploy.server.http_port=0",
         "deploy.server.grpc_port=0",

@@ -15,9 +15,11 @@ import triton_python_backend_utils as pb_utils
 from launcher_scripts.backends.fastertransformer.answers import Answers
 from launcher_scripts.backends.fastertransformer.forwarded import news
 from launcher_scripts.backends.fastertransformer.row_values import beam_axis
+from launcher_scripts.backends.older_servers import failure
+from launcher_scripts.backends.text_parameters import ParameterError
 from launcher_scripts.engine.row import Progress, Snapshot
 from launcher_scripts.engine.session import Session
-from launcher_scripts.errors import RequestError
+from launcher_scripts.errors import BusyError, RequestError
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
 Submit = Callable[..., "Future[GenerateOutput]"]
@@ -119,7 +121,7 @@ class Answer:
 
     def _give_up(self, code: str, why: str) -> None:
         if self._error is None:
-            self._error, self._given_up = _ended(code, why), True
+            self._error, self._given_up = failure(why, code), True
         self._answers.put(self, urgent=True)
 
     def _progress_of(self, number: int) -> Progress:
@@ -242,20 +244,14 @@ def _with_tokens(
 
 def error_response(error: BaseException) -> Any:
     """The request's own error; a wrong request is the client's, anything else the server's."""
-    code = (
-        pb_utils.TritonError.INVALID_ARG
-        if isinstance(error, RequestError)
-        else pb_utils.TritonError.INTERNAL
-    )
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
+    code = "INTERNAL"
+    if isinstance(error, BusyError):
+        code = "UNAVAILABLE"
+    elif isinstance(error, RequestError | ParameterError):
+        code = "INVALID_ARG"
+    return failure(str(error), code)
 
 
 def send_last(sender: Any, response: Any) -> None:
     """The last response of a request."""
     sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-
-
-def _ended(code: str, why: str) -> Any:
-    """The last response of a request that nobody waits for; code: an attribute of TritonError."""
-    error = pb_utils.TritonError(why, getattr(pb_utils.TritonError, code))
-    return pb_utils.InferenceResponse(error=error)

@@ -25,12 +25,14 @@ import torch
 from launcher_scripts.errors import RequestError
 
 FINAL = 1  # Triton's flag of a last response
+# What the id of such a request begins with; then its key, the channel, and 1 where it streams.
+ERRAND = "launcher-errand"
 _PEER = struct.Struct("3i")  # process, user, group
 
 
 @dataclass(frozen=True)
 class Errand:
-    """What the parameters of a request say of a text model that sends it on.
+    """What the id of a request says of a text model that sends it on.
 
     key:     the request's name on the channel
     channel: the socket of the text model
@@ -43,12 +45,15 @@ class Errand:
 
 
 def errand_of(request: Any) -> Errand | None:
-    """What the parameters of a text model say; None of any other request."""
-    parameters = json.loads(request.parameters() or "{}")
-    if not {"key", "channel"} <= parameters.keys():
+    """What the text model says in the id; None of any other request.
+
+    Requests that models make have no parameters in servers before Triton 2.42 (24.01).
+    """
+    words = request.request_id().split()
+    if len(words) != 4 or words[0] != ERRAND:
         return None
-    key, channel = str(parameters["key"]), str(parameters["channel"])
-    return Errand(key, channel, bool(parameters.get("stream", True)))
+    _, key, channel, streams = words
+    return Errand(key, channel, streams == "1")
 
 
 class Cancellable(Protocol):

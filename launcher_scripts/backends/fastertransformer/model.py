@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import traceback
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,13 +40,31 @@ from launcher_scripts.backends.fastertransformer.nodes import (
 from launcher_scripts.backends.fastertransformer.parameters import engine_settings
 from launcher_scripts.backends.fastertransformer.server_watch import ServerWatch
 from launcher_scripts.backends.fastertransformer.sessions import Sessions, idle_seconds
-from launcher_scripts.backends.fastertransformer.status import DEVICE_VARIABLE, StatusFile
+from launcher_scripts.backends.fastertransformer.status import (
+    DEVICE_VARIABLE,
+    MAX_WAITING_VARIABLE,
+    StatusFile,
+)
+from launcher_scripts.backends.older_servers import require_new_enough, response_sender, returned
+from launcher_scripts.backends.text_parameters import (
+    ParameterError,
+    parameter_values,
+    seconds_allowed,
+)
 from launcher_scripts.contracts_sessions import served_contract
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.prompts import prompt_start_id
 from launcher_scripts.engine.weights import DTYPES
-from launcher_scripts.errors import LauncherError, RequestError, ServerError
+from launcher_scripts.errors import BusyError, LauncherError, RequestError, ServerError, problem
 from launcher_scripts.protocol import GenerateRequest, Tensor
+
+_TYPES = {
+    "BOOL": torch.bool,
+    "FP32": torch.float32,
+    "INT32": torch.int32,
+    "UINT32": torch.uint32,
+    "UINT64": torch.uint64,
+}
 
 
 class TritonPythonModel:
@@ -56,6 +75,7 @@ class TritonPythonModel:
 
         On a node that does not serve: host ranks until the end.
         """
+        require_new_enough()
         self._engine = None
         self._metrics: ModelMetrics | None = None
         self._watch = ServerWatch()
@@ -81,6 +101,7 @@ class TritonPythonModel:
         except LauncherError as error:
             self._status.write("failed", reason=str(error))
             raise pb_utils.TritonModelException(str(error)) from error
+        self._max_waiting_rows = int(os.environ.get(MAX_WAITING_VARIABLE, "512"))
         self._streams = pb_utils.using_decoupled_model_transaction_policy(config)
         self._sessions = None if idle is None else Sessions(self._engine, idle)
         self._metrics = ModelMetrics(args["model_name"], self._engine)
@@ -90,10 +111,11 @@ class TritonPythonModel:
         self._status.write("ready", ranks=self._engine.ranks, timeline=self._engine.timeline.events)
         self._engine.on_failure(self._lost)
 
-    def execute(self, requests: Sequence[Any]) -> None:
+    def execute(self, requests: Sequence[Any]) -> list[Any] | None:
         """Hand every request's rows to the engine; answers follow through response senders."""
-        for request in requests:
-            sender = request.get_response_sender()
+        senders = [response_sender(request) for request in requests]
+        for request, own_sender in zip(requests, senders, strict=True):
+            sender = own_sender
             try:
                 if (errand := errand_of(request)) is not None:
                     channel = self._channels.to(errand.channel)
@@ -103,25 +125,44 @@ class TritonPythonModel:
                     self._begin(request, sender)
                 else:
                     self._begin_turn(request, sender, self._sessions)
-            except RequestError as error:
+            except Exception as error:  # the other requests go on
+                if not isinstance(error, RequestError | ParameterError):
+                    traceback.print_exc()
                 send_last(sender, error_response(error))
             if isinstance(sender, ChannelSender) and self._sessions is None:
                 sender.hand_over()
+        return returned(senders)
 
     def _begin(self, request: Any, sender: Any) -> None:
-        tensors = input_tensors(request, self._contract.inputs)
+        given = input_tensors(request, self._contract.inputs)
+        tensors = with_parameters(request, self._contract.inputs, given)
         rows = self._conversion.to_requests(tensors)
+        self._check_room(len(rows))
         answer = self._answer(
             request, sender, rows, tensors, shown=rows, width=tensors["input_ids"].shape[1]
         )
         answer.start(self._engine.submit)
+
+    def _check_room(self, rows: int) -> None:
+        """Refuse a request that would wait behind too many; alone in line it may be any size."""
+        waiting = self._engine.rows_waiting
+        if waiting and waiting + rows > self._max_waiting_rows:
+            raise BusyError(
+                problem(
+                    "too many rows wait for this model; send the request again later",
+                    got=f"{waiting} and {rows} of this request",
+                    choices=(f"at most {self._max_waiting_rows}",),
+                    change="deploy.server.max_waiting_rows",
+                )
+            )
 
     def _begin_turn(self, request: Any, sender: Any, sessions: Sessions) -> None:
         """A request of a session: its tensors have an axis of one in front of its rows."""
         key = request.correlation_id()
         end = bool(control(request, "END"))
         given = input_tensors(request, self._contract.inputs)
-        tensors = {name: tensor[0] for name, tensor in given.items()}
+        inner = {name: tensor[0] for name, tensor in given.items()}
+        tensors = with_parameters(request, self._contract.inputs, inner)
         rows = self._conversion.to_requests(tensors)
         turn = sessions.begin_turn(
             key, start=bool(control(request, "START")), tensors=tensors, rows=rows
@@ -152,7 +193,6 @@ class TritonPythonModel:
         forwarded = isinstance(sender, ChannelSender)
         wanted = frozenset(request.requested_output_names())
         made = wanted | {"output_ids"} if "news" in wanted else wanted
-        microseconds = request.timeout()  # 0: the client has not said
         answer = Answer(
             self._answers,
             sender,
@@ -162,7 +202,7 @@ class TritonPythonModel:
             self._to_tensors(shown, width, made),
             streams=self._streams and (not forwarded or sender.streams),
             forwarded=forwarded,
-            seconds=microseconds / 1e6 if microseconds else None,
+            seconds=seconds_allowed(request),
             **more,
         )
         if forwarded:
@@ -194,13 +234,40 @@ class TritonPythonModel:
 
 
 def input_tensors(request: Any, inputs: Sequence[Tensor]) -> dict[str, torch.Tensor]:
-    """The contract's tensors of a request, over DLPack: numpy 2 misreads this backend's arrays."""
+    """The contract's tensors of a request, over DLPack: numpy 2 misreads this backend's arrays.
+
+    Raises RequestError that names those that are missing: Triton counts inputs, and optional ones
+    make up for them.
+    """
     found = {}
     for spec in inputs:
         tensor = pb_utils.get_input_tensor_by_name(request, spec.name)
         if tensor is not None:
             found[spec.name] = torch.utils.dlpack.from_dlpack(tensor.to_dlpack())
+    required = [spec.name for spec in inputs if not spec.optional]
+    if missing := [name for name in required if name not in found]:
+        what = f"required inputs are missing: {', '.join(missing)}"
+        raise RequestError(problem(what, got=list(found)))
     return found
+
+
+def with_parameters(
+    request: Any, inputs: Sequence[Tensor], tensors: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """The tensors of a request, batch axis first, and those that its parameters stand for.
+
+    Raises ParameterError for one that is no optional input with one value per row.
+    """
+    if errand_of(request) is not None:
+        return tensors
+    kinds = {spec.name: spec.dtype for spec in inputs if spec.scalar and spec.optional}
+    values = parameter_values(request.parameters(), kinds, tensors)
+    rows = len(next(iter(tensors.values())))
+    made = {
+        name: torch.full((rows, 1), value, dtype=_TYPES[kinds[name]])
+        for name, value in values.items()
+    }
+    return {**tensors, **made}
 
 
 def control(request: Any, name: str) -> int:

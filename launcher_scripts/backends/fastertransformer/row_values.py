@@ -236,7 +236,10 @@ def _column(tensors: Mapping[str, Tensor], name: str, rows: int, problems: Probl
 def _words(
     tensor: Tensor | None, name: str, rows: int, problems: Problems
 ) -> list[tuple[tuple[int, ...], ...]]:
-    """The words of every row from [B, 2, n]: ids, and the end offsets up to the first negative."""
+    """The words of every row from [B, 2, n]: ids, and the end offsets up to the first negative.
+
+    An end offset of 0 ends a word without ids, which is left out: old tools send it for no words.
+    """
     if tensor is None:
         return [()] * rows
     lists = tensor.long()
@@ -248,8 +251,9 @@ def _words(
     words = []
     for ids, offsets in lists.tolist():
         ends = offsets[: next((i for i, end in enumerate(offsets) if end < 0), len(offsets))]
+        ends = list(itertools.dropwhile(lambda end: end == 0, ends))
         bounds = [0, *ends]
-        if ends != sorted(set(ends)) or (ends and not 0 < ends[-1] <= len(ids)) or 0 in ends:
+        if ends != sorted(set(ends)) or (ends and ends[-1] > len(ids)):
             problems.add(f"{name} needs ascending end offsets within its {len(ids)} ids", got=ends)
             continue
         spans = itertools.pairwise(bounds)

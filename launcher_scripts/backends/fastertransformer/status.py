@@ -19,6 +19,7 @@ from launcher_scripts.whole_files import write_whole
 
 STATUS_DIR_VARIABLE = "LAUNCHER_STATUS_DIR"
 DEVICE_VARIABLE = "LAUNCHER_DEVICE"
+MAX_WAITING_VARIABLE = "LAUNCHER_MAX_WAITING_ROWS"
 
 
 class StatusFile:

@@ -32,6 +32,7 @@ class TritonPythonModel:
         return answer_each(requests, self.answer)
 
     def answer(self, request: Any) -> list[Any]:
+        request = self.tensors.complete(request)
         tokens = self.tensors.array(request, "TOKENS_BATCH")  # [B, beam, time]
         if tokens is None or tokens.ndim != 3:
             shape = None if tokens is None else tokens.shape

@@ -37,6 +37,7 @@ class TritonPythonModel:
         return answer_each(requests, self.answer)
 
     def answer(self, request: Any) -> list[Any]:
+        request = self.tensors.complete(request)
         queries = self.tensors.texts(request, "QUERY")
         if queries is None:
             raise BadRequestError("QUERY is required")

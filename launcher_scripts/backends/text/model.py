@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from text_answers import FINAL, TextAnswer
+from older_servers import FINAL, require_new_enough, response_sender, returned
+from text_answers import TextAnswer
 from text_forwards import Forward, Forwards
+from text_parameters import seconds_allowed
 from text_requests import Reader
 from text_tensors import Tensors, error_response, require_working_arrays
 from tokenizer import load_tokenizer
@@ -25,30 +27,31 @@ class TritonPythonModel:
     """
 
     def initialize(self, args: dict[str, str]) -> None:
+        require_new_enough()
         require_working_arrays()
         self.tokenizer = load_tokenizer(Path(__file__).parent)
         self.tensors = Tensors(args["model_config"])
         self.reader = Reader(args["model_config"], self.tokenizer)
         self.forwards = Forwards(generates=self.reader.generates)
 
-    def execute(self, requests: Sequence[Any]) -> None:
+    def execute(self, requests: Sequence[Any]) -> list[Any] | None:
         """Send every request on; answers follow through response senders."""
-        for request in requests:
-            sender = request.get_response_sender()
+        senders = [response_sender(request) for request in requests]
+        for request, sender in zip(requests, senders, strict=True):
             try:
                 self.begin(request, sender)
             except Exception as error:
                 sender.send(error_response(error), flags=FINAL)
+        return returned(senders)
 
     def begin(self, request: Any, sender: Any) -> None:
-        microseconds = request.timeout()  # 0: the client has not said
         answer = TextAnswer(
             self.reader.read(request),
             self.reader,
             self.tensors,
             sender,
             self.tokenizer.decode,
-            microseconds / 1e6 if microseconds else None,
+            seconds_allowed(request),
         )
         session = {"correlation_id": request.correlation_id(), "flags": request.flags()}
         self.forwards.start(Forward(answer, self.reader.token_model, session))

@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+from older_servers import FINAL, failure
 from text_deltas import GrowingText
 from text_requests import Reader, TextRequest
-from text_tensors import Tensors, error_response, failure
-
-FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+from text_tensors import Tensors, error_response
 
 
 class TextAnswer:

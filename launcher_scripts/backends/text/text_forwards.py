@@ -12,15 +12,17 @@ from threading import Condition, Thread
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
+from older_servers import failure
 from text_answers import Senders, TextAnswer
 from text_channel import Channel, Message
-from text_tensors import BadRequestError, error_response, failure
+from text_tensors import BadRequestError, error_response
 
 SENDING_THREADS = 2
 POLL_SECONDS = 0.1  # how often each client is asked about, if that takes no larger share than:
 POLL_SHARE = 4  # asking takes at most one part in so many of the time
 POLLS_AT_ONCE = 8
 CANCEL_AGAIN_SECONDS = 0.3
+ERRAND = "launcher-errand"  # the token model knows by it that a request's id says what follows
 
 
 class Forward:
@@ -34,7 +36,7 @@ class Forward:
         self._session = session
         self._cancelled_at: float | None = None
 
-    def ask(self, parameters: dict[str, Any]) -> list[Any]:
+    def ask(self, request_id: str = "") -> list[Any]:
         """Send the request; returns the tensors that answer it itself.
 
         Raises BadRequestError where Triton does not take it.
@@ -43,7 +45,7 @@ class Forward:
             model_name=self._token_model,
             inputs=self.answer.request.inputs,
             requested_output_names=self.answer.request.asked,
-            parameters=parameters,
+            request_id=request_id,
             **self._session,
         )
         tensors: list[Any] = []
@@ -98,10 +100,10 @@ class Forwards:
         """Send the request; returns when the token model has it, in a session when that is done."""
         try:
             if self._channel is None:
-                forward.answer.pass_on(forward.ask({}))
+                forward.answer.pass_on(forward.ask())
                 return
-            streams = forward.answer.request.streams
-            forward.ask({"key": forward.key, "channel": self._channel.name, "stream": streams})
+            streams = int(forward.answer.request.streams)
+            forward.ask(f"{ERRAND} {forward.key} {self._channel.name} {streams}")
         except Exception as error:
             forward.answer.fail(error_response(error))
             self._forget(forward.key)

@@ -73,7 +73,8 @@ class Reader:
         return self._output_len is not None
 
     def read(self, request: Any) -> TextRequest:
-        """Raises BadRequestError."""
+        """Raises BadRequestError or ParameterError."""
+        request = self._tensors.complete(request)
         given = self._given(request)
         prompts = self._tensors.texts(request, self._name(given, "INPUT_0"))
         if prompts is None:

@@ -123,7 +123,8 @@ def read_virtual_tokens(folder: Path, task: int) -> VirtualTokens:
             problem(
                 f"{folder / 'config.ini'} has no learned prompt task_{task}",
                 choices=known,
-                change="evaluate.tasks.<task>.generation.prompt_task, evaluate.tokenizer_dir",
+                change="evaluate.tasks.<task>.generation.prompt_task (null: the model as it is), "
+                "evaluate.tokenizer_dir",
             )
         )
     return VirtualTokens(int(starts[0]), int(section["prompt_length"]))

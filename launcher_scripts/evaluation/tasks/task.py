@@ -34,6 +34,22 @@ class Metric:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How fast answers came.
+
+    requests: how many were answered, `batch_size` of them at a time
+    seconds:  from the first request to the last answer
+    tokens:   generated in all; 0 where prompts were scored
+    tokens_per_second: None without tokens
+    """
+
+    requests: int
+    seconds: float
+    tokens: int
+    tokens_per_second: float | None
+
+
+@dataclass(frozen=True)
 class Comparison:
     """A task's result beside the same one of a reference.
 
@@ -42,6 +58,7 @@ class Comparison:
     difference: figure -> the served model's value minus the reference's
     different:  indices of the items that were answered otherwise
     items:      what the reference made of those, by index
+    pace:       how fast the reference answered, where that is known
     """
 
     source: str
@@ -49,15 +66,17 @@ class Comparison:
     difference: dict[str, float]
     different: list[int]
     items: dict[int, dict[str, Any]]
+    pace: Pace | None = None
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a task measured: figures by name, and per item what they were made of."""
+    """What a task measured: figures by name, per item what they were made of, and its pace."""
 
     metrics: dict[str, Metric]
     items: list[dict[str, Any]]
     reference: Comparison | None = None
+    pace: Pace | None = None
 
 
 class Model(Protocol):

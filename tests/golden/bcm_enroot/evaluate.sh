@@ -16,19 +16,35 @@ export PYTHONUNBUFFERED=1
 export MPLCONFIGDIR=/mount/results/gpt3_126m/evaluate_tp2_pp1_fp16_fp16/matplotlib_cache
 export TRANSFORMERS_OFFLINE=1
 
+# Containers of jobs that were killed before they could remove them.
+remove_leftovers() {
+    local active name
+    active=$(squeue --noheader --format=%A --states=PD,CF,R,S,ST,CG --user="$(id -u)") || return 0
+    for name in $(enroot list); do
+        if [[ $name =~ ^"launcher_${SLURM_CLUSTER_NAME}_"([0-9]+)_[0-9]+_[0-9]+$ ]] \
+            && ! grep -qx "${BASH_REMATCH[1]}" <<< "$active"; then
+            echo "removing the container $name, which an ended job has left on $SLURMD_NODENAME"
+            enroot remove --force "$name" || true
+        fi
+    done
+}
+
 # Run a command in a container of this task's own, which is removed at the end. A signal reaches
-# the command as well; this shell outlives it to remove the container.
+# the command as well; this shell outlives it to remove the container, which no second signal stops.
 in_container() {
     set -euo pipefail
-    container="launcher_${SLURM_JOB_ID}_${SLURM_STEP_ID}_${SLURM_PROCID}"
-    local folder variable code=0
-    trap 'enroot remove --force "$container" || true' EXIT
+    container="launcher_${SLURM_CLUSTER_NAME}_${SLURM_JOB_ID}_${SLURM_STEP_ID}_${SLURM_PROCID}"
+    local folder said variable code=0
+    trap 'trap "" HUP INT TERM; enroot remove --force "$container" || true' EXIT
     trap : HUP INT TERM
-    if [ "${SLURM_RESTART_COUNT:-0}" != 0 ]; then
-        # The job was started before, and may have been cut off on this node.
-        enroot remove --force "$container" 2> /dev/null || true
-    fi
-    enroot create --name "$container" /images/inference.sqsh
+    remove_leftovers
+    # Unpacking says much, which matters only where it fails. A job that is started a second time may
+    # find the container that it had.
+    said=$(enroot create --force --name "$container" /images/inference.sqsh 2>&1) || {
+        code=$?
+        echo "$said" >&2
+        return "$code"
+    }
 
     # Rank and rendezvous of the task, as the hooks of enroot for PMI and PyTorch would give them.
     MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)}
@@ -56,10 +72,10 @@ in_container() {
         --mount /models:/models:none:x-create=auto,rbind,ro,nosuid \
         --mount /opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher:none:x-create=auto,rbind \
         --mount /mount/results:/mount/results:none:x-create=auto,rbind \
-        "$container" sh -c 'cd "$1" && shift && exec "$@"' sh /mount/results/jobs/evaluate "$@" || code=$?
+        "$container" "$@" || code=$?
     return "$code"
 }
-export -f in_container
+export -f in_container remove_leftovers
 
 # The server is a job of its own, which must run as long as it is measured.
 server=$(cat /mount/results/jobs/deploy/job_id)
@@ -126,7 +142,7 @@ clean_up() {
     trap '' USR1 TERM
     if [ -n "$client" ]; then kill "$client" 2> /dev/null || true; fi
     signal_server TERM
-    local deadline=$((SECONDS + 50))
+    local deadline=$((SECONDS + 110))
     while server_lives && ((SECONDS < deadline)); do
         sleep 0.5
     done
@@ -136,18 +152,20 @@ trap clean_up EXIT
 trap 'echo "error: the time limit or a preemption ends this job" >&2; exit 1' USR1
 trap 'exit 143' TERM
 
-# Step 1 of 2: measure_accuracy
+# Step 1 of 1: measure_accuracy, then measure_speed
 beside_server srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=none \
     --chdir=/mount/results/jobs/evaluate \
     bash -c 'in_container "$@"' bash \
-    python3 -m launcher_scripts.steps.measure_accuracy --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml
-
-# Step 2 of 2: measure_speed
-beside_server srun \
-    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
-    --kill-on-bad-exit=1 --overlap --mpi=none \
-    --chdir=/mount/results/jobs/evaluate \
-    bash -c 'in_container "$@"' bash \
-    python3 -m launcher_scripts.steps.measure_speed --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml
+    sh -c '
+set -eu
+cd /mount/results/jobs/evaluate
+python=python3
+command -v "$python" > /dev/null || {
+    echo "error: the container has no $python; got PATH=$PATH; change cluster.python (its path in the image)" >&2
+    exit 127
+}
+python3 -m launcher_scripts.steps.measure_accuracy --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml
+exec python3 -m launcher_scripts.steps.measure_speed --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml
+'

@@ -29,19 +29,35 @@ mkdir -p /mount/results/images
     fi
 ) 9> /mount/results/images/nvcr.io+nvidia+nemo+23.sqsh.lock
 
+# Containers of jobs that were killed before they could remove them.
+remove_leftovers() {
+    local active name
+    active=$(squeue --noheader --format=%A --states=PD,CF,R,S,ST,CG --user="$(id -u)") || return 0
+    for name in $(enroot list); do
+        if [[ $name =~ ^"launcher_${SLURM_CLUSTER_NAME}_"([0-9]+)_[0-9]+_[0-9]+$ ]] \
+            && ! grep -qx "${BASH_REMATCH[1]}" <<< "$active"; then
+            echo "removing the container $name, which an ended job has left on $SLURMD_NODENAME"
+            enroot remove --force "$name" || true
+        fi
+    done
+}
+
 # Run a command in a container of this task's own, which is removed at the end. A signal reaches
-# the command as well; this shell outlives it to remove the container.
+# the command as well; this shell outlives it to remove the container, which no second signal stops.
 in_container() {
     set -euo pipefail
-    container="launcher_${SLURM_JOB_ID}_${SLURM_STEP_ID}_${SLURM_PROCID}"
-    local folder variable code=0
-    trap 'enroot remove --force "$container" || true' EXIT
+    container="launcher_${SLURM_CLUSTER_NAME}_${SLURM_JOB_ID}_${SLURM_STEP_ID}_${SLURM_PROCID}"
+    local folder said variable code=0
+    trap 'trap "" HUP INT TERM; enroot remove --force "$container" || true' EXIT
     trap : HUP INT TERM
-    if [ "${SLURM_RESTART_COUNT:-0}" != 0 ]; then
-        # The job was started before, and may have been cut off on this node.
-        enroot remove --force "$container" 2> /dev/null || true
-    fi
-    enroot create --name "$container" /mount/results/images/nvcr.io+nvidia+nemo+23.sqsh
+    remove_leftovers
+    # Unpacking says much, which matters only where it fails. A job that is started a second time may
+    # find the container that it had.
+    said=$(enroot create --force --name "$container" /mount/results/images/nvcr.io+nvidia+nemo+23.sqsh 2>&1) || {
+        code=$?
+        echo "$said" >&2
+        return "$code"
+    }
 
     # Rank and rendezvous of the task, as the hooks of enroot for PMI and PyTorch would give them.
     MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)}
@@ -68,23 +84,25 @@ in_container() {
     enroot start "${options[@]}" \
         --mount /opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher:none:x-create=auto,rbind \
         --mount /mount/results:/mount/results:none:x-create=auto,rbind \
-        "$container" sh -c 'cd "$1" && shift && exec "$@"' sh /mount/results/jobs/export "$@" || code=$?
+        "$container" "$@" || code=$?
     return "$code"
 }
-export -f in_container
+export -f in_container remove_leftovers
 
-# Step 1 of 2: convert_checkpoint
-srun \
-    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
-    --kill-on-bad-exit=1 --overlap --mpi=none \
-    --chdir=/mount/results/jobs/export \
-    bash -c 'in_container "$@"' bash \
-    python3 -m launcher_scripts.steps.convert_checkpoint --settings /mount/results/jobs/export/export_gpt3_126m_hydra.yaml
-
-# Step 2 of 2: write_model_repository
+# Step 1 of 1: convert_checkpoint, then write_model_repository
 exec srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=none \
     --chdir=/mount/results/jobs/export \
     bash -c 'in_container "$@"' bash \
-    python3 -m launcher_scripts.steps.write_model_repository --settings /mount/results/jobs/export/export_gpt3_126m_hydra.yaml
+    sh -c '
+set -eu
+cd /mount/results/jobs/export
+python=python3
+command -v "$python" > /dev/null || {
+    echo "error: the container has no $python; got PATH=$PATH; change cluster.python (its path in the image)" >&2
+    exit 127
+}
+python3 -m launcher_scripts.steps.convert_checkpoint --settings /mount/results/jobs/export/export_gpt3_126m_hydra.yaml
+exec python3 -m launcher_scripts.steps.write_model_repository --settings /mount/results/jobs/export/export_gpt3_126m_hydra.yaml
+'

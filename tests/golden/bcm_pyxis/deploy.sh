@@ -13,7 +13,7 @@
 #SBATCH --partition=luna
 #SBATCH --qos=high
 #SBATCH --requeue
-#SBATCH --signal=B:USR1@60
+#SBATCH --signal=B:USR1@120
 #SBATCH --time=1-00:00:00
 
 # The first command that fails ends the job, and its exit code is the job's.
@@ -35,13 +35,21 @@ srun \
     --nodes=2 --ntasks=2 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=pmix --label \
     --container-image='/images/launcher inference.sqsh' \
-    --container-name="launcher_${SLURM_JOB_ID}_deploy" \
     --container-mounts=/models/gpt:/models:ro,/lustre:/lustre,/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
     --container-workdir=/mount/results/gpt3_126m/jobs/001 \
     --no-container-mount-home \
     --container-env=PYTHONPATH,PYTHONUNBUFFERED,TRITON_CACHE_DIR,NCCL_DEBUG,TRANSFORMERS_OFFLINE \
     --container-writable \
-    python3 -m launcher_scripts.steps.start_server --settings '/mount/results/gpt3_126m/jobs/001/deploy $(touch x) "it'"'"'s" ü_hydra.yaml' &
+    sh -c '
+set -eu
+cd /mount/results/gpt3_126m/jobs/001
+python=python3
+command -v "$python" > /dev/null || {
+    echo "error: the container has no $python; got PATH=$PATH; change cluster.python (its path in the image)" >&2
+    exit 127
+}
+exec python3 -m launcher_scripts.steps.start_server --settings '"'"'/mount/results/gpt3_126m/jobs/001/deploy $(touch x) "it'"'"'"'"'"'"'"'"'s" ü_hydra.yaml'"'"'
+' &
 server=$!
 
 # A signal interrupts the waiting, not the server.

@@ -22,28 +22,24 @@ export MPLCONFIGDIR=/mount/results/gpt3_126m/evaluate_tp16_pp1_fp16_fp16/matplot
 export NCCL_DEBUG='INFO; rm -rf $HOME'
 export TRANSFORMERS_OFFLINE=1
 
-# Step 1 of 2: measure_accuracy
-srun \
-    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
-    --kill-on-bad-exit=1 --overlap --mpi=none \
-    --container-image='/images/launcher inference.sqsh' \
-    --container-name="launcher_${SLURM_JOB_ID}_evaluate" \
-    --container-mounts=/models/gpt:/models:ro,/lustre:/lustre,/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
-    --container-workdir=/mount/results/gpt3_126m/jobs/001 \
-    --no-container-mount-home \
-    --container-env=PYTHONPATH,PYTHONUNBUFFERED,MPLCONFIGDIR,NCCL_DEBUG,TRANSFORMERS_OFFLINE \
-    --container-writable \
-    python3 -m launcher_scripts.steps.measure_accuracy --settings /mount/results/gpt3_126m/jobs/001/evaluate_gpt3_126m_hydra.yaml
-
-# Step 2 of 2: measure_speed
+# Step 1 of 1: measure_accuracy, then measure_speed
 exec srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=none \
     --container-image='/images/launcher inference.sqsh' \
-    --container-name="launcher_${SLURM_JOB_ID}_evaluate" \
     --container-mounts=/models/gpt:/models:ro,/lustre:/lustre,/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
     --container-workdir=/mount/results/gpt3_126m/jobs/001 \
     --no-container-mount-home \
     --container-env=PYTHONPATH,PYTHONUNBUFFERED,MPLCONFIGDIR,NCCL_DEBUG,TRANSFORMERS_OFFLINE \
     --container-writable \
-    python3 -m launcher_scripts.steps.measure_speed --settings /mount/results/gpt3_126m/jobs/001/evaluate_gpt3_126m_hydra.yaml
+    sh -c '
+set -eu
+cd /mount/results/gpt3_126m/jobs/001
+python=python3
+command -v "$python" > /dev/null || {
+    echo "error: the container has no $python; got PATH=$PATH; change cluster.python (its path in the image)" >&2
+    exit 127
+}
+python3 -m launcher_scripts.steps.measure_accuracy --settings /mount/results/gpt3_126m/jobs/001/evaluate_gpt3_126m_hydra.yaml
+exec python3 -m launcher_scripts.steps.measure_speed --settings /mount/results/gpt3_126m/jobs/001/evaluate_gpt3_126m_hydra.yaml
+'

@@ -23,28 +23,24 @@ export PYTHONUNBUFFERED=1
 export NCCL_DEBUG='INFO; rm -rf $HOME'
 export TRANSFORMERS_OFFLINE=1
 
-# Step 1 of 2: convert_checkpoint
-srun \
-    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
-    --kill-on-bad-exit=1 --overlap --mpi=none \
-    --container-image='/images/launcher inference.sqsh' \
-    --container-name="launcher_${SLURM_JOB_ID}_export" \
-    --container-mounts=/models/gpt:/models:ro,/lustre:/lustre,/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
-    --container-workdir=/mount/results/gpt3_126m/jobs/001 \
-    --no-container-mount-home \
-    --container-env=PYTHONPATH,PYTHONUNBUFFERED,NCCL_DEBUG,TRANSFORMERS_OFFLINE \
-    --container-writable \
-    python3 -m launcher_scripts.steps.convert_checkpoint --settings /mount/results/gpt3_126m/jobs/001/export_gpt3_126m_hydra.yaml
-
-# Step 2 of 2: write_model_repository
+# Step 1 of 1: convert_checkpoint, then write_model_repository
 exec srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=none \
     --container-image='/images/launcher inference.sqsh' \
-    --container-name="launcher_${SLURM_JOB_ID}_export" \
     --container-mounts=/models/gpt:/models:ro,/lustre:/lustre,/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
     --container-workdir=/mount/results/gpt3_126m/jobs/001 \
     --no-container-mount-home \
     --container-env=PYTHONPATH,PYTHONUNBUFFERED,NCCL_DEBUG,TRANSFORMERS_OFFLINE \
     --container-writable \
-    python3 -m launcher_scripts.steps.write_model_repository --settings /mount/results/gpt3_126m/jobs/001/export_gpt3_126m_hydra.yaml
+    sh -c '
+set -eu
+cd /mount/results/gpt3_126m/jobs/001
+python=python3
+command -v "$python" > /dev/null || {
+    echo "error: the container has no $python; got PATH=$PATH; change cluster.python (its path in the image)" >&2
+    exit 127
+}
+python3 -m launcher_scripts.steps.convert_checkpoint --settings /mount/results/gpt3_126m/jobs/001/export_gpt3_126m_hydra.yaml
+exec python3 -m launcher_scripts.steps.write_model_repository --settings /mount/results/gpt3_126m/jobs/001/export_gpt3_126m_hydra.yaml
+'

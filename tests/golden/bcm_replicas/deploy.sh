@@ -10,7 +10,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --open-mode=append
 #SBATCH --output=/mount/results/jobs/deploy/log-deploy_gpt3_126m_%A_%a.out
-#SBATCH --signal=B:USR1@60
+#SBATCH --signal=B:USR1@120
 #SBATCH --time=1-00:00:00
 
 # The first command that fails ends the job, and its exit code is the job's.
@@ -33,12 +33,20 @@ srun \
     --kill-on-bad-exit=1 --overlap --mpi=pmix \
     --gpus-per-node=2 \
     --container-image=/images/inference.sqsh \
-    --container-name="launcher_${SLURM_JOB_ID}_deploy" \
     --container-mounts=/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
     --container-workdir=/mount/results/jobs/deploy \
     --no-container-mount-home \
     --container-env=PYTHONPATH,PYTHONUNBUFFERED,TRITON_CACHE_DIR,TRANSFORMERS_OFFLINE \
-    python3 -m launcher_scripts.steps.start_server --settings /mount/results/jobs/deploy/deploy_gpt3_126m_hydra.yaml --replica "$SLURM_ARRAY_TASK_ID" &
+    sh -c '
+set -eu
+cd /mount/results/jobs/deploy
+python=python3
+command -v "$python" > /dev/null || {
+    echo "error: the container has no $python; got PATH=$PATH; change cluster.python (its path in the image)" >&2
+    exit 127
+}
+exec python3 -m launcher_scripts.steps.start_server --settings /mount/results/jobs/deploy/deploy_gpt3_126m_hydra.yaml --replica "$SLURM_ARRAY_TASK_ID"
+' &
 server=$!
 
 # A signal interrupts the waiting, not the server.

@@ -81,7 +81,7 @@ clean_up() {
     trap '' USR1 TERM
     if [ -n "$client" ]; then kill "$client" 2> /dev/null || true; fi
     signal_server TERM
-    local deadline=$((SECONDS + 50))
+    local deadline=$((SECONDS + 110))
     while server_lives && ((SECONDS < deadline)); do
         sleep 0.5
     done
@@ -91,26 +91,23 @@ trap clean_up EXIT
 trap 'echo "error: the time limit or a preemption ends this job" >&2; exit 1' USR1
 trap 'exit 143' TERM
 
-# Step 1 of 2: measure_accuracy
+# Step 1 of 1: measure_accuracy, then measure_speed
 beside_server srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=none \
     --container-image=/images/inference.sqsh \
-    --container-name="launcher_${SLURM_JOB_ID}_evaluate" \
     --container-mounts=/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
     --container-workdir=/mount/results/jobs/evaluate \
     --no-container-mount-home \
     --container-env=PYTHONPATH,PYTHONUNBUFFERED,MPLCONFIGDIR,TRANSFORMERS_OFFLINE \
-    python3 -m launcher_scripts.steps.measure_accuracy --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml
-
-# Step 2 of 2: measure_speed
-beside_server srun \
-    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
-    --kill-on-bad-exit=1 --overlap --mpi=none \
-    --container-image=/images/inference.sqsh \
-    --container-name="launcher_${SLURM_JOB_ID}_evaluate" \
-    --container-mounts=/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
-    --container-workdir=/mount/results/jobs/evaluate \
-    --no-container-mount-home \
-    --container-env=PYTHONPATH,PYTHONUNBUFFERED,MPLCONFIGDIR,TRANSFORMERS_OFFLINE \
-    python3 -m launcher_scripts.steps.measure_speed --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml
+    sh -c '
+set -eu
+cd /mount/results/jobs/evaluate
+python=python3
+command -v "$python" > /dev/null || {
+    echo "error: the container has no $python; got PATH=$PATH; change cluster.python (its path in the image)" >&2
+    exit 127
+}
+python3 -m launcher_scripts.steps.measure_accuracy --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml
+exec python3 -m launcher_scripts.steps.measure_speed --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml
+'

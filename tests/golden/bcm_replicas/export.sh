@@ -18,26 +18,23 @@ export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
 export TRANSFORMERS_OFFLINE=1
 
-# Step 1 of 2: convert_checkpoint
-srun \
-    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
-    --kill-on-bad-exit=1 --overlap --mpi=none \
-    --container-image=/images/inference.sqsh \
-    --container-name="launcher_${SLURM_JOB_ID}_export" \
-    --container-mounts=/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
-    --container-workdir=/mount/results/jobs/export \
-    --no-container-mount-home \
-    --container-env=PYTHONPATH,PYTHONUNBUFFERED,TRANSFORMERS_OFFLINE \
-    python3 -m launcher_scripts.steps.convert_checkpoint --settings /mount/results/jobs/export/export_gpt3_126m_hydra.yaml
-
-# Step 2 of 2: write_model_repository
+# Step 1 of 1: convert_checkpoint, then write_model_repository
 exec srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=none \
     --container-image=/images/inference.sqsh \
-    --container-name="launcher_${SLURM_JOB_ID}_export" \
     --container-mounts=/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
     --container-workdir=/mount/results/jobs/export \
     --no-container-mount-home \
     --container-env=PYTHONPATH,PYTHONUNBUFFERED,TRANSFORMERS_OFFLINE \
-    python3 -m launcher_scripts.steps.write_model_repository --settings /mount/results/jobs/export/export_gpt3_126m_hydra.yaml
+    sh -c '
+set -eu
+cd /mount/results/jobs/export
+python=python3
+command -v "$python" > /dev/null || {
+    echo "error: the container has no $python; got PATH=$PATH; change cluster.python (its path in the image)" >&2
+    exit 127
+}
+python3 -m launcher_scripts.steps.convert_checkpoint --settings /mount/results/jobs/export/export_gpt3_126m_hydra.yaml
+exec python3 -m launcher_scripts.steps.write_model_repository --settings /mount/results/jobs/export/export_gpt3_126m_hydra.yaml
+'

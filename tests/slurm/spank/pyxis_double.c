@@ -1,35 +1,38 @@
 /*
- * A test double of the pyxis SPANK plugin: the same command-line options, no containers.
+ * A test double of the pyxis SPANK plugin (0.24): the same command-line options, no namespaces.
  *
- * Loaded by the real srun, sbatch and slurmstepd through plugstack.conf:
+ * Loaded by the real srun, sbatch, slurmstepd and slurmd through plugstack.conf:
  *
- *     required /path/pyxis_double.so record=/path/pyxis.jsonl
+ *     required /path/pyxis_double.so record=/path/pyxis.jsonl containers=/path/containers
  *
- * It registers pyxis's documented options in every context, so a misspelled option is refused by
- * Slurm itself; appends one JSON line per phase (srun, sbatch, task) with every option's value; and
- * lets a step fail as pyxis does: status 1 and "pyxis: ..." on the step's stderr when the image,
- * a mount source or the working directory is missing. The task itself runs on the host.
+ * with pyxis' own container_scope=global|job (global is its default), and seconds=S, the time that
+ * unpacking and removing a container takes.
  *
- * It is stricter than pyxis where pyxis would do something unforeseen: an image's path must be
+ * It appends one JSON line per phase (srun, sbatch, task) with every option's value. A container is
+ * a folder <containers>/<node>/<name>: pyxis_<name> stays until somebody removes it, pyxis_<job>_...
+ * goes with its job where the scope is `job`, and one without a name goes with its step. A step
+ * fails as with pyxis, with the same words. The task itself runs on the host.
+ *
+ * It is stricter than pyxis where that would do something unforeseen: an image's path must be
  * absolute, a working directory be below a mount, and a mount be left as it is by the shell that
  * reads it.
- *
- * A name without an image is a container that another step of the job has made on the same node.
  *
  * An image may have a file <image>.env beside it, with lines NAME=value: the image's environment,
  * which wins over the job's except for the names in --container-env. Those travel as a line of a
  * file: without a line break, without quotes around the value, and never the node's own paths.
  */
-#include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <glob.h>
 #include <limits.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <slurm/spank.h>
@@ -51,14 +54,9 @@ static const char *const setting_names[SETTINGS] = {
 #define OFF 100
 
 static char *values[SETTINGS];
-static char *record_path;
-
-static const char *const mount_flags[] = {
-    "ro", "rw", "exec", "noexec", "dev", "nodev", "suid", "nosuid", "nofail", "silent",
-    "bind", "rbind", "atime", "noatime", "diratime", "nodiratime", "relatime", "norelatime",
-    "sync", "async", "private", "rprivate", "shared", "rshared", "slave", "rslave",
-    "unbindable", "runbindable", "x-create=auto", "x-create=dir", "x-create=file", NULL,
-};
+static const char *record_path, *containers;
+static int scope_is_job;
+static double seconds;
 
 static int is_one_of(const char *word, const char *const *words)
 {
@@ -89,7 +87,10 @@ static int take(int val, const char *argument, int remote)
     return 0;
 }
 
-/* Each entry of --container-mounts is SRC[:DST[:FLAGS]]; SRC is a path, "tmpfs" or "umount". */
+/*
+ * Each entry of --container-mounts is SRC[:DST[:FLAGS]]; SRC is a path, "tmpfs" or "umount".
+ * Flags are left to mount.
+ */
 static int take_mounts(int val, const char *argument, int remote)
 {
     char *copy, *rest, *entry;
@@ -107,43 +108,24 @@ static int take_mounts(int val, const char *argument, int remote)
             slurm_error("pyxis: --container-mounts: invalid format: %s", argument);
             result = -1;
         } else if ((!special && strspn(source, "./") == 0) || strspn(target, "./") == 0) {
-            slurm_error("pyxis: --container-mounts: source and target must be paths: %s:%s",
-                        source, target);
+            slurm_error("pyxis: could not add mount entry: %s:%s", source, target);
             result = -1;
-        }
-        while (result == 0 && fields != NULL) {
-            const char *flag = strsep(&fields, "+");
-
-            if (!is_one_of(flag, mount_flags)) {
-                slurm_error("pyxis: --container-mounts: unknown flag: %s", flag);
-                result = -1;
-            }
         }
     }
     free(copy);
     return result;
 }
 
-/* --container-env is NAME[,NAME...]; a shell has to be able to expand them. */
+/* --container-env is NAME[,NAME...]; whether these are names is not asked. */
 static int take_env(int val, const char *argument, int remote)
 {
-    const char *at = argument;
-
     if (take(val, argument, remote) != 0)
         return -1;
-    for (;; at++) {
-        size_t length = strspn(at, "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_"
-                                   "0123456789");
-
-        if (length == 0 || isdigit((unsigned char)*at) ||
-            (at[length] != ',' && at[length] != '\0')) {
-            slurm_error("pyxis: --container-env: invalid format: %s", argument);
-            return -1;
-        }
-        at += length;
-        if (*at == '\0')
-            return 0;
+    if (*argument == ',' || strstr(argument, ",,") != NULL || argument[strlen(argument) - 1] == ',') {
+        slurm_error("pyxis: --container-env: invalid format: %s", argument);
+        return -1;
     }
+    return 0;
 }
 
 /* --container-name is NAME[:auto|create|exec|no_exec]. */
@@ -153,10 +135,14 @@ static int take_name(int val, const char *argument, int remote)
 
     if (take(val, argument, remote) != 0)
         return -1;
-    if (flag == argument || strchr(argument, '/') != NULL ||
-        (flag != NULL && strcmp(flag, ":auto") != 0 && strcmp(flag, ":create") != 0 &&
+    if (flag == argument) {
+        slurm_error("pyxis: --container-name: empty name");
+        return -1;
+    }
+    if ((flag != NULL && flag[1] != '\0' && strcmp(flag, ":auto") != 0 && strcmp(flag, ":create") != 0 &&
          strcmp(flag, ":exec") != 0 && strcmp(flag, ":no_exec") != 0)) {
-        slurm_error("pyxis: --container-name: invalid name or flag: %s", argument);
+        slurm_error("pyxis: --container-name: flag must be \"auto\", \"create\", \"exec\" or "
+                    "\"no_exec\"");
         return -1;
     }
     return 0;
@@ -181,13 +167,24 @@ static struct spank_option options[] = {
     SPANK_OPTIONS_TABLE_END
 };
 
+static void read_arguments(int argc, char **argv)
+{
+    for (int i = 0; i < argc; i++)
+        if (strncmp(argv[i], "record=", 7) == 0)
+            record_path = strdup(argv[i] + 7);
+        else if (strncmp(argv[i], "containers=", 11) == 0)
+            containers = strdup(argv[i] + 11);
+        else if (strncmp(argv[i], "seconds=", 8) == 0)
+            seconds = atof(argv[i] + 8);
+        else
+            scope_is_job = strcmp(argv[i], "container_scope=job") == 0;
+}
+
 int slurm_spank_init(spank_t spank, int argc, char **argv)
 {
     spank_context_t context = spank_context();
 
-    for (int i = 0; i < argc; i++)
-        if (strncmp(argv[i], "record=", 7) == 0)
-            record_path = strdup(argv[i] + 7);
+    read_arguments(argc, argv);
     if (context != S_CTX_LOCAL && context != S_CTX_ALLOCATOR && context != S_CTX_REMOTE)
         return 0;
     for (int i = 0; options[i].name != NULL; i++)
@@ -254,23 +251,31 @@ int slurm_spank_init_post_opt(spank_t spank, int argc, char **argv)
     if (context == S_CTX_LOCAL || context == S_CTX_ALLOCATOR) {
         record(context == S_CTX_LOCAL ? "srun" : "sbatch", "");
         if (!used() && (values[MOUNTS] != NULL || values[WORKDIR] != NULL))
-            slurm_error("pyxis: options ignored: neither --container-image nor "
-                        "--container-name is set");
+            slurm_error("pyxis: ignoring --container-%s because neither --container-image nor "
+                        "--container-name is set", values[MOUNTS] != NULL ? "mounts" : "workdir");
     }
     return 0;
 }
 
+/* What pyxis says, line by line; returns -1. */
 static int fail(const char *format, ...)
 {
-    char text[PATH_MAX + 256];
+    char text[2 * PATH_MAX];
     va_list arguments;
 
     va_start(arguments, format);
     vsnprintf(text, sizeof(text), format, arguments);
     va_end(arguments);
-    slurm_error("pyxis: %s", text);
-    slurm_error("pyxis: couldn't start container");
+    for (char *rest = text, *line; (line = strsep(&rest, "\n")) != NULL;)
+        slurm_error("pyxis: %s", line);
     return -1;
+}
+
+static void take_time(void)
+{
+    struct timespec span = {(time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9)};
+
+    nanosleep(&span, NULL);
 }
 
 /* The names in --container-env keep the job's value. */
@@ -338,54 +343,96 @@ static void apply_image_environment(spank_t spank, const char *image)
     fclose(file);
 }
 
-/* The file that stands for a named container of a job on a node. */
-static void container_path(spank_t spank, char *path, size_t size, uint32_t job)
+/* The folder that stands for this step's container on this node. */
+static void container_path(spank_t spank, char *path, size_t size)
 {
-    int length = (int)strcspn(values[NAME], ":");
-    char node[256] = "";
+    uint32_t job = 0, step = 0;
+    char node[256] = "", job_part[16] = "", name[256];
 
+    spank_get_item(spank, S_JOB_ID, &job);
+    spank_get_item(spank, S_JOB_STEPID, &step);
     spank_getenv(spank, "SLURMD_NODENAME", node, sizeof(node));
-    snprintf(path, size, "%s.%u_%s_%.*s", record_path, job, node, length, values[NAME]);
+    if (scope_is_job)
+        snprintf(job_part, sizeof(job_part), "%u_", job);
+    if (values[NAME] != NULL)
+        snprintf(name, sizeof(name), "%.*s", (int)strcspn(values[NAME], ":"), values[NAME]);
+    else
+        snprintf(name, sizeof(name), "%u.%u", job, step);
+    snprintf(path, size, "%s/%s/pyxis_%s%s", containers, node, job_part, name);
 }
 
-/* Whether the named container is there; with an image it is made. */
-static int find_container(spank_t spank, uint32_t job)
-{
-    char path[PATH_MAX];
-    int file;
-
-    if (values[NAME] == NULL || record_path == NULL)
-        return 0;
-    container_path(spank, path, sizeof(path), job);
-    if (values[IMAGE] == NULL)
-        return access(path, F_OK) == 0;
-    file = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
-    if (file >= 0)
-        close(file);
-    return 0;
-}
-
-static int check_image(void)
+/* enroot import and enroot create. */
+static int unpack(const char *path)
 {
     struct stat status;
     char magic[4];
     const char *image = values[IMAGE];
-    int file, valid;
+    int file, valid = 0;
 
-    if (image == NULL)
-        return fail("a container name without an image: %s does not exist", values[NAME]);
-    if (strspn(image, "./") == 0)
-        return fail("failed to import docker image: docker://%s", image);
-    if (*image != '/')
-        return fail("an image's path must be absolute: %s", image);
-    if (stat(image, &status) != 0)
-        return fail("No such file or directory: %s", image);
-    if ((file = open(image, O_RDONLY | O_CLOEXEC)) < 0)
-        return fail("cannot open %s: %s", image, strerror(errno));
-    valid = read(file, magic, sizeof(magic)) == sizeof(magic) && memcmp(magic, "hsqs", 4) == 0;
-    close(file);
-    return valid ? 0 : fail("Invalid image format: %s", image);
+    if (strspn(image, "./") == 0) {
+        const char *name = strncmp(image, "docker://", 9) == 0 ? image + 9 : image;
+        const char *upper = strpbrk(strchr(name, '#') != NULL ? strchr(name, '#') : name,
+                                    "ABCDEFGHIJKLMNOPQRSTUVWXYZ");
+        const char *why = upper != NULL ? "[ERROR] Invalid image reference: docker://"
+                                        : "curl: (6) Could not resolve the host of ";
+
+        return fail("failed to import docker image: %s\nprinting enroot log file:\n    %s%s", image,
+                    why, name);
+    }
+    if ((file = open(image, O_RDONLY | O_CLOEXEC)) >= 0) {
+        valid = read(file, magic, sizeof(magic)) == sizeof(magic) && memcmp(magic, "hsqs", 4) == 0;
+        close(file);
+    }
+    if (!valid || *image != '/')
+        return fail("failed to create container filesystem for image: %s\n"
+                    "printing enroot log file:\n    [ERROR] %s: %s", image,
+                    stat(image, &status) != 0 ? "No such file or directory" : "Invalid image format",
+                    image);
+    take_time();
+    return mkdir(path, 0700);
 }
+
+/* The container of this step on this node, made by the first of its tasks. */
+static int find_container(spank_t spank)
+{
+    char path[PATH_MAX], folder[PATH_MAX];
+    int lock, result = 0;
+
+    container_path(spank, path, sizeof(path));
+    snprintf(folder, sizeof(folder), "%.*s", (int)(strrchr(path, '/') - path), path);
+    mkdir(containers, 0700);
+    mkdir(folder, 0700);
+    lock = open(folder, O_RDONLY | O_CLOEXEC);
+    flock(lock, LOCK_EX);
+    if (access(path, F_OK) != 0) {
+        if (values[IMAGE] == NULL)
+            result = fail("error: a container with name \"%s\" does not exist, and "
+                          "--container-image is not set", strrchr(path, '/') + 1);
+        else
+            result = unpack(path);
+    } else if (values[NAME] != NULL && strstr(values[NAME], ":create") != NULL) {
+        result = fail("error: \"create\" flag was passed to --container-name but the container "
+                      "already exists");
+    }
+    close(lock);
+    return result;
+}
+
+/* The log of enroot create, which pyxis prints when the start fails. */
+static const char *const unpacked_log =
+    "couldn't create enroot start configuration script\n"
+    "printing enroot log file:\n"
+    "    [INFO] Extracting squashfs filesystem...\n"
+    "    Parallel unsquashfs: Using 64 processors\n"
+    "    11003 inodes (12345 blocks) to write\n"
+    "    created 9843 files\n"
+    "    created 1203 directories\n"
+    "    created 1160 symlinks\n"
+    "    created 0 devices\n"
+    "    created 0 fifos\n"
+    "    created 0 sockets\n"
+    "    created 0 hardlinks\n"
+    "container was not started successfully by another task";
 
 static int check_mounts(void)
 {
@@ -400,8 +447,9 @@ static int check_mounts(void)
     while (result == 0 && (entry = strsep(&rest, ",")) != NULL) {
         char *source = strsep(&entry, ":");
 
-        if (strspn(source, "./") > 0 && access(source, F_OK) != 0)
-            result = fail("failed to mount: %s: %s", source, strerror(errno));
+        if (*source == '/' && access(source, F_OK) != 0)
+            result = fail("--container-mounts: source path does not exist: %s\n%s", source,
+                          unpacked_log);
     }
     free(copy);
     return result;
@@ -440,18 +488,50 @@ int slurm_spank_task_init(spank_t spank, int argc, char **argv)
     snprintf(numbers, sizeof(numbers), ", \"job\": %u, \"step\": %u, \"node\": %u, \"rank\": %u",
              job, step, node, rank);
     record("task", numbers);
-    if (find_container(spank, job)) {
-        if (values[WORKDIR] != NULL && chdir(values[WORKDIR]) != 0)
-            return fail("couldn't chdir to %s: %s", values[WORKDIR], strerror(errno));
-        return 0;
-    }
-    if (check_image() != 0 || check_mounts() != 0)
+    if (find_container(spank) != 0 || check_mounts() != 0)
         return -1;
     if (values[WORKDIR] != NULL && !is_mounted(values[WORKDIR]))
-        return fail("couldn't chdir to %s: no mount holds it", values[WORKDIR]);
+        return fail("couldn't chdir to %s: No such file or directory", values[WORKDIR]);
     if (values[WORKDIR] != NULL && chdir(values[WORKDIR]) != 0)
         return fail("couldn't chdir to %s: %s", values[WORKDIR], strerror(errno));
     apply_named_variables(spank);
-    apply_image_environment(spank, values[IMAGE]);
+    if (values[IMAGE] != NULL)
+        apply_image_environment(spank, values[IMAGE]);
+    return 0;
+}
+
+/* The last task of a step on a node takes a container without a name with it. */
+int slurm_spank_task_exit(spank_t spank, int argc, char **argv)
+{
+    static uint32_t ended;
+    uint32_t tasks = 0;
+    char path[PATH_MAX];
+
+    (void)argc, (void)argv;
+    spank_get_item(spank, S_JOB_LOCAL_TASK_COUNT, &tasks);
+    if (values[IMAGE] == NULL || values[NAME] != NULL || ++ended != tasks)
+        return 0;
+    container_path(spank, path, sizeof(path));
+    take_time();
+    rmdir(path);
+    return 0;
+}
+
+/* On each of the job's nodes; other nodes' containers of an ended job may go as well. */
+int slurm_spank_job_epilog(spank_t spank, int argc, char **argv)
+{
+    uint32_t job = 0;
+    char pattern[PATH_MAX];
+    glob_t found;
+
+    read_arguments(argc, argv);
+    if (!scope_is_job || spank_get_item(spank, S_JOB_ID, &job) != ESPANK_SUCCESS)
+        return 0;
+    snprintf(pattern, sizeof(pattern), "%s/*/pyxis_%u_*", containers, job);
+    if (glob(pattern, 0, NULL, &found) == 0) {
+        for (size_t i = 0; i < found.gl_pathc; i++)
+            rmdir(found.gl_pathv[i]);
+        globfree(&found);
+    }
     return 0;
 }

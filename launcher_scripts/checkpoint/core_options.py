@@ -1,0 +1,205 @@
+"""What a training of Megatron-LM core says about its GPT, as hyperparameters.
+
+Three tools write it in three ways: Megatron-LM as the arguments of its command line, Megatron
+Bridge as `run_config.yaml`, NeMo 2 as `context/model.yaml`. Bridge and NeMo name the fields of the
+core's configuration; `of_arguments` gives Megatron-LM's arguments the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launcher_scripts.checkpoint.nemo_gpt import core_dialects
+from launcher_scripts.checkpoint.nemo_options import flag, real, size
+from launcher_scripts.errors import CheckpointError, Problems
+from launcher_scripts.models.gpt import GPTConfig
+
+POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
+NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+# The last part of a function's name -> the activation; "gelu" is settled by the fused kernel.
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "openai_gelu": "gelu",
+    "silu": "silu",
+    "squared_relu": "squared_relu",
+    "relu": "relu",
+}
+# Fields whose other values change the network in ways this project does not know.
+_KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
+    "num_moe_experts": (None, 0),
+    "multi_latent_attention": (None, False),
+    "qk_l2_norm": (None, False),
+    "rotary_interleaved": (None, False),
+    "apply_residual_connection_post_layernorm": (None, False),
+    "window_size": (None,),
+    "no_rope_freq": (None,),
+    "attention_output_gate": (None, False),
+    "softmax_type": (None, "vanilla"),
+    "is_hybrid_model": (None, False),
+    "experimental_attention_variant": (None,),
+    "linear_attention_freq": (None,),
+    "heterogeneous_block_specs": (None, False),
+    "glu_linear_offset": (None, 0, 0.0),
+    "activation_func_clamp_value": (None,),
+    "softmax_scale": (None,),
+    "scale_embedding": (None, False),
+    "embedding_multiplier": (None, 1, 1.0),
+}
+# Llama 3.1's, which Megatron-LM has no arguments for.
+LLAMA3_SCALING = {
+    "scale_factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "old_context_len": 8192,
+}
+_IGNORED_FACTOR = (
+    "the training was asked for rope_scaling_factor {}, but Megatron-LM's models always have 8: "
+    "so has this one"
+)
+
+
+@dataclass(frozen=True)
+class CoreGPT:
+    """What the training says.
+
+    fields:   GPTConfig's but vocab_size (the table's rows) and the token ids
+    plus_one: norms' scales are stored as their distance from one
+    notes:    what a user should know about the model
+    """
+
+    fields: Mapping[str, Any]
+    plus_one: bool
+    notes: tuple[str, ...] = ()
+
+    def dialects(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Dialects of the weight table for tensors of these names, first choice first."""
+        local_norms = any(".pre_mlp_layernorm." in name for name in names)
+        return core_dialects(self.fields["gated"], local_norms, self.plus_one)
+
+    def config(self, vocab_size: int) -> GPTConfig:
+        return GPTConfig(vocab_size=vocab_size, **self.fields)
+
+
+def read_options(raw: Mapping[str, Any], origin: str, notes: tuple[str, ...] = ()) -> CoreGPT:
+    """The fields of the core's configuration as GPTConfig's.
+
+    Raises CheckpointError with everything that is missing or cannot be represented.
+    """
+    problems = Problems(origin)
+    for key, values in _KNOWN_VALUES.items():
+        if raw.get(key) not in values:
+            problems.add(f"{key} is not supported", got=raw[key], choices=values)
+    heads = size(raw, "num_attention_heads", problems)
+    hidden = size(raw, "hidden_size", problems)
+    bias = flag(raw, "add_bias_linear", True)
+    qkv_bias = flag(raw, "add_qkv_bias", False)
+    positions = str(raw.get("position_embedding_type") or "learned_absolute")
+    normalization = str(raw.get("normalization") or "LayerNorm")
+    gated = flag(raw, "gated_linear_unit", False)
+    activation = str(raw.get("activation_func") or "gelu")
+    for name, value, choices in (
+        ("position_embedding_type", positions, POSITIONS),
+        ("normalization", normalization, NORMALIZATIONS),
+        ("activation_func", activation, ACTIVATIONS),
+    ):
+        if value not in choices:
+            problems.add(f"{name} is not supported", got=value, choices=choices)
+    fields = {
+        "num_layers": size(raw, "num_layers", problems),
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": size(raw, "num_query_groups", problems, heads),
+        "head_size": size(raw, "kv_channels", problems, max(hidden // heads, 1)),
+        "ffn_size": size(raw, "ffn_hidden_size", problems, 4 * hidden),
+        "max_positions": size(raw, "max_position_embeddings", problems, raw.get("seq_length")),
+        "position_embedding": POSITIONS.get(positions, "none"),
+        "rotary_percentage": real(raw, "rotary_percent", 1.0, problems),
+        "rotary_base": real(raw, "rotary_base", 10000.0, problems),
+        "rotary_interpolation_factor": real(raw, "seq_len_interpolation_factor", 1.0, problems),
+        **_scaling(raw, problems),
+        "normalization": NORMALIZATIONS.get(normalization, "layernorm"),
+        "norm_eps": real(raw, "layernorm_epsilon", 1e-5, problems),
+        "activation": _activation(raw, activation),
+        "gated": gated,
+        "attention_bias": bias or qkv_bias,
+        "attention_dense_bias": False if qkv_bias and not bias else None,
+        "qk_norm": flag(raw, "qk_layernorm", False) or None,
+        "mlp_bias": bias,
+        "tied_embeddings": flag(raw, "share_embeddings_and_output_weights", True),
+    }
+    problems.raise_if_any(CheckpointError)
+    return CoreGPT(fields, flag(raw, "layernorm_zero_centered_gamma", False), notes)
+
+
+def _activation(raw: Mapping[str, Any], name: str) -> str:
+    """The fused kernel's GELU is the tanh form, torch's own is the exact one."""
+    if name != "gelu" or flag(raw, "openai_gelu", False):
+        return ACTIVATIONS.get(name, "gelu")
+    return "gelu" if flag(raw, "bias_activation_fusion", True) else "gelu_erf"
+
+
+def _scaling(raw: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
+    """Llama 3.1's rope scaling, where the training had it."""
+    if not flag(raw, "rope_scaling", False):
+        return {}
+    said = {**LLAMA3_SCALING, **{k: raw[k] for k in LLAMA3_SCALING if raw.get(k) is not None}}
+    return {
+        "rotary_scaling": "llama3",
+        "rotary_scaling_factor": real(said, "scale_factor", 8.0, problems),
+        "rotary_low_frequency_factor": real(said, "low_freq_factor", 1.0, problems),
+        "rotary_high_frequency_factor": real(said, "high_freq_factor", 4.0, problems),
+        "rotary_original_positions": int(real(said, "old_context_len", 8192, problems)),
+    }
+
+
+def of_arguments(args: Mapping[str, Any], origin: str) -> CoreGPT:
+    """Of Megatron-LM: its arguments under the names of the core's configuration."""
+    raw = dict(args)
+    raw["activation_func"] = next(
+        (
+            name
+            for flag_name, name in (("swiglu", "silu"), ("squared_relu", "squared_relu"))
+            if args.get(flag_name)
+        ),
+        "quick_gelu" if args.get("quick_geglu") else "gelu",
+    )
+    raw["gated_linear_unit"] = args.get("swiglu")
+    raw["num_query_groups"] = (
+        args.get("num_query_groups") if args.get("group_query_attention") else None
+    )
+    raw["num_moe_experts"] = args.get("num_experts")
+    raw["layernorm_epsilon"] = args.get("norm_epsilon") or args.get("layernorm_epsilon")
+    raw["layernorm_zero_centered_gamma"] = args.get("apply_layernorm_1p")
+    raw["share_embeddings_and_output_weights"] = not args.get("untie_embeddings_and_output_weights")
+    raw["seq_len_interpolation_factor"] = args.get("rotary_seq_len_interpolation_factor")
+    if args.get("use_rotary_position_embeddings"):
+        raw["position_embedding_type"] = "rope"
+    raw["rope_scaling"] = args.get("use_rope_scaling")
+    raw["bias_activation_fusion"] = args.get("bias_gelu_fusion")
+    factor = args.get("rope_scaling_factor")
+    ignored = bool(args.get("use_rope_scaling")) and factor not in (None, 8, 8.0)
+    return read_options(raw, origin, (_IGNORED_FACTOR.format(factor),) if ignored else ())
+
+
+def of_bridge(model: Mapping[str, Any], origin: str) -> CoreGPT:
+    """Of Megatron Bridge: section `model` of run_config.yaml."""
+    return read_options({**_plain(model), "scale_factor": model.get("rope_scaling_factor")}, origin)
+
+
+def of_nemo2(model: Mapping[str, Any], origin: str) -> CoreGPT:
+    """Of NeMo 2: section `config` of model.yaml. Its class alone says whether ropes are scaled."""
+    scaled = model.get("scale_factor") is not None
+    return read_options({**_plain(model), "rope_scaling": scaled}, origin)
+
+
+def _plain(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Functions and types as their names: `_target_` is never called."""
+    return {key: _name(value) for key, value in model.items()}
+
+
+def _name(value: Any) -> Any:
+    if isinstance(value, Mapping) and "_target_" in value:
+        return str(value["_target_"]).rpartition(".")[2]
+    return value

@@ -1,0 +1,58 @@
+"""gguf's reader of files, with bounds: it takes the lengths and places in a file as they come.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGUFReader, GGUFValueType, dequantize
+
+from launcher_scripts.errors import CheckpointError
+
+# Items of all arrays of a file. The largest vocabularies have a few 100,000 tokens and merges, and
+# every item becomes an object of its own.
+_MOST_ITEMS = 1 << 22
+
+
+class _BoundedReader(GGUFReader):
+    """A GGUF file in which nothing is larger than the file, and no two tensors share a place."""
+
+    _items_left = _MOST_ITEMS
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        if end > len(self.data):
+            raise ValueError(f"it ends at byte {len(self.data)}, and a value of it at byte {end}")
+        return super()._get(int(offset), dtype, count, override_order)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if GGUFValueType(raw_type) == GGUFValueType.ARRAY:
+            if GGUFValueType(self._get(orig_offs, np.uint32)[0]) == GGUFValueType.ARRAY:
+                raise ValueError("it has arrays of arrays")
+            self._items_left -= int(self._get(orig_offs + 4, np.uint64)[0])
+            if self._items_left < 0:
+                raise ValueError(f"its arrays have more than {_MOST_ITEMS} items")
+        return super()._get_field_parts(orig_offs, raw_type)
+
+    def _build_tensors(self, start_offs: int, fields: Any) -> None:
+        super()._build_tensors(start_offs, fields)
+        end = start_offs
+        for tensor in sorted(self.tensors, key=lambda tensor: tensor.data_offset):
+            if tensor.data_offset < end:
+                raise ValueError(f"{tensor.name} lies in another tensor or in the header")
+            end = tensor.data_offset + tensor.n_bytes
+        for kind in {tensor.tensor_type for tensor in self.tensors}:
+            dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+
+
+def open_gguf(path: Path) -> GGUFReader:
+    """The file, whose tensors can all be read. Raises CheckpointError."""
+    try:
+        with np.errstate(over="raise"):
+            return _BoundedReader(path)
+    except Exception as error:  # the reader checks little, so anything may go wrong in it
+        raise CheckpointError(f"cannot read {path} as a GGUF file: {error}") from error

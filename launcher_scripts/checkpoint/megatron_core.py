@@ -1,0 +1,204 @@
+"""GPTs that Megatron-LM core saved as a distributed checkpoint: Megatron-LM, Bridge and NeMo 2.
+
+All three write the same tensors (distributed.py). What the model is, Megatron-LM says in the
+arguments within the common state, Megatron Bridge in `run_config.yaml` beside the tensors, and
+NeMo 2 in `context/model.yaml` beside the folder `weights`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, ClassVar
+
+import yaml
+
+from launcher_scripts.checkpoint import core_options, distributed, tokenizer_files, torch_file
+from launcher_scripts.checkpoint.archive import Archive
+from launcher_scripts.checkpoint.core_options import CoreGPT
+from launcher_scripts.checkpoint.hints import Hints
+from launcher_scripts.checkpoint.megatron import (
+    TABLE,
+    Namespace,
+    the_latest,
+    training_arguments,
+)
+from launcher_scripts.checkpoint.nemo_state import stripped
+from launcher_scripts.checkpoint.pickles import AnyGlobal
+from launcher_scripts.checkpoint.source_checkpoint import WholeTensors
+from launcher_scripts.checkpoint.source_tensor import SourceTensor
+from launcher_scripts.errors import CheckpointError, problem
+from launcher_scripts.models.gpt import GPTConfig
+
+COMMON = "common.pt"
+COMMON_OBJECT = "common_state/shard_0_1"
+RUN_CONFIG = "run_config.yaml"
+CONTEXT = "context/model.yaml"
+WEIGHTS = "weights/"
+HEAD = "output_layer.weight"
+# The modules of a T5, which this reader does not know.
+_ENCODER = "encoder.layers."
+
+
+class _CommonGlobals(AnyGlobal):
+    """Objects of any class may stand beside the training's arguments, and mean nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self[("argparse", "Namespace")] = Namespace
+
+
+@dataclass(frozen=True)
+class MegatronCoreCheckpoint(WholeTensors):
+    """An opened checkpoint.
+
+    root:     the folder of the tensors in the archive, "" or ending in `/`
+    tool:     what wrote it
+    args:     Megatron-LM's arguments, {} of another tool
+    config:   the hyperparameters; token ids still GPTConfig's defaults
+    dialects: dialects of the weight table, the first that has a row wins
+    """
+
+    format: ClassVar[str] = "megatron_core"
+
+    archive: Archive
+    root: str
+    tool: str
+    args: Mapping[str, Any]
+    config: GPTConfig
+    dialects: tuple[str, ...]
+    tensors: Mapping[str, SourceTensor]
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def matches(cls, archive: Archive) -> bool:
+        """Whether there is a distributed checkpoint."""
+        return bool(_roots(archive))
+
+    @classmethod
+    def open(cls, archive: Archive, _hints: Hints) -> MegatronCoreCheckpoint:
+        """Raises CheckpointError for what is damaged, incomplete or not supported."""
+        root = the_latest(archive, _roots(archive))
+        tensors = stripped(
+            {
+                name.removeprefix("module."): tensor
+                for name, tensor in distributed.read_tensors(archive, root).items()
+            }
+        )
+        if any(name.startswith(_ENCODER) for name in tensors):
+            raise CheckpointError(f"{archive.path} holds an encoder, which is not supported yet")
+        if TABLE not in tensors:
+            raise CheckpointError(problem(f"{archive.path} lacks the word embeddings", got=TABLE))
+        tool, args, gpt = _read_settings(archive, root)
+        if gpt.fields["tied_embeddings"]:
+            tensors.pop(HEAD, None)
+        return cls(
+            archive,
+            root,
+            tool,
+            args,
+            gpt.config(tensors[TABLE].shape[0]),
+            gpt.dialects(tensors),
+            tensors,
+            gpt.notes,
+        )
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """Exported name -> content of the tokenizer that Bridge and NeMo 2 keep with the model."""
+        folders = {
+            f"{PurePosixPath(name).parent}/"
+            for name in self.archive.names()
+            if name.startswith((f"{self.root}tokenizer/", f"{_parent(self.root)}context/"))
+        }
+        found = [each for each in sorted(folders) if tokenizer_files.has_plain(self.archive, each)]
+        if len(found) > 1:
+            raise CheckpointError(
+                problem(
+                    f"{self.archive.path} holds several tokenizers",
+                    got=found,
+                    change="export.model.tokenizer",
+                )
+            )
+        return tokenizer_files.plain_files(self.archive, found[0] if found else self.root)
+
+    def extra_files(self) -> dict[str, bytes]:
+        """args.txt: a line `name:value` per training argument."""
+        return training_arguments(self.args)
+
+    def details(self) -> dict[str, Any]:
+        """What the manifest records besides path, format and dialects."""
+        return {"tool": self.tool, "folder": self.root.rstrip("/")}
+
+
+def _roots(archive: Archive) -> set[str]:
+    """Folders that hold a distributed checkpoint, "" or ending in `/`."""
+    names = archive.names()
+    return {
+        name.removesuffix(distributed.METADATA)
+        for name in names
+        if PurePosixPath(name).name == distributed.METADATA
+    }
+
+
+def _parent(root: str) -> str:
+    """The folder above, "" or ending in `/`."""
+    parent = str(PurePosixPath(root).parent)
+    return "" if parent == "." else f"{parent}/"
+
+
+def _read_settings(archive: Archive, root: str) -> tuple[str, Mapping[str, Any], CoreGPT]:
+    """What wrote the checkpoint, its arguments, and what the model is."""
+    names = archive.names()
+    context = _parent(root) + CONTEXT
+    if root + RUN_CONFIG in names:
+        origin = f"{root}{RUN_CONFIG} of {archive.path}"
+        model = _section(archive, root + RUN_CONFIG, "model", origin)
+        return "Megatron Bridge", {}, core_options.of_bridge(model, origin)
+    if root.endswith(WEIGHTS) and context in names:
+        origin = f"{context} of {archive.path}"
+        return (
+            "NeMo 2",
+            {},
+            core_options.of_nemo2(_section(archive, context, "config", origin), origin),
+        )
+    args = _arguments(archive, root)
+    if args is None:
+        raise CheckpointError(
+            problem(
+                f"{archive.path} does not say what its model is",
+                choices=[
+                    f"args in {root}{COMMON} or its common state (Megatron-LM)",
+                    f"{root}{RUN_CONFIG} (Megatron Bridge)",
+                    f"{context} (NeMo 2)",
+                ],
+                change="export.model.checkpoint_path",
+            )
+        )
+    return "Megatron-LM", args, core_options.of_arguments(args, f"the arguments in {archive.path}")
+
+
+def _section(archive: Archive, name: str, key: str, origin: str) -> Mapping[str, Any]:
+    try:
+        section = yaml.safe_load(archive.read(name))[key]
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{origin} is damaged: {error!r}") from error
+    if not isinstance(section, dict):
+        raise CheckpointError(f"{origin} has no section {key}")
+    return section
+
+
+def _arguments(archive: Archive, root: str) -> Mapping[str, Any] | None:
+    """Megatron-LM's arguments in the common state: a file, or since core 0.19 an object."""
+    if root + COMMON in archive.names():
+        origin = f"{root}{COMMON} of {archive.path}"
+        common = torch_file.load(archive.region(root + COMMON), origin, _CommonGlobals())
+    else:
+        origin = f"{COMMON_OBJECT} of {archive.path}"
+        region = distributed.find_object(archive, root, COMMON_OBJECT)
+        if region is None:
+            return None
+        items = torch_file.load(region, origin, _CommonGlobals())
+        common = items[0] if isinstance(items, list) and items else None
+    args = common.get("args") if isinstance(common, dict) else None
+    return args.state if isinstance(args, Namespace) else None

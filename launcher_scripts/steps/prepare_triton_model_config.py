@@ -1,0 +1,160 @@
+"""Write config.pbtxt for weights that are converted already, and the text models if wanted.
+
+    python3 -m launcher_scripts.steps.prepare_triton_model_config --model-train-name ul2 \\
+        --ft-checkpoint model_repo/ul2/1/2-gpu --config-path model_repo/ul2/config.pbtxt
+
+Flags are those of the NeMo Megatron launcher's script of this name, and those of the export.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher_scripts.checkpoint.export import check_parallelism
+from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
+from launcher_scripts.checkpoint.model_repository import ModelRepository
+from launcher_scripts.checkpoint.served_types import fitting_model_types
+from launcher_scripts.errors import ConfigError, lookup, problem
+from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, config_parameters
+from launcher_scripts.parallel import Parallelism
+from launcher_scripts.settings import DATA_TYPES, ExportSettings, TokenizerSettings
+from launcher_scripts.steps.command import run_step
+from launcher_scripts.steps.flags import Flag, FlagTable
+
+_DECOUPLED = re.compile(r"\bdecoupled\s*:\s*true\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class ModelConfigSettings:
+    """What config.pbtxt is to say; None: what the checkpoint or the template says.
+
+    template_path: a config.pbtxt whose kind of model is meant: its model_type, whether it streams,
+                   and whether it has sessions; tensors are this project's
+    """
+
+    model_train_name: str
+    ft_checkpoint: str
+    config_path: str
+    template_path: str | None = None
+    model_type: str | None = None
+    tensor_model_parallel_size: int | None = None
+    pipeline_model_parallel_size: int = 1
+    max_batch_size: int = 1
+    data_type: str | None = None
+    int8_mode: bool = False
+    enable_custom_all_reduce: bool = False
+    decoupled: bool = False
+    interactive: bool = False
+    interactive_sessions: int = 32
+    text_models: bool = False
+    overwrite: bool = False
+
+
+FLAGS = FlagTable(
+    ModelConfigSettings,
+    {
+        "model_train_name": Flag("the model's name, which is its folder's", metavar="NAME"),
+        "ft_checkpoint": Flag("the folder of the converted weights", metavar="FOLDER"),
+        "config_path": Flag("<repository>/<name>/config.pbtxt, to be written", metavar="FILE"),
+        "template_path": Flag(
+            "a config.pbtxt of a model of this kind: model_type, decoupled, sequence_batching",
+            metavar="FILE",
+        ),
+        "model_type": Flag("what it is served as", metavar="|".join(BACKEND_MODEL_TYPES)),
+        "tensor_model_parallel_size": Flag("must be that of the weights"),
+        "pipeline_model_parallel_size": Flag("groups of ranks that share the layers"),
+        "max_batch_size": Flag("rows of one request at most"),
+        "data_type": Flag(
+            "what the engine computes in; by default the weights' type",
+            metavar="|".join(DATA_TYPES),
+        ),
+        "int8_mode": Flag("keep the layers' matrices as int8"),
+        "enable_custom_all_reduce": Flag("as in the export's configuration"),
+        "decoupled": Flag("tokens are sent as they come"),
+        "interactive": Flag("requests belong to sessions"),
+        "interactive_sessions": Flag("how many at once"),
+        "text_models": Flag("write preprocessing, postprocessing, ensemble and text beside it"),
+        "overwrite": Flag("replace what is there"),
+    },
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    description = "Write config.pbtxt for a converted checkpoint."
+    return run_step(description, ModelConfigSettings, prepare, argv, FLAGS)
+
+
+def prepare(given: ModelConfigSettings) -> None:
+    """Write config.pbtxt; raises ConfigError or CheckpointError and then leaves all as it was."""
+    path = Path(given.config_path).absolute()
+    if path.name != "config.pbtxt" or path.parent.name != given.model_train_name:
+        raise ConfigError(
+            problem(
+                "Triton finds a model's configuration in a folder of the model's name",
+                got=given.config_path,
+                choices=[f"<repository>/{given.model_train_name}/config.pbtxt"],
+                change="--config-path or --model-train-name",
+            )
+        )
+    checkpoint = FTCheckpoint.open(Path(given.ft_checkpoint).absolute(), verify=False)
+    if given.tensor_model_parallel_size not in (None, checkpoint.tp_size):
+        raise ConfigError(
+            problem(
+                "the weights are cut for another number of tensor-parallel ranks",
+                got=given.tensor_model_parallel_size,
+                choices=[checkpoint.tp_size],
+                change="--tensor-model-parallel-size, or convert them for so many",
+            )
+        )
+    settings = settings_of(given, checkpoint)
+    check_parallelism(settings, checkpoint.config)
+    models = ModelRepository(path.parent.parent).write(settings, checkpoint)
+    print(f"model repository {path.parent.parent}: {', '.join(models)}", flush=True)
+
+
+def settings_of(given: ModelConfigSettings, checkpoint: FTCheckpoint) -> ExportSettings:
+    """What an export would have been asked for."""
+    template = _template(given.template_path)
+    return ExportSettings(
+        model_name=given.model_train_name,
+        model_type=given.model_type or _model_type(template, checkpoint),
+        checkpoint_path=given.ft_checkpoint,
+        triton_model_dir=str(Path(given.config_path).absolute().parent),
+        parallelism=Parallelism(checkpoint.tp_size, given.pipeline_model_parallel_size),
+        weight_data_type=checkpoint.weight_data_type,
+        tokenizer=TokenizerSettings("auto" if given.text_models else "none"),
+        max_batch_size=given.max_batch_size,
+        int8_mode=int(given.int8_mode),
+        enable_custom_all_reduce=given.enable_custom_all_reduce,
+        data_type=given.data_type or checkpoint.weight_data_type,
+        decoupled=given.decoupled or bool(_DECOUPLED.search(template)),
+        interactive=given.interactive or "sequence_batching" in template,
+        interactive_sessions=given.interactive_sessions,
+        overwrite=given.overwrite,
+    )
+
+
+def _template(path: str | None) -> str:
+    if path is None:
+        return ""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(problem(f"cannot read it: {error}", change="--template-path")) from error
+
+
+def _model_type(template: str, checkpoint: FTCheckpoint) -> str:
+    """The template's model_type in the export's words, else the first that fits the checkpoint."""
+    said = config_parameters(template).get("model_type")
+    if said is None:
+        return fitting_model_types(checkpoint.config)[0]
+    names = {row: name for name, row in reversed(BACKEND_MODEL_TYPES.items())}
+    return lookup(names, said, "--template-path, or --model-type")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Distributed checkpoints of Megatron-LM core: recognised, and what their tools say of them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.checkpoint.archive import Archive
+from launcher_scripts.checkpoint.core_options import of_arguments, of_bridge, of_nemo2
+from launcher_scripts.checkpoint.export import open_source
+from launcher_scripts.errors import CheckpointError
+
+NEMO2 = "nemo253_llama31_a/checkpoint/model--step=10-consumed_samples=40.0-last"
+ARGUMENTS = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 64,
+    "max_position_embeddings": 16,
+    "norm_epsilon": 1e-6,
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "tool", "kind"),
+    [
+        ("bridge031_llama31_a/checkpoint", "Megatron Bridge", "tokenizer.json"),
+        ("bridge031_llama31_a/checkpoint/iter_0000000", "Megatron Bridge", "tokenizer.json"),
+        ("nemo253_llama31_a/checkpoint", "NeMo 2", "tokenizer.json"),
+        (NEMO2, "NeMo 2", "tokenizer.json"),
+        ("mcore019_qwen3_nonhomog_a/checkpoint", "Megatron-LM", None),
+        ("mcore019_qwen3_nonhomog_a/checkpoint/iter_0000008", "Megatron-LM", None),
+    ],
+)
+def test_each_tool_is_known_by_what_lies_there(data_dir, place, tool, kind) -> None:
+    checkpoint = open_source(Archive(data_dir / "core" / place))
+    assert checkpoint.describe()["tool"] == tool
+    if kind is None:
+        with pytest.raises(CheckpointError, match=r"holds no tokenizer; .* change export\.model"):
+            checkpoint.tokenizer_files()
+        assert "num_layers:3" in checkpoint.extra_files()["args.txt"].decode()
+    else:
+        assert kind in checkpoint.tokenizer_files()
+
+
+def test_tensors_alone_are_no_model(data_dir: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"does not say what its model is; choices: args in"):
+        open_source(Archive(data_dir / "core" / NEMO2 / "weights"))
+
+
+def test_the_tracker_says_which_iteration_is_meant(data_dir: Path, tmp_path: Path) -> None:
+    source = data_dir / "core" / "mcore019_qwen3_nonhomog_a" / "checkpoint"
+    for step in ("iter_0000008", "iter_0000004"):
+        shutil.copytree(source / "iter_0000008", tmp_path / step)
+    with pytest.raises(
+        CheckpointError, match=r"must hold one checkpoint; got \['iter_0000004/', 'iter"
+    ):
+        open_source(Archive(tmp_path))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("8\n")
+    assert open_source(Archive(tmp_path)).describe()["folder"] == "iter_0000008"
+
+
+def test_an_encoder_is_refused(shared_dir: Path) -> None:
+    folder = shared_dir / "fixtures" / "core" / "mcore012_t5_learned_a" / "checkpoint"
+    with pytest.raises(CheckpointError, match="holds an encoder, which is not supported yet"):
+        open_source(Archive(folder))
+
+
+def test_the_epsilon_has_two_names() -> None:
+    newer = {**ARGUMENTS, "norm_epsilon": None, "layernorm_epsilon": 1e-7}
+    assert of_arguments(ARGUMENTS, "").fields["norm_eps"] == 1e-6
+    assert of_arguments(newer, "").fields["norm_eps"] == 1e-7
+
+
+def test_megatrons_models_ignore_the_factor_of_their_arguments() -> None:
+    args = {**ARGUMENTS, "use_rope_scaling": True, "position_embedding_type": "rope"}
+    asked = of_arguments({**args, "rope_scaling_factor": 32.0}, "")
+    assert asked.fields["rotary_scaling_factor"] == 8.0
+    assert "asked for rope_scaling_factor 32.0, but" in asked.notes[0]
+    assert of_arguments(args, "").notes == ()
+    bridge = {**ARGUMENTS, "rope_scaling": True, "rope_scaling_factor": 32.0}
+    assert of_bridge(bridge, "").fields["rotary_scaling_factor"] == 32.0
+
+
+def test_nemos_class_says_whether_ropes_are_scaled() -> None:
+    assert of_nemo2(ARGUMENTS, "").fields.get("rotary_scaling") is None
+    scaled = {**ARGUMENTS, "scale_factor": 4, "old_context_len": 1024}
+    fields = of_nemo2(scaled, "").fields
+    assert (fields["rotary_scaling_factor"], fields["rotary_original_positions"]) == (4.0, 1024)
+
+
+@pytest.mark.parametrize(
+    ("said", "activation", "gated"),
+    [
+        ({}, "gelu", False),
+        ({"bias_gelu_fusion": False}, "gelu_erf", False),
+        ({"swiglu": True}, "silu", True),
+        ({"squared_relu": True}, "squared_relu", False),
+    ],
+)
+def test_activations(said, activation, gated) -> None:
+    fields = of_arguments(ARGUMENTS | said, "").fields
+    assert (fields["activation"], fields["gated"]) == (activation, gated)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"num_experts": 8}, "num_moe_experts is not supported; got 8"),
+        ({"multi_latent_attention": True}, "multi_latent_attention is not supported"),
+        ({"window_size": [128, 0]}, "window_size is not supported"),
+        (
+            {"position_embedding_type": "yarn"},
+            "position_embedding_type is not supported; got 'yarn'",
+        ),
+        ({"quick_geglu": True}, "activation_func is not supported; got 'quick_gelu'"),
+        ({"num_layers": None}, "num_layers must be a positive number"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(said, words) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        of_arguments(ARGUMENTS | said, "the arguments")

@@ -1,0 +1,85 @@
+"""Checkpoints of Megatron-LM core, Megatron Bridge and NeMo 2: exported, run, and compared with the
+core's own logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.checkpoint.config_ini import read_config
+from launcher_scripts.checkpoint.export import export
+from launcher_scripts.engine.engine import Engine, EngineSettings
+from launcher_scripts.parallel import Parallelism
+from launcher_scripts.settings import ExportSettings, TokenizerSettings
+from tests.engine.test_nemo_fixtures import TOLERANCE, logits_of
+
+# Name -> what its configuration says. Those in tests/data are of every tool.
+FIXTURES = {
+    "bridge031_llama31_a": {"rotary_scaling": "llama3", "rotary_original_positions": 8192},
+    "mcore012_gpt_release_a": {"position_embedding": "learned", "tied_embeddings": True},
+    "mcore012_llama31_tp2pp2_a": {"rotary_scaling_factor": 8.0},
+    "mcore012_llama_optim_a": {"normalization": "rmsnorm"},
+    "mcore012_qwen3_bf16_a": {"qk_norm": True},
+    "mcore012_torchfmt_llama_tp2_a": {"gated": True},
+    "mcore019_gpt_learned_tp2pp2_a": {"position_embedding": "learned"},
+    "mcore019_llama31_tp2pp2_a": {"rotary_scaling": "llama3"},
+    "mcore019_qwen2_a": {"attention_bias": True, "attention_dense_bias": False},
+    "mcore019_qwen3_nonhomog_a": {"qk_norm": True},
+    "nemo253_llama31_a": {"rotary_scaling_factor": 8.0},
+}
+ENCODERS = ("mcore012_t5_learned_a", "mcore016_t5_relative_a")
+
+
+def exported(source: Path, out: Path, tp_size: int = 1, tokenizer: str = "none") -> Path:
+    return export(
+        ExportSettings(
+            model_name="fixture",
+            model_type="gpt3",
+            checkpoint_path=str(source),
+            triton_model_dir=str(out / "fixture"),
+            parallelism=Parallelism(tp_size),
+            processes=1,
+            tokenizer=TokenizerSettings(source=tokenizer),
+        )
+    )
+
+
+@pytest.fixture
+def fixture(request: pytest.FixtureRequest, data_dir: Path) -> Path:
+    """The folder of the fixture that the test's parameter names."""
+    own = data_dir / "core" / request.param
+    return (
+        own if own.is_dir() else request.getfixturevalue("shared_dir") / "fixtures/core" / own.name
+    )
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp"),
+    [
+        (1, 1),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(1, 2, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("fixture", FIXTURES, indirect=True)
+def test_logits_are_the_cores(fixture: Path, tp: int, pp: int, tmp_path: Path) -> None:
+    folder = exported(fixture / "checkpoint", tmp_path, tp)
+    settings = EngineSettings(
+        folder, parallelism=Parallelism(tp, pp), device="cpu", max_batch_size=8
+    )
+    engine = Engine.load(settings)
+    try:
+        got, want = logits_of(engine, fixture / "reference.npz")
+    finally:
+        engine.close()
+    assert (got - want).abs().max() <= TOLERANCE
+    config = read_config(folder).config
+    assert {name: getattr(config, name) for name in FIXTURES[fixture.name]} == FIXTURES[
+        fixture.name
+    ]
+
+
+def test_every_fixture_is_listed(shared_dir: Path) -> None:
+    folders = {path.name for path in (shared_dir / "fixtures" / "core").iterdir() if path.is_dir()}
+    assert folders == {*FIXTURES, *ENCODERS}
