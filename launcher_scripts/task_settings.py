@@ -48,7 +48,8 @@ class TaskSettings:
     """One evaluation task. limit None means every item of `data_file`.
 
     reference: what the answers are compared with item by item: a folder in Hugging Face's format,
-               which transformers runs, or the report.json of another evaluation
+               which transformers runs, a .nemo file, which NeMo runs, or the report.json of another
+               evaluation or of measure_reference
     """
 
     name: str

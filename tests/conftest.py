@@ -19,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="rewrite tests/golden after a wanted change"
     )
+    parser.addoption("--nemo-python", help="a Python with nemo_toolkit, for tests that run NeMo")
 
 
 def pytest_configure() -> None:

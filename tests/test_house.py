@@ -121,11 +121,12 @@ DOORS = {
         "launcher_scripts/engine/",
         "launcher_scripts/backends/fastertransformer/",
         "launcher_scripts/evaluation/transformers_model.py",
+        "launcher_scripts/evaluation/nemo_model.py",
         "launcher_scripts/checkpoint/sinusoidal_positions.py",
     ),
     "transformers": ("launcher_scripts/evaluation/transformers_model.py",),
-    # Whatever needs NeMo itself is done outside (docs/nemo-toolkit.md).
-    "nemo": (),
+    "nemo": ("launcher_scripts/evaluation/nemo_model.py",),
+    "pytorch_lightning": ("launcher_scripts/evaluation/nemo_model.py",),
 }
 
 

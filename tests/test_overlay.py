@@ -253,5 +253,7 @@ def test_a_stock_python_does_the_whole_job(checkout: Path, tmp_path: Path) -> No
     (log,) = (tmp_path / "job").rglob("log-*.out")
     assert "does not have numpy, yaml; make a folder of packages" in log.read_text()
     (tmp_path / "with").mkdir()
-    report = run_whole_job(tmp_path / "with", python, overlay=tmp_path / "packages")
+    report = run_whole_job(
+        tmp_path / "with", python, options={"cluster.overlay": tmp_path / "packages"}
+    )
     assert len(report["tasks"]["lambada"]["items"]) == len(WORDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +16,29 @@ TOKENIZER = CHECKOUT / "tests" / "data" / "tokenizers" / "gpt2bpe"
 WORDS = ("cat", "dog")
 
 
-def run_whole_job(folder: Path, python: Path, **cluster: Any) -> dict[str, Any]:
+def run_whole_job(
+    folder: Path,
+    python: Path,
+    checkpoint: Path | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Run main.py with all stages on this machine; `folder` exists and gets every file.
 
-    python:  runs the steps of the jobs
-    cluster: further keys of the block `cluster`
+    python:     runs the steps of the jobs
+    checkpoint: None: one that is made here
+    options:    further keys of the command line
     Returns the report. Raises CalledProcessError where the launcher fails.
     """
-    raw = {"tokenizer": {"library": "megatron", "type": "GPT2BPETokenizer"}}
-    raw["tokenizer"] |= {"vocab_file": "nemo:vocab.json", "merge_file": "nemo:merges.txt"}
-    files = {path.name: path.read_bytes() for path in TOKENIZER.iterdir()}
-    config = small_config(vocab_size=491, max_positions=512)
-    make_nemo(folder / "tiny.nemo", config, Variant(files=files, raw=raw))
+    checkpoint = checkpoint or make_checkpoint(folder / "tiny.nemo")
     items = [json.dumps({"text": f"This {word} is a {word}"}) for word in WORDS]
     (folder / "items.jsonl").write_text("\n".join(items) + "\n")
-    options = {
+    keys = {
         "stages": "[export,deploy,evaluate]",
         "cluster_type": "interactive",
         "cluster.python": python,
-        **{f"cluster.{key}": value for key, value in cluster.items()},
         "base_results_dir": folder / "results",
         "export.run.model_train_name": "tiny",
-        "export.model.checkpoint_path": folder / "tiny.nemo",
+        "export.model.checkpoint_path": checkpoint,
         "export.model.tensor_model_parallel_size": 2,
         "export.model.weight_data_type": "fp32",
         "export.triton_deployment.data_type": "fp32",
@@ -48,9 +50,20 @@ def run_whole_job(folder: Path, python: Path, **cluster: Any) -> dict[str, Any]:
         "evaluate.tasks.lambada.data_file": folder / "items.jsonl",
         "evaluate.tasks.lambada.limit": len(WORDS),
         "evaluate.benchmark": "null",
+        **(options or {}),
     }
     command = [sys.executable, str(CHECKOUT / "main.py")]
-    subprocess.run([*command, *(f"{key}={value}" for key, value in options.items())], check=True)
+    subprocess.run([*command, *(f"{key}={value}" for key, value in keys.items())], check=True)
     (path,) = (folder / "results").rglob("report.json")
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return report
+
+
+def make_checkpoint(path: Path) -> Path:
+    """A tiny GPT with a real tokenizer."""
+    raw = {"tokenizer": {"library": "megatron", "type": "GPT2BPETokenizer"}}
+    raw["tokenizer"] |= {"vocab_file": "nemo:vocab.json", "merge_file": "nemo:merges.txt"}
+    files = {file.name: file.read_bytes() for file in TOKENIZER.iterdir()}
+    config = small_config(vocab_size=491, max_positions=512)
+    make_nemo(path, config, Variant(files=files, raw=raw))
+    return path

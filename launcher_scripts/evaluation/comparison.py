@@ -1,4 +1,4 @@
-"""A task's result beside a reference's: transformers on the same items, or another report."""
+"""A task's result beside a reference's: transformers or NeMo on the same items, or a report."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.errors import ConfigError, problem
+from launcher_scripts.evaluation.nemo_model import NemoModel
 from launcher_scripts.evaluation.pace import TimedModel
 from launcher_scripts.evaluation.tasks.task import (
     Asked,
@@ -27,6 +28,8 @@ ANSWER_KEYS = ("prediction", "correct")
 TARGET_KEYS = ("target", "targets")
 _KEY = "evaluate.tasks.<task>.reference"
 
+Reference = TransformersModel | NemoModel | TaskResult
+
 
 def timed(task: Task, settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
     """The task's result with its pace."""
@@ -35,11 +38,13 @@ def timed(task: Task, settings: TaskSettings, asked: Asked, progress: Progress) 
     return replace(result, pace=model.pace)
 
 
-def open_reference(settings: TaskSettings) -> TransformersModel | TaskResult | None:
+def open_reference(settings: TaskSettings) -> Reference | None:
     """What settings.reference names, read before anything is asked: it must not fail afterwards."""
     if settings.reference is None:
         return None
     path = Path(settings.reference)
+    if path.suffix == ".nemo":
+        return NemoModel(path)
     return TransformersModel(path) if path.is_dir() else read_report(path, settings)
 
 
@@ -49,11 +54,11 @@ def compared(
     asked: Asked,
     progress: Progress,
     served: TaskResult,
-    reference: TransformersModel | TaskResult,
+    reference: Reference,
 ) -> TaskResult:
     """`served` beside the reference that open_reference gave."""
     source = str(settings.reference)
-    if isinstance(reference, TransformersModel):
+    if not isinstance(reference, TaskResult):
         source = reference.name
         reference = timed(task, settings, replace(asked, model=reference), progress)
     return replace(served, reference=compare(served, reference, source))

@@ -8,13 +8,14 @@ run one after another.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
 import os
 import platform
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,18 @@ def measured_on(settings: EvaluateSettings, ready: dict[str, Any]) -> dict[str, 
                 os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1
             ),
             "python": platform.python_version(),
-            **{package: version(package) for package in CLIENT_PACKAGES},
+            **_versions(),
         },
     }
+
+
+def _versions() -> dict[str, str]:
+    """Of the packages that a client is made of, where they are there: NeMo is asked without any."""
+    found = {}
+    for package in CLIENT_PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def _processor() -> str:

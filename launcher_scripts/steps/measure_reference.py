@@ -1,0 +1,62 @@
+"""Ask NeMo's own model the tasks of an evaluation, to compare the served model with.
+
+    python3 -m launcher_scripts.steps.measure_reference --settings evaluate_hydra.yaml \
+        --checkpoint gpt.nemo --results-dir /results/nemo_reference
+
+It runs in a Python with nemo_toolkit (docs/nemo-toolkit.md). The settings are those of the
+evaluate stage, in its job folder; evaluate.tasks.<task>.reference takes the report.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher_scripts.errors import LauncherError, lookup
+from launcher_scripts.evaluation.comparison import timed
+from launcher_scripts.evaluation.nemo_model import NemoModel
+from launcher_scripts.evaluation.report import Report, measured_on
+from launcher_scripts.evaluation.tables import task_table
+from launcher_scripts.evaluation.tasks import TASKS
+from launcher_scripts.evaluation.tasks.task import Asked
+from launcher_scripts.settings import EvaluateSettings, read_settings
+from launcher_scripts.steps.measure_accuracy import log_progress
+from launcher_scripts.tokenizer import TokenizerError, load_tokenizer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="measure_reference", description=__doc__)
+    parser.add_argument("--settings", type=Path, required=True, help="of the evaluate stage")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="a .nemo that you trust")
+    parser.add_argument("--results-dir", type=Path, required=True, help="for the report")
+    given = parser.parse_args(argv)
+    try:
+        settings = read_settings(EvaluateSettings, given.settings)
+        measure(settings, given.checkpoint.absolute(), given.results_dir.absolute())
+    except (LauncherError, TokenizerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def measure(settings: EvaluateSettings, checkpoint: Path, results_dir: Path) -> None:
+    """Every task of the settings; each is reported when it is done."""
+    report = Report(results_dir, settings.model_name)
+    tokenizer = load_tokenizer(Path(settings.tokenizer_dir))
+    model = NemoModel(checkpoint)
+    rank = {"rank": 0, "device": model.device, "host": platform.node()}
+    server = {settings.protocol: model.name, "versions": model.versions, "ranks": [rank]}
+    asked = Asked(model, tokenizer, (), Path(settings.tokenizer_dir))
+    for task in settings.tasks:
+        run = lookup(TASKS, task.name, "evaluate.tasks")
+        result = timed(run, task, asked, log_progress(task.name))
+        report.add_task(task, result, measured_on(settings, server))
+        print(task_table(task.name, result))
+    print(f"report: {report.json_file}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
