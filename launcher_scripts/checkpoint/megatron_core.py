@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
-import yaml
-
 from launcher_scripts.checkpoint import (
     core_options,
     core_t5,
@@ -36,6 +34,7 @@ from launcher_scripts.checkpoint.source_checkpoint import WholeTensors
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
 from launcher_scripts.errors import CheckpointError, problem
 from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.untrusted import parse_yaml
 
 COMMON = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
@@ -180,8 +179,8 @@ def _read_options(archive: Archive, root: str) -> tuple[str, Mapping[str, Any], 
 
 def _section(archive: Archive, name: str, key: str, origin: str) -> Mapping[str, Any]:
     try:
-        section = yaml.safe_load(archive.read(name))[key]
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+        section = parse_yaml(archive.read(name))[key]
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{origin} is damaged: {error!r}") from error
     if not isinstance(section, dict):
         raise CheckpointError(f"{origin} has no section {key}")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
-import io
-import tarfile
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from launcher_scripts.errors import CheckpointError, problem
 from launcher_scripts.models.nemo_config import read_config
+from launcher_scripts.untrusted import open_plain, open_tar, tar_members
 
 KEY = "export.model.tokenizer"
 ADVICE = f"{KEY}: name the files (model, or vocab_file and merge_file), or none"
@@ -80,13 +78,13 @@ def _names(path: Path) -> list[str] | None:
     if path.is_dir():
         return [entry.name for entry in path.iterdir()]
     try:
-        with tarfile.open(path, "r:*") as archive:
-            compressed = not isinstance(archive.fileobj, io.BufferedReader)
+        with open_plain(path) as file, open_tar(file, "r:*") as archive:
+            compressed = archive.fileobj is not file
             names = []
-            for member in archive:
+            for member in tar_members(archive):
                 names.append(member.name.removeprefix("./"))
                 if compressed and archive.offset > _MOST_DECOMPRESSED_BYTES:
                     return None
             return names
-    except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path} as a .nemo file: {error}") from error
