@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.checkpoint.fastertransformer import FTWriter, weight_files
 from launcher_scripts.checkpoint.model_repository import ModelRepository
+from launcher_scripts.settings import EvaluateSettings, write_settings
+from launcher_scripts.steps import measure_accuracy, measure_speed
+from launcher_scripts.task_settings import BenchmarkSettings, GenerationSettings, TaskSettings
 from launcher_scripts.tokenizer import load_tokenizer
 from tests.engine.small_agm import agm_config, agm_tensors, plain_greedy, plain_logits
 from tests.engine.small_bart import bart_config
@@ -51,7 +55,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     export(folder, "bart", BART, random_tensors(BART))
     repository = export(folder, "agm", CONFIG, agm_tensors(CONFIG))
     with running(folder / "job", repository) as step:
-        yield step.wait_until_ready()
+        yield {**step.wait_until_ready(), "ready_file": str(step.settings.ready_file)}
         assert step.stop() == 0, step.err
 
 
@@ -120,3 +124,26 @@ def test_bart(client: Client) -> None:
     answer = client.infer("bart", **request(6))
     for row, source in enumerate(PROMPTS):
         assert answer["output_ids"][row, 0].tolist() == bart_greedy(BART, source, 6)
+
+
+def test_an_evaluation_asks_for_tokens_beside_the_prompt(
+    served: dict[str, Any], tmp_path: Path
+) -> None:
+    articles = tmp_path / "articles.csv"
+    articles.write_text("id,article,highlights\n1,The quick brown fox,A fox\n")
+    task = TaskSettings("summarization", str(articles), generation=GenerationSettings(output_len=4))
+    settings = EvaluateSettings(
+        ready_file=served["ready_file"],
+        results_dir=str(tmp_path / "results"),
+        model_name="agm",
+        tokenizer_dir=str(TOKENIZERS / "gpt2bpe"),
+        tasks=(task,),
+        benchmark=BenchmarkSettings(lengths=((6, 3),), requests=2, warmup=0),
+    )
+    write_settings(settings, tmp_path / "settings.yaml")
+    for step in (measure_accuracy, measure_speed):
+        assert step.main(["--settings", str(tmp_path / "settings.yaml")]) == 0
+    report = json.loads((tmp_path / "results" / "report.json").read_text())
+    assert 1 <= report["tasks"]["summarization"]["pace"]["tokens"] <= 4
+    (row,) = report["speed"]["rows"]
+    assert (row["input_len"], row["output_len"]) == (6, 3)
