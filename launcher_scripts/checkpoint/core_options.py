@@ -29,6 +29,10 @@ ACTIVATIONS = {
 # Fields whose other values change the network in ways this project does not know.
 _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
     "num_moe_experts": (None, 0),
+    "num_experts": (None, 0),
+    "quick_geglu": (None, False),
+    "multi_query_attention": (None, False),
+    "project_size": (None, 0),
     "multi_latent_attention": (None, False),
     "qk_l2_norm": (None, False),
     "rotary_interleaved": (None, False),
@@ -104,13 +108,16 @@ class CoreGPT:
         return GPTConfig(vocab_size=vocab_size, **self.fields)
 
 
-def read_gpt(options: CoreOptions) -> CoreGPT:
+def read_gpt(
+    options: CoreOptions, known_values: Mapping[str, tuple[Any, ...]] | None = None
+) -> CoreGPT:
     """The fields of the core's configuration as GPTConfig's.
 
+    known_values: further fields whose other values are refused
     Raises CheckpointError with everything that is missing or cannot be represented.
     """
     raw, problems = options.raw, Problems(options.origin)
-    refuse_unknown(raw, problems)
+    refuse_unknown(raw, problems, known_values or {})
     heads = size(raw, "num_attention_heads", problems)
     hidden = size(raw, "hidden_size", problems)
     bias = flag(raw, "add_bias_linear", True)
@@ -153,9 +160,11 @@ def read_gpt(options: CoreOptions) -> CoreGPT:
     return CoreGPT(fields, options.plus_one, options.notes)
 
 
-def refuse_unknown(raw: Mapping[str, Any], problems: Problems) -> None:
+def refuse_unknown(
+    raw: Mapping[str, Any], problems: Problems, known_values: Mapping[str, tuple[Any, ...]]
+) -> None:
     """Note fields that change the network in ways this project does not know."""
-    for key, values in _KNOWN_VALUES.items():
+    for key, values in {**_KNOWN_VALUES, **known_values}.items():
         if raw.get(key) not in values:
             problems.add(f"{key} is not supported", got=raw[key], choices=values)
 
@@ -184,19 +193,13 @@ def _scaling(raw: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
 def of_arguments(args: Mapping[str, Any], origin: str) -> CoreOptions:
     """Of Megatron-LM: its arguments under the names of the core's configuration."""
     raw = dict(args)
-    raw["activation_func"] = next(
-        (
-            name
-            for flag_name, name in (("swiglu", "silu"), ("squared_relu", "squared_relu"))
-            if args.get(flag_name)
-        ),
-        "quick_gelu" if args.get("quick_geglu") else "gelu",
-    )
+    raw["activation_func"] = "squared_relu" if args.get("squared_relu") else "gelu"
+    if args.get("swiglu"):
+        raw["activation_func"] = "silu"
     raw["gated_linear_unit"] = args.get("swiglu")
     raw["num_query_groups"] = (
         args.get("num_query_groups") if args.get("group_query_attention") else None
     )
-    raw["num_moe_experts"] = args.get("num_experts")
     raw["layernorm_epsilon"] = args.get("norm_epsilon") or args.get("layernorm_epsilon")
     raw["layernorm_zero_centered_gamma"] = args.get("apply_layernorm_1p")
     raw["share_embeddings_and_output_weights"] = not args.get("untie_embeddings_and_output_weights")

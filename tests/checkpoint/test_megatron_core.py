@@ -102,14 +102,14 @@ def test_activations(said, activation, gated) -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"num_experts": 8}, "num_moe_experts is not supported; got 8"),
+        ({"num_experts": 8}, "num_experts is not supported; got 8"),
         ({"multi_latent_attention": True}, "multi_latent_attention is not supported"),
         ({"window_size": [128, 0]}, "window_size is not supported"),
         (
             {"position_embedding_type": "yarn"},
             "position_embedding_type is not supported; got 'yarn'",
         ),
-        ({"quick_geglu": True}, "activation_func is not supported; got 'quick_gelu'"),
+        ({"quick_geglu": True}, "quick_geglu is not supported; got True"),
         ({"num_layers": None}, "num_layers must be a positive number"),
     ],
 )
