@@ -37,7 +37,7 @@ def test_no_container_outlives_its_stage(
     submit(stages, f"container={image}", *shared, together_or_not, **waits)
     assert ended(slurm, submit, "export") == ("COMPLETED", "0:0"), submit.log("export")
     wait_until(lambda: "measuring at" in submit.log("evaluate"))
-    assert len(slurm.containers()) == 3
+    wait_until(lambda: len(slurm.containers()) == 3)
     slurm.cancel_all()
     for stage in ("deploy", "evaluate"):
         assert ended(slurm, submit, stage)[0] == "CANCELLED"
