@@ -14,7 +14,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from tests.server.processes import running
-from tests.server.repositories import export
+from tests.server.repositories import export, text_config
 from tests.server.requests import Client, Stream, generated, ids_request, text_rows
 
 pytestmark = pytest.mark.skipif(
@@ -30,7 +30,7 @@ IDS = {"input_ids": [3, 4], "input_lengths": 2, "request_output_len": 8}
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """A GPT `tiny` and its text models, which must live to the end of these tests."""
     folder = tmp_path_factory.mktemp("served")
-    settings = export(folder)
+    settings = export(folder, text_config(max_positions=16384))
     with running(folder / "job", settings.model_repository) as step:
         yield step.wait_until_ready()
         assert step.stop() == 0, step.err
@@ -144,7 +144,7 @@ def test_keys_of_generate_that_mean_nothing_are_refused(served: dict[str, Any], 
 
 
 def test_the_timeout_of_generate_holds(served: dict[str, Any]) -> None:
-    body = {**IDS, "request_output_len": 80, "timeout": 1}
+    body = {**IDS, "request_output_len": 8000, "min_length": 8000, "timeout": 1}
     _, answer = post(served, "tiny/generate", body)
     assert answer == {"error": "the request's timeout is over"}
 

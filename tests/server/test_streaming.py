@@ -201,15 +201,16 @@ def test_text_comes_in_pieces_that_make_the_whole(stream: Stream, served: dict[s
     """Random weights also choose tokens that are parts of characters."""
     tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
     prompt = "Grüße"
+    tokens = 200  # many, so that they do not all come while one response is sent
     ids = tuple(tokenizer.encode(prompt))
     sampled = {"runtime_top_k": 400, "temperature": 3.0}
     for seed in range(5):
-        answer = whole(served, **ids_request([ids], 30, random_seed=seed, **sampled))
+        answer = whole(served, **ids_request([ids], tokens, random_seed=seed, **sampled))
         text = tokenizer.decode([*ids, *generated(answer)])
         responses = stream.ask(
             "ensemble",
             INPUT_0=text_rows(prompt),
-            INPUT_1=np.array([[30]], np.uint32),
+            INPUT_1=np.array([[tokens]], np.uint32),
             runtime_top_k=np.array([[400]], np.uint32),
             temperature=np.array([[3.0]], np.float32),
             random_seed=np.array([[seed]], np.uint64),
