@@ -190,6 +190,12 @@ def _scaling(raw: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
     }
 
 
+def nemo_dialects(gated: bool, plus_one: bool) -> tuple[str, ...]:
+    """Dialects of the weight table for tensors under NeMo's names, whose gate is fused."""
+    variants = (("nemo_fused_gate", gated), ("nemo_plus_one", plus_one))
+    return (*(name for name, there in variants if there), "nemo")
+
+
 def of_arguments(args: Mapping[str, Any], origin: str) -> CoreOptions:
     """Of Megatron-LM: its arguments under the names of the core's configuration."""
     raw = dict(args)

@@ -15,6 +15,7 @@ from launcher_scripts.checkpoint.core_options import (
     NORMALIZATIONS,
     CoreOptions,
     activation_of,
+    nemo_dialects,
     refuse_unknown,
 )
 from launcher_scripts.checkpoint.nemo_options import flag, real, size
@@ -119,8 +120,7 @@ def read_t5(
         logits_bias="tokens_head.bias" in tensors,
         tied_embeddings=options.tied_embeddings,
     )
-    variants = [("nemo_fused_gate", gated), ("nemo_plus_one", options.plus_one)]
-    return config, (*(name for name, there in variants if there), "nemo")
+    return config, nemo_dialects(gated, options.plus_one)
 
 
 def _buckets(raw: Mapping[str, Any], table: SourceTensor, problems: Problems) -> dict[str, int]:

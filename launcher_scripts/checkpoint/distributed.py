@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,8 +38,23 @@ _STACK = re.compile(r"(?P<stem>(?:.*\.)?layers\.)(?P<rest>\D.*)")
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 
 
+class Stored(NamedTuple):
+    """What a distributed checkpoint holds.
+
+    find_object: name -> the torch.save file of an object that is no tensor; None without such
+    """
+
+    tensors: dict[str, SourceTensor]
+    find_object: Callable[[str], Region | None]
+
+
 def read_tensors(archive: Archive, folder: str) -> dict[str, SourceTensor]:
-    """Name -> tensor of the distributed checkpoint below `folder` (which ends in `/`).
+    """The tensors alone, by name; see read_stored."""
+    return read_stored(archive, folder).tensors
+
+
+def read_stored(archive: Archive, folder: str) -> Stored:
+    """What the distributed checkpoint below `folder` (which ends in `/`) holds.
 
     Raises CheckpointError for an unknown backend and for missing or damaged parts.
     """
@@ -49,7 +64,8 @@ def read_tensors(archive: Archive, folder: str) -> dict[str, SourceTensor]:
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}{METADATA} of {archive.path} is damaged") from error
     read = lookup(_BACKENDS, backend, "sharded_backend")
-    return _unstacked(read(archive, folder))
+    stored = read(archive, folder)
+    return stored._replace(tensors=_unstacked(stored.tensors))
 
 
 def _unstacked(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
@@ -72,7 +88,7 @@ def _unstacked(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
     return found
 
 
-def _read_zarr(archive: Archive, folder: str) -> dict[str, SourceTensor]:
+def _read_zarr(archive: Archive, folder: str) -> Stored:
     suffix = "/.zarray"
     problems = Problems(f"the distributed checkpoint {archive.path}")
     names = set(archive.names())
@@ -88,7 +104,7 @@ def _read_zarr(archive: Archive, folder: str) -> dict[str, SourceTensor]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             problems.add(f"{path} is damaged: {error}")
     problems.raise_if_any(CheckpointError)
-    return found
+    return Stored(found, lambda _: None)
 
 
 def _zarr_tensor(
@@ -137,10 +153,12 @@ _ZARR_DTYPES = {dtype.str: dtype for dtype in torch_file.STORAGES.values() if dt
 _ZARR_DTYPES["bfloat16"] = BFLOAT16
 
 
-def _read_torch_dist(archive: Archive, folder: str) -> dict[str, SourceTensor]:
-    origin = f"{folder}.metadata of {archive.path}"
-    metadata = _metadata(archive, folder)
+def _read_torch_dist(archive: Archive, folder: str) -> Stored:
+    path = f"{folder}.metadata"
+    origin = f"{path} of {archive.path}"
+    metadata = pickles.load(archive.read(path), origin, _METADATA_GLOBALS)
     pieces: dict[str, list[Piece]] = {}
+    objects: dict[str, Any] = {}
     try:
         shapes = {
             name: tuple(entry["size"])
@@ -154,28 +172,22 @@ def _read_torch_dist(archive: Archive, folder: str) -> dict[str, SourceTensor]:
                 start = index["offset"] if index["offset"] is not None else (0,) * len(shapes[name])
                 values = _stored_part(archive, folder, place, name)
                 pieces.setdefault(name, []).append(Piece(tuple(start), values))
+            elif name not in shapes:
+                objects[name] = place
         missing = sorted(name for name in shapes.keys() - pieces.keys() if EXTRA_STATE not in name)
         if missing:
             raise CheckpointError(problem(f"{origin} says no place for some tensors", got=missing))
-        return {
+        tensors = {
             name: SourceTensor.of_pieces(shapes[name], parts, name)
             for name, parts in pieces.items()
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{origin} is damaged: {error!r}") from error
 
+    def find_object(name: str) -> Region | None:
+        return _stored(archive, folder, objects[name], name) if name in objects else None
 
-def find_object(archive: Archive, folder: str, name: str) -> Region | None:
-    """The torch.save file of an object of a torch_dist checkpoint; None where there is none."""
-    for index, place in _metadata(archive, folder)["storage_data"].items():
-        if index["fqn"] == name:
-            return _stored(archive, folder, place, name)
-    return None
-
-
-def _metadata(archive: Archive, folder: str) -> Any:
-    path = f"{folder}.metadata"
-    return pickles.load(archive.read(path), f"{path} of {archive.path}", _METADATA_GLOBALS)
+    return Stored(tensors, find_object)
 
 
 def _refuse_shared_places(storage_data: Mapping[Any, Any], origin: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
@@ -107,11 +107,8 @@ class MegatronCheckpoint(TensorShards):
             said = _core_settings(args, shards, origin)
         else:
             said = read_args(args, shards, hints, origin)
-            dialects = (*_VERSIONS[int(version)], *said.dialects, "nemo")
-            said = replace(said, dialects=dialects)
-        return cls(
-            archive, root, float(version), args, said.config, said.dialects, shards, said.notes
-        )
+        dialects = (*_VERSIONS[int(version)], *said.dialects)
+        return cls(archive, root, float(version), args, said.config, dialects, shards, said.notes)
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """Exported name -> content of a tokenizer that lies in the checkpoint's folder."""
@@ -180,7 +177,7 @@ class Namespace(pickles.Record):
     """argparse.Namespace: the training's arguments."""
 
 
-class InertGlobals(Mapping[tuple[str, str], Any]):
+class _Inert(Mapping[tuple[str, str], Any]):
     """Names of _INERT_MODULES: whatever is called, nothing is imported and nothing happens."""
 
     def __getitem__(self, name: tuple[str, str]) -> Any:
@@ -199,7 +196,7 @@ class InertGlobals(Mapping[tuple[str, str], Any]):
 
 def _load(archive: Archive, name: str) -> Mapping[str, Any]:
     origin = f"{name} of {archive.path}"
-    loaded = torch_file.load(archive.region(name), origin, InertGlobals())
+    loaded = torch_file.load(archive.region(name), origin, _Inert())
     if not isinstance(loaded, dict) or not isinstance(loaded.get("model"), dict):
         virtual = isinstance(loaded, dict) and "model0" in loaded
         raise CheckpointError(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launcher_scripts.checkpoint.core_options import of_arguments, read_gpt
+from launcher_scripts.checkpoint.core_options import nemo_dialects, of_arguments, read_gpt
 from launcher_scripts.checkpoint.hints import Hints
 from launcher_scripts.checkpoint.shards import Shards
 from launcher_scripts.errors import CheckpointError, Problems
@@ -29,12 +29,12 @@ _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
 class MegatronArgs:
     """What the arguments say.
 
-    dialects: dialects to look into, here before "nemo"
+    dialects: dialects to look into, first choice first
     notes:    what a user should know about the model
     """
 
     config: GPTConfig
-    dialects: tuple[str, ...] = ()
+    dialects: tuple[str, ...] = ("nemo",)
     notes: tuple[str, ...] = ()
 
 
@@ -47,8 +47,8 @@ def read_args(args: Mapping[str, Any], shards: Shards, hints: Hints, origin: str
     if not args:
         return _measured(shards, vocab, hints, Problems(origin))
     gpt = read_gpt(of_arguments(args, origin), _KNOWN_VALUES)
-    variants = (("nemo_fused_gate", gpt.fields["gated"]), ("nemo_plus_one", gpt.plus_one))
-    return MegatronArgs(gpt.config(vocab), tuple(v for v, there in variants if there), gpt.notes)
+    dialects = nemo_dialects(gpt.fields["gated"], gpt.plus_one)
+    return MegatronArgs(gpt.config(vocab), dialects, gpt.notes)
 
 
 def _measured(shards: Shards, vocab: int, hints: Hints, problems: Problems) -> MegatronArgs:

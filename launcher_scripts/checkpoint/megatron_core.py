@@ -21,6 +21,7 @@ from launcher_scripts.checkpoint import (
 )
 from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.core_options import CoreOptions
+from launcher_scripts.checkpoint.distributed import Stored
 from launcher_scripts.checkpoint.hints import Hints
 from launcher_scripts.checkpoint.megatron import (
     TABLE,
@@ -83,15 +84,13 @@ class MegatronCoreCheckpoint(WholeTensors):
     def open(cls, archive: Archive, _hints: Hints) -> MegatronCoreCheckpoint:
         """Raises CheckpointError for what is damaged, incomplete or not supported."""
         root = the_latest(archive, _roots(archive))
+        stored = distributed.read_stored(archive, root)
         tensors = stripped(
-            {
-                name.removeprefix("module."): tensor
-                for name, tensor in distributed.read_tensors(archive, root).items()
-            }
+            {name.removeprefix("module."): tensor for name, tensor in stored.tensors.items()}
         )
         if TABLE not in tensors:
             raise CheckpointError(problem(f"{archive.path} lacks the word embeddings", got=TABLE))
-        tool, args, options = _read_options(archive, root)
+        tool, args, options = _read_options(archive, root, stored)
         if options.tied_embeddings:
             tensors.pop(HEAD, None)
         config: ModelConfig
@@ -146,7 +145,9 @@ def _parent(root: str) -> str:
     return "" if parent == "." else f"{parent}/"
 
 
-def _read_options(archive: Archive, root: str) -> tuple[str, Mapping[str, Any], CoreOptions]:
+def _read_options(
+    archive: Archive, root: str, stored: Stored
+) -> tuple[str, Mapping[str, Any], CoreOptions]:
     """What wrote the checkpoint, its arguments, and what they say of the model."""
     names = archive.names()
     context = _parent(root) + CONTEXT
@@ -156,12 +157,9 @@ def _read_options(archive: Archive, root: str) -> tuple[str, Mapping[str, Any], 
         return "Megatron Bridge", {}, core_options.of_bridge(model, origin)
     if root.endswith(WEIGHTS) and context in names:
         origin = f"{context} of {archive.path}"
-        return (
-            "NeMo 2",
-            {},
-            core_options.of_nemo2(_section(archive, context, "config", origin), origin),
-        )
-    args = _arguments(archive, root)
+        model = _section(archive, context, "config", origin)
+        return "NeMo 2", {}, core_options.of_nemo2(model, origin)
+    args = _arguments(archive, root, stored)
     if args is None:
         raise CheckpointError(
             problem(
@@ -187,14 +185,14 @@ def _section(archive: Archive, name: str, key: str, origin: str) -> Mapping[str,
     return section
 
 
-def _arguments(archive: Archive, root: str) -> Mapping[str, Any] | None:
+def _arguments(archive: Archive, root: str, stored: Stored) -> Mapping[str, Any] | None:
     """Megatron-LM's arguments in the common state: a file, or since core 0.19 an object."""
     if root + COMMON in archive.names():
         origin = f"{root}{COMMON} of {archive.path}"
         common = torch_file.load(archive.region(root + COMMON), origin, _CommonGlobals())
     else:
         origin = f"{COMMON_OBJECT} of {archive.path}"
-        region = distributed.find_object(archive, root, COMMON_OBJECT)
+        region = stored.find_object(COMMON_OBJECT)
         if region is None:
             return None
         items = torch_file.load(region, origin, _CommonGlobals())

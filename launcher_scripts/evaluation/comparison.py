@@ -11,6 +11,7 @@ from launcher_scripts.errors import ConfigError, problem
 from launcher_scripts.evaluation.nemo_model import NemoModel
 from launcher_scripts.evaluation.pace import TimedModel
 from launcher_scripts.evaluation.tasks.task import (
+    REFERENCE_KEY,
     Asked,
     Comparison,
     Metric,
@@ -26,7 +27,6 @@ from launcher_scripts.task_settings import TaskSettings
 ANSWER_KEYS = ("prediction", "correct")
 # What the same item has in common in every report.
 TARGET_KEYS = ("target", "targets")
-_KEY = "evaluate.tasks.<task>.reference"
 
 Reference = TransformersModel | NemoModel | TaskResult
 
@@ -70,7 +70,7 @@ def compare(served: TaskResult, reference: TaskResult, source: str) -> Compariso
     missing = [item["index"] for item in served.items if not _same_item(item, known)]
     if missing:
         raise ConfigError(
-            problem(f"{source} does not have every item", got=missing[:10], change=_KEY)
+            problem(f"{source} does not have every item", got=missing[:10], change=REFERENCE_KEY)
         )
     different = [
         item["index"] for item in served.items if answer(item) != answer(known[item["index"]])
@@ -113,9 +113,11 @@ def read_report(path: Path, settings: TaskSettings) -> TaskResult:
         raise ConfigError(
             problem(
                 f"{path} is no report of {settings.name}: {type(error).__name__}: {error}",
-                change=_KEY,
+                change=REFERENCE_KEY,
             )
         ) from error
     if limit != settings.limit:
-        raise ConfigError(problem(f"{path} has another limit of items", got=limit, change=_KEY))
+        raise ConfigError(
+            problem(f"{path} has another limit of items", got=limit, change=REFERENCE_KEY)
+        )
     return TaskResult(metrics, items, pace=pace)

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.errors import ConfigError, problem
+from launcher_scripts.evaluation.tasks.task import REFERENCE_KEY
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
-
-KEY = "evaluate.tasks.<task>.reference"
 
 
 class NemoModel:
@@ -121,4 +120,6 @@ def _check(row: GenerateRequest) -> None:
     }
     wrong = [name for name, there in asked.items() if there]
     if wrong:
-        raise ConfigError(problem("NeMo's model is no reference for this", got=wrong, change=KEY))
+        raise ConfigError(
+            problem("NeMo's model is no reference for this", got=wrong, change=REFERENCE_KEY)
+        )

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.errors import ConfigError, problem
+from launcher_scripts.evaluation.tasks.task import REFERENCE_KEY
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
-
-KEY = "evaluate.tasks.<task>.reference"
 
 
 class TransformersModel:
@@ -31,7 +30,7 @@ class TransformersModel:
             import transformers
         except ImportError as error:
             raise ConfigError(
-                problem(f"the reference needs the package {error.name}", change=KEY)
+                problem(f"the reference needs the package {error.name}", change=REFERENCE_KEY)
             ) from error
         self._torch = torch
         try:
@@ -45,7 +44,7 @@ class TransformersModel:
             self._model = kind.from_pretrained(folder, dtype=torch.float32).eval()
         except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
             raise ConfigError(
-                problem(f"transformers cannot load {folder}: {error}", change=KEY)
+                problem(f"transformers cannot load {folder}: {error}", change=REFERENCE_KEY)
             ) from error
         given = self._model.generation_config
         ends = given.eos_token_id
@@ -130,4 +129,6 @@ def _check(rows: Sequence[GenerateRequest]) -> None:
     }
     wrong = [name for name, there in asked.items() if there]
     if wrong:
-        raise ConfigError(problem("transformers is no reference for this", got=wrong, change=KEY))
+        raise ConfigError(
+            problem("transformers is no reference for this", got=wrong, change=REFERENCE_KEY)
+        )

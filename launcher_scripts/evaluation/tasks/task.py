@@ -14,6 +14,7 @@ from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 from launcher_scripts.task_settings import TaskSettings
 from launcher_scripts.tokenizer import Tokenizer
 
+REFERENCE_KEY = "evaluate.tasks.<task>.reference"
 Z_95 = 1.959963984540054  # a normal variable is within this many deviations 95 % of the time
 
 
