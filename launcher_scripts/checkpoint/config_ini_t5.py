@@ -21,6 +21,7 @@ EXTENSION_FIELDS = (
     "max_distance",
     "cross_attention_relative_bias",
     "relative_bias_layer_scaling",
+    "relative_bias_per_layer",
     "normalization",
     "norm_eps",
     "activation",

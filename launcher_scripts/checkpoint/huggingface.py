@@ -63,7 +63,7 @@ _HEAD = "lm_head.weight"
 
 def _has_own_head(raw: RawConfig) -> bool:
     """Whether config.json promises an output table beside the input's; a T5's encoder has none."""
-    if raw.raw["model_type"] in ("t5", "mt5") and not has_decoder(raw):
+    if raw.raw["model_type"] in ("t5", "mt5", "umt5") and not has_decoder(raw):
         return False
     absent = raw.raw["model_type"] not in ("llama", "mistral", "qwen2", "qwen3")
     return not raw.flag("tie_word_embeddings", absent)
@@ -99,6 +99,7 @@ ARCHITECTURES = {
     "qwen3": Architecture("gpt", configs.qwen3, "llama", {"embed_tokens.weight": (_HEAD,)}),
     "t5": Architecture("t5", configs.t5, "huggingface", _SHARED),
     "mt5": Architecture("t5", configs.t5, "huggingface", _SHARED),
+    "umt5": Architecture("t5", configs.umt5, "huggingface", _SHARED),
     "bart": Architecture("bart", configs.bart, "bart", _SHARED, _scaled),
     "mbart": Architecture("bart", configs.bart, "bart", _SHARED, _scaled),
     "agm": Architecture(

@@ -169,7 +169,8 @@ def has_decoder(raw: RawConfig) -> bool:
     return any(key.startswith("decoder.block.") for key in raw.keys)
 
 
-def t5(raw: RawConfig) -> T5Config:
+def t5(raw: RawConfig, **fields: Any) -> T5Config:
+    """fields: what a model type that descends from it says otherwise."""
     encoder_only = not has_decoder(raw)
     layers = raw.size("num_layers")
     gated, _, activation = raw.text("feed_forward_proj", default="relu").rpartition("-")
@@ -200,7 +201,12 @@ def t5(raw: RawConfig) -> T5Config:
         start_id=raw.token("decoder_start_token_id", raw.token("pad_token_id", 0)),
         end_id=raw.token("eos_token_id", 1),
         pad_id=raw.token("pad_token_id", 0),
+        **fields,
     )
+
+
+def umt5(raw: RawConfig) -> T5Config:
+    return t5(raw, relative_bias_per_layer=True)
 
 
 def bart(raw: RawConfig) -> BartConfig:

@@ -13,9 +13,8 @@ from launcher_scripts.engine.embedding import embed
 from launcher_scripts.engine.layers import ParallelLayer, Segment
 from launcher_scripts.engine.learned_parts import scaled, token_tasks, with_virtual_tokens
 from launcher_scripts.engine.network import Encoded
-from launcher_scripts.engine.relative_bias import layer_bias
 from launcher_scripts.engine.t5_weights import EncoderLayerWeights, T5Weights
-from launcher_scripts.kernels.operands import Heads, RelativeBias, Spans, span_blocks
+from launcher_scripts.kernels.operands import Heads, Spans, span_blocks
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.t5 import T5Config
 
@@ -48,14 +47,12 @@ class EncoderLayer(ParallelLayer):
         config: T5Config | BartConfig,
         weights: EncoderLayerWeights,
         heads: Heads,
-        bias: RelativeBias | None,
         kernels: ModuleType,
         communicator: Communicator,
     ) -> None:
         self.config = config
         self.weights = weights
         self.heads = heads
-        self.bias = bias
         self.kernels = kernels
         self.communicator = communicator
 
@@ -76,7 +73,7 @@ class EncoderLayer(ParallelLayer):
         weights, ia3 = self.weights, self.weights.ia3
         qkv = self.kernels.project(x, weights.query_key_value)  # [N, 3 * heads * size]
         qkv = scaled(qkv, ia3 and ia3.qkv, tasks)
-        with_bias = {"scale": self.config.attention_scale, "relative": self.bias}
+        with_bias = {"scale": self.config.attention_scale, "relative": weights.relative}
         attended = self.kernels.attend_spans(qkv, self.heads, spans, **with_bias)
         if attentions is not None:
             for row in qkv.split(counts):
@@ -109,15 +106,8 @@ class Encoder:
         self.communicator = communicator
         self.device = device
         self._layers = [
-            EncoderLayer(
-                self.config,
-                layer_weights,
-                heads,
-                layer_bias(weights.encoder_bias, self.config, layer),
-                kernels,
-                communicator,
-            )
-            for layer, layer_weights in weights.encoder_layers.items()
+            EncoderLayer(self.config, layer_weights, heads, kernels, communicator)
+            for layer_weights in weights.encoder_layers.values()
         ]
 
     def tasks(self, segments: Sequence[Segment]) -> Tensor | None:

@@ -29,18 +29,14 @@ from launcher_scripts.engine.layers import ParallelLayer, Rows, Segment, Step, n
 from launcher_scripts.engine.learned_parts import learned_of, scaled
 from launcher_scripts.engine.network import Encoded
 from launcher_scripts.engine.prompt_batch import PromptBatch
-from launcher_scripts.engine.relative_bias import layer_bias
 from launcher_scripts.engine.t5_weights import CrossLayerWeights, T5Weights
-from launcher_scripts.kernels.operands import EmbeddingTables, Heads, LayerCache, RelativeBias
+from launcher_scripts.kernels.operands import EmbeddingTables, Heads, LayerCache
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.t5 import T5Config
 
 
 class CrossLayer(ParallelLayer):
-    """Self attention, attention to the source, and MLP, with norms before them.
-
-    bias, source_bias: of the self attention and of the attention to the source
-    """
+    """Self attention, attention to the source, and MLP, with norms before them."""
 
     def __init__(
         self,
@@ -48,8 +44,6 @@ class CrossLayer(ParallelLayer):
         weights: CrossLayerWeights,
         cache: LayerCache,
         heads: Heads,
-        bias: RelativeBias | None,
-        source_bias: RelativeBias | None,
         kernels: ModuleType,
         communicator: Communicator,
     ) -> None:
@@ -57,8 +51,6 @@ class CrossLayer(ParallelLayer):
         self.weights = weights
         self.cache = cache
         self.heads = heads
-        self.bias = bias
-        self.source_bias = source_bias
         self.kernels = kernels
         self.communicator = communicator
 
@@ -91,7 +83,8 @@ class CrossLayer(ParallelLayer):
         return self.normed(x, weights.mlp_norm)
 
     def _attend(self, query: Tensor, step: Step) -> Tensor:
-        with_bias = {"scale": self.config.decoder_attention_scale, "relative": self.bias}
+        scale, relative = self.config.decoder_attention_scale, self.weights.relative
+        with_bias = {"scale": scale, "relative": relative}
         if step.segments is None:
             return self.kernels.decode_attention(
                 query,
@@ -106,7 +99,8 @@ class CrossLayer(ParallelLayer):
         return self.kernels.prompt_attention(query, self.cache, step.spans, None, **with_bias)
 
     def _attend_source(self, query: Tensor, step: Step) -> Tensor:
-        with_bias = {"scale": self.config.decoder_attention_scale, "relative": self.source_bias}
+        scale, relative = self.config.decoder_attention_scale, self.weights.source_relative
+        with_bias = {"scale": scale, "relative": relative}
         if step.segments is None:
             source = step.source
             return self.kernels.decode_attention(
@@ -157,8 +151,6 @@ class EncoderDecoder:
                 layer_weights,
                 cache.layers[layer],
                 self.heads,
-                layer_bias(weights.decoder_bias, self.config, layer),
-                layer_bias(weights.source_bias, self.config, layer),
                 kernels,
                 communicator,
             )
@@ -230,10 +222,18 @@ class EncoderDecoder:
             }
             sublayers += [
                 SelfAttention(
-                    own.query_key_value, own.attention_dense, *shared, bias=layer.bias, **attention
+                    own.query_key_value,
+                    own.attention_dense,
+                    *shared,
+                    bias=own.relative,
+                    **attention,
                 ),
                 SourceAttention(
-                    own.source_query, own.source_dense, *shared, bias=layer.source_bias, **attention
+                    own.source_query,
+                    own.source_dense,
+                    *shared,
+                    bias=own.source_relative,
+                    **attention,
                 ),
                 MLP(
                     own.mlp_up,

@@ -98,10 +98,6 @@ class BartConfig:
         return False
 
     @property
-    def relative_bias_layer_scaling(self) -> bool:
-        return False
-
-    @property
     def encoder_only(self) -> bool:
         return False
 

@@ -3,7 +3,7 @@
 Names and shapes of the stored tensors follow FasterTransformer's T5 checkpoint. One table covers
 Google's T5 (RMS norm, no biases, unscaled attention) and NeMo's (layer norm, biases, scaled
 attention); what FasterTransformer cannot represent (separate decoder embeddings, a relative bias
-of the cross-attention, either stack's own depth) extends the same file set, as
+of the cross-attention or in every layer, either stack's own depth) extends the same file set, as
 docs/checkpoint-format.md describes.
 """
 
@@ -31,7 +31,8 @@ class T5Config(LearnedPartSizes):
     `bias` stands for the biases of every linear layer; norms have one exactly when they are layer
     norms. With `gated` the MLP is act(x W) * (x W2); `activation` "gelu" is the tanh form.
     Learned positions have one table of max_positions rows per embedding.
-    relative_bias_layer_scaling multiplies the relative bias by the 1-based layer number (NeMo's
+    The layers of a stack share their relative bias unless relative_bias_per_layer (umT5).
+    relative_bias_layer_scaling multiplies it by the 1-based layer number (NeMo's
     apply_query_key_layer_scaling). encoder_only models have no decoder and no head.
     """
 
@@ -48,6 +49,7 @@ class T5Config(LearnedPartSizes):
     max_positions: int = 512
     cross_attention_relative_bias: bool = False
     relative_bias_layer_scaling: bool = False
+    relative_bias_per_layer: bool | None = None
     normalization: str = "rmsnorm"
     norm_eps: float = 1e-6
     activation: str = "relu"

@@ -19,12 +19,11 @@ def weights(config: T5Config) -> list[WeightSpec]:
     specs = _embeddings(config)
     for side in ("encoder",) if config.encoder_only else ("encoder", "decoder"):
         if config.position_embedding == "relative":
-            specs.append(_relative_bias(side, "layer.0.SelfAttention", side))
+            specs.append(_relative_bias(config, side, "layer.0.SelfAttention", side))
         specs += _norm(config, f"{side}.final_layer_norm", f"{side}.model.final_layernorm")
     if config.cross_attention_relative_bias:
-        specs.append(
-            _relative_bias("decoder", "layer.1.EncDecAttention", "decoder_cross_attention")
-        )
+        attention = "layer.1.EncDecAttention"
+        specs.append(_relative_bias(config, "decoder", attention, "decoder_cross_attention"))
     specs += _encoder_layer(config)
     if not config.encoder_only:
         specs += _decoder_layer(config)
@@ -201,9 +200,10 @@ def _norm(config: T5Config, stem: str, nemo: str) -> list[WeightSpec]:
     return specs
 
 
-def _relative_bias(side: str, attention: str, nemo: str) -> WeightSpec:
-    """The table [heads, buckets] of the first layer, which all layers of a stack share."""
-    name = f"{side}.block.0.{attention}.relative_attention_bias.weight"
+def _relative_bias(config: T5Config, side: str, attention: str, nemo: str) -> WeightSpec:
+    """The table [heads, buckets] of the first layer, which all layers share, or of each."""
+    layer = "*" if config.relative_bias_per_layer else "0"
+    name = f"{side}.block.{layer}.{attention}.relative_attention_bias.weight"
     key = f"{nemo}_relative_position_embedding.relative_position_embedding.weight"
     return WeightSpec(
         name,
@@ -213,6 +213,7 @@ def _relative_bias(side: str, attention: str, nemo: str) -> WeightSpec:
             "huggingface": Source((name,), "transposed"),
             "nemo": Source((key,), "transposed_whole"),
         },
+        layers=_layers(name),
         prefix="",
     )
 

@@ -144,6 +144,9 @@ ENCODER_DECODERS: dict[str, TinyModel] = {
     "mt5": TinyModel(
         "MT5ForConditionalGeneration", "MT5Config", {**T5, "feed_forward_proj": "gated-gelu"}
     ),
+    "umt5": TinyModel(
+        "UMT5ForConditionalGeneration", "UMT5Config", {**T5, "feed_forward_proj": "gated-gelu"}
+    ),
     "bart": TinyModel("BartForConditionalGeneration", "BartConfig", BART),
     "mbart": TinyModel(
         "MBartForConditionalGeneration", "MBartConfig", {**BART, "scale_embedding": True}
