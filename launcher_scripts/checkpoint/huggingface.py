@@ -23,6 +23,9 @@ from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.untrusted import parse_json
 
 CONFIG_NAME = "config.json"
+GENERATION_NAME = "generation_config.json"
+# What counts of it: the token that texts begin with, which left config.json.
+GENERATION_KEYS = ("forced_bos_token_id",)
 DECODER = ("decoder.", "lm_head.")
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 PREFIXES = ("transformer.", "model.")
@@ -138,7 +141,7 @@ class HuggingFaceCheckpoint(WholeTensors):
     @classmethod
     def open(cls, archive: Archive, hints: Hints) -> HuggingFaceCheckpoint:
         """Raises CheckpointError for what is damaged, incomplete or not supported."""
-        raw = _read_config(archive)
+        raw = _read_mapping(archive, CONFIG_NAME)
         row = architecture(raw, archive.path / CONFIG_NAME)
         tensors = _read_weights(archive)
         if hints.encoder_only:
@@ -147,7 +150,8 @@ class HuggingFaceCheckpoint(WholeTensors):
             }
         headless = _HEAD not in tensors and not hints.encoder_only
         _untied(tensors, row.tied)
-        values = RawConfig(raw, tensors.keys(), archive.path / CONFIG_NAME)
+        said = raw | _generation(archive)
+        values = RawConfig(said, tensors.keys(), archive.path / CONFIG_NAME)
         if headless and _has_own_head(values):
             values.problems.add(f"{_HEAD} is missing, and tie_word_embeddings is false")
         dialects = (*(row.dialect + variant for variant in row.variants(values)), row.dialect)
@@ -166,7 +170,8 @@ class HuggingFaceCheckpoint(WholeTensors):
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """Exported name -> content of the checkpoint's own tokenizer."""
-        return tokenizer_files.plain_files(self.archive)
+        more = tokenizer_files.FAIRSEQ_SETS if self.raw.get("model_type") == "mbart" else ()
+        return tokenizer_files.plain_files(self.archive, more=more)
 
     def details(self) -> dict[str, Any]:
         """What the manifest records besides path, format and dialects."""
@@ -184,13 +189,21 @@ def architecture(raw: Mapping[str, Any], path: Path) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def _read_config(archive: Archive) -> Mapping[str, Any]:
+def _generation(archive: Archive) -> dict[str, Any]:
+    """What generation_config.json, if there is one, says of GENERATION_KEYS."""
+    if GENERATION_NAME not in archive.names():
+        return {}
+    said = _read_mapping(archive, GENERATION_NAME)
+    return {key: said[key] for key in GENERATION_KEYS if key in said}
+
+
+def _read_mapping(archive: Archive, name: str) -> dict[str, Any]:
     try:
-        raw = parse_json(archive.read(CONFIG_NAME))
+        raw = parse_json(archive.read(name))
     except ValueError as error:
-        raise CheckpointError(f"{CONFIG_NAME} of {archive.path} is damaged: {error}") from error
+        raise CheckpointError(f"{name} of {archive.path} is damaged: {error}") from error
     if not isinstance(raw, dict):
-        raise CheckpointError(f"{CONFIG_NAME} of {archive.path} holds no mapping")
+        raise CheckpointError(f"{name} of {archive.path} holds no mapping")
     return raw
 
 

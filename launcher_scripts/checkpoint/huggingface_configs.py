@@ -211,6 +211,9 @@ def umt5(raw: RawConfig) -> T5Config:
 
 def bart(raw: RawConfig) -> BartConfig:
     multilingual = raw.raw.get("model_type") == "mbart"
+    forced = None
+    if raw.flag("force_bos_token_to_be_generated", default=False):  # the first BARTs' name for it
+        forced = raw.token("bos_token_id", 0)
     return BartConfig(
         vocab_size=raw.size("vocab_size"),
         num_layers=raw.size("encoder_layers"),
@@ -228,6 +231,7 @@ def bart(raw: RawConfig) -> BartConfig:
         start_id=raw.token("decoder_start_token_id", 2),
         end_id=raw.token("eos_token_id", 2),
         pad_id=raw.token("pad_token_id", 1),
+        forced_bos_id=raw.token("forced_bos_token_id", forced),
     )
 
 
