@@ -113,6 +113,13 @@ ARCHITECTURES = {
     ),
 }
 
+# model_type -> what of it there is no place for.
+_GEMMA = (
+    "encoders and attention to the source have no rotary positions, soft-capping, sliding windows "
+    "or shared key and value heads"
+)
+UNSUPPORTED = {"t5gemma": _GEMMA, "t5gemma2": _GEMMA}
+
 
 @dataclass(frozen=True)
 class HuggingFaceCheckpoint(WholeTensors):
@@ -141,7 +148,7 @@ class HuggingFaceCheckpoint(WholeTensors):
     @classmethod
     def open(cls, archive: Archive, hints: Hints) -> HuggingFaceCheckpoint:
         """Raises CheckpointError for what is damaged, incomplete or not supported."""
-        raw = _read_mapping(archive, CONFIG_NAME)
+        raw = _with_model_type(_read_mapping(archive, CONFIG_NAME))
         row = architecture(raw, archive.path / CONFIG_NAME)
         tensors = _read_weights(archive)
         if hints.encoder_only:
@@ -182,11 +189,23 @@ def architecture(raw: Mapping[str, Any], path: Path) -> Architecture:
     """The row for a raw config.json. Agm calls itself bart, but has keys of its own."""
     agm = "mup_scale" in raw or "position_bias_per_layer" in raw
     name = "agm" if agm else raw.get("model_type")
+    if isinstance(name, str) and name in UNSUPPORTED:
+        what = f"{path}: {name} is not supported: {UNSUPPORTED[name]}"
+        raise CheckpointError(problem(what, choices=sorted(ARCHITECTURES)))
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
             problem(f"{path}: unknown model_type", got=name, choices=sorted(ARCHITECTURES))
         )
     return ARCHITECTURES[name]
+
+
+def _with_model_type(raw: dict[str, Any]) -> dict[str, Any]:
+    """config.json with its model_type, which the published umT5s only say by their class."""
+    classes = raw.get("architectures")
+    if "model_type" in raw or not isinstance(classes, list):
+        return raw
+    umt5 = any(str(name).startswith("UMT5") for name in classes)
+    return raw | {"model_type": "umt5"} if umt5 else raw
 
 
 def _generation(archive: Archive) -> dict[str, Any]:
