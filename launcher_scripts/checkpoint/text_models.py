@@ -14,6 +14,7 @@ from launcher_scripts.contracts_text import TextContract
 from launcher_scripts.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.bart import BartConfig
+from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.render import render
 from launcher_scripts.settings import ExportSettings
 from launcher_scripts.tokenizer import Tokenizer, TokenizerError, load_tokenizer, tokenizer_files
@@ -90,19 +91,20 @@ def parameters(
 def encoding_parameters(checkpoint: FTCheckpoint) -> dict[str, Any]:
     """What fills rows up, and the tokens around an input where the model was trained so.
 
-    The T5 models of transformers end their inputs with the end token, NeMo's do not.
+    The T5 models of transformers end their inputs with the end token, NeMo's do not; those around
+    the inputs of a BART or a T5Gemma are the tokenizer's.
     """
     config = checkpoint.config
     parameters = {"pad_id": config.end_id if config.pad_id is None else config.pad_id}
     source = checkpoint.manifest.source if checkpoint.manifest is not None else {}
-    if family_of(config).name == "t5" and source.get("format") == "huggingface":
+    if family_of(config).name == "bart" or getattr(config, "rotary_base", None):
+        parameters |= surrounding(config, load_tokenizer(checkpoint.folder))
+    elif family_of(config).name == "t5" and source.get("format") == "huggingface":
         parameters["closing_id"] = config.end_id
-    if family_of(config).name == "bart":
-        parameters |= bart_parameters(config, load_tokenizer(checkpoint.folder))
     return parameters
 
 
-def bart_parameters(config: BartConfig, files: Tokenizer) -> dict[str, Any]:
+def surrounding(config: BartConfig | T5Config, files: Tokenizer) -> dict[str, Any]:
     """What stands before and after an input, which of it is the source's language, and what the
     decoder begins with; several ids with blanks between them.
     """
@@ -118,8 +120,9 @@ def bart_parameters(config: BartConfig, files: Tokenizer) -> dict[str, Any]:
     languages = [each for each in (*opening, *closing) if each not in fixed]
     if languages and config.norm_placement == "pre":  # an mBART
         parameters |= {"language_id": languages[0], "start_id": config.start_id}
-    if config.forced_bos_id is not None:
-        parameters["decoder_id"] = f"{config.start_id} {config.forced_bos_id}"
+    forced = getattr(config, "forced_bos_id", None)
+    if forced is not None:
+        parameters["decoder_id"] = f"{config.start_id} {forced}"
     return {name: value for name, value in parameters.items() if value != ""}
 
 

@@ -20,6 +20,7 @@ class EncoderLayerWeights:
     """One layer; norms before attention and MLP live in the projections that follow them.
 
     attention_norm, mlp_norm: those that come after the sums instead
+    attention_output_norm, mlp_output_norm: those before the sums, besides
     relative: what a score gains by distance
     """
 
@@ -34,6 +35,8 @@ class EncoderLayerWeights:
     mlp_adapter: Adapter | None = None
     attention_norm: Norm | None = None
     mlp_norm: Norm | None = None
+    attention_output_norm: Norm | None = None
+    mlp_output_norm: Norm | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,7 @@ class CrossLayerWeights(EncoderLayerWeights):
     source_key_value: Linear
     source_dense: Linear
     source_norm: Norm | None = None
+    source_output_norm: Norm | None = None
     source_relative: RelativeBias | None = None
 
 
@@ -55,13 +59,14 @@ class CrossLayerWeights(EncoderLayerWeights):
 class Embedding:
     """tokens: [vocab / tp, hidden], ids from first_id on; positions: [max_positions, hidden].
 
-    norm: of the sum of both
+    norm: of the sum of both; scale: of the tokens' part
     """
 
     first_id: int
     tokens: Tensor
     positions: Tensor | None
     norm: Norm | None = None
+    scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,7 @@ class T5WeightLoader(WeightLoader):
             self.tp_rank * rows,
             self._table(tokens),
             self._tensor(positions, self.dtype) if learned else None,
+            scale=self.config.embedding_scale,
         )
 
     def _encoder_layers(self) -> dict[int, EncoderLayerWeights]:
@@ -141,6 +147,7 @@ class T5WeightLoader(WeightLoader):
             query_key_value=self._joined([f"{attention}.{part}" for part in "qkv"], layer, norm),
             attention_dense=self._linear(f"{attention}.o", layer),
             relative=relative,
+            attention_output_norm=self._output_norm(f"{stem}.0", layer),
             **self._mlp(f"{stem}.1", layer),
             ia3=self._ia3(attention, f"{stem}.1.DenseReluDense", layer, self._width),
             **self._adapters("encoder.block.*", layer),
@@ -157,6 +164,8 @@ class T5WeightLoader(WeightLoader):
             ),
             attention_dense=self._linear(f"{own}.o", layer),
             relative=relative,
+            attention_output_norm=self._output_norm(f"{stem}.0", layer),
+            source_output_norm=self._output_norm(f"{stem}.1", layer),
             source_query=self._linear(
                 f"{source}.q", layer, self._norm(f"{stem}.1.layer_norm", layer)
             ),
@@ -173,13 +182,17 @@ class T5WeightLoader(WeightLoader):
         """Of this rank's queries."""
         return self.config.local_size("inner_size", self.parallelism.tp_size)
 
-    def _mlp(self, stem: str, layer: int) -> dict[str, Linear | None]:
+    def _output_norm(self, stem: str, layer: int) -> Norm | None:
+        return self._norm(f"{stem}.output_norm", layer) if self.config.sandwich_norms else None
+
+    def _mlp(self, stem: str, layer: int) -> dict[str, Linear | Norm | None]:
         norm = self._norm(f"{stem}.layer_norm", layer)
         inner = f"{stem}.DenseReluDense"
         return {
             "mlp_up": self._linear(f"{inner}.wi", layer, norm),
             "mlp_gate": self._linear(f"{inner}.wi2", layer, norm) if self.config.gated else None,
             "mlp_down": self._linear(f"{inner}.wo", layer),
+            "mlp_output_norm": self._output_norm(stem, layer),
         }
 
     def _biases(

@@ -27,6 +27,8 @@ class BartConfig:
     The properties say in T5Config's words what every BART is.
     """
 
+    attention_softcap = logits_softcap = embedding_scale = None
+
     vocab_size: int
     num_layers: int
     hidden_size: int
@@ -104,6 +106,18 @@ class BartConfig:
     @property
     def gated(self) -> bool:
         return False
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def decoder_kv_heads(self) -> int:
+        return self.num_decoder_heads
+
+    def window(self, _layer: int) -> int:
+        """Every layer attends to all tokens."""
+        return 0
 
     @property
     def encoder_only(self) -> bool:

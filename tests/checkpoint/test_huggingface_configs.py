@@ -150,12 +150,6 @@ def test_unknown_model_types_are_answered_with_the_known_ones() -> None:
         architecture({"model_type": "rwkv"}, Path("config.json"))
 
 
-def test_t5gemma_is_refused_by_name() -> None:
-    message = "t5gemma is not supported: encoders and .* no rotary positions, soft-capping"
-    with pytest.raises(CheckpointError, match=message):
-        architecture({"model_type": "t5gemma"}, Path("config.json"))
-
-
 GPT2 = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 2}
 LLAMA = {
     "model_type": "llama",
