@@ -35,10 +35,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("t5gemma")
     model = TinyModel(T5GEMMA.model, T5GEMMA.config, values).make()
     assert model.lm_head.out_proj.weight is not model.model.decoder.embed_tokens.weight
-    torch.manual_seed(3)
+    torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(0, 0.3 if "norm" in name or "embed" in name else 1.0)
+            parameter.normal_(0, 1.0 if "norm" in name else 0.05 if "embed" in name else 0.3)
     model.save_pretrained(folder / "hf")
     model.set_attn_implementation("eager")
     return folder, model
