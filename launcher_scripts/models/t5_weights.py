@@ -35,7 +35,6 @@ def weights(config: T5Config) -> list[WeightSpec]:
 # Parts of names: Hugging Face's of a T5, and of a T5Gemma.
 _GEMMA = (
     ("shared.weight", "encoder.embed_tokens.weight"),
-    ("lm_head.weight", "lm_head.out_proj.weight"),
     ("final_layer_norm", "norm"),
     (".block.*", ".layers.*"),
     *((f".SelfAttention.{part}.", f".self_attn.{part}_proj.") for part in "qkvo"),
