@@ -160,8 +160,7 @@ def source_attention(
     Queries go in pieces where there is a bias, which takes heads * n * T numbers.
     """
     outputs = []
-    group = query.shape[2] // key.shape[1]
-    key, value = (part.repeat_interleave(group, dim=1) for part in (key, value))
+    key, value = _for_all_heads(key, query), _for_all_heads(value, query)
     whole = relative is None and not window and softcap is None
     at_once = query.shape[1] if whole else QUERIES_AT_ONCE
     for start, part in enumerate(query.split(at_once, dim=1)):
@@ -180,6 +179,12 @@ def source_attention(
         )
         outputs.append(out.transpose(1, 2).flatten(2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def _for_all_heads(part: Tensor, query: Tensor) -> Tensor:
+    """Keys or values [B, kv_heads, T, head_size], so that every head of the query has its own."""
+    group = query.shape[2] // part.shape[1]
+    return part if group == 1 else part.repeat_interleave(group, dim=1)
 
 
 def _source_bias(
@@ -250,7 +255,7 @@ def source_attention_weights(
     softcap: float | None = None,
 ) -> Tensor:
     """How source_attention weighs the keys: float32 [B, heads, n, T]."""
-    key = key.repeat_interleave(query.shape[2] // key.shape[1], dim=1)
+    key = _for_all_heads(key, query)
     bias = _source_bias(query, key, relative, 0, window)
     return _source_scores(query, key, bias, scale, softcap).softmax(-1)
 
