@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher_scripts.checkpoint import core_peft, huggingface_peft
 from launcher_scripts.checkpoint.learned_collect import (
     COLLECT,
     Collected,
@@ -21,6 +22,7 @@ from launcher_scripts.checkpoint.learned_collect import (
     opened,
 )
 from launcher_scripts.checkpoint.lora import LoRA, MergedTensor
+from launcher_scripts.checkpoint.merging import Adapter
 from launcher_scripts.checkpoint.plan import Scale, SourceCheckpoint, Task
 from launcher_scripts.checkpoint.shards import Shards, find_whole
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
@@ -46,6 +48,7 @@ class LearnedCheckpoint:
     config:          base's hyperparameters with the parts in
     shards:          the rows of the parts, under their own names
     loras:           name of one of base's tensors -> what is merged into it
+    adapters:        adapters of other makers, to be merged
     folded:          name of a vector, behind its task's number -> shards, to be folded in
     sources:         kind of part -> its checkpoints, in order
     starts_with_pad: prompts were trained with a decoder that starts with the padding token
@@ -59,6 +62,7 @@ class LearnedCheckpoint:
     notes: tuple[str, ...]
     sources: Mapping[str, Sequence[str]]
     starts_with_pad: bool = False
+    adapters: Sequence[Adapter] = ()
 
     @property
     def dialects(self) -> tuple[str, ...]:
@@ -96,9 +100,19 @@ class LearnedCheckpoint:
         return found
 
     def fold(self, tasks: Iterable[Task]) -> list[Task]:
-        """The tasks, scaled by the IA3 vectors that are folded in."""
-        if not self.folded:
-            return list(tasks)
+        """The tasks, with the adapters merged, and scaled by the IA3 vectors that are folded in.
+
+        Raises CheckpointError with all of the adapters that does not fit the base.
+        """
+        found = list(tasks)
+        problems = Problems("the adapters")
+        for adapter in self.adapters:
+            with problems.collecting():
+                found = adapter.merged(found)
+        problems.raise_if_any(CheckpointError)
+        return self._scaled(found) if self.folded else found
+
+    def _scaled(self, tasks: Iterable[Task]) -> list[Task]:
         family = family_of(self.config).name
         sites: dict[str, list[IA3Site]] = {}
         for site in ia3_sites(family):
@@ -108,10 +122,13 @@ class LearnedCheckpoint:
         return [
             dataclasses.replace(
                 task,
-                scales=tuple(
-                    scale
-                    for site in sites.get(task.spec.name, ())
-                    for scale in self._scales(site, task)
+                changes=(
+                    *task.changes,
+                    *(
+                        scale
+                        for site in sites.get(task.spec.name, ())
+                        for scale in self._scales(site, task)
+                    ),
                 ),
             )
             for task in tasks
@@ -142,17 +159,20 @@ def with_learned_parts(
         "ia3": settings.ia3_checkpoints,
         "adapter": settings.adapter_checkpoints,
     }
-    if not any(lists.values()):
+    if not any(lists.values()) and not base.adapters:
         return None
     problems = Problems("the learned parts")
     family = family_of(base.config).name
     if family not in FAMILIES:
         problems.add("this family takes no learned parts", got=family, choices=FAMILIES)
         problems.raise_if_any(CheckpointError)
-    found = Collected()
+    found = Collected(adapters=list(base.adapters))
     for kind, paths in lists.items():
         for number, path in enumerate(paths):
             try:
+                if kind == "adapter" and (adapter := _read_adapter(Path(path), base)):
+                    found.adapters.append(adapter)
+                    continue
                 part = opened(Path(path), kind, family, scratch)
                 COLLECT[kind](part, number, found, base, settings.ia3_in_place)
             except LauncherError as error:
@@ -170,7 +190,16 @@ def with_learned_parts(
         found.shards,
         found.loras,
         found.folded,
-        (*base.notes, *found.notes),
+        (*base.notes, *found.notes, *(note for each in found.adapters for note in each.notes)),
         {kind: list(paths) for kind, paths in lists.items()},
         found.starts_with_pad,
+        found.adapters,
     )
+
+
+def _read_adapter(path: Path, base: SourceCheckpoint) -> Adapter | None:
+    """An adapter of another maker than NeMo 1; None for what is none."""
+    for maker in (huggingface_peft, core_peft):
+        if maker.matches(path):
+            return maker.read_adapter(path, base)
+    return None
