@@ -102,14 +102,11 @@ class LearnedCheckpoint:
     def fold(self, tasks: Iterable[Task]) -> list[Task]:
         """The tasks, with the adapters merged, and scaled by the IA3 vectors that are folded in.
 
-        Raises CheckpointError with all of the adapters that does not fit the base.
+        Raises CheckpointError with all of an adapter that does not fit the base.
         """
         found = list(tasks)
-        problems = Problems("the adapters")
         for adapter in self.adapters:
-            with problems.collecting():
-                found = adapter.merged(found)
-        problems.raise_if_any(CheckpointError)
+            found = adapter.merged(found)
         return self._scaled(found) if self.folded else found
 
     def _scaled(self, tasks: Iterable[Task]) -> list[Task]:
@@ -199,7 +196,8 @@ def with_learned_parts(
 
 def _read_adapter(path: Path, base: SourceCheckpoint) -> Adapter | None:
     """An adapter of another maker than NeMo 1; None for what is none."""
-    for maker in (huggingface_peft, core_peft):
-        if maker.matches(path):
-            return maker.read_adapter(path, base)
-    return None
+    try:
+        found = next((each for each in (huggingface_peft, core_peft) if each.matches(path)), None)
+        return found.read_adapter(path, base) if found else None
+    except LauncherError as error:
+        raise CheckpointError(str(error)) from error  # one message, which names the adapter
