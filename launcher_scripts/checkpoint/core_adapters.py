@@ -40,6 +40,7 @@ _IRRELEVANT = frozenset(
         "canonical_mapping",
         "dropout",
         "dropout_position",
+        "dropout_recompute",
         "exclude_modules",
         "experts_shared_outer_loras",
         "lora_A_init_method",
@@ -68,12 +69,14 @@ class PeftSettings:
 
     raw:     the section of the configuration
     origin:  where it stands, for errors
-    tp_size: of a training of NeMo 2, its tensor-parallel size; None for Megatron Bridge
+    tp_size: the training's tensor-parallel size
+    nemo:    NeMo 2 trained them, not Megatron Bridge
     """
 
     raw: Mapping[str, Any]
     origin: str
-    tp_size: int | None = None
+    tp_size: int
+    nemo: bool
 
     def scale(self, problems: Problems) -> float:
         """alpha / dim."""
@@ -99,7 +102,7 @@ class PeftSettings:
             return None
         stem, _, last = module.rpartition(".")
         names = [last]
-        if last == "linear_qkv" and self.tp_size is not None:
+        if last == "linear_qkv" and self.nemo:
             names.append("linear_q")  # which _joined has put there
         return any(
             name == pattern or re.fullmatch(_wildcards(str(pattern)), f"{stem}.{name}")
@@ -139,7 +142,7 @@ def adapter_of(
     scale = settings.scale(problems)
     problems.raise_if_any(CheckpointError)
     base, own = separated(tensors)
-    layers = _layers(own, problems)
+    layers = _layers(own, settings.tp_size, _gated(config), problems)
     learned: dict[str, Learned] = {name: Replaced(tensor) for name, tensor in base.items()}
     notes: set[str] = set()
     joined: dict[str, dict[str, LowRank]] = {}
@@ -147,7 +150,7 @@ def adapter_of(
         value = _low_rank(module, sides, scale, settings, problems)
         if value is None:
             continue
-        if part in _SPLIT and settings.tp_size is not None:
+        if part in _SPLIT and settings.nemo:
             joined.setdefault(module, {})[part or ""] = value
             continue
         if part in _SPLIT:
@@ -155,7 +158,7 @@ def adapter_of(
         learned[f"{_renamed(module, part)}.weight"] = value
     for module, parts in joined.items():
         notes.add(_NEMO_ORDER)
-        value = _joined(module, parts, settings.tp_size or 1, problems)
+        value = _joined(module, parts, settings.tp_size, problems)
         if value is not None:
             learned[f"{module}.weight"] = value
     problems.raise_if_any(CheckpointError)
@@ -175,7 +178,7 @@ def _gated(config: Any) -> bool:
 
 
 def _layers(
-    own: Mapping[str, SourceTensor], problems: Problems
+    own: Mapping[str, SourceTensor], tp_size: int, gated: bool, problems: Problems
 ) -> dict[tuple[str, str | None], dict[str, SourceTensor]]:
     """Module and its part -> side -> tensor."""
     found: dict[tuple[str, str | None], dict[str, SourceTensor]] = {}
@@ -184,8 +187,36 @@ def _layers(
         if match is None:
             problems.add(f"{name} is no part that is known")
             continue
-        found.setdefault((match["module"], match["part"]), {})[match["side"]] = tensor
+        module, part, side = match["module"], match["part"], match["side"]
+        if gated and tp_size > 1 and module.endswith("linear_fc1"):
+            tensor = _in_order(name, tensor, part, side, tp_size, problems)
+        found.setdefault((module, part), {})[side] = tensor
     return found
+
+
+def _in_order(
+    name: str,
+    tensor: SourceTensor,
+    part: str | None,
+    side: str,
+    tp_size: int,
+    problems: Problems,
+) -> SourceTensor:
+    """The rows of a gated layer's tensor in order, where the tools store them in another.
+
+    Magnitudes lie rank by rank, [gate, up] each. What the canonical form has for the gate or for
+    up alone is stored as if it were both: the first halves of all ranks, then the second ones.
+    """
+    halves = part in ("gate", "up") and side == "linear_out"
+    if not halves and side != "weight_magnitude":
+        return tensor
+    if not tensor.shape or tensor.shape[0] % (2 * tp_size):
+        problems.add(f"{name} cannot be divided", got=tensor.shape, choices=[2 * tp_size])
+        return tensor
+    values = float32(tensor.read())
+    order = (2, tp_size) if halves else (tp_size, 2)
+    rows = values.reshape(*order, -1, *values.shape[1:]).swapaxes(0, 1)
+    return SourceTensor.whole(rows.reshape(values.shape))
 
 
 def _low_rank(

@@ -200,14 +200,13 @@ def peft_settings(archive: Archive, root: str) -> PeftSettings:
     Raises CheckpointError where it does not say so.
     """
     names, context = archive.names(), _parent(root) + CONTEXT
-    if root + RUN_CONFIG in names:
-        origin = f"section peft of {root}{RUN_CONFIG}"
-        return PeftSettings(_section(archive, root + RUN_CONFIG, "peft", origin), origin)
-    if root.endswith(WEIGHTS) and context in names:
-        origin = f"section model_transform of {context}"
-        model = _section(archive, context, "config", origin)
-        transform = _section(archive, context, "model_transform", origin)
-        return PeftSettings(transform, origin, int(model.get("tensor_model_parallel_size") or 1))
+    nemo = root.endswith(WEIGHTS) and context in names
+    tool = (context, "model_transform", "config") if nemo else (root + RUN_CONFIG, "peft", "model")
+    file, key, model = tool
+    if file in names:
+        origin = f"section {key} of {file}"
+        size = _section(archive, file, model, origin).get("tensor_model_parallel_size") or 1
+        return PeftSettings(_section(archive, file, key, origin), origin, int(size), nemo)
     raise CheckpointError(
         problem(
             f"{archive.path} does not say how its adapters were trained",
