@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.checkpoint import core_peft, huggingface_peft
+from launcher_scripts.checkpoint.archive import Archive
+from launcher_scripts.checkpoint.distributed import METADATA
 from launcher_scripts.checkpoint.learned_collect import (
     COLLECT,
     Collected,
@@ -23,11 +25,12 @@ from launcher_scripts.checkpoint.learned_collect import (
 )
 from launcher_scripts.checkpoint.lora import LoRA, MergedTensor
 from launcher_scripts.checkpoint.merging import Adapter
+from launcher_scripts.checkpoint.nemo_files import config_files
 from launcher_scripts.checkpoint.plan import Scale, SourceCheckpoint, Task
 from launcher_scripts.checkpoint.shards import Shards, find_whole
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.tokenizer_files import TokenRule
-from launcher_scripts.errors import CheckpointError, LauncherError, Problems
+from launcher_scripts.errors import CheckpointError, LauncherError, Problems, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import Partition
 from launcher_scripts.models.learned_parts import (
@@ -36,6 +39,7 @@ from launcher_scripts.models.learned_parts import (
     ia3_keys,
     ia3_sites,
 )
+from launcher_scripts.models.nemo_config import CONFIG_NAME as NEMO_CONFIG
 from launcher_scripts.settings import ExportSettings
 
 FAMILIES = ("gpt", "t5")
@@ -196,8 +200,17 @@ def with_learned_parts(
 
 def _read_adapter(path: Path, base: SourceCheckpoint) -> Adapter | None:
     """An adapter of another maker than NeMo 1; None for what is none."""
+    found = next((each for each in (huggingface_peft, core_peft) if each.matches(path)), None)
+    if found is None:
+        if path.is_dir() and not config_files(Archive(path)):
+            files = (
+                f"{huggingface_peft.CONFIG_NAME} (Hugging Face PEFT)",
+                f"{METADATA} and .metadata (NeMo 2, Megatron Bridge)",
+                f"{NEMO_CONFIG} (NeMo 1)",
+            )
+            raise CheckpointError(problem(f"{path} holds no adapter that is known", choices=files))
+        return None
     try:
-        found = next((each for each in (huggingface_peft, core_peft) if each.matches(path)), None)
-        return found.read_adapter(path, base) if found else None
+        return found.read_adapter(path, base)
     except LauncherError as error:
         raise CheckpointError(str(error)) from error  # one message, which names the adapter

@@ -45,7 +45,8 @@ class Learned(Protocol):
         ...
 
     def apply(self, unit: np.ndarray, *values: np.ndarray) -> np.ndarray:
-        """A part of the stored form [..., columns] merged with the same part of its values."""
+        """A part of the stored form [..., columns] merged with the same part of its values, whose
+        memory it may take."""
         ...
 
 
@@ -88,7 +89,7 @@ class LowRank:
         return [laid] if self.magnitude is None else [laid, float32(self.magnitude.read())]
 
     def apply(self, unit: np.ndarray, *values: np.ndarray) -> np.ndarray:
-        merged: np.ndarray = unit + values[0]
+        merged = np.add(unit, values[0], out=values[0])
         if self.magnitude is not None:
             merged *= values[1] / np.linalg.norm(merged, axis=0)
         return merged
@@ -115,8 +116,7 @@ class Added:
         return [float32(self.vector.read()) * np.float32(self.scale)]
 
     def apply(self, unit: np.ndarray, *values: np.ndarray) -> np.ndarray:
-        merged: np.ndarray = unit + values[0]
-        return merged
+        return np.add(unit, values[0], out=values[0])
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,7 @@ class Adapter:
         Raises CheckpointError with everything that does not fit the base.
         """
         problems = Problems(f"the adapter {self.path}")
-        found = [_claims(tasks, dialects) for dialects in self.dialects]
-        claims = max(found, key=lambda claims: len(claims.keys() & self.learned.keys()))
+        claims = self._claims(tasks, problems)
         unclaimed = sorted(self.learned.keys() - claims.keys())
         _note(problems, [f"no module of the base has {name}" for name in unclaimed])
         for name in sorted(self.learned.keys() & claims.keys()):
@@ -193,6 +192,21 @@ class Adapter:
             dataclasses.replace(task, changes=(*task.changes, *changes.get(number, ())))
             for number, task in enumerate(tasks)
         ]
+
+    def _claims(self, tasks: Sequence[Task], problems: Problems) -> dict[str, list[_Place]]:
+        """Where every name of the adapter's maker goes."""
+        found = [_claims(tasks, dialects) for dialects in self.dialects]
+        counts = [len(claims.keys() & self.learned.keys()) for claims in found]
+        best = [claims for claims, n in zip(found, counts, strict=True) if n == max(counts)]
+        unclear = [
+            f"{name} is laid out differently in several families of its maker, and the base does "
+            "not say of which it is"
+            for name, values in self.learned.items()
+            for value in values
+            if len({_meaning(value, claims.get(name, ())) for claims in best}) > 1
+        ]
+        _note(problems, unclear)
+        return best[0]
 
     def _check(
         self, name: str, value: Learned, places: Sequence[_Place], problems: Problems
@@ -332,6 +346,21 @@ class _Merged:
             merged.append(self.value.apply(float32(unit), *columns))
             start = stop
         return merged
+
+
+def _meaning(value: Learned, places: Sequence[_Place]) -> tuple[object, ...]:
+    """Where the rows of a tensor go: equal for dialects that agree."""
+    rows = np.arange(
+        value.up.shape[0] if isinstance(value, LowRank) else value.shape[0], dtype="f4"
+    )
+    found: list[object] = []
+    for place in places:
+        try:
+            stored = [block.tobytes() for block in place.stored(rows)]
+        except (ValueError, IndexError):
+            stored = []  # of another shape, which is found later
+        found.append((place.number, place.laid(value) is value, *stored))
+    return tuple(found)
 
 
 def _claims(tasks: Sequence[Task], dialects: Sequence[str]) -> dict[str, list[_Place]]:

@@ -22,7 +22,6 @@ from tests.checkpoint.tiny_models import LLAMA, TinyModel
 
 LAYERS, HIDDEN, HEADS, GROUPS, SIZE, FFN = 2, 32, 4, 2, 8, 64
 ALPHA, DIM = 8, 4
-STEM = "decoder.layers.self_attention.linear_qkv"
 SHAPES = {
     "self_attention.linear_qkv": ((HEADS + 2 * GROUPS) * SIZE, HIDDEN),
     "self_attention.linear_proj": (HIDDEN, HEADS * SIZE),
@@ -38,7 +37,6 @@ CANONICAL = {
     "mlp.linear_fc1.adapter.adapter_up": (FFN, HIDDEN),
 }
 PLAIN = {f"{name}.adapter": shape for name, shape in SHAPES.items()}
-NAMES = {"LoRA": list(SHAPES), "DoRA": list(SHAPES)}
 TARGETS = {
     "LoRA": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
     "DoRA": ["*.linear_qkv", "*.linear_proj", "*.linear_fc1", "*.linear_fc2"],

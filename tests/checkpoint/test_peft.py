@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from launcher_scripts.models.family import Source
+from launcher_scripts.models.gpt_dialects import DIALECTS
 from tests.checkpoint.exporting import export_folder, open_weights, refused_export
 from tests.checkpoint.peft_maker import STEM, PeftMaker
 from tests.checkpoint.reference_forward_gpt import logits
@@ -238,6 +240,22 @@ def test_a_base_of_megatron_core(data_dir: Path, tmp_path: Path) -> None:
     _check_other_base(base, tmp_path, maker, adapter)
 
 
+def test_names_that_two_families_lay_out_differently(data_dir, tmp_path, monkeypatch) -> None:
+    """XGLM and Llama agree on q_proj, until one of them has it elsewhere."""
+    base = data_dir / "core" / "bridge031_llama31_a" / "checkpoint"
+    sizes = {**LLAMA, "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64}
+    maker = PeftMaker(TinyModel("LlamaForCausalLM", "LlamaConfig", sizes).make())
+    _layers("q_proj")(maker)
+    adapter = maker.write(tmp_path / "adapter")
+    export_folder(base, tmp_path / "a", adapter_checkpoints=(adapter,))
+    swapped = tuple(f"layers.*.self_attn.{part}_proj.weight" for part in "kqv")
+    row = {"layers.*.attention.query_key_value.weight": Source(swapped, "heads_side_by_side")}
+    monkeypatch.setitem(DIALECTS, "xglm", DIALECTS["xglm"] | row)
+    refused_export(
+        base, tmp_path, "laid out differently in several families", adapter_checkpoints=(adapter,)
+    )
+
+
 def _check_other_base(base: Path, tmp_path: Path, maker: PeftMaker, adapter: str) -> None:
     plain, _ = open_weights(export_folder(base, tmp_path / "a"))
     found, _ = open_weights(export_folder(base, tmp_path / "b", 2, adapter_checkpoints=(adapter,)))
@@ -372,3 +390,28 @@ def test_tensors_that_no_part_is_named_like(tmp_path: Path) -> None:
     refused_export(tmp_path / "base", tmp_path, "ia3_l is no part", adapter_checkpoints=(adapter,))
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
     refused_export(tmp_path / "base", tmp_path, "holds no weights", adapter_checkpoints=(adapter,))
+
+
+def test_values_that_are_not_finite_are_named(base, tmp_path: Path) -> None:
+    folder, model = base
+    maker = PeftMaker(model)
+    maker.lora("model.layers.1.mlp.up_proj", 2.0)
+    maker.tensors[f"{STEM}model.layers.1.mlp.up_proj.lora_A.weight"][0, 0] = float("nan")
+    adapter = maker.write(tmp_path / "adapter")
+    words = r"what was learned for layers\.1\.mlp\.up_proj\.weight has 1 NaN or infinite values"
+    refused_export(folder, tmp_path, words, adapter_checkpoints=(adapter,))
+
+
+def test_a_folder_without_an_adapter(base, tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    adapter = str(tmp_path / "adapter")
+    words = r"holds no adapter that is known; choices: adapter_config\.json"
+    refused_export(base[0], tmp_path, words, adapter_checkpoints=(adapter,))
+
+
+def test_the_merged_files_are_verified(base, tmp_path: Path) -> None:
+    folder, model = base
+    maker = PeftMaker(model)
+    _layers(*LINEAR, dora=True)(maker)
+    adapter = maker.write(tmp_path / "adapter", use_dora=True)
+    export_folder(folder, tmp_path, 2, "fp16", adapter_checkpoints=(adapter,), verify=True)
