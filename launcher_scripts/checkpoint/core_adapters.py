@@ -92,7 +92,7 @@ class PeftSettings:
         if method not in _METHODS:
             problems.add("_target_ is not supported", got=method, choices=_METHODS)
         for key in sorted(self.raw.keys() - _READ - _IRRELEVANT):
-            if self.raw[key] not in (None, False, "", [], {}):
+            if not key.startswith("_") and self.raw[key] not in (None, False, "", [], {}):
                 problems.add(f"{key} is not supported", got=self.raw[key])
 
     def targets(self, module: str, _linear: bool) -> bool | None:

@@ -2,8 +2,8 @@
 
 To the export it looks like any other source: NeMo's LoRA changes the tensors that are found, prompt
 tables, IA3 vectors and adapters are further tensors, for the rows that models/learned_parts.py
-adds to the weight table. Adapters of other tools change the stored form of the weights (merging.py),
-and so does IA3 that is folded in.
+adds to the weight table. Adapters of other tools change the stored form of the weights
+(merging.py), and so does IA3 that is folded in.
 """
 
 from __future__ import annotations

@@ -68,6 +68,15 @@ def random_adapter(shapes: Mapping[str, tuple[int, int]], dora: bool = False) ->
     return found
 
 
+def per_layer(tensors: Tensors) -> Tensors:
+    """As layers that are not all alike are saved: a key per layer."""
+    return {
+        name.replace(".layers.", f".layers.{layer}."): values[layer]
+        for name, values in tensors.items()
+        for layer in range(LAYERS)
+    }
+
+
 def write(folder: Path, tensors: Tensors, prefix: str) -> None:
     """A torch_dist folder."""
     folder.mkdir(parents=True)
@@ -140,10 +149,12 @@ def check(found: Any, plain: Any, layer: int, updates: Mapping[str, torch.Tensor
         torch.testing.assert_close(found[row], plain[row] + change, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("tool", TOOLS)
-def test_lora_is_added_in_the_cores_own_layout(data_dir: Path, tmp_path: Path, tool: str) -> None:
+def test_lora_is_added_in_the_cores_own_layout(data_dir, tmp_path, tool, stacked) -> None:
     tensors = random_adapter(PLAIN)
-    adapter = str(TOOLS[tool][0](tmp_path / "adapter", tensors, "LoRA"))
+    saved = tensors if stacked else per_layer(tensors)
+    adapter = str(TOOLS[tool][0](tmp_path / "adapter", saved, "LoRA"))
     base = base_of(data_dir, tool)
     plain, _ = open_weights(export_folder(base, tmp_path / "a"))
     found, _ = open_weights(export_folder(base, tmp_path / "b", 2, adapter_checkpoints=(adapter,)))
@@ -317,6 +328,23 @@ def test_configurations_that_are_not_what_the_tensors_are(data_dir, tmp_path, sa
     base = base_of(data_dir, "bridge")
     text = refused_export(base, tmp_path, words, adapter_checkpoints=(adapter,))
     assert adapter in text
+
+
+def test_lora_of_some_layers(data_dir: Path, tmp_path: Path) -> None:
+    """Wildcards choose them; what they choose must be there."""
+    tensors = per_layer(random_adapter({"mlp.linear_fc2.adapter": (HIDDEN, FFN)}))
+    some = {name: values for name, values in tensors.items() if ".layers.1." in name}
+    base = base_of(data_dir, "bridge")
+    plain, _ = open_weights(export_folder(base, tmp_path / "a"))
+    wanted = {"target_modules": ["*.layers.1.mlp.linear_fc2"]}
+    adapter = str(bridge(tmp_path / "adapter", some, "LoRA", **wanted))
+    found, _ = open_weights(export_folder(base, tmp_path / "b", adapter_checkpoints=(adapter,)))
+    changed = {row for row in plain.rows if not torch.equal(found[row], plain[row])}
+    assert changed == {"layers.1.mlp.dense_4h_to_h.weight"}
+    all_layers = {"target_modules": ["*.linear_fc2"]}
+    adapter = str(bridge(tmp_path / "other", some, "LoRA", **all_layers))
+    words = r"LoRA of decoder\.layers\.0\.mlp\.linear_fc2 is missing"
+    refused_export(base, tmp_path, words, adapter_checkpoints=(adapter,))
 
 
 def test_lora_of_another_base_and_of_layers_that_are_missing(data_dir, tmp_path) -> None:

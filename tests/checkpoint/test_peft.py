@@ -63,6 +63,8 @@ def _tokens(maker: PeftMaker) -> None:
 
 
 def _tables(maker: PeftMaker) -> None:
+    """PEFT stores the table, too, that LoRA was learned for."""
+    maker.whole(f"{EMBED}.weight", f"{EMBED}.base_layer.weight")
     maker.embedding(EMBED, 2.0)
     maker.lora("lm_head", 2.0)
 
