@@ -142,7 +142,7 @@ def adapter_of(
     scale = settings.scale(problems)
     problems.raise_if_any(CheckpointError)
     base, own = separated(tensors)
-    layers = _layers(own, settings.tp_size, _gated(config), problems)
+    layers = _layers(own, settings, _gated(config), problems)
     learned: dict[str, Learned] = {name: Replaced(tensor) for name, tensor in base.items()}
     notes: set[str] = set()
     joined: dict[str, dict[str, LowRank]] = {}
@@ -178,7 +178,7 @@ def _gated(config: Any) -> bool:
 
 
 def _layers(
-    own: Mapping[str, SourceTensor], tp_size: int, gated: bool, problems: Problems
+    own: Mapping[str, SourceTensor], settings: PeftSettings, gated: bool, problems: Problems
 ) -> dict[tuple[str, str | None], dict[str, SourceTensor]]:
     """Module and its part -> side -> tensor."""
     found: dict[tuple[str, str | None], dict[str, SourceTensor]] = {}
@@ -188,33 +188,53 @@ def _layers(
             problems.add(f"{name} is no part that is known")
             continue
         module, part, side = match["module"], match["part"], match["side"]
-        if gated and tp_size > 1 and module.endswith("linear_fc1"):
-            tensor = _in_order(name, tensor, part, side, tp_size, problems)
+        if settings.tp_size > 1 and module.endswith("linear_fc1"):
+            order = _order(name, tensor, (part, side), gated, settings, problems)
+            tensor = _in_order(name, tensor, order, problems) if order else tensor
         found.setdefault((module, part), {})[side] = tensor
     return found
 
 
-def _in_order(
+def _order(
     name: str,
     tensor: SourceTensor,
-    part: str | None,
-    side: str,
-    tp_size: int,
+    place: tuple[str | None, str],
+    gated: bool,
+    settings: PeftSettings,
     problems: Problems,
-) -> SourceTensor:
-    """The rows of a gated layer's tensor in order, where the tools store them in another.
+) -> tuple[int, int] | None:
+    """How the rows of `linear_fc1`'s tensor are stored, where they are not in order.
 
-    Magnitudes lie rank by rank, [gate, up] each. What the canonical form has for the gate or for
-    up alone is stored as if it were both: the first halves of all ranks, then the second ones.
+    The tools cut every rank's `linear_out` into a gate's and an up's half, and store the first
+    halves of all ranks before the second ones: also what the canonical form has for one of the two
+    alone, and, before Megatron Bridge 0.5.0, what a layer without a gate has. Magnitudes lie rank
+    by rank, [gate, up] each.
     """
-    halves = part in ("gate", "up") and side == "linear_out"
-    if not halves and side != "weight_magnitude":
-        return tensor
-    if not tensor.shape or tensor.shape[0] % (2 * tp_size):
-        problems.add(f"{name} cannot be divided", got=tensor.shape, choices=[2 * tp_size])
+    tp_size, (part, side) = settings.tp_size, place
+    if side == "weight_magnitude":
+        return (tp_size, 2) if gated else None
+    if side != "linear_out" or (gated and part is None):
+        return None
+    pieces = len(tensor.pieces)
+    if part is None and pieces != 2 * tp_size:
+        if pieces != tp_size:
+            problems.add(
+                f"{name} does not show in which order its rows are",
+                got=f"{pieces} pieces",
+                choices=[f"{tp_size} pieces, one per rank", f"{2 * tp_size}, two per rank"],
+            )
+        return None
+    return (2, tp_size)
+
+
+def _in_order(
+    name: str, tensor: SourceTensor, order: tuple[int, int], problems: Problems
+) -> SourceTensor:
+    """The tensor with its blocks of rows, which are stored as a grid of this shape, transposed."""
+    if not tensor.shape or tensor.shape[0] % (order[0] * order[1]):
+        problems.add(f"{name} cannot be divided", got=tensor.shape, choices=[order[0] * order[1]])
         return tensor
     values = float32(tensor.read())
-    order = (2, tp_size) if halves else (tp_size, 2)
     rows = values.reshape(*order, -1, *values.shape[1:]).swapaxes(0, 1)
     return SourceTensor.whole(rows.reshape(values.shape))
 

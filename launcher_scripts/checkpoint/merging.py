@@ -23,6 +23,8 @@ from launcher_scripts.errors import CheckpointError, Problems, lookup
 from launcher_scripts.models.family import ModelConfig, Partition, WeightSpec
 
 _SHOWN = 10
+# That are made float32 at a time.
+_COLUMNS = 64
 _ZERO = np.float32(0)
 
 
@@ -45,8 +47,8 @@ class Learned(Protocol):
         ...
 
     def apply(self, unit: np.ndarray, *values: np.ndarray) -> np.ndarray:
-        """A part of the stored form [..., columns] merged with the same part of its values, whose
-        memory it may take."""
+        """A part of the stored form [..., columns], of any floats, merged with the same part of
+        its values, whose memory it may take."""
         ...
 
 
@@ -83,13 +85,12 @@ class LowRank:
         return None
 
     def arrays(self) -> Sequence[np.ndarray]:
-        update = float32(self.up.read()) @ float32(self.down.read())
-        update *= np.float32(self.scale)
+        update = float32(self.up.read()) * np.float32(self.scale) @ float32(self.down.read())
         laid = update.T if self.input_first else update
         return [laid] if self.magnitude is None else [laid, float32(self.magnitude.read())]
 
     def apply(self, unit: np.ndarray, *values: np.ndarray) -> np.ndarray:
-        merged = np.add(unit, values[0], out=values[0])
+        merged = _sum(values[0], unit)
         if self.magnitude is not None:
             merged *= values[1] / np.linalg.norm(merged, axis=0)
         return merged
@@ -116,7 +117,7 @@ class Added:
         return [float32(self.vector.read()) * np.float32(self.scale)]
 
     def apply(self, unit: np.ndarray, *values: np.ndarray) -> np.ndarray:
-        return np.add(unit, values[0], out=values[0])
+        return _sum(values[0], unit)
 
 
 @dataclass(frozen=True)
@@ -144,9 +145,18 @@ class Replaced:
     def apply(self, unit: np.ndarray, *values: np.ndarray) -> np.ndarray:
         if self.rows is None:
             return values[0]
-        merged = unit.copy()
+        merged = np.array(float32(unit))
         merged[list(self.rows)] = values[0]
         return merged
+
+
+def _sum(values: np.ndarray, unit: np.ndarray) -> np.ndarray:
+    """values + unit in the memory of the values; only a part of the unit is made float32 at a
+    time."""
+    for start in range(0, unit.shape[-1], _COLUMNS):
+        columns = (..., slice(start, start + _COLUMNS))
+        values[columns] += float32(unit[columns])
+    return values
 
 
 @dataclass(frozen=True)
@@ -343,7 +353,7 @@ class _Merged:
         for unit in block:
             stop = start + unit.shape[-1]
             columns = [part[..., start:stop] for part in parts]
-            merged.append(self.value.apply(float32(unit), *columns))
+            merged.append(self.value.apply(unit, *columns))
             start = stop
         return merged
 

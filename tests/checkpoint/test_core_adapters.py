@@ -11,14 +11,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
 
+from launcher_scripts.checkpoint.core_adapters import PeftSettings, adapter_of
+from launcher_scripts.checkpoint.source_tensor import Piece, SourceTensor
+from launcher_scripts.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder, open_weights, refused_export
 from tests.checkpoint.peft_maker import PeftMaker
 from tests.checkpoint.tiny_models import LLAMA, TinyModel
+from tests.checkpoint_maker import small_config
 
 LAYERS, HIDDEN, HEADS, GROUPS, SIZE, FFN = 2, 32, 4, 2, 8, 64
 ALPHA, DIM = 8, 4
@@ -303,6 +308,27 @@ def test_a_model_that_was_saved_with_its_adapters_is_read_merged(data_dir, tmp_p
     text = "holds a whole model with its adapters"
     refused_export(base, tmp_path, text, adapter_checkpoints=(str(tmp_path / "both"),))
     refused_export(Path(alone), tmp_path, "holds adapters alone: name it in export.model.adapter")
+
+
+@pytest.mark.parametrize(("pieces", "shuffled"), [(4, True), (2, False)])
+def test_lora_of_a_layer_without_a_gate(pieces: int, shuffled: bool) -> None:
+    """Two ranks: before Bridge 0.5.0 the first halves of both are stored before the others."""
+    rows = torch.arange(16 * DIM, dtype=torch.float32).reshape(16, DIM)
+    stored_rows = torch.cat([rows[0:4], rows[8:12], rows[4:8], rows[12:]]) if shuffled else rows
+    parts = stored_rows.numpy().reshape(pieces, -1, DIM)
+    up = SourceTensor.of_pieces(
+        (16, DIM), [Piece((n * len(part), 0), part) for n, part in enumerate(parts)], "up"
+    )
+    stem = "decoder.layers.0.mlp.linear_fc1.adapter"
+    down = SourceTensor.whole(np.zeros((DIM, 8), np.float32))
+    tensors = {f"{stem}.linear_in.weight": down, f"{stem}.linear_out.weight": up}
+    said = PeftSettings(settings("LoRA", "x"), "x", 2, False)
+    adapter = adapter_of(Path("adapter"), tensors, said, small_config(), ("mcore",))
+    (found,) = adapter.learned["decoder.layers.0.mlp.linear_fc1.weight"]
+    np.testing.assert_array_equal(found.up.read(), rows.numpy())
+    tensors[f"{stem}.linear_out.weight"] = SourceTensor.whole(stored_rows.numpy())
+    with pytest.raises(CheckpointError, match="does not show in which order its rows are"):
+        adapter_of(Path("adapter"), tensors, said, small_config(), ("mcore",))
 
 
 @pytest.mark.parametrize(

@@ -411,6 +411,11 @@ def test_a_folder_without_an_adapter(base, tmp_path: Path) -> None:
     refused_export(base[0], tmp_path, words, adapter_checkpoints=(adapter,))
 
 
+def test_an_adapter_is_no_base(base, tmp_path: Path) -> None:
+    adapter = PeftMaker(base[1]).write(tmp_path / "adapter")
+    refused_export(Path(adapter), tmp_path, "is in no known format: it is an adapter: name it in")
+
+
 def test_the_merged_files_are_verified(base, tmp_path: Path) -> None:
     folder, model = base
     maker = PeftMaker(model)
