@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from launcher_scripts.checkpoint.dtypes import BFLOAT16
+from launcher_scripts.engine.experts import Experts, SharedExpert
 from launcher_scripts.engine.learned_parts import Adapter, IA3Factors
+from launcher_scripts.errors import CheckpointError
 from launcher_scripts.kernels.operands import Linear, Norm, RelativeBias
 from launcher_scripts.kernels.quantization import quantized
 from launcher_scripts.models import family_of
@@ -36,19 +38,24 @@ class LayerWeights:
     """One layer. Norms of a pre-norm layer live in the projections that follow them.
 
     query_norm, key_norm: of every head, where there are such
+    attention_output_norm, mlp_output_norm: of what a branch adds, where it has such
     relative: what a score gains by distance, where the layer has a table of its own
+    experts: what takes the place of the MLP, where the model has experts
     """
 
     query_key_value: Linear
     attention_dense: Linear
-    mlp_up: Linear
+    mlp_up: Linear | None
     mlp_gate: Linear | None
-    mlp_down: Linear
+    mlp_down: Linear | None
     input_norm: Norm
     post_attention_norm: Norm
     query_norm: Norm | None = None
     key_norm: Norm | None = None
+    attention_output_norm: Norm | None = None
+    mlp_output_norm: Norm | None = None
     relative: RelativeBias | None = None
+    experts: Experts | None = None
     ia3: IA3Factors | None = None
     attention_adapter: Adapter | None = None
     mlp_adapter: Adapter | None = None
@@ -90,6 +97,8 @@ class GPTWeights:
                 layer.mlp_down,
             ):
                 matrices.append(None if linear is None else linear.weight)
+            if layer.experts is not None:
+                matrices += [layer.experts.up, layer.experts.gate, layer.experts.down]
         return matrices
 
 
@@ -199,29 +208,36 @@ class WeightLoader:
 
     def _head(self, table: Tensor | None) -> Linear:
         weight = table if self.config.tied_embeddings else self._table("lm_head.weight")
-        final_norm = self._norm("final_layernorm") if self.config.final_norm else None
-        return Linear(weight, norm=final_norm)
+        norm = self._norm("final_layernorm") if self.config.final_norm else None
+        bias = self._table("lm_head.bias") if self.config.logits_bias else None
+        return Linear(weight, bias, _scaled(norm, self.config.logits_scale))
 
     def _layer(self, layer: int) -> LayerWeights:
         input_norm = self._norm("layers.*.input_layernorm", layer)
         post_attention = self._norm("layers.*.post_attention_layernorm", layer)
-        pre = self.config.norm_placement == "pre"
+        pre = self.config.norm_placement != "post"
+        sandwich = self.config.norm_placement == "sandwich"
         up_norm = post_attention if pre else None
-        gate = None
-        if self.config.gated:
-            gate = self._linear("layers.*.mlp.dense_h_to_4h_2", layer, up_norm)
+        mlp = (None, None, None)
+        if not self.config.num_experts:
+            mlp = self._mlp("layers.*.mlp", layer, up_norm)
         return LayerWeights(
             query_key_value=self._linear(
                 "layers.*.attention.query_key_value", layer, input_norm if pre else None
             ),
             attention_dense=self._linear("layers.*.attention.dense", layer),
-            mlp_up=self._linear("layers.*.mlp.dense_h_to_4h", layer, up_norm),
-            mlp_gate=gate,
-            mlp_down=self._linear("layers.*.mlp.dense_4h_to_h", layer),
+            mlp_up=mlp[0],
+            mlp_gate=mlp[1],
+            mlp_down=mlp[2],
+            experts=self._experts(layer, post_attention) if self.config.num_experts else None,
             input_norm=input_norm,
             post_attention_norm=post_attention,
             query_norm=self._head_norm("query", layer),
             key_norm=self._head_norm("key", layer),
+            attention_output_norm=self._norm("layers.*.attention.output_norm", layer)
+            if sandwich
+            else None,
+            mlp_output_norm=self._norm("layers.*.mlp.output_norm", layer) if sandwich else None,
             ia3=self._ia3(
                 "layers.*.attention",
                 "layers.*.mlp",
@@ -229,6 +245,45 @@ class WeightLoader:
                 self.config.local_size("q_size", self.parallelism.tp_size),
             ),
             **self._adapters("layers.*", layer),
+        )
+
+    def _mlp(
+        self, name: str, layer: int, norm: Norm | None = None
+    ) -> tuple[Linear, Linear | None, Linear]:
+        """Up, gate where there is one, and down."""
+        gate = None
+        if self.config.gated:
+            gate = self._linear(f"{name}.dense_h_to_4h_2", layer, norm)
+        up = self._linear(f"{name}.dense_h_to_4h", layer, norm)
+        return up, gate, self._linear(f"{name}.dense_4h_to_h", layer)
+
+    def _experts(self, layer: int, norm: Norm) -> Experts:
+        config = self.config
+        if self.int8:
+            raise CheckpointError("int8_mode is not supported for a model with experts")
+
+        def stacked(name: str) -> Tensor:
+            whole = None
+            for expert in range(config.num_experts):
+                part = self._whole(f"layers.*.mlp.experts.{expert}.{name}", layer).weight
+                if whole is None:
+                    whole = part.new_empty(config.num_experts, *part.shape)
+                whole[expert] = part
+            return whole
+
+        shared = None
+        if config.shared_expert_size is not None:
+            scale = self._linear("layers.*.mlp.shared_expert_gate", layer)
+            shared = SharedExpert(*self._mlp("layers.*.mlp.shared_expert", layer), scale)
+        return Experts(
+            self._linear("layers.*.mlp.router", layer),
+            norm,
+            stacked("dense_h_to_4h"),
+            stacked("dense_h_to_4h_2") if config.gated else None,
+            stacked("dense_4h_to_h"),
+            config.experts_per_token,
+            bool(config.normalized_experts),
+            shared,
         )
 
     def _linear(self, name: str, layer: int, norm: Norm | None = None) -> Linear:
@@ -259,6 +314,8 @@ class WeightLoader:
         if f"{name}.bias" in self._specs:
             bias = self._tensor(f"{name}.bias", torch.float32, layer)
         weight = self._tensor(f"{name}.weight", torch.float32, layer)
+        if getattr(self.config, "zero_centered_norm", None):
+            weight = weight + 1
         return Norm(self.config.normalization, weight, bias, self.config.norm_eps)
 
     def _head_norm(self, what: str, layer: int) -> Norm | None:
@@ -279,6 +336,14 @@ class WeightLoader:
 
     def _tensor(self, name: str, dtype: torch.dtype, layer: int | None = None) -> Tensor:
         return _tensor(self._read(self._specs[name], layer), dtype, self.device)
+
+
+def _scaled(norm: Norm | None, scale: float | None) -> Norm | None:
+    """The norm with its result multiplied."""
+    if norm is None or scale is None:
+        return norm
+    bias = None if norm.bias is None else norm.bias * scale
+    return replace(norm, weight=norm.weight * scale, bias=bias)
 
 
 def _tensor(array: Stored, dtype: torch.dtype, device: torch.device) -> Tensor:
