@@ -349,6 +349,7 @@ def _drop_copies(learned: dict[str, tuple[Learned, ...]], base: SourceCheckpoint
 def _dialects(base: SourceCheckpoint) -> Sequence[Sequence[str]]:
     """How transformers may name the base's modules."""
     family = family_of(base.config).name
-    known = dict.fromkeys(row.dialect for row in ARCHITECTURES.values() if row.family == family)
-    own = [dialect for dialect in base.dialects if dialect in known]
-    return [base.dialects] if own else [(dialect,) for dialect in known]
+    rows = [row for row in ARCHITECTURES.values() if row.family == family]
+    if any(row.dialect in base.dialects for row in rows):
+        return [base.dialects]
+    return list(dict.fromkeys((row.dialect, *row.inherits) for row in rows))

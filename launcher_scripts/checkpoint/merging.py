@@ -205,7 +205,8 @@ class Adapter:
 
     def _claims(self, tasks: Sequence[Task], problems: Problems) -> dict[str, list[_Place]]:
         """Where every name of the adapter's maker goes."""
-        found = [_claims(tasks, dialects) for dialects in self.dialects]
+        every = [_claims(tasks, dialects) for dialects in self.dialects]
+        found = [claims for claims in every if not _contradict(claims)] or every
         counts = [len(claims.keys() & self.learned.keys()) for claims in found]
         best = [claims for claims, n in zip(found, counts, strict=True) if n == max(counts)]
         unclear = [
@@ -356,6 +357,15 @@ class _Merged:
             merged.append(self.value.apply(unit, *columns))
             start = stop
         return merged
+
+
+def _contradict(claims: Mapping[str, Sequence[_Place]]) -> bool:
+    """Whether a matrix would be two of the base's: its family has another kind of layers."""
+    return any(
+        len({place.layout for place in places}) < len(places)
+        for places in claims.values()
+        if len(places) > 1 and len(places[0].spec.shape) == 2 and not places[0].table
+    )
 
 
 def _meaning(value: Learned, places: Sequence[_Place]) -> tuple[object, ...]:
