@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
@@ -48,7 +49,9 @@ class Row:
     empty where nothing is to be decoded. start is the cache token after those of the source. A
     row of several hypotheses has a slot for each, and their cache tokens one after the other. A
     row of a session lives in the session's extent, after the tokens of the requests before.
-    on_progress gets a snapshot after every token but the last, which the future brings.
+    on_progress gets a snapshot after every token but the last, which the future brings. came_at,
+    placed_at and first_at are when it came, got its place and had its first token, by
+    time.perf_counter; 0: not yet.
     """
 
     request: GenerateRequest
@@ -70,6 +73,9 @@ class Row:
     answer: EncodedRow | None = None
     hypotheses: Hypotheses | None = None
     session: Session | None = None
+    came_at: float = field(default_factory=time.perf_counter)
+    placed_at: float = 0.0
+    first_at: float = 0.0
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -84,6 +90,15 @@ class Row:
     def width(self) -> int:
         """Slots that the row takes."""
         return self.request.sampling.beam_width if self.request.output_len else 1
+
+    @property
+    def stopped(self) -> bool:
+        """Whether an end token or a stop word ended the row (of a beam search: its best text)."""
+        if self.hypotheses is not None:
+            text = self.hypotheses.best()[0].beam(log_probs=False).output_ids
+            return text[-1] == self.end_id or len(text) < self.request.output_len
+        last = self.tokens[-1:]
+        return bool(last) and (last[0] == self.end_id or _ends_in_stop_word(self))
 
     @property
     def begins_decoding(self) -> bool:

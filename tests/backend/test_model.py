@@ -93,11 +93,11 @@ class Request:
             self.answered.set()
 
 
-GAUGES: dict[tuple[str, str], float] = {}
+GAUGES: dict[tuple[str, ...], float] = {}
 
 
 class Gauges:
-    """Triton's metrics, in GAUGES by name and model."""
+    """Triton's metrics, in GAUGES by name and labels' values, the model's first."""
 
     GAUGE, COUNTER = "gauge", "counter"
 
@@ -106,7 +106,8 @@ class Gauges:
         self.name = name
 
     def Metric(self, labels):
-        key = (self.name, labels["model"])
+        assert "model" in (next(iter(labels)), next(iter(labels)).removesuffix("_name"))
+        key = (self.name, *labels.values())
         return types.SimpleNamespace(
             set=lambda value: GAUGES.update({key: value}),
             increment=lambda value: GAUGES.update({key: GAUGES.get(key, 0) + value}),
@@ -211,7 +212,7 @@ def test_an_answered_request_keeps_nothing(backend, fails):
         return futures[-1]
 
     rows = (GenerateRequest((1,), 1), GenerateRequest((2,), 1))
-    one, thread = Request({}, ()), module.Answers(module.nothing)
+    one, thread = Request({}, ()), module.Answers(lambda *_: None)
     answer = module.Answer(thread, one, rows, {}, set(), lambda _: {}, streams=False)
     left = weakref.ref(answer)
     gc.disable()
