@@ -30,7 +30,7 @@ _STEP_TOKENS = tuple(map(float, (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 40
 
 
 class Metric(NamedTuple):
-    """One metric; a histogram is shown as the counters `_bucket`, `_sum` and `_count`.
+    """One metric; a histogram is shown as the values `_bucket`, `_sum` and `_count`.
 
     buckets: the upper bounds of a histogram's, but for the last, which has none
     """

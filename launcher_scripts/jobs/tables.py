@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 LIST_COLUMNS = ("JOB", "RUN", "ID", "CLUSTER", "STATE", "NODES", "TIME", "EXIT", "REASON")
 STATUS_COLUMNS = (
     *("JOB", "RUN", "ID", "STATE", "NODES", "TIME"),
-    *("HTTP", "GRPC", "GPU", "KV", "REQUESTS", "REASON"),
+    *("HTTP", "GRPC", "GPU", "KV", "ROWS", "REQUESTS", "REASON"),
 )
 _COLOURS = {
     **dict.fromkeys(("READY", "COMPLETED"), "green"),
@@ -40,6 +40,7 @@ def cells(status: Status, columns: Sequence[str]) -> list[str]:
         "GRPC": endpoints.get("grpc", ""),
         "GPU": load.gpu_text(),
         "KV": load.kv_text(),
+        "ROWS": load.rows_text(),
         "REQUESTS": "" if load.requests is None else str(load.requests),
         "REASON": status.reason,
     }

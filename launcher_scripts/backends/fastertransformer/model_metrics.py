@@ -2,8 +2,9 @@
 
 The values are counted by the engine. A thread hands what has changed to the server every second:
 each change of a value is a message to the server's process, too many for each token.
-Triton's own histograms take one value in a message, so ours are counters with the names that
-Prometheus gives the parts of a histogram.
+Triton's own histograms take one value in a message, so ours are values with the names that
+Prometheus gives the parts of a histogram. Triton calls them gauges: some readers put `_total` after
+the names of counters (prometheus_client, OpenTelemetry), and would find no `_bucket`.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class ModelMetrics:
             self._families[name] = pb_utils.MetricFamily(
                 name=name,
                 description=metric.meaning,
-                kind=kind.GAUGE if metric.kind == names.GAUGE else kind.COUNTER,
+                kind=kind.COUNTER if metric.kind == names.COUNTER else kind.GAUGE,
             )
         return self._families[name].Metric(labels={metric.labels[0]: self._model, **dict(labels)})
 
