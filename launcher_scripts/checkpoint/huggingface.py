@@ -15,6 +15,7 @@ from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.dtypes import plain
 from launcher_scripts.checkpoint.hints import Hints
 from launcher_scripts.checkpoint.huggingface_configs import has_decoder
+from launcher_scripts.checkpoint.huggingface_keys import check_keys
 from launcher_scripts.checkpoint.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.source_checkpoint import WholeTensors
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
@@ -153,10 +154,13 @@ class HuggingFaceCheckpoint(WholeTensors):
         try:
             config = row.read(values)
         except CheckpointError:
+            check_keys(values)
             values.problems.raise_if_any(CheckpointError)
             raise
+        notes = check_keys(values)
+        _check_heads(config, tensors, values.problems)
         values.problems.raise_if_any(CheckpointError)
-        return cls(archive, raw, config, dialects, tensors)
+        return cls(archive, raw, config, dialects, tensors, notes)
 
     @property
     def knows_token_ids(self) -> bool:
@@ -181,6 +185,20 @@ def architecture(raw: Mapping[str, Any], path: Path) -> Architecture:
             problem(f"{path}: unknown model_type", got=name, choices=sorted(ARCHITECTURES))
         )
     return ARCHITECTURES[name]
+
+
+def _check_heads(config: Any, tensors: Mapping[str, SourceTensor], problems: Problems) -> None:
+    """Note a number of key/value heads that the first layer's keys do not have."""
+    keys = tensors.get("layers.0.self_attn.k_proj.weight")
+    heads = getattr(config, "num_kv_heads", None)
+    if keys is not None and heads and keys.shape[0] != heads * config.head_size:
+        fits, left = divmod(keys.shape[0], config.head_size)
+        problems.add(
+            f"num_key_value_heads does not fit k_proj.weight of {keys.shape[0]} rows "
+            f"in heads of {config.head_size}",
+            got=heads,
+            choices=[] if left else [fits],
+        )
 
 
 def _read_config(archive: Archive) -> Mapping[str, Any]:

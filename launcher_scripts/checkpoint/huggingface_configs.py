@@ -67,6 +67,7 @@ def opt(raw: RawConfig) -> GPTConfig:
     hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
     bias = raw.flag("enable_bias", default=True)
     raw.only("layer_norm_elementwise_affine", True)
+    raw.unused("word_embed_proj_dim", "_remove_final_layer_norm")  # the tensors say it
     return GPTConfig(
         vocab_size=raw.size("vocab_size"),
         num_layers=raw.size("num_hidden_layers"),
@@ -117,6 +118,11 @@ def llama(raw: RawConfig, **fields: Any) -> GPTConfig:
         raw.problems.add("unknown rope_type", got=kind, choices=("default", "linear", "llama3"))
     if raw.flag("use_sliding_window", default=True):
         raw.only("sliding_window", None)
+    raw.unused("sliding_window", "max_window_layers")
+    if set(raw("layer_types", default=())) - {"full_attention"}:
+        raw.problems.add("layer_types is not supported", got=raw("layer_types"))
+    for name, value in (("rope_interleaved", False), ("use_mrope", False)):
+        raw.only(name, value)
     said = {"attention_bias": raw.flag("attention_bias", default=False), **fields}
     return GPTConfig(
         vocab_size=raw.size("vocab_size"),
@@ -181,6 +187,8 @@ def t5(raw: RawConfig) -> T5Config:
     scaled = raw.flag("scale_decoder_outputs", raw.flag("tie_word_embeddings", True))
     if raw.raw.get("model_type") == "mt5":
         scaled = False
+    # feed_forward_proj rules, and so do the tensors of an encoder alone.
+    raw.unused("dense_act_fn", "is_gated_act", "n_positions", "num_decoder_layers")
     return T5Config(
         vocab_size=raw.size("vocab_size"),
         num_layers=layers,
@@ -205,6 +213,15 @@ def t5(raw: RawConfig) -> T5Config:
 
 def bart(raw: RawConfig) -> BartConfig:
     multilingual = raw.raw.get("model_type") == "mbart"
+    for name, value in (
+        ("normalize_before", multilingual),
+        ("add_final_layer_norm", multilingual),
+        ("normalize_embedding", True),
+        ("static_position_embeddings", False),
+        ("extra_pos_embeddings", 2),
+    ):
+        raw.only(name, value)
+    raw.unused("num_hidden_layers")  # it repeats encoder_layers
     return BartConfig(
         vocab_size=raw.size("vocab_size"),
         num_layers=raw.size("encoder_layers"),

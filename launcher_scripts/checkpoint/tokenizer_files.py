@@ -76,9 +76,12 @@ def with_token_ids(
 
     known: config has the model's own ids, and only the settings may change them
     rule:  the ids that the model was trained with, given the tokenizer; default: the tokenizer's
+    Raises CheckpointError for a tokenizer that does not fit the model.
     """
     tokenizer = _loaded(files) if files else None
     said = None
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, config.vocab_size)
     if tokenizer is not None and not known:
         said = (rule or _own_ids)(tokenizer)
     end_id = _first(settings.end_id, said and said.end_id)
@@ -93,6 +96,21 @@ def with_token_ids(
         end_id=_first(end_id, config.end_id),
         pad_id=_first(settings.pad_id, said and said.pad_id, config.pad_id),
     )
+
+
+def check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
+    """Refuse a tokenizer with ids that the model has no row for; rows without a token are padding.
+
+    rows: of the embedding table
+    """
+    if tokenizer.vocab_size > rows:
+        raise CheckpointError(
+            problem(
+                f"the tokenizer has more tokens than the model's {rows}",
+                got=tokenizer.vocab_size,
+                change=ADVICE,
+            )
+        )
 
 
 def _own_ids(tokenizer: Tokenizer) -> TokenIds:
