@@ -7,7 +7,7 @@ nothing of this project. tokenizers or sentencepiece is imported when a folder n
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,8 +19,11 @@ FILE_SETS: tuple[tuple[str, ...], ...] = (
     ("tokenizer.model",),
     ("vocab.json", "merges.txt"),
 )
-# Files that refine a tokenizer.json: which of its tokens start, end and pad a sequence.
+# Files that refine a tokenizer: which of its tokens start, end and pad a sequence.
 OPTIONAL_FILES = ("special_tokens_map.json", "tokenizer_config.json")
+# How chats are written and texts are generated, under the names that transformers gives them.
+CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+GENERATION_FILE = "generation_config.json"
 
 # Usual names of special tokens, for a tokenizer.json that comes without the files that say so.
 _USUAL_START = ("<s>", "<bos>", "<|begin_of_text|>", END_OF_TEXT, "[CLS]")
@@ -55,6 +58,10 @@ class Tokenizer(Protocol):
         """The ids of `text`, without start or end token."""
         ...
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of `text` and the special tokens that transformers puts around a text."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; special tokens leave no text, broken UTF-8 becomes U+FFFD."""
         ...
@@ -65,8 +72,33 @@ def tokenizer_files(folder: Path) -> list[Path]:
     for names in FILE_SETS:
         paths = [folder / name for name in names]
         if all(path.is_file() for path in paths):
-            return paths + [folder / name for name in OPTIONAL_FILES if (folder / name).is_file()]
+            optional = (*OPTIONAL_FILES, *CHAT_TEMPLATE_FILES, GENERATION_FILE)
+            return paths + [folder / name for name in optional if (folder / name).is_file()]
     return []
+
+
+def chat_templates(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Name -> Jinja text of the chat templates of a tokenizer; {} where it has none.
+
+    The usual one is called `default`. As in transformers, chat_template.jinja goes before the
+    entry of tokenizer_config.json, which is a text or a list of names and texts.
+
+    files: name -> content of the tokenizer's files
+    Raises ValueError for files that are damaged.
+    """
+    if CHAT_TEMPLATE_FILES[0] in files:
+        return {"default": files[CHAT_TEMPLATE_FILES[0]].decode("utf-8")}
+    for name in (OPTIONAL_FILES[1], CHAT_TEMPLATE_FILES[1]):
+        said = json.loads(files.get(name, b"{}"))
+        found = said.get("chat_template") if isinstance(said, dict) else None
+        if isinstance(found, str):
+            return {"default": found}
+        if isinstance(found, list):
+            try:
+                return {str(each["name"]): str(each["template"]) for each in found}
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"the chat templates of {name} are damaged") from error
+    return {}
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -125,9 +157,19 @@ class GPT2Tokenizer:
         self.start_id: int | None = self._tokenizer.token_to_id(END_OF_TEXT)
         self.end_id: int | None = self.start_id
         self.pad_id: int | None = None
+        named = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+        named |= _named_special_tokens(folder) or {}
+        self._before, self._after = _said_around(
+            folder,
+            self._tokenizer.token_to_id(named["bos_token"]),
+            self._tokenizer.token_to_id(named["eos_token"]),
+        )
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return [*self._before, *self.encode(text), *self._after]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
@@ -147,9 +189,13 @@ class SentencePieceTokenizer:
         self.start_id = _or_none(self._processor.bos_id())
         self.end_id = _or_none(self._processor.eos_id())
         self.pad_id = _or_none(self._processor.pad_id())
+        self._before, self._after = _said_around(folder, self.start_id, self.end_id)
 
     def encode(self, text: str) -> list[int]:
         return list(self._processor.encode(text))
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return [*self._before, *self.encode(text), *self._after]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._processor.decode([int(i) for i in ids if i < self.vocab_size]))
@@ -191,8 +237,26 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def encode_prompt(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text).ids)
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+
+def _said_around(
+    folder: Path, start_id: int | None, end_id: int | None
+) -> tuple[list[int], list[int]]:
+    """The ids that tokenizer_config.json puts before and after a text.
+
+    Its keys add_bos_token and add_eos_token count for files that say nothing themselves: beside a
+    tokenizer.json transformers does not look at them.
+    """
+    path = folder / OPTIONAL_FILES[1]
+    said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    before = [] if start_id is None or not said.get("add_bos_token") else [start_id]
+    after = [] if end_id is None or not said.get("add_eos_token") else [end_id]
+    return before, after
 
 
 def _or_none(token_id: int) -> int | None:

@@ -6,7 +6,7 @@ Copied beside the text models of a repository, so it imports nothing of this pro
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from text_tensors import BadRequestError
@@ -15,6 +15,29 @@ from tokenizer import Tokenizer
 # CSV ends its rows at these, which no word should; no text that was UTF-8 has the others.
 HIDDEN = {ord("\n"): 0xD800, ord("\r"): 0xD801}
 SHOWN = {hidden: shown for shown, hidden in HIDDEN.items()}
+
+
+class Encoding:
+    """How prompts become ids, by the parameters in config.pbtxt.
+
+    pad_id:             fills rows up
+    closing_id:         a token that ends every prompt, if there is one
+    add_special_tokens: prompts get the special tokens that transformers puts around a text
+    end_ids:            ids, comma separated, that end a text besides the model's end_id
+    """
+
+    def __init__(self, parameters: Mapping[str, str], tokenizer: Tokenizer) -> None:
+        self.pad_id = int(parameters["pad_id"])
+        self.end_ids = [
+            int(number) for number in parameters.get("end_ids", "").split(",") if number
+        ]
+        self._closing = [int(parameters["closing_id"])] if "closing_id" in parameters else []
+        special = "add_special_tokens" in parameters
+        self._encode = tokenizer.encode_prompt if special else tokenizer.encode
+
+    def prompt(self, text: str) -> list[int]:
+        """The ids of a prompt."""
+        return [*self._encode(text), *self._closing]
 
 
 def pad_right(rows: Sequence[Sequence[int]], pad_id: int) -> np.ndarray:
@@ -26,20 +49,28 @@ def pad_right(rows: Sequence[Sequence[int]], pad_id: int) -> np.ndarray:
     return padded
 
 
-def to_word_lists(lines: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
-    """The table of the words of each row's line, which are comma separated.
+def to_word_lists(
+    lines: Sequence[str], tokenizer: Tokenizer, more: Sequence[int] = ()
+) -> np.ndarray:
+    """The table of the words of each row's line, which are comma separated; `more` as below.
 
     CSV: a word in double quotes may hold commas.
     """
-    return word_table([split_words(line) for line in lines], tokenizer)
+    return word_table([split_words(line) for line in lines], tokenizer, more)
 
 
-def word_table(rows: Sequence[Sequence[str]], tokenizer: Tokenizer) -> np.ndarray:
+def word_table(
+    rows: Sequence[Sequence[str]], tokenizer: Tokenizer, more: Sequence[int] = ()
+) -> np.ndarray:
     """INT32 [rows, 2, L]: the ids of a row's words, zero-padded; their end offsets, -1-padded.
 
     Words keep their leading blanks, which matter to byte-pair tokenizers; empty words are left out.
+
+    more: token ids, each a word of every row
     """
     words = [[ids for word in row if word and (ids := word_ids(word, tokenizer))] for row in rows]
+    for row in words:
+        row.extend([token_id] for token_id in more)
     width = max(1, *(sum(map(len, row)) for row in words))
     table = np.zeros((len(rows), 2, width), dtype=np.int32)
     table[:, 1] = -1

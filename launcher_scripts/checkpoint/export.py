@@ -52,9 +52,10 @@ def export(settings: ExportSettings) -> Path:
         base = open_source(archive, settings.source, hints)
         learned = with_learned_parts(base, settings, _existing_parent(target))
         checkpoint: SourceCheckpoint = learned or base
-        for note in checkpoint.notes:
-            print(f"note: {note}", flush=True)
         files = tokenizer_files.collect(settings.tokenizer, checkpoint.tokenizer_files)
+        notes = (*checkpoint.notes, *tokenizer_files.missing_files(files))
+        for note in notes:
+            print(f"note: {note}", flush=True)
         config = _with_token_ids(settings, checkpoint, files)
         if learned:
             config = learned.with_start_id(config)
@@ -72,7 +73,7 @@ def export(settings: ExportSettings) -> Path:
         config,
         settings.parallelism.tp_size,
         settings.weight_data_type,
-        source=checkpoint.describe(),
+        source=checkpoint.describe() | ({"notes": list(notes)} if notes else {}),
         overwrite=settings.overwrite,
         name=_name(settings, checkpoint, config, path),
     )

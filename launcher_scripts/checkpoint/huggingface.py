@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.dtypes import plain
 from launcher_scripts.checkpoint.hints import Hints
 from launcher_scripts.checkpoint.huggingface_configs import has_decoder
-from launcher_scripts.checkpoint.huggingface_keys import check_keys
+from launcher_scripts.checkpoint.huggingface_keys import check_keys, generation_keys
 from launcher_scripts.checkpoint.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.source_checkpoint import WholeTensors
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
@@ -168,8 +169,13 @@ class HuggingFaceCheckpoint(WholeTensors):
         return True
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        """Exported name -> content of the checkpoint's own tokenizer."""
-        return tokenizer_files.plain_files(self.archive)
+        """Exported name -> content of the checkpoint's own tokenizer, and generation_config.json.
+
+        Before transformers 4.26 its values stood in config.json.
+        """
+        said = generation_keys(self.raw)
+        own = {tokenizer_files.GENERATION_FILE: json.dumps(said, indent=2).encode()} if said else {}
+        return own | tokenizer_files.plain_files(self.archive)
 
     def details(self) -> dict[str, Any]:
         """What the manifest records besides path, format and dialects."""

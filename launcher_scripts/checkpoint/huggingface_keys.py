@@ -7,6 +7,7 @@ export is refused by its name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -65,38 +66,40 @@ IRRELEVANT: dict[str, tuple[str, ...]] = {
         "summary_*",
         "task_specific_params",
     ),
-    "tokens, generation and the form of the answer": (
-        "*token_id",
+    "generation": (
+        "*_token_id",
+        "*no_repeat_ngram_size",
         "bad_words_ids",
         "begin_suppress_tokens",
-        "chunk_size_feed_forward",
         "diversity_penalty",
         "do_sample",
         "early_stopping",
         "exponential_decay_length_penalty",
-        "force_bos_token_to_be_generated",
-        "is_decoder",
-        "is_encoder_decoder",
         "length_penalty",
         "max_length",
         "max_new_tokens",
-        "max_sequence_length",
         "min_length",
-        "*no_repeat_ngram_size",
         "num_beam_groups",
         "num_beams",
         "num_return_sequences",
-        "output_*",
-        "prefix",
         "remove_invalid_values",
         "repetition_penalty",
-        "return_dict*",
         "suppress_tokens",
         "temperature",
-        "tokenizer_class",
         "top_k",
         "top_p",
         "typical_p",
+    ),
+    "texts and the form of the answer": (
+        "chunk_size_feed_forward",
+        "force_bos_token_to_be_generated",
+        "is_decoder",
+        "is_encoder_decoder",
+        "max_sequence_length",
+        "output_*",
+        "prefix",
+        "return_dict*",
+        "tokenizer_class",
         "use_cache",
     ),
     "the tensors say it": ("tie_word_embeddings",),
@@ -136,6 +139,16 @@ def check_keys(config: RawConfig, prefix: str = "") -> tuple[str, ...]:
 def irrelevant(key: str) -> bool:
     """Whether a row of IRRELEVANT covers the key."""
     return any(fnmatchcase(key, pattern) for keys in IRRELEVANT.values() for pattern in keys)
+
+
+def generation_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json says about generation, under generation_config.json's names."""
+    patterns = IRRELEVANT["generation"]
+    return {
+        key: value
+        for key, value in raw.items()
+        if value is not None and any(fnmatchcase(key, pattern) for pattern in patterns)
+    }
 
 
 def _is_off(value: Any) -> bool:

@@ -20,7 +20,6 @@ class ReadCheckpoint:
     format: ClassVar[str]
     archive: Archive
     dialects: Sequence[str]
-    notes: Sequence[str]
 
     @property
     def token_rule(self) -> Any:
@@ -47,7 +46,6 @@ class ReadCheckpoint:
             "format": self.format,
             **self.details(),
             "dialects": list(self.dialects),
-            **({"notes": list(self.notes)} if self.notes else {}),
         }
 
 

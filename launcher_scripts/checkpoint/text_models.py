@@ -16,10 +16,13 @@ from launcher_scripts.models import family_of
 from launcher_scripts.render import render
 from launcher_scripts.settings import ExportSettings
 from launcher_scripts.tokenizer import tokenizer_files
+from launcher_scripts.untrusted import parse_json
 
 # The roles of the model that takes text and gives text; one code serves both.
 WHOLE = ("ensemble", "text")
 TOKEN_MODEL = "token_model"  # the parameter that names the model behind it
+# The sources whose tokenizers are transformers' own.
+WITH_SPECIAL_TOKENS = ("huggingface", "gguf")
 # Those of the token model's inputs that every text request has.
 _ENCODED = ("INPUT_ID", "REQUEST_INPUT_LEN", "REQUEST_OUTPUT_LEN")
 
@@ -87,16 +90,37 @@ def parameters(
 
 
 def encoding_parameters(checkpoint: FTCheckpoint) -> dict[str, Any]:
-    """What fills rows up, and the token that closes an input where the model was trained so.
+    """How prompts become ids: the parameters of text_encoding.Encoding.
 
-    The T5 models of transformers end their inputs with the end token, NeMo's do not.
+    Prompts of a model from transformers get the special tokens that its tokenizer adds, which for
+    a T5 is the end token alone. NeMo adds nothing.
     """
     config = checkpoint.config
-    parameters = {"pad_id": config.end_id if config.pad_id is None else config.pad_id}
+    parameters: dict[str, Any] = {
+        "pad_id": config.end_id if config.pad_id is None else config.pad_id
+    }
     source = checkpoint.manifest.source if checkpoint.manifest is not None else {}
-    if family_of(config).name == "t5" and source.get("format") == "huggingface":
-        parameters["closing_id"] = config.end_id
+    if source.get("format") in WITH_SPECIAL_TOKENS:
+        t5 = family_of(config).name == "t5"
+        parameters |= {"closing_id": config.end_id} if t5 else {"add_special_tokens": 1}
+    if more := further_end_ids(checkpoint.folder, config):
+        parameters["end_ids"] = ",".join(map(str, more))
     return parameters
+
+
+def further_end_ids(folder: Path, config: Any) -> list[int]:
+    """What ends a text besides config.end_id, by generation_config.json.
+
+    Nothing where that is not among them: then the configuration chose another.
+    """
+    path = folder / tokenizer.GENERATION_FILE
+    if not path.is_file():
+        return []
+    said = parse_json(path.read_bytes()).get("eos_token_id")
+    ends = [each for each in said if type(each) is int] if isinstance(said, list) else []
+    if config.end_id not in ends:
+        return []
+    return [each for each in ends if each != config.end_id and 0 <= each < config.vocab_size]
 
 
 def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:

@@ -133,6 +133,35 @@ def test_prompts_are_padded_on_the_right(text_module: Any) -> None:
     assert text_module("preprocessing").pad_right([[]], 9).tolist() == [[9]]
 
 
+class StartingTokenizer(WordTokenizer):
+    """One whose prompts start with a token."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return [1, *self.encode(text)]
+
+
+@pytest.mark.parametrize(
+    ("more", "prompt", "end_ids"),
+    [
+        ({}, [5, 6], []),
+        ({"closing_id": "2"}, [5, 6, 2], []),
+        ({"add_special_tokens": "1"}, [1, 5, 6], []),
+        ({"end_ids": "3,12"}, [5, 6], [3, 12]),
+    ],
+)
+def test_parameters_say_what_goes_with_a_prompt(
+    text_module: Any, more: dict[str, str], prompt: list[int], end_ids: list[int]
+) -> None:
+    encoding = text_module("preprocessing").Encoding({"pad_id": "9", **more}, StartingTokenizer())
+    assert encoding.prompt("a b") == prompt
+    assert (encoding.pad_id, encoding.end_ids) == (9, end_ids)
+
+
+def test_further_end_tokens_are_words_of_every_row(text_module: Any) -> None:
+    table = text_module("preprocessing").to_word_lists(["c", ""], WordTokenizer(), [3, 12])
+    assert table.tolist() == [[[7, 3, 12], [1, 2, 3]], [[3, 12, 0], [1, 2, -1]]]
+
+
 @pytest.mark.parametrize("role", ["preprocessing", "postprocessing"])
 def test_a_python_backend_that_misreads_arrays_is_refused(text_module: Any, role: str) -> None:
     text_module(role).require_working_arrays()

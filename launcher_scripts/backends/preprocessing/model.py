@@ -12,26 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from text_encoding import pad_right, to_word_lists
+from text_encoding import Encoding, pad_right, to_word_lists
 from text_tensors import BadRequestError, Tensors, answer_each, require_working_arrays
 from tokenizer import load_tokenizer
 
 
 class TritonPythonModel:
-    """QUERY, words as comma separated text -> padded ids, their lengths, word lists.
-
-    The parameter closing_id, where there is one, is a token that ends every query.
-    """
+    """QUERY, words as comma separated text -> padded ids, their lengths, word lists."""
 
     def initialize(self, args: dict[str, str]) -> None:
         require_working_arrays()
         self.tensors = Tensors(args["model_config"])
         self.tokenizer = load_tokenizer(Path(__file__).parent)
         parameters = json.loads(args["model_config"])["parameters"]
-        self.pad_id = int(parameters["pad_id"]["string_value"])
-        self.closing = [
-            int(parameters[name]["string_value"]) for name in ("closing_id",) if name in parameters
-        ]
+        self.encoding = Encoding(
+            {name: at["string_value"] for name, at in parameters.items()}, self.tokenizer
+        )
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         return answer_each(requests, self.answer)
@@ -41,10 +37,10 @@ class TritonPythonModel:
         queries = self.tensors.texts(request, "QUERY")
         if queries is None:
             raise BadRequestError("QUERY is required")
-        rows = [[*self.tokenizer.encode(query), *self.closing] for query in queries]
+        rows = [self.encoding.prompt(query) for query in queries]
         lengths = np.array([[len(row)] for row in rows], dtype=np.uint32)
         encoded = [
-            self.tensors.tensor("INPUT_ID", pad_right(rows, self.pad_id)),
+            self.tensors.tensor("INPUT_ID", pad_right(rows, self.encoding.pad_id)),
             self.tensors.tensor("REQUEST_INPUT_LEN", lengths),
         ]
         output_len = self.tensors.array(request, "REQUEST_OUTPUT_LEN")
@@ -56,14 +52,15 @@ class TritonPythonModel:
                 "BAD_WORDS_IDS", self.word_list(request, "BAD_WORDS_DICT", len(rows))
             ),
             self.tensors.tensor(
-                "STOP_WORDS_IDS", self.word_list(request, "STOP_WORDS_DICT", len(rows))
+                "STOP_WORDS_IDS",
+                self.word_list(request, "STOP_WORDS_DICT", len(rows), self.encoding.end_ids),
             ),
             self.tensors.tensor("REQUEST_OUTPUT_LEN", output_len.astype(np.uint32)),
             self.tensors.tensor("RETURN_PROGRESS", np.ones((len(rows), 1), dtype=np.bool_)),
         ]
 
-    def word_list(self, request: Any, name: str, rows: int) -> np.ndarray:
+    def word_list(self, request: Any, name: str, rows: int, more: Sequence[int] = ()) -> np.ndarray:
         lines = self.tensors.texts(request, name) or [""] * rows
         if len(lines) != rows:
             raise BadRequestError(f"{name} takes one row per query; got {len(lines)} for {rows}")
-        return to_word_lists(lines, self.tokenizer)
+        return to_word_lists(lines, self.tokenizer, more)

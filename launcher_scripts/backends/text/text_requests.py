@@ -6,12 +6,13 @@ Copied beside the text models of a repository, so it imports nothing of this pro
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from text_encoding import pad_right, split_words, word_table
+from text_encoding import Encoding, pad_right, split_words, word_table
 from text_names import SAME_AS
 from text_tensors import BadRequestError, Tensors
 from tokenizer import Tokenizer
@@ -61,8 +62,7 @@ class Reader:
         self.outputs = frozenset(output["name"] for output in config["output"])
         self._tensors = Tensors(model_config)
         self._tokenizer = tokenizer
-        self._pad_id = int(parameters["pad_id"])
-        self._closing = [int(parameters["closing_id"])] if "closing_id" in parameters else []
+        self._encoding = Encoding(parameters, tokenizer)
         self._ids, self._lengths = parameters["INPUT_ID"], parameters["REQUEST_INPUT_LEN"]
         self._output_len = parameters.get("REQUEST_OUTPUT_LEN")
         self._prompt_counts = "prompt_counts" in parameters
@@ -79,18 +79,19 @@ class Reader:
         prompts = self._tensors.texts(request, self._name(given, "INPUT_0"))
         if prompts is None:
             raise BadRequestError(f"the prompt is missing: {self._said('INPUT_0')}")
-        rows = [[*self._tokenizer.encode(prompt), *self._closing] for prompt in prompts]
+        rows = [self._encoding.prompt(prompt) for prompt in prompts]
         lengths = np.array([[len(row)] for row in rows], dtype=np.uint32)
         inputs = {
-            self._ids: self._tensors.tensor(self._ids, pad_right(rows, self._pad_id)),
+            self._ids: self._tensors.tensor(self._ids, pad_right(rows, self._encoding.pad_id)),
             self._lengths: self._tensors.tensor(self._lengths, lengths),
         }
         if self._output_len is not None:
             output_len = self._output_lengths(request, given, lengths)
             inputs[self._output_len] = self._tensors.tensor(self._output_len, output_len)
             for name, source in WORDS.items():
-                if source in given:
-                    words = self._words(request, given[source], len(rows))
+                more = self._end_ids(given) if name == "stop_words_list" else []
+                if source in given or more:
+                    words = self._words(request, given.get(source), len(rows), more)
                     inputs[name] = self._tensors.tensor(name, words)
         for original, name in given.items():
             if original not in READ_HERE:
@@ -156,15 +157,25 @@ class Reader:
             return tensor
         return pb_utils.Tensor.from_dlpack(original, tensor.to_dlpack())
 
-    def _words(self, request: Any, name: str, rows: int) -> np.ndarray:
-        """The table of a words list: comma separated text of each row, or its words one by one."""
-        if name in SAME_AS:
+    def _end_ids(self, given: dict[str, str]) -> list[int]:
+        """The ids that end a text besides the model's; a request's own end_id stands alone."""
+        return [] if "end_id" in given else self._encoding.end_ids
+
+    def _words(self, request: Any, name: str | None, rows: int, more: Sequence[int]) -> np.ndarray:
+        """The table of a words list: comma separated text of each row, or its words one by one.
+
+        name: of the input, None where the request has none
+        more: token ids that are words of every row
+        """
+        if name is None:
+            words: list[Any] = [[] for _ in range(rows)]
+        elif name in SAME_AS:
             words = self._tensors.word_rows(request, name)
         else:
             words = [split_words(line) for line in self._tensors.texts(request, name) or ()]
         if len(words) != rows:
             raise BadRequestError(f"{name} takes one row per prompt; got {len(words)} for {rows}")
-        return word_table(words, self._tokenizer)
+        return word_table(words, self._tokenizer, more)
 
     def _flag(self, request: Any, given: dict[str, str], name: str, default: bool) -> bool:
         """A flag that holds for all rows: that of the first."""
