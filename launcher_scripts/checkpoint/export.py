@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,14 @@ from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.settings import ExportSettings
 
+# Compares an exported folder with its source in another way; what the manifest says about it.
+Twin = Callable[[Path, ExportSettings], Mapping[str, Any]]
 
-def export(settings: ExportSettings) -> Path:
+
+def export(settings: ExportSettings, twin: Twin | None = None) -> Path:
     """Write settings.checkpoint_dir; returns it.
 
+    twin: called with the verified folder where settings.verify asks for it
     Raises CheckpointError or ConfigError. On any error nothing is left, neither under the final
     name nor a partial folder; an interruption leaves the partial folder, and a repeated run
     finishes what is missing.
@@ -88,6 +92,8 @@ def export(settings: ExportSettings) -> Path:
         if settings.verify:
             verify_export(writer.partial, tasks, settings.processes)
             print(f"verified {len(tasks)} tensors against {path}", flush=True)
+            if twin is not None:
+                writer.annotate("twin", twin(writer.partial, settings))
     return target
 
 
