@@ -14,6 +14,7 @@ ACTIVATIONS = {
     "gelu_fast": "gelu",
     "gelu_pytorch_tanh": "gelu",
     "relu": "relu",
+    "relu2": "squared_relu",
     "silu": "silu",
     "swish": "silu",
 }
@@ -70,6 +71,15 @@ class RawConfig:
         self.problems.add(f"{name} must be a number from 0 on", got=found)
         return default
 
+    def numbers(self, name: str, count: int) -> list[float]:
+        """As many numbers."""
+        found = self(name, default=None)
+        numbers = found if isinstance(found, list) else []
+        if len(numbers) == count and all(type(number) in (int, float) for number in numbers):
+            return [float(number) for number in numbers]
+        self.problems.add(f"{name} must be a list of {count} numbers", got=found)
+        return [1.0] * count
+
     def flag(self, name: str, default: bool) -> bool:
         found = self(name, default=default)
         if isinstance(found, bool):
@@ -114,10 +124,10 @@ class RawConfig:
         return ACTIVATIONS[found]
 
     def only(self, name: str, value: Any) -> None:
-        """Refuse anything but `value`, which is also the default."""
+        """Refuse anything but `value`, which is also the default and the meaning of null."""
         self.asked.add(name)
-        found = self.raw.get(name, value)
-        if found != value:
+        found = self.raw.get(name)
+        if found is not None and found != value:
             self.problems.add(f"{name} is not supported", got=found, choices=(value,))
 
     def head_size(self, hidden: int, heads: int) -> int:

@@ -86,10 +86,12 @@ def qkv_of_groups(tensors: Sequence[np.ndarray], config: Any) -> Blocks:
 
 
 def qkv_in_blocks(tensors: Sequence[np.ndarray], config: Any) -> Blocks:
-    """Rows ([query, key, value], head, dimension): NeMo's megatron_legacy."""
+    """Rows ([queries, keys, values], head, dimension): NeMo's megatron_legacy, Phi-3's."""
     (tensor,) = tensors
-    rows = tensor.reshape(3, config.num_heads, config.head_size, *tensor.shape[1:])
-    return [[head.T for head in part] for part in rows]
+    heads = [head.T for head in tensor.reshape(-1, config.head_size, *tensor.shape[1:])]
+    keys = config.num_heads
+    values = (keys + len(heads)) // 2
+    return [heads[:keys], heads[keys:values], heads[values:]]
 
 
 LAYOUTS: dict[str, Layout] = {

@@ -71,6 +71,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "student_decoder_layers": None,
     },
     "mbart": {"add_final_layer_norm": True, "normalize_before": True, "max_new_tokens": 9},
+    "gptj": {"rotary": True, "scale_attn_weights": True},
+    "gpt_neox": {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
+    "falcon": {"apply_residual_connection_post_layernorm": False, "n_head": 71, "n_layer": 32},
+    "gemma2": {"cache_implementation": "hybrid", "sliding_window_size": 4096},
+    "gemma3_text": {"sliding_window_pattern": 6, "cache_implementation": "hybrid"},
+    "phi3": {"attention_bias": False, "auto_map": {"AutoConfig": "a.B"}},
+    "starcoder2": {
+        "attention_softmax_in_fp32": True,
+        "layer_norm_epsilon": 1e-05,
+        "mlp_type": "default",
+        "norm_type": "layer_norm",
+        "scale_attention_softmax_in_fp32": True,
+        "scale_attn_weights": True,
+    },
     "mixtral": {"router_jitter_noise": 0.0, "router_aux_loss_coef": 0.02},
 }
 
@@ -105,6 +119,14 @@ def test_what_transformers_writes_has_no_unknown_key(name: str) -> None:
     written = [*of_today(name), of_version_4(name)]
     for raw in [*written, of_version_4(name) | PUBLISHED.get(name, {})]:
         assert problems(raw) == ([], ())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_switch_hides_another_key(name: str) -> None:
+    """Whatever a file's switches say, every other key of its class is still known."""
+    raw = of_version_4(name)
+    for key in [key for key, value in raw.items() if isinstance(value, bool) and key not in OFF]:
+        assert problems(raw | {key: not raw[key]})[0] == [], key
 
 
 @pytest.mark.parametrize(
