@@ -100,7 +100,8 @@ class MegatronCoreCheckpoint(WholeTensors):
         else:
             gpt = core_options.read_gpt(options)
             config, dialects = gpt.config(tensors[TABLE].shape[0]), gpt.dialects(tensors)
-        return cls(archive, root, tool, args, config, dialects, tensors, options.notes)
+        notes = options.check_keys()
+        return cls(archive, root, tool, args, config, dialects, tensors, notes)
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """Exported name -> content of the tokenizer that Bridge and NeMo 2 keep with the model."""
