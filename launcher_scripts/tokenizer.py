@@ -7,6 +7,7 @@ nothing of this project. tokenizers or sentencepiece is imported when a folder n
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,6 +65,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; special tokens leave no text, broken UTF-8 becomes U+FFFD."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for in UTF-8, a special token for its name; b"" outside."""
         ...
 
 
@@ -174,6 +179,9 @@ class GPT2Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return _token_bytes(self._tokenizer, token_id, byte_level=True)
+
 
 class SentencePieceTokenizer:
     """A SentencePiece model from tokenizer.model; its own ids for start, end and padding.
@@ -200,6 +208,11 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._processor.decode([int(i) for i in ids if i < self.vocab_size]))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        if not 0 <= token_id < self.vocab_size:
+            return b""
+        return _piece_bytes(self._processor.id_to_piece(token_id))
+
     def token_id(self, token: str) -> int | None:
         """The id of one piece; None where the vocabulary lacks it."""
         found = int(self._processor.piece_to_id(token))
@@ -219,6 +232,8 @@ class HuggingFaceTokenizer:
         self._tokenizer = FastTokenizer.from_file(str(folder / "tokenizer.json"))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        decoder = self._tokenizer.decoder
+        self._byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         named = _named_special_tokens(folder)
         self.start_id = self._special_id(named, "bos_token", _USUAL_START)
@@ -242,6 +257,41 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return _token_bytes(self._tokenizer, token_id, byte_level=self._byte_level)
+
+
+def _token_bytes(tokenizer: Any, token_id: int, *, byte_level: bool) -> bytes:
+    """Tokenizer.token_bytes of the library tokenizers' tokenizers."""
+    token = tokenizer.id_to_token(token_id)
+    if token is None:
+        return b""
+    if token_id in tokenizer.get_added_tokens_decoder():
+        return str(token).encode()
+    if byte_level and all(character in _BYTES for character in token):
+        return bytes(_BYTES[character] for character in token)
+    return _piece_bytes(token)
+
+
+def _piece_bytes(piece: str) -> bytes:
+    """What a piece of SentencePiece stands for: <0xNN> is a byte, U+2581 a blank."""
+    byte = re.fullmatch("<0x([0-9A-F]{2})>", piece)
+    return bytes.fromhex(byte[1]) if byte else piece.replace("\u2581", " ").encode()
+
+
+def _byte_characters() -> dict[str, int]:
+    """The character that GPT-2's vocabularies have for every byte -> the byte.
+
+    Printable ones of Latin-1 stand for themselves, the others follow from U+0100 on.
+    """
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    moved = {chr(256 + place): byte for place, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in shown} | moved
+
+
+_BYTES = _byte_characters()
 
 
 def _said_around(

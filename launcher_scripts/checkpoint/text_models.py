@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts import text_names, tokenizer
+from launcher_scripts import text_deltas, text_names, tokenizer
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
 from launcher_scripts.checkpoint.manifest import FILE_NAME as MANIFEST_NAME
 from launcher_scripts.checkpoint.manifest import check_file_list, write_file_list
@@ -128,9 +128,9 @@ def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:
     room = Path(__file__).resolve().parent.parent / "backends"
     code = {
         "preprocessing": ("preprocessing/model.py", "text_encoding.py"),
-        "postprocessing": ("postprocessing/model.py", "text_deltas.py"),
+        "postprocessing": ("postprocessing/model.py", text_deltas.__file__),
     }
-    whole = (*(room / "text").glob("[a-z]*.py"), "text_encoding.py", "text_deltas.py")
+    whole = (*(room / "text").glob("[a-z]*.py"), "text_encoding.py", text_deltas.__file__)
     names = code.get(role, (*whole, text_names.__file__))
     return [
         *(room / name for name in names),
