@@ -21,7 +21,7 @@ class GatewaySettings:
     max_running:     rows that the servers are given at a time
     max_waiting:     rows that wait for that; more are answered with 429
     max_body:        of a request
-    max_model_len:   tokens of prompt and answer; None: the positions that the model was trained with
+    max_model_len:   tokens of prompt and answer; None: the positions of the model
     request_timeout: how long an answer may take unless the request says `timeout`; None: any time
     ready_timeout:   how long to wait for the ready files and the models
     drain_timeout:   how long running requests may take after SIGTERM

@@ -24,7 +24,10 @@ class Admission:
         self._queues: OrderedDict[str, deque[Place]] = OrderedDict()
 
     def reserve(self, client: str, rows: int) -> list[Place]:
-        """A place for every row; they must be entered or left. Raises ApiError where too many wait."""
+        """A place for every row; they must be taken or left.
+
+        Raises ApiError where too many wait.
+        """
         free = max(0, self._max_running - self.running) if not self.waiting else 0
         if self.waiting + max(0, rows - free) > self._max_waiting:
             raise busy(

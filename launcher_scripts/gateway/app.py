@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.api_errors import ApiError, bad_request
 from launcher_scripts.gateway.completions import Answering, Chat, Completion, Limits
-from launcher_scripts.gateway.door import LOG, Door, Keys, Life, left, read_body, refusal
+from launcher_scripts.gateway.door import Door, Keys, Life, left, read_body, refusal
 from launcher_scripts.gateway.generation import Record
 from launcher_scripts.gateway.log_probs import token_names
 from launcher_scripts.gateway.schemas import (
@@ -75,7 +75,7 @@ class Gateway:
             request, lambda record: Chat.of(model, body, record, self._limits)
         )
 
-    async def embeddings(self, request: Request) -> Response:
+    async def embeddings(self, _: Request) -> Response:
         """POST /v1/embeddings"""
         names = ", ".join(model.name for model in self.models.all)
         message = f"none of the models gives embeddings: {names}"
@@ -83,9 +83,7 @@ class Gateway:
 
     async def list_models(self, _: Request) -> Response:
         """GET /v1/models"""
-        return JSONResponse(
-            {"object": "list", "data": [model.card() for model in self.models.all]}
-        )
+        return JSONResponse({"object": "list", "data": [model.card() for model in self.models.all]})
 
     async def one_model(self, request: Request) -> Response:
         """GET /v1/models/<name>"""
@@ -133,8 +131,7 @@ class Gateway:
                 "tokenizer_class": type(model.tokenizer).__name__,
                 "vocab_size": model.tokenizer.vocab_size,
                 "model_max_length": model.max_len,
-                "add_bos_token": bool(model.encode("")),
-                **{name: None for name in ("bos_token", "eos_token", "pad_token")},
+                **dict.fromkeys(("bos_token", "eos_token", "pad_token")),
                 **model.token_names,
                 "chat_template": model.template.text if model.template else None,
             }
@@ -222,22 +219,12 @@ async def _departure(request: Request) -> None:
         pass
 
 
-async def _refused(_: Request, error: Exception) -> Response:
-    return refusal(error) if isinstance(error, ApiError) else await _failed(_, error)
-
-
 async def _no_route(request: Request, error: Exception) -> Response:
     """Unknown paths and methods, in OpenAI's form."""
     status = error.status_code if isinstance(error, HTTPException) else 404
     message = f"there is no {request.method} {request.url.path[:200]}"
     code = "method_not_allowed" if status == 405 else "not_found"
     return refusal(ApiError(status, message, code=code))
-
-
-async def _failed(_: Request, error: Exception) -> Response:
-    """A fault of the gateway's own; its traceback is in the log."""
-    LOG.error("a request failed", exc_info=error)
-    return refusal(ApiError(500, "the gateway failed; see its log", code="internal_error"))
 
 
 def make_app(
@@ -279,7 +266,7 @@ def make_app(
     app = Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers={ApiError: _refused, HTTPException: _no_route, Exception: _failed},
+        exception_handlers={HTTPException: _no_route},
         lifespan=lifespan,
     )
     app.state.gateway = gateway

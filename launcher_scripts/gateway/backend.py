@@ -102,7 +102,7 @@ class Spread:
     """Several servers of the same model as one: a row goes where the fewest rows are."""
 
     def __init__(self, backends: tuple[Backend, ...]) -> None:
-        self._rows = {backend: 0 for backend in backends}
+        self._rows = dict.fromkeys(backends, 0)
 
     async def generate(self, request: RowRequest) -> AsyncIterator[Increment]:
         chosen = min(self._rows, key=self._rows.__getitem__)

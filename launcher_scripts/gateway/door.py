@@ -1,4 +1,4 @@
-"""What every request passes on its way in and out: its id, its key, its size, its line in the log."""
+"""What every request passes on its way: its id, its key, its size, its line in the log."""
 
 from __future__ import annotations
 
@@ -113,6 +113,12 @@ class Door:
             await self._app(scope, receive, tagged)
         except ApiError as error:
             await refusal(error)(scope, receive, tagged)
+        except Exception:
+            LOG.exception("request_id=%s failed", request_id)
+            if status:  # half of an answer is out; the connection is closed
+                raise
+            failed = ApiError(500, "the gateway failed; see its log", code="internal_error")
+            await refusal(failed)(scope, receive, tagged)
         finally:
             self._log(scope, record, status)
 

@@ -53,9 +53,7 @@ async def merged(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _next(
-    queue: asyncio.Queue[Item], deadline: float | None, seconds: float | None
-) -> Item:
+async def _next(queue: asyncio.Queue[Item], deadline: float | None, seconds: float | None) -> Item:
     if deadline is None:
         return await queue.get()
     try:

@@ -315,7 +315,9 @@ def _entries(
             for pair in zip(top_ids.tolist(), top_log_probs.tolist(), strict=True)
         ]
     columns = zip(ids, log_probs.tolist(), ranks.tolist(), tops, strict=True)
-    return tuple(TokenLogProb(token, value, rank, tuple(top)) for token, value, rank, top in columns)
+    return tuple(
+        TokenLogProb(token, value, rank, tuple(top)) for token, value, rank, top in columns
+    )
 
 
 def _inputs(tensors: Mapping[str, Any]) -> list[Any]:
@@ -342,5 +344,3 @@ def parameters_of(config: Mapping[str, Any]) -> dict[str, str]:
     """The parameters of a config.pbtxt as JSON."""
     given = config.get("parameters", {})
     return {name: str(value.get("string_value", "")) for name, value in given.items()}
-
-
