@@ -33,20 +33,6 @@ def heads_side_by_side(tensors: Sequence[np.ndarray], config: Any) -> Blocks:
     ]
 
 
-def interleaved_heads_side_by_side(tensors: Sequence[np.ndarray], config: Any) -> Blocks:
-    """As heads_side_by_side, where rows of query and key that rotate together are neighbours.
-
-    llama.cpp stores the two halves of a head interleaved; here the halves follow one another.
-    """
-    query, key, value = tensors
-
-    def halves(tensor: np.ndarray) -> np.ndarray:
-        pairs = tensor.reshape(-1, config.head_size // 2, 2, *tensor.shape[1:])
-        return pairs.swapaxes(1, 2).reshape(tensor.shape)
-
-    return heads_side_by_side((halves(query), halves(key), value), config)
-
-
 def part_of_heads(part: int, parts: int) -> Apply:
     """Rows (head, parts, dimension): one of the parts, in units of a head."""
 

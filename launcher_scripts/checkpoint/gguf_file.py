@@ -87,9 +87,7 @@ def _check_types(fields: Any) -> None:
     ]
     if got:
         raise ValueError(
-            problem(
-                "it has tensors of types that are not read", got=got, choices=readable.values()
-            )
+            problem("it has tensors of types that are not read", got=got, choices=readable.values())
         )
 
 

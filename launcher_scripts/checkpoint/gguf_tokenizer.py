@@ -8,6 +8,7 @@ says what those names mean; the keys are those of the GGUF specification
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,14 @@ def tokenizer_metadata(reader: GGUFReader) -> dict[str, Any]:
         }
     except UnicodeDecodeError as error:
         raise CheckpointError(f"the GGUF file's tokenizer is no text: {error}") from error
+
+
+def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
+    """Name -> content of the files of a Hugging Face tokenizer."""
+    return {
+        "tokenizer.json": build_tokenizer(metadata).to_str().encode(),
+        "special_tokens_map.json": json.dumps(special_tokens(metadata)).encode(),
+    }
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:

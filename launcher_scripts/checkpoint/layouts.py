@@ -113,7 +113,6 @@ LAYOUTS: dict[str, Layout] = {
     "transposed_whole": Layout(transposed, whole=True),
     "transposed_columns": Layout(combining.transposed_columns),
     "heads_side_by_side": Layout(combining.heads_side_by_side),
-    "interleaved_heads_side_by_side": Layout(combining.interleaved_heads_side_by_side),
     "flattened": Layout(combining.flattened),
     "stacked_rows": Layout(combining.stacked_rows),
     "scaled_by_root_hidden": Layout(combining.scaled_by_root_hidden),
