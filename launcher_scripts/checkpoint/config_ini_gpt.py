@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher_scripts.checkpoint import config_ini_parts
 from launcher_scripts.checkpoint.ini_keys import IniKeys, Sections
-from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.gpt import NORM_PLACEMENTS, GPTConfig
 
 # What [gpt] has no words for, or none that are exact.
 EXTENSION_FIELDS = (
@@ -27,7 +27,12 @@ EXTENSION_FIELDS = (
     "rotary_low_frequency_factor",
     "rotary_high_frequency_factor",
     "rotary_original_positions",
+    "rotary_factors",
+    "rotary_long_factors",
+    "rotary_attention_factor",
+    "rotary_local_base",
     "alibi_layer_scaling",
+    "alibi_scale",
     "normalization",
     "activation",
     "gated",
@@ -35,6 +40,16 @@ EXTENSION_FIELDS = (
     "attention_dense_bias",
     "qk_norm",
     "mlp_bias",
+    "parallel_residual",
+    "zero_centered_norm",
+    "embedding_scale",
+    "softmax_scale",
+    "logits_scale",
+    "logits_bias",
+    "attention_softcap",
+    "logits_softcap",
+    "sliding_window",
+    "full_attention_layers",
     "tied_embeddings",
     "pad_id",
 )
@@ -116,7 +131,8 @@ def values(sections: Mapping[str, IniKeys], folder: Path) -> dict[str, Any]:
     values["hidden_size"] = values["num_heads"] * values["head_size"]
     values["num_kv_heads"] = values["num_heads"]
     values["norm_eps"] = keys.real("layernorm_eps", 1e-6)
-    placement = keys.text("layernorm_type", "pre_layernorm", ("pre_layernorm", "post_layernorm"))
+    placements = tuple(f"{placement}_layernorm" for placement in NORM_PLACEMENTS)
+    placement = keys.text("layernorm_type", "pre_layernorm", placements)
     values["norm_placement"] = placement.removesuffix("_layernorm")
     values["embedding_norm"] = keys.boolean("has_pre_decoder_layernorm", False)
     values["final_norm"] = keys.boolean("has_post_decoder_layernorm", True)

@@ -9,7 +9,7 @@ the same sublayers, all new tokens at once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -31,13 +31,17 @@ from launcher_scripts.kernels.operands import (
     StepRows,
 )
 from launcher_scripts.kernels.reference_ranks import EXACT_IDS
+from launcher_scripts.models.gpt import GPTConfig
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """What the sublayers of one step share; rotary as in kernels.project_heads."""
+    """What the sublayers of one step share; rotary as in kernels.project_heads.
 
-    rows: StepRows
+    rows: by the window of the layer, 0 where it attends to all tokens
+    """
+
+    rows: Mapping[int, StepRows]
     bounds: Bounds
     rotary: tuple[Tensor, Tensor] | None
 
@@ -48,9 +52,9 @@ class StepContext:
             layer.first,
             layer.heads,
             self.rotary,
-            self.rows,
+            self.rows[layer.window],
             layer.cache,
-            self.bounds.own,
+            min(self.bounds.own, layer.window or self.bounds.own),
             layer.slopes,
             scale=layer.scale,
             relative=layer.bias,
@@ -75,7 +79,13 @@ class PromptContext:
         qkv = kernels.project_hidden(x, layer.first)
         query = kernels.store_kv(qkv, layer.heads, self.rotary, self.slots, layer.cache)
         return kernels.prompt_attention(
-            query, layer.cache, self.spans, layer.slopes, scale=layer.scale, relative=layer.bias
+            query,
+            layer.cache,
+            self.spans,
+            layer.slopes,
+            scale=layer.scale,
+            relative=layer.bias,
+            window=layer.window,
         )
 
 
@@ -107,7 +117,10 @@ class Sublayer(ABC):
 
 
 class SelfAttention(Sublayer):
-    """Attention of a row's new tokens to its own, the new ones included."""
+    """Attention of a row's new tokens to its own, the new ones included.
+
+    window: how many tokens it covers, the token's own included; 0: all
+    """
 
     def __init__(
         self,
@@ -121,8 +134,10 @@ class SelfAttention(Sublayer):
         slopes: Tensor | None = None,
         bias: RelativeBias | None = None,
         scale: float | None = None,
+        window: int = 0,
     ) -> None:
         super().__init__(first, last, kernels, communicator)
+        self.window = window
         self.cache = cache
         self.heads = heads
         self.slopes = slopes
@@ -141,7 +156,7 @@ class SourceAttention(SelfAttention):
             x,
             self.first,
             self.heads,
-            context.rows,
+            context.rows[0],
             self.cache,
             context.bounds.source,
             scale=self.scale,
@@ -187,6 +202,9 @@ class DecodeStep:
         history: Tensor,
         kernels: ModuleType,
         communicator: Communicator,
+        *,
+        embedding_scale: float | None = None,
+        logits_softcap: float | None = None,
     ) -> None:
         self.sublayers = sublayers
         self.head = kernels.prepare(head)
@@ -197,8 +215,11 @@ class DecodeStep:
         self.history = history
         self.kernels = kernels
         self.communicator = communicator
+        self.embedding_scale = embedding_scale
+        self.logits_softcap = logits_softcap
         firsts = [sublayer.first.norm for sublayer in sublayers]
         self._norms = [*firsts, self.head.norm]
+        self._windows = {each.window for each in sublayers if isinstance(each, SelfAttention)}
 
     def forward(self, columns: RowColumns, slots: Tensor, bounds: Bounds) -> Hidden:
         """Hidden states [B, hidden] after the last layer; the rows in slots [B] grow by a token."""
@@ -210,12 +231,16 @@ class DecodeStep:
             self._norms[0],
             sources=bounds.source > 0,
         )
-        if self.communicator.tp_size > 1 or self.embedding_norm is not None:
+        adjusted = self.embedding_norm is not None or self.embedding_scale is not None
+        if self.communicator.tp_size > 1 or adjusted:
             exact = self.communicator.tp_sum(x.exact)
+            if self.embedding_scale is not None:
+                exact = exact * self.embedding_scale
             if self.embedding_norm is not None:
                 exact = self.kernels.norm(exact, self.embedding_norm, torch.float32)
             x = self.kernels.hidden(exact, self._norms[0], x.operand.dtype)
-        context = StepContext(rows, bounds, self.rotary)
+        of_windows = {window: rows.within(window) for window in self._windows if window}
+        context = StepContext({0: rows, **of_windows}, bounds, self.rotary)
         for sublayer, norm_of_next in zip(self.sublayers, self._norms[1:], strict=True):
             x = sublayer.forward(x, context, norm_of_next)
         return x
@@ -230,7 +255,8 @@ class DecodeStep:
     def logits(self, x: Hidden) -> Tensor:
         """Float32 [B, vocab] on every rank."""
         local = self.kernels.logits(x.exact, self.head)
-        return self.communicator.tp_concat(local)[:, : self.vocab_size]
+        logits = self.communicator.tp_concat(local)[:, : self.vocab_size]
+        return capped(logits, self.logits_softcap)
 
     def greedy(self, x: Hidden, columns: RowColumns, slots: Tensor) -> Tensor:
         """The ids that argmax would find in `logits`, int64 [B]; now the rows' last tokens."""
@@ -260,6 +286,20 @@ class DecodeStep:
         return replace(self.tables, positions=None)
 
 
+_OBSTACLES = {
+    "qk_norm": "queries and keys have norms of their own",
+    "parallel_residual": "attention and MLP read the same hidden states",
+    "attention_softcap": "attention has a softcap",
+    "rotary_local_base": "layers turn at speeds of their own",
+    "logits_bias": "the logits have a bias",
+}
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """softcap * tanh(logits / softcap), which keeps their order."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
 def obstacles(
     config: object,
     communicator: Communicator,
@@ -273,11 +313,13 @@ def obstacles(
     if communicator.parallelism.pp_size > 1:
         found.append("the layers are split into pipeline stages")
     if getattr(config, "norm_placement", "pre") != "pre":
-        found.append("norms follow the sums")
+        found.append("norms follow the branches or the sums")
+    if isinstance(config, GPTConfig):
+        found += [reason for field, reason in _OBSTACLES.items() if getattr(config, field)]
+        if config.rotary_scaling in ("longrope", "dynamic"):
+            found.append("rotary positions depend on a row's length")
     if any(part is not None for part in learned):
         found.append("IA3 or adapters work inside the layers")
-    if getattr(config, "qk_norm", None):
-        found.append("queries and keys have norms of their own")
     if getattr(config, "head_size", 2) % 2:
         found.append("heads have an odd number of features")
     return found

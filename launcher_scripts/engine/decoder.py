@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -14,6 +15,7 @@ from launcher_scripts.engine.decode_step import (
     PromptContext,
     SelfAttention,
     Sublayer,
+    capped,
     obstacles,
 )
 from launcher_scripts.engine.heads import local_heads
@@ -28,9 +30,9 @@ from launcher_scripts.engine.layers import (
 )
 from launcher_scripts.engine.learned_parts import learned_of, with_virtual_tokens
 from launcher_scripts.engine.prompt_batch import PromptBatch
-from launcher_scripts.engine.rotary import rotary_frequencies
+from launcher_scripts.engine.rotary import Rotary
 from launcher_scripts.engine.weights import GPTWeights
-from launcher_scripts.kernels.operands import EmbeddingTables
+from launcher_scripts.kernels.operands import WIDEST_PROMPT_HEAD, EmbeddingTables
 
 
 class Decoder:
@@ -54,10 +56,11 @@ class Decoder:
         self.communicator = communicator
         self.device = device
         self.heads = local_heads(self.config, communicator.tp_size)
-        self._frequencies = self._rotary_frequencies()
+        self._rotary, self._local_rotary = self._rotaries()
         self._layers = [
             DecoderLayer(
                 self.config,
+                layer,
                 layer_weights,
                 cache.layers[layer],
                 self.heads,
@@ -73,6 +76,8 @@ class Decoder:
             learned_of(weights.layers.values()),
         )
         self.step = None if self.step_obstacles else self._decode_step()
+        turns_alike = self._rotary is None or not self._rotary.of_row
+        self.replays_prompts = turns_alike and self.config.head_size <= WIDEST_PROMPT_HEAD
         self.encode_step = None
         self.encode_obstacles: list[str] = []
 
@@ -81,7 +86,8 @@ class Decoder:
 
         Through the sublayers of a decode step where these can; between ranks the layers send half.
         """
-        rotary = self._rotary(prompts.positions)
+        reach = self._reach_of(prompts.segments)
+        rotary = self._turns(self._rotary, prompts.positions, reach)
         windows = any(segment.window for segment in prompts.segments)
         if self.step is not None and self.communicator.tp_size == 1 and not windows:
             self.cache.ids[prompts.slots] = prompts.ids
@@ -90,6 +96,7 @@ class Decoder:
         step = Step(
             slots=prompts.slots,
             rotary=rotary,
+            local_rotary=self._turns(self._local_rotary, prompts.positions),
             segments=prompts.segments,
             spans=prompts.spans,
             ia3_tasks=new_token_tasks(self.config, prompts.segments, self.device),
@@ -104,7 +111,8 @@ class Decoder:
         positions = rows.lengths if rows.positions is None else rows.positions
         step = Step(
             slots=rows.starts + rows.lengths,
-            rotary=self._rotary(positions),
+            rotary=self._turns(self._rotary, positions, self._reach_of_next(positions, rows)),
+            local_rotary=self._turns(self._local_rotary, positions),
             starts=rows.starts,
             lengths=rows.lengths + 1,
             longest=rows.longest,
@@ -118,7 +126,8 @@ class Decoder:
         if self.weights.head is None:
             raise RuntimeError("only the last pipeline stage has an output projection")
         local = self.kernels.logits(hidden, self.weights.head)
-        return self.communicator.tp_concat(local)[:, : self.config.vocab_size]
+        logits = self.communicator.tp_concat(local)[:, : self.config.vocab_size]
+        return capped(logits, self.config.logits_softcap)
 
     def _forward(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
         self.cache.ids[step.slots] = ids
@@ -154,6 +163,7 @@ class Decoder:
                 slopes=self._slopes(layer),
                 bias=own.relative,
                 scale=self.config.attention_scale,
+                window=self.config.window(layer),
             )
             mlp = MLP(
                 own.mlp_up,
@@ -169,16 +179,20 @@ class Decoder:
             weights.head,
             tables,
             weights.embedding_norm,
-            self._rotary(torch.arange(self.cache.capacity + 1, device=self.device)),
+            self._turns(self._rotary, torch.arange(self.cache.capacity + 1, device=self.device)),
             self.config.vocab_size,
             self.cache.ids,
             *shared,
+            embedding_scale=self.config.embedding_scale,
+            logits_softcap=self.config.logits_softcap,
         )
 
     def _embed(self, ids: Tensor, positions: Tensor, segments: tuple[Segment, ...]) -> Tensor:
         weights = self.weights
         x = self.kernels.embed(ids, weights.token_table, weights.first_id)
         x = self.communicator.tp_sum(x)
+        if self.config.embedding_scale is not None:
+            x = x * self.config.embedding_scale
         if segments:
             counts = [segment.count for segment in segments]
             prompts = [segment.prompt for segment in segments]
@@ -189,16 +203,32 @@ class Decoder:
             x = self.kernels.norm(x, weights.embedding_norm, torch.float32)
         return x
 
-    def _rotary_frequencies(self) -> Tensor | None:
-        """Radians per position of every rotary pair, float32 [rotary_size / 2]."""
+    def _rotaries(self) -> tuple[Rotary | None, Rotary | None]:
+        """Of layers that attend to everything, and of those with a window if they differ."""
         if self.config.position_embedding != "rope":
-            return None
-        return rotary_frequencies(self.config).to(self.device)
+            return None, None
+        rotary = Rotary(self.config, self.device)
+        if self.config.rotary_local_base is None:
+            return rotary, None
+        return rotary, Rotary(self.config, self.device, local=True)
 
-    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        if self._frequencies is None:
+    def _turns(
+        self, rotary: Rotary | None, positions: Tensor, reach: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        return None if rotary is None else rotary.tables(self.kernels, positions, reach)
+
+    def _reach_of(self, segments: Sequence[Segment]) -> Tensor | None:
+        """See Rotary.tables."""
+        if self._rotary is None or not self._rotary.of_row:
             return None
-        return self.kernels.rotary_table(positions, self._frequencies)
+        reach = [self._rotary.reach_of_prompt(each.prompt_end, each.most) for each in segments]
+        counts = torch.tensor([each.count for each in segments])
+        return torch.tensor(reach).repeat_interleave(counts).to(self.device, non_blocking=True)
+
+    def _reach_of_next(self, positions: Tensor, rows: Rows) -> Tensor | None:
+        if self._rotary is None or not self._rotary.of_row:
+            return None
+        return self._rotary.reach_of_next(positions, rows.most)
 
     def _slopes(self, layer: int) -> Tensor | None:
         """ALiBi slopes of this rank's heads, float32 [heads]."""
@@ -206,5 +236,7 @@ class Decoder:
             return None
         first = self.communicator.tp_rank * self.heads.num_heads
         slopes = alibi_slopes(self.config.num_heads)[first : first + self.heads.num_heads]
-        scale = layer + 1 if self.config.alibi_layer_scaling else 1
+        scale = self.config.alibi_scale or 1.0
+        if self.config.alibi_layer_scaling:
+            scale *= layer + 1
         return torch.tensor(slopes, device=self.device) * scale

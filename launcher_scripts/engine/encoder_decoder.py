@@ -172,6 +172,7 @@ class EncoderDecoder:
         self.step = None
         if self._layers and not self.step_obstacles:
             self.step = self._decode_step()
+        self.replays_prompts = False
         self.encode_obstacles = encode_obstacles(weights, communicator)
         self.encode_step = None if self.encode_obstacles else self._encode_step(of_encoder)
 

@@ -32,6 +32,7 @@ class Segment:
     prompt: where the row's virtual tokens come from;  ia3_task: its row of the IA3 factors
     dropped: earlier tokens of the row that are no longer there, but count as positions
     window: how many tokens attention covers, the token's own included; 0: all
+    prompt_end, most: positions of the row after its prompt, and the most it may come to have
     """
 
     start: int
@@ -42,6 +43,8 @@ class Segment:
     ia3_task: int = NO_TASK
     dropped: int = 0
     window: int = 0
+    prompt_end: int = 0
+    most: int = 0
 
 
 def new_token_tasks(
@@ -60,7 +63,8 @@ class Rows:
     longest bounds the lengths, the new tokens included. sources [B] and longest_source are the
     same of the encoder's inputs, where there is an encoder; source_starts [B] their first cache
     tokens, which hypotheses of one beam search share. ia3_tasks [B] are the rows of the IA3
-    factors. positions [B] are those of the new tokens where they are not the lengths.
+    factors. positions [B] are those of the new tokens where they are not the lengths; most [B] how
+    many positions a row may come to have.
     """
 
     starts: Tensor
@@ -71,6 +75,7 @@ class Rows:
     ia3_tasks: Tensor | None = None
     source_starts: Tensor | None = None
     positions: Tensor | None = None
+    most: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,8 @@ class Step:
     """What every layer of one forward pass shares.
 
     slots:     [N], the cache token of each new token
-    rotary:    cosines and sines [N, rotary_size / 2], or None
+    rotary:    cosines and sines [N, rotary_size / 2], or None; local_rotary those of layers that
+               turn at speeds of their own
     segments:  rows of a prefill step, in order; None for a decode step
     spans:     which tokens of a prefill step are whose
     starts, lengths, longest: the rows of a decode step (see decode_attention)
@@ -89,6 +95,7 @@ class Step:
 
     slots: Tensor
     rotary: tuple[Tensor, Tensor] | None = None
+    local_rotary: tuple[Tensor, Tensor] | None = None
     segments: tuple[Segment, ...] | None = None
     spans: PromptSpans | None = None
     starts: Tensor | None = None
@@ -106,15 +113,24 @@ class ParallelLayer:
     communicator: Communicator
 
     def row_parallel(
-        self, x: Tensor, linear: Linear, residual: Tensor, adapter: Adapter | None = None
+        self,
+        x: Tensor,
+        linear: Linear,
+        residual: Tensor,
+        adapter: Adapter | None = None,
+        norm: Norm | None = None,
     ) -> Tensor:
         """residual + linear(x), where x and the weight's inputs are split over the ranks.
 
         adapter: is given linear(x) without its bias, and added to it
+        norm:    of linear(x) before it is added
         """
-        if self.communicator.tp_size == 1 and adapter is None:
+        if self.communicator.tp_size == 1 and adapter is None and norm is None:
             return self.kernels.project_add(x, linear, residual)
         out = self.communicator.tp_sum(self.kernels.project(x, replace(linear, bias=None)))
+        if norm is not None:
+            out = out if linear.bias is None else out + linear.bias
+            return residual + self.kernels.norm(out, norm, torch.float32)
         if adapter is not None:
             residual = self.kernels.add_residual(self._adapted(out, adapter), None, residual)
         return self.kernels.add_residual(out, linear.bias, residual)
@@ -132,11 +148,16 @@ class ParallelLayer:
 
 
 class DecoderLayer(ParallelLayer):
-    """Self attention and MLP with their norms, before them (pre) or after the sums (post)."""
+    """Self attention and MLP with their norms: before them (pre), after the sums (post), or before
+    them and before the sums (sandwich).
+
+    window: how many tokens attention covers, the token's own included; 0: all
+    """
 
     def __init__(
         self,
         config: GPTConfig,
+        layer: int,
         weights: LayerWeights,
         cache: LayerCache,
         heads: Heads,
@@ -152,6 +173,7 @@ class DecoderLayer(ParallelLayer):
         self.kernels = kernels
         self.communicator = communicator
         self.post_norm = config.norm_placement == "post"
+        self.window = config.window(layer)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """x float32 [N, hidden] -> float32 [N, hidden]."""
@@ -160,16 +182,30 @@ class DecoderLayer(ParallelLayer):
         qkv = self.kernels.project(x, weights.query_key_value)  # [N, q + k + v]
         qkv = scaled(qkv, ia3 and ia3.qkv, tasks)
         qkv = self._heads_normed(qkv)
-        query = self.kernels.store_kv(qkv, self.heads, step.rotary, step.slots, self.cache)
+        local = self.window and self.config.rotary_local_base
+        rotary = step.local_rotary if local else step.rotary
+        query = self.kernels.store_kv(qkv, self.heads, rotary, step.slots, self.cache)
         attended = self._attend(query, step)
-        x = self.row_parallel(attended, weights.attention_dense, x, weights.attention_adapter)
+        before = x
+        x = self.row_parallel(
+            attended,
+            weights.attention_dense,
+            x,
+            weights.attention_adapter,
+            weights.attention_output_norm,
+        )
         if self.post_norm:
             x = self.kernels.norm(x, weights.input_norm, torch.float32)
         hidden = self.kernels.mlp_up(
-            x, weights.mlp_up, weights.mlp_gate, self.config.activation
+            before if self.config.parallel_residual else x,
+            weights.mlp_up,
+            weights.mlp_gate,
+            self.config.activation,
         )  # [N, ffn / tp]
         hidden = scaled(hidden, ia3 and ia3.mlp, tasks)
-        x = self.row_parallel(hidden, weights.mlp_down, x, weights.mlp_adapter)
+        x = self.row_parallel(
+            hidden, weights.mlp_down, x, weights.mlp_adapter, weights.mlp_output_norm
+        )
         if self.post_norm:
             x = self.kernels.norm(x, weights.post_attention_norm, torch.float32)
         return x
@@ -189,36 +225,47 @@ class DecoderLayer(ParallelLayer):
         return torch.cat((*normed, values), 1).flatten(1)
 
     def _attend(self, query: Tensor, step: Step) -> Tensor:
-        with_bias = {"scale": self.config.attention_scale, "relative": self.weights.relative}
+        scores = {
+            "scale": self.config.attention_scale,
+            "relative": self.weights.relative,
+            "softcap": self.config.attention_softcap,
+        }
         if step.segments is None:
-            return self.kernels.decode_attention(
-                query,
-                self.cache,
-                step.starts,
-                step.lengths,
-                step.longest,
-                self.slopes,
-                positions=step.positions,
-                **with_bias,
-            )
+            return self._attend_rows(query, step, scores)
         if not any(segment.window for segment in step.segments):
             return self.kernels.prompt_attention(
-                query, self.cache, step.spans, self.slopes, **with_bias
+                query, self.cache, step.spans, self.slopes, window=self.window, **scores
             )
         parts = query.split([segment.count for segment in step.segments])
         outputs = [
-            self._attend_context(part, segment, with_bias)
+            self.kernels.context_attention(
+                part,
+                self.cache,
+                segment.start,
+                segment.past,
+                self.slopes,
+                window=min(filter(None, (segment.window, self.window)), default=0),
+                **scores,
+            )
             for part, segment in zip(parts, step.segments, strict=True)
         ]
         return torch.cat(outputs)
 
-    def _attend_context(self, query: Tensor, segment: Segment, with_bias: dict[str, Any]) -> Tensor:
-        place = (segment.start, segment.past)
-        if segment.window:
-            return self.kernels.window_attention(
-                query, self.cache, *place, segment.window, self.slopes
-            )
-        return self.kernels.context_attention(query, self.cache, *place, self.slopes, **with_bias)
+    def _attend_rows(self, query: Tensor, step: Step, scores: dict[str, Any]) -> Tensor:
+        starts, lengths, longest = step.starts, step.lengths, step.longest
+        if self.window and self.window < longest:
+            outside = (lengths - self.window).clamp(min=0)
+            starts, lengths, longest = starts + outside, lengths - outside, self.window
+        return self.kernels.decode_attention(
+            query,
+            self.cache,
+            starts,
+            lengths,
+            longest,
+            self.slopes,
+            positions=step.positions,
+            **scores,
+        )
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

@@ -32,6 +32,7 @@ class Network(Protocol):
 
     step: the fast way to decode, or None where there is none, for the reasons in step_obstacles;
     encode_step, encode_obstacles: the same of encoding, None and empty without an encoder
+    replays_prompts: whether the sizes of a prefill step decide alone what it launches
     """
 
     config: Any
@@ -41,6 +42,7 @@ class Network(Protocol):
     step_obstacles: list[str]
     encode_step: EncodeStep | None
     encode_obstacles: list[str]
+    replays_prompts: bool
 
     def encode(self, ids: Tensor, segments: tuple[Segment, ...], *, attentions: bool) -> Encoded:
         """Run the encoder over ids [N] of several rows and keep what the decoder needs of it.

@@ -58,6 +58,16 @@ class RowStart:
     def source_start(self) -> int:
         return self.start - len(self.source)
 
+    @property
+    def prompt_end(self) -> int:
+        """The position after the prompt."""
+        return self.dropped + self.past + len(self.ids)
+
+    @property
+    def most(self) -> int:
+        """How many positions the row may come to have."""
+        return self.dropped + self.past + self.stride
+
 
 @dataclass(frozen=True)
 class PrefillPart:

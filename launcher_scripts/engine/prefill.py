@@ -25,7 +25,6 @@ from launcher_scripts.engine.prompt_batch import (
     bucket_sizes,
     unpacked,
 )
-from launcher_scripts.engine.requests import ENCODER_DECODERS
 from launcher_scripts.engine.results import StepResult, TokenCopy
 from launcher_scripts.engine.row_state import RowStates
 from launcher_scripts.engine.sampler import Sampled, sampling_batch
@@ -62,7 +61,7 @@ class Prefill:
         self._nowhere = Nowhere(network.cache.scratch, states.padding_slot)
         self._same_layers = (
             communicator.parallelism.pp_size == 1
-            and not isinstance(network.config, ENCODER_DECODERS)
+            and network.replays_prompts
             and not learned_parts_of(network.config).ia3_num_tasks
         )
 
@@ -152,6 +151,8 @@ class Prefill:
                 row.ia3_task,
                 row.dropped,
                 row.window,
+                row.prompt_end,
+                row.most,
             )
             for row, part in zip(prompts.rows, prompts.parts, strict=True)
         )

@@ -28,6 +28,7 @@ _INTEGERS = (
     "no_repeat_ngram_size",
     "dropped",
     "window",
+    "most",
 )
 _FLOATS = (
     "temperature",
@@ -48,7 +49,8 @@ class RowStates:
     length counts the row's tokens in the cache; start is its first cache token. source_length
     counts the tokens of the encoder's input, from source_start on; ia3_task is the row of the IA3
     factors. dropped counts the tokens of a session that have left its extent, and window is how
-    many of the last ones attention covers. beam_score is a hypothesis's cumulative log-probability.
+    many of the last ones attention covers; most is how many positions the row may come to have.
+    beam_score is a hypothesis's cumulative log-probability.
     """
 
     token: Tensor
@@ -65,6 +67,7 @@ class RowStates:
     no_repeat_ngram_size: Tensor
     dropped: Tensor
     window: Tensor
+    most: Tensor
     reset_id: Tensor
     temperature: Tensor
     repetition_penalty: Tensor
@@ -142,6 +145,7 @@ def _integers(row: RowStart, start: int) -> list[int]:
         sampling.no_repeat_ngram_size,
         row.dropped,
         row.window or NO_WINDOW,
+        row.most,
         reset,
     ]
 

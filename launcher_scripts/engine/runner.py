@@ -213,6 +213,7 @@ class Runner:
             states.ia3_task[slots] if self._has_ia3 else None,
             states.source_start[slots] if bounds.source else None,
             positions,
+            states.most[slots],
         )
         hidden = self.decoder.decode(states.token[slots], rows)
         states.advance(slots)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ class LayerWeights:
     """One layer. Norms of a pre-norm layer live in the projections that follow them.
 
     query_norm, key_norm: of every head, where there are such
+    attention_output_norm, mlp_output_norm: of what a branch adds, where it has such
     relative: what a score gains by distance, where the layer has a table of its own
     """
 
@@ -48,6 +49,8 @@ class LayerWeights:
     post_attention_norm: Norm
     query_norm: Norm | None = None
     key_norm: Norm | None = None
+    attention_output_norm: Norm | None = None
+    mlp_output_norm: Norm | None = None
     relative: RelativeBias | None = None
     ia3: IA3Factors | None = None
     attention_adapter: Adapter | None = None
@@ -199,13 +202,15 @@ class WeightLoader:
 
     def _head(self, table: Tensor | None) -> Linear:
         weight = table if self.config.tied_embeddings else self._table("lm_head.weight")
-        final_norm = self._norm("final_layernorm") if self.config.final_norm else None
-        return Linear(weight, norm=final_norm)
+        norm = self._norm("final_layernorm") if self.config.final_norm else None
+        bias = self._table("lm_head.bias") if self.config.logits_bias else None
+        return Linear(weight, bias, _scaled(norm, self.config.logits_scale))
 
     def _layer(self, layer: int) -> LayerWeights:
         input_norm = self._norm("layers.*.input_layernorm", layer)
         post_attention = self._norm("layers.*.post_attention_layernorm", layer)
-        pre = self.config.norm_placement == "pre"
+        pre = self.config.norm_placement != "post"
+        sandwich = self.config.norm_placement == "sandwich"
         up_norm = post_attention if pre else None
         gate = None
         if self.config.gated:
@@ -222,6 +227,10 @@ class WeightLoader:
             post_attention_norm=post_attention,
             query_norm=self._head_norm("query", layer),
             key_norm=self._head_norm("key", layer),
+            attention_output_norm=self._norm("layers.*.attention.output_norm", layer)
+            if sandwich
+            else None,
+            mlp_output_norm=self._norm("layers.*.mlp.output_norm", layer) if sandwich else None,
             ia3=self._ia3(
                 "layers.*.attention",
                 "layers.*.mlp",
@@ -259,6 +268,8 @@ class WeightLoader:
         if f"{name}.bias" in self._specs:
             bias = self._tensor(f"{name}.bias", torch.float32, layer)
         weight = self._tensor(f"{name}.weight", torch.float32, layer)
+        if getattr(self.config, "zero_centered_norm", None):
+            weight = weight + 1
         return Norm(self.config.normalization, weight, bias, self.config.norm_eps)
 
     def _head_norm(self, what: str, layer: int) -> Norm | None:
@@ -279,6 +290,14 @@ class WeightLoader:
 
     def _tensor(self, name: str, dtype: torch.dtype, layer: int | None = None) -> Tensor:
         return _tensor(self._read(self._specs[name], layer), dtype, self.device)
+
+
+def _scaled(norm: Norm | None, scale: float | None) -> Norm | None:
+    """The norm with its result multiplied."""
+    if norm is None or scale is None:
+        return norm
+    bias = None if norm.bias is None else norm.bias * scale
+    return replace(norm, weight=norm.weight * scale, bias=bias)
 
 
 def _tensor(array: Stored, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -84,7 +84,6 @@ dense = int8_kernels.dense
 add_residual = reference.add_residual
 rotary_table = reference.rotary_table
 context_attention = reference.context_attention
-window_attention = reference.window_attention
 source_attention = reference.source_attention
 source_attention_weights = reference.source_attention_weights
 

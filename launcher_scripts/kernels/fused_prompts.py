@@ -9,6 +9,7 @@ from torch import Tensor
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.operands import (
     QUERIES_PER_TILE,
+    WIDEST_PROMPT_HEAD,
     LayerCache,
     PromptSpans,
     RelativeBias,
@@ -16,7 +17,7 @@ from launcher_scripts.kernels.operands import (
 from launcher_scripts.kernels.prompt_kernels import attend_prompts
 
 SMALLEST_SIDE = 16  # of a matrix product
-WIDEST_HEAD = 128  # wider ones want more shared memory than there is
+WIDE_HEAD = 128  # wider ones take more registers and shared memory
 
 
 def prompt_attention(
@@ -27,14 +28,24 @@ def prompt_attention(
     *,
     scale: float | None = None,
     relative: RelativeBias | None = None,
+    window: int = 0,
+    softcap: float | None = None,
 ) -> Tensor:
     """See reference.prompt_attention."""
     tokens, num_heads, size = query.shape
-    if spans.tiles is None or size > WIDEST_HEAD:
+    if spans.tiles is None or size > WIDEST_PROMPT_HEAD:
         return reference.prompt_attention(
-            query, cache, spans, slopes, scale=scale, relative=relative
+            query,
+            cache,
+            spans,
+            slopes,
+            scale=scale,
+            relative=relative,
+            window=window,
+            softcap=softcap,
         )
     out = query.new_empty(tokens, num_heads * size)
+    wide = size > WIDE_HEAD
     exact = query.dtype == torch.float32
     nothing = cache.arrivals if cache.arrivals is not None else spans.tiles
     attend_prompts[(spans.tiles.shape[0], num_heads)](
@@ -54,10 +65,12 @@ def prompt_attention(
         BLOCK=max(SMALLEST_SIDE, triton.next_power_of_2(size)),
         ALIBI=slopes is not None,
         RELATIVE=relative is not None,
+        WINDOW=window,
+        SOFTCAP=softcap or 0.0,
         QUERIES=QUERIES_PER_TILE,
-        TILE=32 if exact else 64,
+        TILE=(16 if wide else 32) if exact else 64,
         PRECISION="ieee" if exact else "tf32",
-        num_warps=4,
+        num_warps=8 if wide else 4,
         num_stages=1 if exact else 2,
     )
     return out

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.attention_kernels import attend
 from launcher_scripts.kernels.attention_shapes import AttentionShape, attention_shape
 from launcher_scripts.kernels.grouped_attention_kernels import attend_grouped
@@ -117,9 +118,23 @@ def decode_attention(
     scale: float | None = None,
     relative: RelativeBias | None = None,
     positions: Tensor | None = None,
+    softcap: float | None = None,
     fresh: bool | None = None,
 ) -> Tensor:
     """See reference.decode_attention. Long contexts are split over programs and merged."""
+    if softcap is not None:
+        return reference.decode_attention(
+            query,
+            cache,
+            starts,
+            lengths,
+            longest,
+            slopes,
+            scale=scale,
+            relative=relative,
+            positions=positions,
+            softcap=softcap,
+        )
     _, num_heads, size = query.shape
     heads = Heads(num_heads, cache.keys.shape[0], size)
     return attention_launch(

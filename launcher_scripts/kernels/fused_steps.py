@@ -58,7 +58,7 @@ def attend_own(
         query,
         heads,
         cache,
-        (rows.starts, rows.lengths, rows.positions),
+        (*rows.attended, rows.positions),
         longest,
         slopes,
         scale,

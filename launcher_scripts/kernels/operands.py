@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 QUERIES_PER_TILE = 64
+WIDEST_PROMPT_HEAD = 256  # that attention to prompts of several rows can take in one launch
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class StepRows:
     starts:    first cache tokens
     positions: of the new token; lengths: with it
     source_starts, source_lengths: of the encoder's inputs; None without an encoder
+    seen: first cache tokens and lengths of what attention covers; None: of all tokens
     """
 
     starts: Tensor
@@ -130,6 +132,17 @@ class StepRows:
     lengths: Tensor
     source_starts: Tensor | None = None
     source_lengths: Tensor | None = None
+    seen: tuple[Tensor, Tensor] | None = None
+
+    def within(self, window: int) -> StepRows:
+        """The rows where attention covers the last `window` tokens, the new one included."""
+        outside = (self.lengths - window).clamp(min=0)
+        return replace(self, seen=(self.starts + outside, self.lengths - outside))
+
+    @property
+    def attended(self) -> tuple[Tensor, Tensor]:
+        """First cache tokens and lengths of what attention covers."""
+        return self.seen or (self.starts, self.lengths)
 
     def turns(self, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines of the new tokens, [B, rotary_size / 2], of those of all positions."""

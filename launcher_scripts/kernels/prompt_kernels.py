@@ -24,6 +24,8 @@ def attend_prompts(
     BLOCK: tl.constexpr,
     ALIBI: tl.constexpr,
     RELATIVE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -32,6 +34,8 @@ def attend_prompts(
 
     The softmax runs along with the sum, in float32 and by powers of two (Dao et al. 2022). Keys
     that all queries of the tile may see need no mask.
+
+    WINDOW: how many tokens a query sees, its own included; 0: all.  SOFTCAP: of scores; 0: none
     """
     tile = tiles + tl.program_id(0) * 4
     count = tl.load(tile + 1).to(tl.int32)
@@ -53,9 +57,10 @@ def attend_prompts(
     largest = tl.full([QUERIES], -1e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     mixed = tl.zeros([QUERIES, BLOCK], tl.float32)
-    seen_by_all = (past + 1) // TILE * TILE
+    seen_by_any = tl.maximum(past + 1 - WINDOW, 0) // TILE * TILE if WINDOW > 0 else 0
+    seen_by_all = seen_by_any if WINDOW > 0 else (past + 1) // TILE * TILE
     for masked in tl.static_range(2):
-        begin, end = (0, seen_by_all) if masked == 0 else (seen_by_all, past + count)
+        begin, end = (seen_by_any, seen_by_all) if masked == 0 else (seen_by_all, past + count)
         for token in range(begin, end, TILE):
             largest, total, mixed = _add_keys(
                 largest,
@@ -74,12 +79,16 @@ def attend_prompts(
                 reach,
                 ALIBI,
                 RELATIVE,
+                WINDOW,
+                SOFTCAP,
                 masked == 1,
                 SIZE,
                 BLOCK,
                 TILE,
                 PRECISION,
             )
+    if WINDOW > 0:  # rows past the last query may see nothing
+        total = tl.maximum(total, 1e-30)
     result = mixed / total[:, None]
     tl.store(out + place, result.to(out.dtype.element_ty), mask=asked)
 
@@ -102,6 +111,8 @@ def _add_keys(
     reach,
     ALIBI: tl.constexpr,
     RELATIVE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -117,6 +128,9 @@ def _add_keys(
         held = held & (tokens < last)[:, None]
     key = tl.load(keys + where, mask=held, other=0.0)
     scores = tl.dot(rows, tl.trans(key), input_precision=PRECISION) * (scale * 1.4426950408889634)
+    if SOFTCAP > 0:
+        cap: tl.constexpr = SOFTCAP * 1.4426950408889634
+        scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
     if ALIBI:
         scores += slope * (tokens[None, :] - positions[:, None]).to(tl.float32)
     if RELATIVE:
@@ -124,7 +138,10 @@ def _add_keys(
         at = tl.minimum(tl.maximum(distance, -reach), reach) + reach
         scores += tl.load(bias + at) * 1.4426950408889634
     if MASKED:
-        scores = tl.where(tokens[None, :] <= positions[:, None], scores, -float("inf"))
+        seen = tokens[None, :] <= positions[:, None]
+        if WINDOW > 0:
+            seen = seen & (tokens[None, :] > positions[:, None] - WINDOW)
+        scores = tl.where(seen, scores, -float("inf"))
     top = tl.maximum(largest, tl.max(scores, 1))
     shrink = tl.exp2(largest - top)
     chances = tl.exp2(scores - top[:, None])

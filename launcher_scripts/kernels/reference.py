@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from launcher_scripts.kernels import quantization
-from launcher_scripts.kernels import window_attention as windows
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
     Heads,
@@ -48,8 +47,6 @@ __all__ = [
     "source_attention_weights",
     "store_kv",
 ]
-
-window_attention = windows.window_attention
 
 ACTIVATIONS = {
     "gelu": lambda x: functional.gelu(x, approximate="tanh"),
@@ -216,8 +213,7 @@ def attend_own(
     return decode_attention(
         query,
         cache,
-        rows.starts,
-        rows.lengths,
+        *rows.attended,
         longest,
         slopes,
         scale=scale,

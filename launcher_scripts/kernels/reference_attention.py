@@ -28,36 +28,84 @@ def context_attention(
     *,
     scale: float | None = None,
     relative: RelativeBias | None = None,
+    window: int = 0,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of one row's new tokens: [n, heads * head_size].
 
     query [n, heads, head_size] holds positions past..past+n-1; the row's keys and values are
     already in the cache from token `start` on. `slopes` float32 [heads]: ALiBi (Press et al.
-    2022), bias slope * (k - q). `scale` multiplies q.k; None: head_size ** -0.5.
+    2022), bias slope * (k - q). `scale` multiplies q.k; None: head_size ** -0.5. With a `window`
+    each token attends to itself and the window - 1 before it; 0: to all. A `softcap` c turns a
+    scaled score s to c * tanh(s / c) before anything is added.
+    """
+    at_once = QUERIES_AT_ONCE if window else max(query.shape[0], 1)
+    outputs = []
+    for piece in query.split(at_once):
+        first = max(0, past - window + 1) if window else 0  # keys before it are seen by none
+        bias = _causal_bias(piece, past, first, slopes, relative, window)
+        whole = past + piece.shape[0]
+        key, value = (
+            _for_heads(part[:, start + first : start + whole], query) for part in _parts(cache)
+        )
+        outputs.append(_attended(piece, key, value, bias, scale, softcap))
+        past = whole
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _causal_bias(
+    query: Tensor,
+    past: int,
+    first: int,
+    slopes: Tensor | None,
+    relative: RelativeBias | None,
+    window: int,
+) -> Tensor | None:
+    """What the scores of query [n, heads, head_size] on keys first..past+n-1 gain: float32
+    [heads or 1, n, T]; None where is_causal says all.
     """
     new = query.shape[0]
-    whole = past + new
-    key, value = (_for_heads(part[:, start : start + whole], query) for part in _parts(cache))
-    mask = None
-    if slopes is not None or relative is not None or past:
-        distance = torch.arange(whole, device=query.device) - torch.arange(
-            past, whole, device=query.device
-        ).unsqueeze(1)  # [n, T], k - q
-        mask = torch.zeros_like(distance, dtype=torch.float32)
-        if slopes is not None:
-            mask = slopes[:, None, None] * distance
-        if relative is not None:
-            mask = mask + _relative_scores(relative, past, new, whole)
-        mask = mask.masked_fill(distance > 0, float("-inf")).to(query.dtype)
-    out = functional.scaled_dot_product_attention(
-        query.transpose(0, 1)[None],
-        key[None],
-        value[None],
-        attn_mask=None if mask is None else mask.expand(1, query.shape[1], new, whole),
-        is_causal=mask is None,
-        scale=scale,
-    )
-    return out[0].transpose(0, 1).reshape(new, -1)
+    if slopes is None and relative is None and not past and not window:
+        return None
+    keys = torch.arange(first, past + new, device=query.device)
+    distance = keys - torch.arange(past, past + new, device=query.device)[:, None]  # [n, T], k - q
+    bias = torch.zeros_like(distance, dtype=torch.float32)[None]
+    if slopes is not None:
+        bias = slopes[:, None, None] * distance
+    if relative is not None:
+        bias = bias + _relative_scores(relative, past, new, past + new)[..., first:]
+    outside = distance > 0
+    if window:
+        outside = outside | (distance <= -window)
+    return bias.masked_fill(outside, float("-inf"))
+
+
+def _attended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+) -> Tensor:
+    """Causal where there is no bias; key and value [heads, T, head_size]: [n, heads * size]."""
+    new, heads, size = query.shape
+    if softcap is None:
+        out = functional.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            key[None],
+            value[None],
+            attn_mask=None if bias is None else bias.to(query.dtype).expand(1, heads, new, -1),
+            is_causal=bias is None,
+            scale=scale,
+        )[0]
+    else:
+        scores = query.transpose(0, 1).float() @ key.float().transpose(-1, -2)
+        scores = softcap * torch.tanh(scores * _scale(scale, size) / softcap)
+        if bias is None:
+            bias = torch.full((new, new), float("-inf"), device=query.device).triu(1)
+        out = ((scores + bias).softmax(-1) @ value.float()).to(query.dtype)
+    return out.transpose(0, 1).reshape(new, -1)
 
 
 def prompt_attention(
@@ -68,6 +116,8 @@ def prompt_attention(
     *,
     scale: float | None = None,
     relative: RelativeBias | None = None,
+    window: int = 0,
+    softcap: float | None = None,
 ) -> Tensor:
     """context_attention of several rows, query [N, heads, head_size]: [N, heads * head_size].
 
@@ -79,7 +129,15 @@ def prompt_attention(
         own = slice(place, place + count)
         place += count
         out[own] = context_attention(
-            query[own], cache, start, past, slopes, scale=scale, relative=relative
+            query[own],
+            cache,
+            start,
+            past,
+            slopes,
+            scale=scale,
+            relative=relative,
+            window=window,
+            softcap=softcap,
         )
     return out
 
@@ -163,13 +221,14 @@ def decode_attention(
     scale: float | None = None,
     relative: RelativeBias | None = None,
     positions: Tensor | None = None,
+    softcap: float | None = None,
     fresh: bool | None = None,  # noqa: ARG001 - of interest to kernels that overlap
 ) -> Tensor:
     """Attention of one new token per row: [B, heads * head_size].
 
     query [B, heads, head_size]; row b attends to the lengths[b] cache tokens from starts[b] on,
-    its own included where they are its own. `longest` bounds the lengths. `scale` as in
-    context_attention; `relative` counts from the row's positions [B].
+    its own included where they are its own. `longest` bounds the lengths. `scale` and `softcap` as
+    in context_attention; `relative` counts from the row's positions [B].
 
     `fresh` may be given in a step that began with begin_step: whether its rows' last tokens were
     stored in it; everything else was there before, so that reading can begin early.
@@ -182,6 +241,8 @@ def decode_attention(
     value = cache.values[:, tokens].float()
     grouped = query.float().view(rows, -1, group, head_size).transpose(0, 1)  # [kv, B, g, D]
     scores = grouped @ key.transpose(-1, -2) * _scale(scale, head_size)  # [kv, B, g, T]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if slopes is not None:
         distance = offsets - (lengths[:, None] - 1)  # [B, T]
         scores = scores + slopes.view(-1, 1, group, 1) * distance[None, :, None]

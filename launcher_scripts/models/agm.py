@@ -22,9 +22,16 @@ class AgmConfig:
     """Hyperparameters of an Agm.
 
     Attention scores are q.k * attention_scale + the layer's relative bias; buckets look backwards
-    only. `activation` "gelu" is the tanh form. The properties say in GPTConfig's words what every
-    Agm is.
+    only. `activation` "gelu" is the tanh form. What has no type says in GPTConfig's words what
+    every Agm is.
     """
+
+    position_embedding = "relative"
+    normalization = "layernorm"
+    norm_placement = "pre"
+    gated = False
+    parallel_residual = rotary_local_base = attention_softcap = None
+    embedding_scale = logits_scale = logits_softcap = None
 
     vocab_size: int
     num_layers: int
@@ -71,21 +78,9 @@ class AgmConfig:
     def num_kv_heads(self) -> int:
         return self.num_heads
 
-    @property
-    def position_embedding(self) -> str:
-        return "relative"
-
-    @property
-    def normalization(self) -> str:
-        return "layernorm"
-
-    @property
-    def norm_placement(self) -> str:
-        return "pre"
-
-    @property
-    def gated(self) -> bool:
-        return False
+    def window(self, _layer: int) -> int:
+        """Every layer attends to all tokens."""
+        return 0
 
     def tp_sizes(self) -> list[int]:
         return divisors(gcd(self.num_heads, self.ffn_size))

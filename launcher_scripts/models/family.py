@@ -127,10 +127,10 @@ def check_numbers(problems: Problems, config: Any) -> None:
     a checkpoint says nothing, GPT's 50256, may be any.
     """
     defaults = {each.name: each.default for each in fields(config)}
-    for name in (each.name for each in fields(config) if each.type == "float"):
+    for name in (each.name for each in fields(config) if str(each.type).startswith("float")):
         least, most = REAL_RANGES.get(name, REALS)
         value = getattr(config, name)
-        if not least <= value <= most:
+        if value is not None and not least <= value <= most:
             problems.add(f"{name} is out of range", got=value, choices=(f"{least:g} to {most:g}",))
     for name, others, most in (
         ("start_id", "decoder_start_token_id", config.vocab_size - 1),

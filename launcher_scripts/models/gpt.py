@@ -7,6 +7,7 @@ set, as docs/checkpoint-format.md describes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 
@@ -18,9 +19,22 @@ from launcher_scripts.parallel import divisors
 
 POSITION_EMBEDDINGS = ("learned", "rope", "alibi", "none")
 NORMALIZATIONS = ("layernorm", "rmsnorm")
-NORM_PLACEMENTS = ("pre", "post")
-ROTARY_SCALINGS = ("llama3",)
+NORM_PLACEMENTS = ("pre", "post", "sandwich")
+ROTARY_SCALINGS = ("llama3", "factors", "longrope", "dynamic")
 ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu", "squared_relu")
+
+_LONG = ("rotary_factors", "rotary_long_factors", "rotary_original_positions")
+_NEEDED_OF_SCALING = {
+    "llama3": (
+        "rotary_scaling_factor",
+        "rotary_low_frequency_factor",
+        "rotary_high_frequency_factor",
+        "rotary_original_positions",
+    ),
+    "factors": ("rotary_factors",),
+    "longrope": _LONG,
+    "dynamic": ("rotary_scaling_factor", "rotary_original_positions"),
+}
 
 
 @dataclass(frozen=True)
@@ -29,12 +43,22 @@ class GPTConfig(LearnedPartSizes):
 
     head_size is independent of hidden_size / num_heads. `activation` "gelu" is the tanh form,
     "gelu_erf" the exact one; with `gated` the MLP is act(x W) * (x W2). rotary positions turn the
-    first head_size * rotary_percentage dimensions by halves; rotary_scaling "llama3" makes slow
-    turns rotary_scaling_factor times slower (Llama 3.1; see engine/rotary.py). alibi_layer_scaling
-    multiplies the ALiBi bias by the 1-based layer number (NeMo's apply_query_key_layer_scaling).
-    attention_bias is of queries, keys and values, and of the output projection unless
-    attention_dense_bias says otherwise. With qk_norm the heads' queries and keys are normalized
-    before they turn, by a norm of the model's kind over head_size.
+    first head_size * rotary_percentage dimensions by halves, at speeds that rotary_scaling changes
+    (see engine/rotary.py). alibi_scale multiplies the ALiBi bias, alibi_layer_scaling by the
+    1-based layer number (NeMo's apply_query_key_layer_scaling). attention_bias is of queries, keys
+    and values, and of the output projection unless attention_dense_bias says otherwise. With
+    qk_norm the heads' queries and keys are normalized before they turn, by a norm of the model's
+    kind over head_size.
+
+    norm_placement "sandwich" normalizes a branch's input and its output. With parallel_residual
+    attention and MLP read the same hidden states. zero_centered_norm: norms multiply by their
+    weight plus 1. Embeddings of tokens are multiplied by embedding_scale, scores q.k by
+    softmax_scale (head_size ** -0.5 where it is not said), logits by logits_scale before their bias
+    is added. A softcap c turns a score or a logit x to c * tanh(x / c).
+
+    A layer attends to the last sliding_window tokens, the token's own included, and to all if
+    full_attention_layers names it (numbers with commas between; every layer has the window where it
+    is not said). Layers with the window turn by rotary_local_base, unscaled, where it is said.
     """
 
     vocab_size: int
@@ -54,7 +78,12 @@ class GPTConfig(LearnedPartSizes):
     rotary_low_frequency_factor: float | None = None
     rotary_high_frequency_factor: float | None = None
     rotary_original_positions: int | None = None
+    rotary_factors: str | None = None
+    rotary_long_factors: str | None = None
+    rotary_attention_factor: float | None = None
+    rotary_local_base: float | None = None
     alibi_layer_scaling: bool = False
+    alibi_scale: float | None = None
     normalization: str = "layernorm"
     norm_eps: float = 1e-5
     norm_placement: str = "pre"
@@ -66,6 +95,16 @@ class GPTConfig(LearnedPartSizes):
     attention_dense_bias: bool | None = None
     qk_norm: bool | None = None
     mlp_bias: bool = True
+    parallel_residual: bool | None = None
+    zero_centered_norm: bool | None = None
+    embedding_scale: float | None = None
+    softmax_scale: float | None = None
+    logits_scale: float | None = None
+    logits_bias: bool | None = None
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    sliding_window: int | None = None
+    full_attention_layers: str | None = None
     tied_embeddings: bool = True
     start_id: int = 50256
     end_id: int = 50256
@@ -89,6 +128,7 @@ class GPTConfig(LearnedPartSizes):
         if not 0 < self.rotary_percentage <= 1:
             problems.add("rotary_percentage must be above 0, at most 1", got=self.rotary_percentage)
         self._check_rotary_scaling(problems)
+        self._check_layers(problems)
         if not problems.messages and self.num_heads % self.num_kv_heads:
             problems.add(
                 "num_kv_heads must divide num_heads",
@@ -103,24 +143,43 @@ class GPTConfig(LearnedPartSizes):
             return
         if self.rotary_scaling not in ROTARY_SCALINGS:
             problems.add("unknown rotary_scaling", got=self.rotary_scaling, choices=ROTARY_SCALINGS)
-        factor, low, high, positions = self.rotary_scaling_numbers
-        if not (factor > 0 and positions > 0 and 0 < low < high):
+        needed = _NEEDED_OF_SCALING.get(self.rotary_scaling, ())
+        for name in needed:
+            if not getattr(self, name):
+                problems.add(f"rotary_scaling {self.rotary_scaling} needs {name}")
+        low, high = self.rotary_low_frequency_factor, self.rotary_high_frequency_factor
+        if low and high and low >= high:
             problems.add(
-                "rotary_scaling needs rotary_scaling_factor, rotary_low_frequency_factor below "
-                "rotary_high_frequency_factor, and rotary_original_positions, all above 0",
-                got=(factor, low, high, positions),
+                "rotary_low_frequency_factor must be below rotary_high_frequency_factor",
+                got=(low, high),
             )
+        for name in ("rotary_factors", "rotary_long_factors"):
+            factors = _numbers(problems, name, getattr(self, name), float)
+            if name in needed and (
+                len(factors) != (self.rotary_size + 1) // 2 or min(factors, default=0) <= 0
+            ):
+                problems.add(
+                    f"{name} must be a number above 0 for each of the {self.rotary_size // 2} "
+                    "pairs of dimensions that turn",
+                    got=len(factors),
+                )
 
-    @property
-    def rotary_scaling_numbers(self) -> tuple[float, float, float, int]:
-        """Factor, low and high frequency factor, and original positions; 0 for one that is not
-        said."""
-        return (
-            self.rotary_scaling_factor or 0.0,
-            self.rotary_low_frequency_factor or 0.0,
-            self.rotary_high_frequency_factor or 0.0,
-            self.rotary_original_positions or 0,
-        )
+    def _check_layers(self, problems: Problems) -> None:
+        layers = _numbers(problems, "full_attention_layers", self.full_attention_layers, int)
+        for layer in layers:
+            if not 0 <= layer < self.num_layers:
+                problems.add(
+                    "full_attention_layers names a layer that is not there",
+                    got=layer,
+                    choices=(f"0-{self.num_layers - 1}",),
+                )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            problems.add("sliding_window must be at least 1", got=self.sliding_window)
+
+    def window(self, layer: int) -> int:
+        """How many tokens attention of a layer covers, the token's own included; 0: all."""
+        full = (self.full_attention_layers or "").split(",")
+        return 0 if str(layer) in full else self.sliding_window or 0
 
     @property
     def dense_bias(self) -> bool:
@@ -143,7 +202,7 @@ class GPTConfig(LearnedPartSizes):
     @property
     def attention_scale(self) -> float:
         """What q.k is multiplied by."""
-        return float(self.head_size**-0.5)
+        return float(self.softmax_scale or self.head_size**-0.5)
 
     @property
     def rotary_size(self) -> int:
@@ -190,6 +249,8 @@ def weights(config: GPTConfig) -> list[WeightSpec]:
         specs.append(
             _spec("lm_head.weight", ("vocab_size", "hidden_size"), Partition.VOCAB_PARALLEL)
         )
+    if config.logits_bias:
+        specs.append(_spec("lm_head.bias", ("vocab_size",), Partition.VOCAB_PARALLEL))
     return specs + _layer(config) + learned_parts.weights("gpt", config.parts)
 
 
@@ -211,6 +272,9 @@ def _layer(config: GPTConfig) -> list[WeightSpec]:
         Partition.ROW_PARALLEL,
         bias=config.dense_bias,
     )
+    if config.norm_placement == "sandwich":
+        specs += _norm(config, "layers.*.attention.output_norm")
+        specs += _norm(config, "layers.*.mlp.output_norm")
     specs += _norm(config, "layers.*.post_attention_layernorm")
     for name in ("dense_h_to_4h", "dense_h_to_4h_2") if config.gated else ("dense_h_to_4h",):
         specs += _linear(
@@ -257,3 +321,14 @@ def _spec(
     blocks: tuple[str, ...] = (),
 ) -> WeightSpec:
     return WeightSpec(name, shape, partition, blocks, gpt_dialects.sources(name))
+
+
+def _numbers(
+    problems: Problems, name: str, text: str | None, kind: Callable[[str], float]
+) -> list[float]:
+    """The numbers of a text with commas between them."""
+    try:
+        return [kind(part) for part in (text or "").split(",") if part]
+    except ValueError:
+        problems.add(f"{name} must be numbers with commas between them", got=text)
+        return []

@@ -30,7 +30,7 @@ def test_what_keeps_a_model_from_fused_steps():
     post = small_config(norm_placement="post")
     assert obstacles(post, Communicator(Parallelism(1, 2)), []) == [
         "the layers are split into pipeline stages",
-        "norms follow the sums",
+        "norms follow the branches or the sums",
     ]
     odd = SimpleNamespace(norm_placement="pre", head_size=7)
     assert obstacles(odd, Communicator(), []) == ["heads have an odd number of features"]

@@ -74,7 +74,7 @@ def windowed_next(decoder: Decoder, text: Sequence[int], window: int) -> int:
     """The likeliest next token by the plainest forward pass there is, with banded attention."""
     layers = decoder._layers
     x = decoder._embed(torch.tensor(text), torch.arange(len(text)), ())
-    rotary = decoder._rotary(torch.arange(len(text)))
+    rotary = decoder._turns(decoder._rotary, torch.arange(len(text)))
     for layer in layers:
         heads, size = layer.heads, layer.heads.head_size
         cache = LayerCache(
@@ -219,7 +219,7 @@ def test_a_windows_context_may_be_cut_anywhere(monkeypatch, kind):
     turns = [(tuple(range(30)), 3), (tuple(range(20, 60)), 4)]
     engine = engine_for(config, random_tensors(config))
     expected = play(engine, Session(150, 41), turns)
-    monkeypatch.setattr("launcher_scripts.kernels.window_attention.QUERIES_AT_ONCE", 7)
+    monkeypatch.setattr("launcher_scripts.kernels.reference_attention.QUERIES_AT_ONCE", 7)
     assert play(engine, Session(150, 41), turns) == expected
     engine.close()
 

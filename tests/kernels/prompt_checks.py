@@ -42,8 +42,10 @@ def with_tiles(spans: PromptSpans) -> PromptSpans:
     return replace(spans, tiles=torch.tensor(rows, device=DEVICE))
 
 
-@pytest.mark.parametrize("kind", ["plain", "alibi", "relative"])
-@pytest.mark.parametrize("heads", [Heads(4, 2, 12), Heads(2, 2, 16)], ids=["grouped", "plain"])
+@pytest.mark.parametrize("kind", ["plain", "alibi", "relative", "window", "wide window", "softcap"])
+@pytest.mark.parametrize(
+    "heads", [Heads(4, 2, 12), Heads(2, 2, 16), Heads(2, 1, 160)], ids=["grouped", "plain", "wide"]
+)
 @pytest.mark.parametrize("dtype", DOT_TYPES)
 def test_prompt_attention(dtype, heads, kind):
     cache = filled_cache(heads, dtype)
@@ -53,6 +55,10 @@ def test_prompt_attention(dtype, heads, kind):
     more = {}
     if kind == "relative":
         more = {"scale": 0.7, "relative": RelativeBias(random(heads.num_heads, 2 * 9 + 1))}
+    if kind.endswith("window"):
+        more = {"window": 40 if kind == "window" else 100, "softcap": 3.0}
+    if kind == "softcap":
+        more = {"scale": 0.7, "softcap": 1.5}
     arguments = (slopes if kind == "alibi" else None,)
     got = fused.prompt_attention(query, cache, with_tiles(spans), *arguments, **more)
     assert not got.isnan().any()

@@ -215,12 +215,15 @@ def test_attention(dtype, splits, relative):
     assert compile_kernel(kernel, pointers, numbers, constants)
 
 
+@pytest.mark.parametrize("size", [48, 256])
 @pytest.mark.parametrize(("dtype", "relative"), list(itertools.product(TYPES, (False, True))))
-def test_attention_of_prompts(dtype, relative):
+def test_attention_of_prompts(dtype, relative, size):
     pointers = dict.fromkeys(("query", "keys", "values", "out"), dtype) | {"tiles": "i64"}
     pointers |= dict.fromkeys(("slopes", "bias"), "fp32")
-    constants = {"HEADS": 8, "GROUP": 4, "SIZE": 48, "BLOCK": 64, "ALIBI": not relative}
-    constants |= {"RELATIVE": relative, "QUERIES": 64, "TILE": 32}
+    constants = {"HEADS": 8, "GROUP": 4, "SIZE": size, "ALIBI": not relative}
+    constants |= {"BLOCK": triton.next_power_of_2(size), "TILE": 16 if dtype == "fp32" else 64}
+    constants |= {"RELATIVE": relative, "QUERIES": 64}
+    constants |= {"WINDOW": 100 if relative else 0, "SOFTCAP": 0.0 if relative else 50.0}
     constants |= {"PRECISION": "ieee" if dtype == "fp32" else "tf32"}
     numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32"}
     ptx = compile_kernel(prompt_kernels.attend_prompts, pointers, numbers, constants)
