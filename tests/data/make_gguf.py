@@ -1,13 +1,14 @@
-"""Make tests/data/gguf: random tiny models of transformers, as llama.cpp's own converter writes them.
+"""Make tests/data/gguf: random tiny models of transformers, as llama.cpp's converter writes them.
 
     python3 -m tests.data.make_gguf <a checkout of llama.cpp>
 
-The converter's vocabulary is left out. logits.npz has the ids and, by the name of a file, the logits
-of transformers.
+The vocabulary is left out. logits.npz has the ids and, by the name of a file, what transformers
+makes of them.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -146,7 +147,7 @@ def convert(folder: Path, target: Path) -> None:
 
     hparams = ModelBase.load_hparams(folder, False)
     kind = get_model_class(get_model_architecture(hparams, ModelType.TEXT), mmproj=False)
-    kind.set_vocab = lambda self: None
+    kind.set_vocab = lambda _: None
     with torch.inference_mode():
         writer = kind(folder, gguf.LlamaFileType.ALL_F32, target, eager=True, model_name="tiny")
         # Names that transformers 5 has no more.
@@ -161,7 +162,7 @@ def main() -> None:
     ids = np.random.default_rng(1).integers(0, 67, (1, LENGTH))
     results = {"ids": ids}
     FOLDER.mkdir(exist_ok=True)
-    for name in sys.argv[2:] or MODELS:
+    for name in MODELS:
         model = make(name)
         with torch.no_grad():
             results[name] = model(torch.from_numpy(ids)).logits[0].numpy()
@@ -169,10 +170,9 @@ def main() -> None:
             folder = Path(place)
             model.save_pretrained(folder)
             # The converter asks how many tokens there are where it cuts the table.
-            (folder / "tokenizer.json").write_text(
-                '{"model": {"vocab": {%s}}, "added_tokens": []}'
-                % ", ".join(f'"{i}": {i}' for i in range(67))
-            )
+            vocabulary = {str(token): token for token in range(67)}
+            tokenizer = {"model": {"vocab": vocabulary}, "added_tokens": []}
+            (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
             convert(folder, FOLDER / f"{name}.gguf")
     np.savez_compressed(FOLDER / "logits.npz", **results)
 
