@@ -33,6 +33,23 @@ def heads_side_by_side(tensors: Sequence[np.ndarray], config: Any) -> Blocks:
     ]
 
 
+def interleaved_heads_side_by_side(tensors: Sequence[np.ndarray], config: Any) -> Blocks:
+    """As heads_side_by_side, where rows of query and key that rotate together are neighbours.
+
+    GPT-J stores the halves of what rotates interleaved; here they follow one another.
+    """
+    query, key, value = tensors
+    turns = config.rotary_size
+
+    def halves(tensor: np.ndarray) -> np.ndarray:
+        heads = tensor.reshape(-1, config.head_size, *tensor.shape[1:])
+        pairs = heads[:, :turns].reshape(-1, turns // 2, 2, *tensor.shape[1:]).swapaxes(1, 2)
+        first = pairs.reshape(heads[:, :turns].shape)
+        return np.concatenate((first, heads[:, turns:]), axis=1).reshape(tensor.shape)
+
+    return heads_side_by_side((halves(query), halves(key), value), config)
+
+
 def part_of_heads(part: int, parts: int) -> Apply:
     """Rows (head, parts, dimension): one of the parts, in units of a head."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -17,20 +18,18 @@ from launcher_scripts.checkpoint.gguf_fields import Fields
 from launcher_scripts.checkpoint.gguf_restored import Restored
 from launcher_scripts.checkpoint.gguf_rope import rope_parameters
 
-ROPE_FACTORS = "rope_freqs.weight"
-
 
 @dataclass(frozen=True)
 class Model:
     """What a row's `config` gets: the fields, and the tensors' names and shapes.
 
     shapes:  name -> shape, rows first
-    factors: the numbers of rope_freqs.weight
+    factors: the tensors that divide rotary frequencies
     """
 
     fields: Fields
     shapes: Mapping[str, tuple[int, ...]]
-    factors: np.ndarray | None = None
+    factors: Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -41,12 +40,14 @@ class GGUFArchitecture:
     config:     Model -> what is left to say in config.json
     names:      tensor without its last part -> Hugging Face's, without "model." or "transformer."
     restored:   tensor (with or without its last part) -> what undoes llama.cpp's changes
+    renamed:    Model -> names that differ in this one
     """
 
     model_type: str
     config: Callable[[Model], dict[str, Any]]
     names: Mapping[str, str]
     restored: Mapping[str, Restored] = field(default_factory=dict)
+    renamed: Callable[[Model], Mapping[str, str]] = lambda _: {}
 
 
 def _common(model: Model) -> dict[str, Any]:
@@ -92,8 +93,128 @@ def _llama(model: Model) -> dict[str, Any]:
         "rms_norm_eps": model.fields.real("attention.layer_norm_rms_epsilon"),
         "attention_bias": "blk.0.attn_q.bias" in model.shapes,
         "mlp_bias": "blk.0.ffn_up.bias" in model.shapes,
-        "use_sliding_window": False,
     }
+
+
+def _gemma(model: Model) -> dict[str, Any]:
+    return {**_llama(model), "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _gemma2(model: Model) -> dict[str, Any]:
+    fields = model.fields
+    gemma = _gemma(model)
+    return {
+        **gemma,
+        "query_pre_attn_scalar": _attention_size(gemma, layers_of_27b=46),
+        "sliding_window": fields.size("attention.sliding_window", 4096),
+        "attn_logit_softcapping": fields.real("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": fields.real("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(model: Model) -> dict[str, Any]:
+    """Layers with a window rotate by a base of their own, unscaled."""
+    fields = model.fields
+    gemma = _gemma(model)
+    pattern = fields.get("attention.sliding_window_pattern", 6)
+    if isinstance(pattern, list):
+        kinds = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
+        layers: dict[str, Any] = {"layer_types": kinds}
+    else:
+        layers = {"sliding_window_pattern": pattern}
+    local = {"rope_theta": fields.real("rope.freq_base_swa", 10000.0)}
+    return {
+        **gemma,
+        **layers,
+        "query_pre_attn_scalar": _attention_size(gemma, layers_of_27b=62),
+        "sliding_window": fields.get("attention.sliding_window", 0) or None,
+        "final_logit_softcapping": fields.real("final_logit_softcapping", 0.0),
+        "rope_parameters": {
+            "full_attention": gemma["rope_parameters"],
+            "sliding_attention": local,
+        },
+    }
+
+
+def _attention_size(gemma: dict[str, Any], layers_of_27b: int) -> int:
+    """What scores are divided by the root of; llama.cpp knows the largest by its depth."""
+    if gemma["num_hidden_layers"] == layers_of_27b:
+        return max(int(gemma["hidden_size"] // gemma["num_attention_heads"]), 1)
+    return int(gemma["head_dim"])
+
+
+def _phi3(model: Model) -> dict[str, Any]:
+    llama = _llama(model)
+    return {
+        **llama,
+        "original_max_position_embeddings": llama["rope_parameters"][
+            "original_max_position_embeddings"
+        ],
+        "sliding_window": model.fields.get("attention.sliding_window", 0) or None,
+    }
+
+
+def _granite(model: Model) -> dict[str, Any]:
+    """A multiplier that is 0 is none."""
+    fields = model.fields
+    llama = _llama(model)
+    if fields.get("rope.scaling.finetuned", True) is not True:
+        fields.problems.add("a granite without rotary positions is not supported")
+    return {
+        **llama,
+        "attention_multiplier": fields.real("attention.scale", 0.0) or 1 / sqrt(llama["head_dim"]),
+        "embedding_multiplier": fields.real("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": fields.real("residual_scale", 0.0) or 1.0,
+        "logits_scaling": fields.real("logit_scale"),
+    }
+
+
+def _layer_norms(model: Model, key: str, activation: str) -> dict[str, Any]:
+    """A model with layer norms and an MLP without gate.  key: of the norms' epsilon"""
+    model.fields.get("attention.layer_norm_rms_epsilon", None)  # the converter's double of it
+    return {
+        **_rotary(model),
+        "hidden_act": activation,
+        key: model.fields.real("attention.layer_norm_epsilon"),
+        "attention_bias": "blk.0.attn_output.bias" in model.shapes,
+        "mlp_bias": "blk.0.ffn_up.bias" in model.shapes,
+    }
+
+
+def _starcoder2(model: Model) -> dict[str, Any]:
+    said = _layer_norms(model, "norm_epsilon", "gelu_pytorch_tanh")
+    return {**said, "use_bias": said["attention_bias"]}
+
+
+def _nemotron(model: Model) -> dict[str, Any]:
+    return _layer_norms(model, "norm_eps", "relu2")
+
+
+def _gptneox(model: Model) -> dict[str, Any]:
+    return {
+        **_layer_norms(model, "layer_norm_eps", "gelu"),
+        "use_parallel_residual": model.fields.get("use_parallel_residual"),
+    }
+
+
+def _falcon(model: Model) -> dict[str, Any]:
+    rotary = _rotary(model)
+    groups = rotary["num_key_value_heads"]
+    return {
+        **rotary,
+        "layer_norm_epsilon": model.fields.real("attention.layer_norm_epsilon"),
+        "num_kv_heads": groups,
+        "ffn_hidden_size": rotary["intermediate_size"],
+        "multi_query": groups == 1,
+        "new_decoder_architecture": groups > 1,
+    }
+
+
+def _falcon_names(model: Model) -> dict[str, str]:
+    """Where attention and MLP have a norm each, the first in the file is the MLP's."""
+    if "blk.0.attn_norm_2.weight" not in model.shapes:
+        return {}
+    return {"blk.*.attn_norm": "h.*.ln_mlp", "blk.*.attn_norm_2": "h.*.ln_attn"}
 
 
 def _gpt2(model: Model) -> dict[str, Any]:
@@ -137,6 +258,22 @@ _LLAMA_NAMES = {
     "blk.*.ffn_up": "layers.*.mlp.up_proj",
     "blk.*.ffn_down": "layers.*.mlp.down_proj",
 }
+_GEMMA2_NAMES = {
+    **_LLAMA_NAMES,
+    "blk.*.post_attention_norm": "layers.*.post_attention_layernorm",
+    "blk.*.ffn_norm": "layers.*.pre_feedforward_layernorm",
+    "blk.*.post_ffw_norm": "layers.*.post_feedforward_layernorm",
+}
+_PHI3_NAMES = {
+    **_LLAMA_NAMES,
+    "blk.*.attn_qkv": "layers.*.self_attn.qkv_proj",
+    "blk.*.ffn_up": "layers.*.mlp.gate_up_proj",
+}
+_STARCODER2_NAMES = {
+    **_LLAMA_NAMES,
+    "blk.*.ffn_up": "layers.*.mlp.c_fc",
+    "blk.*.ffn_down": "layers.*.mlp.c_proj",
+}
 _HALVES = {"blk.*.attn_q": restored.QUERY_HALVES, "blk.*.attn_k": restored.KEY_HALVES}
 
 _GPT2_NAMES = {
@@ -165,6 +302,29 @@ _BLOOM_NAMES = {
     "blk.*.ffn_down": "h.*.mlp.dense_4h_to_h",
 }
 
+_GPTNEOX_NAMES = {
+    "token_embd": "embed_in",
+    "output": "lm_head",
+    "output_norm": "final_layer_norm",
+    "blk.*.attn_norm": "layers.*.input_layernorm",
+    "blk.*.attn_qkv": "layers.*.attention.query_key_value",
+    "blk.*.attn_output": "layers.*.attention.dense",
+    "blk.*.ffn_norm": "layers.*.post_attention_layernorm",
+    "blk.*.ffn_up": "layers.*.mlp.dense_h_to_4h",
+    "blk.*.ffn_down": "layers.*.mlp.dense_4h_to_h",
+}
+
+# The converter adds one to the scales of norms that count from one.
+_CENTRED = {
+    f"{name}.weight": restored.LESS_ONE
+    for name in (
+        "output_norm",
+        *(f"blk.*.{part}_norm" for part in ("attn", "ffn", "post_attention", "post_ffw")),
+        *(f"blk.*.attn_{part}_norm" for part in "qk"),
+    )
+}
+_GROUPED = {"blk.*.attn_qkv": restored.GROUPED}
+
 ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture("llama", _llama, _LLAMA_NAMES, _HALVES),
     "qwen2": GGUFArchitecture("qwen2", _llama, _LLAMA_NAMES),
@@ -178,5 +338,14 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
             for name in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
         },
     ),
-    "bloom": GGUFArchitecture("bloom", _bloom, _BLOOM_NAMES, {"blk.*.attn_qkv": restored.GROUPED}),
+    "bloom": GGUFArchitecture("bloom", _bloom, _BLOOM_NAMES, _GROUPED),
+    "gemma": GGUFArchitecture("gemma", _gemma, _LLAMA_NAMES, _CENTRED),
+    "gemma2": GGUFArchitecture("gemma2", _gemma2, _GEMMA2_NAMES, _CENTRED),
+    "gemma3": GGUFArchitecture("gemma3_text", _gemma3, _GEMMA2_NAMES, _CENTRED),
+    "phi3": GGUFArchitecture("phi3", _phi3, _PHI3_NAMES),
+    "granite": GGUFArchitecture("granite", _granite, _LLAMA_NAMES, _HALVES),
+    "starcoder2": GGUFArchitecture("starcoder2", _starcoder2, _STARCODER2_NAMES),
+    "nemotron": GGUFArchitecture("nemotron", _nemotron, _LLAMA_NAMES, _CENTRED),
+    "gptneox": GGUFArchitecture("gpt_neox", _gptneox, _GPTNEOX_NAMES, _GROUPED),
+    "falcon": GGUFArchitecture("falcon", _falcon, _BLOOM_NAMES, _GROUPED, _falcon_names),
 }

@@ -81,7 +81,7 @@ class GGUFCheckpoint(WholeTensors):
         metadata = tokenizer_metadata(model.fields.reader)
         row = model.row
         tensors = {
-            _renamed(name, row.names): _tensor(name, stored, model)
+            _renamed(name, model.names): _tensor(name, stored, model)
             for name, stored in model.tensors.items()
         }
         raw = RawConfig(model.raw | _token_ids(metadata), tensors.keys(), archive.path)
@@ -93,8 +93,9 @@ class GGUFCheckpoint(WholeTensors):
             model.fields.raise_problems()
             raise
         model.fields.raise_problems()
-        dialects = (*(target.dialect + name for name in target.variants(raw)), target.dialect)
-        names = {theirs: ours for ours, theirs in row.names.items()}
+        variants = (target.dialect + name for name in target.variants(raw))
+        dialects = (*variants, target.dialect, *target.inherits)
+        names = {theirs: ours for ours, theirs in model.names.items()}
         return cls(archive, config, model.fields.architecture, dialects, tensors, names, metadata)
 
     @property

@@ -20,7 +20,6 @@ IRRELEVANT = frozenset(
     {
         "tensor_data_layout",
         "rope.scaling.finetuned",
-        "attention.sliding_window_pattern",  # without a window it says nothing
         "pooling_type",
     }
 )

@@ -11,13 +11,13 @@ from gguf import ReaderTensor
 
 from launcher_scripts.checkpoint.gguf_architectures import (
     ARCHITECTURES,
-    ROPE_FACTORS,
     GGUFArchitecture,
     Model,
 )
 from launcher_scripts.checkpoint.gguf_fields import Fields
 from launcher_scripts.checkpoint.gguf_file import open_gguf, read_tensor
 from launcher_scripts.checkpoint.gguf_restored import Heads
+from launcher_scripts.checkpoint.gguf_rope import FACTORS
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,14 @@ class GGUFModel:
     """What was read.
 
     row:     the architecture
+    names:   what its tensors are called in Hugging Face
     raw:     config.json, without token ids
     tensors: name -> tensor, without those that are part of `raw`
     """
 
     fields: Fields
     row: GGUFArchitecture
+    names: Mapping[str, str]
     raw: dict[str, Any]
     tensors: Mapping[str, ReaderTensor]
 
@@ -51,8 +53,8 @@ def read_model(path: Path) -> GGUFModel:
         name: tuple(int(size) for size in reversed(tensor.shape))
         for name, tensor in tensors.items()
     }
-    factors = tensors.pop(ROPE_FACTORS, None)
-    model = Model(fields, shapes, None if factors is None else read_tensor(factors))
+    factors = {name: read_tensor(tensors.pop(name)) for name in FACTORS if name in tensors}
+    model = Model(fields, shapes, factors)
     if fields.size("block_count") > max(len(tensors), 1):
         fields.problems.add(
             "block_count is more than there are tensors", got=fields.get("block_count")
@@ -61,7 +63,7 @@ def read_model(path: Path) -> GGUFModel:
     raw = {"model_type": row.model_type, **row.config(model)}
     fields.refuse_others()
     fields.raise_problems()
-    return GGUFModel(fields, row, raw, tensors)
+    return GGUFModel(fields, row, {**row.names, **row.renamed(model)}, raw, tensors)
 
 
 def _check_kind(fields: Fields) -> None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from launcher_scripts.checkpoint import huggingface_configs as configs
+from launcher_scripts.checkpoint import huggingface_decoders as decoders
 from launcher_scripts.checkpoint import safetensors_file, tokenizer_files, torch_file
 from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.dtypes import plain
@@ -25,12 +26,14 @@ from launcher_scripts.untrusted import parse_json
 CONFIG_NAME = "config.json"
 DECODER = ("decoder.", "lm_head.")
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-PREFIXES = ("transformer.", "model.")
+PREFIXES = ("transformer.", "model.", "gpt_neox.")
 _COMPARED_ROWS = 1024
 # Endings of names that are no weights; the last ones lie in the first T5s and BARTs, unused.
 BUFFERS = (
     ".attn.bias",
     ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
     "rotary_emb.inv_freq",
     "embed_positions.weights",
     "embed_positions._float_tensor",
@@ -49,6 +52,8 @@ class Architecture:
     dialect:  the dialect of the weight table
     tied:     name of a tensor -> names it may be stored under instead, or again
     variants: RawConfig -> what the names of variants add to the dialect's, first choice first
+    inherits: dialects that say what the row's own do not
+    ties:     what tie_word_embeddings is where config.json does not say it
     """
 
     family: str
@@ -56,17 +61,18 @@ class Architecture:
     dialect: str
     tied: Mapping[str, tuple[str, ...]]
     variants: Callable[[RawConfig], Sequence[str]] = lambda _: ()
+    inherits: tuple[str, ...] = ()
+    ties: bool = True
 
 
 _HEAD = "lm_head.weight"
 
 
-def _has_own_head(raw: RawConfig) -> bool:
+def _has_own_head(raw: RawConfig, ties: bool) -> bool:
     """Whether config.json promises an output table beside the input's; a T5's encoder has none."""
     if raw.raw["model_type"] in ("t5", "mt5") and not has_decoder(raw):
         return False
-    absent = raw.raw["model_type"] not in ("llama", "mistral", "qwen2", "qwen3")
-    return not raw.flag("tie_word_embeddings", absent)
+    return not raw.flag("tie_word_embeddings", ties)
 
 
 def _scaled(raw: RawConfig) -> list[str]:
@@ -82,6 +88,20 @@ def _projected_or_untied(raw: RawConfig) -> list[str]:
     return [f"{projected}_untied", projected] if _HEAD in raw.keys else [projected]
 
 
+def _falcon_norms(raw: RawConfig) -> list[str]:
+    if "h.0.ln_attn.weight" in raw.keys:
+        return ["_two_norms"]
+    return ["_one_norm"] if raw.flag("parallel_attn", True) else []
+
+
+def _llama(
+    read: Callable[[RawConfig], ModelConfig], dialect: str = "llama", *, ties: bool = False
+) -> Architecture:
+    """The row of a model type that descends from Llama."""
+    tied = {"embed_tokens.weight": (_HEAD,)}
+    return Architecture("gpt", read, dialect, tied, inherits=("llama",), ties=ties)
+
+
 _SHARED = {"shared.weight": ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", _HEAD)}
 
 ARCHITECTURES = {
@@ -93,10 +113,33 @@ ARCHITECTURES = {
     "xglm": Architecture(
         "gpt", configs.xglm, "xglm", {"embed_tokens.weight": (_HEAD,)}, _scaled_or_untied
     ),
-    "llama": Architecture("gpt", configs.llama, "llama", {"embed_tokens.weight": (_HEAD,)}),
-    "mistral": Architecture("gpt", configs.llama, "llama", {"embed_tokens.weight": (_HEAD,)}),
-    "qwen2": Architecture("gpt", configs.qwen2, "llama", {"embed_tokens.weight": (_HEAD,)}),
-    "qwen3": Architecture("gpt", configs.qwen3, "llama", {"embed_tokens.weight": (_HEAD,)}),
+    "llama": _llama(decoders.llama),
+    "mistral": _llama(decoders.mistral),
+    "qwen2": _llama(decoders.qwen2),
+    "qwen3": _llama(decoders.qwen3),
+    "gemma": _llama(decoders.gemma, ties=True),
+    "gemma2": _llama(decoders.gemma2, "gemma2", ties=True),
+    "gemma3_text": _llama(decoders.gemma3, "gemma2", ties=True),
+    "phi3": _llama(decoders.phi3, "phi3"),
+    "granite": _llama(decoders.granite),
+    "starcoder2": _llama(decoders.starcoder2, "starcoder2", ties=True),
+    "nemotron": _llama(decoders.nemotron, "nemotron"),
+    "gpt_neox": Architecture(
+        "gpt",
+        decoders.gpt_neox,
+        "gpt_neox",
+        {_HEAD: ("embed_out.weight",), "embed_in.weight": (_HEAD,)},
+        ties=False,
+    ),
+    "gptj": Architecture("gpt", decoders.gptj, "gptj", {"wte.weight": (_HEAD,)}, ties=False),
+    "falcon": Architecture(
+        "gpt",
+        decoders.falcon,
+        "falcon",
+        {"word_embeddings.weight": (_HEAD,)},
+        _falcon_norms,
+        ("bloom",),
+    ),
     "t5": Architecture("t5", configs.t5, "huggingface", _SHARED),
     "mt5": Architecture("t5", configs.t5, "huggingface", _SHARED),
     "bart": Architecture("bart", configs.bart, "bart", _SHARED, _scaled),
@@ -144,12 +187,14 @@ class HuggingFaceCheckpoint(WholeTensors):
             tensors = {
                 name: tensor for name, tensor in tensors.items() if not name.startswith(DECODER)
             }
-        headless = _HEAD not in tensors and not hints.encoder_only
+        heads = {_HEAD, *row.tied.get(_HEAD, ())}
+        headless = not heads & tensors.keys() and not hints.encoder_only
         _untied(tensors, row.tied)
         values = RawConfig(raw, tensors.keys(), archive.path / CONFIG_NAME)
-        if headless and _has_own_head(values):
+        if headless and _has_own_head(values, row.ties):
             values.problems.add(f"{_HEAD} is missing, and tie_word_embeddings is false")
-        dialects = (*(row.dialect + variant for variant in row.variants(values)), row.dialect)
+        variants = (row.dialect + variant for variant in row.variants(values))
+        dialects = (*variants, row.dialect, *row.inherits)
         try:
             config = row.read(values)
         except CheckpointError:

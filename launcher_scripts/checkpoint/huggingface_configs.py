@@ -6,8 +6,6 @@ it: version 5 reports every T5 as tied, and keeps whether logits are scaled unde
 
 from __future__ import annotations
 
-from typing import Any
-
 from launcher_scripts.checkpoint.huggingface_raw import ACTIVATIONS, RawConfig
 from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.bart import BartConfig
@@ -106,62 +104,6 @@ def xglm(raw: RawConfig) -> GPTConfig:
         end_id=raw.token("eos_token_id", 2),
         pad_id=raw.token("pad_token_id", 1),
     )
-
-
-def llama(raw: RawConfig, **fields: Any) -> GPTConfig:
-    """fields: what a model type that descends from it says otherwise."""
-    hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
-    rope = raw.section("rope_parameters", "rope_scaling")
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raw.problems.add("unknown rope_type", got=kind, choices=("default", "linear", "llama3"))
-    if raw.flag("use_sliding_window", default=True):
-        raw.only("sliding_window", None)
-    said = {"attention_bias": raw.flag("attention_bias", default=False), **fields}
-    return GPTConfig(
-        vocab_size=raw.size("vocab_size"),
-        num_layers=raw.size("num_hidden_layers"),
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=raw.size("num_key_value_heads", default=heads),
-        head_size=raw.size("head_dim", default=hidden // heads),
-        ffn_size=raw.size("intermediate_size"),
-        max_positions=raw.size("max_position_embeddings"),
-        position_embedding="rope",
-        rotary_base=rope.real("rope_theta", raw.real("rope_theta", 10000.0)),
-        rotary_percentage=rope.real("partial_rotary_factor", 1.0),
-        rotary_interpolation_factor=rope.real("factor", 1.0) if kind == "linear" else 1.0,
-        **_llama3_scaling(rope) if kind == "llama3" else {},
-        normalization="rmsnorm",
-        norm_eps=raw.real("rms_norm_eps", default=1e-6),
-        activation=raw.activation("hidden_act", "silu"),
-        gated=True,
-        mlp_bias=raw.flag("mlp_bias", default=False),
-        tied_embeddings="lm_head.weight" not in raw.keys,
-        start_id=raw.token("bos_token_id", 1),
-        end_id=raw.token("eos_token_id", 2),
-        pad_id=raw.token("pad_token_id", None),
-        **said,
-    )
-
-
-def qwen2(raw: RawConfig) -> GPTConfig:
-    return llama(raw, attention_bias=True, attention_dense_bias=False)
-
-
-def qwen3(raw: RawConfig) -> GPTConfig:
-    return llama(raw, qk_norm=True)
-
-
-def _llama3_scaling(rope: RawConfig) -> dict[str, Any]:
-    """GPTConfig's fields of Llama 3.1's rope scaling."""
-    return {
-        "rotary_scaling": "llama3",
-        "rotary_scaling_factor": rope.real("factor", 0.0),
-        "rotary_low_frequency_factor": rope.real("low_freq_factor", 0.0),
-        "rotary_high_frequency_factor": rope.real("high_freq_factor", 0.0),
-        "rotary_original_positions": rope.size("original_max_position_embeddings"),
-    }
 
 
 def has_decoder(raw: RawConfig) -> bool:

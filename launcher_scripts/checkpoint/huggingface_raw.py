@@ -14,6 +14,7 @@ ACTIVATIONS = {
     "gelu_fast": "gelu",
     "gelu_pytorch_tanh": "gelu",
     "relu": "relu",
+    "relu2": "squared_relu",
     "silu": "silu",
     "swish": "silu",
 }
@@ -53,6 +54,15 @@ class RawConfig:
             return float(found)
         self.problems.add(f"{name} must be a number from 0 on", got=found)
         return default
+
+    def numbers(self, name: str, count: int) -> list[float]:
+        """As many numbers."""
+        found = self(name, default=None)
+        numbers = found if isinstance(found, list) else []
+        if len(numbers) == count and all(type(number) in (int, float) for number in numbers):
+            return [float(number) for number in numbers]
+        self.problems.add(f"{name} must be a list of {count} numbers", got=found)
+        return [1.0] * count
 
     def flag(self, name: str, default: bool) -> bool:
         found = self(name, default=default)

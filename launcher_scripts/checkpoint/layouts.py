@@ -86,10 +86,12 @@ def qkv_of_groups(tensors: Sequence[np.ndarray], config: Any) -> Blocks:
 
 
 def qkv_in_blocks(tensors: Sequence[np.ndarray], config: Any) -> Blocks:
-    """Rows ([query, key, value], head, dimension): NeMo's megatron_legacy."""
+    """Rows ([queries, keys, values], head, dimension): NeMo's megatron_legacy, Phi-3's."""
     (tensor,) = tensors
-    rows = tensor.reshape(3, config.num_heads, config.head_size, *tensor.shape[1:])
-    return [[head.T for head in part] for part in rows]
+    heads = [head.T for head in tensor.reshape(-1, config.head_size, *tensor.shape[1:])]
+    keys = config.num_heads
+    values = (keys + len(heads)) // 2
+    return [heads[:keys], heads[keys:values], heads[values:]]
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -113,6 +115,7 @@ LAYOUTS: dict[str, Layout] = {
     "transposed_whole": Layout(transposed, whole=True),
     "transposed_columns": Layout(combining.transposed_columns),
     "heads_side_by_side": Layout(combining.heads_side_by_side),
+    "interleaved_heads_side_by_side": Layout(combining.interleaved_heads_side_by_side),
     "flattened": Layout(combining.flattened),
     "stacked_rows": Layout(combining.stacked_rows),
     "scaled_by_root_hidden": Layout(combining.scaled_by_root_hidden),

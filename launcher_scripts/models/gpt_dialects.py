@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from launcher_scripts.models import gpt_nemo
 from launcher_scripts.models.family import Source
 
-_WHOLE = ("wte", "wpe", "lm_head.weight")
+_WHOLE = ("wte", "wpe", "lm_head.weight", "lm_head.bias")
 
 GPT2 = {
     "wte": Source(("wte.weight",)),
@@ -71,6 +71,64 @@ LLAMA = {
     "layers.*.mlp.dense_4h_to_h": Source(("layers.*.mlp.down_proj",), "transposed"),
 }
 
+# What its descendants call otherwise.
+GEMMA2 = {
+    "layers.*.attention.output_norm": Source(("layers.*.post_attention_layernorm",)),
+    "layers.*.post_attention_layernorm": Source(("layers.*.pre_feedforward_layernorm",)),
+    "layers.*.mlp.output_norm": Source(("layers.*.post_feedforward_layernorm",)),
+}
+PHI3 = {
+    "layers.*.attention.query_key_value": Source(("layers.*.self_attn.qkv_proj",), "qkv_in_blocks"),
+    "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.gate_up_proj",), "first_half"),
+    "layers.*.mlp.dense_h_to_4h_2": Source(("layers.*.mlp.gate_up_proj",), "second_half"),
+}
+STARCODER2 = {
+    "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.c_fc",), "transposed"),
+    "layers.*.mlp.dense_4h_to_h": Source(("layers.*.mlp.c_proj",), "transposed"),
+}
+NEMOTRON = {"layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.up_proj",), "transposed")}
+
+GPT_NEOX = {
+    "wte": Source(("embed_in.weight",)),
+    "lm_head.weight": Source(("lm_head.weight",)),
+    "final_layernorm": Source(("final_layer_norm",)),
+    "layers.*.input_layernorm": Source(("layers.*.input_layernorm",)),
+    "layers.*.attention.query_key_value": Source(
+        ("layers.*.attention.query_key_value",), "qkv_of_heads"
+    ),
+    "layers.*.attention.dense": Source(("layers.*.attention.dense",), "transposed"),
+    "layers.*.post_attention_layernorm": Source(("layers.*.post_attention_layernorm",)),
+    "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.dense_h_to_4h",), "transposed"),
+    "layers.*.mlp.dense_4h_to_h": Source(("layers.*.mlp.dense_4h_to_h",), "transposed"),
+}
+
+GPTJ = {
+    "wte": Source(("wte.weight",)),
+    "lm_head.weight": Source(("lm_head.weight",)),
+    "lm_head.bias": Source(("lm_head.bias",)),
+    "final_layernorm": Source(("ln_f",)),
+    "layers.*.input_layernorm": Source(("h.*.ln_1",)),
+    "layers.*.attention.query_key_value": Source(
+        tuple(f"h.*.attn.{part}_proj" for part in "qkv"), "interleaved_heads_side_by_side"
+    ),
+    "layers.*.attention.dense": Source(("h.*.attn.out_proj",), "transposed"),
+    "layers.*.post_attention_layernorm": Source(("h.*.ln_1",)),
+    "layers.*.mlp.dense_h_to_4h": Source(("h.*.mlp.fc_in",), "transposed"),
+    "layers.*.mlp.dense_4h_to_h": Source(("h.*.mlp.fc_out",), "transposed"),
+}
+
+# What Falcon calls otherwise than BLOOM: one norm for attention and MLP, or one of each.
+FALCON = {
+    "layers.*.attention.query_key_value": Source(
+        ("h.*.self_attention.query_key_value",), "qkv_of_groups"
+    ),
+}
+FALCON_ONE_NORM = {"layers.*.post_attention_layernorm": Source(("h.*.input_layernorm",))}
+FALCON_TWO_NORMS = {
+    "layers.*.input_layernorm": Source(("h.*.ln_attn",)),
+    "layers.*.post_attention_layernorm": Source(("h.*.ln_mlp",)),
+}
+
 
 def _fairseq(stem: str, final_norm: str, top: Mapping[str, Source]) -> dict[str, Source]:
     layers = {
@@ -124,6 +182,15 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "xglm_scaled": {"wte": Source(("embed_tokens.weight",), "scaled_by_root_hidden")},
     "xglm_untied": _UNTIED,
     "llama": LLAMA,
+    "gemma2": GEMMA2,
+    "phi3": PHI3,
+    "starcoder2": STARCODER2,
+    "nemotron": NEMOTRON,
+    "gpt_neox": GPT_NEOX,
+    "gptj": GPTJ,
+    "falcon": FALCON,
+    "falcon_one_norm": FALCON_ONE_NORM,
+    "falcon_two_norms": FALCON_TWO_NORMS,
     **gpt_nemo.DIALECTS,
 }
 

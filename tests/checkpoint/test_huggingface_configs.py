@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from launcher_scripts.checkpoint import huggingface_configs as configs
+from launcher_scripts.checkpoint import huggingface_decoders as decoders
 from launcher_scripts.checkpoint.huggingface import architecture
 from launcher_scripts.checkpoint.huggingface_raw import RawConfig
 from launcher_scripts.errors import CheckpointError
@@ -80,8 +81,11 @@ def test_every_missing_size_is_reported_at_once() -> None:
     [
         (configs.gpt2, {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer"),
         (configs.bloom, {"apply_residual_connection_post_layernorm": True}, "post_layernorm"),
-        (configs.llama, {"rope_scaling": {"rope_type": "yarn"}}, "rope_type"),
-        (configs.llama, {"sliding_window": 4096}, "sliding_window"),
+        (decoders.llama, {"rope_scaling": {"rope_type": "ntk"}}, "rope_type"),
+        (decoders.gemma2, {"layer_types": ["chunked_attention"]}, "layer_types"),
+        (decoders.gemma2, {"use_bidirectional_attention": True}, "bidirectional"),
+        (decoders.falcon, {"new_decoder_architecture": True, "parallel_attn": False}, "parallel"),
+        (decoders.llama, {"sliding_window": 4096}, "sliding_window"),
         (configs.agm, {"use_alibi_position_embedding": True}, "alibi"),
         (configs.gpt2, {"activation_function": "mish"}, "activation_function"),
     ],
@@ -106,7 +110,7 @@ def test_agm_attention_scale() -> None:
 
 
 def test_unknown_model_types_are_answered_with_the_known_ones() -> None:
-    with pytest.raises(CheckpointError, match="got 'rwkv'; choices: agm, bart, bloom, gpt2"):
+    with pytest.raises(CheckpointError, match="got 'rwkv'; choices: agm, bart, bloom, falcon"):
         architecture({"model_type": "rwkv"}, Path("config.json"))
 
 
@@ -151,9 +155,18 @@ def checked(read: Any, found: RawConfig) -> None:
 )
 def test_other_values_have_their_types(key: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"must be|unknown"):
-        checked(configs.llama, raw({**LLAMA, key: value}))
+        checked(decoders.llama, raw({**LLAMA, key: value}))
 
 
 def test_a_token_below_zero_is_none() -> None:
-    found = configs.llama(raw({**LLAMA, "pad_token_id": -1, "eos_token_id": [7, 8]}))
+    found = decoders.llama(raw({**LLAMA, "pad_token_id": -1, "eos_token_id": [7, 8]}))
     assert (found.pad_id, found.end_id) == (None, 7)
+
+
+def test_scalings_without_their_numbers_are_refused() -> None:
+    found = raw({**LLAMA, "rope_scaling": {"type": "su", "short_factor": [1]}})
+    with pytest.raises(CheckpointError, match="long_factor must be a list of 2 numbers"):
+        checked(decoders.phi3, found)
+    found = raw({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}})
+    with pytest.raises(CheckpointError, match="llama3 needs rotary_low_frequency_factor"):
+        checked(decoders.llama, found)

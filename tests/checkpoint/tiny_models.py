@@ -68,6 +68,110 @@ LLAMA_31_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+# Half of the positions are beyond the original ones.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 2.0,
+    "beta_slow": 0.5,
+}
+NO_END = {"pad_token_id": 0, "eos_token_id": 0}
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 6, "sliding_window": 5}
+NEOX = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+FALCON = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+# The class, and what its config says beside LLAMA.
+LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama_linear": (
+        "Llama",
+        {**UNTIED, "rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}},
+    ),
+    "llama_dynamic": (
+        "Llama",
+        {
+            **UNTIED,
+            "max_position_embeddings": 16,
+            "head_dim": 8,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0},
+        },
+    ),
+    "llama_yarn": ("Llama", {**UNTIED, "head_dim": 16, "rope_parameters": YARN}),
+    "llama_yarn_scaled": (
+        "Llama",
+        {**UNTIED, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}},
+    ),
+    "mistral_window": ("Mistral", {**UNTIED, "sliding_window": 5}),
+    "qwen2_window": (
+        "Qwen2",
+        {**UNTIED, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "gemma": ("Gemma", {"head_dim": 8}),
+    "gemma2": (
+        "Gemma2",
+        {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            **GEMMA,
+            "num_hidden_layers": 3,
+            "sliding_window_pattern": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "phi3": ("Phi3", {**UNTIED, **NO_END, "sliding_window": 5}),
+    "phi3_long": (
+        "Phi3",
+        {
+            **UNTIED,
+            **NO_END,
+            "hidden_size": 32,
+            "max_position_embeddings": 64,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.5, 2.0],
+                "long_factor": [1.0, 3.0, 7.0],
+            },
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            **UNTIED,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 6.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.3,
+        },
+    ),
+    "starcoder2": ("Starcoder2", {"sliding_window": 5}),
+    "nemotron": ("Nemotron", {**UNTIED, "head_dim": 8}),
+}
 
 
 @dataclass(frozen=True)
@@ -92,6 +196,11 @@ class TinyModel:
         """The same model after a round trip through `folder`, as its users would load it."""
         self.make().save_pretrained(folder, **options)
         return getattr(transformers, self.model).from_pretrained(folder).eval()
+
+
+def _llama(family: str, values: dict[str, Any]) -> TinyModel:
+    model = family.removesuffix("Text")
+    return TinyModel(f"{model}ForCausalLM", f"{family}Config", {**LLAMA, **values})
 
 
 def _t5(**values: Any) -> TinyModel:
@@ -125,6 +234,41 @@ DECODERS: dict[str, TinyModel] = {
     "mistral": TinyModel("MistralForCausalLM", "MistralConfig", {**LLAMA, "sliding_window": None}),
     "qwen2": TinyModel("Qwen2ForCausalLM", "Qwen2Config", {**LLAMA, **UNTIED}),
     "qwen3": TinyModel("Qwen3ForCausalLM", "Qwen3Config", {**LLAMA, **UNTIED, "head_dim": 6}),
+}
+
+# Decoders beyond what the plain forward passes of these tests know.
+LATER_DECODERS: dict[str, TinyModel] = {
+    **{name: _llama(*said) for name, said in LLAMAS.items()},
+    "gpt_neox": TinyModel("GPTNeoXForCausalLM", "GPTNeoXConfig", NEOX),
+    "gpt_neox_in_turn": TinyModel(
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        {**NEOX, "use_parallel_residual": False, "tie_word_embeddings": True},
+    ),
+    "gptj": TinyModel(
+        "GPTJForCausalLM", "GPTJConfig", {**GPT2, "n_positions": 96, "n_embd": 32, "rotary_dim": 4}
+    ),
+    "falcon_7b": TinyModel("FalconForCausalLM", "FalconConfig", FALCON),
+    "falcon_40b": TinyModel(
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "falcon_11b": TinyModel(
+        "FalconForCausalLM",
+        "FalconConfig",
+        {
+            **FALCON,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+        },
+    ),
+    "falcon_rw": TinyModel(
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**FALCON, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
 }
 
 # Output tables of their own, where the family usually has none.

@@ -117,7 +117,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 3.0,
         },
     ),
-    "nemotron": ("Nemotron", {**SIZES, "head_dim": 8, "partial_rotary_factor": 0.5}),
+    "nemotron": ("Nemotron", {**SIZES, "partial_rotary_factor": 0.5}),
     "gpt2": (
         "GPT2",
         {"vocab_size": 67, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32},
