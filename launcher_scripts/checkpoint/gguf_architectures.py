@@ -78,6 +78,20 @@ def _rotary(model: Model) -> dict[str, Any]:
     if fields.size("attention.value_length", size) != size:
         fields.problems.add("attention.value_length is not attention.key_length", got=size)
     rotary = fields.size("rope.dimension_count", size)
+    heads, groups = common["num_attention_heads"], common["num_key_value_heads"]
+    rows = {
+        "attn_q": heads * size,
+        "attn_k": groups * size,
+        "attn_qkv": (heads + 2 * groups) * size,
+    }
+    shapes = {name: model.shapes.get(f"blk.0.{name}.weight") for name in rows}
+    found = {name: shape[0] for name, shape in shapes.items() if shape}
+    if rotary > size or found != {name: rows[name] for name in found or rows}:
+        fields.problems.add(
+            "the heads do not fit the tensors",
+            got={"heads": (heads, groups), "size": size, "rotary": rotary, "rows": found},
+        )
+        rotary = size = 1
     rope = rope_parameters(fields, rotary, model.factors)
     return {
         **common,

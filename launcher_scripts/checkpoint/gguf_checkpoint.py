@@ -18,6 +18,7 @@ from launcher_scripts.checkpoint.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.workspace import Workspace
 from launcher_scripts.errors import CheckpointError, problem
 from launcher_scripts.models.family import ModelConfig, Partition
+from launcher_scripts.models.nemo_tokenizer import ADVICE
 
 SUFFIX = ".gguf"
 _LAYER = re.compile(r"^blk\.(\d+)\.")
@@ -121,7 +122,18 @@ class GGUFCheckpoint(WholeTensors):
         """tokenizer.json and the files beside it, made of the file's vocabulary."""
         from launcher_scripts.checkpoint.gguf_tokenizer import tokenizer_files
 
-        return tokenizer_files(self.metadata)
+        files = tokenizer_files(self.metadata)
+        tokens, rows = len(self.metadata["tokens"]), self.config.vocab_size
+        if tokens > rows:
+            raise CheckpointError(
+                problem(
+                    "the GGUF tokenizer has more tokens than token_embd.weight has rows",
+                    got=tokens,
+                    choices=(f"at most {rows}",),
+                    change=ADVICE,
+                )
+            )
+        return files
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:

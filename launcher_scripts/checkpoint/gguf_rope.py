@@ -74,6 +74,8 @@ def _by_pair(
     fields: Fields, factors: Mapping[str, np.ndarray], base: float, rotary_size: int
 ) -> dict[str, Any]:
     """The rule that gives a number per pair."""
+    if all(np.all(values == 1) for values in factors.values()):
+        return {}
     if ALWAYS in factors:
         rule = _llama3(factors[ALWAYS].astype(np.float64), base, rotary_size)
         if rule is not None:
