@@ -50,6 +50,10 @@ EXTENSION_FIELDS = (
     "logits_softcap",
     "sliding_window",
     "full_attention_layers",
+    "num_experts",
+    "experts_per_token",
+    "normalized_experts",
+    "shared_expert_size",
     "tied_embeddings",
     "pad_id",
 )

@@ -124,6 +124,9 @@ ARCHITECTURES = {
     "granite": _llama(decoders.granite),
     "starcoder2": _llama(decoders.starcoder2, "starcoder2", ties=True),
     "nemotron": _llama(decoders.nemotron, "nemotron"),
+    "mixtral": _llama(decoders.mixtral, "mixtral"),
+    "qwen2_moe": _llama(decoders.qwen2_moe, "qwen_moe"),
+    "qwen3_moe": _llama(decoders.qwen3_moe, "qwen_moe"),
     "gpt_neox": Architecture(
         "gpt",
         decoders.gpt_neox,

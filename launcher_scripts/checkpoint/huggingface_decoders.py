@@ -176,6 +176,44 @@ def nemotron(raw: RawConfig) -> GPTConfig:
     )
 
 
+def mixtral(raw: RawConfig) -> GPTConfig:
+    return _decoder(
+        raw,
+        num_experts=raw.size("num_local_experts"),
+        experts_per_token=raw.size("num_experts_per_tok"),
+        normalized_experts=True,
+        **windows(raw),
+    )
+
+
+def qwen2_moe(raw: RawConfig) -> GPTConfig:
+    return _decoder(
+        raw,
+        attention_bias=raw.flag("qkv_bias", True),
+        attention_dense_bias=False,
+        shared_expert_size=raw.size("shared_expert_intermediate_size"),
+        **_qwen_experts(raw),
+        **_qwen_windows(raw),
+    )
+
+
+def qwen3_moe(raw: RawConfig) -> GPTConfig:
+    return _decoder(raw, qk_norm=True, **_qwen_experts(raw), **_qwen_windows(raw))
+
+
+def _qwen_experts(raw: RawConfig) -> Fields:
+    """Layers without experts among those with them are not supported."""
+    raw.only("decoder_sparse_step", 1)
+    if raw("mlp_only_layers", default=[]):
+        raw.only("mlp_only_layers", [])
+    return {
+        "ffn_size": raw.size("moe_intermediate_size"),
+        "num_experts": raw.size("num_experts", "num_local_experts"),
+        "experts_per_token": raw.size("num_experts_per_tok"),
+        "normalized_experts": raw.flag("norm_topk_prob", False),
+    }
+
+
 def gpt_neox(raw: RawConfig) -> GPTConfig:
     head_size = raw.head_size(raw.size("hidden_size"), raw.size("num_attention_heads"))
     base, share = raw.real("rotary_emb_base", 10000.0), raw.real("rotary_pct", 0.25)

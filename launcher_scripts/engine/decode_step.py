@@ -292,6 +292,7 @@ _OBSTACLES = {
     "attention_softcap": "attention has a softcap",
     "rotary_local_base": "layers turn at speeds of their own",
     "logits_bias": "the logits have a bias",
+    "num_experts": "layers choose among experts",
 }
 
 

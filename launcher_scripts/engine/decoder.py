@@ -77,7 +77,11 @@ class Decoder:
         )
         self.step = None if self.step_obstacles else self._decode_step()
         turns_alike = self._rotary is None or not self._rotary.of_row
-        self.replays_prompts = turns_alike and self.config.head_size <= WIDEST_PROMPT_HEAD
+        self.replays_prompts = (
+            turns_alike
+            and self.config.head_size <= WIDEST_PROMPT_HEAD
+            and not self.config.num_experts
+        )
         self.encode_step = None
         self.encode_obstacles: list[str] = []
 

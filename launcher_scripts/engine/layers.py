@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.engine.experts import mixture
 from launcher_scripts.engine.learned_parts import (
     NO_TASK,
     Adapter,
@@ -196,19 +197,25 @@ class DecoderLayer(ParallelLayer):
         )
         if self.post_norm:
             x = self.kernels.norm(x, weights.input_norm, torch.float32)
-        hidden = self.kernels.mlp_up(
-            before if self.config.parallel_residual else x,
-            weights.mlp_up,
-            weights.mlp_gate,
-            self.config.activation,
-        )  # [N, ffn / tp]
-        hidden = scaled(hidden, ia3 and ia3.mlp, tasks)
-        x = self.row_parallel(
-            hidden, weights.mlp_down, x, weights.mlp_adapter, weights.mlp_output_norm
-        )
+        x = self._with_mlp(before if self.config.parallel_residual else x, x, step)
         if self.post_norm:
             x = self.kernels.norm(x, weights.post_attention_norm, torch.float32)
         return x
+
+    def _with_mlp(self, x: Tensor, residual: Tensor, step: Step) -> Tensor:
+        """residual plus what the MLP, or the experts, make of x."""
+        weights, activation = self.weights, self.config.activation
+        if weights.experts is not None:
+            few = step.segments is None
+            added = mixture(self.kernels, x, weights.experts, activation, few=few)
+            return residual + self.communicator.tp_sum(added)
+        hidden = self.kernels.mlp_up(
+            x, weights.mlp_up, weights.mlp_gate, activation
+        )  # [N, ffn / tp]
+        hidden = scaled(hidden, weights.ia3 and weights.ia3.mlp, step.ia3_tasks)
+        return self.row_parallel(
+            hidden, weights.mlp_down, residual, weights.mlp_adapter, weights.mlp_output_norm
+        )
 
     def _heads_normed(self, qkv: Tensor) -> Tensor:
         """[N, q + k + v] with every head's query and key normalized, where the model does so."""

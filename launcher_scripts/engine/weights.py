@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.checkpoint.dtypes import BFLOAT16
+from launcher_scripts.engine.experts import Experts, SharedExpert
 from launcher_scripts.engine.learned_parts import Adapter, IA3Factors
+from launcher_scripts.errors import CheckpointError
 from launcher_scripts.kernels.operands import Linear, Norm, RelativeBias
 from launcher_scripts.kernels.quantization import quantized
 from launcher_scripts.models import family_of
@@ -38,13 +40,14 @@ class LayerWeights:
     query_norm, key_norm: of every head, where there are such
     attention_output_norm, mlp_output_norm: of what a branch adds, where it has such
     relative: what a score gains by distance, where the layer has a table of its own
+    experts: what takes the place of the MLP, where the model has experts
     """
 
     query_key_value: Linear
     attention_dense: Linear
-    mlp_up: Linear
+    mlp_up: Linear | None
     mlp_gate: Linear | None
-    mlp_down: Linear
+    mlp_down: Linear | None
     input_norm: Norm
     post_attention_norm: Norm
     query_norm: Norm | None = None
@@ -52,6 +55,7 @@ class LayerWeights:
     attention_output_norm: Norm | None = None
     mlp_output_norm: Norm | None = None
     relative: RelativeBias | None = None
+    experts: Experts | None = None
     ia3: IA3Factors | None = None
     attention_adapter: Adapter | None = None
     mlp_adapter: Adapter | None = None
@@ -93,6 +97,8 @@ class GPTWeights:
                 layer.mlp_down,
             ):
                 matrices.append(None if linear is None else linear.weight)
+            if layer.experts is not None:
+                matrices += [layer.experts.up, layer.experts.gate, layer.experts.down]
         return matrices
 
 
@@ -212,17 +218,18 @@ class WeightLoader:
         pre = self.config.norm_placement != "post"
         sandwich = self.config.norm_placement == "sandwich"
         up_norm = post_attention if pre else None
-        gate = None
-        if self.config.gated:
-            gate = self._linear("layers.*.mlp.dense_h_to_4h_2", layer, up_norm)
+        mlp = (None, None, None)
+        if not self.config.num_experts:
+            mlp = self._mlp("layers.*.mlp", layer, up_norm)
         return LayerWeights(
             query_key_value=self._linear(
                 "layers.*.attention.query_key_value", layer, input_norm if pre else None
             ),
             attention_dense=self._linear("layers.*.attention.dense", layer),
-            mlp_up=self._linear("layers.*.mlp.dense_h_to_4h", layer, up_norm),
-            mlp_gate=gate,
-            mlp_down=self._linear("layers.*.mlp.dense_4h_to_h", layer),
+            mlp_up=mlp[0],
+            mlp_gate=mlp[1],
+            mlp_down=mlp[2],
+            experts=self._experts(layer, post_attention) if self.config.num_experts else None,
             input_norm=input_norm,
             post_attention_norm=post_attention,
             query_norm=self._head_norm("query", layer),
@@ -238,6 +245,45 @@ class WeightLoader:
                 self.config.local_size("q_size", self.parallelism.tp_size),
             ),
             **self._adapters("layers.*", layer),
+        )
+
+    def _mlp(
+        self, name: str, layer: int, norm: Norm | None = None
+    ) -> tuple[Linear, Linear | None, Linear]:
+        """Up, gate where there is one, and down."""
+        gate = None
+        if self.config.gated:
+            gate = self._linear(f"{name}.dense_h_to_4h_2", layer, norm)
+        up = self._linear(f"{name}.dense_h_to_4h", layer, norm)
+        return up, gate, self._linear(f"{name}.dense_4h_to_h", layer)
+
+    def _experts(self, layer: int, norm: Norm) -> Experts:
+        config = self.config
+        if self.int8:
+            raise CheckpointError("int8_mode is not supported for a model with experts")
+
+        def stacked(name: str) -> Tensor:
+            whole = None
+            for expert in range(config.num_experts):
+                part = self._whole(f"layers.*.mlp.experts.{expert}.{name}", layer).weight
+                if whole is None:
+                    whole = part.new_empty(config.num_experts, *part.shape)
+                whole[expert] = part
+            return whole
+
+        shared = None
+        if config.shared_expert_size is not None:
+            scale = self._linear("layers.*.mlp.shared_expert_gate", layer)
+            shared = SharedExpert(*self._mlp("layers.*.mlp.shared_expert", layer), scale)
+        return Experts(
+            self._linear("layers.*.mlp.router", layer),
+            norm,
+            stacked("dense_h_to_4h"),
+            stacked("dense_h_to_4h_2") if config.gated else None,
+            stacked("dense_4h_to_h"),
+            config.experts_per_token,
+            bool(config.normalized_experts),
+            shared,
         )
 
     def _linear(self, name: str, layer: int, norm: Norm | None = None) -> Linear:

@@ -31,7 +31,7 @@ class AgmConfig:
     norm_placement = "pre"
     gated = False
     parallel_residual = rotary_local_base = attention_softcap = None
-    embedding_scale = logits_scale = logits_softcap = None
+    embedding_scale = logits_scale = logits_softcap = num_experts = None
 
     vocab_size: int
     num_layers: int

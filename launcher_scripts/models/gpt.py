@@ -59,6 +59,10 @@ class GPTConfig(LearnedPartSizes):
     A layer attends to the last sliding_window tokens, the token's own included, and to all if
     full_attention_layers names it (numbers with commas between; every layer has the window where it
     is not said). Layers with the window turn by rotary_local_base, unscaled, where it is said.
+
+    With num_experts every layer has so many MLPs of ffn_size, of which a token goes through
+    experts_per_token, whose weights sum to 1 with normalized_experts; with shared_expert_size it
+    has one more, which every token goes through (see engine/experts.py).
     """
 
     vocab_size: int
@@ -105,6 +109,10 @@ class GPTConfig(LearnedPartSizes):
     logits_softcap: float | None = None
     sliding_window: int | None = None
     full_attention_layers: str | None = None
+    num_experts: int | None = None
+    experts_per_token: int | None = None
+    normalized_experts: bool | None = None
+    shared_expert_size: int | None = None
     tied_embeddings: bool = True
     start_id: int = 50256
     end_id: int = 50256
@@ -129,6 +137,7 @@ class GPTConfig(LearnedPartSizes):
             problems.add("rotary_percentage must be above 0, at most 1", got=self.rotary_percentage)
         self._check_rotary_scaling(problems)
         self._check_layers(problems)
+        self._check_experts(problems)
         if not problems.messages and self.num_heads % self.num_kv_heads:
             problems.add(
                 "num_kv_heads must divide num_heads",
@@ -176,6 +185,26 @@ class GPTConfig(LearnedPartSizes):
         if self.sliding_window is not None and self.sliding_window < 1:
             problems.add("sliding_window must be at least 1", got=self.sliding_window)
 
+    def _check_experts(self, problems: Problems) -> None:
+        if self.num_experts is None:
+            return
+        if not 1 <= (self.experts_per_token or 0) <= self.num_experts:
+            problems.add(
+                "experts_per_token is out of range",
+                got=self.experts_per_token,
+                choices=(f"1-{self.num_experts}",),
+            )
+        if self.norm_placement != "pre":
+            problems.add(
+                "norms of models with experts come first",
+                got=self.norm_placement,
+                choices=("pre",),
+            )
+        if self.mlp_bias:
+            problems.add("experts with biases are not supported", got="mlp_bias = True")
+        if self.parts.ia3_num_tasks or self.parts.adapter_size:
+            problems.add("IA3 and adapters of models with experts are not supported")
+
     def window(self, layer: int) -> int:
         """How many tokens attention of a layer covers, the token's own included; 0: all."""
         full = (self.full_attention_layers or "").split(",")
@@ -210,7 +239,8 @@ class GPTConfig(LearnedPartSizes):
         return int(self.head_size * self.rotary_percentage)
 
     def tp_sizes(self) -> list[int]:
-        return divisors(gcd(self.num_heads, self.ffn_size, self.adapter_size))
+        sizes = (self.ffn_size, self.shared_expert_size or 0, self.adapter_size)
+        return divisors(gcd(self.num_heads, *sizes))
 
     def kv_copies(self, tp_size: int) -> int:
         """How many ranks' worth of copies of each key/value head `tp_size` ranks need.
@@ -276,20 +306,32 @@ def _layer(config: GPTConfig) -> list[WeightSpec]:
         specs += _norm(config, "layers.*.attention.output_norm")
         specs += _norm(config, "layers.*.mlp.output_norm")
     specs += _norm(config, "layers.*.post_attention_layernorm")
-    for name in ("dense_h_to_4h", "dense_h_to_4h_2") if config.gated else ("dense_h_to_4h",):
+    if config.num_experts is None:
+        return specs + _mlp(config, "layers.*.mlp")
+    specs.append(_spec("layers.*.mlp.router.weight", ("hidden_size", "num_experts")))
+    if config.shared_expert_size is not None:
+        specs += _mlp(config, "layers.*.mlp.shared_expert", "shared_expert_size")
+        specs.append(_spec("layers.*.mlp.shared_expert_gate.weight", ("hidden_size", "1")))
+    for expert in range(config.num_experts):
+        specs += _mlp(config, f"layers.*.mlp.experts.{expert}")
+    return specs
+
+
+def _mlp(config: GPTConfig, name: str, size: str = "ffn_size") -> list[WeightSpec]:
+    specs = []
+    for up in ("dense_h_to_4h", "dense_h_to_4h_2") if config.gated else ("dense_h_to_4h",):
         specs += _linear(
-            f"layers.*.mlp.{name}",
-            ("hidden_size", "ffn_size"),
+            f"{name}.{up}",
+            ("hidden_size", size),
             Partition.COLUMN_PARALLEL,
             bias=config.mlp_bias,
         )
-    specs += _linear(
-        "layers.*.mlp.dense_4h_to_h",
-        ("ffn_size", "hidden_size"),
+    return specs + _linear(
+        f"{name}.dense_4h_to_h",
+        (size, "hidden_size"),
         Partition.ROW_PARALLEL,
         bias=config.mlp_bias,
     )
-    return specs
 
 
 def _linear(

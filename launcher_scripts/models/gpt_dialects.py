@@ -7,6 +7,7 @@ common prefix ("transformer." or "model.").
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from launcher_scripts.models import gpt_nemo
@@ -87,6 +88,32 @@ STARCODER2 = {
     "layers.*.mlp.dense_4h_to_h": Source(("layers.*.mlp.c_proj",), "transposed"),
 }
 NEMOTRON = {"layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.up_proj",), "transposed")}
+
+# Layers of experts; # stands for an expert's number.
+MIXTRAL = {
+    "layers.*.mlp.router": Source(("layers.*.block_sparse_moe.gate",), "transposed"),
+    "layers.*.mlp.experts.#.dense_h_to_4h": Source(
+        ("layers.*.block_sparse_moe.experts.#.w1",), "transposed"
+    ),
+    "layers.*.mlp.experts.#.dense_h_to_4h_2": Source(
+        ("layers.*.block_sparse_moe.experts.#.w3",), "transposed"
+    ),
+    "layers.*.mlp.experts.#.dense_4h_to_h": Source(
+        ("layers.*.block_sparse_moe.experts.#.w2",), "transposed"
+    ),
+}
+QWEN_MOE = {
+    "layers.*.mlp.router": Source(("layers.*.mlp.gate",), "transposed"),
+    "layers.*.mlp.shared_expert_gate": Source(("layers.*.mlp.shared_expert_gate",), "transposed"),
+} | {
+    f"layers.*.mlp.{mlp}.{name}": Source((f"layers.*.mlp.{mlp}.{key}",), "transposed")
+    for mlp in ("experts.#", "shared_expert")
+    for name, key in (
+        ("dense_h_to_4h", "gate_proj"),
+        ("dense_h_to_4h_2", "up_proj"),
+        ("dense_4h_to_h", "down_proj"),
+    )
+}
 
 GPT_NEOX = {
     "wte": Source(("embed_in.weight",)),
@@ -186,6 +213,8 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "phi3": PHI3,
     "starcoder2": STARCODER2,
     "nemotron": NEMOTRON,
+    "mixtral": MIXTRAL,
+    "qwen_moe": QWEN_MOE,
     "gpt_neox": GPT_NEOX,
     "gptj": GPTJ,
     "falcon": FALCON,
@@ -197,6 +226,13 @@ DIALECTS: dict[str, dict[str, Source]] = {
 
 def sources(name: str) -> dict[str, Source]:
     """Dialect -> Source of the stored tensor called `name`."""
+    expert = re.search(r"\.experts\.(\d+)\.", name)
+    if expert:
+        found = sources(name.replace(expert[0], ".experts.#."))
+        return {
+            dialect: Source(tuple(key.replace("#", expert[1]) for key in each.keys), each.layout)
+            for dialect, each in found.items()
+        }
     stem, part = (name, None) if name in _WHOLE else name.rsplit(".", 1)
     found = {}
     for dialect, table in DIALECTS.items():

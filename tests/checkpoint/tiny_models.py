@@ -99,6 +99,7 @@ FALCON = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
+MOE = {"num_experts": 7, "moe_intermediate_size": 12}
 # The class, and what its config says beside LLAMA.
 LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_linear": (
@@ -171,6 +172,15 @@ LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder2": ("Starcoder2", {"sliding_window": 5}),
     "nemotron": ("Nemotron", {**UNTIED, "head_dim": 8}),
+    "mixtral": ("Mixtral", {**UNTIED, "num_local_experts": 4}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {**UNTIED, **MOE, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 20},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**UNTIED, **MOE, "num_experts_per_tok": 3, "head_dim": 6, "norm_topk_prob": True},
+    ),
 }
 
 
