@@ -41,6 +41,7 @@ class GGUFArchitecture:
     names:      tensor without its last part -> Hugging Face's, without "model." or "transformer."
     restored:   tensor (with or without its last part) -> what undoes llama.cpp's changes
     renamed:    Model -> names that differ in this one
+    experts:    the row instead of this one for a file with experts
     """
 
     model_type: str
@@ -48,6 +49,7 @@ class GGUFArchitecture:
     names: Mapping[str, str]
     restored: Mapping[str, Restored] = field(default_factory=dict)
     renamed: Callable[[Model], Mapping[str, str]] = lambda _: {}
+    experts: GGUFArchitecture | None = None
 
 
 def _common(model: Model) -> dict[str, Any]:
@@ -107,6 +109,47 @@ def _llama(model: Model) -> dict[str, Any]:
         "rms_norm_eps": model.fields.real("attention.layer_norm_rms_epsilon"),
         "attention_bias": "blk.0.attn_q.bias" in model.shapes,
         "mlp_bias": "blk.0.ffn_up.bias" in model.shapes,
+    }
+
+
+def _mixtral(model: Model) -> dict[str, Any]:
+    return {**_llama(model), **_experts(model), "num_local_experts": _count(model)}
+
+
+def _qwen2moe(model: Model) -> dict[str, Any]:
+    shared = model.shapes.get("blk.0.ffn_gate_shexp.weight", (1,))
+    return {
+        **_qwen3moe(model),
+        "norm_topk_prob": False,
+        "qkv_bias": "blk.0.attn_q.bias" in model.shapes,
+        "shared_expert_intermediate_size": model.fields.size(
+            "expert_shared_feed_forward_length", shared[0]
+        ),
+    }
+
+
+def _qwen3moe(model: Model) -> dict[str, Any]:
+    return {
+        **_llama(model),
+        **_experts(model),
+        "num_experts": _count(model),
+        "norm_topk_prob": True,
+    }
+
+
+def _count(model: Model) -> int:
+    return model.fields.size("expert_count")
+
+
+def _experts(model: Model) -> dict[str, Any]:
+    """What models with experts say."""
+    stacked = model.shapes.get("blk.0.ffn_gate_exps.weight", (1, 1, 1))
+    if len(stacked) != 3 or 0 in stacked or stacked[0] != _count(model):
+        model.fields.problems.add("expert_count does not fit ffn_gate_exps", got=stacked)
+        return {}
+    return {
+        "num_experts_per_tok": model.fields.size("expert_used_count"),
+        "moe_intermediate_size": model.fields.size("expert_feed_forward_length", stacked[1]),
     }
 
 
@@ -288,6 +331,22 @@ _STARCODER2_NAMES = {
     "blk.*.ffn_up": "layers.*.mlp.c_fc",
     "blk.*.ffn_down": "layers.*.mlp.c_proj",
 }
+_EXPERTS = {"gate": "w1", "down": "w2", "up": "w3"}
+_MIXTRAL_NAMES = {
+    **_LLAMA_NAMES,
+    "blk.*.ffn_gate_inp": "layers.*.block_sparse_moe.gate",
+    **{
+        f"blk.*.ffn_{part}_exps": f"layers.*.block_sparse_moe.experts.#.{name}"
+        for part, name in _EXPERTS.items()
+    },
+}
+_QWEN_MOE_NAMES = {
+    **_LLAMA_NAMES,
+    "blk.*.ffn_gate_inp": "layers.*.mlp.gate",
+    "blk.*.ffn_gate_inp_shexp": "layers.*.mlp.shared_expert_gate",
+    **{f"blk.*.ffn_{part}_exps": f"layers.*.mlp.experts.#.{part}_proj" for part in _EXPERTS},
+    **{f"blk.*.ffn_{part}_shexp": f"layers.*.mlp.shared_expert.{part}_proj" for part in _EXPERTS},
+}
 _HALVES = {"blk.*.attn_q": restored.QUERY_HALVES, "blk.*.attn_k": restored.KEY_HALVES}
 
 _GPT2_NAMES = {
@@ -339,9 +398,14 @@ _CENTRED = {
 }
 _GROUPED = {"blk.*.attn_qkv": restored.GROUPED}
 
+_MIXTRAL = GGUFArchitecture("mixtral", _mixtral, _MIXTRAL_NAMES, _HALVES)
+_ONE_ROW = {"blk.*.ffn_gate_inp_shexp": restored.ONE_ROW}
+
 ARCHITECTURES: dict[str, GGUFArchitecture] = {
-    "llama": GGUFArchitecture("llama", _llama, _LLAMA_NAMES, _HALVES),
+    "llama": GGUFArchitecture("llama", _llama, _LLAMA_NAMES, _HALVES, experts=_MIXTRAL),
     "qwen2": GGUFArchitecture("qwen2", _llama, _LLAMA_NAMES),
+    "qwen2moe": GGUFArchitecture("qwen2_moe", _qwen2moe, _QWEN_MOE_NAMES, _ONE_ROW),
+    "qwen3moe": GGUFArchitecture("qwen3_moe", _qwen3moe, _QWEN_MOE_NAMES),
     "qwen3": GGUFArchitecture("qwen3", _llama, _LLAMA_NAMES),
     "gpt2": GGUFArchitecture(
         "gpt2",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -29,18 +29,20 @@ class QuantisedTensor(SourceTensor):
     """A tensor of a GGUF file; reading it makes a float32 copy.
 
     stored:   gguf's tensor
+    expert:   its place along the first axis, where the tensors of all experts are stored as one
     restored: what undoes llama.cpp's change of it, if there is one
     heads:    for `restored`
     """
 
     stored: Any = None
+    expert: int | None = None
     restored: Any = None
     heads: Any = None
 
     def read(self, _workspace: Workspace | None = None, _name: str = "") -> np.ndarray:
         from launcher_scripts.checkpoint.gguf_file import read_tensor
 
-        values = read_tensor(self.stored)
+        values = read_tensor(self.stored, self.expert)
         return values if self.restored is None else self.restored.apply(values, self.heads)
 
 
@@ -81,10 +83,11 @@ class GGUFCheckpoint(WholeTensors):
         model = read_model(archive.path)
         metadata = tokenizer_metadata(model.fields.reader)
         row = model.row
-        tensors = {
-            _renamed(name, model.names): _tensor(name, stored, model)
+        tensors = dict(
+            pair
             for name, stored in model.tensors.items()
-        }
+            for pair in _tensors(_renamed(name, model.names), name, stored, model)
+        )
         raw = RawConfig(model.raw | _token_ids(metadata), tensors.keys(), archive.path)
         raw.problems = model.fields.problems
         target = HUGGINGFACE[row.model_type]
@@ -109,6 +112,7 @@ class GGUFCheckpoint(WholeTensors):
         if name not in self.tensors:
             number = re.search(r"\.(\d+)\.", name)
             stem, _, part = re.sub(r"\.\d+\.", ".*.", name, count=1).rpartition(".")
+            stem = re.sub(r"\.experts\.\d+\.", ".experts.#.", stem)
             if stem in self.stored_names:
                 stored = self.stored_names[stem].replace("*", number.group(1) if number else "")
                 raise CheckpointError(f"missing tensor {stored}.{part}")
@@ -145,13 +149,22 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
     return f"{names[stem].replace('*', layer.group(1) if layer else '')}.{part}"
 
 
-def _tensor(name: str, stored: Any, model: Any) -> QuantisedTensor:
+def _tensors(
+    renamed: str, name: str, stored: Any, model: Any
+) -> Iterator[tuple[str, QuantisedTensor]]:
+    """Hugging Face's names and tensors of one of the file's; of experts there are several."""
     key = _LAYER.sub("blk.*.", name)
     restored = model.row.restored.get(key) or model.row.restored.get(key.rpartition(".")[0])
     shape = tuple(int(size) for size in reversed(stored.shape))
-    if restored is not None and restored.transposed:
-        shape = shape[::-1]
-    return QuantisedTensor(shape, np.dtype("<f4"), (), stored, restored, model.heads)
+    dtype = np.dtype("<f4")
+    if "#" in renamed and 0 not in shape:
+        for expert in range(shape[0]):
+            part = QuantisedTensor(shape[1:], dtype, (), stored, expert)
+            yield renamed.replace("#", str(expert)), part
+        return
+    if restored is not None:
+        shape = restored.shape(shape)
+    yield renamed, QuantisedTensor(shape, dtype, (), stored, None, restored, model.heads)
 
 
 def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:

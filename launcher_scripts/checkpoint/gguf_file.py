@@ -67,9 +67,13 @@ def readable_types() -> dict[int, str]:
     return found
 
 
-def read_tensor(tensor: ReaderTensor) -> np.ndarray:
-    """A copy of the values as float32, rows as output features."""
-    return dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+def read_tensor(tensor: ReaderTensor, index: int | None = None) -> np.ndarray:
+    """A copy of the values as float32, rows as output features.
+
+    index: the one that is wanted along the first axis; default: all
+    """
+    data = tensor.data if index is None else tensor.data[index]
+    return dequantize(data, tensor.tensor_type).astype(np.float32, copy=False)
 
 
 def _check_types(fields: Any) -> None:

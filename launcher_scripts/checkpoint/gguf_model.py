@@ -48,6 +48,8 @@ def read_model(path: Path) -> GGUFModel:
     fields = Fields(reader, path)
     _check_kind(fields)
     row = ARCHITECTURES[fields.architecture]
+    if row.experts is not None and fields.value(f"{fields.architecture}.expert_count", 0):
+        row = row.experts
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     shapes = {
         name: tuple(int(size) for size in reversed(tensor.shape))

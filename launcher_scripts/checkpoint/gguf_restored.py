@@ -24,12 +24,12 @@ class Heads:
 class Restored:
     """A row of a table of restored tensors.
 
-    apply:      (values, heads) -> the same values as transformers has them
-    transposed: the axes change places
+    apply: (values, heads) -> the same values as transformers has them
+    shape: what becomes of the shape
     """
 
     apply: Callable[[np.ndarray, Heads], np.ndarray]
-    transposed: bool = False
+    shape: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape
 
 
 def _halves(values: np.ndarray, heads: int) -> np.ndarray:
@@ -51,4 +51,9 @@ QUERY_HALVES = Restored(lambda values, heads: _halves(values, heads.queries))
 KEY_HALVES = Restored(lambda values, heads: _halves(values, heads.keys))
 GROUPED = Restored(_grouped)
 LESS_ONE = Restored(lambda values, _: values - np.float32(1))
-TRANSPOSED = Restored(lambda values, _: values.T, transposed=True)
+TRANSPOSED = Restored(lambda values, _: values.T, lambda shape: shape[::-1])
+# A matrix of one row loses that axis in some files.
+ONE_ROW = Restored(
+    lambda values, _: values.reshape(1, -1),
+    lambda shape: (1, *shape) if len(shape) == 1 else shape,
+)

@@ -7,6 +7,7 @@ The keys are those of the GGUF specification
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 PREFIX = "tokenizer.ggml."
 CHAT_TEMPLATE = "tokenizer.chat_template"
+MODEL_NAME = "general.name"
 
 # Values of tokenizer.ggml.token_type.
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
@@ -42,12 +44,12 @@ _ROLES = {
 
 def tokenizer_metadata(reader: GGUFReader) -> dict[str, Any]:
     """Every `tokenizer.ggml.*` field of an open GGUF file, by its name without that prefix, and its
-    chat templates by their whole names."""
+    chat templates and the model's name by their whole keys."""
     try:
         return {
             key.removeprefix(PREFIX): field.contents()
             for key, field in reader.fields.items()
-            if key.startswith((PREFIX, CHAT_TEMPLATE))
+            if key.startswith((PREFIX, CHAT_TEMPLATE)) or key == MODEL_NAME
         }
     except UnicodeDecodeError as error:
         raise CheckpointError(f"the GGUF file's tokenizer is no text: {error}") from error
@@ -165,6 +167,8 @@ def _check(metadata: Mapping[str, Any]) -> None:
     unique = len(set(metadata["tokens"]))
     if unique != count:
         problems.add("the GGUF tokenizer's tokens are not unique", got=f"{unique} of {count}")
+    if model == "llama" and metadata.get("remove_extra_whitespaces"):
+        problems.add(f"{PREFIX}remove_extra_whitespaces is not supported", got=True, change=ADVICE)
     for key in ("token_type", "scores"):
         if key in lists and len(metadata[key]) != count:
             problems.add(
@@ -181,13 +185,21 @@ def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
     kinds = metadata["token_type"]
     special = (CONTROL, UNKNOWN) if metadata["model"] == "llama" else (CONTROL,)
     pairs = list(zip(metadata["tokens"], kinds, strict=True))
+    # The file does not say that Phi-3's take the white space after them; llama.cpp tells Phi-3 by
+    # its name, too.
+    phi3 = re.search("phi[- ]?3", str(metadata.get(MODEL_NAME, "")).lower()) is not None
+    keeping = ("<unk>", "<s>", "<|endoftext|>")
     tokenizer.add_special_tokens(
-        [AddedToken(token, normalized=False) for token, kind in pairs if kind in special]
+        [
+            AddedToken(token, normalized=False, rstrip=phi3 and token not in keeping)
+            for token, kind in pairs
+            if kind in special
+        ]
     )
     # SentencePiece looks for its own after it has made spaces visible.
     tokenizer.add_tokens(
         [
-            AddedToken(token, normalized="▁" in token)
+            AddedToken(token, normalized="▁" in token, rstrip=phi3)
             for token, kind in pairs
             if kind == USER_DEFINED
         ]

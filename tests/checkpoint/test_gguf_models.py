@@ -9,15 +9,10 @@ import pytest
 
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.protocol import GenerateRequest
-from tests.checkpoint.exporting import export_folder, refused_export
+from tests.checkpoint.exporting import export_folder
 
 FOLDER = Path(__file__).parents[1] / "data" / "gguf"
-REFUSED = {
-    "mixtral": r"llama\.expert_count is not supported; got 4",
-    "qwen2moe": "unknown architecture; got 'qwen2moe'",
-    "qwen3moe": "unknown architecture; got 'qwen3moe'",
-}
-FILES = sorted(path.stem for path in FOLDER.glob("*.gguf") if path.stem not in REFUSED)
+FILES = sorted(path.stem for path in FOLDER.glob("*.gguf"))
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -32,8 +27,3 @@ def test_logits(name: str, tmp_path: Path) -> None:
     finally:
         engine.close()
     assert np.abs(found - expected).max() <= 1e-5
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_no_family_computes_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    refused_export(FOLDER / f"{name}.gguf", tmp_path, REFUSED[name])

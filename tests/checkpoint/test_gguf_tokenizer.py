@@ -56,6 +56,12 @@ def test_special_and_user_defined_tokens_are_found_in_text():
     assert tokenizer.decode([7, 0, 2, 1]) == "aba<tool>"
 
 
+def test_tokens_of_phi3_take_the_white_space_after_them():
+    named = metadata(**{"general.name": "Phi 3 Mini"})
+    assert build_tokenizer(named).encode("<|end|>  ab").ids == [0, 7]
+    assert build_tokenizer(metadata()).encode("<|end|>  ab").ids == [0, 6, 8]
+
+
 def test_no_token_is_added_around_a_text():
     assert build_tokenizer(metadata()).encode("").ids == []
 
