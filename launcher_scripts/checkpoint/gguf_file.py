@@ -46,6 +46,8 @@ class _BoundedReader(GGUFReader):
         return super()._get_field_parts(orig_offs, raw_type)
 
     def _build_tensors(self, start_offs: int, fields: Any) -> None:
+        if self.byte_order != "I":
+            raise ValueError("its numbers are of the other byte order")
         _check_types(fields)
         super()._build_tensors(start_offs, fields)
         end = start_offs

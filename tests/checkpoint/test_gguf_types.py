@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import gguf
@@ -9,7 +10,10 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
+from launcher_scripts.checkpoint.gguf_architectures import ARCHITECTURES
 from launcher_scripts.checkpoint.gguf_file import open_gguf, read_tensor, readable_types
+from launcher_scripts.checkpoint.gguf_pre_tokenizers import PRE_TOKENIZERS
+from launcher_scripts.checkpoint.gguf_tokenizer import MODELS
 from launcher_scripts.errors import CheckpointError
 
 UNREADABLE = {"Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64", "Q1_0"}
@@ -60,3 +64,18 @@ def test_another_type_is_refused_by_name(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf", Kind[name], random_blocks(Kind[name]))
     with pytest.raises(CheckpointError, match=rf"got \['a: {name}'\]; choices: F32, .*IQ4_XS"):
         open_gguf(path)
+
+
+def test_the_tables_of_the_documentation_are_those_of_the_code() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "checkpoint-families.md").read_text()
+    section = text.split("## GGUF\n")[1].split("\n## ")[0]
+    architectures, types, tokenizers = (
+        [row.split("|")[1:3] for row in table.splitlines()[2:]]
+        for table in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    )
+    named = re.compile("`([^`]+)`").findall
+    assert {name for row in architectures for name in named(row[0])} == set(ARCHITECTURES)
+    read, refused = ({*named(row[1])} - {"gguf"} for row in types)
+    assert (read, refused) == (set(readable_types().values()), UNREADABLE)
+    assert [named(row[0])[0] for row in tokenizers] == sorted(MODELS)
+    assert named(tokenizers[0][1])[1:] == sorted(PRE_TOKENIZERS)

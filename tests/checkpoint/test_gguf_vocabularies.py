@@ -73,8 +73,9 @@ def corpus() -> list[str]:
     return [json.loads(line)["text"] for line in lines.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("prefixed", [True, False])
-def test_as_sentencepiece_does(corpus: list[str], prefixed: bool) -> None:
+@pytest.mark.parametrize(("prefixed", "spaces"), [(True, ""), (False, "▁▁▁"), (False, "   ")])
+def test_as_sentencepiece_does(corpus: list[str], prefixed: bool, spaces: str) -> None:
+    """spaces: how the file writes the piece that Gemma has for three of them"""
     model = io.BytesIO()
     SentencePieceTrainer.train(
         sentence_iterator=iter(corpus),
@@ -85,11 +86,13 @@ def test_as_sentencepiece_does(corpus: list[str], prefixed: bool) -> None:
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         add_dummy_prefix=prefixed,
-        user_defined_symbols=["<tool>"],
+        user_defined_symbols=["<tool>", *(["▁▁▁"] if spaces else [])],
         minloglevel=2,
     )
     theirs = SentencePieceProcessor(model_proto=model.getvalue())
-    tokenizer = build_tokenizer(metadata_of(theirs) | {"add_space_prefix": prefixed})
+    metadata = metadata_of(theirs) | {"add_space_prefix": prefixed}
+    metadata["tokens"] = [spaces if token == "▁▁▁" else token for token in metadata["tokens"]]
+    tokenizer = build_tokenizer(metadata)
     for text in [*TEXTS, *corpus[:40]]:
         assert ids(tokenizer, text) == theirs.encode(text), text
         assert tokenizer.decode(theirs.encode(text)) == theirs.decode(theirs.encode(text))
@@ -105,13 +108,15 @@ def metadata_of(processor: SentencePieceProcessor) -> dict[str, Any]:
         6: processor.is_byte,
     }
     size = range(processor.vocab_size())
-    user = processor.piece_to_id("<tool>")
+    user = ("<tool>", "▁▁▁")
     return {
         "model": "llama",
         "tokens": [processor.id_to_piece(token) for token in size],
         "scores": [processor.get_score(token) for token in size],
         "token_type": [
-            4 if token == user else next((kind for kind, test in kinds.items() if test(token)), 1)
+            4
+            if processor.id_to_piece(token) in user
+            else next((kind for kind, test in kinds.items() if test(token)), 1)
             for token in size
         ],
         "bos_token_id": processor.bos_id(),

@@ -84,6 +84,7 @@ FILES = {
     ),
     "blocks of a type that is not read": file(LLAMA, tensor(b"a", (256,), kind=9), tensors=1),
     "a name that is no text": file(LLAMA, tensor(b"\xff", (4,)), tensors=1),
+    "the other byte order": struct.pack(">4sIQQ", b"GGUF", 3, 0, 0) + bytes(4096),
     "another version": struct.pack("<4sIQQ", b"GGUF", 99, 0, 0),
     "the magic alone": b"GGUF",
 }
@@ -226,6 +227,7 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
     "kinds that are texts": {"token_type": ["1"] * 8},
     "too few kinds": {"token_type": [1]},
     "a rule that is a number": {"pre": 1},
+    "more tokens than rows": {"tokens": [*TOKENS, "h"], "token_type": [1] * 9},
     "the same token twice": {"tokens": [*TOKENS[:7], "a"]},
 }
 
