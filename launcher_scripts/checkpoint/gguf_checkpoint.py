@@ -17,10 +17,9 @@ from launcher_scripts.checkpoint.source_checkpoint import WholeTensors
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.workspace import Workspace
 from launcher_scripts.errors import CheckpointError, problem
-from launcher_scripts.models.family import ModelConfig, Partition
+from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.nemo_tokenizer import ADVICE
 
-SUFFIX = ".gguf"
 _LAYER = re.compile(r"^blk\.(\d+)\.")
 
 
@@ -107,16 +106,14 @@ class GGUFCheckpoint(WholeTensors):
         """Whether the file names them."""
         return "eos_token_id" in self.metadata
 
-    def find(self, name: str, _partition: Partition, _sections: int = 1) -> SourceTensor | None:
-        """One whole tensor; raises CheckpointError with the file's name of one it lacks."""
-        if name not in self.tensors:
-            number = re.search(r"\.(\d+)\.", name)
-            stem, _, part = re.sub(r"\.\d+\.", ".*.", name, count=1).rpartition(".")
-            stem = re.sub(r"\.experts\.\d+\.", ".experts.#.", stem)
-            if stem in self.stored_names:
-                stored = self.stored_names[stem].replace("*", number.group(1) if number else "")
-                raise CheckpointError(f"missing tensor {stored}.{part}")
-        return self.tensors.get(name)
+    def stored_name(self, name: str) -> str:
+        """What llama.cpp calls a tensor of transformers."""
+        layer = re.search(r"\.(\d+)\.", name)
+        stem, _, part = re.sub(r"\.\d+\.", ".*.", name, count=1).rpartition(".")
+        stem = re.sub(r"\.experts\.\d+\.", ".experts.#.", stem)
+        if stem not in self.stored_names:
+            return name
+        return self.stored_names[stem].replace("*", layer[1] if layer else "") + f".{part}"
 
     def details(self) -> dict[str, Any]:
         """What the manifest records besides path, format and dialects."""

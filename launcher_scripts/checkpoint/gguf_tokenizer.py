@@ -87,14 +87,12 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     make, _ = MODELS[metadata["model"]]
     try:
         tokenizer = make(metadata)
+        _add_tokens(tokenizer, metadata)
+        _add_ends(tokenizer, metadata)
     except BaseException as error:
         if not is_of_library(error):
             raise
-        raise CheckpointError(
-            f"the GGUF tokenizer's merges and tokens disagree: {error}"
-        ) from error
-    _add_tokens(tokenizer, metadata)
-    _add_ends(tokenizer, metadata)
+        raise CheckpointError(f"cannot make the GGUF file's tokenizer: {error}") from error
     return tokenizer
 
 
@@ -216,9 +214,9 @@ def _add_ends(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
     )
     if not (start or end):
         return
-    one, two = (" ".join([*start, text, *end]) for text in ("$A", "$B"))
+    one, two = ([*start, text, *end] for text in ("$A", "$B"))
     tokenizer.post_processor = TemplateProcessing(
         single=one,
-        pair=f"{one} {two}",
+        pair=one + two,
         special_tokens=[(token, metadata["tokens"].index(token)) for token in {*start, *end}],
     )

@@ -31,6 +31,10 @@ class ReadCheckpoint:
         """The ids are the tokenizer's."""
         return False
 
+    def stored_name(self, name: str) -> str:
+        """What the checkpoint's files call a tensor, for errors."""
+        return name
+
     def extra_files(self) -> dict[str, bytes]:
         """Other files to put beside the weights."""
         return {}

@@ -110,9 +110,11 @@ def test_fields_that_change_nothing_are_read_over(tmp_path: Path) -> None:
     export_folder(tmp_path / "a.gguf", tmp_path)
 
 
-def test_a_tensor_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
-    finish(changed(tmp_path / "a.gguf", **{"blk.0.attn_sinks": np.ones(4, np.float32)}))
-    refused_export(tmp_path / "a.gguf", tmp_path, r"blk\.0\.attn_sinks\.weight is a tensor this")
+@pytest.mark.parametrize("name", ["attn_sinks", "attn_q_norm"])
+def test_a_tensor_too_many_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
+    finish(changed(tmp_path / "a.gguf", **{f"blk.0.{name}": np.ones(4, np.float32)}))
+    message = rf"- blk\.0\.{name}\.weight is a tensor this model should not have"
+    refused_export(tmp_path / "a.gguf", tmp_path, message)
 
 
 def llama3(factor: float, base: float, context: int, size: int) -> tuple[dict[str, Any], Any]:

@@ -202,7 +202,11 @@ def write_tokens(path: Path, **metadata: Any) -> Path:
 
 
 def kinds(value: Any) -> tuple[Any, ...]:
-    types = {str: gguf.GGUFValueType.STRING, int: gguf.GGUFValueType.INT32}
+    types = {
+        str: gguf.GGUFValueType.STRING,
+        int: gguf.GGUFValueType.INT32,
+        bool: gguf.GGUFValueType.BOOL,
+    }
     if isinstance(value, list):
         return gguf.GGUFValueType.ARRAY, types[type(value[0])]
     return (types[type(value)],)
@@ -228,6 +232,11 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
     "too few kinds": {"token_type": [1]},
     "a rule that is a number": {"pre": 1},
     "more tokens than rows": {"tokens": [*TOKENS, "h"], "token_type": [1] * 9},
+    "a start that is a template's": {
+        "tokens": [*TOKENS[:7], "$A:x"],
+        "bos_token_id": 7,
+        "add_bos_token": True,
+    },
     "the same token twice": {"tokens": [*TOKENS[:7], "a"]},
 }
 

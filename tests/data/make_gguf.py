@@ -51,6 +51,7 @@ SPARSE = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", SIZES),
     "llama_tied": ("Llama", {**SIZES, "tie_word_embeddings": True, "head_dim": 6}),
+    "llama_biased": ("Llama", {**SIZES, "attention_bias": True, "mlp_bias": True}),
     "llama_31": ("Llama", {**SIZES, "rope_parameters": LLAMA_31}),
     "llama_linear": ("Llama", {**SIZES, "rope_parameters": LINEAR}),
     "llama_yarn": ("Llama", {**SIZES, "rope_parameters": YARN}),
@@ -95,6 +96,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("Phi3", {**SIZES, "pad_token_id": 0, "sliding_window": 5}),
+    "phi3_partial": ("Phi3", {**SIZES, "pad_token_id": 0, "partial_rotary_factor": 0.5}),
     "phi3_longrope": ("Phi3", {**SIZES, "pad_token_id": 0, "rope_parameters": LONG}),
     "starcoder2": ("Starcoder2", SIZES),
     "gptneox": ("GPTNeoX", {**SIZES, "rotary_pct": 0.5}),
