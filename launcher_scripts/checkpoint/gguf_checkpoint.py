@@ -25,7 +25,7 @@ _LAYER = re.compile(r"^blk\.(\d+)\.")
 
 @dataclass(frozen=True)
 class QuantisedTensor(SourceTensor):
-    """A tensor of a GGUF file; reading it makes a float32 copy.
+    """A tensor of a GGUF file, which is dequantised to float32 when it is read.
 
     stored:   gguf's tensor
     expert:   its place along the first axis, where the tensors of all experts are stored as one

@@ -70,7 +70,7 @@ def readable_types() -> dict[int, str]:
 
 
 def read_tensor(tensor: ReaderTensor, index: int | None = None) -> np.ndarray:
-    """A copy of the values as float32, rows as output features.
+    """The values as float32, rows as output features: a view of the file where it has them so.
 
     index: the one that is wanted along the first axis; default: all
     """

@@ -63,6 +63,8 @@ def read_model(path: Path) -> GGUFModel:
         )
     fields.raise_problems()
     raw = {"model_type": row.model_type, **row.config(model)}
+    if factors and "rope_parameters" not in raw:
+        fields.problems.add("there are no rotary positions to divide", got=sorted(factors))
     fields.refuse_others()
     fields.raise_problems()
     return GGUFModel(fields, row, {**row.names, **row.renamed(model)}, raw, tensors)

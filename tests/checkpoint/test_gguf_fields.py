@@ -117,6 +117,12 @@ def test_a_tensor_too_many_is_refused_by_its_name(tmp_path: Path, name: str) -> 
     refused_export(tmp_path / "a.gguf", tmp_path, message)
 
 
+def test_rope_freqs_of_a_model_that_does_not_rotate_are_refused(tmp_path: Path) -> None:
+    factors = {"rope_freqs": np.ones(2, np.float32)}
+    finish(changed(tmp_path / "a.gguf", SOURCE.with_name("gpt2.gguf"), **factors))
+    refused_export(tmp_path / "a.gguf", tmp_path, r"no rotary positions.*'rope_freqs\.weight'")
+
+
 def llama3(factor: float, base: float, context: int, size: int) -> tuple[dict[str, Any], Any]:
     """Llama 3.1's parameters, and by how much transformers divides the frequencies."""
     parameters = {

@@ -53,9 +53,11 @@ def test_values(name: str, tmp_path: Path) -> None:
     with np.errstate(all="ignore"):  # of NaN among the random scales
         expected = gguf.quants.dequantize(blocks, kind)
         found = read_tensor(tensor)
+        second = read_tensor(tensor, 1)
     assert found.dtype == np.float32
     assert found.shape == (ROWS, COLUMNS)
     assert np.array_equal(found, expected, equal_nan=True)
+    assert np.array_equal(second, expected[1], equal_nan=True)
     assert len(np.unique(found)) > 3
 
 
