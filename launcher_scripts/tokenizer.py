@@ -12,14 +12,31 @@ from pathlib import Path
 from typing import Any, Protocol
 
 END_OF_TEXT = "<|endoftext|>"
+# The special tokens of fairseq's vocabularies (BART, OPT, mBART), by their ids there.
+FAIRSEQ_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")
+MASK = "<mask>"
+# How transformers' names of mBART's tokenizers begin.
+MBART, MBART_50 = "MBart", "MBart50"
+# The languages of mBART, in the order of their ids, and those that mBART-50 has besides.
+MBART_LANGUAGES = (
+    *("ar_AR", "cs_CZ", "de_DE", "en_XX", "es_XX", "et_EE", "fi_FI", "fr_XX", "gu_IN", "hi_IN"),
+    *("it_IT", "ja_XX", "kk_KZ", "ko_KR", "lt_LT", "lv_LV", "my_MM", "ne_NP", "nl_XX", "ro_RO"),
+    *("ru_RU", "si_LK", "tr_TR", "vi_VN", "zh_CN"),
+)
+MBART_50_LANGUAGES = (
+    *("af_ZA", "az_AZ", "bn_IN", "fa_IR", "he_IL", "hr_HR", "id_ID", "ka_GE", "km_KH", "mk_MK"),
+    *("ml_IN", "mn_MN", "mr_IN", "pl_PL", "ps_AF", "pt_XX", "sv_SE", "sw_KE", "ta_IN", "te_IN"),
+    *("th_TH", "tl_XX", "uk_UA", "ur_PK", "xh_ZA", "gl_ES", "sl_SI"),
+)
 
 # What a folder may hold, best source first: the names are those of the original converters.
 FILE_SETS: tuple[tuple[str, ...], ...] = (
     ("tokenizer.json",),
     ("tokenizer.model",),
     ("vocab.json", "merges.txt"),
+    ("sentencepiece.bpe.model",),
 )
-# Files that refine a tokenizer.json: which of its tokens start, end and pad a sequence.
+# Files that refine the others: which tokens start, end and pad a sequence, the source's language.
 OPTIONAL_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 
 # Usual names of special tokens, for a tokenizer.json that comes without the files that say so.
@@ -59,6 +76,14 @@ class Tokenizer(Protocol):
         """The text of `ids`; special tokens leave no text, broken UTF-8 becomes U+FFFD."""
         ...
 
+    def around(self) -> tuple[list[int], list[int]]:
+        """The ids that a model was trained to see before and after a text, as far as is known."""
+        ...
+
+    def special_id(self, token: str) -> int | None:
+        """The id of a special token, such as a language's; None where there is no such one."""
+        ...
+
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """The files of `folder` that make up its tokenizer, required ones first; [] if it has none."""
@@ -84,6 +109,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         "tokenizer.json": HuggingFaceTokenizer,
         "tokenizer.model": SentencePieceTokenizer,
         "vocab.json": GPT2Tokenizer,
+        "sentencepiece.bpe.model": MBartTokenizer,
     }
     try:
         return kinds[files[0].name](folder)
@@ -106,7 +132,7 @@ class GPT2Tokenizer:
     """GPT-2's byte-level BPE from vocab.json and merges.txt (NeMo's GPT2BPETokenizer).
 
     `<|endoftext|>` both starts and ends a sequence; a vocabulary without it gets it as last id.
-    There is no padding token.
+    There is no padding token. A vocabulary of fairseq's (BART, OPT) has its own tokens for them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -120,17 +146,35 @@ class GPT2Tokenizer:
         self._tokenizer = BytePairTokenizer(bpe)
         self._tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = ByteLevelDecoder()
-        self._tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
+        special = [AddedToken(END_OF_TEXT, normalized=False)]
+        ids = [bpe.token_to_id(token) for token in FAIRSEQ_TOKENS]
+        fairseq = ids == list(range(len(ids)))
+        if fairseq:
+            special += [AddedToken(token, normalized=False) for token in FAIRSEQ_TOKENS]
+            special += [AddedToken(MASK, normalized=False, lstrip=True)]
+            special = [token for token in special if bpe.token_to_id(token.content) is not None]
+        self._tokenizer.add_special_tokens(special)
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         self.start_id: int | None = self._tokenizer.token_to_id(END_OF_TEXT)
         self.end_id: int | None = self.start_id
         self.pad_id: int | None = None
+        if fairseq:
+            self.start_id, self.pad_id, self.end_id = ids[:3]
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    def around(self) -> tuple[list[int], list[int]]:
+        """BART's; a GPT's prompts have nothing around them."""
+        if self.start_id == self.end_id or self.start_id is None or self.end_id is None:
+            return [], []
+        return [self.start_id], [self.end_id]
+
+    def special_id(self, token: str) -> int | None:
+        return _added_id(self._tokenizer, token)
 
 
 class SentencePieceTokenizer:
@@ -159,6 +203,56 @@ class SentencePieceTokenizer:
         found = int(self._processor.piece_to_id(token))
         return found if self._processor.id_to_piece(found) == token else None
 
+    def around(self) -> tuple[list[int], list[int]]:
+        """Pieces say nothing of it."""
+        return [], []
+
+    def special_id(self, token: str) -> int | None:
+        found = self.token_id(token)
+        return found if found is not None and self._processor.is_control(found) else None
+
+
+class MBartTokenizer:
+    """mBART's SentencePiece model from sentencepiece.bpe.model, numbered as fairseq does.
+
+    First the special tokens, then the pieces from the fourth on, one later than the model has them,
+    the languages and the mask. tokenizer_config.json says by `tokenizer_class` whether it is an
+    mBART-50, which has more languages and puts the source's before the text instead of after it,
+    and by `src_lang` which one that is, else English. What looks like a special token is text.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        name = str(folder / "sentencepiece.bpe.model")
+        self._processor = SentencePieceProcessor(model_file=name)
+        self._pieces: int = self._processor.vocab_size()
+        self._said = _tokenizer_config(folder)
+        more = MBART_50_LANGUAGES if _tokenizer_class(self._said).startswith(MBART_50) else ()
+        languages = (*MBART_LANGUAGES, *more)
+        after = enumerate((*languages, MASK), start=self._pieces + 1)
+        self._special = {token: number for number, token in after}
+        self._special |= {token: number for number, token in enumerate(FAIRSEQ_TOKENS)}
+        self._unknown: int = self._processor.unk_id()
+        self.vocab_size = self._pieces + 1 + len(languages) + 1
+        self.start_id, self.pad_id, self.end_id = (
+            self._special[token] for token in FAIRSEQ_TOKENS[:3]
+        )
+
+    def encode(self, text: str) -> list[int]:
+        ids = self._processor.encode(text)
+        return [FAIRSEQ_TOKENS.index("<unk>") if i == self._unknown else i + 1 for i in ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        first = len(FAIRSEQ_TOKENS)
+        return str(self._processor.decode([int(i) - 1 for i in ids if first <= i <= self._pieces]))
+
+    def around(self) -> tuple[list[int], list[int]]:
+        return _around_of_mbart(self, self._said)
+
+    def special_id(self, token: str) -> int | None:
+        return self._special.get(token)
+
 
 class HuggingFaceTokenizer:
     """A fast tokenizer from tokenizer.json.
@@ -178,6 +272,7 @@ class HuggingFaceTokenizer:
         self.start_id = self._special_id(named, "bos_token", _USUAL_START)
         self.end_id = self._special_id(named, "eos_token", _USUAL_END)
         self.pad_id = self._special_id(named, "pad_token", _USUAL_PAD)
+        self._said = _tokenizer_config(folder)
 
     def _special_id(
         self, named: dict[str, str] | None, key: str, usual: tuple[str, ...]
@@ -193,6 +288,47 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    def around(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer's post-processor adds; transformers gives an mBART its own."""
+        if _tokenizer_class(self._said).startswith(MBART):
+            return _around_of_mbart(self, self._said)
+        encoded = self._tokenizer.encode("a")
+        inside = [place for place, added in enumerate(encoded.special_tokens_mask) if not added]
+        first, last = (inside[0], inside[-1] + 1) if inside else (0, 0)
+        return encoded.ids[:first], encoded.ids[last:]
+
+    def special_id(self, token: str) -> int | None:
+        return _added_id(self._tokenizer, token)
+
+
+def _added_id(tokenizer: Any, token: str) -> int | None:
+    """The id of a special token of the library's tokenizer."""
+    found: int | None = tokenizer.token_to_id(token)
+    added = tokenizer.get_added_tokens_decoder()
+    return found if found in added and added[found].special else None
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    path = folder / OPTIONAL_FILES[1]
+    said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return said if isinstance(said, dict) else {}
+
+
+def _tokenizer_class(said: dict[str, Any]) -> str:
+    return str(said.get("tokenizer_class"))
+
+
+def _around_of_mbart(tokenizer: Tokenizer, said: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """An mBART's end token and the source's language; said: tokenizer_config.json."""
+    language = said.get("src_lang") or "en_XX"
+    source, end = tokenizer.special_id(str(language)), tokenizer.end_id
+    if source is None or end is None:
+        where = f"src_lang of {OPTIONAL_FILES[1]}"
+        raise TokenizerError(f"{where} is no language of the tokenizer; got {language!r}")
+    if _tokenizer_class(said).startswith(MBART_50):
+        return [source], [end]
+    return [], [end, source]
 
 
 def _or_none(token_id: int) -> int | None:

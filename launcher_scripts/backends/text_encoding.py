@@ -6,7 +6,8 @@ Copied beside the text models of a repository, so it imports nothing of this pro
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from text_tensors import BadRequestError
@@ -15,6 +16,61 @@ from tokenizer import Tokenizer
 # CSV ends its rows at these, which no word should; no text that was UTF-8 has the others.
 HIDDEN = {ord("\n"): 0xD800, ord("\r"): 0xD801}
 SHOWN = {hidden: shown for shown, hidden in HIDDEN.items()}
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """What config.pbtxt says of the tokens around texts.
+
+    opening, closing: before and after the encoder's input
+    language: that of them which is the source's language, in a model of several
+    start:    of the decoder, in such a model
+    decoder:  what the decoder begins with; none: its start token alone
+    """
+
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
+    language: int | None
+    start: int
+    decoder: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, str]) -> SpecialTokens:
+        opening, closing, decoder = (
+            tuple(map(int, parameters.get(f"{name}_id", "").split()))
+            for name in ("opening", "closing", "decoder")
+        )
+        language = int(parameters["language_id"]) if "language_id" in parameters else None
+        return cls(opening, closing, language, int(parameters.get("start_id", 0)), decoder)
+
+    def around(self, ids: Sequence[int], language: int | None = None) -> list[int]:
+        """A text's ids with the tokens around them; language: instead of the usual one."""
+        opening, closing = (
+            [each if language is None or each != self.language else language for each in tokens]
+            for tokens in (self.opening, self.closing)
+        )
+        return [*opening, *ids, *closing]
+
+    def decoder_in(self, language: int) -> list[int]:
+        """What the decoder begins with for a text in that language: in the first mBARTs, which
+        name the source's language last, the language is the start token.
+        """
+        return [language] if self.language in self.closing else [self.start, language]
+
+
+def language_ids(
+    names: Sequence[str] | None, tensor: str, special: SpecialTokens, tokenizer: Tokenizer
+) -> list[int] | None:
+    """The ids of the rows' languages; None where the request names none."""
+    if names is None:
+        return None
+    if special.language is None:
+        raise BadRequestError(f"{tensor}: this model knows no languages")
+    ids = [tokenizer.special_id(name) for name in names]
+    unknown = sorted({name for name, found in zip(names, ids, strict=True) if found is None})
+    if unknown:
+        raise BadRequestError(f"{tensor} must be a language of the tokenizer; got {unknown}")
+    return [found for found in ids if found is not None]
 
 
 def pad_right(rows: Sequence[Sequence[int]], pad_id: int) -> np.ndarray:

@@ -11,11 +11,13 @@ from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
 from launcher_scripts.checkpoint.manifest import FILE_NAME as MANIFEST_NAME
 from launcher_scripts.checkpoint.manifest import check_file_list, write_file_list
 from launcher_scripts.contracts_text import TextContract
-from launcher_scripts.errors import CheckpointError, Problems
+from launcher_scripts.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
+from launcher_scripts.models.bart import BartConfig
+from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.render import render
 from launcher_scripts.settings import ExportSettings
-from launcher_scripts.tokenizer import tokenizer_files
+from launcher_scripts.tokenizer import Tokenizer, TokenizerError, load_tokenizer, tokenizer_files
 
 # The roles of the model that takes text and gives text; one code serves both.
 WHOLE = ("ensemble", "text")
@@ -87,16 +89,41 @@ def parameters(
 
 
 def encoding_parameters(checkpoint: FTCheckpoint) -> dict[str, Any]:
-    """What fills rows up, and the token that closes an input where the model was trained so.
+    """What fills rows up, and the tokens around an input where the model was trained so.
 
-    The T5 models of transformers end their inputs with the end token, NeMo's do not.
+    The T5 models of transformers end their inputs with the end token, NeMo's do not; those around
+    the inputs of a BART or a T5Gemma are the tokenizer's.
     """
     config = checkpoint.config
     parameters = {"pad_id": config.end_id if config.pad_id is None else config.pad_id}
     source = checkpoint.manifest.source if checkpoint.manifest is not None else {}
-    if family_of(config).name == "t5" and source.get("format") == "huggingface":
+    if family_of(config).name == "bart" or getattr(config, "rotary_base", None):
+        parameters |= surrounding(config, load_tokenizer(checkpoint.folder))
+    elif family_of(config).name == "t5" and source.get("format") == "huggingface":
         parameters["closing_id"] = config.end_id
     return parameters
+
+
+def surrounding(config: BartConfig | T5Config, files: Tokenizer) -> dict[str, Any]:
+    """What stands before and after an input, which of it is the source's language, and what the
+    decoder begins with; several ids with blanks between them.
+    """
+    try:
+        opening, closing = files.around()
+    except TokenizerError as error:
+        raise CheckpointError(problem(str(error), change="export.model.tokenizer")) from error
+    parameters: dict[str, Any] = {
+        "opening_id": " ".join(map(str, opening)),
+        "closing_id": " ".join(map(str, closing)),
+    }
+    fixed = (files.start_id, files.end_id, files.pad_id, config.end_id)
+    languages = [each for each in (*opening, *closing) if each not in fixed]
+    if languages and config.norm_placement == "pre":  # an mBART
+        parameters |= {"language_id": languages[0], "start_id": config.start_id}
+    forced = getattr(config, "forced_bos_id", None)
+    if forced is not None:
+        parameters["decoder_id"] = f"{config.start_id} {forced}"
+    return {name: value for name, value in parameters.items() if value != ""}
 
 
 def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from text_encoding import pad_right, to_word_lists
+from text_encoding import SpecialTokens, pad_right, to_word_lists
 from text_tensors import BadRequestError, Tensors, answer_each, require_working_arrays
 from tokenizer import load_tokenizer
 
@@ -20,18 +20,17 @@ from tokenizer import load_tokenizer
 class TritonPythonModel:
     """QUERY, words as comma separated text -> padded ids, their lengths, word lists.
 
-    The parameter closing_id, where there is one, is a token that ends every query.
+    The parameters opening_id and closing_id, where there are such, are tokens around every query.
     """
 
     def initialize(self, args: dict[str, str]) -> None:
         require_working_arrays()
         self.tensors = Tensors(args["model_config"])
         self.tokenizer = load_tokenizer(Path(__file__).parent)
-        parameters = json.loads(args["model_config"])["parameters"]
-        self.pad_id = int(parameters["pad_id"]["string_value"])
-        self.closing = [
-            int(parameters[name]["string_value"]) for name in ("closing_id",) if name in parameters
-        ]
+        entries = json.loads(args["model_config"])["parameters"]
+        parameters = {name: entry["string_value"] for name, entry in entries.items()}
+        self.pad_id = int(parameters["pad_id"])
+        self.special = SpecialTokens.of(parameters)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         return answer_each(requests, self.answer)
@@ -41,7 +40,7 @@ class TritonPythonModel:
         queries = self.tensors.texts(request, "QUERY")
         if queries is None:
             raise BadRequestError("QUERY is required")
-        rows = [[*self.tokenizer.encode(query), *self.closing] for query in queries]
+        rows = [self.special.around(self.tokenizer.encode(query)) for query in queries]
         lengths = np.array([[len(row)] for row in rows], dtype=np.uint32)
         encoded = [
             self.tensors.tensor("INPUT_ID", pad_right(rows, self.pad_id)),
