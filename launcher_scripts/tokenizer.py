@@ -7,7 +7,7 @@ nothing of this project. tokenizers or sentencepiece is imported when a folder n
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +38,9 @@ FILE_SETS: tuple[tuple[str, ...], ...] = (
 )
 # Files that refine the others: which tokens start, end and pad a sequence, the source's language.
 OPTIONAL_FILES = ("special_tokens_map.json", "tokenizer_config.json")
+# How chats are written and texts are generated, under the names that transformers gives them.
+CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+GENERATION_FILE = "generation_config.json"
 
 # Usual names of special tokens, for a tokenizer.json that comes without the files that say so.
 _USUAL_START = ("<s>", "<bos>", "<|begin_of_text|>", END_OF_TEXT, "[CLS]")
@@ -90,8 +93,33 @@ def tokenizer_files(folder: Path) -> list[Path]:
     for names in FILE_SETS:
         paths = [folder / name for name in names]
         if all(path.is_file() for path in paths):
-            return paths + [folder / name for name in OPTIONAL_FILES if (folder / name).is_file()]
+            optional = (*OPTIONAL_FILES, *CHAT_TEMPLATE_FILES, GENERATION_FILE)
+            return paths + [folder / name for name in optional if (folder / name).is_file()]
     return []
+
+
+def chat_templates(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Name -> Jinja text of the chat templates of a tokenizer; {} where it has none.
+
+    The usual one is called `default`. As in transformers, chat_template.jinja goes before the
+    entry of tokenizer_config.json, which is a text or a list of names and texts.
+
+    files: name -> content of the tokenizer's files
+    Raises ValueError for files that are damaged.
+    """
+    if CHAT_TEMPLATE_FILES[0] in files:
+        return {"default": files[CHAT_TEMPLATE_FILES[0]].decode("utf-8")}
+    for name in (OPTIONAL_FILES[1], CHAT_TEMPLATE_FILES[1]):
+        said = json.loads(files.get(name, b"{}"))
+        found = said.get("chat_template") if isinstance(said, dict) else None
+        if isinstance(found, str):
+            return {"default": found}
+        if isinstance(found, list):
+            try:
+                return {str(each["name"]): str(each["template"]) for each in found}
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"the chat templates of {name} are damaged") from error
+    return {}
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -160,6 +188,8 @@ class GPT2Tokenizer:
         self.pad_id: int | None = None
         if fairseq:
             self.start_id, self.pad_id, self.end_id = ids[:3]
+        self._said = _tokenizer_config(folder)
+        self._named = _named_special_tokens(folder) or {}
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -168,7 +198,13 @@ class GPT2Tokenizer:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def around(self) -> tuple[list[int], list[int]]:
-        """BART's; a GPT's prompts have nothing around them."""
+        """BART's; around a GPT's prompts is what tokenizer_config.json says (OPT), or nothing."""
+        if _tokenizer_class(self._said).startswith("GPT2"):
+            start, end = (
+                self._tokenizer.token_to_id(self._named.get(name, END_OF_TEXT))
+                for name in ("bos_token", "eos_token")
+            )
+            return _said_around(self._said, start, end)
         if self.start_id == self.end_id or self.start_id is None or self.end_id is None:
             return [], []
         return [self.start_id], [self.end_id]
@@ -191,6 +227,7 @@ class SentencePieceTokenizer:
         self.start_id = _or_none(self._processor.bos_id())
         self.end_id = _or_none(self._processor.eos_id())
         self.pad_id = _or_none(self._processor.pad_id())
+        self._said = _tokenizer_config(folder)
 
     def encode(self, text: str) -> list[int]:
         return list(self._processor.encode(text))
@@ -204,8 +241,8 @@ class SentencePieceTokenizer:
         return found if self._processor.id_to_piece(found) == token else None
 
     def around(self) -> tuple[list[int], list[int]]:
-        """Pieces say nothing of it."""
-        return [], []
+        """Pieces say nothing of it, but tokenizer_config.json may."""
+        return _said_around(self._said, self.start_id, self.end_id)
 
     def special_id(self, token: str) -> int | None:
         found = self.token_id(token)
@@ -329,6 +366,19 @@ def _around_of_mbart(tokenizer: Tokenizer, said: dict[str, Any]) -> tuple[list[i
     if _tokenizer_class(said).startswith(MBART_50):
         return [source], [end]
     return [], [end, source]
+
+
+def _said_around(
+    said: dict[str, Any], start_id: int | None, end_id: int | None
+) -> tuple[list[int], list[int]]:
+    """The ids that tokenizer_config.json puts before and after a text.
+
+    Its keys add_bos_token and add_eos_token count for files that say nothing themselves: beside a
+    tokenizer.json transformers does not look at them.
+    """
+    before = [] if start_id is None or not said.get("add_bos_token") else [start_id]
+    after = [] if end_id is None or not said.get("add_eos_token") else [end_id]
+    return before, after
 
 
 def _or_none(token_id: int) -> int | None:
