@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from launcher_scripts.contracts_agm import AGM_INPUTS, AGM_OUTPUTS
-from launcher_scripts.contracts_text import TextContract, changed, declared
+from launcher_scripts.contracts_text import LANGUAGES, TextContract, changed, declared
 from launcher_scripts.protocol import (
     ENSEMBLE_INPUTS,
     ENSEMBLE_OUTPUTS,
@@ -240,7 +240,10 @@ class Contract:
 
 
 BART_INPUTS = tuple(t for t in T5_INPUTS if "prompt" not in t.name and t.name != "ia3_tasks")
-NO_TEXT = TextContract((), (), (), (), (), (), {})
+_NO_BART = {t.name for t in T5_INPUTS} - {t.name for t in BART_INPUTS}
+BART_TEXT = replace(
+    T5_TEXT, ensemble_inputs=(*_without(T5_TEXT.ensemble_inputs, *_NO_BART), *LANGUAGES)
+)
 
 # model_type in config.pbtxt -> its contract
 CONTRACTS = {
@@ -254,5 +257,5 @@ CONTRACTS = {
         encoder_only=True,
     ),
     "Agm": Contract("agm", AGM_INPUTS, AGM_OUTPUTS, AGM_TEXT),
-    "BART": Contract("bart", BART_INPUTS, T5_OUTPUTS, NO_TEXT),
+    "BART": Contract("bart", BART_INPUTS, T5_OUTPUTS, BART_TEXT),
 }

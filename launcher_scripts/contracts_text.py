@@ -26,6 +26,11 @@ def _signed(name: str) -> Tensor:
     return replace(tensor, name=name, dtype="INT32" if tensor.dtype == "UINT32" else tensor.dtype)
 
 
+# Of a model of several languages.
+LANGUAGES = (
+    text("source_language", "code of the prompt's language; the checkpoint's", extension=True),
+    text("target_language", "code of the text's language; the checkpoint's", extension=True),
+)
 _INPUTS = (
     replace(text("text_input", "the prompt", optional=False), dims=(1,)),
     scalar("max_tokens", "INT32", None, "how many tokens to generate", optional=False),
@@ -49,6 +54,7 @@ _INPUTS = (
     scalar("stream", "BOOL", False, "a response for every piece of text, from a decoupled model"),
     scalar("exclude_input_in_output", "BOOL", True, "text_output begins after the prompt"),
     _signed("return_log_probs"),
+    *LANGUAGES,
 )
 TEXT_OUTPUT = array(
     "text_output",

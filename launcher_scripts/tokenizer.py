@@ -13,14 +13,31 @@ from pathlib import Path
 from typing import Any, Protocol
 
 END_OF_TEXT = "<|endoftext|>"
+# The special tokens of fairseq's vocabularies (BART, OPT, mBART), by their ids there.
+FAIRSEQ_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")
+MASK = "<mask>"
+# How transformers' names of mBART's tokenizers begin.
+MBART, MBART_50 = "MBart", "MBart50"
+# The languages of mBART, in the order of their ids, and those that mBART-50 has besides.
+MBART_LANGUAGES = (
+    *("ar_AR", "cs_CZ", "de_DE", "en_XX", "es_XX", "et_EE", "fi_FI", "fr_XX", "gu_IN", "hi_IN"),
+    *("it_IT", "ja_XX", "kk_KZ", "ko_KR", "lt_LT", "lv_LV", "my_MM", "ne_NP", "nl_XX", "ro_RO"),
+    *("ru_RU", "si_LK", "tr_TR", "vi_VN", "zh_CN"),
+)
+MBART_50_LANGUAGES = (
+    *("af_ZA", "az_AZ", "bn_IN", "fa_IR", "he_IL", "hr_HR", "id_ID", "ka_GE", "km_KH", "mk_MK"),
+    *("ml_IN", "mn_MN", "mr_IN", "pl_PL", "ps_AF", "pt_XX", "sv_SE", "sw_KE", "ta_IN", "te_IN"),
+    *("th_TH", "tl_XX", "uk_UA", "ur_PK", "xh_ZA", "gl_ES", "sl_SI"),
+)
 
 # What a folder may hold, best source first: the names are those of the original converters.
 FILE_SETS: tuple[tuple[str, ...], ...] = (
     ("tokenizer.json",),
     ("tokenizer.model",),
     ("vocab.json", "merges.txt"),
+    ("sentencepiece.bpe.model",),
 )
-# Files that refine a tokenizer: which of its tokens start, end and pad a sequence.
+# Files that refine the others: which tokens start, end and pad a sequence, the source's language.
 OPTIONAL_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 # How chats are written and texts are generated, under the names that transformers gives them.
 CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
@@ -59,16 +76,20 @@ class Tokenizer(Protocol):
         """The ids of `text`, without start or end token."""
         ...
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """The ids of `text` and the special tokens that transformers puts around a text."""
-        ...
-
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; special tokens leave no text, broken UTF-8 becomes U+FFFD."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for in UTF-8, a special token for its name; b"" outside."""
+        ...
+
+    def around(self) -> tuple[list[int], list[int]]:
+        """The ids that a model was trained to see before and after a text, as far as is known."""
+        ...
+
+    def special_id(self, token: str) -> int | None:
+        """The id of a special token, such as a language's; None where there is no such one."""
         ...
 
 
@@ -121,6 +142,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         "tokenizer.json": HuggingFaceTokenizer,
         "tokenizer.model": SentencePieceTokenizer,
         "vocab.json": GPT2Tokenizer,
+        "sentencepiece.bpe.model": MBartTokenizer,
     }
     try:
         return kinds[files[0].name](folder)
@@ -143,7 +165,7 @@ class GPT2Tokenizer:
     """GPT-2's byte-level BPE from vocab.json and merges.txt (NeMo's GPT2BPETokenizer).
 
     `<|endoftext|>` both starts and ends a sequence; a vocabulary without it gets it as last id.
-    There is no padding token.
+    There is no padding token. A vocabulary of fairseq's (BART, OPT) has its own tokens for them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -157,30 +179,46 @@ class GPT2Tokenizer:
         self._tokenizer = BytePairTokenizer(bpe)
         self._tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = ByteLevelDecoder()
-        self._tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
+        special = [AddedToken(END_OF_TEXT, normalized=False)]
+        ids = [bpe.token_to_id(token) for token in FAIRSEQ_TOKENS]
+        fairseq = ids == list(range(len(ids)))
+        if fairseq:
+            special += [AddedToken(token, normalized=False) for token in FAIRSEQ_TOKENS]
+            special += [AddedToken(MASK, normalized=False, lstrip=True)]
+            special = [token for token in special if bpe.token_to_id(token.content) is not None]
+        self._tokenizer.add_special_tokens(special)
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         self.start_id: int | None = self._tokenizer.token_to_id(END_OF_TEXT)
         self.end_id: int | None = self.start_id
         self.pad_id: int | None = None
-        named = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
-        named |= _named_special_tokens(folder) or {}
-        self._before, self._after = _said_around(
-            folder,
-            self._tokenizer.token_to_id(named["bos_token"]),
-            self._tokenizer.token_to_id(named["eos_token"]),
-        )
+        if fairseq:
+            self.start_id, self.pad_id, self.end_id = ids[:3]
+        self._said = _tokenizer_config(folder)
+        self._named = _named_special_tokens(folder) or {}
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def encode_prompt(self, text: str) -> list[int]:
-        return [*self._before, *self.encode(text), *self._after]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def token_bytes(self, token_id: int) -> bytes:
         return _token_bytes(self._tokenizer, token_id, byte_level=True)
+
+    def around(self) -> tuple[list[int], list[int]]:
+        """BART's; around a GPT's prompts is what tokenizer_config.json says (OPT), or nothing."""
+        if _tokenizer_class(self._said).startswith("GPT2"):
+            start, end = (
+                self._tokenizer.token_to_id(self._named.get(name, END_OF_TEXT))
+                for name in ("bos_token", "eos_token")
+            )
+            return _said_around(self._said, start, end)
+        if self.start_id == self.end_id or self.start_id is None or self.end_id is None:
+            return [], []
+        return [self.start_id], [self.end_id]
+
+    def special_id(self, token: str) -> int | None:
+        return _added_id(self._tokenizer, token)
 
 
 class SentencePieceTokenizer:
@@ -197,13 +235,10 @@ class SentencePieceTokenizer:
         self.start_id = _or_none(self._processor.bos_id())
         self.end_id = _or_none(self._processor.eos_id())
         self.pad_id = _or_none(self._processor.pad_id())
-        self._before, self._after = _said_around(folder, self.start_id, self.end_id)
+        self._said = _tokenizer_config(folder)
 
     def encode(self, text: str) -> list[int]:
         return list(self._processor.encode(text))
-
-    def encode_prompt(self, text: str) -> list[int]:
-        return [*self._before, *self.encode(text), *self._after]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._processor.decode([int(i) for i in ids if i < self.vocab_size]))
@@ -217,6 +252,56 @@ class SentencePieceTokenizer:
         """The id of one piece; None where the vocabulary lacks it."""
         found = int(self._processor.piece_to_id(token))
         return found if self._processor.id_to_piece(found) == token else None
+
+    def around(self) -> tuple[list[int], list[int]]:
+        """Pieces say nothing of it, but tokenizer_config.json may."""
+        return _said_around(self._said, self.start_id, self.end_id)
+
+    def special_id(self, token: str) -> int | None:
+        found = self.token_id(token)
+        return found if found is not None and self._processor.is_control(found) else None
+
+
+class MBartTokenizer:
+    """mBART's SentencePiece model from sentencepiece.bpe.model, numbered as fairseq does.
+
+    First the special tokens, then the pieces from the fourth on, one later than the model has them,
+    the languages and the mask. tokenizer_config.json says by `tokenizer_class` whether it is an
+    mBART-50, which has more languages and puts the source's before the text instead of after it,
+    and by `src_lang` which one that is, else English. What looks like a special token is text.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        name = str(folder / "sentencepiece.bpe.model")
+        self._processor = SentencePieceProcessor(model_file=name)
+        self._pieces: int = self._processor.vocab_size()
+        self._said = _tokenizer_config(folder)
+        more = MBART_50_LANGUAGES if _tokenizer_class(self._said).startswith(MBART_50) else ()
+        languages = (*MBART_LANGUAGES, *more)
+        after = enumerate((*languages, MASK), start=self._pieces + 1)
+        self._special = {token: number for number, token in after}
+        self._special |= {token: number for number, token in enumerate(FAIRSEQ_TOKENS)}
+        self._unknown: int = self._processor.unk_id()
+        self.vocab_size = self._pieces + 1 + len(languages) + 1
+        self.start_id, self.pad_id, self.end_id = (
+            self._special[token] for token in FAIRSEQ_TOKENS[:3]
+        )
+
+    def encode(self, text: str) -> list[int]:
+        ids = self._processor.encode(text)
+        return [FAIRSEQ_TOKENS.index("<unk>") if i == self._unknown else i + 1 for i in ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        first = len(FAIRSEQ_TOKENS)
+        return str(self._processor.decode([int(i) - 1 for i in ids if first <= i <= self._pieces]))
+
+    def around(self) -> tuple[list[int], list[int]]:
+        return _around_of_mbart(self, self._said)
+
+    def special_id(self, token: str) -> int | None:
+        return self._special.get(token)
 
 
 class HuggingFaceTokenizer:
@@ -239,6 +324,7 @@ class HuggingFaceTokenizer:
         self.start_id = self._special_id(named, "bos_token", _USUAL_START)
         self.end_id = self._special_id(named, "eos_token", _USUAL_END)
         self.pad_id = self._special_id(named, "pad_token", _USUAL_PAD)
+        self._said = _tokenizer_config(folder)
 
     def _special_id(
         self, named: dict[str, str] | None, key: str, usual: tuple[str, ...]
@@ -252,14 +338,23 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def encode_prompt(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text).ids)
-
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def token_bytes(self, token_id: int) -> bytes:
         return _token_bytes(self._tokenizer, token_id, byte_level=self._byte_level)
+
+    def around(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer's post-processor adds; transformers gives an mBART its own."""
+        if _tokenizer_class(self._said).startswith(MBART):
+            return _around_of_mbart(self, self._said)
+        encoded = self._tokenizer.encode("a")
+        inside = [place for place, added in enumerate(encoded.special_tokens_mask) if not added]
+        first, last = (inside[0], inside[-1] + 1) if inside else (0, 0)
+        return encoded.ids[:first], encoded.ids[last:]
+
+    def special_id(self, token: str) -> int | None:
+        return _added_id(self._tokenizer, token)
 
 
 def _token_bytes(tokenizer: Any, token_id: int, *, byte_level: bool) -> bytes:
@@ -294,16 +389,43 @@ def _byte_characters() -> dict[str, int]:
 _BYTES = _byte_characters()
 
 
+def _added_id(tokenizer: Any, token: str) -> int | None:
+    """The id of a special token of the library's tokenizer."""
+    found: int | None = tokenizer.token_to_id(token)
+    added = tokenizer.get_added_tokens_decoder()
+    return found if found in added and added[found].special else None
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    path = folder / OPTIONAL_FILES[1]
+    said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return said if isinstance(said, dict) else {}
+
+
+def _tokenizer_class(said: dict[str, Any]) -> str:
+    return str(said.get("tokenizer_class"))
+
+
+def _around_of_mbart(tokenizer: Tokenizer, said: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """An mBART's end token and the source's language; said: tokenizer_config.json."""
+    language = said.get("src_lang") or "en_XX"
+    source, end = tokenizer.special_id(str(language)), tokenizer.end_id
+    if source is None or end is None:
+        where = f"src_lang of {OPTIONAL_FILES[1]}"
+        raise TokenizerError(f"{where} is no language of the tokenizer; got {language!r}")
+    if _tokenizer_class(said).startswith(MBART_50):
+        return [source], [end]
+    return [], [end, source]
+
+
 def _said_around(
-    folder: Path, start_id: int | None, end_id: int | None
+    said: dict[str, Any], start_id: int | None, end_id: int | None
 ) -> tuple[list[int], list[int]]:
     """The ids that tokenizer_config.json puts before and after a text.
 
     Its keys add_bos_token and add_eos_token count for files that say nothing themselves: beside a
     tokenizer.json transformers does not look at them.
     """
-    path = folder / OPTIONAL_FILES[1]
-    said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     before = [] if start_id is None or not said.get("add_bos_token") else [start_id]
     after = [] if end_id is None or not said.get("add_eos_token") else [end_id]
     return before, after

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from text_tensors import BadRequestError
@@ -17,27 +18,62 @@ HIDDEN = {ord("\n"): 0xD800, ord("\r"): 0xD801}
 SHOWN = {hidden: shown for shown, hidden in HIDDEN.items()}
 
 
-class Encoding:
-    """How prompts become ids, by the parameters in config.pbtxt.
+@dataclass(frozen=True)
+class SpecialTokens:
+    """What config.pbtxt says of the tokens around texts.
 
-    pad_id:             fills rows up
-    closing_id:         a token that ends every prompt, if there is one
-    add_special_tokens: prompts get the special tokens that transformers puts around a text
-    end_ids:            ids, comma separated, that end a text besides the model's end_id
+    opening, closing: before and after the encoder's input
+    language: that of them which is the source's language, in a model of several
+    start:    of the decoder, in such a model
+    decoder:  what the decoder begins with; none: its start token alone
+    ends:     what ends a text besides the model's end_id
     """
 
-    def __init__(self, parameters: Mapping[str, str], tokenizer: Tokenizer) -> None:
-        self.pad_id = int(parameters["pad_id"])
-        self.end_ids = [
-            int(number) for number in parameters.get("end_ids", "").split(",") if number
-        ]
-        self._closing = [int(parameters["closing_id"])] if "closing_id" in parameters else []
-        special = "add_special_tokens" in parameters
-        self._encode = tokenizer.encode_prompt if special else tokenizer.encode
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
+    language: int | None
+    start: int
+    decoder: tuple[int, ...]
+    ends: tuple[int, ...]
 
-    def prompt(self, text: str) -> list[int]:
-        """The ids of a prompt."""
-        return [*self._encode(text), *self._closing]
+    @classmethod
+    def of(cls, parameters: Mapping[str, str]) -> SpecialTokens:
+        opening, closing, decoder, ends = (
+            tuple(map(int, parameters.get(name, "").split()))
+            for name in ("opening_id", "closing_id", "decoder_id", "end_ids")
+        )
+        language = int(parameters["language_id"]) if "language_id" in parameters else None
+        start = int(parameters.get("start_id", 0))
+        return cls(opening, closing, language, start, decoder, ends)
+
+    def around(self, ids: Sequence[int], language: int | None = None) -> list[int]:
+        """A text's ids with the tokens around them; language: instead of the usual one."""
+        opening, closing = (
+            [each if language is None or each != self.language else language for each in tokens]
+            for tokens in (self.opening, self.closing)
+        )
+        return [*opening, *ids, *closing]
+
+    def decoder_in(self, language: int) -> list[int]:
+        """What the decoder begins with for a text in that language: in the first mBARTs, which
+        name the source's language last, the language is the start token.
+        """
+        return [language] if self.language in self.closing else [self.start, language]
+
+
+def language_ids(
+    names: Sequence[str] | None, tensor: str, special: SpecialTokens, tokenizer: Tokenizer
+) -> list[int] | None:
+    """The ids of the rows' languages; None where the request names none."""
+    if names is None:
+        return None
+    if special.language is None:
+        raise BadRequestError(f"{tensor}: this model knows no languages")
+    ids = [tokenizer.special_id(name) for name in names]
+    unknown = sorted({name for name, found in zip(names, ids, strict=True) if found is None})
+    if unknown:
+        raise BadRequestError(f"{tensor} must be a language of the tokenizer; got {unknown}")
+    return [found for found in ids if found is not None]
 
 
 def pad_right(rows: Sequence[Sequence[int]], pad_id: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from launcher_scripts.checkpoint.ini_keys import IniKeys, Sections
 from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.bart import BartConfig
 
-BART_EXTENSION_FIELDS = ("max_positions", "norm_eps", "activation", "logits_bias")
+BART_EXTENSION_FIELDS = ("max_positions", "norm_eps", "activation", "logits_bias", "forced_bos_id")
 AGM_EXTENSION_FIELDS = ("attention_scale", "norm_eps", "activation", "logits_bias", "pad_id")
 # Hugging Face's names of activations, which the forks read; their gelu is the tanh form.
 _NAMES = {"gelu": "gelu_new", "gelu_erf": "gelu", "relu": "relu", "silu": "silu"}

@@ -21,6 +21,7 @@ EXTENSION_FIELDS = (
     "max_distance",
     "cross_attention_relative_bias",
     "relative_bias_layer_scaling",
+    "relative_bias_per_layer",
     "normalization",
     "norm_eps",
     "activation",
@@ -31,9 +32,18 @@ EXTENSION_FIELDS = (
     "tied_embeddings",
     "shared_embeddings",
     "encoder_only",
+    "num_kv_heads",
+    "rotary_base",
+    "sandwich_norms",
+    "zero_centered_norm",
+    "embedding_scale",
+    "attention_softcap",
+    "logits_softcap",
+    "sliding_window",
+    "full_attention_layers",
 )
 POSITIONS = "relative_attention_num_buckets_or_max_pos_seq_len"
-_POSITION_TYPES = {"relative": "relative", "learned": "absolute"}
+_POSITION_TYPES = {"relative": "relative", "learned": "absolute", "rope": "rotary"}
 _ACTIVATIONS = {"gelu_erf": "gelu"}
 
 
@@ -47,13 +57,13 @@ def sections(config: T5Config, tp_size: int, weight_data_type: str, name: str) -
         "vocab_size": str(config.vocab_size),
     }
     activation = _ACTIVATIONS.get(config.activation, config.activation)
-    learned = config.position_embedding == "learned"
+    relative = config.position_embedding == "relative"
     sizes = {
         "feed_forward_proj": f"gated-{activation}" if config.gated else activation,
         "d_ff": str(config.ffn_size),
         "d_model": str(config.hidden_size),
         "d_kv": str(config.head_size),
-        POSITIONS: str(config.max_positions if learned else config.num_buckets),
+        POSITIONS: str(config.num_buckets if relative else config.max_positions),
         "num_heads": str(config.num_heads),
     }
     ids = {
@@ -100,12 +110,14 @@ def values(sections: Mapping[str, IniKeys], folder: Path) -> dict[str, Any]:
             "d_ff": "ffn_size",
         }.items()
     }
-    kind = structure.text("position_embedding_type", "relative", ("relative", "absolute"))
+    kinds = tuple(_POSITION_TYPES.values())
+    kind = structure.text("position_embedding_type", "relative", kinds)
     positions = encoder.number(POSITIONS, 32)
     if kind == "relative":
         fields |= {"position_embedding": "relative", "num_buckets": positions}
     else:
-        fields |= {"position_embedding": "learned", "max_positions": positions}
+        learned = "learned" if kind == "absolute" else "rope"
+        fields |= {"position_embedding": learned, "max_positions": positions}
     activation = encoder.values.get("feed_forward_proj", "relu")
     activation = {"geglu": "gated-gelu", "reglu": "gated-relu"}.get(activation, activation)
     fields["activation"] = activation.removeprefix("gated-")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from launcher_scripts.checkpoint.core_options import (
     ACTIVATIONS,
@@ -25,6 +25,7 @@ from launcher_scripts.models.t5 import T5Config
 
 TABLE = "encoder_embedding.word_embeddings.weight"
 _RELATIVE = "encoder_relative_position_embedding.relative_position_embedding.weight"
+Named = TypeVar("Named")
 _LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+)")
 # What is stored twice: the first name stays.
 _COPIES = ("position_embeddings.weight", "output_layer.bias")
@@ -57,7 +58,7 @@ def is_t5(names: Mapping[str, Any]) -> bool:
     return any(name.startswith("encoder.layers.") for name in names)
 
 
-def renamed(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+def renamed(tensors: Mapping[str, Named]) -> dict[str, Named]:
     """The tensors under NeMo's names, without what is stored twice."""
     return {_renamed(name): tensor for name, tensor in tensors.items() if name not in _COPIES}
 

@@ -8,7 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.checkpoint import SOURCES, nemo_training, tokenizer_files
+from launcher_scripts.checkpoint import (
+    SOURCES,
+    huggingface_peft,
+    nemo_training,
+    tokenizer_files,
+)
 from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.fastertransformer import FTWriter
 from launcher_scripts.checkpoint.forecast import Forecast, weight_bytes
@@ -168,7 +173,7 @@ def open_source(
         found = (key for key, source in SOURCES.items() if source.matches(archive))
         name = next(found, "")
         if not name:
-            lacking = nemo_training.without_sizes(archive)
+            lacking = nemo_training.without_sizes(archive) or _adapter_alone(archive)
             text = f"{archive.path} is in no known format{': ' if lacking else ''}{lacking}"
             raise CheckpointError(
                 problem(text, choices=sorted(SOURCES), change="export.model.checkpoint_path")
@@ -186,6 +191,13 @@ def open_source(
             )
         )
     return checkpoint
+
+
+def _adapter_alone(archive: Archive) -> str:
+    """What to say of an adapter in the place of its base; nothing of other checkpoints."""
+    if huggingface_peft.CONFIG_NAME not in archive.names():
+        return ""
+    return "it is an adapter: name it in export.model.adapter_checkpoints, and its base here"
 
 
 def check_parallelism(settings: ExportSettings, config: ModelConfig) -> None:

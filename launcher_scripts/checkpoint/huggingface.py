@@ -26,6 +26,9 @@ from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.untrusted import parse_json
 
 CONFIG_NAME = "config.json"
+GENERATION_NAME = "generation_config.json"
+# What counts of it: the token that texts begin with, which left config.json.
+GENERATION_KEYS = ("forced_bos_token_id",)
 DECODER = ("decoder.", "lm_head.")
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 PREFIXES = ("transformer.", "model.", "gpt_neox.")
@@ -72,7 +75,7 @@ _HEAD = "lm_head.weight"
 
 def _has_own_head(raw: RawConfig, ties: bool) -> bool:
     """Whether config.json promises an output table beside the input's; a T5's encoder has none."""
-    if raw.raw["model_type"] in ("t5", "mt5") and not has_decoder(raw):
+    if raw.raw["model_type"] in ("t5", "mt5", "umt5", "t5gemma") and not has_decoder(raw):
         return False
     return not raw.flag("tie_word_embeddings", ties)
 
@@ -147,6 +150,13 @@ ARCHITECTURES = {
     ),
     "t5": Architecture("t5", configs.t5, "huggingface", _SHARED),
     "mt5": Architecture("t5", configs.t5, "huggingface", _SHARED),
+    "umt5": Architecture("t5", configs.umt5, "huggingface", _SHARED),
+    "t5gemma": Architecture(
+        "t5",
+        configs.t5gemma,
+        "t5gemma",
+        {_HEAD: ("lm_head.out_proj.weight",), "decoder.embed_tokens.weight": (_HEAD,)},
+    ),
     "bart": Architecture("bart", configs.bart, "bart", _SHARED, _scaled),
     "mbart": Architecture("bart", configs.bart, "bart", _SHARED, _scaled),
     "agm": Architecture(
@@ -185,7 +195,7 @@ class HuggingFaceCheckpoint(WholeTensors):
     @classmethod
     def open(cls, archive: Archive, hints: Hints) -> HuggingFaceCheckpoint:
         """Raises CheckpointError for what is damaged, incomplete or not supported."""
-        raw = _read_config(archive)
+        raw = _with_model_type(_read_mapping(archive, CONFIG_NAME))
         row = architecture(raw, archive.path / CONFIG_NAME)
         tensors = _read_weights(archive)
         if hints.encoder_only:
@@ -195,7 +205,8 @@ class HuggingFaceCheckpoint(WholeTensors):
         heads = {_HEAD, *row.tied.get(_HEAD, ())}
         headless = not heads & tensors.keys() and not hints.encoder_only
         _untied(tensors, row.tied)
-        values = RawConfig(raw, tensors.keys(), archive.path / CONFIG_NAME)
+        said = raw | _generation(archive)
+        values = RawConfig(said, tensors.keys(), archive.path / CONFIG_NAME)
         if headless and _has_own_head(values, row.ties):
             values.problems.add(f"{_HEAD} is missing, and tie_word_embeddings is false")
         variants = (row.dialect + variant for variant in row.variants(values))
@@ -223,7 +234,8 @@ class HuggingFaceCheckpoint(WholeTensors):
         """
         said = generation_keys(self.raw)
         own = {tokenizer_files.GENERATION_FILE: json.dumps(said, indent=2).encode()} if said else {}
-        return own | tokenizer_files.plain_files(self.archive)
+        more = tokenizer_files.FAIRSEQ_SETS if self.raw.get("model_type") == "mbart" else ()
+        return own | tokenizer_files.plain_files(self.archive, more=more)
 
     def details(self) -> dict[str, Any]:
         """What the manifest records besides path, format and dialects."""
@@ -255,13 +267,30 @@ def _check_heads(config: Any, tensors: Mapping[str, SourceTensor], problems: Pro
         )
 
 
-def _read_config(archive: Archive) -> Mapping[str, Any]:
+def _with_model_type(raw: dict[str, Any]) -> dict[str, Any]:
+    """config.json with its model_type, which the published umT5s only say by their class."""
+    classes = raw.get("architectures")
+    if "model_type" in raw or not isinstance(classes, list):
+        return raw
+    umt5 = any(str(name).startswith("UMT5") for name in classes)
+    return raw | {"model_type": "umt5"} if umt5 else raw
+
+
+def _generation(archive: Archive) -> dict[str, Any]:
+    """What generation_config.json, if there is one, says of GENERATION_KEYS."""
+    if GENERATION_NAME not in archive.names():
+        return {}
+    said = _read_mapping(archive, GENERATION_NAME)
+    return {key: said[key] for key in GENERATION_KEYS if key in said}
+
+
+def _read_mapping(archive: Archive, name: str) -> dict[str, Any]:
     try:
-        raw = parse_json(archive.read(CONFIG_NAME))
+        raw = parse_json(archive.read(name))
     except ValueError as error:
-        raise CheckpointError(f"{CONFIG_NAME} of {archive.path} is damaged: {error}") from error
+        raise CheckpointError(f"{name} of {archive.path} is damaged: {error}") from error
     if not isinstance(raw, dict):
-        raise CheckpointError(f"{CONFIG_NAME} of {archive.path} holds no mapping")
+        raise CheckpointError(f"{name} of {archive.path} holds no mapping")
     return raw
 
 

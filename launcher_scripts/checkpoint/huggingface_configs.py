@@ -6,6 +6,8 @@ it: version 5 reports every T5 as tied, and keeps whether logits are scaled unde
 
 from __future__ import annotations
 
+from typing import Any
+
 from launcher_scripts.checkpoint.huggingface_raw import ACTIVATIONS, RawConfig
 from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.bart import BartConfig
@@ -109,10 +111,11 @@ def xglm(raw: RawConfig) -> GPTConfig:
 
 def has_decoder(raw: RawConfig) -> bool:
     """Whether a T5's checkpoint holds more than its encoder."""
-    return any(key.startswith("decoder.block.") for key in raw.keys)
+    return any(key.startswith(("decoder.block.", "decoder.layers.")) for key in raw.keys)
 
 
-def t5(raw: RawConfig) -> T5Config:
+def t5(raw: RawConfig, **fields: Any) -> T5Config:
+    """fields: what a model type that descends from it says otherwise."""
     encoder_only = not has_decoder(raw)
     layers = raw.size("num_layers")
     gated, _, activation = raw.text("feed_forward_proj", default="relu").rpartition("-")
@@ -145,7 +148,86 @@ def t5(raw: RawConfig) -> T5Config:
         start_id=raw.token("decoder_start_token_id", raw.token("pad_token_id", 0)),
         end_id=raw.token("eos_token_id", 1),
         pad_id=raw.token("pad_token_id", 0),
+        **fields,
     )
+
+
+def umt5(raw: RawConfig) -> T5Config:
+    return t5(raw, relative_bias_per_layer=True)
+
+
+_SAME_OF_STACKS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim"),
+    *("num_key_value_heads", "rms_norm_eps", "hidden_activation", "query_pre_attn_scalar"),
+    *("sliding_window", "attn_logit_softcapping", "rope_parameters", "rope_theta", "rope_scaling"),
+    *("attention_bias", "max_position_embeddings"),
+)
+
+
+def t5gemma(raw: RawConfig) -> T5Config:
+    encoder, decoder = raw.section("encoder"), raw.section("decoder")
+    for name in _SAME_OF_STACKS:
+        if encoder.raw.get(name) != decoder.raw.get(name):
+            what = f"{name} of encoder and decoder must be the same"
+            raw.problems.add(what, got=(encoder.raw.get(name), decoder.raw.get(name)))
+    encoder.unused(*_SAME_OF_STACKS, "final_logit_softcapping")  # it has no logits
+    decoder.only("cross_attention_hidden_size", encoder.raw.get("hidden_size"))
+    for stack in (encoder, decoder):
+        for switch in ("attention_bias", "use_bidirectional_attention"):
+            stack.only(switch, False)
+    raw.unused("vocab_size")  # it repeats the decoder's
+    rope = decoder.section("rope_parameters", "rope_scaling")
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind != "default":
+        raw.problems.add("unknown rope_type", got=kind, choices=("default",))
+    hidden, heads = decoder.size("hidden_size"), decoder.size("num_attention_heads")
+    window = decoder("sliding_window", default=None)
+    encoder_only = not has_decoder(raw)
+    return T5Config(
+        vocab_size=decoder.size("vocab_size"),
+        num_layers=encoder.size("num_hidden_layers"),
+        hidden_size=hidden,
+        num_heads=heads,
+        head_size=decoder.size("head_dim", default=hidden // heads),
+        ffn_size=decoder.size("intermediate_size"),
+        num_decoder_layers=0 if encoder_only else decoder.size("num_hidden_layers"),
+        position_embedding="rope",
+        max_positions=decoder.size("max_position_embeddings"),
+        norm_eps=decoder.real("rms_norm_eps", default=1e-6),
+        activation=decoder.activation("hidden_activation", "gelu_pytorch_tanh"),
+        gated=True,
+        attention_scale=decoder.size("query_pre_attn_scalar", default=256) ** -0.5,
+        tied_embeddings="lm_head.weight" not in raw.keys,
+        shared_embeddings="decoder.embed_tokens.weight" not in raw.keys,
+        encoder_only=encoder_only,
+        start_id=raw.token("decoder_start_token_id", decoder.token("bos_token_id", 2)),
+        end_id=decoder.token("eos_token_id", 1),
+        pad_id=decoder.token("pad_token_id", 0),
+        num_kv_heads=decoder.size("num_key_value_heads", default=heads),
+        rotary_base=rope.real("rope_theta", decoder.real("rope_theta", 10000.0)),
+        sandwich_norms=True,
+        zero_centered_norm=True,
+        embedding_scale=hidden**0.5,
+        attention_softcap=decoder("attn_logit_softcapping", default=None),
+        logits_softcap=decoder("final_logit_softcapping", default=None),
+        sliding_window=window,
+        full_attention_layers=_full_layers(encoder, decoder) if window else None,
+    )
+
+
+def _full_layers(encoder: RawConfig, decoder: RawConfig) -> str:
+    """The numbers of the layers without a window, which both stacks must agree on."""
+    stacks = [
+        stack("layer_types", default=["sliding_attention", "full_attention"] * 500)
+        for stack in (encoder, decoder)
+    ]
+    kinds = max(stacks, key=len)
+    for name, each in zip(("encoder", "decoder"), stacks, strict=True):
+        if each != kinds[: len(each)] or not set(each) <= {"sliding_attention", "full_attention"}:
+            encoder.problems.add(f"layer_types of the {name} are not supported", got=each)
+    most = max(stack.size("num_hidden_layers") for stack in (encoder, decoder))
+    full = [number for number, kind in enumerate(kinds[:most]) if kind == "full_attention"]
+    return ",".join(map(str, full))
 
 
 def bart(raw: RawConfig) -> BartConfig:
@@ -159,6 +241,9 @@ def bart(raw: RawConfig) -> BartConfig:
     ):
         raw.only(name, value)
     raw.unused("num_hidden_layers")  # it repeats encoder_layers
+    forced = None
+    if raw.flag("force_bos_token_to_be_generated", default=False):  # the first BARTs' name for it
+        forced = raw.token("bos_token_id", 0)
     return BartConfig(
         vocab_size=raw.size("vocab_size"),
         num_layers=raw.size("encoder_layers"),
@@ -176,6 +261,7 @@ def bart(raw: RawConfig) -> BartConfig:
         start_id=raw.token("decoder_start_token_id", 2),
         end_id=raw.token("eos_token_id", 2),
         pad_id=raw.token("pad_token_id", 1),
+        forced_bos_id=raw.token("forced_bos_token_id", forced),
     )
 
 

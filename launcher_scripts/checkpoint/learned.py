@@ -1,8 +1,9 @@
 """A source checkpoint together with the parts that were learned on top of it.
 
-To the export it looks like any other source: LoRA changes the tensors that are found, prompt
+To the export it looks like any other source: NeMo's LoRA changes the tensors that are found, prompt
 tables, IA3 vectors and adapters are further tensors, for the rows that models/learned_parts.py
-adds to the weight table. IA3 that is folded in scales the stored form of the weights.
+adds to the weight table. Adapters of other tools change the stored form of the weights
+(merging.py), and so does IA3 that is folded in.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher_scripts.checkpoint import core_peft, huggingface_peft
+from launcher_scripts.checkpoint.archive import Archive
+from launcher_scripts.checkpoint.distributed import METADATA
 from launcher_scripts.checkpoint.learned_collect import (
     COLLECT,
     Collected,
@@ -21,11 +25,13 @@ from launcher_scripts.checkpoint.learned_collect import (
     opened,
 )
 from launcher_scripts.checkpoint.lora import LoRA, MergedTensor
+from launcher_scripts.checkpoint.merging import Adapter
+from launcher_scripts.checkpoint.nemo_files import config_files
 from launcher_scripts.checkpoint.plan import Scale, SourceCheckpoint, Task
 from launcher_scripts.checkpoint.shards import Shards, find_whole
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.tokenizer_files import TokenRule
-from launcher_scripts.errors import CheckpointError, LauncherError, Problems
+from launcher_scripts.errors import CheckpointError, LauncherError, Problems, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import Partition
 from launcher_scripts.models.learned_parts import (
@@ -34,6 +40,7 @@ from launcher_scripts.models.learned_parts import (
     ia3_keys,
     ia3_sites,
 )
+from launcher_scripts.models.nemo_config import CONFIG_NAME as NEMO_CONFIG
 from launcher_scripts.settings import ExportSettings
 
 FAMILIES = ("gpt", "t5")
@@ -46,6 +53,7 @@ class LearnedCheckpoint:
     config:          base's hyperparameters with the parts in
     shards:          the rows of the parts, under their own names
     loras:           name of one of base's tensors -> what is merged into it
+    adapters:        adapters of other makers, to be merged
     folded:          name of a vector, behind its task's number -> shards, to be folded in
     sources:         kind of part -> its checkpoints, in order
     starts_with_pad: prompts were trained with a decoder that starts with the padding token
@@ -59,6 +67,7 @@ class LearnedCheckpoint:
     notes: tuple[str, ...]
     sources: Mapping[str, Sequence[str]]
     starts_with_pad: bool = False
+    adapters: Sequence[Adapter] = ()
 
     @property
     def dialects(self) -> tuple[str, ...]:
@@ -71,6 +80,9 @@ class LearnedCheckpoint:
     @property
     def token_rule(self) -> TokenRule | None:
         return self.base.token_rule
+
+    def stored_name(self, name: str) -> str:
+        return self.base.stored_name(name)
 
     def tokenizer_files(self) -> dict[str, bytes]:
         return self.base.tokenizer_files()
@@ -96,9 +108,16 @@ class LearnedCheckpoint:
         return found
 
     def fold(self, tasks: Iterable[Task]) -> list[Task]:
-        """The tasks, scaled by the IA3 vectors that are folded in."""
-        if not self.folded:
-            return list(tasks)
+        """The tasks, with the adapters merged, and scaled by the IA3 vectors that are folded in.
+
+        Raises CheckpointError with all of an adapter that does not fit the base.
+        """
+        found = list(tasks)
+        for adapter in self.adapters:
+            found = adapter.merged(found)
+        return self._scaled(found) if self.folded else found
+
+    def _scaled(self, tasks: Iterable[Task]) -> list[Task]:
         family = family_of(self.config).name
         sites: dict[str, list[IA3Site]] = {}
         for site in ia3_sites(family):
@@ -108,10 +127,13 @@ class LearnedCheckpoint:
         return [
             dataclasses.replace(
                 task,
-                scales=tuple(
-                    scale
-                    for site in sites.get(task.spec.name, ())
-                    for scale in self._scales(site, task)
+                changes=(
+                    *task.changes,
+                    *(
+                        scale
+                        for site in sites.get(task.spec.name, ())
+                        for scale in self._scales(site, task)
+                    ),
                 ),
             )
             for task in tasks
@@ -142,17 +164,20 @@ def with_learned_parts(
         "ia3": settings.ia3_checkpoints,
         "adapter": settings.adapter_checkpoints,
     }
-    if not any(lists.values()):
+    if not any(lists.values()) and not base.adapters:
         return None
     problems = Problems("the learned parts")
     family = family_of(base.config).name
     if family not in FAMILIES:
         problems.add("this family takes no learned parts", got=family, choices=FAMILIES)
         problems.raise_if_any(CheckpointError)
-    found = Collected()
+    found = Collected(adapters=list(base.adapters))
     for kind, paths in lists.items():
         for number, path in enumerate(paths):
             try:
+                if kind == "adapter" and (adapter := _read_adapter(Path(path), base)):
+                    found.adapters.append(adapter)
+                    continue
                 part = opened(Path(path), kind, family, scratch)
                 COLLECT[kind](part, number, found, base, settings.ia3_in_place)
             except LauncherError as error:
@@ -170,7 +195,26 @@ def with_learned_parts(
         found.shards,
         found.loras,
         found.folded,
-        (*base.notes, *found.notes),
+        (*base.notes, *found.notes, *(note for each in found.adapters for note in each.notes)),
         {kind: list(paths) for kind, paths in lists.items()},
         found.starts_with_pad,
+        found.adapters,
     )
+
+
+def _read_adapter(path: Path, base: SourceCheckpoint) -> Adapter | None:
+    """An adapter of another maker than NeMo 1; None for what is none."""
+    found = next((each for each in (huggingface_peft, core_peft) if each.matches(path)), None)
+    if found is None:
+        if path.is_dir() and not config_files(Archive(path)):
+            files = (
+                f"{huggingface_peft.CONFIG_NAME} (Hugging Face PEFT)",
+                f"{METADATA} and .metadata (NeMo 2, Megatron Bridge)",
+                f"{NEMO_CONFIG} (NeMo 1)",
+            )
+            raise CheckpointError(problem(f"{path} holds no adapter that is known", choices=files))
+        return None
+    try:
+        return found.read_adapter(path, base)
+    except LauncherError as error:
+        raise CheckpointError(str(error)) from error  # one message, which names the adapter

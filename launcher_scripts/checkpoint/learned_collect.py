@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.checkpoint.lora import LoRA
+from launcher_scripts.checkpoint.merging import Adapter
 from launcher_scripts.checkpoint.nemo_options import section
 from launcher_scripts.checkpoint.nemo_parts import PartFile, read_parts, selects_layers
 from launcher_scripts.checkpoint.plan import SourceCheckpoint
@@ -27,13 +28,18 @@ KEYS = {
 
 @dataclass
 class Collected:
-    """What all checkpoints of parts hold together, in order."""
+    """What all checkpoints of parts hold together, in order.
+
+    inserted: NeMo's checkpoints of adapters that stay modules of their own
+    adapters: what is merged into the stored form
+    """
 
     shards: dict[str, tuple[SourceTensor, ...]] = field(default_factory=dict)
     loras: dict[str, list[LoRA]] = field(default_factory=dict)
     folded: dict[str, tuple[SourceTensor, ...]] = field(default_factory=dict)
     tasks: list[PromptTask] = field(default_factory=list)
-    adapters: list[PartFile] = field(default_factory=list)
+    inserted: list[PartFile] = field(default_factory=list)
+    adapters: list[Adapter] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     starts_with_pad: bool = False
 
@@ -87,7 +93,7 @@ def _collect_adapters(
 ) -> None:
     problems = Problems(str(part.path))
     if part.adapters:
-        found.adapters.append(part)
+        found.inserted.append(part)
         found.shards.update(part.adapters)
     for name, sides in part.loras.items():
         if set(sides) != {"in", "out"}:
@@ -137,10 +143,10 @@ def found_parts(
     in_place: bool,
     problems: Problems,
 ) -> LearnedParts:
-    if len(found.adapters) > 1:
+    if len(found.inserted) > 1:
         problems.add(
             "a model takes one set of adapters",
-            got=[part.path.name for part in found.adapters],
+            got=[part.path.name for part in found.inserted],
             change=KEYS["adapter"],
         )
     values: dict[str, Any] = {}
@@ -151,7 +157,7 @@ def found_parts(
         }
     if lists["ia3"]:
         values |= {"ia3_adapted": True} if in_place else {"ia3_num_tasks": len(lists["ia3"])}
-    for part in found.adapters[:1]:
+    for part in found.inserted[:1]:
         values |= _adapter_values(part, problems)
     return LearnedParts(**values)
 

@@ -8,8 +8,9 @@ Megatron-LM core (`--ckpt-format torch`) have the core's names.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
@@ -91,15 +92,7 @@ class MegatronCheckpoint(TensorShards):
                 problem(f"{archive.path}: unknown version", got=version, choices=_VERSIONS)
             )
         args = first["args"].state if isinstance(first.get("args"), Namespace) else {}
-        shards = merged_stages(
-            [
-                [
-                    _tensors(rank, f"{file} of {archive.path}")
-                    for rank, file in zip(*stage, strict=True)
-                ]
-                for stage in zip(loaded, files, strict=True)
-            ]
-        )
+        shards = merged_stages(_stages(archive, files, loaded, args))
         if TABLE not in shards:
             raise CheckpointError(problem(f"{archive.path} lacks the word embeddings", got=TABLE))
         origin = f"the checkpoint {archive.path}"
@@ -198,19 +191,53 @@ class _Inert(Mapping[tuple[str, str], Any]):
 def _load(archive: Archive, name: str) -> Mapping[str, Any]:
     origin = f"{name} of {archive.path}"
     loaded = torch_file.load(archive.region(name), origin, _Inert())
-    if not isinstance(loaded, dict) or not isinstance(loaded.get("model"), dict):
-        virtual = isinstance(loaded, dict) and "model0" in loaded
-        raise CheckpointError(
-            f"{origin} was saved by a run with virtual pipeline stages, which is not supported"
-            if virtual
-            else f"{origin} holds no model"
-        )
+    if not isinstance(loaded, dict) or not _models(loaded):
+        raise CheckpointError(f"{origin} holds no model")
     return loaded
 
 
-def _tensors(loaded: Mapping[str, Any], origin: str) -> StateDict:
+def _models(loaded: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What one rank holds: its model, or `model0`, `model1`, ... of its virtual stages, up to the
+    first that is missing."""
+    names = ["model"] if "model" in loaded else (f"model{number}" for number in count())
+    found = (loaded.get(name) for name in names)
+    return list(takewhile(lambda model: isinstance(model, dict), found))
+
+
+def _stages(
+    archive: Archive,
+    files: Sequence[Sequence[str]],
+    loaded: Sequence[Sequence[Mapping[str, Any]]],
+    args: Mapping[str, Any],
+) -> list[list[StateDict]]:
+    """The state dicts in the order of the layers they hold, [stage of a chunk][rank].
+
+    The first chunks of all pipeline stages come first, then the second ones: so do the layers,
+    however many of them a chunk holds (Megatron-LM core, get_transformer_layer_offset).
+    """
+    stages = [[_models(rank) for rank in stage] for stage in loaded]
+    counts = {len(chunks) for stage in stages for chunks in stage}
+    said = args.get("virtual_pipeline_model_parallel_size") or max(counts)
+    if counts != {said}:
+        raise CheckpointError(
+            problem(
+                f"{archive.path} does not hold its virtual pipeline stages",
+                got=sorted(counts),
+                choices=[said],
+            )
+        )
+    return [
+        [
+            _tensors(chunks[number], f"{file} of {archive.path}")
+            for chunks, file in zip(stage, names, strict=True)
+        ]
+        for number in range(said)
+        for stage, names in zip(stages, files, strict=True)
+    ]
+
+
+def _tensors(model: Mapping[str, Any], origin: str) -> StateDict:
     """Name -> tensor, with the names of NeMo's classic GPTs."""
-    model = loaded["model"]
     if not isinstance(model.get("language_model", model), dict):
         raise CheckpointError(f"{origin} holds no language model")
     found = {}

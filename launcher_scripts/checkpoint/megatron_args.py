@@ -17,10 +17,9 @@ from launcher_scripts.checkpoint.shards import Shards
 from launcher_scripts.errors import CheckpointError, Problems
 from launcher_scripts.models.gpt import GPTConfig
 
-# What the core's layers can do and these cannot, and what splits a rank's file.
+# What the core's layers can do and these cannot.
 _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
     "group_query_attention": (None, False),
-    "num_layers_per_virtual_pipeline_stage": (None,),
     "qk_layernorm": (None, False),
 }
 

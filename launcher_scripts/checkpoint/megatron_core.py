@@ -8,11 +8,12 @@ NeMo 2 in `context/model.yaml` beside the folder `weights`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
 from launcher_scripts.checkpoint import (
+    core_adapters,
     core_options,
     core_t5,
     distributed,
@@ -20,6 +21,7 @@ from launcher_scripts.checkpoint import (
     torch_file,
 )
 from launcher_scripts.checkpoint.archive import Archive
+from launcher_scripts.checkpoint.core_adapters import PeftSettings
 from launcher_scripts.checkpoint.core_options import CoreOptions
 from launcher_scripts.checkpoint.distributed import Stored
 from launcher_scripts.checkpoint.hints import Hints
@@ -29,6 +31,7 @@ from launcher_scripts.checkpoint.megatron import (
     the_latest,
     training_arguments,
 )
+from launcher_scripts.checkpoint.merging import Adapter
 from launcher_scripts.checkpoint.nemo_state import stripped
 from launcher_scripts.checkpoint.pickles import AnyGlobal
 from launcher_scripts.checkpoint.source_checkpoint import WholeTensors
@@ -62,6 +65,7 @@ class MegatronCoreCheckpoint(WholeTensors):
     args:     Megatron-LM's arguments, {} of another tool
     config:   the hyperparameters; token ids still the defaults
     dialects: dialects of the weight table, the first that has a row wins
+    adapters: adapters that were saved together with the model
     """
 
     format: ClassVar[str] = "megatron_core"
@@ -74,22 +78,25 @@ class MegatronCoreCheckpoint(WholeTensors):
     dialects: tuple[str, ...]
     tensors: Mapping[str, SourceTensor]
     notes: tuple[str, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
 
     @classmethod
     def matches(cls, archive: Archive) -> bool:
         """Whether there is a distributed checkpoint."""
-        return bool(_roots(archive))
+        return bool(roots(archive))
 
     @classmethod
     def open(cls, archive: Archive, _hints: Hints) -> MegatronCoreCheckpoint:
         """Raises CheckpointError for what is damaged, incomplete or not supported."""
-        root = the_latest(archive, _roots(archive))
+        root = the_latest(archive, roots(archive))
         stored = distributed.read_stored(archive, root)
-        tensors = stripped(
-            {name.removeprefix("module."): tensor for name, tensor in stored.tensors.items()}
-        )
+        tensors, own = core_adapters.separated(model_names(stored.tensors))
         if TABLE not in tensors:
-            raise CheckpointError(problem(f"{archive.path} lacks the word embeddings", got=TABLE))
+            raise CheckpointError(
+                f"{archive.path} holds adapters alone: name it in export.model.adapter_checkpoints"
+                if own
+                else problem(f"{archive.path} lacks the word embeddings", choices=[TABLE])
+            )
         tool, args, options = _read_options(archive, root, stored)
         if options.tied_embeddings:
             tensors.pop(HEAD, None)
@@ -101,7 +108,14 @@ class MegatronCoreCheckpoint(WholeTensors):
             gpt = core_options.read_gpt(options)
             config, dialects = gpt.config(tensors[TABLE].shape[0]), gpt.dialects(tensors)
         notes = options.check_keys()
-        return cls(archive, root, tool, args, config, dialects, tensors, notes)
+        found = cls(archive, root, tool, args, config, dialects, tensors, notes)
+        return replace(found, adapters=found.own_adapters(own)) if own else found
+
+    def own_adapters(self, tensors: Mapping[str, SourceTensor]) -> tuple[Adapter, ...]:
+        """Those that were saved together with the base."""
+        settings = peft_settings(self.archive, self.root)
+        path = self.archive.path
+        return (core_adapters.adapter_of(path, tensors, settings, self.config, self.dialects),)
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """Exported name -> content of the tokenizer that Bridge and NeMo 2 keep with the model."""
@@ -130,7 +144,12 @@ class MegatronCoreCheckpoint(WholeTensors):
         return {"tool": self.tool, "folder": self.root.rstrip("/")}
 
 
-def _roots(archive: Archive) -> set[str]:
+def model_names(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+    """The tensors without a common prefix, without what inference does not need."""
+    return stripped({name.removeprefix("module."): tensor for name, tensor in tensors.items()})
+
+
+def roots(archive: Archive) -> set[str]:
     """Folders that hold a distributed checkpoint, "" or ending in `/`."""
     names = archive.names()
     return {
@@ -174,6 +193,30 @@ def _read_options(
             )
         )
     return "Megatron-LM", args, core_options.of_arguments(args, f"the arguments in {archive.path}")
+
+
+def peft_settings(archive: Archive, root: str) -> PeftSettings:
+    """How the adapters in the checkpoint below `root` were trained.
+
+    Raises CheckpointError where it does not say so.
+    """
+    names, context = archive.names(), _parent(root) + CONTEXT
+    nemo = root.endswith(WEIGHTS) and context in names
+    tool = (context, "model_transform", "config") if nemo else (root + RUN_CONFIG, "peft", "model")
+    file, key, model = tool
+    if file in names:
+        origin = f"section {key} of {file}"
+        size = _section(archive, file, model, origin).get("tensor_model_parallel_size") or 1
+        return PeftSettings(_section(archive, file, key, origin), origin, int(size), nemo)
+    raise CheckpointError(
+        problem(
+            f"{archive.path} does not say how its adapters were trained",
+            choices=[
+                f"section peft of {root}{RUN_CONFIG} (Megatron Bridge)",
+                f"section model_transform of {context} (NeMo 2)",
+            ],
+        )
+    )
 
 
 def _section(archive: Archive, name: str, key: str, origin: str) -> Mapping[str, Any]:

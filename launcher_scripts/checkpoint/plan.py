@@ -50,6 +50,15 @@ class SourceCheckpoint(Protocol):
         """The ids the model was trained with, given its tokenizer; None: the tokenizer's own."""
         ...
 
+    def stored_name(self, name: str) -> str:
+        """What the checkpoint's files call a tensor, for errors."""
+        ...
+
+    @property
+    def adapters(self) -> Sequence[Any]:
+        """Adapters (merging.Adapter) that were saved together with their base."""
+        ...
+
     def tokenizer_files(self) -> dict[str, bytes]:
         """Exported name -> content of the checkpoint's own tokenizer; an error if it has none."""
         ...
@@ -67,6 +76,18 @@ class SourceCheckpoint(Protocol):
     def find(self, name: str, partition: Partition, sections: int = 1) -> SourceTensor | None: ...
 
 
+class Change(Protocol):
+    """What learning left for a stored tensor, applied when that is read."""
+
+    def apply(self, blocks: Blocks) -> Blocks:
+        """The blocks (see reshard.py), changed in float32."""
+        ...
+
+    def sources(self) -> Iterable[tuple[str, SourceTensor]]:
+        """What it is made of, by names for errors."""
+        ...
+
+
 @dataclass(frozen=True)
 class Scale:
     """A vector that multiplies a stored tensor: one block of its columns, or its rows.
@@ -77,24 +98,28 @@ class Scale:
     vector: SourceTensor
     block: int | None
 
+    def sources(self) -> Iterable[tuple[str, SourceTensor]]:
+        return [("a vector of IA3", self.vector)]
+
     def apply(self, blocks: Blocks) -> Blocks:
         """The blocks, scaled in float32."""
         values = widened(self.vector.read()).astype(np.float32)
         if self.block is None:
-            return [[_float32(unit) * values[:, None] for unit in block] for block in blocks]
+            return [[float32(unit) * values[:, None] for unit in block] for block in blocks]
         scaled, start = [], 0
         for unit in blocks[self.block]:
             stop = start + unit.shape[-1]
-            scaled.append(_float32(unit) * values[start:stop])
+            scaled.append(float32(unit) * values[start:stop])
             start = stop
         # Columns that stand side by side in one file have one type.
         return [
-            scaled if number == self.block else [_float32(unit) for unit in block]
+            scaled if number == self.block else [float32(unit) for unit in block]
             for number, block in enumerate(blocks)
         ]
 
 
-def _float32(values: np.ndarray) -> np.ndarray:
+def float32(values: np.ndarray) -> np.ndarray:
+    """Floats of any type as float32; the same array where they are."""
     return widened(values).astype(np.float32, copy=False)
 
 
@@ -102,8 +127,8 @@ def _float32(values: np.ndarray) -> np.ndarray:
 class Task:
     """One tensor to export: a row of the table, its layer, and the source tensors it is made of.
 
-    keys:   the names of these in the source
-    scales: what multiplies the stored form, in order
+    keys:    the names of these in the source
+    changes: what learning left for the stored form, in order
     """
 
     spec: WeightSpec
@@ -112,7 +137,7 @@ class Task:
     layout: Layout
     keys: tuple[str, ...]
     tensors: tuple[SourceTensor, ...]
-    scales: tuple[Scale, ...] = ()
+    changes: tuple[Change, ...] = ()
 
     @property
     def name(self) -> str:
@@ -135,8 +160,8 @@ class Task:
         """
         tensors = enumerate(self.tensors)
         blocks = self._applied([tensor.read(workspace, f"source {n}") for n, tensor in tensors])
-        for scale in self.scales:
-            blocks = scale.apply(blocks)
+        for change in self.changes:
+            blocks = change.apply(blocks)
         return blocks
 
     def check(self, problems: Problems) -> None:
@@ -162,10 +187,15 @@ class Task:
             )
 
     def _applied(self, values: Sequence[np.ndarray]) -> Blocks:
-        result = self.layout.apply(values, self.config)
-        if isinstance(result, np.ndarray):
-            return whole_blocks(self.spec, self.config, result)
-        return result
+        return stored_blocks(self.layout, values, self.spec, self.config)
+
+
+def stored_blocks(
+    layout: Layout, values: Sequence[np.ndarray], spec: WeightSpec, config: ModelConfig
+) -> Blocks:
+    """The stored form of the source tensors of one row, which lie as `layout` says."""
+    result = layout.apply(values, config)
+    return whole_blocks(spec, config, result) if isinstance(result, np.ndarray) else result
 
 
 def make_plan(checkpoint: SourceCheckpoint, specs: Iterable[WeightSpec], origin: str) -> list[Task]:
@@ -182,7 +212,7 @@ def make_plan(checkpoint: SourceCheckpoint, specs: Iterable[WeightSpec], origin:
     claimed: set[str] = set()
     unread: list[str] = []
     for spec in specs:
-        source = _source(spec, checkpoint.dialects)
+        source = source_of(spec, checkpoint.dialects)
         if source is None:
             unread += [spec.name] if spec.required else []
             continue
@@ -194,7 +224,7 @@ def make_plan(checkpoint: SourceCheckpoint, specs: Iterable[WeightSpec], origin:
                 tasks.append(task)
     for name in unread:
         problems.add(f"{'/'.join(checkpoint.dialects)} has no row for {name}")
-    _note_unclaimed(names - claimed, problems)
+    _note_unclaimed({checkpoint.stored_name(name) for name in names - claimed}, problems)
     problems.raise_if_any(CheckpointError)
     return tasks
 
@@ -214,7 +244,8 @@ def _note_impossible_depth(
     problems.raise_if_any(CheckpointError)
 
 
-def _source(spec: WeightSpec, dialects: Sequence[str]) -> Source | None:
+def source_of(spec: WeightSpec, dialects: Sequence[str]) -> Source | None:
+    """Where a row finds its tensors: the first of the dialects that says so."""
     if STORED in dialects:
         return Source((spec.name,))
     return next((spec.sources[name] for name in dialects if name in spec.sources), None)
@@ -229,6 +260,7 @@ def _task(
 ) -> tuple[Task | None, list[str]]:
     layout = lookup(LAYOUTS, source.layout, "layout")
     keys = [key if layer is None else key.replace("*", str(layer)) for key in source.keys]
+    stored = tuple(checkpoint.stored_name(key) for key in keys)
     found = []
     for key in keys:
         try:
@@ -237,13 +269,13 @@ def _task(
         except CheckpointError as error:
             problems.add(f"{key}: {error}")
             return None, keys
-    missing = [key for key, tensor in zip(keys, found, strict=True) if tensor is None]
+    missing = [name for name, tensor in zip(stored, found, strict=True) if tensor is None]
     if missing and (spec.required or len(missing) < len(keys)):
         problems.add(f"{', '.join(missing)} is missing")
     if missing:
         return None, keys
     tensors = tuple(tensor for tensor in found if tensor is not None)
-    return Task(spec, layer, checkpoint.config, layout, tuple(keys), tensors), keys
+    return Task(spec, layer, checkpoint.config, layout, stored, tensors), keys
 
 
 def _note_unclaimed(names: set[str], problems: Problems) -> None:

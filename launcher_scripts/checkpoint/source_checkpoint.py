@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from launcher_scripts.checkpoint.archive import Archive
+from launcher_scripts.checkpoint.merging import Adapter
 from launcher_scripts.checkpoint.shards import Shards, find_whole
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
 from launcher_scripts.models.family import Partition
@@ -30,6 +31,15 @@ class ReadCheckpoint:
     def knows_token_ids(self) -> bool:
         """The ids are the tokenizer's."""
         return False
+
+    def stored_name(self, name: str) -> str:
+        """What the checkpoint's files call a tensor, for errors."""
+        return name
+
+    @property
+    def adapters(self) -> Sequence[Adapter]:
+        """Adapters that were saved together with their base."""
+        return ()
 
     def extra_files(self) -> dict[str, bytes]:
         """Other files to put beside the weights."""

@@ -11,18 +11,21 @@ from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
 from launcher_scripts.checkpoint.manifest import FILE_NAME as MANIFEST_NAME
 from launcher_scripts.checkpoint.manifest import check_file_list, write_file_list
 from launcher_scripts.contracts_text import TextContract
-from launcher_scripts.errors import CheckpointError, Problems
+from launcher_scripts.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
+from launcher_scripts.models.bart import BartConfig
+from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.render import render
 from launcher_scripts.settings import ExportSettings
-from launcher_scripts.tokenizer import tokenizer_files
+from launcher_scripts.tokenizer import Tokenizer, TokenizerError, load_tokenizer, tokenizer_files
 from launcher_scripts.untrusted import parse_json
 
 # The roles of the model that takes text and gives text; one code serves both.
 WHOLE = ("ensemble", "text")
 TOKEN_MODEL = "token_model"  # the parameter that names the model behind it
 # The sources whose tokenizers are transformers' own.
-WITH_SPECIAL_TOKENS = ("huggingface", "gguf")
+TRANSFORMERS = ("huggingface", "gguf")
 # Those of the token model's inputs that every text request has.
 _ENCODED = ("INPUT_ID", "REQUEST_INPUT_LEN", "REQUEST_OUTPUT_LEN")
 
@@ -90,21 +93,24 @@ def parameters(
 
 
 def encoding_parameters(checkpoint: FTCheckpoint) -> dict[str, Any]:
-    """How prompts become ids: the parameters of text_encoding.Encoding.
+    """What fills rows up, and the tokens around an input where the model was trained so.
 
-    Prompts of a model from transformers get the special tokens that its tokenizer adds, which for
-    a T5 is the end token alone. NeMo adds nothing.
+    The T5 models of transformers end their inputs with the end token, NeMo's do not; those around
+    the inputs of a BART, a T5Gemma or a decoder from transformers are the tokenizer's.
     """
     config = checkpoint.config
     parameters: dict[str, Any] = {
         "pad_id": config.end_id if config.pad_id is None else config.pad_id
     }
     source = checkpoint.manifest.source if checkpoint.manifest is not None else {}
-    if source.get("format") in WITH_SPECIAL_TOKENS:
-        t5 = family_of(config).name == "t5"
-        parameters |= {"closing_id": config.end_id} if t5 else {"add_special_tokens": 1}
+    family, theirs = family_of(config).name, source.get("format") in TRANSFORMERS
+    gemma = family == "t5" and getattr(config, "rotary_base", None)
+    if family == "bart" or gemma or (family == "gpt" and theirs):
+        parameters |= surrounding(config, load_tokenizer(checkpoint.folder))
+    elif family == "t5" and theirs:
+        parameters["closing_id"] = config.end_id
     if more := further_end_ids(checkpoint.folder, config):
-        parameters["end_ids"] = ",".join(map(str, more))
+        parameters["end_ids"] = " ".join(map(str, more))
     return parameters
 
 
@@ -121,6 +127,28 @@ def further_end_ids(folder: Path, config: Any) -> list[int]:
     if config.end_id not in ends:
         return []
     return [each for each in ends if each != config.end_id and 0 <= each < config.vocab_size]
+
+
+def surrounding(config: BartConfig | T5Config | GPTConfig, files: Tokenizer) -> dict[str, Any]:
+    """What stands before and after an input, which of it is the source's language, and what the
+    decoder begins with; several ids with blanks between them.
+    """
+    try:
+        opening, closing = files.around()
+    except TokenizerError as error:
+        raise CheckpointError(problem(str(error), change="export.model.tokenizer")) from error
+    parameters: dict[str, Any] = {
+        "opening_id": " ".join(map(str, opening)),
+        "closing_id": " ".join(map(str, closing)),
+    }
+    fixed = (files.start_id, files.end_id, files.pad_id, config.end_id)
+    languages = [each for each in (*opening, *closing) if each not in fixed]
+    if languages and isinstance(config, BartConfig) and config.norm_placement == "pre":
+        parameters |= {"language_id": languages[0], "start_id": config.start_id}
+    forced = getattr(config, "forced_bos_id", None)
+    if forced is not None:
+        parameters["decoder_id"] = f"{config.start_id} {forced}"
+    return {name: value for name, value in parameters.items() if value != ""}
 
 
 def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -31,15 +31,17 @@ from launcher_scripts.untrusted import parse_json, read_plain
 
 _COMPANIONS = (*OPTIONAL_FILES, *CHAT_TEMPLATE_FILES, GENERATION_FILE)
 _TEMPLATE_FOLDER = "additional_chat_templates/"
-# Name in a folder -> exported name, best set first. XGLM's and mBART's sentencepiece.bpe.model is
-# not among them: its ids are not the model's.
-_PLAIN_SETS = (
+# Name in a folder -> exported name, best set first. XGLM's sentencepiece.bpe.model is not among
+# them: its ids are not the model's.
+_PLAIN_SETS: tuple[Mapping[str, str], ...] = (
     {"tokenizer.json": "tokenizer.json"},
     {"spiece.model": "tokenizer.model"},
     {"tokenizer.model": "tokenizer.model"},
     {"vocab.json": "vocab.json", "merges.txt": "merges.txt"},
     {"gpt2-vocab.json": "vocab.json", "gpt2-merges.txt": "merges.txt"},
 )
+# The same of an mBART, whose ids follow from it.
+FAIRSEQ_SETS = ({"sentencepiece.bpe.model": "sentencepiece.bpe.model"},)
 
 
 @dataclass(frozen=True)
@@ -249,10 +251,15 @@ def has_plain(archive: Archive, root: str) -> bool:
     return any(all(root + name in names for name in wanted) for wanted in _PLAIN_SETS)
 
 
-def plain_files(archive: Archive, root: str = "") -> dict[str, bytes]:
-    """The files of a Hugging Face or Megatron-LM folder, by their usual names below `root`."""
-    names = archive.names()
-    for wanted in _PLAIN_SETS:
+def plain_files(
+    archive: Archive, root: str = "", more: Sequence[Mapping[str, str]] = ()
+) -> dict[str, bytes]:
+    """The files of a Hugging Face or Megatron-LM folder, by their usual names below `root`.
+
+    more: sets that the model may have, too
+    """
+    names, sets = archive.names(), (*_PLAIN_SETS, *more)
+    for wanted in sets:
         if all(root + name in names for name in wanted):
             files = {exported: archive.read(root + name) for name, exported in wanted.items()}
             companions = [name for name in _COMPANIONS if root + name in names]
@@ -261,7 +268,7 @@ def plain_files(archive: Archive, root: str = "") -> dict[str, bytes]:
     raise CheckpointError(
         problem(
             f"{archive.path} holds no tokenizer",
-            choices=[" + ".join(wanted) for wanted in _PLAIN_SETS],
+            choices=[" + ".join(wanted) for wanted in sets],
             change=ADVICE,
         )
     )

@@ -34,13 +34,10 @@ class BartWeightLoader(WeightLoader):
                 layer: self._encoder_layer(layer) for layer in self._own(config.num_layers)
             },
             encoder_norm=self._norm("encoder.layer_norm") if final else None,
-            encoder_bias=None,
             decoder_embedding=self._embedding("decoder", table),
             decoder_layers={
                 layer: self._decoder_layer(layer) for layer in self._own(config.num_decoder_layers)
             },
-            decoder_bias=None,
-            source_bias=None,
             head=self._output() if last else None,
         )
 

@@ -25,7 +25,8 @@ def embed(
     replaced: what becomes of the tokens' embeddings before their positions are added
     """
     x = kernels.embed(ids, embedding.tokens, embedding.first_id)
-    x = replaced(communicator.tp_sum(x))
+    x = communicator.tp_sum(x)
+    x = replaced(x if embedding.scale is None else x * embedding.scale)
     if embedding.positions is not None:
         x = x + kernels.embed(positions, embedding.positions, 0)
     return x if embedding.norm is None else kernels.norm(x, embedding.norm, torch.float32)

@@ -20,7 +20,6 @@ from launcher_scripts.engine.decode_step import MLP, Sublayer, obstacles
 from launcher_scripts.engine.embedding import embed
 from launcher_scripts.engine.graphs import GraphCache
 from launcher_scripts.engine.learned_parts import learned_of
-from launcher_scripts.engine.relative_bias import layer_bias
 from launcher_scripts.engine.t5_weights import T5Weights
 from launcher_scripts.kernels.operands import (
     SPAN_QUERIES,
@@ -149,11 +148,11 @@ def encoder_sublayers(
     """The encoder's layers; heads: of one rank."""
     config, shared = weights.config, (kernels, communicator)
     sublayers: list[Sublayer] = []
-    for layer, own in weights.encoder_layers.items():
+    for own in weights.encoder_layers.values():
         attention = {
             "heads": heads,
             "scale": config.attention_scale,
-            "bias": layer_bias(weights.encoder_bias, config, layer),
+            "bias": own.relative,
         }
         sublayers += [
             SpanAttention(own.query_key_value, own.attention_dense, *shared, **attention),

@@ -13,9 +13,9 @@ from launcher_scripts.engine.embedding import embed
 from launcher_scripts.engine.layers import ParallelLayer, Segment
 from launcher_scripts.engine.learned_parts import scaled, token_tasks, with_virtual_tokens
 from launcher_scripts.engine.network import Encoded
-from launcher_scripts.engine.relative_bias import layer_bias
+from launcher_scripts.engine.rotary import Rotary
 from launcher_scripts.engine.t5_weights import EncoderLayerWeights, T5Weights
-from launcher_scripts.kernels.operands import Heads, RelativeBias, Spans, span_blocks
+from launcher_scripts.kernels.operands import Heads, Spans, span_blocks
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.t5 import T5Config
 
@@ -46,18 +46,18 @@ class EncoderLayer(ParallelLayer):
     def __init__(
         self,
         config: T5Config | BartConfig,
+        layer: int,
         weights: EncoderLayerWeights,
         heads: Heads,
-        bias: RelativeBias | None,
         kernels: ModuleType,
         communicator: Communicator,
     ) -> None:
         self.config = config
         self.weights = weights
         self.heads = heads
-        self.bias = bias
         self.kernels = kernels
         self.communicator = communicator
+        self.window = config.window(layer)
 
     def forward(
         self,
@@ -66,28 +66,47 @@ class EncoderLayer(ParallelLayer):
         spans: Spans,
         attentions: list[Tensor] | None,
         tasks: Tensor | None,
+        rotary: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         """x float32 [N, hidden] of rows with `counts` tokens -> float32 [N, hidden].
 
         spans:      the same rows
         attentions: takes the layer's attention, float32 [heads, n, n] of every row
         tasks:      [N], each token's row of the IA3 factors
+        rotary:     cosines and sines of the tokens' positions, float32 [N, head_size / 2]
         """
         weights, ia3 = self.weights, self.weights.ia3
         qkv = self.kernels.project(x, weights.query_key_value)  # [N, 3 * heads * size]
         qkv = scaled(qkv, ia3 and ia3.qkv, tasks)
-        with_bias = {"scale": self.config.attention_scale, "relative": self.bias}
-        attended = self.kernels.attend_spans(qkv, self.heads, spans, **with_bias)
+        heads = self.heads
+        if rotary is not None:
+            qkv = self.kernels.turned(qkv, heads, rotary)
+        scores = {
+            "scale": self.config.attention_scale,
+            "relative": weights.relative,
+            "window": self.window,
+            "softcap": self.config.attention_softcap,
+        }
+        attended = self.kernels.attend_spans(qkv, heads, spans, **scores)
         if attentions is not None:
+            sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
             for row in qkv.split(counts):
-                query, key, _ = row.view(1, len(row), -1, self.heads.head_size).chunk(3, dim=2)
+                query, key, _ = row.view(1, len(row), -1, heads.head_size).split(sizes, dim=2)
                 key = key.transpose(1, 2)
-                attentions += self.kernels.source_attention_weights(query, key, **with_bias)
-        x = self.row_parallel(attended, weights.attention_dense, x, weights.attention_adapter)
+                attentions += self.kernels.source_attention_weights(query, key, **scores)
+        x = self.row_parallel(
+            attended,
+            weights.attention_dense,
+            x,
+            weights.attention_adapter,
+            weights.attention_output_norm,
+        )
         x = self.normed(x, weights.attention_norm)
         hidden = self.kernels.mlp_up(x, weights.mlp_up, weights.mlp_gate, self.config.activation)
         hidden = scaled(hidden, ia3 and ia3.mlp, tasks)
-        x = self.row_parallel(hidden, weights.mlp_down, x, weights.mlp_adapter)
+        x = self.row_parallel(
+            hidden, weights.mlp_down, x, weights.mlp_adapter, weights.mlp_output_norm
+        )
         return self.normed(x, weights.mlp_norm)
 
 
@@ -109,16 +128,11 @@ class Encoder:
         self.communicator = communicator
         self.device = device
         self._layers = [
-            EncoderLayer(
-                self.config,
-                layer_weights,
-                heads,
-                layer_bias(weights.encoder_bias, self.config, layer),
-                kernels,
-                communicator,
-            )
+            EncoderLayer(self.config, layer, layer_weights, heads, kernels, communicator)
             for layer, layer_weights in weights.encoder_layers.items()
         ]
+        rope = self.config.position_embedding == "rope"
+        self._rotary = Rotary(self.config, device) if rope else None
 
     def tasks(self, segments: Sequence[Segment]) -> Tensor | None:
         """Every source token's row of the IA3 factors, [N]; None without IA3."""
@@ -131,20 +145,25 @@ class Encoder:
         counts = [segment.source for segment in segments]
         spans = Spans(torch.tensor(span_blocks(counts)).to(self.device, non_blocking=True))
         tasks = self.tasks(segments)
+        positions = torch.cat([torch.arange(count) for count in counts])
+        positions = positions.to(self.device, non_blocking=True)
+        rotary = None
+        if self._rotary is not None:
+            rotary = self._rotary.tables(self.kernels, positions, None)
         collected: list[list[Tensor]] = []
 
         def layers(x: Tensor) -> Tensor:
             for layer in self._layers:
                 collected.append([])
                 wanted = collected[-1] if attentions else None
-                x = layer.forward(x, counts, spans, wanted, tasks)
+                x = layer.forward(x, counts, spans, wanted, tasks, rotary)
             return x
 
         x = through_stage(
             self.communicator,
             (ids.shape[0], self.config.hidden_size),
             self.device,
-            lambda: self._embed(ids, segments, counts),
+            lambda: self._embed(ids, positions, segments, counts),
             layers,
         )
         if self.weights.encoder_norm is not None:
@@ -155,13 +174,14 @@ class Encoder:
         rows = [self._gathered([layer[row] for layer in collected]) for row in range(len(counts))]
         return Encoded(hidden, rows)
 
-    def _embed(self, ids: Tensor, segments: Sequence[Segment], counts: Sequence[int]) -> Tensor:
-        positions = torch.cat([torch.arange(count) for count in counts])
+    def _embed(
+        self, ids: Tensor, positions: Tensor, segments: Sequence[Segment], counts: Sequence[int]
+    ) -> Tensor:
         prompts = [segment.prompt for segment in segments]
         return embed(
             self.weights.encoder_embedding,
             ids,
-            positions.to(self.device, non_blocking=True),
+            positions,
             self.kernels,
             self.communicator,
             lambda x: with_virtual_tokens(x, ids, prompts, counts, self.weights.prompt_tables),

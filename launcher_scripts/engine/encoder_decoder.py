@@ -7,6 +7,7 @@ in the tokens right before the row's own.
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from launcher_scripts.engine.decode_step import (
     SelfAttention,
     SourceAttention,
     Sublayer,
+    capped,
     obstacles,
 )
 from launcher_scripts.engine.embedding import embed
@@ -29,7 +31,7 @@ from launcher_scripts.engine.layers import ParallelLayer, Rows, Segment, Step, n
 from launcher_scripts.engine.learned_parts import learned_of, scaled
 from launcher_scripts.engine.network import Encoded
 from launcher_scripts.engine.prompt_batch import PromptBatch
-from launcher_scripts.engine.relative_bias import layer_bias
+from launcher_scripts.engine.rotary import Rotary
 from launcher_scripts.engine.t5_weights import CrossLayerWeights, T5Weights
 from launcher_scripts.kernels.operands import EmbeddingTables, Heads, LayerCache, RelativeBias
 from launcher_scripts.models.bart import BartConfig
@@ -37,19 +39,15 @@ from launcher_scripts.models.t5 import T5Config
 
 
 class CrossLayer(ParallelLayer):
-    """Self attention, attention to the source, and MLP, with norms before them.
-
-    bias, source_bias: of the self attention and of the attention to the source
-    """
+    """Self attention, attention to the source, and MLP, with norms before them."""
 
     def __init__(
         self,
         config: T5Config | BartConfig,
+        layer: int,
         weights: CrossLayerWeights,
         cache: LayerCache,
         heads: Heads,
-        bias: RelativeBias | None,
-        source_bias: RelativeBias | None,
         kernels: ModuleType,
         communicator: Communicator,
     ) -> None:
@@ -57,10 +55,9 @@ class CrossLayer(ParallelLayer):
         self.weights = weights
         self.cache = cache
         self.heads = heads
-        self.bias = bias
-        self.source_bias = source_bias
         self.kernels = kernels
         self.communicator = communicator
+        self.window = config.window(layer)
 
     def store_source(self, hidden: Tensor, slots: Tensor, tasks: Tensor | None) -> None:
         """Put keys and values of the encoder's states [N, hidden] at cache tokens slots [N].
@@ -78,35 +75,53 @@ class CrossLayer(ParallelLayer):
         weights, ia3 = self.weights, self.weights.ia3
         qkv = self.kernels.project(x, weights.query_key_value)  # [N, 3 * heads * size]
         qkv = scaled(qkv, ia3 and ia3.qkv, step.ia3_tasks)
-        query = self.kernels.store_kv(qkv, self.heads, None, step.slots, self.cache)
+        query = self.kernels.store_kv(qkv, self.heads, step.rotary, step.slots, self.cache)
         attended = self._attend(query, step)
-        x = self.row_parallel(attended, weights.attention_dense, x, weights.attention_adapter)
+        x = self.row_parallel(
+            attended,
+            weights.attention_dense,
+            x,
+            weights.attention_adapter,
+            weights.attention_output_norm,
+        )
         x = self.normed(x, weights.attention_norm)
         query = self.kernels.project(x, weights.source_query).view(query.shape)
-        x = self.row_parallel(self._attend_source(query, step), weights.source_dense, x)
+        attended = self._attend_source(query, step)
+        x = self.row_parallel(attended, weights.source_dense, x, norm=weights.source_output_norm)
         x = self.normed(x, weights.source_norm)
         hidden = self.kernels.mlp_up(x, weights.mlp_up, weights.mlp_gate, self.config.activation)
         hidden = scaled(hidden, ia3 and ia3.mlp, step.ia3_tasks)
-        x = self.row_parallel(hidden, weights.mlp_down, x, weights.mlp_adapter)
+        x = self.row_parallel(
+            hidden, weights.mlp_down, x, weights.mlp_adapter, weights.mlp_output_norm
+        )
         return self.normed(x, weights.mlp_norm)
 
     def _attend(self, query: Tensor, step: Step) -> Tensor:
-        with_bias = {"scale": self.config.decoder_attention_scale, "relative": self.bias}
+        scores = self._scores(self.weights.relative)
         if step.segments is None:
             return self.kernels.decode_attention(
                 query,
                 self.cache,
-                step.starts,
-                step.lengths,
-                step.longest,
+                *step.within(self.window),
                 None,
                 positions=step.positions,
-                **with_bias,
+                **scores,
             )
-        return self.kernels.prompt_attention(query, self.cache, step.spans, None, **with_bias)
+        return self.kernels.prompt_attention(
+            query, self.cache, step.spans, None, window=self.window, **scores
+        )
+
+    def _scores(self, relative: RelativeBias | None) -> dict[str, Any]:
+        """What becomes of q.k."""
+        config = self.config
+        return {
+            "scale": config.decoder_attention_scale,
+            "relative": relative,
+            "softcap": config.attention_softcap,
+        }
 
     def _attend_source(self, query: Tensor, step: Step) -> Tensor:
-        with_bias = {"scale": self.config.decoder_attention_scale, "relative": self.source_bias}
+        scores = self._scores(self.weights.source_relative)
         if step.segments is None:
             source = step.source
             return self.kernels.decode_attention(
@@ -117,7 +132,7 @@ class CrossLayer(ParallelLayer):
                 source.longest,
                 None,
                 positions=step.positions,
-                **with_bias,
+                **scores,
             )
         parts = query.split([segment.count for segment in step.segments])
         outputs = []
@@ -125,7 +140,7 @@ class CrossLayer(ParallelLayer):
             tokens = slice(segment.start - segment.source, segment.start)
             key, value = self.cache.keys[None, :, tokens], self.cache.values[None, :, tokens]
             out = self.kernels.source_attention(
-                part[None], key, value, first=segment.past, **with_bias
+                part[None], key, value, first=segment.past, **scores
             )
             outputs.append(out[0])
         return torch.cat(outputs)
@@ -150,15 +165,16 @@ class EncoderDecoder:
         self.device = device
         self.heads = decoder_heads(self.config, communicator.tp_size)
         of_encoder = encoder_heads(self.config, communicator.tp_size)
+        rope = self.config.position_embedding == "rope"
+        self._rotary = Rotary(self.config, device) if rope else None
         self._encoder = Encoder(weights, of_encoder, kernels, communicator, device)
         self._layers = [
             CrossLayer(
                 self.config,
+                layer,
                 layer_weights,
                 cache.layers[layer],
                 self.heads,
-                layer_bias(weights.decoder_bias, self.config, layer),
-                layer_bias(weights.source_bias, self.config, layer),
                 kernels,
                 communicator,
             )
@@ -191,6 +207,7 @@ class EncoderDecoder:
         """See Network."""
         step = Step(
             slots=prompts.slots,
+            rotary=self._turns(prompts.positions),
             segments=prompts.segments,
             spans=prompts.spans,
             positions=prompts.positions,
@@ -202,6 +219,7 @@ class EncoderDecoder:
         """See Network. Rows that only fill a step up have no source, and attend to themselves."""
         step = Step(
             slots=rows.starts + rows.lengths,
+            rotary=self._turns(rows.lengths),
             starts=rows.starts,
             lengths=rows.lengths + 1,
             longest=rows.longest,
@@ -216,7 +234,14 @@ class EncoderDecoder:
         if self.weights.head is None:
             raise RuntimeError("only the last pipeline stage has an output projection")
         local = self.kernels.logits(hidden, self.weights.head)
-        return self.communicator.tp_concat(local)[:, : self.config.vocab_size]
+        logits = self.communicator.tp_concat(local)[:, : self.config.vocab_size]
+        return capped(logits, self.config.logits_softcap)
+
+    def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines of positions [N], for a model that has such."""
+        if self._rotary is None:
+            return None
+        return self._rotary.tables(self.kernels, positions, None)
 
     def _decode_step(self) -> DecodeStep:
         weights = self.weights
@@ -231,10 +256,18 @@ class EncoderDecoder:
             }
             sublayers += [
                 SelfAttention(
-                    own.query_key_value, own.attention_dense, *shared, bias=layer.bias, **attention
+                    own.query_key_value,
+                    own.attention_dense,
+                    *shared,
+                    bias=own.relative,
+                    **attention,
                 ),
                 SourceAttention(
-                    own.source_query, own.source_dense, *shared, bias=layer.source_bias, **attention
+                    own.source_query,
+                    own.source_dense,
+                    *shared,
+                    bias=own.source_relative,
+                    **attention,
                 ),
                 MLP(
                     own.mlp_up,

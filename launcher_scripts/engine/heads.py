@@ -19,11 +19,10 @@ def local_heads(config: GPTConfig, tp_size: int) -> Heads:
 
 def encoder_heads(config: T5Config | BartConfig, tp_size: int) -> Heads:
     """The encoder's heads of one rank."""
-    heads = config.num_heads // tp_size
-    return Heads(heads, heads, config.head_size)
+    return Heads(config.num_heads // tp_size, config.kv_heads // tp_size, config.head_size)
 
 
 def decoder_heads(config: T5Config | BartConfig, tp_size: int) -> Heads:
     """The decoder's heads of one rank."""
-    heads = config.num_decoder_heads // tp_size
-    return Heads(heads, heads, config.decoder_head_size)
+    heads, kv_heads = config.num_decoder_heads, config.decoder_kv_heads
+    return Heads(heads // tp_size, kv_heads // tp_size, config.decoder_head_size)

@@ -106,6 +106,13 @@ class Step:
     source: Rows | None = None
     ia3_tasks: Tensor | None = None
 
+    def within(self, window: int) -> tuple[Tensor, Tensor, int]:
+        """Of a decode step: starts, lengths and longest of the last `window` tokens; 0: of all."""
+        if not window or window >= self.longest:
+            return self.starts, self.lengths, self.longest
+        outside = (self.lengths - window).clamp(min=0)
+        return self.starts + outside, self.lengths - outside, window
+
 
 class ParallelLayer:
     """What tensor-parallel layers share."""
@@ -259,16 +266,10 @@ class DecoderLayer(ParallelLayer):
         return torch.cat(outputs)
 
     def _attend_rows(self, query: Tensor, step: Step, scores: dict[str, Any]) -> Tensor:
-        starts, lengths, longest = step.starts, step.lengths, step.longest
-        if self.window and self.window < longest:
-            outside = (lengths - self.window).clamp(min=0)
-            starts, lengths, longest = starts + outside, lengths - outside, self.window
         return self.kernels.decode_attention(
             query,
             self.cache,
-            starts,
-            lengths,
-            longest,
+            *step.within(self.window),
             self.slopes,
             positions=step.positions,
             **scores,

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.kernels.operands import RelativeBias
-from launcher_scripts.models.bart import BartConfig
-from launcher_scripts.models.t5 import T5Config
 
 
 def relative_bias(table: Tensor, max_distance: int, *, bidirectional: bool) -> RelativeBias:
@@ -43,12 +41,3 @@ def distance_buckets(
     spread = torch.log(away.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     far = exact + (spread * (buckets - exact)).long()
     return offset + torch.where(away < exact, away, far.clamp(max=buckets - 1))
-
-
-def layer_bias(
-    bias: RelativeBias | None, config: T5Config | BartConfig, layer: int
-) -> RelativeBias | None:
-    """The bias of one layer (0-based): all have the same, unless the layers scale it."""
-    if bias is None or not config.relative_bias_layer_scaling:
-        return bias
-    return RelativeBias(bias.table * (layer + 1))

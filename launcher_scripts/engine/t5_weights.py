@@ -20,6 +20,8 @@ class EncoderLayerWeights:
     """One layer; norms before attention and MLP live in the projections that follow them.
 
     attention_norm, mlp_norm: those that come after the sums instead
+    attention_output_norm, mlp_output_norm: those before the sums, besides
+    relative: what a score gains by distance
     """
 
     query_key_value: Linear
@@ -27,11 +29,14 @@ class EncoderLayerWeights:
     mlp_up: Linear
     mlp_gate: Linear | None
     mlp_down: Linear
+    relative: RelativeBias | None = None
     ia3: IA3Factors | None = None
     attention_adapter: Adapter | None = None
     mlp_adapter: Adapter | None = None
     attention_norm: Norm | None = None
     mlp_norm: Norm | None = None
+    attention_output_norm: Norm | None = None
+    mlp_output_norm: Norm | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,25 +44,29 @@ class CrossLayerWeights(EncoderLayerWeights):
     """One decoder layer: attention to the encoder's states beside the rest.
 
     source_key_value reads the encoder's states as they are. source_norm comes after the sum.
+    source_relative is what a score of the attention to the source gains by distance.
     """
 
     source_query: Linear
     source_key_value: Linear
     source_dense: Linear
     source_norm: Norm | None = None
+    source_output_norm: Norm | None = None
+    source_relative: RelativeBias | None = None
 
 
 @dataclass(frozen=True)
 class Embedding:
     """tokens: [vocab / tp, hidden], ids from first_id on; positions: [max_positions, hidden].
 
-    norm: of the sum of both
+    norm: of the sum of both; scale: of the tokens' part
     """
 
     first_id: int
     tokens: Tensor
     positions: Tensor | None
     norm: Norm | None = None
+    scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,11 +82,8 @@ class T5Weights:
     encoder_embedding: Embedding | None
     encoder_layers: dict[int, EncoderLayerWeights]
     encoder_norm: Norm | None
-    encoder_bias: RelativeBias | None
     decoder_embedding: Embedding | None
     decoder_layers: dict[int, CrossLayerWeights]
-    decoder_bias: RelativeBias | None
-    source_bias: RelativeBias | None
     head: Linear | None
     prompt_tables: tuple[Tensor, ...] = ()
 
@@ -99,22 +105,13 @@ class T5WeightLoader(WeightLoader):
             decoder = self._embedding(
                 "decoder.embed_tokens.weight", "decoder.embed_positions.weight"
             )
-        cross = config.cross_attention_relative_bias
         return T5Weights(
             config=config,
             encoder_embedding=encoder,
-            encoder_layers={
-                layer: self._encoder_layer(layer) for layer in self._own(config.num_layers)
-            },
+            encoder_layers=self._encoder_layers(),
             encoder_norm=self._norm("encoder.final_layer_norm") if last else None,
-            encoder_bias=self._bias("encoder", "layer.0.SelfAttention", True),
             decoder_embedding=decoder if decodes else None,
-            decoder_layers={
-                layer: self._decoder_layer(layer)
-                for layer in (self._own(config.num_decoder_layers) if decodes else ())
-            },
-            decoder_bias=self._bias("decoder", "layer.0.SelfAttention", False) if decodes else None,
-            source_bias=self._bias("decoder", "layer.1.EncDecAttention", True) if cross else None,
+            decoder_layers=self._decoder_layers() if decodes else {},
             head=self._output(decoder) if last and decodes else None,
             prompt_tables=self._prompt_tables() if first else (),
         )
@@ -126,21 +123,39 @@ class T5WeightLoader(WeightLoader):
             self.tp_rank * rows,
             self._table(tokens),
             self._tensor(positions, self.dtype) if learned else None,
+            scale=self.config.embedding_scale,
         )
 
-    def _encoder_layer(self, layer: int) -> EncoderLayerWeights:
+    def _encoder_layers(self) -> dict[int, EncoderLayerWeights]:
+        layers = self._own(self.config.num_layers)
+        relative = self._biases("encoder", "layer.0.SelfAttention", layers, True)
+        return {layer: self._encoder_layer(layer, relative[layer]) for layer in layers}
+
+    def _decoder_layers(self) -> dict[int, CrossLayerWeights]:
+        layers = self._own(self.config.num_decoder_layers)
+        own = self._biases("decoder", "layer.0.SelfAttention", layers, False)
+        source = dict.fromkeys(layers)
+        if self.config.cross_attention_relative_bias:
+            source = self._biases("decoder", "layer.1.EncDecAttention", layers, True)
+        return {layer: self._decoder_layer(layer, own[layer], source[layer]) for layer in layers}
+
+    def _encoder_layer(self, layer: int, relative: RelativeBias | None) -> EncoderLayerWeights:
         stem = "encoder.block.*.layer"
         attention = f"{stem}.0.SelfAttention"
         norm = self._norm(f"{stem}.0.layer_norm", layer)
         return EncoderLayerWeights(
             query_key_value=self._joined([f"{attention}.{part}" for part in "qkv"], layer, norm),
             attention_dense=self._linear(f"{attention}.o", layer),
+            relative=relative,
+            attention_output_norm=self._output_norm(f"{stem}.0", layer),
             **self._mlp(f"{stem}.1", layer),
             ia3=self._ia3(attention, f"{stem}.1.DenseReluDense", layer, self._width),
             **self._adapters("encoder.block.*", layer),
         )
 
-    def _decoder_layer(self, layer: int) -> CrossLayerWeights:
+    def _decoder_layer(
+        self, layer: int, relative: RelativeBias | None, source_relative: RelativeBias | None
+    ) -> CrossLayerWeights:
         stem = "decoder.block.*.layer"
         own, source = f"{stem}.0.SelfAttention", f"{stem}.1.EncDecAttention"
         return CrossLayerWeights(
@@ -148,11 +163,15 @@ class T5WeightLoader(WeightLoader):
                 f"{own}.qkv", layer, self._norm(f"{stem}.0.layer_norm", layer)
             ),
             attention_dense=self._linear(f"{own}.o", layer),
+            relative=relative,
+            attention_output_norm=self._output_norm(f"{stem}.0", layer),
+            source_output_norm=self._output_norm(f"{stem}.1", layer),
             source_query=self._linear(
                 f"{source}.q", layer, self._norm(f"{stem}.1.layer_norm", layer)
             ),
             source_key_value=self._joined([f"{source}.{part}" for part in "kv"], layer),
             source_dense=self._linear(f"{source}.o", layer),
+            source_relative=source_relative,
             **self._mlp(f"{stem}.2", layer),
             ia3=self._ia3(own, f"{stem}.2.DenseReluDense", layer, self._width, source),
             **self._adapters("decoder.block.*", layer),
@@ -163,21 +182,39 @@ class T5WeightLoader(WeightLoader):
         """Of this rank's queries."""
         return self.config.local_size("inner_size", self.parallelism.tp_size)
 
-    def _mlp(self, stem: str, layer: int) -> dict[str, Linear | None]:
+    def _output_norm(self, stem: str, layer: int) -> Norm | None:
+        return self._norm(f"{stem}.output_norm", layer) if self.config.sandwich_norms else None
+
+    def _mlp(self, stem: str, layer: int) -> dict[str, Linear | Norm | None]:
         norm = self._norm(f"{stem}.layer_norm", layer)
         inner = f"{stem}.DenseReluDense"
         return {
             "mlp_up": self._linear(f"{inner}.wi", layer, norm),
             "mlp_gate": self._linear(f"{inner}.wi2", layer, norm) if self.config.gated else None,
             "mlp_down": self._linear(f"{inner}.wo", layer),
+            "mlp_output_norm": self._output_norm(stem, layer),
         }
 
-    def _bias(self, side: str, attention: str, bidirectional: bool) -> RelativeBias | None:
-        if self.config.position_embedding != "relative":
-            return None
-        name = f"{side}.block.0.{attention}.relative_attention_bias.weight"
-        table = self._tensor(name, torch.float32)  # [heads / tp, buckets]
-        return relative_bias(table, self.config.max_distance, bidirectional=bidirectional)
+    def _biases(
+        self, side: str, attention: str, layers: range, bidirectional: bool
+    ) -> dict[int, RelativeBias | None]:
+        """By layer; those that share a table share what is made of it, unless they scale it."""
+        config = self.config
+        if config.position_embedding != "relative":
+            return dict.fromkeys(layers)
+
+        def bias(block: str, layer: int | None = None) -> RelativeBias:
+            name = f"{side}.block.{block}.{attention}.relative_attention_bias.weight"
+            table = self._tensor(name, torch.float32, layer)  # [heads / tp, buckets]
+            return relative_bias(table, config.max_distance, bidirectional=bidirectional)
+
+        if config.relative_bias_per_layer:
+            biases = {layer: bias("*", layer) for layer in layers}
+        else:
+            biases = dict.fromkeys(layers, bias("0"))
+        if not config.relative_bias_layer_scaling:
+            return biases
+        return {layer: RelativeBias(each.table * (layer + 1)) for layer, each in biases.items()}
 
     def _output(self, embedding: Embedding | None) -> Linear:
         """The head with the last norm, whose gain takes the logits' scale, and the logits' bias."""

@@ -103,13 +103,16 @@ class Client:
         """Every row's output, in order; a request each, `in_flight` of them at a time."""
         return self._each(([row] for row in rows), in_flight)
 
-    def closing_ids(self) -> tuple[int, ...]:
-        """The tokens that the served preprocessing puts behind every query; none without one."""
+    def special_ids(self, place: str) -> tuple[int, ...]:
+        """The tokens that the served preprocessing knows of; none without one.
+
+        place: `opening` or `closing`, before or behind every query, or `decoder`: before the answer
+        """
         text = find_models(self._server, self.model_name).text
         if "preprocessing" not in text:
             return ()
-        closing = parameter(self._server.model_config(text["preprocessing"]), "closing_id")
-        return () if closing is None else (int(closing),)
+        ids = parameter(self._server.model_config(text["preprocessing"]), f"{place}_id")
+        return tuple(map(int, (ids or "").split()))
 
     @cached_property
     def model_type(self) -> str:

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from launcher_scripts.kernels import reference_attention
 from launcher_scripts.kernels.operands import SPAN_QUERIES, Heads, RelativeBias, Spans
 from launcher_scripts.kernels.row_kernels import multiply_gate
 from launcher_scripts.kernels.row_products import ACTIVATION_CODES, early
@@ -22,8 +23,13 @@ def attend_spans(
     *,
     scale: float,
     relative: RelativeBias | None = None,
+    window: int = 0,
+    softcap: float | None = None,
 ) -> Tensor:
     """See reference.attend_spans."""
+    if window or softcap is not None or heads.num_kv_heads != heads.num_heads:
+        more = {"scale": scale, "relative": relative, "window": window, "softcap": softcap}
+        return reference_attention.attend_spans(qkv, heads, spans, **more)
     out = qkv.new_empty(qkv.shape[0], heads.num_heads * heads.head_size)
     attend_kernel[(spans.blocks.shape[0], heads.num_heads)](
         qkv,

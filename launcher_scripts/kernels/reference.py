@@ -34,7 +34,7 @@ from launcher_scripts.kernels.reference_attention import (
     source_attention_weights,
 )
 from launcher_scripts.kernels.reference_ranks import largest_of_ranks
-from launcher_scripts.kernels.reference_rotary import rotary_table, store_kv
+from launcher_scripts.kernels.reference_rotary import rotary_table, store_kv, turned
 
 __all__ = [
     "attend_spans",
@@ -46,6 +46,7 @@ __all__ = [
     "source_attention",
     "source_attention_weights",
     "store_kv",
+    "turned",
 ]
 
 ACTIVATIONS = {

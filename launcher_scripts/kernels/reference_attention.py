@@ -150,20 +150,26 @@ def source_attention(
     scale: float,
     relative: RelativeBias | None = None,
     first: int = 0,
+    window: int = 0,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of rows of one length to all of their keys: [B, n, heads * head_size].
 
     query [B, n, heads, head_size] holds positions first..first+n-1; key and value are
-    [B, heads, T, head_size]. Queries go in pieces where there is a bias, which takes
-    heads * n * T numbers.
+    [B, kv_heads, T, head_size]. With a `window` only keys that are at most so far away count.
+    Queries go in pieces where there is a bias, which takes heads * n * T numbers.
     """
     outputs = []
-    at_once = query.shape[1] if relative is None else QUERIES_AT_ONCE
+    key, value = _for_all_heads(key, query), _for_all_heads(value, query)
+    whole = relative is None and not window and softcap is None
+    at_once = query.shape[1] if whole else QUERIES_AT_ONCE
     for start, part in enumerate(query.split(at_once, dim=1)):
-        bias = None
-        if relative is not None:
-            position = first + start * at_once
-            bias = _relative_scores(relative, position, part.shape[1], key.shape[2])
+        bias = _source_bias(part, key, relative, first + start * at_once, window)
+        if softcap is not None:
+            weights = _source_scores(part, key, bias, scale, softcap).softmax(-1)
+            out = (weights @ value.float()).to(query.dtype)
+            outputs.append(out.transpose(1, 2).flatten(2))
+            continue
         out = functional.scaled_dot_product_attention(
             part.transpose(1, 2),
             key,
@@ -175,6 +181,39 @@ def source_attention(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
+def _for_all_heads(part: Tensor, query: Tensor) -> Tensor:
+    """Keys or values [B, kv_heads, T, head_size], so that every head of the query has its own."""
+    group = query.shape[2] // part.shape[1]
+    return part if group == 1 else part.repeat_interleave(group, dim=1)
+
+
+def _source_bias(
+    query: Tensor, key: Tensor, relative: RelativeBias | None, first: int, window: int
+) -> Tensor | None:
+    """What the scores of positions first.. gain, float32 [heads or 1, n, T]."""
+    queries, keys = query.shape[1], key.shape[2]
+    bias = None
+    if relative is not None:
+        bias = _relative_scores(relative, first, queries, keys)
+    if not window:
+        return bias
+    places = torch.arange(first, first + queries, device=query.device)
+    outside = (torch.arange(keys, device=query.device) - places[:, None]).abs() > window
+    if bias is None:
+        bias = torch.zeros(1, queries, keys, device=query.device)
+    return bias.masked_fill(outside, float("-inf"))
+
+
+def _source_scores(
+    query: Tensor, key: Tensor, bias: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:
+    """float32 [B, heads, n, T]"""
+    scores = query.transpose(1, 2).float() @ key.transpose(-1, -2).float() * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    return scores if bias is None else scores + bias
+
+
 def attend_spans(
     qkv: Tensor,
     heads: Heads,
@@ -182,32 +221,43 @@ def attend_spans(
     *,
     scale: float,
     relative: RelativeBias | None = None,
+    window: int = 0,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of rows to all of their own tokens: [N, heads * head_size].
 
-    qkv [N, 3 * heads * head_size] holds the rows one after the other.
+    qkv [N, (heads + 2 * kv_heads) * head_size] holds the rows one after the other. `window` and
+    `softcap` as in source_attention and context_attention.
     """
+    sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
     rows = [(start, count) for start, count, first in spans.blocks.tolist() if count and not first]
-    out = qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
+    out = qkv.new_empty(qkv.shape[0], heads.num_heads * heads.head_size)
     for count, run in itertools.groupby(rows, key=lambda row: row[1]):
         starts = [start for start, _ in run]
         tokens = slice(starts[0], starts[-1] + count)
-        group = qkv[tokens].view(len(starts), count, 3 * heads.num_heads, heads.head_size)
-        query, key, value = group.chunk(3, dim=2)  # [B, n, heads, size]
+        group = qkv[tokens].view(len(starts), count, sum(sizes), heads.head_size)
+        query, key, value = group.split(sizes, dim=2)  # [B, n, heads, size]
         key, value = key.transpose(1, 2), value.transpose(1, 2)
-        attended = source_attention(query, key, value, scale=scale, relative=relative)
+        attended = source_attention(
+            query, key, value, scale=scale, relative=relative, window=window, softcap=softcap
+        )
         out[tokens] = attended.flatten(0, 1)
     return out
 
 
 def source_attention_weights(
-    query: Tensor, key: Tensor, *, scale: float, relative: RelativeBias | None = None
+    query: Tensor,
+    key: Tensor,
+    *,
+    scale: float,
+    relative: RelativeBias | None = None,
+    window: int = 0,
+    softcap: float | None = None,
 ) -> Tensor:
     """How source_attention weighs the keys: float32 [B, heads, n, T]."""
-    scores = query.transpose(1, 2).float() @ key.transpose(-1, -2).float() * scale
-    if relative is not None:
-        scores = scores + _relative_scores(relative, 0, query.shape[1], key.shape[2])
-    return scores.softmax(-1)
+    key = _for_all_heads(key, query)
+    bias = _source_bias(query, key, relative, 0, window)
+    return _source_scores(query, key, bias, scale, softcap).softmax(-1)
 
 
 def decode_attention(

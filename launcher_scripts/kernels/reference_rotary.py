@@ -36,6 +36,15 @@ def store_kv(
     return query
 
 
+def turned(qkv: Tensor, heads: Heads, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """qkv [N, (heads + 2 * kv_heads) * head_size] with its queries and keys turned, as store_kv
+    does.
+    """
+    parts = qkv.unflatten(1, (-1, heads.head_size))
+    count = heads.num_heads + heads.num_kv_heads
+    return torch.cat((_rotate(parts[:, :count], *rotary), parts[:, count:]), 1).flatten(1)
+
+
 def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     half = cosines.shape[-1]
     first, second, rest = x.float().split((half, half, x.shape[-1] - 2 * half), dim=-1)

@@ -23,8 +23,11 @@ class BartConfig:
     """Hyperparameters of a BART ("post" norms) or an mBART ("pre" norms and final ones).
 
     num_layers, num_heads and ffn_size are the encoder's. `activation` "gelu" is the tanh form.
+    Texts begin with forced_bos_id, where there is one, right after start_id.
     The properties say in T5Config's words what every BART is.
     """
+
+    attention_softcap = logits_softcap = embedding_scale = None
 
     vocab_size: int
     num_layers: int
@@ -43,6 +46,7 @@ class BartConfig:
     start_id: int = 2
     end_id: int = 2
     pad_id: int | None = 1
+    forced_bos_id: int | None = None
 
     def __post_init__(self) -> None:
         problems = Problems("the BART hyperparameters")
@@ -61,6 +65,12 @@ class BartConfig:
         for name, choices in (("norm_placement", NORM_PLACEMENTS), ("activation", ACTIVATIONS)):
             if getattr(self, name) not in choices:
                 problems.add(f"unknown {name}", got=getattr(self, name), choices=choices)
+        if self.forced_bos_id is not None and not 0 <= self.forced_bos_id < self.vocab_size:
+            problems.add(
+                "forced_bos_id (forced_bos_token_id) is no id of the vocabulary",
+                got=self.forced_bos_id,
+                choices=(f"0-{self.vocab_size - 1}",),
+            )
         check_numbers(problems, self)
         problems.raise_if_any(CheckpointError)
 
@@ -98,8 +108,16 @@ class BartConfig:
         return False
 
     @property
-    def relative_bias_layer_scaling(self) -> bool:
-        return False
+    def kv_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def decoder_kv_heads(self) -> int:
+        return self.num_decoder_heads
+
+    def window(self, _layer: int) -> int:
+        """Every layer attends to all tokens."""
+        return 0
 
     @property
     def encoder_only(self) -> bool:

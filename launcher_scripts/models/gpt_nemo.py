@@ -78,6 +78,17 @@ MCORE_FUSED_GATE = {
     "layers.*.mlp.dense_h_to_4h_2": Source((f"{_CORE}.mlp.linear_fc1",), "second_half"),
 }
 
+# The parts of fused layers that the core's canonical LoRA names.
+MCORE_SPLIT_ATTENTION = {
+    "layers.*.attention.query_key_value": Source(
+        tuple(f"{_CORE}.self_attention.linear_{part}" for part in "qkv"), "heads_side_by_side"
+    ),
+}
+MCORE_SPLIT_GATE = {
+    "layers.*.mlp.dense_h_to_4h": Source((f"{_CORE}.mlp.linear_fc1_gate",), "transposed"),
+    "layers.*.mlp.dense_h_to_4h_2": Source((f"{_CORE}.mlp.linear_fc1_up",), "transposed"),
+}
+
 # Norms as modules of their own (the core's local layer specification).
 MCORE_LOCAL = {
     f"layers.*.{name}.{part}": Source((f"{_CORE}.{key}.{part}",))
@@ -117,6 +128,8 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "megatron_innermost": MEGATRON_INNERMOST,
     "mcore": MCORE,
     "mcore_fused_gate": MCORE_FUSED_GATE,
+    "mcore_split_attention": MCORE_SPLIT_ATTENTION,
+    "mcore_split_gate": MCORE_SPLIT_GATE,
     "mcore_local": MCORE_LOCAL,
     "mcore_plus_one": _plus_one(MCORE),
     "mcore_local_plus_one": _plus_one({**MCORE, **MCORE_LOCAL}),

@@ -3,7 +3,7 @@
 Names and shapes of the stored tensors follow FasterTransformer's T5 checkpoint. One table covers
 Google's T5 (RMS norm, no biases, unscaled attention) and NeMo's (layer norm, biases, scaled
 attention); what FasterTransformer cannot represent (separate decoder embeddings, a relative bias
-of the cross-attention, either stack's own depth) extends the same file set, as
+of the cross-attention or in every layer, either stack's own depth) extends the same file set, as
 docs/checkpoint-format.md describes.
 """
 
@@ -17,7 +17,7 @@ from launcher_scripts.models.family import check_numbers
 from launcher_scripts.models.learned_parts import NO_PARTS, LearnedParts, LearnedPartSizes
 from launcher_scripts.parallel import divisors
 
-POSITION_EMBEDDINGS = ("relative", "learned")
+POSITION_EMBEDDINGS = ("relative", "learned", "rope")
 NORMALIZATIONS = ("layernorm", "rmsnorm")
 ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu", "squared_relu")
 
@@ -31,8 +31,14 @@ class T5Config(LearnedPartSizes):
     `bias` stands for the biases of every linear layer; norms have one exactly when they are layer
     norms. With `gated` the MLP is act(x W) * (x W2); `activation` "gelu" is the tanh form.
     Learned positions have one table of max_positions rows per embedding.
-    relative_bias_layer_scaling multiplies the relative bias by the 1-based layer number (NeMo's
+    The layers of a stack share their relative bias unless relative_bias_per_layer (umT5).
+    relative_bias_layer_scaling multiplies it by the 1-based layer number (NeMo's
     apply_query_key_layer_scaling). encoder_only models have no decoder and no head.
+
+    The rest is T5Gemma's: num_kv_heads, fewer than the heads; rotary positions of rotary_base in
+    the attention of a stack to itself; sandwich_norms, after a branch, too. zero_centered_norm,
+    embedding_scale, softcaps and windows are as in GPTConfig, of both stacks; a token of the
+    encoder attends to sliding_window tokens on either side.
     """
 
     vocab_size: int
@@ -48,6 +54,7 @@ class T5Config(LearnedPartSizes):
     max_positions: int = 512
     cross_attention_relative_bias: bool = False
     relative_bias_layer_scaling: bool = False
+    relative_bias_per_layer: bool | None = None
     normalization: str = "rmsnorm"
     norm_eps: float = 1e-6
     activation: str = "relu"
@@ -62,7 +69,20 @@ class T5Config(LearnedPartSizes):
     start_id: int = 0
     end_id: int = 1
     pad_id: int | None = 0
+    num_kv_heads: int | None = None
+    rotary_base: float | None = None
+    sandwich_norms: bool | None = None
+    zero_centered_norm: bool | None = None
+    embedding_scale: float | None = None
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    sliding_window: int | None = None
+    full_attention_layers: str | None = None
     parts: LearnedParts = NO_PARTS
+
+    # What engine/rotary.py asks of a model, besides.
+    rotary_local_base = rotary_scaling = rotary_attention_factor = None
+    rotary_interpolation_factor = 1.0
 
     def __post_init__(self) -> None:
         problems = Problems("the T5 hyperparameters")
@@ -81,6 +101,14 @@ class T5Config(LearnedPartSizes):
                 problems.add(f"unknown {name}", got=getattr(self, name), choices=choices)
         if self.position_embedding == "relative":
             self._check_buckets(problems)
+        if (self.position_embedding == "rope") != (self.rotary_base is not None):
+            problems.add("rotary_base and rope belong together", got=self.rotary_base)
+        if not problems.messages and self.num_kv_heads not in (None, *divisors(self.num_heads)):
+            problems.add(
+                "num_kv_heads must divide num_heads",
+                got=self.num_kv_heads,
+                choices=divisors(self.num_heads),
+            )
         check_numbers(problems, self)
         problems.raise_if_any(CheckpointError)
 
@@ -99,6 +127,33 @@ class T5Config(LearnedPartSizes):
         return self.num_heads * self.head_size
 
     @property
+    def kv_heads(self) -> int:
+        """Heads of keys and of values."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def decoder_kv_heads(self) -> int:
+        return self.kv_heads
+
+    @property
+    def kv_size(self) -> int:
+        return self.kv_heads * self.head_size
+
+    @property
+    def rotary_size(self) -> int:
+        return self.head_size
+
+    @property
+    def norm_placement(self) -> str:
+        """In GPTConfig's words."""
+        return "sandwich" if self.sandwich_norms else "pre"
+
+    def window(self, layer: int) -> int:
+        """How many tokens attention of a layer covers, the token's own included; 0: all."""
+        full = (self.full_attention_layers or "").split(",")
+        return 0 if str(layer) in full else self.sliding_window or 0
+
+    @property
     def num_decoder_heads(self) -> int:
         return self.num_heads
 
@@ -112,10 +167,10 @@ class T5Config(LearnedPartSizes):
 
     @property
     def qkv_size(self) -> int:
-        return 3 * self.inner_size
+        return self.inner_size + 2 * self.kv_size
 
     def tp_sizes(self) -> list[int]:
-        return divisors(gcd(self.num_heads, self.ffn_size, self.adapter_size))
+        return divisors(gcd(self.kv_heads, self.ffn_size, self.adapter_size))
 
     def local_size(self, axis: str, tp_size: int) -> int:
         whole: int = getattr(self, axis)

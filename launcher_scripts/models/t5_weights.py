@@ -19,16 +19,53 @@ def weights(config: T5Config) -> list[WeightSpec]:
     specs = _embeddings(config)
     for side in ("encoder",) if config.encoder_only else ("encoder", "decoder"):
         if config.position_embedding == "relative":
-            specs.append(_relative_bias(side, "layer.0.SelfAttention", side))
+            specs.append(_relative_bias(config, side, "layer.0.SelfAttention", side))
         specs += _norm(config, f"{side}.final_layer_norm", f"{side}.model.final_layernorm")
     if config.cross_attention_relative_bias:
-        specs.append(
-            _relative_bias("decoder", "layer.1.EncDecAttention", "decoder_cross_attention")
-        )
+        attention = "layer.1.EncDecAttention"
+        specs.append(_relative_bias(config, "decoder", attention, "decoder_cross_attention"))
     specs += _encoder_layer(config)
     if not config.encoder_only:
         specs += _decoder_layer(config)
+    if config.sandwich_norms:
+        specs = [_of_gemma(spec) for spec in specs if spec.name != "shared.weight"]
     return specs + learned_parts.weights("t5", config.parts, not config.encoder_only)
+
+
+# Parts of names: Hugging Face's of a T5, and of a T5Gemma.
+_GEMMA = (
+    ("shared.weight", "encoder.embed_tokens.weight"),
+    ("final_layer_norm", "norm"),
+    (".block.*", ".layers.*"),
+    *((f".SelfAttention.{part}.", f".self_attn.{part}_proj.") for part in "qkvo"),
+    *((f".EncDecAttention.{part}.", f".cross_attn.{part}_proj.") for part in "qkvo"),
+    (".DenseReluDense.wi_0.", ".mlp.gate_proj."),
+    (".DenseReluDense.wi_1.", ".mlp.up_proj."),
+    (".DenseReluDense.wo.", ".mlp.down_proj."),
+)
+_GEMMA_BRANCHES = {
+    "encoder": ("self_attn", "feedforward"),
+    "decoder": ("self_attn", "cross_attn", "feedforward"),
+}
+
+
+def _of_gemma(spec: WeightSpec) -> WeightSpec:
+    """The row with the dialect "t5gemma"."""
+    source = spec.sources["huggingface"]
+    keys = tuple(_gemma_key(key) for key in source.keys)
+    return replace(spec, sources={**spec.sources, "t5gemma": Source(keys, source.layout)})
+
+
+def _gemma_key(key: str) -> str:
+    for old, new in _GEMMA:
+        key = key.replace(old, new)
+    side = key.split(".")[0]
+    for number, branch in enumerate(_GEMMA_BRANCHES.get(side, ())):
+        stem = f"{side}.layers.*.layer.{number}."
+        key = key.replace(f"{stem}layer_norm", f"{side}.layers.*.pre_{branch}_layernorm")
+        key = key.replace(f"{stem}output_norm", f"{side}.layers.*.post_{branch}_layernorm")
+        key = key.replace(stem, f"{side}.layers.*.")
+    return key
 
 
 def _embeddings(config: T5Config) -> list[WeightSpec]:
@@ -59,7 +96,8 @@ def _embeddings(config: T5Config) -> list[WeightSpec]:
         if learned:
             nemo = f"{decoder}.position_embeddings.weight"
             specs.append(_row("decoder.embed_positions.weight", positions, None, nemo))
-    head = ("shared.weight", f"{decoder}.word_embeddings.weight")
+    own = "shared.weight" if config.shared_embeddings else "decoder.embed_tokens.weight"
+    head = (own, f"{decoder}.word_embeddings.weight")
     if not config.tied_embeddings:
         head = ("lm_head.weight", "tokens_head.weight")
     specs.append(_row("lm_head.weight", table, *head))
@@ -75,7 +113,7 @@ def _encoder_layer(config: T5Config) -> list[WeightSpec]:
         specs += _column(
             config,
             f"{stem}.0.SelfAttention.{part}",
-            "inner_size",
+            "inner_size" if part == "q" else "kv_size",
             nemo=f"{nemo}.self_attention.query_key_value",
             layouts={"nemo": f"{layout}_of_heads", "nemo_legacy": f"{layout}_in_blocks"},
         )
@@ -92,7 +130,7 @@ def _decoder_layer(config: T5Config) -> list[WeightSpec]:
         config,
         f"{attention}.qkv",
         "qkv_size",
-        blocks=("inner_size",) * 3,
+        blocks=("inner_size", "kv_size", "kv_size"),
         huggingface=Source(tuple(f"{attention}.{part}" for part in "qkv"), "transposed_columns"),
         nemo=f"{nemo}.self_attention.query_key_value",
         layouts={"nemo": "qkv_of_heads", "nemo_legacy": "qkv_in_blocks"},
@@ -107,7 +145,7 @@ def _decoder_layer(config: T5Config) -> list[WeightSpec]:
         specs += _column(
             config,
             f"{stem}.1.EncDecAttention.{part}",
-            "inner_size",
+            "inner_size" if part == "q" else "kv_size",
             nemo=f"{nemo}.inter_attention.{key}",
             layouts=layouts,
         )
@@ -198,12 +236,16 @@ def _norm(config: T5Config, stem: str, nemo: str) -> list[WeightSpec]:
     ]
     plus_one = {"nemo_plus_one": Source((f"{nemo}.weight",), "plus_one")}
     specs[0] = replace(specs[0], sources={**specs[0].sources, **plus_one})
+    if config.sandwich_norms and stem.endswith(".layer_norm"):
+        name = stem.removesuffix("layer_norm") + "output_norm.weight"
+        specs.append(_row(name, ("hidden_size",), name, name))
     return specs
 
 
-def _relative_bias(side: str, attention: str, nemo: str) -> WeightSpec:
-    """The table [heads, buckets] of the first layer, which all layers of a stack share."""
-    name = f"{side}.block.0.{attention}.relative_attention_bias.weight"
+def _relative_bias(config: T5Config, side: str, attention: str, nemo: str) -> WeightSpec:
+    """The table [heads, buckets] of the first layer, which all layers share, or of each."""
+    layer = "*" if config.relative_bias_per_layer else "0"
+    name = f"{side}.block.{layer}.{attention}.relative_attention_bias.weight"
     key = f"{nemo}_relative_position_embedding.relative_position_embedding.weight"
     return WeightSpec(
         name,
@@ -213,6 +255,7 @@ def _relative_bias(side: str, attention: str, nemo: str) -> WeightSpec:
             "huggingface": Source((name,), "transposed"),
             "nemo": Source((key,), "transposed_whole"),
         },
+        layers=_layers(name),
         prefix="",
     )
 

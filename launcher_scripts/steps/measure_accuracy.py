@@ -42,7 +42,14 @@ def measure(settings: EvaluateSettings) -> None:
     client, ready = connect(settings)
     tables = []
     with client:
-        asked = Asked(client, tokenizer, client.closing_ids(), Path(settings.tokenizer_dir))
+        asked = Asked(
+            client,
+            tokenizer,
+            client.special_ids("closing"),
+            Path(settings.tokenizer_dir),
+            client.special_ids("opening"),
+            client.special_ids("decoder"),
+        )
         for task, task_settings in zip(tasks, settings.tasks, strict=True):
             reference = open_reference(task_settings)
             environment = measured_on(settings, ready)

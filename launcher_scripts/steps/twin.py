@@ -8,7 +8,7 @@ wrong base of the rotary positions, a key that nobody read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ TOLERANCE = 1e-4
 ROUNDED_TOLERANCES = {"fp32": TOLERANCE, "fp16": 1.25e-3, "bf16": 1e-2}
 COMBINING = re.compile("_scaled|_projected")
 SECONDS = 3600.0
+CGROUPS = Path("/sys/fs/cgroup")
 # Format of the source -> what opens it.
 REFERENCES: dict[str, Callable[[Path], TransformersModel]] = {"huggingface": TransformersModel}
 
@@ -144,10 +145,28 @@ def _engine_logits(
 
 
 def _free_memory() -> int:
-    """Bytes that new processes can have without swapping."""
+    """Bytes that this job can have: what the node can give, and no more than its cgroups allow.
+
+    What the job holds already is not subtracted: most of it is the page cache of the export.
+    """
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     (kilobytes,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return int(kilobytes) * 1024
+    return min([int(kilobytes) * 1024, *_cgroup_limits(Path("/proc/self/cgroup"), CGROUPS)])
+
+
+def _cgroup_limits(memberships: Path, root: Path) -> Iterator[int]:
+    """The memory limits, in bytes, of the cgroups (version 2 and 1) that the process is in."""
+    lines = memberships.read_text(encoding="utf-8").splitlines() if memberships.is_file() else []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        file = "memory.limit_in_bytes" if controllers else "memory.max"
+        folder = root / controllers / name.strip("/")
+        for place in (folder, *folder.parents):
+            if place.is_relative_to(root) and (place / file).is_file():
+                said = (place / file).read_text(encoding="ascii").strip()
+                yield from [] if said == "max" else [int(said)]
 
 
 def _said(result: dict[str, Any]) -> dict[str, Any]:

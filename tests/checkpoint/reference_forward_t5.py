@@ -34,9 +34,10 @@ def encode(
     x = embedded(w, config, "shared.weight_T", ids, prompt)
     if config.position_embedding == "learned":
         x = x + w["shared.ape"][: ids.shape[1]]
-    bias = _bias(w, config, "encoder", "layer.0.SelfAttention", ids.shape[1], ids.shape[1], True)
+    sizes = ids.shape[1], ids.shape[1]
     for i in range(config.num_layers):
         stem = f"encoder.block.{i}.layer"
+        bias = _bias(w, config, "encoder", i, "layer.0.SelfAttention", *sizes, True)
         attention = f"{stem}.0.SelfAttention"
         normed = _norm(w, config, f"{stem}.0.layer_norm", x)
         q, k, v = (_linear(w, f"{attention}.{part}", normed) for part in "qkv")
@@ -76,15 +77,15 @@ def decode(
     if config.position_embedding == "learned":
         name = "shared.ape" if config.shared_embeddings else "decoder.embed_positions.weight"
         x = x + w[name][:steps]
-    own = _bias(w, config, "decoder", "layer.0.SelfAttention", steps, steps, False)
     cross = torch.zeros(())
-    if config.cross_attention_relative_bias:
-        cross = _bias(w, config, "decoder", "layer.1.EncDecAttention", steps, length, True)
     causal = torch.full((steps, steps), -torch.inf).triu(1)
     for i in range(config.num_decoder_layers):
         stem = f"decoder.block.{i}.layer"
         normed = _norm(w, config, f"{stem}.0.layer_norm", x)
         attention, block = f"{stem}.0.SelfAttention", f"decoder.block.{i}"
+        own = _bias(w, config, "decoder", i, "layer.0.SelfAttention", steps, steps, False)
+        if config.cross_attention_relative_bias:
+            cross = _bias(w, config, "decoder", i, "layer.1.EncDecAttention", steps, length, True)
         q, k, v = _linear(w, f"{attention}.qkv", normed).chunk(3, dim=-1)
         k, v = scaled(w, f"{attention}.k", k, ia3), scaled(w, f"{attention}.v", v, ia3)
         out = _attend(w, config, attention, (q, k, v), own, causal, layer=i)
@@ -146,11 +147,12 @@ def _norm(w, config, name, x):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_eps) * weight
 
 
-def _bias(w, config, side, attention, rows, columns, both):
+def _bias(w, config, side, layer, attention, rows, columns, both):
     """Relative bias [h, rows, columns]."""
     if config.position_embedding != "relative":
         return torch.zeros(())
-    table = w[f"{side}.block.0.{attention}.relative_attention_bias.weight"]  # [h, buckets]
+    block = layer if config.relative_bias_per_layer else 0
+    table = w[f"{side}.block.{block}.{attention}.relative_attention_bias.weight"]  # [h, buckets]
     distance = torch.arange(columns)[None] - torch.arange(rows)[:, None]
     return table[:, bucket(distance, config.num_buckets, config.max_distance, both)]
 

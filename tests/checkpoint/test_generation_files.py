@@ -53,6 +53,12 @@ def save_model(folder: Path, name: str = "llama") -> None:
     DECODERS[name].make().save_pretrained(folder)
 
 
+def prompt(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a prompt, as the text models make them."""
+    before, after = tokenizer.around()
+    return [*before, *tokenizer.encode(text), *after]
+
+
 @pytest.mark.parametrize("starts", [False, True])
 @pytest.mark.parametrize(
     "said",
@@ -70,7 +76,7 @@ def test_prompts_get_what_transformers_adds(
     save_fast(tmp_path, starts=starts, **said)
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
     for text in TEXTS:
-        assert ours.encode_prompt(text) == theirs(text).input_ids
+        assert prompt(ours, text) == theirs(text).input_ids
         assert ours.encode(text) == theirs(text, add_special_tokens=False).input_ids
 
 
@@ -84,17 +90,17 @@ def test_byte_pairs_that_start_with_a_token_of_their_own(tmp_path: Path) -> None
     (tmp_path / "tokenizer_config.json").write_text(config)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     for text in ("ab c", "deed"):
-        assert load_tokenizer(tmp_path).encode_prompt(text) == theirs(text).input_ids
-        assert load_tokenizer(tmp_path).encode_prompt(text)[0] == 0
+        assert prompt(load_tokenizer(tmp_path), text) == theirs(text).input_ids
+        assert theirs(text).input_ids[0] == 0
 
 
 def test_pieces_start_as_their_configuration_says(data_dir: Path, tmp_path: Path) -> None:
     pieces = data_dir / "tokenizers" / "sentencepiece" / "tokenizer.model"
     (tmp_path / "tokenizer.model").write_bytes(pieces.read_bytes())
-    assert load_tokenizer(tmp_path).encode_prompt("the") == load_tokenizer(tmp_path).encode("the")
+    assert load_tokenizer(tmp_path).around() == ([], [])
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
     ours = load_tokenizer(tmp_path)
-    assert ours.encode_prompt("the") == [ours.start_id, *ours.encode("the")]
+    assert ours.around() == ([ours.start_id], [])
 
 
 def template_in_a_file(folder: Path) -> None:
@@ -147,15 +153,15 @@ def test_damaged_chat_templates_are_an_error_of_the_checkpoint(tmp_path: Path) -
 
 def test_generation_defaults_and_all_end_tokens_reach_the_text_models(tmp_path: Path) -> None:
     save_model(tmp_path / "hf")
-    save_fast(tmp_path / "hf")
+    save_fast(tmp_path / "hf", starts=True)
     said = GenerationConfig(eos_token_id=[2, 3, 7, 99], temperature=0.6, top_p=0.9, do_sample=True)
     said.save_pretrained(tmp_path / "hf")
     root = repository(tmp_path)
     for role in ("text", "ensemble", "preprocessing"):
         assert GenerationConfig.from_pretrained(root / role / "1").to_dict() == said.to_dict()
         config = (root / role / "config.pbtxt").read_text()
-        assert 'key: "end_ids"\n  value: { string_value: "3,7" }' in config  # 99 is no token
-        assert 'key: "add_special_tokens"' in config
+        assert 'key: "end_ids"\n  value: { string_value: "3 7" }' in config  # 99 is no token
+        assert 'key: "opening_id"\n  value: { string_value: "1" }' in config
     assert notes(root) == ["the checkpoint has no chat template"]
 
 
@@ -184,7 +190,7 @@ def test_a_t5_is_closed_once(tmp_path: Path) -> None:
     folder = export_folder(tmp_path / "hf", tmp_path, tokenizer=AUTO)
     parameters = encoding_parameters(FTCheckpoint.open(folder))
     assert parameters["closing_id"] == 1
-    assert "add_special_tokens" not in parameters
+    assert "opening_id" not in parameters
 
 
 def test_what_a_checkpoint_lacks_is_noted(tmp_path: Path) -> None:

@@ -214,6 +214,28 @@ def test_a_snapshot_of_the_hubs_cache_is_read_through_its_links(tmp_path: Path) 
         export_folder(snapshot, tmp_path / "again")
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_umt5_as_it_was_published(tmp_path: Path, tied: bool) -> None:
+    """Its config.json names a class and no model_type; it has an output table of its own."""
+    model = ENCODER_DECODERS["umt5"].make()
+    model.save_pretrained(tmp_path / "hf")
+    expected = contents(export_folder(tmp_path / "hf", tmp_path / "a"))
+    path = tmp_path / "hf" / "config.json"
+    raw = json.loads(path.read_text())
+    del raw["model_type"]
+    weights = tmp_path / "hf" / "model.safetensors"
+    if not tied:
+        raw["tie_word_embeddings"] = False
+        save_file(load_file(weights) | {"lm_head.weight": torch.ones(67, 16)}, weights)
+    path.write_text(json.dumps(raw))
+    found = contents(export_folder(tmp_path / "hf", tmp_path / "b"))
+    if tied:
+        assert found == expected
+    else:
+        assert np.unique(np.frombuffer(found["lm_head.weight.bin"], "<f4")).tolist() == [1]
+        assert b"logits_scale = 1.0" in found["config.ini"]
+
+
 def test_the_encoder_of_a_t5_alone_or_cut_out(tmp_path: Path) -> None:
     whole = ENCODER_DECODERS["t5_v1_1"].make()
     whole.save_pretrained(tmp_path / "whole")

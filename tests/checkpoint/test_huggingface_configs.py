@@ -21,6 +21,16 @@ T5 = {
     "num_layers": 2,
     "num_heads": 4,
 }
+BART = {
+    "model_type": "bart",
+    "vocab_size": 100,
+    "d_model": 16,
+    "max_position_embeddings": 20,
+    "activation_function": "gelu",
+    **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": 2 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 24 for side in ("encoder", "decoder")},
+}
 
 
 def raw(values: dict[str, Any], *keys: str) -> RawConfig:
@@ -40,6 +50,17 @@ def raw(values: dict[str, Any], *keys: str) -> RawConfig:
 )
 def test_t5_logits_scale_comes_from_the_raw_file(said: dict[str, Any], scale: float) -> None:
     assert configs.t5(raw({**T5, **said}, *T5_KEYS)).logits_scale == scale
+
+
+@pytest.mark.parametrize(
+    ("said", "scale"),
+    [({}, 0.25), ({"tie_word_embeddings": True}, 0.25), ({"tie_word_embeddings": False}, 1.0)],
+)
+def test_umt5_scales_its_logits_where_its_file_says_that_its_tables_are_tied(
+    said: dict[str, Any], scale: float
+) -> None:
+    config = configs.umt5(raw({**T5, "model_type": "umt5", **said}, *T5_KEYS))
+    assert (config.logits_scale, config.relative_bias_per_layer) == (scale, True)
 
 
 def test_t5_head_is_tied_exactly_when_no_head_is_stored() -> None:
@@ -94,6 +115,25 @@ def test_what_the_families_cannot_hold_is_refused(read: Any, values: Any, word: 
     config = raw({"vocab_size": 67, **values})
     read(config)
     assert any(word in message and "choices" in message for message in config.problems.messages)
+
+
+@pytest.mark.parametrize(
+    ("said", "forced"),
+    [
+        ({}, None),
+        ({"forced_bos_token_id": None}, None),
+        ({"forced_bos_token_id": 4}, 4),
+        ({"force_bos_token_to_be_generated": True, "bos_token_id": 6}, 6),
+        ({"force_bos_token_to_be_generated": True}, 0),
+    ],
+)
+def test_barts_forced_first_token(said: dict[str, Any], forced: int | None) -> None:
+    assert configs.bart(raw({**BART, **said})).forced_bos_id == forced
+
+
+def test_a_forced_token_outside_of_the_vocabulary() -> None:
+    with pytest.raises(CheckpointError, match=r"forced_bos_id .* got 100; choices: 0-99"):
+        configs.bart(raw({**BART, "forced_bos_token_id": 100}))
 
 
 def test_agm_is_told_from_bart_by_its_own_keys() -> None:

@@ -166,6 +166,21 @@ def test_what_the_machine_lacks_is_a_note(
     assert reason in said(settings)["skipped"]
 
 
+def test_the_limits_of_all_cgroups_count(tmp_path: Path) -> None:
+    root = tmp_path / "cgroup"
+    for name, limit in (
+        ("memory.max", "max"),
+        ("slurm/memory.max", "5000"),
+        ("slurm/job/memory.max", "max"),
+        ("memory/slurm/memory.limit_in_bytes", "7000"),
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{limit}\n")
+    (tmp_path / "own").write_text("4:memory:/slurm\n3:cpuset:/slurm\n0::/slurm/job/step\n")
+    assert sorted(twin._cgroup_limits(tmp_path / "own", root)) == [5000, 7000]
+    assert list(twin._cgroup_limits(tmp_path / "none", root)) == []
+
+
 def test_without_verification_there_is_no_twin(tmp_path: Path) -> None:
     DECODERS["gpt2"].make().save_pretrained(tmp_path / "hf")
     settings = replace(settings_for(tmp_path / "hf", tmp_path), verify=False)

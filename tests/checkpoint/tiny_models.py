@@ -50,6 +50,19 @@ LLAMA = {
     "max_position_embeddings": 32,
 }
 GPT2 = {"vocab_size": 67, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 20}
+T5GEMMA_STACK = {
+    "vocab_size": 67,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "query_pre_attn_scalar": 9,
+    "sliding_window": 7,
+    "max_position_embeddings": 128,
+    "attn_logit_softcapping": 4.0,
+    "final_logit_softcapping": 3.0,
+}
 XGLM = {
     "vocab_size": 67,
     "d_model": 16,
@@ -298,10 +311,22 @@ ENCODER_DECODERS: dict[str, TinyModel] = {
     "mt5": TinyModel(
         "MT5ForConditionalGeneration", "MT5Config", {**T5, "feed_forward_proj": "gated-gelu"}
     ),
+    "umt5": TinyModel(
+        "UMT5ForConditionalGeneration", "UMT5Config", {**T5, "feed_forward_proj": "gated-gelu"}
+    ),
     "bart": TinyModel("BartForConditionalGeneration", "BartConfig", BART),
     "mbart": TinyModel(
         "MBartForConditionalGeneration", "MBartConfig", {**BART, "scale_embedding": True}
     ),
 }
+T5GEMMA = TinyModel(
+    "T5GemmaForConditionalGeneration",
+    "T5GemmaConfig",
+    {
+        "encoder": {**T5GEMMA_STACK, "num_hidden_layers": 3},
+        "decoder": {**T5GEMMA_STACK, "num_hidden_layers": 4},
+        "vocab_size": 67,
+    },
+)
 
 Export = Callable[..., Path]

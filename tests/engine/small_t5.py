@@ -38,6 +38,7 @@ VARIANTS = {
         "relative_bias_layer_scaling": True,
         "shared_embeddings": False,
     },
+    "per_layer": {**GATED, "relative_bias_per_layer": True},
     "separate": {
         **GATED,
         "activation": "silu",

@@ -22,7 +22,7 @@ ROUNDING = 5e-5  # other shapes and numbers of threads add up in other orders
 ROWS = [((3, 5, 7, 11, 2), 0), ((9,), 20), ((4, 1, 8), 30)]
 
 
-@pytest.fixture(params=["google", "gated"])
+@pytest.fixture(params=["google", "gated", "per_layer"])
 def runner(request):
     config = t5_config(**VARIANTS[request.param])
     engine = engine_for(config, t5_tensors(config))

@@ -6,6 +6,7 @@ import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.checkpoint.tiny_models import ENCODER_DECODERS
 from tests.engine.small_models import generate
 from tests.engine.small_t5 import DECODER, SOURCE, decoder_logits, encode
 
-NAMES = ("t5_v1_0", "t5_v1_1", "ul2", "mt5")
+NAMES = ("t5_v1_0", "t5_v1_1", "ul2", "mt5", "umt5")
 MOST_PIECES = 62
 MOST_TOKENS = 64
 
@@ -53,6 +54,40 @@ def test_a_tiny_model(tmp_path: Path, name):
     attentions = torch.stack(want.encoder_attentions)[:, 0]
     assert answer.attentions.shape == attentions.shape
     assert (answer.attentions - attentions).abs().max() <= 1e-5
+
+
+@pytest.fixture(scope="module")
+def umt5(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder and the model in it, whose weights are so large that its texts are lively."""
+    folder, model = tmp_path_factory.mktemp("umt5"), ENCODER_DECODERS["umt5"].make()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(0, 0.3 if name == "shared.weight" else 1.2)
+    model.save_pretrained(folder / "hf")
+    return folder, model
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
+def test_a_bias_of_every_layer(umt5: tuple[Path, Any], tp: int, pp: int):
+    """Sources and texts that reach beyond the largest distance."""
+    folder, model = umt5
+    source = tuple(range(3, 60))
+    target = tuple(range(40))
+    exported = export_folder(folder / "hf", folder / f"{tp}-{pp}", tp)
+    with torch.no_grad():
+        ids, targets = torch.tensor([source]), torch.tensor([target])
+        want = model(input_ids=ids, decoder_input_ids=targets).logits[0]
+        tokens = model.generate(
+            ids, max_new_tokens=64, eos_token_id=None, do_sample=False, use_cache=False
+        )
+    engine = load(exported, tp, pp)
+    got = decoder_logits(engine, source, target)
+    text = generate(engine, source, 64, end_id=want.shape[1])
+    engine.close()
+    assert (got - want).abs().max() <= 2e-4
+    assert text == tokens[0, 1:].tolist()
+    assert len(set(text)) > 4
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,7 @@ def test_replicas_are_one_server_to_an_evaluation():
         with Client(f"{one.address},{two.address}", "counting") as client:
             assert client.is_ready()
             assert client.max_batch_size() == 4
-            assert client.closing_ids() == ()
+            assert client.special_ids("closing") == ()
             assert client.model_type == "GPT"
             scores = list(client.score(iter(rows), in_flight=4))
         for row, logits in zip(rows, scores, strict=True):

@@ -29,10 +29,14 @@ def export_settings(folder: Path, name: str = "tiny", tp: int = 1, pp: int = 1, 
     """Settings as the export stage would write them, for a repository below `folder`."""
     return ExportSettings(
         model_name=name,
-        checkpoint_path="unused.nemo",
         triton_model_dir=str(folder / "model_repo" / name),
         parallelism=Parallelism(tp, pp),
-        **{"model_type": "gpt3", "max_batch_size": 8, **more},
+        **{
+            "checkpoint_path": "unused.nemo",
+            "model_type": "gpt3",
+            "max_batch_size": 8,
+            **more,
+        },
     )
 
 

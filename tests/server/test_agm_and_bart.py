@@ -52,8 +52,8 @@ def export(folder: Path, name: str, config: Any, tensors: dict[str, np.ndarray])
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("forks")
-    export(folder, "bart", BART, random_tensors(BART))
     repository = export(folder, "agm", CONFIG, agm_tensors(CONFIG))
+    export(folder, "bart", BART, random_tensors(BART))
     with running(folder / "job", repository) as step:
         yield {**step.wait_until_ready(), "ready_file": str(step.settings.ready_file)}
         assert step.stop() == 0, step.err
@@ -104,7 +104,8 @@ def test_the_whole_length_must_hold_the_prompt(client: Client) -> None:
 
 def test_text(client: Client, served: dict[str, Any]) -> None:
     text_models = {"preprocessing", "postprocessing", "ensemble", "text"}
-    assert set(served["models"]) == {"agm", "bart", *text_models}
+    of_bart = {f"bart_{role}" for role in text_models}
+    assert set(served["models"]) == {"agm", "bart", *text_models, *of_bart}
     tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
     text = "The quick brown"
     prompt = tuple(tokenizer.encode(text))

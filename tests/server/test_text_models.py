@@ -133,28 +133,21 @@ def test_prompts_are_padded_on_the_right(text_module: Any) -> None:
     assert text_module("preprocessing").pad_right([[]], 9).tolist() == [[9]]
 
 
-class StartingTokenizer(WordTokenizer):
-    """One whose prompts start with a token."""
-
-    def encode_prompt(self, text: str) -> list[int]:
-        return [1, *self.encode(text)]
-
-
 @pytest.mark.parametrize(
-    ("more", "prompt", "end_ids"),
+    ("parameters", "prompt", "ends"),
     [
-        ({}, [5, 6], []),
-        ({"closing_id": "2"}, [5, 6, 2], []),
-        ({"add_special_tokens": "1"}, [1, 5, 6], []),
-        ({"end_ids": "3,12"}, [5, 6], [3, 12]),
+        ({}, [5, 6], ()),
+        ({"closing_id": "2"}, [5, 6, 2], ()),
+        ({"opening_id": "1"}, [1, 5, 6], ()),
+        ({"end_ids": "3 12"}, [5, 6], (3, 12)),
     ],
 )
 def test_parameters_say_what_goes_with_a_prompt(
-    text_module: Any, more: dict[str, str], prompt: list[int], end_ids: list[int]
+    text_module: Any, parameters: dict[str, str], prompt: list[int], ends: tuple[int, ...]
 ) -> None:
-    encoding = text_module("preprocessing").Encoding({"pad_id": "9", **more}, StartingTokenizer())
-    assert encoding.prompt("a b") == prompt
-    assert (encoding.pad_id, encoding.end_ids) == (9, end_ids)
+    special = text_module("preprocessing").SpecialTokens.of(parameters)
+    assert special.around([5, 6]) == prompt
+    assert special.ends == ends
 
 
 def test_further_end_tokens_are_words_of_every_row(text_module: Any) -> None:

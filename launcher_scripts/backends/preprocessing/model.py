@@ -12,22 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from text_encoding import Encoding, pad_right, to_word_lists
+from text_encoding import SpecialTokens, pad_right, to_word_lists
 from text_tensors import BadRequestError, Tensors, answer_each, require_working_arrays
 from tokenizer import load_tokenizer
 
 
 class TritonPythonModel:
-    """QUERY, words as comma separated text -> padded ids, their lengths, word lists."""
+    """QUERY, words as comma separated text -> padded ids, their lengths, word lists.
+
+    The parameters opening_id and closing_id, where there are such, are tokens around every query.
+    """
 
     def initialize(self, args: dict[str, str]) -> None:
         require_working_arrays()
         self.tensors = Tensors(args["model_config"])
         self.tokenizer = load_tokenizer(Path(__file__).parent)
-        parameters = json.loads(args["model_config"])["parameters"]
-        self.encoding = Encoding(
-            {name: at["string_value"] for name, at in parameters.items()}, self.tokenizer
-        )
+        entries = json.loads(args["model_config"])["parameters"]
+        parameters = {name: entry["string_value"] for name, entry in entries.items()}
+        self.pad_id = int(parameters["pad_id"])
+        self.special = SpecialTokens.of(parameters)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         return answer_each(requests, self.answer)
@@ -37,10 +40,10 @@ class TritonPythonModel:
         queries = self.tensors.texts(request, "QUERY")
         if queries is None:
             raise BadRequestError("QUERY is required")
-        rows = [self.encoding.prompt(query) for query in queries]
+        rows = [self.special.around(self.tokenizer.encode(query)) for query in queries]
         lengths = np.array([[len(row)] for row in rows], dtype=np.uint32)
         encoded = [
-            self.tensors.tensor("INPUT_ID", pad_right(rows, self.encoding.pad_id)),
+            self.tensors.tensor("INPUT_ID", pad_right(rows, self.pad_id)),
             self.tensors.tensor("REQUEST_INPUT_LEN", lengths),
         ]
         output_len = self.tensors.array(request, "REQUEST_OUTPUT_LEN")
@@ -53,7 +56,7 @@ class TritonPythonModel:
             ),
             self.tensors.tensor(
                 "STOP_WORDS_IDS",
-                self.word_list(request, "STOP_WORDS_DICT", len(rows), self.encoding.end_ids),
+                self.word_list(request, "STOP_WORDS_DICT", len(rows), self.special.ends),
             ),
             self.tensors.tensor("REQUEST_OUTPUT_LEN", output_len.astype(np.uint32)),
             self.tensors.tensor("RETURN_PROGRESS", np.ones((len(rows), 1), dtype=np.bool_)),

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from text_encoding import Encoding, pad_right, split_words, word_table
+from text_encoding import SpecialTokens, language_ids, pad_right, split_words, word_table
 from text_names import SAME_AS
 from text_tensors import BadRequestError, Tensors
 from tokenizer import Tokenizer
@@ -23,7 +23,10 @@ WORDS = {"bad_words_list": "INPUT_2", "stop_words_list": "INPUT_3"}
 READ_HERE = {
     *("INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3"),
     *("stream", "exclude_input_in_output", "is_return_prompt"),
+    *("source_language", "target_language"),
 }
+# What says how the decoder begins, instead of the checkpoint.
+DECODER = ("decoder_input_ids", "start_id")
 LOG_PROBS = ("cum_log_probs", "output_log_probs")
 TODAYS_OUTPUTS = {"text_output", *LOG_PROBS}
 
@@ -62,7 +65,8 @@ class Reader:
         self.outputs = frozenset(output["name"] for output in config["output"])
         self._tensors = Tensors(model_config)
         self._tokenizer = tokenizer
-        self._encoding = Encoding(parameters, tokenizer)
+        self._pad_id = int(parameters["pad_id"])
+        self._special = SpecialTokens.of(parameters)
         self._ids, self._lengths = parameters["INPUT_ID"], parameters["REQUEST_INPUT_LEN"]
         self._output_len = parameters.get("REQUEST_OUTPUT_LEN")
         self._prompt_counts = "prompt_counts" in parameters
@@ -79,23 +83,30 @@ class Reader:
         prompts = self._tensors.texts(request, self._name(given, "INPUT_0"))
         if prompts is None:
             raise BadRequestError(f"the prompt is missing: {self._said('INPUT_0')}")
-        rows = [self._encoding.prompt(prompt) for prompt in prompts]
+        languages = self._languages(request, "source_language", len(prompts))
+        rows = [
+            self._special.around(self._tokenizer.encode(prompt), language)
+            for prompt, language in zip(prompts, languages or [None] * len(prompts), strict=True)
+        ]
         lengths = np.array([[len(row)] for row in rows], dtype=np.uint32)
         inputs = {
-            self._ids: self._tensors.tensor(self._ids, pad_right(rows, self._encoding.pad_id)),
+            self._ids: self._tensors.tensor(self._ids, pad_right(rows, self._pad_id)),
             self._lengths: self._tensors.tensor(self._lengths, lengths),
         }
         if self._output_len is not None:
             output_len = self._output_lengths(request, given, lengths)
             inputs[self._output_len] = self._tensors.tensor(self._output_len, output_len)
             for name, source in WORDS.items():
-                more = self._end_ids(given) if name == "stop_words_list" else []
+                more = self._end_ids(given) if name == "stop_words_list" else ()
                 if source in given or more:
                     words = self._words(request, given.get(source), len(rows), more)
                     inputs[name] = self._tensors.tensor(name, words)
         for original, name in given.items():
             if original not in READ_HERE:
                 inputs[original] = self._passed_on(request, original, name)
+        begun = self._begun(request, given, len(rows))
+        if begun is not None:
+            inputs["decoder_input_ids"] = self._tensors.tensor("decoder_input_ids", begun)
         todays = given["INPUT_0"] == "text_input"
         outputs = self._wanted(request, todays)
         streams = self.decoupled and self._flag(request, given, "stream", not todays)
@@ -120,6 +131,30 @@ class Reader:
                 raise BadRequestError(f"{given[original]} and {name} are the same; send one")
             given[original] = name
         return given
+
+    def _languages(self, request: Any, tensor: str, rows: int) -> list[int] | None:
+        """The ids of the languages that a request names, one of each row."""
+        names = self._tensors.texts(request, tensor)
+        if names is not None and len(names) != rows:
+            raise BadRequestError(f"{tensor} takes one per prompt; got {len(names)} for {rows}")
+        return language_ids(names, tensor, self._special, self._tokenizer)
+
+    def _begun(self, request: Any, given: dict[str, str], rows: int) -> np.ndarray | None:
+        """UINT32 [rows, n]: what the decoder begins with; None: as the model or the request says.
+
+        All rows have as many.
+        """
+        said = [name for name in DECODER if name in given]
+        languages = self._languages(request, "target_language", rows)
+        if languages is not None:
+            if said:
+                raise BadRequestError(f"target_language and {said[0]} exclude each other")
+            begun = [self._special.decoder_in(language) for language in languages]
+        elif self._special.decoder and not said:
+            begun = [list(self._special.decoder)] * rows
+        else:
+            return None
+        return np.array(begun, dtype=np.uint32)
 
     def _name(self, given: dict[str, str], original: str) -> str:
         return given.get(original, original)
@@ -157,9 +192,9 @@ class Reader:
             return tensor
         return pb_utils.Tensor.from_dlpack(original, tensor.to_dlpack())
 
-    def _end_ids(self, given: dict[str, str]) -> list[int]:
+    def _end_ids(self, given: dict[str, str]) -> Sequence[int]:
         """The ids that end a text besides the model's; a request's own end_id stands alone."""
-        return [] if "end_id" in given else self._encoding.end_ids
+        return () if "end_id" in given else self._special.ends
 
     def _words(self, request: Any, name: str | None, rows: int, more: Sequence[int]) -> np.ndarray:
         """The table of a words list: comma separated text of each row, or its words one by one.

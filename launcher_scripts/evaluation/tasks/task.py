@@ -104,7 +104,8 @@ Progress = Callable[[int, int], None]
 class Asked:
     """A model with what makes text of its tokens and tokens of text.
 
-    closing_ids: what a model that was trained with them wants behind every prompt
+    opening_ids, closing_ids: what a model that was trained with them wants around every prompt
+    decoder_ids: what its decoder begins with; none: its start token
     folder:      of the tokenizer's files and, where it is the checkpoint's, of config.ini
     """
 
@@ -112,6 +113,8 @@ class Asked:
     tokenizer: Tokenizer
     closing_ids: tuple[int, ...]
     folder: Path
+    opening_ids: tuple[int, ...] = ()
+    decoder_ids: tuple[int, ...] = ()
 
 
 Task = Callable[[TaskSettings, Asked, Progress], TaskResult]

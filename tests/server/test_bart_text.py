@@ -1,0 +1,264 @@
+"""A BART, an mBART and an mBART-50 in one server: the texts that transformers generates."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    MBartConfig,
+    MBartForConditionalGeneration,
+)
+from tritonclient.utils import InferenceServerException
+
+from launcher_scripts.checkpoint.config_ini import read_config
+from launcher_scripts.checkpoint.export import export
+from launcher_scripts.checkpoint.model_repository import ModelRepository
+from launcher_scripts.settings import EvaluateSettings, write_settings
+from launcher_scripts.steps import measure_accuracy
+from launcher_scripts.task_settings import GenerationSettings, TaskSettings
+from tests.server.processes import running
+from tests.server.repositories import export_settings
+from tests.server.requests import Client, text_rows
+from tests.tokenizer.bart_tokenizers import bart, mbart, mbart50, pieces, save_pieces
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("pytriton") is None,
+    reason="the pip-installable tritonserver is not there",
+)
+SIZES = {
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "max_position_embeddings": 64,
+}
+TEXTS = ("The quick brown fox", "Über die Straße")
+TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A random model and its tokenizer, as transformers has them."""
+
+    model: Any
+    tokenizer: Any
+
+    def answer(self, text: str, tokens: int = TOKENS, **more: Any) -> str:
+        """more: of generate, which counts a forced first token"""
+        config = self.model.generation_config
+        forced = more.get("forced_bos_token_id", config.forced_bos_token_id) is not None
+        ids = self.model.generate(
+            **self.tokenizer(text, return_tensors="pt"),
+            max_new_tokens=tokens + forced,
+            do_sample=False,
+            forced_eos_token_id=None,
+            **more,
+        )
+        return self.tokenizer.decode(
+            ids[0, 1:], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+def lively(model: Any) -> Any:
+    """The model with weights of which its texts depend much on their beginnings."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            gain = "norm" in name and name.endswith("weight")
+            parameter.normal_(float(gain), 0.1 if "norm" in name else 1.5)
+    return model.eval()
+
+
+def make(folder: Path) -> dict[str, Saved]:
+    """name -> a model saved below `folder`."""
+    sentences = pieces()
+    first, fifty = mbart(sentences, src_lang="de_DE"), mbart50(sentences, src_lang="de_DE")
+    english, french = (
+        each.convert_tokens_to_ids(code) for each, code in ((first, "en_XX"), (fifty, "fr_XX"))
+    )
+    byte_pairs = bart()
+    saved = {
+        "bart": Saved(
+            lively(
+                BartForConditionalGeneration(
+                    BartConfig(**SIZES, vocab_size=len(byte_pairs), decoder_start_token_id=2)
+                )
+            ),
+            byte_pairs,
+        ),
+        "mbart": Saved(
+            lively(
+                MBartForConditionalGeneration(
+                    MBartConfig(**SIZES, vocab_size=len(first), decoder_start_token_id=english)
+                )
+            ),
+            first,
+        ),
+        "mbart50": Saved(
+            lively(
+                MBartForConditionalGeneration(
+                    MBartConfig(**SIZES, vocab_size=len(fifty), decoder_start_token_id=2)
+                )
+            ),
+            fifty,
+        ),
+    }
+    saved["bart"].model.generation_config.forced_bos_token_id = 0
+    saved["mbart50"].model.generation_config.forced_bos_token_id = french
+    for name, each in saved.items():
+        each.model.save_pretrained(folder / name)
+        each.tokenizer.save_pretrained(folder / name)
+    save_pieces(folder / "mbart50", sentences, fifty)
+    return saved
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Saved]]:
+    folder = tmp_path_factory.mktemp("barts")
+    return folder, make(folder)
+
+
+@pytest.fixture(scope="module")
+def served(saved: tuple[Path, dict[str, Saved]]) -> Iterator[dict[str, Any]]:
+    folder, models = saved
+    for name in models:
+        settings = export_settings(
+            folder, name=name, model_type="bart", checkpoint_path=str(folder / name), processes=1
+        )
+        export(settings)
+        ModelRepository(settings.model_repository).write(settings)
+    with running(folder / "job", settings.model_repository) as step:
+        yield {**step.wait_until_ready(), "ready_file": str(step.settings.ready_file)}
+        assert step.stop() == 0, step.err
+
+
+@pytest.fixture
+def client(served: dict[str, Any]) -> Iterator[Client]:
+    with Client(served, "grpc") as client:
+        yield client
+
+
+def texts(client: Client, model: str, *prompts: str, **more: np.ndarray) -> list[str]:
+    ensemble = "ensemble" if model == "bart" else f"{model}_ensemble"
+    lengths = np.full((len(prompts), 1), TOKENS, np.uint32)
+    answer = client.infer(ensemble, INPUT_0=text_rows(*prompts), INPUT_1=lengths, **more)
+    return [row[0].decode() for row in answer["OUTPUT_0"][:, 0]]
+
+
+@pytest.mark.parametrize("name", ["bart", "mbart", "mbart50"])
+def test_texts(client: Client, saved: tuple[Path, dict[str, Saved]], name: str) -> None:
+    model = saved[1][name]
+    found = texts(client, name, *TEXTS)
+    assert found == [model.answer(text) for text in TEXTS]
+    assert len(set(found)) == 2
+
+
+def test_todays_names(client: Client, saved: tuple[Path, dict[str, Saved]]) -> None:
+    told = client.infer(
+        "mbart50_text",
+        text_input=text_rows(TEXTS[0]),
+        max_tokens=np.array([[TOKENS]], np.int32),
+        target_language=text_rows("ro_RO"),
+    )
+    model = saved[1]["mbart50"]
+    romanian = model.tokenizer.convert_tokens_to_ids("ro_RO")
+    expected = model.answer(TEXTS[0], forced_bos_token_id=romanian)
+    assert told["text_output"][0].decode() == expected
+
+
+def test_languages_of_a_request(client: Client, saved: tuple[Path, dict[str, Saved]]) -> None:
+    codes = ("fr_XX", "cs_CZ")
+    for name, key in (("mbart", "decoder_start_token_id"), ("mbart50", "forced_bos_token_id")):
+        model = saved[1][name]
+        chosen = {
+            "source_language": text_rows("it_IT", "ja_XX"),
+            "target_language": text_rows(*codes),
+        }
+        expected = []
+        for text, source, target in zip(TEXTS, ("it_IT", "ja_XX"), codes, strict=True):
+            model.tokenizer.src_lang = source
+            expected.append(
+                model.answer(text, **{key: model.tokenizer.convert_tokens_to_ids(target)})
+            )
+        model.tokenizer.src_lang = "de_DE"
+        assert texts(client, name, *TEXTS, **chosen) == expected
+        assert texts(client, name, *TEXTS) != expected
+
+
+def test_a_request_that_says_how_the_decoder_begins(
+    client: Client, saved: tuple[Path, dict[str, Saved]]
+) -> None:
+    """No token is forced then."""
+    model = saved[1]["bart"]
+    expected = model.answer(TEXTS[0], forced_bos_token_id=None, decoder_start_token_id=7)
+    begun = np.array([[7]], np.uint32)
+    assert texts(client, "bart", TEXTS[0], start_id=begun) == [expected]
+    assert texts(client, "bart", TEXTS[0], decoder_input_ids=begun) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "reason"),
+    [
+        ("bart", {"target_language": text_rows("fr_XX")}, "knows no languages"),
+        ("mbart", {"source_language": text_rows("the")}, r"language of the tokenizer; got \['the'"),
+        (
+            "mbart50",
+            {"target_language": text_rows("fr_XX"), "start_id": np.array([[2]], np.uint32)},
+            "target_language and start_id exclude each other",
+        ),
+    ],
+)
+def test_wrong_languages(client: Client, name: str, more: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InferenceServerException, match=reason):
+        texts(client, name, TEXTS[0], **more)
+
+
+def test_preprocessing_alone(client: Client, saved: tuple[Path, dict[str, Saved]]) -> None:
+    for name, model in saved[1].items():
+        role = "preprocessing" if name == "bart" else f"{name}_preprocessing"
+        answer = client.infer(
+            role, QUERY=text_rows(TEXTS[1]), REQUEST_OUTPUT_LEN=np.array([[1]], np.uint32)
+        )
+        assert answer["INPUT_ID"][0].tolist() == model.tokenizer(TEXTS[1]).input_ids
+
+
+def test_an_evaluation_asks_as_the_text_models_do(
+    served: dict[str, Any], saved: tuple[Path, dict[str, Saved]], tmp_path: Path
+) -> None:
+    folder, models = saved
+    articles = tmp_path / "articles.csv"
+    articles.write_text(f"id,article,highlights\n1,{TEXTS[0]},a fox\n", encoding="utf-8")
+    generation = GenerationSettings(output_len=TOKENS, template="{article}")
+    settings = EvaluateSettings(
+        ready_file=served["ready_file"],
+        results_dir=str(tmp_path / "results"),
+        model_name="mbart50",
+        tokenizer_dir=str(folder / "model_repo" / "mbart50" / "1" / "1-gpu"),
+        tasks=(TaskSettings("summarization", str(articles), generation=generation),),
+    )
+    write_settings(settings, tmp_path / "settings.yaml")
+    assert measure_accuracy.main(["--settings", str(tmp_path / "settings.yaml")]) == 0
+    report = json.loads((tmp_path / "results" / "report.json").read_text())
+    (item,) = report["tasks"]["summarization"]["items"]
+    assert item["prediction"] == models["mbart50"].answer(TEXTS[0]).strip()
+
+
+@pytest.mark.usefixtures("served")
+def test_the_forced_token_stands_in_config_ini(saved: tuple[Path, dict[str, Saved]]) -> None:
+    folder, models = saved
+    for name, model in models.items():
+        config = read_config(folder / "model_repo" / name / "1" / "1-gpu").config
+        assert config.forced_bos_id == model.model.generation_config.forced_bos_token_id
