@@ -89,6 +89,8 @@ class Scheduler:
         for slot, total in result.context_embeddings:
             before = rows[slot].context_embeddings
             rows[slot].context_embeddings = total if before is None else before + total
+        for slot, copy in result.prompt_scores:
+            rows[slot].prompt_scores.append(copy.read())
         for token in result.read():
             row = rows[token.slot]
             if not row.finished:

@@ -12,6 +12,7 @@ class RowRequest:
     """One row to generate.
 
     prompt_ids:       of an encoder-decoder the encoder's input
+    decoder_ids:      what the decoder of an encoder-decoder is given; (): its start token
     top_k:            0: of the whole vocabulary
     presence_penalty, frequency_penalty: for generated tokens, as OpenAI means them
     end_id:           the token that ends the row; None: none does
@@ -26,6 +27,7 @@ class RowRequest:
     request_id: str
     prompt_ids: tuple[int, ...]
     max_tokens: int
+    decoder_ids: tuple[int, ...] = ()
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0

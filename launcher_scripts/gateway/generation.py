@@ -149,6 +149,7 @@ class Generation:
             request_id=name if len(self._places) == 1 else f"{name}-{number}",
             prompt_ids=self._prompt(number).ids,
             max_tokens=wishes.max_tokens,
+            decoder_ids=model.decoder_ids,
             **sampling,
             presence_penalty=body.presence_penalty,
             frequency_penalty=body.frequency_penalty,

@@ -163,15 +163,18 @@ def _served(name: str, found: Found, backend: Backend, settings: GatewaySettings
     except (TokenizerError, ValueError, OSError, CheckpointError) as error:
         raise ConfigError(problem(f"{name}: {error}", change="--tokenizer-dir")) from error
     parameters = found.text_parameters
-    more = [int(number) for number in parameters.get("end_ids", "").split(",") if number]
-    closing = [int(parameters["closing_id"])] if "closing_id" in parameters else []
+    opening, closing, decoder, more = (
+        tuple(map(int, parameters.get(key, "").split()))
+        for key in ("opening_id", "closing_id", "decoder_id", "end_ids")
+    )
     return ServedModel(
         name=name,
         backend=backend,
         tokenizer=tokenizer,
         template=template,
-        special_tokens="add_special_tokens" in parameters,
-        closing_ids=tuple(closing),
+        opening_ids=opening,
+        closing_ids=closing,
+        decoder_ids=decoder,
         end_ids=tuple(each for each in (end_id, *more) if each is not None),
         defaults={
             key: generation[key]

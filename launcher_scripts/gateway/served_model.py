@@ -18,21 +18,22 @@ from launcher_scripts.tokenizer import Tokenizer
 class ServedModel:
     """A model that generates.
 
-    special_tokens: prompts get the special tokens that transformers puts around a text
-    closing_ids:    tokens that end every prompt
-    end_ids:        what ends an answer; the first one is the engine's end_id
-    defaults:       of the sampling, from the checkpoint's generation_config.json
-    max_len:        tokens of prompt and answer; None: not known
-    encodes:        an encoder-decoder, whose prompt is the encoder's input
-    token_names:    bos_token and the like, for /tokenizer_info
+    opening_ids, closing_ids: the special tokens around a prompt
+    decoder_ids: what an encoder-decoder's answer begins with; (): its start token alone
+    end_ids:     what ends an answer; the first one is the engine's end_id
+    defaults:    of the sampling, from the checkpoint's generation_config.json
+    max_len:     tokens of prompt and answer; None: not known
+    encodes:     an encoder-decoder, whose prompt is the encoder's input
+    token_names: bos_token and the like, for /tokenizer_info
     """
 
     name: str
     backend: Backend
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
-    special_tokens: bool = False
+    opening_ids: tuple[int, ...] = ()
     closing_ids: tuple[int, ...] = ()
+    decoder_ids: tuple[int, ...] = ()
     end_ids: tuple[int, ...] = ()
     defaults: Mapping[str, float] = field(default_factory=dict)
     max_len: int | None = None
@@ -42,10 +43,8 @@ class ServedModel:
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """The ids of a prompt."""
-        if not special_tokens:
-            return self.tokenizer.encode(text)
-        encode = self.tokenizer.encode_prompt if self.special_tokens else self.tokenizer.encode
-        return [*encode(text), *self.closing_ids]
+        ids = self.tokenizer.encode(text)
+        return [*self.opening_ids, *ids, *self.closing_ids] if special_tokens else ids
 
     def chat_text(self, chat: ChatPrompt) -> str:
         """The messages as the model's template writes them. Raises ApiError."""

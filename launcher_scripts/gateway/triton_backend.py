@@ -167,6 +167,8 @@ class TritonBackend:
             "is_return_progress": True,
             **_sampling(request),
         }
+        if request.decoder_ids:
+            values["decoder_input_ids"] = request.decoder_ids
         if request.stop_ids:
             places = range(1, len(request.stop_ids) + 1)
             values["stop_words_list"] = [request.stop_ids, places]
