@@ -17,7 +17,7 @@ class RowRequest:
     presence_penalty, frequency_penalty: for generated tokens, as OpenAI means them
     end_id:           the token that ends the row; None: none does
     stop_ids:         further tokens that do
-    beam_width:       2 or more: a beam search
+    beam_width:       2 or more: a beam search, which has no log-probabilities
     log_probs:        how many of the likeliest tokens come with each generated one; None: nothing,
                       0: the log-probability of the token alone
     prompt_log_probs: the same for the prompt's tokens
@@ -58,14 +58,6 @@ class TokenLogProb:
 
 
 @dataclass(frozen=True)
-class Hypothesis:
-    """One result of a beam search; the end token included."""
-
-    token_ids: tuple[int, ...]
-    log_probs: tuple[TokenLogProb, ...] = ()
-
-
-@dataclass(frozen=True)
 class Increment:
     """What is new of a row.
 
@@ -73,14 +65,15 @@ class Increment:
     log_probs:        of these tokens, where asked for
     prompt_log_probs: of the prompt's tokens, None for the first; in one increment, where asked for
     finished:         nothing comes after this one
-    beams:            of a beam search, best first, in the last increment; it has no token_ids
+    beams:            the ids of a beam search's hypotheses, best first, in its last increment; it
+                      has no token_ids
     """
 
     token_ids: tuple[int, ...] = ()
     log_probs: tuple[TokenLogProb, ...] = ()
     prompt_log_probs: tuple[TokenLogProb | None, ...] | None = None
     finished: bool = False
-    beams: tuple[Hypothesis, ...] = ()
+    beams: tuple[tuple[int, ...], ...] = ()
 
 
 class Backend(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher_scripts.gateway.admission import Admission, Place
 from launcher_scripts.gateway.api_errors import bad_request, unsupported
-from launcher_scripts.gateway.backend import Hypothesis, Increment, RowRequest
+from launcher_scripts.gateway.backend import Increment, RowRequest
 from launcher_scripts.gateway.merging import merged
 from launcher_scripts.gateway.row_text import LogProbEntry, Piece, RowText, prompt_entries
 from launcher_scripts.gateway.schemas import SamplingBody
@@ -181,8 +181,8 @@ class Generation:
                 async for increment in increments:
                     shown.take_prompt(increment)
                     if self._beams:
-                        for beam, hypothesis in enumerate(increment.beams):
-                            yield choice + beam, shown.hypothesis(hypothesis)
+                        for beam, ids in enumerate(increment.beams):
+                            yield choice + beam, shown.hypothesis(ids)
                         continue
                     piece = shown.next(increment)
                     yield choice, piece
@@ -217,13 +217,10 @@ class _Shown:
         self._echo, self._entries = "", ()
         return piece
 
-    def hypothesis(self, found: Hypothesis) -> Piece:
+    def hypothesis(self, ids: tuple[int, ...]) -> Piece:
         """All of one hypothesis."""
-        whole = Increment(found.token_ids, found.log_probs, finished=True)
-        piece = self._new_text().take(whole)
-        return replace(
-            piece, text=self._echo + piece.text, entries=(*self._entries, *piece.entries)
-        )
+        piece = self._new_text().take(Increment(ids, finished=True))
+        return replace(piece, text=self._echo + piece.text)
 
     def _new_text(self) -> RowText:
         generation, request = self._generation, self._request
@@ -249,6 +246,8 @@ def _check(
         raise bad_request("the best of several answers cannot be streamed", "best_of")
     if body.stream and body.use_beam_search:
         raise unsupported("stream", "a beam search cannot be streamed")
+    if body.use_beam_search and wishes.log_probs is not None:
+        raise unsupported("logprobs", "a beam search has no log-probabilities")
     if body.use_beam_search and wishes.rows > _MOST_BEAMS:
         raise bad_request(f"a beam search has at most {_MOST_BEAMS} beams; got {wishes.rows}", "n")
     if body.stream_options is not None and not body.stream:

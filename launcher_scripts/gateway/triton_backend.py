@@ -23,7 +23,7 @@ from launcher_scripts.gateway.api_errors import (
     unavailable,
     unsupported,
 )
-from launcher_scripts.gateway.backend import Hypothesis, Increment, RowRequest, TokenLogProb
+from launcher_scripts.gateway.backend import Increment, RowRequest, TokenLogProb
 from launcher_scripts.security import ClientTls
 
 # An id that no vocabulary has, for rows that no token ends.
@@ -230,33 +230,26 @@ class _Row:
         self.finished = bool(news[0, 3])
         prompt = self._prompt_log_probs(arrays)
         if self._request.beam_width > 1:
-            beams = self._beams(news, arrays) if self.finished else ()
+            beams = tuple(map(_new_ids, news)) if self.finished else ()
             return Increment(prompt_log_probs=prompt, finished=self.finished, beams=beams)
         ids = _new_ids(news[0])
         start, self._count = self._count, self._count + len(ids)
         return Increment(
             token_ids=ids,
-            log_probs=self._log_probs(arrays, 0, start, ids),
+            log_probs=self._log_probs(arrays, start, ids),
             prompt_log_probs=prompt,
             finished=self.finished,
         )
 
-    def _beams(self, news: Any, arrays: Mapping[str, Any]) -> tuple[Hypothesis, ...]:
-        found = []
-        for beam, packed in enumerate(news):
-            ids = _new_ids(packed)
-            found.append(Hypothesis(ids, self._log_probs(arrays, beam, 0, ids)))
-        return tuple(found)
-
     def _log_probs(
-        self, arrays: Mapping[str, Any], beam: int, start: int, ids: Sequence[int]
+        self, arrays: Mapping[str, Any], start: int, ids: Sequence[int]
     ) -> tuple[TokenLogProb, ...]:
-        """Those of the tokens from `start` on: outputs [1, beam, generated], [1, ..., K]."""
+        """Those of the tokens from `start` on: outputs [1, 1, generated], [1, 1, generated, K]."""
         if self._request.log_probs is None:
             return ()
         places = slice(start, start + len(ids))
         names = ("token_log_probs", "token_ranks", "top_log_prob_ids", "top_log_probs")
-        return _entries(ids, *(arrays[n][0, beam, places] if n in arrays else None for n in names))
+        return _entries(ids, *(arrays[n][0, 0, places] if n in arrays else None for n in names))
 
     def _prompt_log_probs(
         self, arrays: Mapping[str, Any]

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from launcher_scripts.gateway.app import AppSettings, make_app
-from launcher_scripts.gateway.backend import Hypothesis, Increment, RowRequest, TokenLogProb
+from launcher_scripts.gateway.backend import Increment, RowRequest, TokenLogProb
 from launcher_scripts.gateway.chat_template import ChatTemplate
 from launcher_scripts.gateway.door import Keys
 from launcher_scripts.gateway.served_model import ServedModel
@@ -65,9 +65,8 @@ class FakeBackend:
             top = request.prompt_log_probs
             prompt = (None, *(log_prob(each, top) for each in request.prompt_ids[1:]))
         if request.beam_width > 1:
-            rows = [tuple(ids[: len(ids) - beam]) for beam in range(request.beam_width)]
-            beams = tuple(Hypothesis(row, self._log_probs(request, row)) for row in rows)
-            yield Increment(prompt_log_probs=prompt, finished=True, beams=beams)
+            beams = tuple(tuple(ids[: len(ids) - beam]) for beam in range(request.beam_width))
+            yield Increment(finished=True, beams=beams)
             return
         if not ids:
             yield Increment(prompt_log_probs=prompt, finished=True)
