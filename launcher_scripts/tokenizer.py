@@ -7,7 +7,8 @@ nothing of this project. tokenizers or sentencepiece is imported when a folder n
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +39,9 @@ FILE_SETS: tuple[tuple[str, ...], ...] = (
 )
 # Files that refine the others: which tokens start, end and pad a sequence, the source's language.
 OPTIONAL_FILES = ("special_tokens_map.json", "tokenizer_config.json")
+# How chats are written and texts are generated, under the names that transformers gives them.
+CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+GENERATION_FILE = "generation_config.json"
 
 # Usual names of special tokens, for a tokenizer.json that comes without the files that say so.
 _USUAL_START = ("<s>", "<bos>", "<|begin_of_text|>", END_OF_TEXT, "[CLS]")
@@ -76,6 +80,10 @@ class Tokenizer(Protocol):
         """The text of `ids`; special tokens leave no text, broken UTF-8 becomes U+FFFD."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for in UTF-8, a special token for its name; b"" outside."""
+        ...
+
     def around(self) -> tuple[list[int], list[int]]:
         """The ids that a model was trained to see before and after a text, as far as is known."""
         ...
@@ -90,8 +98,33 @@ def tokenizer_files(folder: Path) -> list[Path]:
     for names in FILE_SETS:
         paths = [folder / name for name in names]
         if all(path.is_file() for path in paths):
-            return paths + [folder / name for name in OPTIONAL_FILES if (folder / name).is_file()]
+            optional = (*OPTIONAL_FILES, *CHAT_TEMPLATE_FILES, GENERATION_FILE)
+            return paths + [folder / name for name in optional if (folder / name).is_file()]
     return []
+
+
+def chat_templates(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Name -> Jinja text of the chat templates of a tokenizer; {} where it has none.
+
+    The usual one is called `default`. As in transformers, chat_template.jinja goes before the
+    entry of tokenizer_config.json, which is a text or a list of names and texts.
+
+    files: name -> content of the tokenizer's files
+    Raises ValueError for files that are damaged.
+    """
+    if CHAT_TEMPLATE_FILES[0] in files:
+        return {"default": files[CHAT_TEMPLATE_FILES[0]].decode("utf-8")}
+    for name in (OPTIONAL_FILES[1], CHAT_TEMPLATE_FILES[1]):
+        said = json.loads(files.get(name, b"{}"))
+        found = said.get("chat_template") if isinstance(said, dict) else None
+        if isinstance(found, str):
+            return {"default": found}
+        if isinstance(found, list):
+            try:
+                return {str(each["name"]): str(each["template"]) for each in found}
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"the chat templates of {name} are damaged") from error
+    return {}
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -160,6 +193,8 @@ class GPT2Tokenizer:
         self.pad_id: int | None = None
         if fairseq:
             self.start_id, self.pad_id, self.end_id = ids[:3]
+        self._said = _tokenizer_config(folder)
+        self._named = _named_special_tokens(folder) or {}
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -167,8 +202,17 @@ class GPT2Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return _token_bytes(self._tokenizer, token_id, byte_level=True)
+
     def around(self) -> tuple[list[int], list[int]]:
-        """BART's; a GPT's prompts have nothing around them."""
+        """BART's; around a GPT's prompts is what tokenizer_config.json says (OPT), or nothing."""
+        if _tokenizer_class(self._said).startswith("GPT2"):
+            start, end = (
+                self._tokenizer.token_to_id(self._named.get(name, END_OF_TEXT))
+                for name in ("bos_token", "eos_token")
+            )
+            return _said_around(self._said, start, end)
         if self.start_id == self.end_id or self.start_id is None or self.end_id is None:
             return [], []
         return [self.start_id], [self.end_id]
@@ -191,6 +235,7 @@ class SentencePieceTokenizer:
         self.start_id = _or_none(self._processor.bos_id())
         self.end_id = _or_none(self._processor.eos_id())
         self.pad_id = _or_none(self._processor.pad_id())
+        self._said = _tokenizer_config(folder)
 
     def encode(self, text: str) -> list[int]:
         return list(self._processor.encode(text))
@@ -198,14 +243,19 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._processor.decode([int(i) for i in ids if i < self.vocab_size]))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        if not 0 <= token_id < self.vocab_size:
+            return b""
+        return _piece_bytes(self._processor.id_to_piece(token_id))
+
     def token_id(self, token: str) -> int | None:
         """The id of one piece; None where the vocabulary lacks it."""
         found = int(self._processor.piece_to_id(token))
         return found if self._processor.id_to_piece(found) == token else None
 
     def around(self) -> tuple[list[int], list[int]]:
-        """Pieces say nothing of it."""
-        return [], []
+        """Pieces say nothing of it, but tokenizer_config.json may."""
+        return _said_around(self._said, self.start_id, self.end_id)
 
     def special_id(self, token: str) -> int | None:
         found = self.token_id(token)
@@ -267,6 +317,8 @@ class HuggingFaceTokenizer:
         self._tokenizer = FastTokenizer.from_file(str(folder / "tokenizer.json"))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        decoder = self._tokenizer.decoder
+        self._byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         named = _named_special_tokens(folder)
         self.start_id = self._special_id(named, "bos_token", _USUAL_START)
@@ -289,6 +341,9 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return _token_bytes(self._tokenizer, token_id, byte_level=self._byte_level)
+
     def around(self) -> tuple[list[int], list[int]]:
         """What the tokenizer's post-processor adds; transformers gives an mBART its own."""
         if _tokenizer_class(self._said).startswith(MBART):
@@ -300,6 +355,38 @@ class HuggingFaceTokenizer:
 
     def special_id(self, token: str) -> int | None:
         return _added_id(self._tokenizer, token)
+
+
+def _token_bytes(tokenizer: Any, token_id: int, *, byte_level: bool) -> bytes:
+    """Tokenizer.token_bytes of the library tokenizers' tokenizers."""
+    token = tokenizer.id_to_token(token_id)
+    if token is None:
+        return b""
+    if token_id in tokenizer.get_added_tokens_decoder():
+        return str(token).encode()
+    if byte_level and all(character in _BYTES for character in token):
+        return bytes(_BYTES[character] for character in token)
+    return _piece_bytes(token)
+
+
+def _piece_bytes(piece: str) -> bytes:
+    """What a piece of SentencePiece stands for: <0xNN> is a byte, U+2581 a blank."""
+    byte = re.fullmatch("<0x([0-9A-F]{2})>", piece)
+    return bytes.fromhex(byte[1]) if byte else piece.replace("\u2581", " ").encode()
+
+
+def _byte_characters() -> dict[str, int]:
+    """The character that GPT-2's vocabularies have for every byte -> the byte.
+
+    Printable ones of Latin-1 stand for themselves, the others follow from U+0100 on.
+    """
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    moved = {chr(256 + place): byte for place, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in shown} | moved
+
+
+_BYTES = _byte_characters()
 
 
 def _added_id(tokenizer: Any, token: str) -> int | None:
@@ -329,6 +416,19 @@ def _around_of_mbart(tokenizer: Tokenizer, said: dict[str, Any]) -> tuple[list[i
     if _tokenizer_class(said).startswith(MBART_50):
         return [source], [end]
     return [], [end, source]
+
+
+def _said_around(
+    said: dict[str, Any], start_id: int | None, end_id: int | None
+) -> tuple[list[int], list[int]]:
+    """The ids that tokenizer_config.json puts before and after a text.
+
+    Its keys add_bos_token and add_eos_token count for files that say nothing themselves: beside a
+    tokenizer.json transformers does not look at them.
+    """
+    before = [] if start_id is None or not said.get("add_bos_token") else [start_id]
+    after = [] if end_id is None or not said.get("add_eos_token") else [end_id]
+    return before, after
 
 
 def _or_none(token_id: int) -> int | None:

@@ -26,6 +26,7 @@ class SpecialTokens:
     language: that of them which is the source's language, in a model of several
     start:    of the decoder, in such a model
     decoder:  what the decoder begins with; none: its start token alone
+    ends:     what ends a text besides the model's end_id
     """
 
     opening: tuple[int, ...]
@@ -33,15 +34,17 @@ class SpecialTokens:
     language: int | None
     start: int
     decoder: tuple[int, ...]
+    ends: tuple[int, ...]
 
     @classmethod
     def of(cls, parameters: Mapping[str, str]) -> SpecialTokens:
-        opening, closing, decoder = (
-            tuple(map(int, parameters.get(f"{name}_id", "").split()))
-            for name in ("opening", "closing", "decoder")
+        opening, closing, decoder, ends = (
+            tuple(map(int, parameters.get(name, "").split()))
+            for name in ("opening_id", "closing_id", "decoder_id", "end_ids")
         )
         language = int(parameters["language_id"]) if "language_id" in parameters else None
-        return cls(opening, closing, language, int(parameters.get("start_id", 0)), decoder)
+        start = int(parameters.get("start_id", 0))
+        return cls(opening, closing, language, start, decoder, ends)
 
     def around(self, ids: Sequence[int], language: int | None = None) -> list[int]:
         """A text's ids with the tokens around them; language: instead of the usual one."""
@@ -82,20 +85,28 @@ def pad_right(rows: Sequence[Sequence[int]], pad_id: int) -> np.ndarray:
     return padded
 
 
-def to_word_lists(lines: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
-    """The table of the words of each row's line, which are comma separated.
+def to_word_lists(
+    lines: Sequence[str], tokenizer: Tokenizer, more: Sequence[int] = ()
+) -> np.ndarray:
+    """The table of the words of each row's line, which are comma separated; `more` as below.
 
     CSV: a word in double quotes may hold commas.
     """
-    return word_table([split_words(line) for line in lines], tokenizer)
+    return word_table([split_words(line) for line in lines], tokenizer, more)
 
 
-def word_table(rows: Sequence[Sequence[str]], tokenizer: Tokenizer) -> np.ndarray:
+def word_table(
+    rows: Sequence[Sequence[str]], tokenizer: Tokenizer, more: Sequence[int] = ()
+) -> np.ndarray:
     """INT32 [rows, 2, L]: the ids of a row's words, zero-padded; their end offsets, -1-padded.
 
     Words keep their leading blanks, which matter to byte-pair tokenizers; empty words are left out.
+
+    more: token ids, each a word of every row
     """
     words = [[ids for word in row if word and (ids := word_ids(word, tokenizer))] for row in rows]
+    for row in words:
+        row.extend([token_id] for token_id in more)
     width = max(1, *(sum(map(len, row)) for row in words))
     table = np.zeros((len(rows), 2, width), dtype=np.int32)
     table[:, 1] = -1

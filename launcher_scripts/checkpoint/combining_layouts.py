@@ -36,7 +36,7 @@ def heads_side_by_side(tensors: Sequence[np.ndarray], config: Any) -> Blocks:
 def interleaved_heads_side_by_side(tensors: Sequence[np.ndarray], config: Any) -> Blocks:
     """As heads_side_by_side, where rows of query and key that rotate together are neighbours.
 
-    llama.cpp and GPT-J store the halves of what rotates interleaved; here they follow one another.
+    GPT-J stores the halves of what rotates interleaved; here they follow one another.
     """
     query, key, value = tensors
     turns = config.rotary_size

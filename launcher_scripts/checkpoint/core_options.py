@@ -13,6 +13,7 @@ from typing import Any
 
 from launcher_scripts.checkpoint.nemo_gpt import core_dialects
 from launcher_scripts.checkpoint.nemo_options import flag, real, size
+from launcher_scripts.checkpoint.training_keys import Asked, check_keys
 from launcher_scripts.errors import CheckpointError, Problems
 from launcher_scripts.models.gpt import GPTConfig
 
@@ -49,6 +50,13 @@ _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
     "softmax_scale": (None,),
     "scale_embedding": (None, False),
+    "use_mup": (None, False),
+    "retro_add_retriever": (None, False),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None,),
+    "hybrid_layer_pattern": (None,),
+    "hybrid_override_pattern": (None,),
+    "spec": (None,),
     "embedding_multiplier": (None, 1, 1.0),
 }
 # Llama 3.1's, which Megatron-LM has no arguments for.
@@ -72,9 +80,16 @@ class CoreOptions:
     notes:  what a user should know about the model
     """
 
-    raw: Mapping[str, Any]
+    raw: Asked
     origin: str
     notes: tuple[str, ...] = ()
+
+    def check_keys(self) -> tuple[str, ...]:
+        """What a user should know, once the model is read; a CheckpointError for what was not."""
+        problems = Problems(self.origin)
+        notes = (*self.notes, *check_keys(self.raw, problems))
+        problems.raise_if_any(CheckpointError)
+        return notes
 
     @property
     def plus_one(self) -> bool:
@@ -92,12 +107,10 @@ class CoreGPT:
 
     fields:   GPTConfig's but vocab_size (the table's rows) and the token ids
     plus_one: norms' scales are stored as their distance from one
-    notes:    what a user should know about the model
     """
 
     fields: Mapping[str, Any]
     plus_one: bool
-    notes: tuple[str, ...] = ()
 
     def dialects(self, names: Iterable[str]) -> tuple[str, ...]:
         """Dialects of the weight table for tensors of these names, first choice first."""
@@ -157,7 +170,7 @@ def read_gpt(
         "tied_embeddings": options.tied_embeddings,
     }
     problems.raise_if_any(CheckpointError)
-    return CoreGPT(fields, options.plus_one, options.notes)
+    return CoreGPT(fields, options.plus_one)
 
 
 def refuse_unknown(
@@ -198,7 +211,7 @@ def nemo_dialects(gated: bool, plus_one: bool) -> tuple[str, ...]:
 
 def of_arguments(args: Mapping[str, Any], origin: str) -> CoreOptions:
     """Of Megatron-LM: its arguments under the names of the core's configuration."""
-    raw = dict(args)
+    args = raw = Asked(args)
     raw["activation_func"] = "squared_relu" if args.get("squared_relu") else "gelu"
     if args.get("swiglu"):
         raw["activation_func"] = "silu"
@@ -221,13 +234,14 @@ def of_arguments(args: Mapping[str, Any], origin: str) -> CoreOptions:
 
 def of_bridge(model: Mapping[str, Any], origin: str) -> CoreOptions:
     """Of Megatron Bridge: section `model` of run_config.yaml."""
-    return CoreOptions({**_plain(model), "scale_factor": model.get("rope_scaling_factor")}, origin)
+    raw = Asked({**_plain(model), "scale_factor": model.get("rope_scaling_factor")})
+    return CoreOptions(raw, origin)
 
 
 def of_nemo2(model: Mapping[str, Any], origin: str) -> CoreOptions:
     """Of NeMo 2: section `config` of model.yaml. Its class alone says whether ropes are scaled."""
     scaled = model.get("scale_factor") is not None
-    return CoreOptions({**_plain(model), "rope_scaling": scaled}, origin)
+    return CoreOptions(Asked({**_plain(model), "rope_scaling": scaled}), origin)
 
 
 def _plain(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,14 @@ from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.settings import ExportSettings
 
+# Compares an exported folder with its source in another way; what the manifest says about it.
+Twin = Callable[[Path, ExportSettings], Mapping[str, Any]]
 
-def export(settings: ExportSettings) -> Path:
+
+def export(settings: ExportSettings, twin: Twin | None = None) -> Path:
     """Write settings.checkpoint_dir; returns it.
 
+    twin: called with the verified folder where settings.verify asks for it
     Raises CheckpointError or ConfigError. On any error nothing is left, neither under the final
     name nor a partial folder; an interruption leaves the partial folder, and a repeated run
     finishes what is missing.
@@ -57,9 +61,10 @@ def export(settings: ExportSettings) -> Path:
         base = open_source(archive, settings.source, hints)
         learned = with_learned_parts(base, settings, _existing_parent(target))
         checkpoint: SourceCheckpoint = learned or base
-        for note in checkpoint.notes:
-            print(f"note: {note}", flush=True)
         files = tokenizer_files.collect(settings.tokenizer, checkpoint.tokenizer_files)
+        notes = (*checkpoint.notes, *tokenizer_files.missing_files(files))
+        for note in notes:
+            print(f"note: {note}", flush=True)
         config = _with_token_ids(settings, checkpoint, files)
         if learned:
             config = learned.with_start_id(config)
@@ -77,7 +82,7 @@ def export(settings: ExportSettings) -> Path:
         config,
         settings.parallelism.tp_size,
         settings.weight_data_type,
-        source=checkpoint.describe(),
+        source=checkpoint.describe() | ({"notes": list(notes)} if notes else {}),
         overwrite=settings.overwrite,
         name=_name(settings, checkpoint, config, path),
     )
@@ -92,6 +97,8 @@ def export(settings: ExportSettings) -> Path:
         if settings.verify:
             verify_export(writer.partial, tasks, settings.processes)
             print(f"verified {len(tasks)} tensors against {path}", flush=True)
+            if twin is not None:
+                writer.annotate("twin", twin(writer.partial, settings))
     return target
 
 

@@ -290,12 +290,20 @@ class FTWriter:
             raise CheckpointError(problem("not every weight was written", got=missing))
         text = config_ini.format_config(self.config, self.tp_size, self.weight_data_type)
         self.copy(text.encode(), INI_NAME, config_ini.fixed_content(text))
+        self._write_manifest()
+        self._sealed = True
+
+    def annotate(self, key: str, value: Any) -> None:
+        """Add to what the manifest of the sealed folder says about the source."""
+        self.source[key] = value
+        self._write_manifest()
+
+    def _write_manifest(self) -> None:
         entries = tuple(self._entries.values())
         family = family_of(self.config).name
         manifest = Manifest(family, self.tp_size, self.weight_data_type, entries, self.source)
         with writing(self.partial):
             manifest.write(self.partial)
-        self._sealed = True
 
     def _commit(self) -> None:
         if not self._sealed:

@@ -1,52 +1,69 @@
-"""GGUF files of the llama architecture as a source: dequantised tensor by tensor when written."""
+"""GGUF files as a source: dequantised tensor by tensor when written, named as in Hugging Face."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
 from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.hints import Hints
+from launcher_scripts.checkpoint.huggingface import ARCHITECTURES as HUGGINGFACE
+from launcher_scripts.checkpoint.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.source_checkpoint import WholeTensors
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.workspace import Workspace
 from launcher_scripts.errors import CheckpointError, problem
-from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.nemo_tokenizer import ADVICE
 
-SUFFIX = ".gguf"
+_LAYER = re.compile(r"^blk\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class QuantisedTensor(SourceTensor):
-    """A tensor of a GGUF file; reading it makes a float32 copy."""
+    """A tensor of a GGUF file, which is dequantised to float32 when it is read.
 
-    name: str = ""
-    file: Any = None
+    stored:   gguf's tensor
+    expert:   its place along the first axis, where the tensors of all experts are stored as one
+    restored: what undoes llama.cpp's change of it, if there is one
+    heads:    for `restored`
+    """
+
+    stored: Any = None
+    expert: int | None = None
+    restored: Any = None
+    heads: Any = None
 
     def read(self, _workspace: Workspace | None = None, _name: str = "") -> np.ndarray:
-        values: np.ndarray = self.file.read(self.name)
-        return values
+        from launcher_scripts.checkpoint.gguf_file import read_tensor
+
+        values = read_tensor(self.stored, self.expert)
+        return values if self.restored is None else self.restored.apply(values, self.heads)
 
 
 @dataclass(frozen=True)
 class GGUFCheckpoint(WholeTensors):
     """An opened file.
 
-    tensors:  name -> tensor
-    metadata: the tokenizer's fields
+    architecture: general.architecture
+    tensors:      Hugging Face's name -> tensor
+    stored_names: Hugging Face's name -> what the file calls such a tensor, of all it may have
+    metadata:     the tokenizer's fields
     """
 
     format: ClassVar[str] = "gguf"
 
     archive: Archive
-    config: GPTConfig
+    config: ModelConfig
+    architecture: str
+    dialects: tuple[str, ...]
     tensors: Mapping[str, SourceTensor]
-    metadata: Mapping[str, Any]
-    dialects: tuple[str, ...] = ("gguf_llama",)
+    stored_names: Mapping[str, str]
+    metadata: Mapping[str, Any] = field(repr=False)
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -56,69 +73,102 @@ class GGUFCheckpoint(WholeTensors):
 
     @classmethod
     def open(cls, archive: Archive, _hints: Hints) -> GGUFCheckpoint:
-        """Raises CheckpointError for another architecture and for what is damaged."""
-        from launcher_scripts.checkpoint.gguf_llama import GGUFLlama
+        """Raises CheckpointError for what is damaged or not supported."""
+        from launcher_scripts.checkpoint.gguf_model import read_model
         from launcher_scripts.checkpoint.gguf_tokenizer import tokenizer_metadata
 
         if archive.container != "gguf":
             raise CheckpointError(problem(f"{archive.path} is no GGUF file"))
-        file = GGUFLlama(archive.path)
-        tensors = {
-            name: QuantisedTensor(
-                tuple(int(size) for size in reversed(tensor.shape)),
-                np.dtype("<f4"),
-                (),
-                name,
-                file,
-            )
-            for name, tensor in file.tensors.items()
-        }
-        metadata = tokenizer_metadata(file.reader)
-        return cls(archive, _config(file, metadata), tensors, metadata)
+        model = read_model(archive.path)
+        metadata = tokenizer_metadata(model.fields.reader)
+        row = model.row
+        tensors = dict(
+            pair
+            for name, stored in model.tensors.items()
+            for pair in _tensors(_renamed(name, model.names), name, stored, model)
+        )
+        raw = RawConfig(model.raw | _token_ids(metadata), tensors.keys(), archive.path)
+        raw.problems = model.fields.problems
+        target = HUGGINGFACE[row.model_type]
+        try:
+            config = target.read(raw)
+        except CheckpointError:
+            model.fields.raise_problems()
+            raise
+        model.fields.raise_problems()
+        variants = (target.dialect + name for name in target.variants(raw))
+        dialects = (*variants, target.dialect, *target.inherits)
+        names = {theirs: ours for ours, theirs in model.names.items()}
+        return cls(archive, config, model.fields.architecture, dialects, tensors, names, metadata)
 
     @property
     def knows_token_ids(self) -> bool:
-        """The file names them."""
-        return True
+        """Whether the file names them."""
+        return "eos_token_id" in self.metadata
+
+    def stored_name(self, name: str) -> str:
+        """What llama.cpp calls a tensor of transformers."""
+        layer = re.search(r"\.(\d+)\.", name)
+        stem, _, part = re.sub(r"\.\d+\.", ".*.", name, count=1).rpartition(".")
+        stem = re.sub(r"\.experts\.\d+\.", ".experts.#.", stem)
+        if stem not in self.stored_names:
+            return name
+        return self.stored_names[stem].replace("*", layer[1] if layer else "") + f".{part}"
+
+    def details(self) -> dict[str, Any]:
+        """What the manifest records besides path, format and dialects."""
+        return {"architecture": self.architecture}
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        """tokenizer.json and special_tokens_map.json, made of the file's vocabulary and merges."""
-        from launcher_scripts.checkpoint.gguf_tokenizer import build_tokenizer, special_tokens
+        """tokenizer.json and the files beside it, made of the file's vocabulary."""
+        from launcher_scripts.checkpoint.gguf_tokenizer import tokenizer_files
 
-        return {
-            "tokenizer.json": build_tokenizer(self.metadata).to_str().encode(),
-            "special_tokens_map.json": json.dumps(special_tokens(self.metadata)).encode(),
-        }
+        files = tokenizer_files(self.metadata)
+        tokens, rows = len(self.metadata["tokens"]), self.config.vocab_size
+        if tokens > rows:
+            raise CheckpointError(
+                problem(
+                    "the GGUF tokenizer has more tokens than token_embd.weight has rows",
+                    got=tokens,
+                    choices=(f"at most {rows}",),
+                    change=ADVICE,
+                )
+            )
+        return files
 
 
-def _config(file: Any, metadata: Mapping[str, Any]) -> GPTConfig:
-    shape = file.shape
-    ids = {
-        field: int(metadata[key])
-        for field, key in (
-            ("start_id", "bos_token_id"),
-            ("end_id", "eos_token_id"),
-            ("pad_id", "padding_token_id"),
-        )
-        if key in metadata
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    """Hugging Face's name; the file's own where there is none, which no model claims."""
+    layer = _LAYER.match(name)
+    stem, _, part = _LAYER.sub("blk.*.", name).rpartition(".")
+    if stem not in names:
+        return name
+    return f"{names[stem].replace('*', layer.group(1) if layer else '')}.{part}"
+
+
+def _tensors(
+    renamed: str, name: str, stored: Any, model: Any
+) -> Iterator[tuple[str, QuantisedTensor]]:
+    """Hugging Face's names and tensors of one of the file's; of experts there are several."""
+    key = _LAYER.sub("blk.*.", name)
+    restored = model.row.restored.get(key) or model.row.restored.get(key.rpartition(".")[0])
+    shape = tuple(int(size) for size in reversed(stored.shape))
+    dtype = np.dtype("<f4")
+    if "#" in renamed and 0 not in shape:
+        for expert in range(shape[0]):
+            part = QuantisedTensor(shape[1:], dtype, (), stored, expert)
+            yield renamed.replace("#", str(expert)), part
+        return
+    if restored is not None:
+        shape = restored.shape(shape)
+    yield renamed, QuantisedTensor(shape, dtype, (), stored, None, restored, model.heads)
+
+
+def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The special ids as config.json has them; what has no start starts with its end."""
+    end = metadata.get("eos_token_id")
+    return {
+        "bos_token_id": metadata.get("bos_token_id", end),
+        "eos_token_id": end,
+        "pad_token_id": metadata.get("padding_token_id"),
     }
-    return GPTConfig(
-        vocab_size=shape.vocab_size,
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_size=shape.head_size,
-        ffn_size=shape.ffn_size,
-        max_positions=shape.max_positions,
-        position_embedding="rope",
-        rotary_base=shape.rotary_base,
-        normalization="rmsnorm",
-        norm_eps=shape.norm_eps,
-        activation="silu",
-        gated=True,
-        attention_bias=False,
-        mlp_bias=False,
-        tied_embeddings=file.tied_embeddings,
-        **ids,
-    )

@@ -1,73 +1,59 @@
-"""A GGUF file of the llama architecture as the state dict of a NeMo mcore GPT.
-
-GGUF is llama.cpp's format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Its
-converter stores the rows of the query and key projections so that neighbouring rows rotate
-together; NeMo and Hugging Face rotate by halves, so the rows are put back in order here.
-"""
+"""A GGUF file of the llama architecture as the state dict of a NeMo mcore GPT."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
-from gguf import ReaderTensor, dequantize
 
-from launcher_scripts.checkpoint.gguf_file import open_gguf
-from launcher_scripts.checkpoint.gguf_tokenizer import special_tokens, tokenizer_metadata
+from launcher_scripts.checkpoint.archive import Archive
+from launcher_scripts.checkpoint.gguf_checkpoint import GGUFCheckpoint
+from launcher_scripts.checkpoint.gguf_tokenizer import special_tokens
+from launcher_scripts.checkpoint.hints import Hints
 from launcher_scripts.checkpoint.nemo_writer import Weight
-from launcher_scripts.errors import CheckpointError, Problems, problem
+from launcher_scripts.checkpoint.plan import make_plan
+from launcher_scripts.errors import CheckpointError, problem
+from launcher_scripts.models import gpt
+from launcher_scripts.models.gpt import GPTConfig
 
 ARCHITECTURE = "llama"
 CONFIG = Path(__file__).with_name("nemo_llama_config.yaml")
 
 VOCABULARY_MULTIPLE = 128  # make_vocab_size_divisible_by of nemo_llama_config.yaml
 
-EMBEDDING, OUTPUT, FINAL_NORM = "token_embd.weight", "output.weight", "output_norm.weight"
-# mcore key -> GGUF tensor, where one is the other.
+EMBEDDING, OUTPUT, FINAL_NORM = "embed_tokens.weight", "lm_head.weight", "norm.weight"
+# mcore key -> Hugging Face's tensor, where one is the other.
 PER_LAYER = {
-    "self_attention.linear_qkv.layer_norm_weight": "attn_norm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "ffn_norm.weight",
-    "mlp.linear_fc2.weight": "ffn_down.weight",
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
-
-
-@dataclass(frozen=True)
-class LlamaShape:
-    """Hyperparameters of the file, in the project's words."""
-
-    num_layers: int
-    hidden_size: int
-    ffn_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    vocab_size: int
-    max_positions: int
-    rotary_base: float
-    norm_eps: float
 
 
 class GGUFLlama:
     """An open GGUF file; tensors are dequantised to float32 when they are read.
 
-    Raises CheckpointError when the file is of another architecture or lacks fields or tensors.
+    Raises CheckpointError when the file is of another architecture, lacks fields or tensors, or has
+    what nemo_llama_config.yaml does not speak of: biases, scaled rotary positions.
     """
 
     def __init__(self, path: Path) -> None:
-        self.reader = open_gguf(path)
-        self.path = path
-        self.tensors: dict[str, ReaderTensor] = {item.name: item for item in self.reader.tensors}
-        self.shape = self._read_shape()
-        self._check_tensors()
+        self.checkpoint = GGUFCheckpoint.open(Archive(path), Hints())
+        self.metadata = self.checkpoint.metadata
+        self.shape: GPTConfig = self.checkpoint.config
+        if self.checkpoint.architecture != ARCHITECTURE or self.shape != _plain(self.shape):
+            raise CheckpointError(
+                problem(f"{path} is no plain Llama", got=self.checkpoint.architecture)
+            )
+        make_plan(self.checkpoint, gpt.weights(self.shape), f"the GGUF file {path}")
 
     @property
     def tied_embeddings(self) -> bool:
         """Whether the output layer is the embedding table."""
-        return OUTPUT not in self.tensors
+        return self.shape.tied_embeddings
 
     def weights(self, query_groups: int | None = None) -> dict[str, Weight]:
         """The mcore GPT state dict, keys without the prefix `model.`.
@@ -92,7 +78,7 @@ class GGUFLlama:
         if not self.tied_embeddings:
             weights["output_layer.weight"] = self._vocabulary(OUTPUT)
         for layer in range(self.shape.num_layers):
-            for key, value in self._layer(f"blk.{layer}", groups).items():
+            for key, value in self._layer(f"layers.{layer}", groups).items():
                 weights[f"decoder.layers.{layer}.{key}"] = value
         return weights
 
@@ -115,14 +101,11 @@ class GGUFLlama:
         }
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor as float32, rows as output features."""
-        tensor = self.tensors[name]
-        return dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        """One tensor as float32, rows as output features, in Hugging Face's order."""
+        return self.checkpoint.tensors[name].read()
 
     def _weight(self, name: str) -> Weight:
-        tensor = self.tensors[name]
-        shape = tuple(int(size) for size in reversed(tensor.shape))
-        return Weight(shape, partial(self.read, name))
+        return Weight(self.checkpoint.tensors[name].shape, partial(self.read, name))
 
     def _vocabulary(self, name: str) -> Weight:
         """A table with a row per token, filled up with zeros to a multiple as NeMo does."""
@@ -136,94 +119,38 @@ class GGUFLlama:
     def _qkv(self, block: str, groups: int) -> np.ndarray:
         """[groups * (heads of a group + 2) * head_size, hidden]: q.. k v of every group."""
         shape = self.shape
-        q, k, v = (self.read(f"{block}.attn_{part}.weight") for part in "qkv")
+        q, k, v = (self.read(f"{block}.self_attn.{part}_proj.weight") for part in "qkv")
         rows = (shape.num_kv_heads, -1, shape.head_size, shape.hidden_size)
-        parts = [_halves(q, shape).reshape(rows), _halves(k, shape).reshape(rows), v.reshape(rows)]
+        parts = [part.reshape(rows) for part in (q, k, v)]
         merged = np.concatenate(parts, axis=1)  # [G, H/G + 2, D, hidden]
         padding = ((0, groups - shape.num_kv_heads), (0, 0), (0, 0), (0, 0))
         return np.pad(merged, padding).reshape(-1, shape.hidden_size)
 
     def _projection(self, block: str, groups: int) -> np.ndarray:
         """[hidden, groups * heads of a group * head_size]."""
-        weight = self.read(f"{block}.attn_output.weight")
+        weight = self.read(f"{block}.self_attn.o_proj.weight")
         per_group = weight.shape[1] // self.shape.num_kv_heads
         return np.pad(weight, ((0, 0), (0, (groups - self.shape.num_kv_heads) * per_group)))
 
     def _gate_and_up(self, block: str) -> np.ndarray:
-        parts = [self.read(f"{block}.ffn_{part}.weight") for part in ("gate", "up")]
+        parts = [self.read(f"{block}.mlp.{part}_proj.weight") for part in ("gate", "up")]
         return np.concatenate(parts)
 
-    def _read_shape(self) -> LlamaShape:
-        problems = Problems(f"the GGUF file {self.path}")
 
-        def field(name: str) -> Any:
-            entry = self.reader.get_field(name)
-            if entry is None:
-                problems.add(f"missing field {name}")
-                return 1
-            try:
-                return entry.contents()
-            except UnicodeDecodeError:
-                problems.add(f"field {name} is no text")
-                return 1
-
-        architecture = field("general.architecture")
-        if architecture != ARCHITECTURE:
-            problems.add("unknown architecture", got=architecture, choices=(ARCHITECTURE,))
-            problems.raise_if_any(CheckpointError)
-
-        def size(name: str) -> int:
-            found = field(f"{ARCHITECTURE}.{name}")
-            if type(found) is int and found > 0:
-                return found
-            problems.add(f"{name} must be a whole number from 1 on", got=found)
-            return 1
-
-        def real(name: str) -> float:
-            found = field(f"{ARCHITECTURE}.{name}")
-            if type(found) in (int, float):
-                return float(found)
-            problems.add(f"{name} must be a number", got=found)
-            return 1.0
-
-        shape = LlamaShape(
-            num_layers=size("block_count"),
-            hidden_size=size("embedding_length"),
-            ffn_size=size("feed_forward_length"),
-            num_heads=size("attention.head_count"),
-            num_kv_heads=size("attention.head_count_kv"),
-            head_size=size("rope.dimension_count"),
-            vocab_size=size("vocab_size"),
-            max_positions=size("context_length"),
-            rotary_base=real("rope.freq_base"),
-            # Stored as float32; the shortest decimal that gives it is what was meant.
-            norm_eps=float(str(np.float32(real("attention.layer_norm_rms_epsilon")))),
-        )
-        problems.raise_if_any(CheckpointError)
-        return shape
-
-    def _check_tensors(self) -> None:
-        names = {EMBEDDING, FINAL_NORM}
-        parts = [*PER_LAYER.values()]
-        parts += [f"attn_{part}.weight" for part in ("q", "k", "v", "output")]
-        parts += [f"ffn_{part}.weight" for part in ("gate", "up")]
-        problems = Problems(f"the GGUF file {self.path}")
-        if self.shape.num_layers > len(self.tensors):
-            problems.add("block_count is more than there are tensors", got=self.shape.num_layers)
-            problems.raise_if_any(CheckpointError)
-        for layer in range(self.shape.num_layers):
-            names.update(f"blk.{layer}.{part}" for part in parts)
-        for name in sorted(names - self.tensors.keys()):
-            problems.add(f"missing tensor {name}")
-        for name in sorted(self.tensors.keys() - names - {OUTPUT}):
-            problems.add(f"unknown tensor {name}")
-        problems.raise_if_any(CheckpointError)
-
-
-def _halves(weight: np.ndarray, shape: LlamaShape) -> np.ndarray:
-    """Rows in the order that rotates by halves, from the order that rotates neighbours."""
-    rows = weight.reshape(-1, shape.head_size // 2, 2, weight.shape[1])
-    return rows.swapaxes(1, 2).reshape(weight.shape)
+def _plain(config: GPTConfig) -> GPTConfig:
+    """The Llama of the same sizes that has nothing else."""
+    sizes = ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size")
+    others = ("ffn_size", "max_positions", "rotary_base", "norm_eps", "tied_embeddings")
+    ids = ("start_id", "end_id", "pad_id")
+    return GPTConfig(
+        position_embedding="rope",
+        normalization="rmsnorm",
+        activation="silu",
+        gated=True,
+        attention_bias=False,
+        mlp_bias=False,
+        **{name: getattr(config, name) for name in (*sizes, *others, *ids)},
+    )
 
 
 def nemo_config(llama: GGUFLlama, tokenizer: str, query_groups: int) -> dict[str, Any]:
@@ -249,7 +176,7 @@ def nemo_config(llama: GGUFLlama, tokenizer: str, query_groups: int) -> dict[str
     config["tokenizer"] |= {
         "library": "huggingface",
         "model": f"nemo:{tokenizer}",
-        "special_tokens": special_tokens(tokenizer_metadata(llama.reader)),
+        "special_tokens": special_tokens(llama.metadata),
     }
     config["data"]["seq_length"] = shape.max_positions
     return config

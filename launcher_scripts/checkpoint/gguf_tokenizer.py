@@ -1,145 +1,222 @@
 """The tokenizer inside a GGUF file, as a `tokenizers.Tokenizer` that saves to tokenizer.json.
 
-A GGUF file carries the vocabulary, the merges and the kind of every token, but only the *name* of
-the rule that cuts text into words before the merges apply (`tokenizer.ggml.pre`). The table below
-says what those names mean; the keys are those of the GGUF specification
+The keys are those of the GGUF specification
 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from launcher_scripts.checkpoint.gguf_byte_pairs import byte_pairs
+from launcher_scripts.checkpoint.gguf_pieces import pieces
+from launcher_scripts.checkpoint.gguf_pre_tokenizers import PRE_TOKENIZERS
 from launcher_scripts.errors import CheckpointError, Problems, problem
+from launcher_scripts.models.nemo_tokenizer import ADVICE
 from launcher_scripts.tokenizer import is_of_library
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
     from tokenizers import Tokenizer
-    from tokenizers.pre_tokenizers import PreTokenizer
 
 PREFIX = "tokenizer.ggml."
+CHAT_TEMPLATE = "tokenizer.chat_template"
+MODEL_NAME = "general.name"
 
-CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+# Values of tokenizer.ggml.token_type.
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+
+# tokenizer.ggml.model -> what makes the tokenizer, and the lists that it needs besides.
+MODELS: dict[str, tuple[Callable[[Mapping[str, Any]], Tokenizer], dict[str, type]]] = {
+    "gpt2": (byte_pairs, {"merges": str}),
+    "llama": (pieces, {"scores": float}),
+}
+_ROLES = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "pad_token": "padding_token_id",
+    "unk_token": "unknown_token_id",
+}
 
 
 def tokenizer_metadata(reader: GGUFReader) -> dict[str, Any]:
-    """Every `tokenizer.ggml.*` field of an open GGUF file, by its name without that prefix."""
+    """Every `tokenizer.ggml.*` field of an open GGUF file, by its name without that prefix, and its
+    chat templates and the model's name by their whole keys."""
     try:
         return {
             key.removeprefix(PREFIX): field.contents()
             for key, field in reader.fields.items()
-            if key.startswith(PREFIX)
+            if key.startswith((PREFIX, CHAT_TEMPLATE)) or key == MODEL_NAME
         }
     except UnicodeDecodeError as error:
         raise CheckpointError(f"the GGUF file's tokenizer is no text: {error}") from error
 
 
+def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
+    """Name -> content of the files of a Hugging Face tokenizer."""
+    tokenizer = build_tokenizer(metadata)
+    special = special_tokens(metadata)
+    config: dict[str, Any] = {
+        **special,
+        "add_bos_token": _adds(metadata, "bos"),
+        "add_eos_token": _adds(metadata, "eos"),
+        "clean_up_tokenization_spaces": False,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    if templates := _chat_templates(metadata):
+        config["chat_template"] = templates
+    return {
+        "tokenizer.json": tokenizer.to_str().encode(),
+        "special_tokens_map.json": json.dumps(special).encode(),
+        "tokenizer_config.json": json.dumps(config).encode(),
+    }
+
+
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that `metadata` (of tokenizer_metadata) describes.
 
-    It adds no token of its own: neither at the start nor at the end of a text. Special tokens
-    written out in a text are recognised as such.
+    Asked for special tokens, it adds those that the file tells it to; a text's own, written out,
+    are always recognised.
 
     Raises CheckpointError when fields are missing or name a kind of tokenizer not known here.
     """
-    from tokenizers import Tokenizer, decoders
-    from tokenizers.models import BPE
-
     _check(metadata)
-    tokens = metadata["tokens"]
-    vocab = {token: index for index, token in enumerate(tokens)}
-    merges = [tuple(merge.split(" ")) for merge in metadata["merges"]]
+    make, _ = MODELS[metadata["model"]]
     try:
-        tokenizer = Tokenizer(BPE(vocab, merges))
+        tokenizer = make(metadata)
+        _add_tokens(tokenizer, metadata)
+        _add_ends(tokenizer, metadata)
     except BaseException as error:
         if not is_of_library(error):
             raise
-        raise CheckpointError(
-            f"the GGUF tokenizer's merges and tokens disagree: {error}"
-        ) from error
-    tokenizer.pre_tokenizer = PRE_TOKENIZERS[metadata["pre"]]()
-    tokenizer.decoder = decoders.ByteLevel()
-    _add_tokens(tokenizer, tokens, metadata["token_type"])
+        raise CheckpointError(f"cannot make the GGUF file's tokenizer: {error}") from error
     return tokenizer
 
 
 def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Which tokens start, end and pad a sequence, as special_tokens_map.json says it.
-
-    Keys are those of `bos_token`, `eos_token` and `pad_token` that the GGUF file names.
-    """
-    fields = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "padding_token_id"}
+    """Which tokens start, end and pad a sequence, and stand for the unknown, as
+    special_tokens_map.json says it: only those that the GGUF file names."""
     tokens = metadata.get("tokens")
-    for field in fields.values():
-        known = range(len(tokens) if isinstance(tokens, list) else 0)
+    known = range(len(tokens) if isinstance(tokens, list) else 0)
+    for field in _ROLES.values():
         if field in metadata and metadata[field] not in known:
             raise CheckpointError(
                 problem(f"{PREFIX}{field} is no id of the vocabulary", got=metadata[field])
             )
     return {
-        f"{role}_token": metadata["tokens"][metadata[field]]
-        for role, field in fields.items()
+        role: metadata["tokens"][metadata[field]]
+        for role, field in _ROLES.items()
         if field in metadata
     }
 
 
-def _gpt2() -> PreTokenizer:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _single_digits_then_gpt2() -> PreTokenizer:
-    from tokenizers.pre_tokenizers import Digits, Sequence
-
-    return Sequence([Digits(individual_digits=True), _gpt2()])
+def _adds(metadata: Mapping[str, Any], end: str) -> bool:
+    """Whether a text gets the start ("bos") or the end ("eos") token, by llama.cpp's defaults."""
+    usual = end == "bos" and (
+        metadata["model"] == "llama" or PRE_TOKENIZERS[metadata["pre"]].starts
+    )
+    return metadata.get(f"add_{end}_token", usual) is True and f"{end}_token_id" in metadata
 
 
-PRE_TOKENIZERS: dict[str, Callable[[], PreTokenizer]] = {
-    "gpt-2": _gpt2,
-    "smollm": _single_digits_then_gpt2,
-}
+def _chat_templates(metadata: Mapping[str, Any]) -> Any:
+    """The template, or a list of several with their names, as tokenizer_config.json has them."""
+    found = {
+        key.removeprefix(CHAT_TEMPLATE).lstrip(".") or "default": value
+        for key, value in metadata.items()
+        if key == CHAT_TEMPLATE or key.startswith(f"{CHAT_TEMPLATE}.")
+    }
+    if not all(isinstance(value, str) for value in found.values()):
+        raise CheckpointError(problem(f"{CHAT_TEMPLATE} is no text", got=sorted(found)))
+    if found.keys() <= {"default"}:
+        return found.get("default")
+    return [{"name": name, "template": template} for name, template in sorted(found.items())]
 
 
 def _check(metadata: Mapping[str, Any]) -> None:
     problems = Problems("the GGUF file's tokenizer")
-    for key in ("model", "pre", "tokens", "token_type", "merges"):
+    model = metadata.get("model", "gpt2")
+    if not isinstance(model, str) or model not in MODELS:
+        problems.add(f"unknown {PREFIX}model", got=model, choices=sorted(MODELS), change=ADVICE)
+        problems.raise_if_any(CheckpointError)
+    lists = {"tokens": str, "token_type": int, **MODELS[model][1]}
+    texts = ("model", "pre") if model == "gpt2" else ("model",)
+    for key in (*texts, *lists):
         if key not in metadata:
             problems.add(f"missing field {PREFIX}{key}")
     problems.raise_if_any(CheckpointError)
-    for key, kind in (("tokens", str), ("merges", str), ("token_type", int)):
+    for key, kind in lists.items():
         values = metadata[key]
         if not isinstance(values, list) or not all(type(value) is kind for value in values):
             problems.add(f"{PREFIX}{key} is no list of {kind.__name__}")
-    if not isinstance(metadata["pre"], str):
+    if model == "gpt2" and not isinstance(metadata["pre"], str):
         problems.add(f"{PREFIX}pre is no text", got=metadata["pre"])
     problems.raise_if_any(CheckpointError)
-    if metadata["model"] != "gpt2":
-        problems.add(f"unknown {PREFIX}model", got=metadata["model"], choices=["gpt2"])
-    if metadata["pre"] not in PRE_TOKENIZERS:
-        problems.add(f"unknown {PREFIX}pre", got=metadata["pre"], choices=sorted(PRE_TOKENIZERS))
+    if model == "gpt2" and metadata["pre"] not in PRE_TOKENIZERS:
+        problems.add(
+            f"unknown {PREFIX}pre",
+            got=metadata["pre"],
+            choices=sorted(PRE_TOKENIZERS),
+            change=ADVICE,
+        )
+    count = len(metadata["tokens"])
     unique = len(set(metadata["tokens"]))
-    if unique != len(metadata["tokens"]):
-        problems.add(
-            "the GGUF tokenizer's tokens are not unique",
-            got=f"{unique} of {len(metadata['tokens'])}",
-        )
-    if len(metadata["token_type"]) != len(metadata["tokens"]):
-        problems.add(
-            f"{PREFIX}token_type must have one value per token",
-            got=f"{len(metadata['token_type'])} for {len(metadata['tokens'])} tokens",
-        )
+    if unique != count:
+        problems.add("the GGUF tokenizer's tokens are not unique", got=f"{unique} of {count}")
+    if model == "llama" and metadata.get("remove_extra_whitespaces"):
+        problems.add(f"{PREFIX}remove_extra_whitespaces is not supported", got=True, change=ADVICE)
+    for key in ("token_type", "scores"):
+        if key in lists and len(metadata[key]) != count:
+            problems.add(
+                f"{PREFIX}{key} must have one value per token",
+                got=f"{len(metadata[key])} for {count} tokens",
+            )
     problems.raise_if_any(CheckpointError)
 
 
-def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
+def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
     """Declare the tokens that the merges must not touch."""
     from tokenizers import AddedToken
 
-    pairs = list(zip(tokens, kinds, strict=True))
-    special = [token for token, kind in pairs if kind == CONTROL]
-    defined = [token for token, kind in pairs if kind == USER_DEFINED]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in defined])
+    kinds = metadata["token_type"]
+    special = (CONTROL, UNKNOWN) if metadata["model"] == "llama" else (CONTROL,)
+    pairs = list(zip(metadata["tokens"], kinds, strict=True))
+    # The file does not say that Phi-3's take the white space after them; llama.cpp tells Phi-3 by
+    # its name, too.
+    phi3 = re.search("phi[- ]?3", str(metadata.get(MODEL_NAME, "")).lower()) is not None
+    keeping = ("<unk>", "<s>", "<|endoftext|>")
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(token, normalized=False, rstrip=phi3 and token not in keeping)
+            for token, kind in pairs
+            if kind in special
+        ]
+    )
+    # SentencePiece looks for its own after it has made spaces visible.
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, normalized="▁" in token, rstrip=phi3)
+            for token, kind in pairs
+            if kind == USER_DEFINED
+        ]
+    )
+
+
+def _add_ends(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
+    """The start and end token around a text that is encoded with special tokens."""
+    from tokenizers.processors import TemplateProcessing
+
+    special = special_tokens(metadata)
+    start, end = (
+        [special[f"{end}_token"]] if _adds(metadata, end) else [] for end in ("bos", "eos")
+    )
+    if not (start or end):
+        return
+    one, two = ([*start, text, *end] for text in ("$A", "$B"))
+    tokenizer.post_processor = TemplateProcessing(
+        single=one,
+        pair=one + two,
+        special_tokens=[(token, metadata["tokens"].index(token)) for token in {*start, *end}],
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.dtypes import plain
 from launcher_scripts.checkpoint.hints import Hints
 from launcher_scripts.checkpoint.huggingface_configs import has_decoder
+from launcher_scripts.checkpoint.huggingface_keys import check_keys, generation_keys
 from launcher_scripts.checkpoint.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.source_checkpoint import WholeTensors
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
@@ -212,10 +214,13 @@ class HuggingFaceCheckpoint(WholeTensors):
         try:
             config = row.read(values)
         except CheckpointError:
+            check_keys(values)
             values.problems.raise_if_any(CheckpointError)
             raise
+        notes = check_keys(values)
+        _check_heads(config, tensors, values.problems)
         values.problems.raise_if_any(CheckpointError)
-        return cls(archive, raw, config, dialects, tensors)
+        return cls(archive, raw, config, dialects, tensors, notes)
 
     @property
     def knows_token_ids(self) -> bool:
@@ -223,9 +228,14 @@ class HuggingFaceCheckpoint(WholeTensors):
         return True
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        """Exported name -> content of the checkpoint's own tokenizer."""
+        """Exported name -> content of the checkpoint's own tokenizer, and generation_config.json.
+
+        Before transformers 4.26 its values stood in config.json.
+        """
+        said = generation_keys(self.raw)
+        own = {tokenizer_files.GENERATION_FILE: json.dumps(said, indent=2).encode()} if said else {}
         more = tokenizer_files.FAIRSEQ_SETS if self.raw.get("model_type") == "mbart" else ()
-        return tokenizer_files.plain_files(self.archive, more=more)
+        return own | tokenizer_files.plain_files(self.archive, more=more)
 
     def details(self) -> dict[str, Any]:
         """What the manifest records besides path, format and dialects."""
@@ -241,6 +251,20 @@ def architecture(raw: Mapping[str, Any], path: Path) -> Architecture:
             problem(f"{path}: unknown model_type", got=name, choices=sorted(ARCHITECTURES))
         )
     return ARCHITECTURES[name]
+
+
+def _check_heads(config: Any, tensors: Mapping[str, SourceTensor], problems: Problems) -> None:
+    """Note a number of key/value heads that the first layer's keys do not have."""
+    keys = tensors.get("layers.0.self_attn.k_proj.weight")
+    heads = getattr(config, "num_kv_heads", None)
+    if keys is not None and heads and keys.shape[0] != heads * config.head_size:
+        fits, left = divmod(keys.shape[0], config.head_size)
+        problems.add(
+            f"num_key_value_heads does not fit k_proj.weight of {keys.shape[0]} rows "
+            f"in heads of {config.head_size}",
+            got=heads,
+            choices=[] if left else [fits],
+        )
 
 
 def _with_model_type(raw: dict[str, Any]) -> dict[str, Any]:

@@ -67,6 +67,7 @@ def opt(raw: RawConfig) -> GPTConfig:
     hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
     bias = raw.flag("enable_bias", default=True)
     raw.only("layer_norm_elementwise_affine", True)
+    raw.unused("word_embed_proj_dim", "_remove_final_layer_norm")  # the tensors say it
     return GPTConfig(
         vocab_size=raw.size("vocab_size"),
         num_layers=raw.size("num_hidden_layers"),
@@ -126,6 +127,8 @@ def t5(raw: RawConfig, **fields: Any) -> T5Config:
     scaled = raw.flag("scale_decoder_outputs", raw.flag("tie_word_embeddings", True))
     if raw.raw.get("model_type") == "mt5":
         scaled = False
+    # feed_forward_proj rules, and so do the tensors of an encoder alone.
+    raw.unused("dense_act_fn", "is_gated_act", "n_positions", "num_decoder_layers")
     return T5Config(
         vocab_size=raw.size("vocab_size"),
         num_layers=layers,
@@ -167,7 +170,12 @@ def t5gemma(raw: RawConfig) -> T5Config:
         if encoder.raw.get(name) != decoder.raw.get(name):
             what = f"{name} of encoder and decoder must be the same"
             raw.problems.add(what, got=(encoder.raw.get(name), decoder.raw.get(name)))
-    decoder.only("attention_bias", False)
+    encoder.unused(*_SAME_OF_STACKS, "final_logit_softcapping")  # it has no logits
+    decoder.only("cross_attention_hidden_size", encoder.raw.get("hidden_size"))
+    for stack in (encoder, decoder):
+        for switch in ("attention_bias", "use_bidirectional_attention"):
+            stack.only(switch, False)
+    raw.unused("vocab_size")  # it repeats the decoder's
     rope = decoder.section("rope_parameters", "rope_scaling")
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind != "default":
@@ -224,6 +232,15 @@ def _full_layers(encoder: RawConfig, decoder: RawConfig) -> str:
 
 def bart(raw: RawConfig) -> BartConfig:
     multilingual = raw.raw.get("model_type") == "mbart"
+    for name, value in (
+        ("normalize_before", multilingual),
+        ("add_final_layer_norm", multilingual),
+        ("normalize_embedding", True),
+        ("static_position_embeddings", False),
+        ("extra_pos_embeddings", 2),
+    ):
+        raw.only(name, value)
+    raw.unused("num_hidden_layers")  # it repeats encoder_layers
     forced = None
     if raw.flag("force_bos_token_to_be_generated", default=False):  # the first BARTs' name for it
         forced = raw.token("bos_token_id", 0)

@@ -52,6 +52,7 @@ def _decoder(raw: RawConfig, **fields: Any) -> GPTConfig:
 
 def llama(raw: RawConfig) -> GPTConfig:
     raw.only("sliding_window", None)
+    raw.only("layer_types", ["full_attention"] * raw.size("num_hidden_layers"))
     return _decoder(raw)
 
 
@@ -70,6 +71,7 @@ def qwen3(raw: RawConfig) -> GPTConfig:
 def _qwen_windows(raw: RawConfig) -> Fields:
     """The first max_window_layers layers have no window, and only if use_sliding_window."""
     if not raw.flag("use_sliding_window", False):
+        raw.unused("sliding_window", "max_window_layers", "layer_types")
         return {}
     first = raw.size("max_window_layers", default=raw.size("num_hidden_layers"))
     return windows(raw, lambda layer: layer < first)
@@ -77,8 +79,7 @@ def _qwen_windows(raw: RawConfig) -> Fields:
 
 def gemma(raw: RawConfig, **fields: Any) -> GPTConfig:
     """Gemma 1; its MLP is the tanh form of GELU whatever the older key `hidden_act` says."""
-    if raw.raw.get("use_bidirectional_attention"):
-        raw.only("use_bidirectional_attention", False)
+    raw.only("use_bidirectional_attention", False)
     old = raw.text("hidden_act", "gelu_pytorch_tanh")
     activation = raw.activation("hidden_activation", "gelu_pytorch_tanh" if old == "gelu" else old)
     return _decoder(
@@ -119,6 +120,7 @@ def gemma3(raw: RawConfig) -> GPTConfig:
 
 def _gemma2(raw: RawConfig) -> Fields:
     """What Gemma 2 and 3 have beyond Gemma 1."""
+    raw.unused("sliding_window_size")  # the first name of sliding_window, which transformers reads
     return {
         "norm_placement": "sandwich",
         "softmax_scale": raw.size("query_pre_attn_scalar", default=256) ** -0.5,
@@ -128,6 +130,7 @@ def _gemma2(raw: RawConfig) -> Fields:
 
 
 def phi3(raw: RawConfig) -> GPTConfig:
+    raw.only("attention_bias", False)
     return _decoder(raw, attention_bias=False, mlp_bias=False, **windows(raw))
 
 
@@ -149,6 +152,13 @@ def granite(raw: RawConfig) -> GPTConfig:
 
 def starcoder2(raw: RawConfig) -> GPTConfig:
     bias = raw.flag("use_bias", True)
+    for name, value in (
+        ("mlp_type", "default"),
+        ("norm_type", "layer_norm"),
+        ("scale_attn_weights", True),
+    ):
+        raw.only(name, value)
+    raw.unused("layer_norm_epsilon")  # norm_epsilon rules
     return _decoder(
         raw,
         normalization="layernorm",
@@ -233,6 +243,8 @@ def gpt_neox(raw: RawConfig) -> GPTConfig:
 
 def gptj(raw: RawConfig) -> GPTConfig:
     """GPT-J: one norm for attention and MLP, which read the same hidden states."""
+    for name in ("rotary", "scale_attn_weights"):
+        raw.only(name, True)
     hidden, heads = raw.size("n_embd", "hidden_size"), raw.size("n_head", "num_attention_heads")
     head_size = raw.head_size(hidden, heads)
     return GPTConfig(
@@ -266,9 +278,11 @@ def falcon(raw: RawConfig) -> GPTConfig:
         positions = {"position_embedding": "alibi", "alibi_scale": head_size**-0.5}
     groups = raw.size("num_kv_heads", "n_head_kv", default=heads)
     new = raw.flag("new_decoder_architecture", False)
-    if not new and raw.flag("multi_query", True):
+    if raw.flag("multi_query", True) and not new:
         groups = 1
     bias = raw.flag("bias", False)
+    raw.only("apply_residual_connection_post_layernorm", False)
+    raw.unused("num_ln_in_parallel_attn")  # the tensors say it
     if new:
         raw.only("parallel_attn", True)
     return GPTConfig(

@@ -22,22 +22,38 @@ _REQUIRED = object()
 
 
 class RawConfig:
-    """config.json with the names of its tensors; wrong and missing keys are reported at once."""
+    """config.json with the names of its tensors; wrong and missing keys are reported at once.
+
+    It remembers which keys were asked for: huggingface_keys.check_keys reports the others.
+    """
 
     def __init__(self, raw: Mapping[str, Any], keys: Collection[str], path: Path) -> None:
         self.raw = raw
         self.keys = keys
         self.problems = Problems(str(path))
+        self.asked: set[str] = set()
+        self.sections: dict[str, RawConfig] = {}
 
     def __call__(self, *names: str, default: Any = _REQUIRED) -> Any:
-        """The value of the first of `names` that is there and not null."""
-        for name in names:
-            if self.raw.get(name) is not None:
-                return self.raw[name]
+        """The value of the first of `names` that is there and not null.
+
+        Names of one thing that say two things are a problem.
+        """
+        self.asked.update(names)
+        found = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
+        values = list(found.values())
+        if any(value != values[0] for value in values):
+            self.problems.add(f"{' and '.join(found)} differ", got=values)
+        if values:
+            return values[0]
         if default is _REQUIRED:
             self.problems.add(f"{' or '.join(names)} is missing")
             return 1
         return default
+
+    def unused(self, *names: str) -> None:
+        """Say that these keys change nothing in this model, whatever their values."""
+        self.asked.update(names)
 
     def size(self, *names: str, default: Any = _REQUIRED) -> int:
         """A whole number of at least 1."""
@@ -84,8 +100,10 @@ class RawConfig:
         if not isinstance(found, Mapping):
             self.problems.add(f"{' or '.join(names)} must be a mapping", got=found)
             found = {}
+        name = next((name for name in names if self.raw.get(name) is not None), names[0])
         section = RawConfig(found, self.keys, Path())
         section.problems = self.problems
+        self.sections[name] = section
         return section
 
     def token(self, name: str, default: int | None) -> int | None:
@@ -106,9 +124,10 @@ class RawConfig:
         return ACTIVATIONS[found]
 
     def only(self, name: str, value: Any) -> None:
-        """Refuse anything but `value`, which is also the default."""
-        found = self.raw.get(name, value)
-        if found != value:
+        """Refuse anything but `value`, which is also the default and the meaning of null."""
+        self.asked.add(name)
+        found = self.raw.get(name)
+        if found is not None and found != value:
             self.problems.add(f"{name} is not supported", got=found, choices=(value,))
 
     def head_size(self, hidden: int, heads: int) -> int:

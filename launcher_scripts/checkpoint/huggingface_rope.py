@@ -40,6 +40,9 @@ def rope_of(
     share = section.real(
         "partial_rotary_factor", raw.real("partial_rotary_factor", partial_rotary_factor)
     )
+    raw.only("rope_interleaved", False)
+    raw.only("use_mrope", False)
+    raw.unused("original_max_position_embeddings")  # but by the scalings that ask for it
     fields: Fields = {
         "position_embedding": "rope",
         "rotary_base": section.real("rope_theta", raw.real("rope_theta", rope_theta)),

@@ -81,6 +81,9 @@ class LearnedCheckpoint:
     def token_rule(self) -> TokenRule | None:
         return self.base.token_rule
 
+    def stored_name(self, name: str) -> str:
+        return self.base.stored_name(name)
+
     def tokenizer_files(self) -> dict[str, bytes]:
         return self.base.tokenizer_files()
 

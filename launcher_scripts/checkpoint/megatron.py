@@ -120,11 +120,12 @@ def _core_settings(
     args: Mapping[str, Any], shards: dict[str, tuple[SourceTensor, ...]], origin: str
 ) -> MegatronArgs:
     """Of a model of Megatron-LM core; what a tied one stores twice leaves `shards`."""
-    gpt = read_gpt(of_arguments(args, origin))
+    options = of_arguments(args, origin)
+    gpt = read_gpt(options)
     if gpt.fields["tied_embeddings"]:
         shards.pop("output_layer.weight", None)
     config = gpt.config(sum(part.shape[0] for part in shards[TABLE]))
-    return MegatronArgs(config, gpt.dialects(shards), gpt.notes)
+    return MegatronArgs(config, gpt.dialects(shards), options.check_keys())
 
 
 def training_arguments(args: Mapping[str, Any]) -> dict[str, bytes]:

@@ -45,9 +45,10 @@ def read_args(args: Mapping[str, Any], shards: Shards, hints: Hints, origin: str
     vocab = sum(part.shape[0] for part in shards["embedding.word_embeddings.weight"])
     if not args:
         return _measured(shards, vocab, hints, Problems(origin))
-    gpt = read_gpt(of_arguments(args, origin), _KNOWN_VALUES)
+    options = of_arguments(args, origin)
+    gpt = read_gpt(options, _KNOWN_VALUES)
     dialects = nemo_dialects(gpt.fields["gated"], gpt.plus_one)
-    return MegatronArgs(gpt.config(vocab), dialects, gpt.notes)
+    return MegatronArgs(gpt.config(vocab), dialects, options.check_keys())
 
 
 def _measured(shards: Shards, vocab: int, hints: Hints, problems: Problems) -> MegatronArgs:

@@ -107,7 +107,8 @@ class MegatronCoreCheckpoint(WholeTensors):
         else:
             gpt = core_options.read_gpt(options)
             config, dialects = gpt.config(tensors[TABLE].shape[0]), gpt.dialects(tensors)
-        found = cls(archive, root, tool, args, config, dialects, tensors, options.notes)
+        notes = options.check_keys()
+        found = cls(archive, root, tool, args, config, dialects, tensors, notes)
         return replace(found, adapters=found.own_adapters(own)) if own else found
 
     def own_adapters(self, tensors: Mapping[str, SourceTensor]) -> tuple[Adapter, ...]:

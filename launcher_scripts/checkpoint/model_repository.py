@@ -23,12 +23,14 @@ from launcher_scripts.checkpoint.manifest import check_files
 from launcher_scripts.checkpoint.output_folder import refuse_links
 from launcher_scripts.checkpoint.served_types import backend_model_type
 from launcher_scripts.checkpoint.text_models import TOKEN_MODEL, write_text_models
+from launcher_scripts.checkpoint.tokenizer_files import check_vocabulary
 from launcher_scripts.contracts_sessions import (
     CONTROLS,
     MAX_SEQUENCE_IDLE_MICROSECONDS,
     served_contract,
 )
 from launcher_scripts.errors import CheckpointError, ConfigError, Problems, problem
+from launcher_scripts.models.nemo_tokenizer import ADVICE
 from launcher_scripts.models.repository import TEXT_MODELS
 from launcher_scripts.render import pbtxt, render
 from launcher_scripts.settings import ExportSettings
@@ -123,24 +125,16 @@ def text_model_names(
 
 def check_tokenizer(checkpoint: FTCheckpoint) -> None:
     """The tokenizer beside the weights must exist, be as exported and fit the vocabulary."""
-    change = "export.model.tokenizer (a mapping with its files, or none)"
     problems = Problems(f"the tokenizer of {checkpoint.folder}")
     known = checkpoint.manifest.entries if checkpoint.manifest is not None else {}
     names = {path.name for path in tokenizer_files(checkpoint.folder)} & known.keys()
     check_files(checkpoint.folder, {name: known[name] for name in names}, problems, digests=True)
     problems.raise_if_any(CheckpointError)
     try:
-        size = load_tokenizer(checkpoint.folder).vocab_size
+        tokenizer = load_tokenizer(checkpoint.folder)
     except TokenizerError as error:
-        raise CheckpointError(problem(str(error), change=change)) from error
-    if size > checkpoint.config.vocab_size:
-        raise CheckpointError(
-            problem(
-                f"the tokenizer has more tokens than the model's {checkpoint.config.vocab_size}",
-                got=size,
-                change=change,
-            )
-        )
+        raise CheckpointError(problem(str(error), change=ADVICE)) from error
+    check_vocabulary(tokenizer, checkpoint.config.vocab_size)
 
 
 def refuse_existing(targets: Iterable[Path]) -> None:

@@ -28,7 +28,8 @@ from launcher_scripts.checkpoint.nemo_training import TrainingCheckpoint
 from launcher_scripts.checkpoint.shards import Shards, merged_stages, rank_files
 from launcher_scripts.checkpoint.source_checkpoint import TensorShards
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
-from launcher_scripts.errors import CheckpointError, problem
+from launcher_scripts.checkpoint.training_keys import Asked, check_keys
+from launcher_scripts.errors import CheckpointError, Problems, problem
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
@@ -79,8 +80,11 @@ class NemoCheckpoint(TensorShards):
             root, raw = read_config(archive)
             shards = _read_weights(archive, root, raw)
         read = _t5 if T5_TABLE in shards else _gpt
-        config, dialects, more = read(archive, raw, shards)
-        return cls(archive, root, raw, config, dialects, shards, (*notes, *more), training)
+        said, problems = Asked(raw), Problems(f"model_config.yaml of {archive.path}")
+        config, dialects, more = read(archive, said, shards)
+        notes = (*notes, *more, *check_keys(said, problems))
+        problems.raise_if_any(CheckpointError)
+        return cls(archive, root, raw, config, dialects, shards, notes, training)
 
     @property
     def token_rule(self) -> tokenizer_files.TokenRule | None:

@@ -50,6 +50,10 @@ class SourceCheckpoint(Protocol):
         """The ids the model was trained with, given its tokenizer; None: the tokenizer's own."""
         ...
 
+    def stored_name(self, name: str) -> str:
+        """What the checkpoint's files call a tensor, for errors."""
+        ...
+
     @property
     def adapters(self) -> Sequence[Any]:
         """Adapters (merging.Adapter) that were saved together with their base."""
@@ -220,7 +224,7 @@ def make_plan(checkpoint: SourceCheckpoint, specs: Iterable[WeightSpec], origin:
                 tasks.append(task)
     for name in unread:
         problems.add(f"{'/'.join(checkpoint.dialects)} has no row for {name}")
-    _note_unclaimed(names - claimed, problems)
+    _note_unclaimed({checkpoint.stored_name(name) for name in names - claimed}, problems)
     problems.raise_if_any(CheckpointError)
     return tasks
 
@@ -256,6 +260,7 @@ def _task(
 ) -> tuple[Task | None, list[str]]:
     layout = lookup(LAYOUTS, source.layout, "layout")
     keys = [key if layer is None else key.replace("*", str(layer)) for key in source.keys]
+    stored = tuple(checkpoint.stored_name(key) for key in keys)
     found = []
     for key in keys:
         try:
@@ -264,13 +269,13 @@ def _task(
         except CheckpointError as error:
             problems.add(f"{key}: {error}")
             return None, keys
-    missing = [key for key, tensor in zip(keys, found, strict=True) if tensor is None]
+    missing = [name for name, tensor in zip(stored, found, strict=True) if tensor is None]
     if missing and (spec.required or len(missing) < len(keys)):
         problems.add(f"{', '.join(missing)} is missing")
     if missing:
         return None, keys
     tensors = tuple(tensor for tensor in found if tensor is not None)
-    return Task(spec, layer, checkpoint.config, layout, tuple(keys), tensors), keys
+    return Task(spec, layer, checkpoint.config, layout, stored, tensors), keys
 
 
 def _note_unclaimed(names: set[str], problems: Problems) -> None:

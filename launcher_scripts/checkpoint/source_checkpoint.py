@@ -32,6 +32,10 @@ class ReadCheckpoint:
         """The ids are the tokenizer's."""
         return False
 
+    def stored_name(self, name: str) -> str:
+        """What the checkpoint's files call a tensor, for errors."""
+        return name
+
     @property
     def adapters(self) -> Sequence[Adapter]:
         """Adapters that were saved together with their base."""

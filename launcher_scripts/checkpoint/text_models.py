@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts import text_names, tokenizer
+from launcher_scripts import text_deltas, text_names, tokenizer
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
 from launcher_scripts.checkpoint.manifest import FILE_NAME as MANIFEST_NAME
 from launcher_scripts.checkpoint.manifest import check_file_list, write_file_list
@@ -14,14 +14,18 @@ from launcher_scripts.contracts_text import TextContract
 from launcher_scripts.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.bart import BartConfig
+from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.render import render
 from launcher_scripts.settings import ExportSettings
 from launcher_scripts.tokenizer import Tokenizer, TokenizerError, load_tokenizer, tokenizer_files
+from launcher_scripts.untrusted import parse_json
 
 # The roles of the model that takes text and gives text; one code serves both.
 WHOLE = ("ensemble", "text")
 TOKEN_MODEL = "token_model"  # the parameter that names the model behind it
+# The sources whose tokenizers are transformers' own.
+TRANSFORMERS = ("huggingface", "gguf")
 # Those of the token model's inputs that every text request has.
 _ENCODED = ("INPUT_ID", "REQUEST_INPUT_LEN", "REQUEST_OUTPUT_LEN")
 
@@ -92,19 +96,40 @@ def encoding_parameters(checkpoint: FTCheckpoint) -> dict[str, Any]:
     """What fills rows up, and the tokens around an input where the model was trained so.
 
     The T5 models of transformers end their inputs with the end token, NeMo's do not; those around
-    the inputs of a BART or a T5Gemma are the tokenizer's.
+    the inputs of a BART, a T5Gemma or a decoder from transformers are the tokenizer's.
     """
     config = checkpoint.config
-    parameters = {"pad_id": config.end_id if config.pad_id is None else config.pad_id}
+    parameters: dict[str, Any] = {
+        "pad_id": config.end_id if config.pad_id is None else config.pad_id
+    }
     source = checkpoint.manifest.source if checkpoint.manifest is not None else {}
-    if family_of(config).name == "bart" or getattr(config, "rotary_base", None):
+    family, theirs = family_of(config).name, source.get("format") in TRANSFORMERS
+    gemma = family == "t5" and getattr(config, "rotary_base", None)
+    if family == "bart" or gemma or (family == "gpt" and theirs):
         parameters |= surrounding(config, load_tokenizer(checkpoint.folder))
-    elif family_of(config).name == "t5" and source.get("format") == "huggingface":
+    elif family == "t5" and theirs:
         parameters["closing_id"] = config.end_id
+    if more := further_end_ids(checkpoint.folder, config):
+        parameters["end_ids"] = " ".join(map(str, more))
     return parameters
 
 
-def surrounding(config: BartConfig | T5Config, files: Tokenizer) -> dict[str, Any]:
+def further_end_ids(folder: Path, config: Any) -> list[int]:
+    """What ends a text besides config.end_id, by generation_config.json.
+
+    Nothing where that is not among them: then the configuration chose another.
+    """
+    path = folder / tokenizer.GENERATION_FILE
+    if not path.is_file():
+        return []
+    said = parse_json(path.read_bytes()).get("eos_token_id")
+    ends = [each for each in said if type(each) is int] if isinstance(said, list) else []
+    if config.end_id not in ends:
+        return []
+    return [each for each in ends if each != config.end_id and 0 <= each < config.vocab_size]
+
+
+def surrounding(config: BartConfig | T5Config | GPTConfig, files: Tokenizer) -> dict[str, Any]:
     """What stands before and after an input, which of it is the source's language, and what the
     decoder begins with; several ids with blanks between them.
     """
@@ -118,7 +143,7 @@ def surrounding(config: BartConfig | T5Config, files: Tokenizer) -> dict[str, An
     }
     fixed = (files.start_id, files.end_id, files.pad_id, config.end_id)
     languages = [each for each in (*opening, *closing) if each not in fixed]
-    if languages and config.norm_placement == "pre":  # an mBART
+    if languages and isinstance(config, BartConfig) and config.norm_placement == "pre":
         parameters |= {"language_id": languages[0], "start_id": config.start_id}
     forced = getattr(config, "forced_bos_id", None)
     if forced is not None:
@@ -131,9 +156,9 @@ def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:
     room = Path(__file__).resolve().parent.parent / "backends"
     code = {
         "preprocessing": ("preprocessing/model.py", "text_encoding.py"),
-        "postprocessing": ("postprocessing/model.py", "text_deltas.py"),
+        "postprocessing": ("postprocessing/model.py", text_deltas.__file__),
     }
-    whole = (*(room / "text").glob("[a-z]*.py"), "text_encoding.py", "text_deltas.py")
+    whole = (*(room / "text").glob("[a-z]*.py"), "text_encoding.py", text_deltas.__file__)
     names = code.get(role, (*whole, text_names.__file__))
     return [
         *(room / name for name in names),

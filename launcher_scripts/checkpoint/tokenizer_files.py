@@ -18,10 +18,19 @@ from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.errors import CheckpointError, Problems, problem
 from launcher_scripts.models.nemo_tokenizer import ADVICE, KEY, ROLES, find_name, named_files
 from launcher_scripts.settings import TokenizerSettings
-from launcher_scripts.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from launcher_scripts.untrusted import read_plain
+from launcher_scripts.tokenizer import (
+    CHAT_TEMPLATE_FILES,
+    GENERATION_FILE,
+    OPTIONAL_FILES,
+    Tokenizer,
+    TokenizerError,
+    chat_templates,
+    load_tokenizer,
+)
+from launcher_scripts.untrusted import parse_json, read_plain
 
-_COMPANIONS = ("special_tokens_map.json", "tokenizer_config.json")
+_COMPANIONS = (*OPTIONAL_FILES, *CHAT_TEMPLATE_FILES, GENERATION_FILE)
+_TEMPLATE_FOLDER = "additional_chat_templates/"
 # Name in a folder -> exported name, best set first. XGLM's sentencepiece.bpe.model is not among
 # them: its ids are not the model's.
 _PLAIN_SETS: tuple[Mapping[str, str], ...] = (
@@ -78,9 +87,12 @@ def with_token_ids(
 
     known: config has the model's own ids, and only the settings may change them
     rule:  the ids that the model was trained with, given the tokenizer; default: the tokenizer's
+    Raises CheckpointError for a tokenizer that does not fit the model.
     """
     tokenizer = _loaded(files) if files else None
     said = None
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, config.vocab_size)
     if tokenizer is not None and not known:
         said = (rule or _own_ids)(tokenizer)
     end_id = _first(settings.end_id, said and said.end_id)
@@ -95,6 +107,59 @@ def with_token_ids(
         end_id=_first(end_id, config.end_id),
         pad_id=_first(settings.pad_id, said and said.pad_id, config.pad_id),
     )
+
+
+def missing_files(files: Mapping[str, bytes]) -> tuple[str, ...]:
+    """Notes on what a tokenizer does not bring along; () for a model without one.
+
+    Raises CheckpointError for files that are damaged.
+    """
+    if not files:
+        return ()
+    try:
+        templates = chat_templates(files)
+        parse_json(files.get(GENERATION_FILE, b"{}"))
+    except ValueError as error:
+        raise CheckpointError(f"the tokenizer's files are damaged: {error}") from error
+    missing = {"chat template": not templates, GENERATION_FILE: GENERATION_FILE not in files}
+    return tuple(f"the checkpoint has no {name}" for name, there in missing.items() if there)
+
+
+def with_templates(files: dict[str, bytes], archive: Archive, folder: str) -> dict[str, bytes]:
+    """`files` with the chat templates of a subfolder, in tokenizer_config.json.
+
+    An exported folder has no subfolders. transformers reads the list there as well, but only
+    without a chat_template.jinja, whose content moves there.
+    """
+    names = [name for name in archive.names() if name.startswith(folder)]
+    further = {
+        PurePosixPath(name).stem: archive.read(name).decode("utf-8")
+        for name in names
+        if name.endswith(".jinja")
+    }
+    if not further:
+        return files
+    said = parse_json(files.get(OPTIONAL_FILES[1], b"{}"))
+    templates = chat_templates(files) | further
+    said["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    content = json.dumps(said, ensure_ascii=False, indent=2).encode()
+    kept = {name: files[name] for name in files if name not in CHAT_TEMPLATE_FILES}
+    return kept | {OPTIONAL_FILES[1]: content}
+
+
+def check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
+    """Refuse a tokenizer with ids that the model has no row for; rows without a token are padding.
+
+    rows: of the embedding table
+    """
+    if tokenizer.vocab_size > rows:
+        raise CheckpointError(
+            problem(
+                f"the tokenizer has more tokens than the model's {rows}",
+                got=tokenizer.vocab_size,
+                change=ADVICE,
+            )
+        )
 
 
 def _own_ids(tokenizer: Tokenizer) -> TokenIds:
@@ -198,7 +263,8 @@ def plain_files(
         if all(root + name in names for name in wanted):
             files = {exported: archive.read(root + name) for name, exported in wanted.items()}
             companions = [name for name in _COMPANIONS if root + name in names]
-            return files | {name: archive.read(root + name) for name in companions}
+            files |= {name: archive.read(root + name) for name in companions}
+            return with_templates(files, archive, root + _TEMPLATE_FOLDER)
     raise CheckpointError(
         problem(
             f"{archive.path} holds no tokenizer",

@@ -58,13 +58,13 @@ def mixture(
     they may be recorded
     """
     hidden = kernels.norm(x, experts.norm, experts.up.dtype)
-    chosen, weights = _route(kernels, hidden, experts)
+    routed = _Routed(kernels, hidden, experts, activation, *_route(kernels, hidden, experts))
     if not few:
-        out = _one_by_one(kernels, hidden, experts, activation, chosen, weights)
-    elif COPY_COST * chosen.numel() <= experts.count:
-        out = _copied(kernels, hidden, experts, activation, chosen, weights)
+        out = routed.one_by_one()
+    elif COPY_COST * routed.chosen.numel() <= experts.count:
+        out = routed.copied()
     else:
-        out = _all(kernels, hidden, experts, activation, chosen, weights)
+        out = routed.all()
     if experts.shared is None:
         return out
     shared = experts.shared
@@ -82,61 +82,48 @@ def _route(kernels: ModuleType, hidden: Tensor, experts: Experts) -> tuple[Tenso
     return chosen, weights
 
 
-def _through(
-    kernels: ModuleType, hidden: Tensor, experts: Experts, activation: str, expert: int
-) -> Tensor:
-    """One expert's result for hidden [N, hidden], float32."""
-    gate = None if experts.gate is None else Linear(experts.gate[expert])
-    inner = kernels.mlp_up(hidden, Linear(experts.up[expert]), gate, activation)
-    return kernels.project(inner, Linear(experts.down[expert])).float()
+@dataclass(frozen=True)
+class _Routed:
+    """Tokens hidden [N, hidden] and their experts; three ways to the same sum, [N, hidden]."""
 
+    kernels: ModuleType
+    hidden: Tensor
+    experts: Experts
+    activation: str
+    chosen: Tensor
+    weights: Tensor
 
-def _one_by_one(
-    kernels: ModuleType,
-    hidden: Tensor,
-    experts: Experts,
-    activation: str,
-    chosen: Tensor,
-    weights: Tensor,
-) -> Tensor:
-    """Each expert works on its tokens alone; the host waits for the router."""
-    out = torch.zeros(hidden.shape, device=hidden.device)
-    for expert in chosen.unique().tolist():
-        tokens, places = (chosen == expert).nonzero(as_tuple=True)
-        result = _through(kernels, hidden[tokens], experts, activation, expert)
-        out.index_add_(0, tokens, result * weights[tokens, places, None])
-    return out
+    def one_by_one(self) -> Tensor:
+        """Each expert works on its tokens alone; the host waits for the router."""
+        out = torch.zeros(self.hidden.shape, device=self.hidden.device)
+        for expert in self.chosen.unique().tolist():
+            tokens, places = (self.chosen == expert).nonzero(as_tuple=True)
+            result = self._through(expert, self.hidden[tokens])
+            out.index_add_(0, tokens, result * self.weights[tokens, places, None])
+        return out
 
+    def all(self) -> Tensor:
+        """Every expert works on every token; weights are 0 where it was not chosen."""
+        whole = self.weights.new_zeros(self.hidden.shape[0], self.experts.count)
+        whole.scatter_(1, self.chosen, self.weights)
+        out = torch.zeros(self.hidden.shape, device=self.hidden.device)
+        for expert in range(self.experts.count):
+            out += self._through(expert, self.hidden) * whole[:, expert, None]
+        return out
 
-def _all(
-    kernels: ModuleType,
-    hidden: Tensor,
-    experts: Experts,
-    activation: str,
-    chosen: Tensor,
-    weights: Tensor,
-) -> Tensor:
-    """Every expert works on every token; weights are 0 where it was not chosen."""
-    whole = weights.new_zeros(hidden.shape[0], experts.count).scatter_(1, chosen, weights)
-    out = torch.zeros(hidden.shape, device=hidden.device)
-    for expert in range(experts.count):
-        result = _through(kernels, hidden, experts, activation, expert)
-        out += result * whole[:, expert, None]
-    return out
+    def copied(self) -> Tensor:
+        """The chosen experts' weights are copied side by side."""
+        experts, chosen = self.experts, self.chosen
+        inner = torch.einsum("nkfh,nh->nkf", experts.up[chosen], self.hidden)
+        inner = self.kernels.ACTIVATIONS[self.activation](inner)
+        if experts.gate is not None:
+            inner = inner * torch.einsum("nkfh,nh->nkf", experts.gate[chosen], self.hidden)
+        results = torch.einsum("nkhf,nkf->nkh", experts.down[chosen], inner)
+        return (results.float() * self.weights[..., None]).sum(1)
 
-
-def _copied(
-    kernels: ModuleType,
-    hidden: Tensor,
-    experts: Experts,
-    activation: str,
-    chosen: Tensor,
-    weights: Tensor,
-) -> Tensor:
-    """The chosen experts' weights are copied side by side."""
-    inner = torch.einsum("nkfh,nh->nkf", experts.up[chosen], hidden)
-    inner = kernels.ACTIVATIONS[activation](inner)
-    if experts.gate is not None:
-        inner = inner * torch.einsum("nkfh,nh->nkf", experts.gate[chosen], hidden)
-    results = torch.einsum("nkhf,nkf->nkh", experts.down[chosen], inner)
-    return (results.float() * weights[..., None]).sum(1)
+    def _through(self, expert: int, hidden: Tensor) -> Tensor:
+        """One expert's result for hidden [n, hidden], float32."""
+        experts, kernels = self.experts, self.kernels
+        gate = None if experts.gate is None else Linear(experts.gate[expert])
+        inner = kernels.mlp_up(hidden, Linear(experts.up[expert]), gate, self.activation)
+        return kernels.project(inner, Linear(experts.down[expert])).float()

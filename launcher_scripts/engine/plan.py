@@ -33,7 +33,10 @@ class RowStart:
     end_id: int
     sampling: SamplingParameters
     bad_words: tuple[tuple[int, ...], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
     return_log_probs: bool = False
+    num_log_probs: int = -1
+    num_prompt_log_probs: int = -1
     return_context_logits: bool = False
     return_context_embeddings: bool = False
     source: tuple[int, ...] = ()
@@ -47,6 +50,12 @@ class RowStart:
     past: int = 0
     dropped: int = 0
     window: int = 0
+
+    @property
+    def asks_of_prompt(self) -> bool:
+        """Whether more is wanted of the prompt than what follows it."""
+        scored = self.num_prompt_log_probs >= 0
+        return scored or self.return_context_logits or self.return_context_embeddings
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:

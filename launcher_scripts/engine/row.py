@@ -13,11 +13,12 @@ from torch import Tensor
 
 from launcher_scripts.engine.hypotheses import Hypotheses, Hypothesis
 from launcher_scripts.engine.learned_parts import NO_TASK
+from launcher_scripts.engine.log_probs import TokenScores, model_log_probs, no_scores
 from launcher_scripts.engine.plan import RowStart
 from launcher_scripts.engine.prompts import prompt_of
 from launcher_scripts.engine.results import BeamResult, EncodedRow, TokenResult
 from launcher_scripts.engine.session import Session
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.protocol import GenerateOutput, GenerateRequest, ModelLogProbs
 
 
 class Snapshot(NamedTuple):
@@ -68,6 +69,8 @@ class Row:
     finished: bool = False
     tokens: list[int] = field(default_factory=list)
     log_probs: list[tuple[float, float]] = field(default_factory=list)
+    scores: list[TokenScores] = field(default_factory=list)
+    prompt_scores: list[TokenScores] = field(default_factory=list)
     context_logits: list[Tensor] = field(default_factory=list)
     context_embeddings: Tensor | None = None
     answer: EncodedRow | None = None
@@ -142,6 +145,9 @@ class Row:
             end_id=self.end_id,
             sampling=request.sampling,
             bad_words=request.bad_words,
+            logit_bias=request.logit_bias,
+            num_log_probs=request.num_log_probs,
+            num_prompt_log_probs=request.num_prompt_log_probs,
             return_log_probs=request.return_log_probs,
             return_context_logits=request.return_context_logits,
             return_context_embeddings=request.return_context_embeddings,
@@ -167,6 +173,8 @@ def take(row: Row, result: TokenResult) -> None:
     row.tokens.append(result.token)
     if result.log_probs is not None:
         row.log_probs.append(result.log_probs)
+    if result.scores is not None:
+        row.scores.append(result.scores)
     row.finished = (
         result.token == row.end_id
         or len(row.tokens) >= row.request.output_len
@@ -224,23 +232,40 @@ def _best_output(row: Row, hypotheses: Sequence[Hypothesis]) -> GenerateOutput:
         best.cum_log_probs,
         best.output_log_probs,
         context_embeddings=row.context_embeddings,
+        prompt_log_probs=_prompt_log_probs(row),
         beams=beams,
     )
 
 
 def _first_tokens(row: Row, count: int) -> GenerateOutput:
     asked, log_probs = row.request.return_log_probs, row.log_probs[:count]
+    number = row.request.num_log_probs
     return GenerateOutput(
         output_ids=tuple(row.tokens[:count]),
         cum_log_probs=sum(whole for whole, _ in log_probs) if asked else None,
         output_log_probs=tuple(candidates for _, candidates in log_probs) if asked else (),
         context_embeddings=row.context_embeddings,
+        token_log_probs=model_log_probs(row.scores[:count], number) if number >= 0 else None,
+        prompt_log_probs=_prompt_log_probs(row),
     )
 
 
-def _context_logits(row: Row) -> Tensor:
-    """Float32 [prompt tokens, vocab]; the start token of an empty prompt is not the caller's, but
-    a decoder's first input.
+def _callers_first(row: Row) -> int:
+    """The first token of the prompt that is the caller's: the start token of an empty prompt is
+    not, nor is a table of virtual tokens in front, but a decoder's first input.
     """
-    whole = torch.cat(row.context_logits)
-    return whole if row.source else whole[len(row.prompt) - len(row.request.input_ids) :]
+    return 0 if row.source else len(row.prompt) - len(row.request.input_ids)
+
+
+def _context_logits(row: Row) -> Tensor:
+    """Float32 [prompt tokens, vocab]"""
+    return torch.cat(row.context_logits)[_callers_first(row) :]
+
+
+def _prompt_log_probs(row: Row) -> ModelLogProbs | None:
+    """Of the prompt's tokens, the first of which nothing foretells."""
+    count = row.request.num_prompt_log_probs
+    if count < 0:
+        return None
+    first = no_scores(1, count, torch.device("cpu"))
+    return model_log_probs([first, *row.prompt_scores], count, _callers_first(row))

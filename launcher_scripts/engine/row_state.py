@@ -34,6 +34,9 @@ _FLOATS = (
     "temperature",
     "repetition_penalty",
     "presence_penalty",
+    "frequency_penalty",
+    "output_presence_penalty",
+    "min_p",
     "top_p",
     "initial_top_p",
     "top_p_decay",
@@ -72,6 +75,9 @@ class RowStates:
     temperature: Tensor
     repetition_penalty: Tensor
     presence_penalty: Tensor
+    frequency_penalty: Tensor
+    output_presence_penalty: Tensor
+    min_p: Tensor
     top_p: Tensor
     initial_top_p: Tensor
     top_p_decay: Tensor
@@ -157,6 +163,9 @@ def _floats(row: RowStart, slot: int) -> list[float]:
         sampling.temperature,
         sampling.repetition_penalty,
         sampling.presence_penalty,
+        sampling.frequency_penalty,
+        sampling.output_presence_penalty,
+        sampling.min_p,
         sampling.top_p,
         sampling.top_p,
         sampling.top_p_decay,

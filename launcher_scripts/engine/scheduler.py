@@ -107,6 +107,8 @@ class Scheduler:
         for slot, total in result.context_embeddings:
             before = rows[slot].context_embeddings
             rows[slot].context_embeddings = total if before is None else before + total
+        for slot, copy in result.prompt_scores:
+            rows[slot].prompt_scores.append(copy.read())
         tokens, searches = result.read(), result.read_beams()
         now = time.perf_counter()
         later = 0

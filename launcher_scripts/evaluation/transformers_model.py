@@ -41,7 +41,12 @@ class TransformersModel:
                 if self._encodes
                 else transformers.AutoModelForCausalLM
             )
-            self._model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+            model, loading = kind.from_pretrained(
+                folder, dtype=torch.float32, output_loading_info=True
+            )
+            if loading["missing_keys"]:
+                raise ValueError(f"it lacks {sorted(loading['missing_keys'])[0]} and others")
+            self._model = model.eval()
         except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
             raise ConfigError(
                 problem(f"transformers cannot load {folder}: {error}", change=REFERENCE_KEY)
@@ -72,9 +77,21 @@ class TransformersModel:
     ) -> Iterator[NDArray[np.float32]]:
         """The logits at every position of every row of ids."""
         for row in rows:
-            with self._torch.inference_mode():
-                logits = self._model(self._torch.tensor([list(row)])).logits[0]
-            yield logits.numpy()
+            yield self.logits(row)
+
+    def logits(self, ids: Sequence[int], decoder_ids: Sequence[int] = ()) -> NDArray[np.float32]:
+        """float32 [tokens, vocab] at every position of the prompt, or of the decoder's."""
+        more = {"decoder_input_ids": self._torch.tensor([list(decoder_ids)])} if decoder_ids else {}
+        with self._torch.inference_mode():
+            found = self._model(self._torch.tensor([list(ids)]), **more).logits[0]
+        return found.numpy()
+
+    def round_weights(self, data_type: str) -> None:
+        """Give every weight the value that it has in files of `data_type`; one way."""
+        dtype = {"fp16": self._torch.float16, "bf16": self._torch.bfloat16}.get(data_type)
+        if dtype is not None:
+            for weight in self._model.parameters():
+                weight.data.copy_(weight.data.to(dtype))
 
     def _generate(self, rows: Sequence[GenerateRequest]) -> Iterator[GenerateOutput]:
         _check(rows)

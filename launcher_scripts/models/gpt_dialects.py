@@ -156,21 +156,6 @@ FALCON_TWO_NORMS = {
     "layers.*.post_attention_layernorm": Source(("h.*.ln_mlp",)),
 }
 
-GGUF_LLAMA = {
-    "wte": Source(("token_embd.weight",)),
-    "lm_head.weight": Source(("output.weight",)),
-    "final_layernorm": Source(("output_norm",)),
-    "layers.*.input_layernorm": Source(("blk.*.attn_norm",)),
-    "layers.*.attention.query_key_value": Source(
-        ("blk.*.attn_q", "blk.*.attn_k", "blk.*.attn_v"), "interleaved_heads_side_by_side"
-    ),
-    "layers.*.attention.dense": Source(("blk.*.attn_output",), "transposed"),
-    "layers.*.post_attention_layernorm": Source(("blk.*.ffn_norm",)),
-    "layers.*.mlp.dense_h_to_4h": Source(("blk.*.ffn_gate",), "transposed"),
-    "layers.*.mlp.dense_h_to_4h_2": Source(("blk.*.ffn_up",), "transposed"),
-    "layers.*.mlp.dense_4h_to_h": Source(("blk.*.ffn_down",), "transposed"),
-}
-
 
 def _fairseq(stem: str, final_norm: str, top: Mapping[str, Source]) -> dict[str, Source]:
     layers = {
@@ -235,7 +220,6 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "falcon": FALCON,
     "falcon_one_norm": FALCON_ONE_NORM,
     "falcon_two_norms": FALCON_TWO_NORMS,
-    "gguf_llama": GGUF_LLAMA,
     **gpt_nemo.DIALECTS,
 }
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launcher_scripts.errors import ServerError, problem
-from launcher_scripts.models.repository import check_repository
+from launcher_scripts.models.repository import check_repository, is_remote
 from launcher_scripts.nodes import ALONE, Place
 from launcher_scripts.remains import NAME_PREFIX, remove_remains, temporary_folder
 from launcher_scripts.server.addresses import addresses, local_host, with_node_address
@@ -191,6 +191,7 @@ class Service:
             **addresses(self._settings, self._ports, self._client),
             "listens_on": self._settings.hosts,
             "models": sorted(self._client.models()),
+            "model_repository": _absolute(self._settings.model_repository),
             "versions": {
                 "tritonserver": self._client.version(),
                 **{name: value for s in statuses for name, value in s.versions.items()},
@@ -291,3 +292,8 @@ def _reason(error: ServerError) -> str:
 
 def _states(statuses: list[ModelStatus]) -> dict[str, str]:
     return {status.model: status.state for status in statuses}
+
+
+def _absolute(repository: str) -> str:
+    """The repository for readers in other working directories."""
+    return repository if is_remote(repository) else str(Path(repository).absolute())

@@ -21,6 +21,7 @@ from launcher_scripts.checkpoint.export import export
 from launcher_scripts.settings import SOURCES, WEIGHT_DATA_TYPES, ExportSettings
 from launcher_scripts.steps.command import run_step
 from launcher_scripts.steps.flags import Flag, FlagTable, Values
+from launcher_scripts.steps.twin import compare
 
 
 def _named(values: Values) -> Values:
@@ -68,7 +69,10 @@ FLAGS = FlagTable(
         "ia3_in_place": Flag("fold IA3 into the weights"),
         "adapter_checkpoints": Flag("adapters and LoRA to add, in this order", metavar="PATH"),
         "training_checkpoint": Flag("which one of a training's folder", metavar="last|best|NAME"),
-        "verify": Flag("rebuild every tensor from the written files and compare with the source"),
+        "verify": Flag(
+            "rebuild every tensor from the written files and compare with the source; where "
+            "transformers is installed, its logits too"
+        ),
         "allow_nonfinite": Flag("export NaN and infinite weights as they are"),
     },
     left_out=(
@@ -95,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def convert(settings: ExportSettings) -> None:
-    folder = export(settings)
+    folder = export(settings, compare)
     print(f"checkpoint {folder}", flush=True)
 
 

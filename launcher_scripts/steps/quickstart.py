@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 from launcher_scripts.checkpoint.gguf_llama import GGUFLlama, nemo_config
-from launcher_scripts.checkpoint.gguf_tokenizer import build_tokenizer, tokenizer_metadata
+from launcher_scripts.checkpoint.gguf_tokenizer import build_tokenizer
 from launcher_scripts.checkpoint.nemo_writer import artifact_name, stack_layers, write_nemo
 from launcher_scripts.errors import ConfigError, LauncherError, ServerError
 
@@ -78,7 +78,7 @@ def write_nemo_file(source: Path, path: Path) -> Path:
     """Write a GGUF file as a .nemo file, in place of an earlier one."""
     print(f"Writing {source.name} as the NeMo checkpoint {path}", flush=True)
     llama = GGUFLlama(source)
-    tokenizer = build_tokenizer(tokenizer_metadata(llama.reader)).to_str(pretty=True).encode()
+    tokenizer = build_tokenizer(llama.metadata).to_str(pretty=True).encode()
     name = artifact_name("tokenizer.json", tokenizer)
     config = nemo_config(llama, name, QUERY_GROUPS)
     tensors = stack_layers(llama.weights(QUERY_GROUPS), gated=True)

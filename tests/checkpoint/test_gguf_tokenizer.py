@@ -5,10 +5,12 @@ import json
 from pathlib import Path
 
 import pytest
+import transformers
 
 from launcher_scripts.checkpoint.gguf_tokenizer import (
     build_tokenizer,
     special_tokens,
+    tokenizer_files,
     tokenizer_metadata,
 )
 from launcher_scripts.errors import CheckpointError
@@ -54,6 +56,12 @@ def test_special_and_user_defined_tokens_are_found_in_text():
     assert tokenizer.decode([7, 0, 2, 1]) == "aba<tool>"
 
 
+def test_tokens_of_phi3_take_the_white_space_after_them():
+    named = metadata(**{"general.name": "Phi 3 Mini"})
+    assert build_tokenizer(named).encode("<|end|>  ab").ids == [0, 7]
+    assert build_tokenizer(metadata()).encode("<|end|>  ab").ids == [0, 6, 8]
+
+
 def test_no_token_is_added_around_a_text():
     assert build_tokenizer(metadata()).encode("").ids == []
 
@@ -61,6 +69,46 @@ def test_no_token_is_added_around_a_text():
 def test_special_tokens_are_those_the_file_names():
     named = metadata(bos_token_id=1, eos_token_id=0)
     assert special_tokens(named) == {"bos_token": "<tool>", "eos_token": "<|end|>"}
+
+
+def files(**changes):
+    return {
+        name: json.loads(content)
+        for name, content in tokenizer_files(
+            metadata(bos_token_id=1, eos_token_id=0, **changes)
+        ).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [2]),
+        ({"pre": "llama-bpe"}, [1, 2]),
+        ({"pre": "llama-bpe", "add_bos_token": False}, [2]),
+        ({"add_bos_token": True, "add_eos_token": True}, [1, 2, 0]),
+    ],
+)
+def test_start_and_end_are_added_as_the_file_says_or_its_kind_does(changes, expected):
+    named = metadata(bos_token_id=1, eos_token_id=0, **changes)
+    tokenizer = build_tokenizer(named)
+    assert tokenizer.encode("a").ids == expected
+    assert tokenizer.encode("a", add_special_tokens=False).ids == [2]
+    config = files(**changes)["tokenizer_config.json"]
+    assert [config["add_bos_token"], config["add_eos_token"]] == [1 in expected, 0 in expected]
+
+
+def test_chat_templates_stand_where_transformers_looks_for_them(tmp_path):
+    one = {"tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"}
+    for name, content in tokenizer_files(metadata(bos_token_id=1, eos_token_id=0, **one)).items():
+        (tmp_path / name).write_bytes(content)
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "ab"}]
+    assert loaded.apply_chat_template(messages, tokenize=False) == "<tool>ab"
+    assert (loaded.bos_token, loaded.eos_token) == ("<tool>", "<|end|>")
+    several = files(**one, **{"tokenizer.chat_template.rag": "r"})["tokenizer_config.json"]
+    assert [row["name"] for row in several["chat_template"]] == ["default", "rag"]
+    assert "chat_template" not in files()["tokenizer_config.json"]
 
 
 def test_saved_file_encodes_the_same(tmp_path):
@@ -76,10 +124,18 @@ def test_saved_file_encodes_the_same(tmp_path):
     ("changes", "says"),
     [
         ({"merges": None, "pre": None}, r"(?s)2 problems.*ggml\.pre.*ggml\.merges"),
-        ({"model": "llama"}, "unknown tokenizer.ggml.model; got 'llama'; choices: gpt2"),
-        ({"pre": "qwen2"}, "unknown tokenizer.ggml.pre; got 'qwen2'; choices: gpt-2, smollm"),
+        (
+            {"model": "bert"},
+            r"unknown tokenizer\.ggml\.model; got 'bert'; choices: gpt2, llama; change export",
+        ),
+        (
+            {"pre": "jais"},
+            r"unknown tokenizer\.ggml\.pre; got 'jais'; choices: bloom, .*; change export",
+        ),
+        ({"model": "llama"}, r"missing field tokenizer\.ggml\.scores"),
+        ({"model": "llama", "scores": [0.0]}, "got '1 for 12 tokens'"),
         ({"token_type": [1, 1]}, "got '2 for 12 tokens'"),
-        ({"merges": ["a z"]}, "merges and tokens disagree"),
+        ({"merges": ["a z"]}, "cannot make the GGUF file's tokenizer: .*out of vocabulary"),
     ],
 )
 def test_what_cannot_be_built_is_named(changes, says):

@@ -75,7 +75,16 @@ FILES = {
     "an unknown quantisation": file(LLAMA, tensor(b"a", (4,), kind=999), tensors=1),
     "whole numbers": file(LLAMA, tensor(b"a", (4,), kind=26), tensors=1),
     "a block cut in two": file(LLAMA, tensor(b"a", (5,), kind=8), tensors=1),
+    "a block of 256 cut in two": file(LLAMA, tensor(b"a", (128,), kind=12), tensors=1),
+    "a block of IQ cut in two": file(LLAMA, tensor(b"a", (255,), kind=16), tensors=1),
+    "blocks beyond the file": file(LLAMA, tensor(b"a", (1 << 20,), kind=12), tensors=1),
+    "blocks of 2^62": file(LLAMA, tensor(b"a", (EB4,), kind=30), tensors=1),
+    "blocks that overlap": file(
+        LLAMA, tensor(b"a", (256,), kind=14), tensor(b"b", (256,), kind=18, offset=192), tensors=2
+    ),
+    "blocks of a type that is not read": file(LLAMA, tensor(b"a", (256,), kind=9), tensors=1),
     "a name that is no text": file(LLAMA, tensor(b"\xff", (4,)), tensors=1),
+    "the other byte order": struct.pack(">4sIQQ", b"GGUF", 3, 0, 0) + bytes(4096),
     "another version": struct.pack("<4sIQQ", b"GGUF", 99, 0, 0),
     "the magic alone": b"GGUF",
 }
@@ -103,15 +112,17 @@ SIZES: dict[str, Any] = {
 }
 
 
-def llama(**changes: bytes) -> bytes:
-    """The fields of a Llama without tensors, some of them exchanged."""
+def llama(*tensors: bytes, **changes: bytes) -> bytes:
+    """The fields of a Llama, some of them exchanged, and few tensors."""
     fields = {key: number(f"llama.{key}", value) for key, value in SIZES.items()}
     real = struct.pack("<f", 1.0)
     fields["base"] = field("llama.rope.freq_base", F32, real)
     fields["eps"] = field("llama.attention.layer_norm_rms_epsilon", F32, real)
-    return file(LLAMA, *(fields | changes).values())
+    return file(LLAMA, *(fields | changes).values(), *tensors, tensors=len(tensors))
 
 
+TABLE = tensor(b"token_embd.weight", (16, 8))
+YARN = field("llama.rope.scaling.type", TEXT, text(b"yarn"))
 MODELS = {
     "a billion layers": llama(block_count=number("llama.block_count", 10**9)),
     "2^64 layers": llama(block_count=field("llama.block_count", U64, b"\xff" * 8)),
@@ -125,6 +136,26 @@ MODELS = {
     ),
     "an empty list": llama(block_count=array("llama.block_count", U32, 0)),
     "a base that is a text": llama(base=field("llama.rope.freq_base", TEXT, text(b"a"))),
+    "heads of 2^31": llama(
+        TABLE,
+        block_count=number("llama.block_count", 1),
+        kind=YARN,
+        length=number("llama.attention.key_length", 1 << 31),
+        width=number("llama.attention.value_length", 1 << 31),
+    ),
+    "more rotary dimensions than heads have": llama(
+        TABLE,
+        block_count=number("llama.block_count", 1),
+        kind=YARN,
+        **{"rope.dimension_count": number("llama.rope.dimension_count", 1 << 31)},
+    ),
+    "2^31 experts of nothing": llama(
+        TABLE,
+        tensor(b"blk.0.ffn_gate_exps.weight", (16, 0, 1 << 31), offset=512),
+        block_count=number("llama.block_count", 1),
+        experts=number("llama.expert_count", 1 << 31),
+        used=number("llama.expert_used_count", 2),
+    ),
     "an architecture that is a number": file(number("general.architecture", 1)),
     "an architecture that is a list": file(array("general.architecture", U8, 1, b"\0")),
 }
@@ -171,7 +202,11 @@ def write_tokens(path: Path, **metadata: Any) -> Path:
 
 
 def kinds(value: Any) -> tuple[Any, ...]:
-    types = {str: gguf.GGUFValueType.STRING, int: gguf.GGUFValueType.INT32}
+    types = {
+        str: gguf.GGUFValueType.STRING,
+        int: gguf.GGUFValueType.INT32,
+        bool: gguf.GGUFValueType.BOOL,
+    }
     if isinstance(value, list):
         return gguf.GGUFValueType.ARRAY, types[type(value[0])]
     return (types[type(value)],)
@@ -196,6 +231,12 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
     "kinds that are texts": {"token_type": ["1"] * 8},
     "too few kinds": {"token_type": [1]},
     "a rule that is a number": {"pre": 1},
+    "more tokens than rows": {"tokens": [*TOKENS, "h"], "token_type": [1] * 9},
+    "a start that is a template's": {
+        "tokens": [*TOKENS[:7], "$A:x"],
+        "bos_token_id": 7,
+        "add_bos_token": True,
+    },
     "the same token twice": {"tokens": [*TOKENS[:7], "a"]},
 }
 

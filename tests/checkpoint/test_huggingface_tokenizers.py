@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from launcher_scripts.errors import CheckpointError
 from launcher_scripts.settings import TokenizerSettings
 from launcher_scripts.tokenizer import load_tokenizer
 from tests.checkpoint.exporting import export_folder
-from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS
+from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS, TinyModel
 
 FILES = ("vocab.json", "merges.txt")
 AUTO = TokenizerSettings("auto")
@@ -25,8 +26,13 @@ def ids(folder: Path) -> tuple[int, int, int | None]:
     return config.start_id, config.end_id, config.pad_id
 
 
+def with_rows(model: TinyModel, rows: int = 496) -> TinyModel:
+    """The same model with room for the tokens of a tokenizer."""
+    return replace(model, values={**model.values, "vocab_size": rows})
+
+
 def test_t5_brings_its_pieces_and_starts_with_its_own_token(data_dir: Path, tmp_path: Path) -> None:
-    ENCODER_DECODERS["t5_v1_1"].make().save_pretrained(tmp_path / "hf")
+    with_rows(ENCODER_DECODERS["t5_v1_1"]).make().save_pretrained(tmp_path / "hf")
     pieces = data_dir / "tokenizers" / "sentencepiece" / "tokenizer.model"
     shutil.copy(pieces, tmp_path / "hf" / "spiece.model")
     folder = export_folder(tmp_path / "hf", tmp_path, tokenizer=AUTO)
@@ -36,7 +42,7 @@ def test_t5_brings_its_pieces_and_starts_with_its_own_token(data_dir: Path, tmp_
 
 
 def test_byte_pairs_and_a_fast_tokenizer(data_dir: Path, tmp_path: Path) -> None:
-    DECODERS["opt"].make().save_pretrained(tmp_path / "hf")
+    with_rows(DECODERS["opt"]).make().save_pretrained(tmp_path / "hf")
     for name in FILES:
         shutil.copy(data_dir / "tokenizers" / "gpt2bpe" / name, tmp_path / "hf")
     folder = export_folder(tmp_path / "hf", tmp_path / "a", tokenizer=AUTO)

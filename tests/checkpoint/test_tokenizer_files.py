@@ -31,7 +31,7 @@ def bpe_files(data_dir: Path, prefix: str = "0a1b_") -> dict[str, bytes]:
 
 
 def export(tmp_path: Path, tokenizer: TokenizerSettings, **variant: Any) -> FTCheckpoint:
-    make_nemo(tmp_path / "s.nemo", small_config(), Variant(**variant))
+    make_nemo(tmp_path / "s.nemo", small_config(vocab_size=496), Variant(**variant))
     return FTCheckpoint.open(export_folder(tmp_path / "s.nemo", tmp_path, tokenizer=tokenizer))
 
 

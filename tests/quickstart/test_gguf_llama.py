@@ -86,6 +86,12 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
         GGUFLlama(path)
 
 
+@pytest.mark.parametrize("name", ["llama_31", "mixtral", "qwen2"])
+def test_what_the_configuration_does_not_speak_of_is_refused(name: str, data_dir: Path) -> None:
+    with pytest.raises(CheckpointError, match="is no plain Llama"):
+        GGUFLlama(data_dir / "gguf" / f"{name}.gguf")
+
+
 def test_missing_tensors_are_named(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", hf_weights(), leave_out="ffn_up")
     with pytest.raises(CheckpointError, match=r"2 problems(.|\n)*blk\.1\.ffn_up\.weight"):
@@ -95,7 +101,7 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "no.gguf"
     path.write_bytes(b"not a model" * 100)
-    with pytest.raises(CheckpointError, match="cannot read"):
+    with pytest.raises(CheckpointError, match="is damaged or was cut short"):
         GGUFLlama(path)
 
 

@@ -133,6 +133,28 @@ def test_prompts_are_padded_on_the_right(text_module: Any) -> None:
     assert text_module("preprocessing").pad_right([[]], 9).tolist() == [[9]]
 
 
+@pytest.mark.parametrize(
+    ("parameters", "prompt", "ends"),
+    [
+        ({}, [5, 6], ()),
+        ({"closing_id": "2"}, [5, 6, 2], ()),
+        ({"opening_id": "1"}, [1, 5, 6], ()),
+        ({"end_ids": "3 12"}, [5, 6], (3, 12)),
+    ],
+)
+def test_parameters_say_what_goes_with_a_prompt(
+    text_module: Any, parameters: dict[str, str], prompt: list[int], ends: tuple[int, ...]
+) -> None:
+    special = text_module("preprocessing").SpecialTokens.of(parameters)
+    assert special.around([5, 6]) == prompt
+    assert special.ends == ends
+
+
+def test_further_end_tokens_are_words_of_every_row(text_module: Any) -> None:
+    table = text_module("preprocessing").to_word_lists(["c", ""], WordTokenizer(), [3, 12])
+    assert table.tolist() == [[[7, 3, 12], [1, 2, 3]], [[3, 12, 0], [1, 2, -1]]]
+
+
 @pytest.mark.parametrize("role", ["preprocessing", "postprocessing"])
 def test_a_python_backend_that_misreads_arrays_is_refused(text_module: Any, role: str) -> None:
     text_module(role).require_working_arrays()

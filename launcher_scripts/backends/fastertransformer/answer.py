@@ -183,7 +183,8 @@ class Answer:
         tensors = self._to_tensors(outputs)
         if "is_return_progress" in self._tensors:
             tensors.update(self._progress(outputs, tensors))
-        if self._forwarded and "news" in self._wanted:
+        told = self._forwarded or "is_return_progress" in self._tensors
+        if told and "news" in self._wanted:
             tensors["news"] = news(tensors, self._progress(outputs, tensors))
         if self._in_session:
             tensors = {name: tensor[None] for name, tensor in tensors.items()}

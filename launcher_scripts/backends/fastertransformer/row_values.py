@@ -23,6 +23,9 @@ SAMPLING_FIELDS = {
     "temperature": "temperature",
     "repetition_penalty": "repetition_penalty",
     "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "output_presence_penalty": "output_presence_penalty",
+    "min_p": "min_p",
     "min_length": "min_length",
     "random_seed": "random_seed",
     "top_p_decay": "top_p_decay",
@@ -38,7 +41,8 @@ _DEFAULTS = {tensor.name: tensor.default for row in CONTRACTS.values() for tenso
 
 @dataclass(frozen=True)
 class RowValues:
-    """Every value of every row: name -> one per row; words as tuples of ids.
+    """Every value of every row: name -> one per row; words as tuples of ids, biases as pairs of an
+    id and its value.
 
     learned: every row's fields of a GenerateRequest that are about prompts and IA3
     """
@@ -46,6 +50,7 @@ class RowValues:
     columns: Mapping[str, Sequence[Any]]
     bad_words: Sequence[tuple[tuple[int, ...], ...]]
     stop_words: Sequence[tuple[tuple[int, ...], ...]]
+    biases: Sequence[tuple[tuple[int, float], ...]]
     learned: Sequence[dict[str, Any]]
 
     def generation(self, row: int) -> dict[str, Any]:
@@ -59,7 +64,10 @@ class RowValues:
             "end_id": columns["end_id"][row],
             "bad_words": self.bad_words[row],
             "stop_words": self.stop_words[row],
+            "logit_bias": self.biases[row],
             "return_log_probs": columns["is_return_log_probs"][row],
+            "num_log_probs": columns["num_log_probs"][row],
+            "num_prompt_log_probs": columns["num_prompt_log_probs"][row],
             "return_context_logits": columns["is_return_context_logits"][row],
             "return_context_embeddings": columns["is_return_context_embeddings"][row],
             **self.learned[row],
@@ -73,8 +81,8 @@ def row_values(
 
     typed_prompts: the model takes request_prompt_type
 
-    Shapes: word lists [B, 2, n] or [2, n] for all rows, everything else [B] or [B, 1]. Raises
-    RequestError that names every wrong tensor.
+    Shapes: word lists [B, 2, n] or [2, n] for all rows, biases [B, n] or [n] for all rows,
+    everything else [B] or [B, 1]. Raises RequestError that names every wrong tensor.
     """
     problems = Problems("the request")
     columns = {
@@ -84,9 +92,10 @@ def row_values(
         _words(tensors.get(name), name, rows, problems)
         for name in ("bad_words_list", "stop_words_list")
     )
+    biases = _biases(tensors, rows, problems)
     learned = learned_values(tensors, rows, problems, typed=typed_prompts)
     problems.raise_if_any(RequestError)
-    return RowValues(columns, bad, stop, learned)
+    return RowValues(columns, bad, stop, biases, learned)
 
 
 def trimmed(
@@ -189,6 +198,11 @@ _PER_ROW: dict[str, Callable[[Any], Any]] = {
     "temperature": float,
     "repetition_penalty": float,
     "presence_penalty": float,
+    "frequency_penalty": float,
+    "output_presence_penalty": float,
+    "min_p": float,
+    "num_log_probs": int,
+    "num_prompt_log_probs": int,
     "min_length": int,
     "random_seed": _unsigned,
     "top_p_decay": float,
@@ -210,6 +224,8 @@ _GENERATION_NAMES = (
     *SAMPLING_FIELDS,
     "start_id",
     "end_id",
+    "num_log_probs",
+    "num_prompt_log_probs",
     "is_return_log_probs",
     "is_return_context_logits",
     "is_return_context_embeddings",
@@ -259,3 +275,25 @@ def _words(
         spans = itertools.pairwise(bounds)
         words.append(tuple(tuple(ids[start:end]) for start, end in spans))
     return words
+
+
+def _biases(
+    tensors: Mapping[str, Tensor], rows: int, problems: Problems
+) -> list[tuple[tuple[int, float], ...]]:
+    """The biases of every row from ids and values [B, n]; -1 among the ids pads."""
+    names = ("logit_bias_ids", "logit_bias_values")
+    there = [tensors[name] for name in names if name in tensors]
+    if not there:
+        return [()] * rows
+    shapes = [list(tensor.shape) for tensor in there]
+    if len(there) == 1 or shapes[0] != shapes[1]:
+        problems.add(f"{' and '.join(names)} must come together, in one shape", got=shapes)
+        return []
+    ids, values = (each.expand(rows, -1) if each.dim() == 1 else each for each in there)
+    if ids.dim() != 2 or ids.shape[0] != rows:
+        problems.add(f"{' and '.join(names)} must be [{rows}, n]", got=shapes[0])
+        return []
+    return [
+        tuple((token, value) for token, value in zip(*pair, strict=True) if token != -1)
+        for pair in zip(ids.tolist(), values.tolist(), strict=True)
+    ]

@@ -55,14 +55,15 @@ class TritonPythonModel:
                 "BAD_WORDS_IDS", self.word_list(request, "BAD_WORDS_DICT", len(rows))
             ),
             self.tensors.tensor(
-                "STOP_WORDS_IDS", self.word_list(request, "STOP_WORDS_DICT", len(rows))
+                "STOP_WORDS_IDS",
+                self.word_list(request, "STOP_WORDS_DICT", len(rows), self.special.ends),
             ),
             self.tensors.tensor("REQUEST_OUTPUT_LEN", output_len.astype(np.uint32)),
             self.tensors.tensor("RETURN_PROGRESS", np.ones((len(rows), 1), dtype=np.bool_)),
         ]
 
-    def word_list(self, request: Any, name: str, rows: int) -> np.ndarray:
+    def word_list(self, request: Any, name: str, rows: int, more: Sequence[int] = ()) -> np.ndarray:
         lines = self.tensors.texts(request, name) or [""] * rows
         if len(lines) != rows:
             raise BadRequestError(f"{name} takes one row per query; got {len(lines)} for {rows}")
-        return to_word_lists(lines, self.tokenizer)
+        return to_word_lists(lines, self.tokenizer, more)

@@ -6,6 +6,7 @@ Copied beside the text models of a repository, so it imports nothing of this pro
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,8 +97,9 @@ class Reader:
             output_len = self._output_lengths(request, given, lengths)
             inputs[self._output_len] = self._tensors.tensor(self._output_len, output_len)
             for name, source in WORDS.items():
-                if source in given:
-                    words = self._words(request, given[source], len(rows))
+                more = self._end_ids(given) if name == "stop_words_list" else ()
+                if source in given or more:
+                    words = self._words(request, given.get(source), len(rows), more)
                     inputs[name] = self._tensors.tensor(name, words)
         for original, name in given.items():
             if original not in READ_HERE:
@@ -190,15 +192,25 @@ class Reader:
             return tensor
         return pb_utils.Tensor.from_dlpack(original, tensor.to_dlpack())
 
-    def _words(self, request: Any, name: str, rows: int) -> np.ndarray:
-        """The table of a words list: comma separated text of each row, or its words one by one."""
-        if name in SAME_AS:
+    def _end_ids(self, given: dict[str, str]) -> Sequence[int]:
+        """The ids that end a text besides the model's; a request's own end_id stands alone."""
+        return () if "end_id" in given else self._special.ends
+
+    def _words(self, request: Any, name: str | None, rows: int, more: Sequence[int]) -> np.ndarray:
+        """The table of a words list: comma separated text of each row, or its words one by one.
+
+        name: of the input, None where the request has none
+        more: token ids that are words of every row
+        """
+        if name is None:
+            words: list[Any] = [[] for _ in range(rows)]
+        elif name in SAME_AS:
             words = self._tensors.word_rows(request, name)
         else:
             words = [split_words(line) for line in self._tensors.texts(request, name) or ()]
         if len(words) != rows:
             raise BadRequestError(f"{name} takes one row per prompt; got {len(words)} for {rows}")
-        return word_table(words, self._tokenizer)
+        return word_table(words, self._tokenizer, more)
 
     def _flag(self, request: Any, given: dict[str, str], name: str, default: bool) -> bool:
         """A flag that holds for all rows: that of the first."""

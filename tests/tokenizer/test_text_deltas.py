@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.backends.text_deltas import (
+from launcher_scripts.text_deltas import (
     CONTEXT,
     REPLACEMENT,
     WINDOW,

@@ -1,0 +1,79 @@
+"""Errors as OpenAI's clients read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_TYPES = {
+    401: "authentication_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """One request is answered with an error.
+
+    status:  of HTTP
+    param:   the request's parameter that is wrong, if it is one
+    code:    for programs
+    headers: of the answer
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's JSON."""
+        usual = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = _TYPES.get(self.status, usual)
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """A request that cannot be done as it is."""
+    return ApiError(400, message, code=code, param=param)
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """A parameter that this model or this gateway has no way to follow."""
+    return bad_request(message, param, "unsupported_parameter")
+
+
+def busy(message: str, seconds: int = 1) -> ApiError:
+    """Too much is asked at once; the same request may be sent again later."""
+    headers = {"Retry-After": str(seconds)}
+    return ApiError(429, message, code="rate_limit_exceeded", headers=headers)
+
+
+def unavailable(message: str, seconds: int = 1) -> ApiError:
+    """No server takes the request now."""
+    headers = {"Retry-After": str(seconds)}
+    return ApiError(503, message, code="unavailable", headers=headers)
+
+
+def timed_out(seconds: float) -> ApiError:
+    """The request's own time is over: clients need not try again by themselves."""
+    return ApiError(
+        504,
+        f"no whole answer came within {seconds:g} s; change the request's timeout or max_tokens",
+        code="timeout",
+        param="timeout",
+        headers={"X-Should-Retry": "false"},
+    )

@@ -1,0 +1,273 @@
+"""The routes of the gateway: OpenAI's, and what vLLM and operators add to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from launcher_scripts.gateway.admission import Admission
+from launcher_scripts.gateway.api_errors import ApiError, bad_request
+from launcher_scripts.gateway.completions import Answering, Chat, Completion, Limits
+from launcher_scripts.gateway.door import Door, Keys, Life, left, read_body, refusal
+from launcher_scripts.gateway.generation import Record
+from launcher_scripts.gateway.log_probs import token_names
+from launcher_scripts.gateway.schemas import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    TokenizeChatBody,
+    validated,
+)
+from launcher_scripts.gateway.served_model import Models, ServedModel
+from launcher_scripts.tokenizer import is_of_library
+
+VERSION = "0.1.0"
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class AppSettings:
+    """What a gateway lets in; see GatewaySettings."""
+
+    max_running: int = 512
+    max_waiting: int = 1024
+    max_body: int = 1 << 20
+    timeout: float | None = None
+    cors_origins: tuple[str, ...] = ()
+
+
+class Gateway:
+    """The handlers of all routes."""
+
+    def __init__(self, models: Sequence[ServedModel], settings: AppSettings) -> None:
+        self.models = Models(models)
+        self.life = Life()
+        self.admission = Admission(settings.max_running, settings.max_waiting)
+        self._limits = Limits(self.admission, settings.timeout)
+        self._max_body = settings.max_body
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions"""
+        body = validated(CompletionBody, await read_body(request, self._max_body))
+        model = self.models.find(body.model)
+        return await self._generate(
+            request, lambda record: Completion.of(model, body, record, self._limits)
+        )
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions"""
+        body = validated(ChatBody, await read_body(request, self._max_body))
+        model = self.models.find(body.model)
+        return await self._generate(
+            request, lambda record: Chat.of(model, body, record, self._limits)
+        )
+
+    async def embeddings(self, _: Request) -> Response:
+        """POST /v1/embeddings"""
+        names = ", ".join(model.name for model in self.models.all)
+        message = f"none of the models gives embeddings: {names}"
+        raise ApiError(404, message, code="no_embeddings", param="model")
+
+    async def list_models(self, _: Request) -> Response:
+        """GET /v1/models"""
+        return JSONResponse({"object": "list", "data": [model.card() for model in self.models.all]})
+
+    async def one_model(self, request: Request) -> Response:
+        """GET /v1/models/<name>"""
+        return JSONResponse(self.models.find(request.path_params["name"]).card())
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize"""
+        values = await read_body(request, self._max_body)
+        body: TokenizeBody | TokenizeChatBody
+        if "messages" in values:
+            body = validated(TokenizeChatBody, values)
+            model = self.models.find(body.model)
+            text = model.chat_text(body)
+        else:
+            body = validated(TokenizeBody, values)
+            model = self.models.find(body.model)
+            text = body.prompt
+        ids = model.encode(text, special_tokens=body.add_special_tokens)
+        names = token_names(model.tokenizer)
+        return JSONResponse(
+            {
+                "count": len(ids),
+                "max_model_len": model.max_len,
+                "tokens": ids,
+                "token_strs": [names(each) for each in ids] if body.return_token_strs else None,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize"""
+        body = validated(DetokenizeBody, await read_body(request, self._max_body))
+        model = self.models.find(body.model)
+        try:
+            return JSONResponse({"prompt": model.tokenizer.decode(body.tokens)})
+        except BaseException as error:
+            if not is_of_library(error):
+                raise
+            raise bad_request(f"the tokenizer refuses these ids: {error}", "tokens") from error
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """GET /tokenizer_info"""
+        model = self.models.find(request.query_params.get("model"))
+        return JSONResponse(
+            {
+                "tokenizer_class": type(model.tokenizer).__name__,
+                "vocab_size": model.tokenizer.vocab_size,
+                "model_max_length": model.max_len,
+                **dict.fromkeys(("bos_token", "eos_token", "pad_token")),
+                **model.token_names,
+                "chat_template": model.template.text if model.template else None,
+            }
+        )
+
+    async def health(self, _: Request) -> Response:
+        """GET /health: the process lives."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, _: Request) -> Response:
+        """GET /ready: it takes work, and every model has a server."""
+        answers = await asyncio.gather(*(model.backend.is_ready() for model in self.models.all))
+        states = {
+            model.name: answer for model, answer in zip(self.models.all, answers, strict=True)
+        }
+        fine = all(answers) and not self.life.draining
+        content = {"ready": fine, "draining": self.life.draining, "models": states}
+        return JSONResponse(content, 200 if fine else 503)
+
+    async def version(self, _: Request) -> Response:
+        """GET /version"""
+        return JSONResponse({"version": VERSION})
+
+    async def _generate(self, request: Request, make: Any) -> Response:
+        """The answer of what `make` makes of the request's Record."""
+        record: Record = request.state.record
+        self.life.enter()
+        stays = False
+        try:
+            answering: Answering = make(record)
+            if not answering.body.stream:
+                return JSONResponse(await _unless_left(request, answering.whole()))
+            events = answering.events()
+            # An error before the first event has a status of its own.
+            first = await _unless_left(request, anext(events))
+            stays = True
+            return EventResponse(first, events, self.life)
+        except ClientDisconnect:
+            return left()
+        finally:
+            if not stays:
+                self.life.leave()
+
+
+class EventResponse(StreamingResponse):
+    """Server-sent events; when the client goes, what makes them is closed at once."""
+
+    def __init__(self, first: str, events: AsyncIterator[str], life: Life) -> None:
+        async def all_events() -> AsyncIterator[str]:
+            yield first
+            async for event in events:
+                yield event
+
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(all_events(), media_type="text/event-stream", headers=headers)
+        self._events = events
+        self._life = life
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.body_iterator.aclose()  # type: ignore[union-attr]
+            await self._events.aclose()  # type: ignore[attr-defined]
+            self._life.leave()
+
+
+async def _unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """What `work` gives; it is cancelled when the client goes. Raises ClientDisconnect then."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_departure(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _departure(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, in OpenAI's form."""
+    status = error.status_code if isinstance(error, HTTPException) else 404
+    message = f"there is no {request.method} {request.url.path[:200]}"
+    code = "method_not_allowed" if status == 405 else "not_found"
+    return refusal(ApiError(status, message, code=code))
+
+
+def make_app(
+    models: Sequence[ServedModel], keys: Keys | None = None, settings: AppSettings | None = None
+) -> Starlette:
+    """The ASGI application. `app.state.gateway` is its Gateway."""
+    settings = settings or AppSettings()
+    gateway = Gateway(models, settings)
+    post, get = ["POST"], ["GET"]
+    routes = [
+        Route("/v1/completions", gateway.completions, methods=post),
+        Route("/v1/chat/completions", gateway.chat, methods=post),
+        Route("/v1/embeddings", gateway.embeddings, methods=post),
+        Route("/v1/models", gateway.list_models, methods=get),
+        Route("/v1/models/{name:path}", gateway.one_model, methods=get),
+        Route("/tokenize", gateway.tokenize, methods=post),
+        Route("/detokenize", gateway.detokenize, methods=post),
+        Route("/tokenizer_info", gateway.tokenizer_info, methods=get),
+        Route("/health", gateway.health, methods=get),
+        Route("/ready", gateway.ready, methods=get),
+        Route("/version", gateway.version, methods=get),
+    ]
+    middleware = [Middleware(Door, keys=keys or Keys({}))]
+    if settings.cors_origins:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+        )
+        middleware.insert(0, cors)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        for model in gateway.models.all:
+            await model.backend.close()
+
+    app = Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={HTTPException: _no_route},
+        lifespan=lifespan,
+    )
+    app.state.gateway = gateway
+    return app

@@ -1,0 +1,119 @@
+"""What the gateway asks of an engine, whatever lies between the two."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class RowRequest:
+    """One row to generate.
+
+    prompt_ids:       of an encoder-decoder the encoder's input
+    decoder_ids:      what the decoder of an encoder-decoder is given; (): its start token
+    top_k:            0: of the whole vocabulary
+    presence_penalty, frequency_penalty: for generated tokens, as OpenAI means them
+    end_id:           the token that ends the row; None: none does
+    stop_ids:         further tokens that do
+    beam_width:       2 or more: a beam search, which has no log-probabilities
+    log_probs:        how many of the likeliest tokens come with each generated one; None: nothing,
+                      0: the log-probability of the token alone
+    prompt_log_probs: the same for the prompt's tokens
+    timeout:          seconds
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    decoder_ids: tuple[int, ...] = ()
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+    min_tokens: int = 0
+    end_id: int | None = None
+    stop_ids: tuple[int, ...] = ()
+    beam_width: int = 1
+    length_penalty: float = 1.0
+    log_probs: int | None = None
+    prompt_log_probs: int | None = None
+    timeout: float | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogProb:
+    """log p of one token by the unmodified logits; `top` has the likeliest (id, log p)."""
+
+    token_id: int
+    log_prob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Increment:
+    """What is new of a row.
+
+    token_ids:        generated, the end token included
+    log_probs:        of these tokens, where asked for
+    prompt_log_probs: of the prompt's tokens, None for the first; in one increment, where asked for
+    finished:         nothing comes after this one
+    beams:            the ids of a beam search's hypotheses, best first, in its last increment; it
+                      has no token_ids
+    """
+
+    token_ids: tuple[int, ...] = ()
+    log_probs: tuple[TokenLogProb, ...] = ()
+    prompt_log_probs: tuple[TokenLogProb | None, ...] | None = None
+    finished: bool = False
+    beams: tuple[tuple[int, ...], ...] = ()
+
+
+class Backend(Protocol):
+    """Generates rows of one model."""
+
+    def generate(self, request: RowRequest) -> AsyncIterator[Increment]:
+        """An async generator; the row is given up when it is closed.
+
+        Raises ApiError for what the engine refuses, or when it is gone.
+        """
+        ...
+
+    async def is_ready(self) -> bool:
+        """Whether it would take a request now."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Spread:
+    """Several servers of the same model as one: a row goes where the fewest rows are."""
+
+    def __init__(self, backends: tuple[Backend, ...]) -> None:
+        self._rows = dict.fromkeys(backends, 0)
+
+    async def generate(self, request: RowRequest) -> AsyncIterator[Increment]:
+        chosen = min(self._rows, key=self._rows.__getitem__)
+        self._rows[chosen] += 1
+        increments = chosen.generate(request)
+        try:
+            async for increment in increments:
+                yield increment
+        finally:
+            self._rows[chosen] -= 1
+            await increments.aclose()  # type: ignore[attr-defined]
+
+    async def is_ready(self) -> bool:
+        """Whether any of them is."""
+        return any([await backend.is_ready() for backend in self._rows])
+
+    async def close(self) -> None:
+        for backend in self._rows:
+            await backend.close()

@@ -1,0 +1,245 @@
+"""/v1/completions and /v1/chat/completions: from a request's body to OpenAI's answer or events."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from launcher_scripts.gateway.admission import Admission
+from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupported
+from launcher_scripts.gateway.generation import Generation, Prompt, Record, Wishes
+from launcher_scripts.gateway.log_probs import of_chat, of_completion, token_names
+from launcher_scripts.gateway.row_text import LogProbEntry, Piece
+from launcher_scripts.gateway.schemas import ChatBody, CompletionBody, SamplingBody
+from launcher_scripts.gateway.served_model import ServedModel
+
+# OpenAI's default for completions. Chats go on to the end of the model's positions.
+_USUAL_TOKENS = 16
+_CHAT_TOKENS = 1024  # where the positions are not known
+DONE = "data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one gateway has for all requests. timeout: seconds, unless a request says one."""
+
+    admission: Admission
+    timeout: float | None = None
+
+
+class Answering:
+    """One request on its way to its answer. Subclasses know the form of the answer."""
+
+    prefix: str
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, model: ServedModel, body: SamplingBody, generation: Generation) -> None:
+        self.model = model
+        self.body = body
+        self.generation = generation
+        self.names = token_names(model.tokenizer, as_ids=body.return_tokens_as_token_ids)
+        self._head = {
+            "id": f"{self.prefix}-{generation.record.request_id}",
+            "created": int(time.time()),
+            "model": model.name,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer. Raises ApiError."""
+        found: dict[int, list[Piece]] = {}
+        async with aclosing(self.generation.pieces()) as pieces:  # type: ignore[type-var]
+            async for choice, piece in pieces:
+                found.setdefault(choice, []).append(piece)
+        answers = {choice: _joined(parts) for choice, parts in found.items()}
+        choices = [
+            {"index": index, **self.choice(answers[choice])}
+            for index, choice in enumerate(self._best(answers))
+        ]
+        usage = self.generation.record.usage()
+        return {**self._head, "object": self.kind, "choices": choices, "usage": usage}
+
+    async def events(self) -> AsyncIterator[str]:
+        """The answer as server-sent events. Raises ApiError before the first one or, as the last
+        event, says it.
+        """
+        options = self.body.stream_options
+        counts = options is not None and options.include_usage
+        always = options is not None and options.continuous_usage_stats
+        record = self.generation.record
+        begun: set[int] = set()
+        try:
+            async with aclosing(self.generation.pieces()) as pieces:  # type: ignore[type-var]
+                async for choice, piece in pieces:
+                    if choice not in begun:
+                        begun.add(choice)
+                        for first in self.first_deltas():
+                            yield self._event([{"index": choice, **first}], counts)
+                    if not _says_something(piece):
+                        continue
+                    usage = record.usage() if always else None
+                    yield self._event([{"index": choice, **self.delta(piece)}], counts, usage)
+        except ApiError as error:
+            if not begun:
+                raise
+            yield f"data: {json.dumps(error.body())}\n\n"
+        else:
+            if counts:
+                yield self._event([], counts, record.usage())
+        yield DONE
+
+    def choice(self, answer: Piece) -> dict[str, Any]:
+        """A whole answer without its index."""
+        raise NotImplementedError
+
+    def first_deltas(self) -> Sequence[dict[str, Any]]:
+        """What comes before a choice's first piece."""
+        return ()
+
+    def delta(self, piece: Piece) -> dict[str, Any]:
+        """What is new of a choice, without its index."""
+        raise NotImplementedError
+
+    def _event(
+        self,
+        choices: Sequence[Mapping[str, Any]],
+        counts: bool,
+        usage: Mapping[str, int] | None = None,
+    ) -> str:
+        content = {**self._head, "object": self.chunk_kind, "choices": choices}
+        if counts or usage is not None:
+            content["usage"] = usage
+        return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+    def _best(self, answers: Mapping[int, Piece]) -> list[int]:
+        """The choices that are shown: of every prompt's rows the n likeliest per token."""
+        rows, shown = self.generation.wishes.rows, self.body.n
+        found = []
+        for start in range(0, len(self.generation.prompts) * rows, rows):
+            row = [choice for choice in range(start, start + rows) if choice in answers]
+            if rows > shown and not self.body.use_beam_search:
+                row.sort(key=lambda choice: _mean(answers[choice].entries), reverse=True)
+            found += row[:shown]
+        return found
+
+
+class Completion(Answering):
+    """Of /v1/completions."""
+
+    prefix = "cmpl"
+    kind = chunk_kind = "text_completion"
+    body: CompletionBody
+
+    @classmethod
+    def of(
+        cls, model: ServedModel, body: CompletionBody, record: Record, limits: Limits
+    ) -> Completion:
+        """Raises ApiError for what cannot be done."""
+        prompts = []
+        for each in body.prompt:
+            if isinstance(each, str):
+                ids = model.encode(each, special_tokens=body.add_special_tokens)
+                prompts.append(Prompt(tuple(ids), each))
+            else:
+                text = model.tokenizer.decode(each) if body.echo else ""
+                prompts.append(Prompt(tuple(each), text))
+        max_tokens = _USUAL_TOKENS if body.max_tokens is None else body.max_tokens
+        rows = body.n if body.best_of is None else body.best_of
+        wishes = Wishes(max_tokens, rows, body.logprobs, body.echo)
+        return cls(
+            model,
+            body,
+            Generation(model, body, prompts, wishes, record, limits.admission, limits.timeout),
+        )
+
+    def choice(self, answer: Piece) -> dict[str, Any]:
+        return self.delta(answer)
+
+    def delta(self, piece: Piece) -> dict[str, Any]:
+        top = self.body.logprobs
+        return {
+            "text": piece.text,
+            "logprobs": None if top is None else of_completion(piece.entries, self.names, top),
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+
+
+class Chat(Answering):
+    """Of /v1/chat/completions."""
+
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    body: ChatBody
+
+    @classmethod
+    def of(cls, model: ServedModel, body: ChatBody, record: Record, limits: Limits) -> Chat:
+        """Raises ApiError for what cannot be done."""
+        if body.top_logprobs is not None and not body.logprobs:
+            raise bad_request("top_logprobs need logprobs", "top_logprobs")
+        if body.tool_choice == "none":
+            body = body.model_copy(update={"tools": None})
+        if body.tool_choice == "auto" and not body.tools:
+            raise bad_request("tool_choice needs tools", "tool_choice")
+        if model.encodes:
+            raise unsupported("messages", f"{model.name} is an encoder-decoder: no chat model")
+        text = model.chat_text(body)
+        ids = tuple(model.encode(text, special_tokens=body.add_special_tokens))
+        if body.max_tokens is not None and body.max_completion_tokens is not None:
+            raise bad_request("max_tokens is another name for it", "max_completion_tokens")
+        asked = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+        if asked is None:
+            room = _CHAT_TOKENS if model.max_len is None else model.max_len - len(ids)
+            asked = max(1, room)
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        wishes = Wishes(asked, body.n, top)
+        prompts = [Prompt(ids, text)]
+        return cls(
+            model,
+            body,
+            Generation(model, body, prompts, wishes, record, limits.admission, limits.timeout),
+        )
+
+    def choice(self, answer: Piece) -> dict[str, Any]:
+        message = {"role": "assistant", "content": answer.text}
+        return {"message": message, **self._rest(answer)}
+
+    def first_deltas(self) -> Sequence[dict[str, Any]]:
+        first = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        return ({**first, "logprobs": None},)
+
+    def delta(self, piece: Piece) -> dict[str, Any]:
+        content = {"content": piece.text} if piece.text or piece.entries else {}
+        return {"delta": content, **self._rest(piece)}
+
+    def _rest(self, piece: Piece) -> dict[str, Any]:
+        log_probs = None
+        if self.body.logprobs:
+            top = self.body.top_logprobs or 0
+            log_probs = of_chat(piece.entries, self.model.tokenizer, self.names, top)
+        return {
+            "logprobs": log_probs,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+
+
+def _joined(parts: Sequence[Piece]) -> Piece:
+    """The pieces of one answer as one."""
+    entries = tuple(entry for part in parts for entry in part.entries)
+    return replace(parts[-1], text="".join(part.text for part in parts), entries=entries)
+
+
+def _says_something(piece: Piece) -> bool:
+    return bool(piece.text or piece.entries or piece.finish_reason)
+
+
+def _mean(entries: Sequence[LogProbEntry]) -> float:
+    """The mean log-probability of the generated tokens."""
+    values = [entry.log_prob.log_prob for entry in entries if entry.log_prob is not None]
+    return sum(values) / len(values) if values else float("-inf")

@@ -1,0 +1,177 @@
+"""What every request passes on its way: its id, its key, its size, its line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from launcher_scripts.gateway.api_errors import ApiError, unavailable
+from launcher_scripts.gateway.generation import Record
+from launcher_scripts.gateway.schemas import parse_json
+
+LOG = logging.getLogger("gateway")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+# Whoever asks whether the gateway is there need not have a key.
+OPEN = frozenset({"/health", "/ready", "/version"})
+_LEFT = 499  # the client has gone; nobody reads it
+
+
+@dataclass
+class Life:
+    """Whether the gateway takes new work, and how much it has. draining: it is about to end."""
+
+    draining: bool = False
+    working: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def enter(self) -> None:
+        """Begin a request that generates. Raises ApiError while the gateway drains."""
+        if self.draining:
+            raise unavailable("the gateway is about to end and takes no new requests", 5)
+        self.working += 1
+        self.idle.clear()
+
+    def leave(self) -> None:
+        self.working -= 1
+        if not self.working:
+            self.idle.set()
+
+    async def drained(self) -> None:
+        """Wait until nothing is at work."""
+        if self.working:
+            await self.idle.wait()
+
+
+class Keys:
+    """API keys by the names of their owners; without any, everybody may ask."""
+
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        self._digests = {name: _digest(key) for name, key in keys.items()}
+
+    def owner(self, headers: Headers) -> str | None:
+        """Whose key the request has; None: there are no keys. Raises ApiError for another one.
+
+        All keys are compared, in constant time.
+        """
+        if not self._digests:
+            return None
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = _digest(key.strip()) if scheme.lower() == "bearer" else b""
+        found = [name for name, each in self._digests.items() if hmac.compare_digest(each, given)]
+        if not found:
+            raise ApiError(
+                401,
+                "the key in the header Authorization: Bearer <key> is missing or wrong",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return found[0]
+
+
+class Door:
+    """The middleware: gives a request its Record, checks its key, and logs how it ended."""
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        address = (scope.get("client") or ("-",))[0]
+        record = Record(request_id, address, received=time.monotonic())
+        scope.setdefault("state", {})["record"] = record
+        status = 0
+
+        async def tagged(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            if scope["path"] not in OPEN:
+                record.client = self._keys.owner(headers) or address
+            await self._app(scope, receive, tagged)
+        except ApiError as error:
+            await refusal(error)(scope, receive, tagged)
+        except Exception:
+            LOG.exception("request_id=%s failed", request_id)
+            if status:  # half of an answer is out; the connection is closed
+                raise
+            failed = ApiError(500, "the gateway failed; see its log", code="internal_error")
+            await refusal(failed)(scope, receive, tagged)
+        finally:
+            self._log(scope, record, status)
+
+    @staticmethod
+    def _log(scope: Scope, record: Record, status: int) -> None:
+        level = logging.DEBUG if scope["path"] in OPEN else logging.INFO
+        LOG.log(
+            level,
+            "request_id=%s client=%s %s %s status=%d seconds=%.3f model=%s prompt_tokens=%d "
+            "generated_tokens=%d",
+            record.request_id,
+            record.client,
+            scope["method"],
+            # What a client writes there must not look like a line of the log.
+            ascii(scope["path"])[1:-1][:200],
+            status,
+            time.monotonic() - record.received,
+            record.model or "-",
+            record.prompt_tokens,
+            record.generated_tokens,
+        )
+
+
+async def read_body(request: Request, most: int) -> dict[str, Any]:
+    """The JSON object of a request's body. Raises ApiError for one that is none or too large."""
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        message = f"the body must not be compressed; got Content-Encoding {coding[:50]!r}"
+        raise ApiError(400, message, code="unsupported_encoding")
+    too_large = ApiError(
+        413, f"the body is larger than {most} bytes; change --max-body", code="body_too_large"
+    )
+    said = request.headers.get("content-length", "")
+    if said.isdecimal() and int(said) > most:
+        raise too_large
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most:
+            raise too_large
+        parts.append(part)
+    return parse_json(b"".join(parts))
+
+
+def refusal(error: ApiError) -> JSONResponse:
+    """The error as a response."""
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+def left() -> JSONResponse:
+    """For a client that has gone."""
+    return refusal(ApiError(_LEFT, "the client closed the connection", code="client_left"))
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

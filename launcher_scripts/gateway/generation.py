@@ -1,0 +1,278 @@
+"""The rows of one request: what the engine is asked for each, and their answers as they come."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from launcher_scripts.gateway.admission import Admission, Place
+from launcher_scripts.gateway.api_errors import bad_request, unsupported
+from launcher_scripts.gateway.backend import Increment, RowRequest
+from launcher_scripts.gateway.merging import merged
+from launcher_scripts.gateway.row_text import LogProbEntry, Piece, RowText, prompt_entries
+from launcher_scripts.gateway.schemas import SamplingBody
+from launcher_scripts.gateway.served_model import ServedModel
+from launcher_scripts.gateway.stops import StopTexts
+
+_MOST_BEAMS = 64
+_MOST_ROWS_OF_REQUEST = 4096
+_USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a request. text: as it is echoed."""
+
+    ids: tuple[int, ...]
+    text: str
+
+
+@dataclass
+class Record:
+    """What becomes of a request, for its line in the log and for metrics.
+
+    received, first_token: by time.monotonic()
+    """
+
+    request_id: str
+    client: str
+    received: float = 0.0
+    first_token: float | None = None
+    model: str = ""
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+    def usage(self) -> dict[str, int]:
+        """OpenAI's."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.generated_tokens,
+            "total_tokens": self.prompt_tokens + self.generated_tokens,
+        }
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What completions and chats ask for under different names.
+
+    rows:      generated for every prompt; `n` of the body are shown
+    log_probs: how many alternatives, None: no log-probabilities
+    echo:      the answer begins with the prompt
+    """
+
+    max_tokens: int
+    rows: int
+    log_probs: int | None = None
+    echo: bool = False
+
+
+class Generation:
+    """All rows of one request. A choice is one answer: prompt * wishes.rows + row."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        body: SamplingBody,
+        prompts: Sequence[Prompt],
+        wishes: Wishes,
+        record: Record,
+        admission: Admission,
+        timeout: float | None = None,
+    ) -> None:
+        """timeout: in seconds, unless the body says one
+
+        Raises ApiError for what cannot be done, and where too many rows wait.
+        """
+        _check(model, body, prompts, wishes)
+        self.model = model
+        self.body = body
+        self.prompts = tuple(prompts)
+        self.wishes = wishes
+        self.record = record
+        self._timeout = body.timeout or timeout
+        self._beams = body.use_beam_search and wishes.rows > 1
+        self._tokens: dict[int, int] = {}
+        record.model = model.name
+        record.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+        rows = len(prompts) * (1 if self._beams else wishes.rows)
+        self._places = admission.reserve(record.client, rows)
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """(choice, piece) of all rows as they come.
+
+        Raises ApiError when a row cannot be generated, or when the request's time is over; the
+        other rows are given up then, and when the generator is closed.
+        """
+        given = self.body.seed
+        seed = random.getrandbits(62) if given is None else given
+        rows = [
+            self._row(number, self._request(number, seed + number), place)
+            for number, place in enumerate(self._places)
+        ]
+        try:
+            async with aclosing(merged(rows, self._timeout)) as found:  # type: ignore[type-var]
+                async for choice, piece in found:
+                    if self.record.first_token is None:
+                        self.record.first_token = time.monotonic()
+                    self._tokens[choice] = piece.tokens
+                    self.record.generated_tokens = sum(self._tokens.values())
+                    yield choice, piece
+        finally:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Leave all places."""
+        for place in self._places:
+            place.leave()
+
+    def _prompt(self, number: int) -> Prompt:
+        """The prompt of a row."""
+        return self.prompts[number // (1 if self._beams else self.wishes.rows)]
+
+    def _request(self, number: int, seed: int) -> RowRequest:
+        """What the engine is asked for a row."""
+        body, model, wishes = self.body, self.model, self.wishes
+        end_ids = () if body.ignore_eos else model.end_ids
+        sampling: dict[str, Any] = {
+            name: model.defaults.get(name, usual) if (said := getattr(body, name)) is None else said
+            for name, usual in _USUAL.items()
+        }
+        sampling["top_k"] = max(0, int(sampling["top_k"]))
+        # The best of more rows than are shown are found by their log-probabilities.
+        ranked = not self._beams and wishes.rows > body.n
+        name = self.record.request_id
+        return RowRequest(
+            request_id=name if len(self._places) == 1 else f"{name}-{number}",
+            prompt_ids=self._prompt(number).ids,
+            max_tokens=wishes.max_tokens,
+            decoder_ids=model.decoder_ids,
+            **sampling,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias={int(token): value for token, value in body.logit_bias.items()},
+            seed=seed,
+            min_tokens=body.min_tokens,
+            end_id=end_ids[0] if end_ids else None,
+            stop_ids=tuple(dict.fromkeys((*end_ids[1:], *body.stop_token_ids))),
+            beam_width=wishes.rows if self._beams else 1,
+            length_penalty=body.length_penalty,
+            log_probs=0 if ranked and wishes.log_probs is None else wishes.log_probs,
+            prompt_log_probs=wishes.log_probs if wishes.echo else None,
+            timeout=self._timeout,
+        )
+
+    async def _row(
+        self, number: int, request: RowRequest, place: Place
+    ) -> AsyncGenerator[tuple[int, Piece], None]:
+        """The pieces of one row, or of all hypotheses of a beam search."""
+        choice = number * (self.wishes.rows if self._beams else 1)
+        async with place.taken():
+            if not request.max_tokens and request.prompt_log_probs is None:
+                echo = self._prompt(number).text if self.wishes.echo else ""
+                for beam in range(request.beam_width):
+                    yield choice + beam, Piece(echo, finish_reason="length")
+                return
+            shown = _Shown(self, request, self._prompt(number))
+            async with aclosing(self.model.backend.generate(request)) as increments:  # type: ignore[type-var]
+                async for increment in increments:
+                    shown.take_prompt(increment)
+                    if self._beams:
+                        for beam, ids in enumerate(increment.beams):
+                            yield choice + beam, shown.hypothesis(ids)
+                        continue
+                    piece = shown.next(increment)
+                    yield choice, piece
+                    if piece.finish_reason is not None:
+                        return
+
+
+class _Shown:
+    """One row as the client sees it: the echoed prompt first."""
+
+    def __init__(self, generation: Generation, request: RowRequest, prompt: Prompt) -> None:
+        self._generation = generation
+        self._request = request
+        self._prompt = prompt
+        self._echo = prompt.text if generation.wishes.echo else ""
+        self._entries: tuple[LogProbEntry, ...] = ()
+        self._text = self._new_text()
+
+    def take_prompt(self, increment: Increment) -> None:
+        """Keep the prompt's log-probabilities for the beginning of the answer."""
+        if increment.prompt_log_probs is not None:
+            self._entries = prompt_entries(
+                self._generation.model.tokenizer, self._prompt.ids, increment.prompt_log_probs
+            )
+
+    def next(self, increment: Increment) -> Piece:
+        """The next piece; the first one begins with the echo."""
+        piece = self._text.take(increment)
+        piece = replace(
+            piece, text=self._echo + piece.text, entries=(*self._entries, *piece.entries)
+        )
+        self._echo, self._entries = "", ()
+        return piece
+
+    def hypothesis(self, ids: tuple[int, ...]) -> Piece:
+        """All of one hypothesis."""
+        piece = self._new_text().take(Increment(ids, finished=True))
+        return replace(piece, text=self._echo + piece.text)
+
+    def _new_text(self) -> RowText:
+        generation, request = self._generation, self._request
+        body = generation.body
+        return RowText(
+            generation.model.tokenizer,
+            () if generation.model.encodes else self._prompt.ids,
+            StopTexts(list(body.stop), included=body.include_stop_str_in_output),
+            request.end_id,
+            request.stop_ids,
+            min_tokens=body.min_tokens,
+            offset=len(self._echo),
+        )
+
+
+def _check(
+    model: ServedModel, body: SamplingBody, prompts: Sequence[Prompt], wishes: Wishes
+) -> None:
+    """Raises ApiError for wishes that contradict each other or the model."""
+    if wishes.rows < body.n:
+        raise bad_request(f"best_of must be at least n; got {wishes.rows} and {body.n}", "best_of")
+    if body.stream and wishes.rows > body.n:
+        raise bad_request("the best of several answers cannot be streamed", "best_of")
+    if body.stream and body.use_beam_search:
+        raise unsupported("stream", "a beam search cannot be streamed")
+    if body.use_beam_search and wishes.log_probs is not None:
+        raise unsupported("logprobs", "a beam search has no log-probabilities")
+    if body.use_beam_search and wishes.rows > _MOST_BEAMS:
+        raise bad_request(f"a beam search has at most {_MOST_BEAMS} beams; got {wishes.rows}", "n")
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options need stream", "stream_options")
+    if wishes.echo and model.encodes:
+        raise unsupported("echo", f"{model.name} is an encoder-decoder: its prompt is no beginning")
+    if body.min_tokens > wishes.max_tokens:
+        raise bad_request(
+            f"min_tokens is more than max_tokens; got {body.min_tokens} and {wishes.max_tokens}",
+            "min_tokens",
+        )
+    if len(prompts) * wishes.rows > _MOST_ROWS_OF_REQUEST:
+        raise bad_request(
+            f"a request has at most {_MOST_ROWS_OF_REQUEST} answers; got {len(prompts)} prompts "
+            f"and {wishes.rows} for each",
+            "prompt",
+        )
+    for prompt in prompts:
+        if model.encodes and not prompt.ids:
+            raise bad_request("the prompt is empty, and the encoder needs a token", "prompt")
+        needed = wishes.max_tokens + (0 if model.encodes else len(prompt.ids))
+        if model.max_len is not None and needed > model.max_len:
+            raise bad_request(
+                f"{model.name} has {model.max_len} positions; got {len(prompt.ids)} tokens of the "
+                f"prompt and {wishes.max_tokens} to generate; change max_tokens or the prompt",
+                "max_tokens",
+                "context_length_exceeded",
+            )

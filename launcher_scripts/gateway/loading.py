@@ -1,0 +1,242 @@
+"""Which models the servers serve, and what the gateway has to know of each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.checkpoint.config_ini import read_config
+from launcher_scripts.errors import CheckpointError, ConfigError, Problems, ServerError, problem
+from launcher_scripts.gateway.backend import Backend, Spread
+from launcher_scripts.gateway.chat_template import DEFAULT, ChatTemplate
+from launcher_scripts.gateway.served_model import ServedModel
+from launcher_scripts.gateway.triton_backend import (
+    InferenceServerException,
+    TritonBackend,
+    TritonServer,
+    parameters_of,
+)
+from launcher_scripts.gateway_settings import GatewaySettings
+from launcher_scripts.models.ini_text import FILE_NAME
+from launcher_scripts.models.repository import is_remote, served_models
+from launcher_scripts.ready_age import STALE_SECONDS, seconds_silent
+from launcher_scripts.security import ClientTls
+from launcher_scripts.tokenizer import (
+    CHAT_TEMPLATE_FILES,
+    GENERATION_FILE,
+    OPTIONAL_FILES,
+    Tokenizer,
+    TokenizerError,
+    chat_templates,
+    load_tokenizer,
+)
+from launcher_scripts.untrusted import parse_json, read_plain
+
+READY_FILE = "ready.json"
+_POLL_SECONDS = 0.2
+# Whether prompts are the encoder's input, by the model_type of config.pbtxt.
+_GENERATING = {"GPT": False, "T5": True, "BART": True}
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A token model that a server serves. folder: where its tokenizer may lie."""
+
+    config: Mapping[str, Any]
+    text_parameters: Mapping[str, str]
+    folder: Path | None
+    backend: Backend
+
+
+async def load_models(settings: GatewaySettings) -> list[ServedModel]:
+    """The models of all servers, once they are ready.
+
+    Raises ServerError where they are not in time, ConfigError where none can be served as text.
+    """
+    found: dict[str, list[Found]] = {}
+    for place in settings.ready:
+        for each in await _models_of(Path(place), settings):
+            found.setdefault(str(each.config["name"]), []).append(each)
+    problems = Problems("the models that the gateway could serve")
+    models = []
+    for name, replicas in sorted(found.items()):
+        first = replicas[0]
+        backend = (
+            Spread(tuple(each.backend for each in replicas)) if replicas[1:] else first.backend
+        )
+        with problems.collecting():
+            models.append(_served(name, first, backend, settings))
+    if not found:
+        problems.add("no server serves a model that generates", got=list(settings.ready))
+    if not models:
+        problems.raise_if_any(ConfigError)
+    for message in problems.messages:
+        print(f"not served: {message}", flush=True)
+    return models
+
+
+async def _models_of(place: Path, settings: GatewaySettings) -> list[Found]:
+    """What the server of one ready file serves, once all of it is ready."""
+    path = place / READY_FILE if place.is_dir() else place
+    deadline = time.monotonic() + settings.ready_timeout
+    tls = None
+    if settings.server_ca is not None:
+        tls = ClientTls(settings.server_ca, settings.server_certificate, settings.server_key)
+    server: TritonServer | None = None
+    while True:
+        reason, ready = _read_ready(path)
+        if ready is not None:
+            server = server or TritonServer(str(ready["grpc"]), tls)
+            try:
+                return await _ask(server, ready)
+            except InferenceServerException as error:
+                reason = f"the server at {server.address} does not answer: {error.message()}"
+        if time.monotonic() > deadline:
+            raise ServerError(
+                problem(
+                    f"no server was ready within {settings.ready_timeout:g} s: {reason}",
+                    change="--ready or --ready-timeout",
+                )
+            )
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+def _read_ready(path: Path) -> tuple[str, dict[str, Any] | None]:
+    """The content of a ready file, or why there is none to use yet."""
+    try:
+        ready = json.loads(path.read_text(encoding="utf-8"))
+        age = seconds_silent(ready)
+    except FileNotFoundError:
+        return f"{path} is not there", None
+    except (OSError, ValueError) as error:
+        return f"{path} cannot be read: {error}", None
+    if "grpc" not in ready:
+        return f"{path} gives no grpc address", None
+    if age is not None and age > STALE_SECONDS:
+        return f"{path} was last renewed {age:.0f} s ago: its server was killed", None
+    return "", ready
+
+
+async def _ask(server: TritonServer, ready: Mapping[str, Any]) -> list[Found]:
+    """The token models of a server. Raises InferenceServerException where it does not answer."""
+    configs = {name: await server.model_config(name) for name in await server.models()}
+    text = {
+        parameters["token_model"]: parameters
+        for config in configs.values()
+        if "token_model" in (parameters := parameters_of(config))
+    }
+    repository = str(ready.get("model_repository") or "")
+    folders = {}
+    if repository and not is_remote(repository) and Path(repository).is_dir():
+        folders = {each.name: each.checkpoint_dir for each in served_models(Path(repository))}
+    return [
+        Found(config, text.get(name, {}), folders.get(name), TritonBackend(server, config))
+        for name, config in configs.items()
+        if config.get("backend") == "fastertransformer"
+        and parameters_of(config).get("model_type", "GPT") in _GENERATING
+        and "sequence_batching" not in config
+    ]
+
+
+def _served(name: str, found: Found, backend: Backend, settings: GatewaySettings) -> ServedModel:
+    """The model with its tokenizer. Raises ConfigError for one that has none."""
+    folder = Path(settings.tokenizer_dir) if settings.tokenizer_dir else found.folder
+    if folder is None:
+        raise ConfigError(
+            problem(f"where the tokenizer of {name} lies is not known", change="--tokenizer-dir")
+        )
+    try:
+        tokenizer = load_tokenizer(folder)
+        names = (*OPTIONAL_FILES, *CHAT_TEMPLATE_FILES, GENERATION_FILE)
+        files = {each: read_plain(folder / each) for each in names if (folder / each).is_file()}
+        generation = _mapping(files, GENERATION_FILE)
+        tokens = _token_names(files, tokenizer)
+        template = _template(files, tokens, settings)
+        max_len, end_id = _sizes(folder, tokenizer.end_id)
+    except (TokenizerError, ValueError, OSError, CheckpointError) as error:
+        raise ConfigError(problem(f"{name}: {error}", change="--tokenizer-dir")) from error
+    parameters = found.text_parameters
+    opening, closing, decoder, more = (
+        tuple(map(int, parameters.get(key, "").split()))
+        for key in ("opening_id", "closing_id", "decoder_id", "end_ids")
+    )
+    return ServedModel(
+        name=name,
+        backend=backend,
+        tokenizer=tokenizer,
+        template=template,
+        opening_ids=opening,
+        closing_ids=closing,
+        decoder_ids=decoder,
+        end_ids=tuple(each for each in (end_id, *more) if each is not None),
+        defaults={
+            key: generation[key]
+            for key in _SAMPLING
+            if isinstance(generation.get(key), int | float) and generation[key] >= 0
+        },
+        max_len=settings.max_model_len or max_len,
+        encodes=_GENERATING[parameters_of(found.config).get("model_type", "GPT")],
+        token_names=tokens,
+    )
+
+
+def _sizes(folder: Path, end_id: int | None) -> tuple[int | None, int | None]:
+    """The positions of the model and its end token, by config.ini; without one the tokenizer's.
+
+    A T5 has relative positions, and no end of them.
+    """
+    if not (folder / FILE_NAME).is_file():
+        return None, end_id
+    config = read_config(folder).config
+    learned_or_rotary = getattr(config, "position_embedding", None) in ("learned", "rotary")
+    return (config.max_positions if learned_or_rotary else None), config.end_id
+
+
+def _template(
+    files: Mapping[str, bytes], tokens: Mapping[str, str], settings: GatewaySettings
+) -> ChatTemplate | None:
+    """The checkpoint's own, else the one that the gateway was started with, if any."""
+    templates = chat_templates(files)
+    if not templates and settings.chat_template is not None:
+        templates = {DEFAULT: Path(settings.chat_template).read_text(encoding="utf-8")}
+    try:
+        return ChatTemplate(templates, tokens) if templates else None
+    except ValueError as error:
+        raise ValueError(f"the chat template is damaged: {error}") from error
+
+
+def _token_names(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, str]:
+    """bos_token and the like, as the files beside the tokenizer say them, else the tokenizer."""
+    ids = {
+        "bos_token": tokenizer.start_id,
+        "eos_token": tokenizer.end_id,
+        "pad_token": tokenizer.pad_id,
+    }
+    names = {
+        name: tokenizer.token_bytes(token_id).decode(errors="replace")
+        for name, token_id in ids.items()
+        if token_id is not None
+    }
+    for file in OPTIONAL_FILES:
+        said = _mapping(files, file)
+        for name in _NAMED_TOKENS:
+            token = said.get(name)
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                names[name] = token
+    return names
+
+
+def _mapping(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """The content of a JSON file; {} without it. Raises ValueError for a damaged one."""
+    content = parse_json(files.get(name, b"{}"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{name} holds no mapping")
+    return content

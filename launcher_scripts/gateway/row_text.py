@@ -1,0 +1,118 @@
+"""The text of one row as its tokens come, and the entries of its log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launcher_scripts.gateway.backend import Increment, TokenLogProb
+from launcher_scripts.gateway.stops import StopTexts
+from launcher_scripts.text_deltas import GrowingText
+from launcher_scripts.tokenizer import Tokenizer
+
+# How many tokens of the prompt the first generated ones are decoded with.
+_CONTEXT = 32
+
+
+@dataclass(frozen=True)
+class LogProbEntry:
+    """A token in an answer. offset: characters of the text before it; None: it has no log p."""
+
+    token_id: int
+    offset: int
+    log_prob: TokenLogProb | None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new of a row's answer.
+
+    tokens:        generated so far, those of a stop text included
+    finish_reason: stop, length, or None while more may come
+    stop_reason:   the stop text or the further end token that was met
+    """
+
+    text: str = ""
+    entries: tuple[LogProbEntry, ...] = ()
+    tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class RowText:
+    """Turns the increments of one row into pieces of its text.
+
+    Pieces put together are the whole text without the stop text, and none ends within a character.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        stops: StopTexts,
+        end_id: int | None,
+        stop_ids: Sequence[int],
+        *,
+        min_tokens: int = 0,
+        offset: int = 0,
+    ) -> None:
+        """end_id, stop_ids: tokens that end the row; see RowRequest
+
+        min_tokens: stop texts count from there on
+        offset:     characters of the answer before the row's own
+        """
+        context = list(prompt_ids[-_CONTEXT:])
+        self._text = GrowingText(tokenizer.decode)
+        self._text.take(0, context, prompt=len(context), finished=False)
+        self._prompt = len(context)
+        self._stops = stops
+        self._end_id = end_id
+        self._stop_ids = tuple(stop_ids)
+        self._min_tokens = min_tokens
+        self._offset = offset
+        self._tokens = 0
+
+    def take(self, increment: Increment) -> Piece:
+        """The next piece."""
+        if not increment.log_probs:
+            return self._take(increment.token_ids, increment.finished)
+        text, entries, piece = "", [], Piece(tokens=self._tokens)
+        last = len(increment.token_ids) - 1
+        for place, token_id in enumerate(increment.token_ids):
+            offset = self._offset + len(self._text.text)
+            entries.append(LogProbEntry(token_id, offset, increment.log_probs[place]))
+            piece = self._take((token_id,), increment.finished and place == last)
+            text += piece.text
+            if piece.finish_reason is not None:
+                break
+        return Piece(text, tuple(entries), piece.tokens, piece.finish_reason, piece.stop_reason)
+
+    def _take(self, token_ids: Sequence[int], finished: bool) -> Piece:
+        place = self._prompt + self._tokens
+        self._text.take(place, token_ids, prompt=self._prompt, finished=finished)
+        self._tokens += len(token_ids)
+        text = self._text.news()
+        if self._tokens >= self._min_tokens:
+            text = self._stops.take(text, finished=finished)
+        if self._stops.found is not None:
+            return Piece(text, (), self._tokens, "stop", self._stops.found)
+        if not finished:
+            return Piece(text, (), self._tokens)
+        last = token_ids[-1] if token_ids else None
+        if last is not None and last in (self._end_id, *self._stop_ids):
+            reason = None if last == self._end_id else last
+            return Piece(text, (), self._tokens, "stop", reason)
+        return Piece(text, (), self._tokens, "length")
+
+
+def prompt_entries(
+    tokenizer: Tokenizer, ids: Sequence[int], log_probs: Sequence[TokenLogProb | None]
+) -> tuple[LogProbEntry, ...]:
+    """Those of an echoed prompt."""
+    text = GrowingText(tokenizer.decode)
+    entries = []
+    for place, (token_id, log_prob) in enumerate(zip(ids, log_probs, strict=True)):
+        entries.append(LogProbEntry(token_id, len(text.text), log_prob))
+        text.take(place, [token_id], prompt=0, finished=False)
+        text.news()
+    return tuple(entries)

@@ -1,0 +1,223 @@
+"""The requests' bodies: what may be asked for, and in which range.
+
+Names and meanings are OpenAI's, and vLLM's where OpenAI has none. A parameter that is not here is
+refused by its name; null means that it was not given.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from launcher_scripts.gateway.api_errors import ApiError, bad_request
+
+MOST_ROWS = 128
+MOST_LOG_PROBS = 20
+_SHOWN_PROBLEMS = 5
+_MOST_NUMBER = 1 << 31
+
+Prompt = str | list[int]
+TokenId = Annotated[int, Field(ge=0, lt=_MOST_NUMBER)]
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class StreamOptions(_Strict):
+    """include_usage: a last event with the usage; continuous_usage_stats: one in each event."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class TextFormat(_Strict):
+    """Of `response_format`: free text."""
+
+    type: Literal["text"]
+
+
+class SamplingBody(_Strict):
+    """What completions and chats have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=0, lt=_MOST_NUMBER)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=_MOST_NUMBER)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    stop: str | list[str] = []
+    stop_token_ids: list[TokenId] = Field([], max_length=64)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0, lt=_MOST_NUMBER)
+    n: int = Field(1, ge=1, le=MOST_ROWS)
+    use_beam_search: bool = False
+    length_penalty: float = Field(1.0, ge=-32, le=32)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    timeout: float | None = Field(None, gt=0, le=86400)
+    return_tokens_as_token_ids: bool = False
+    user: str | None = Field(None, max_length=512)
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, value: str | list[str]) -> list[str]:
+        stops = [value] if isinstance(value, str) else value
+        if len(stops) > 64 or any(not stop or len(stop) > 1024 for stop in stops):
+            raise ValueError("at most 64 texts of 1 to 1024 characters")
+        return stops
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _ids(cls, value: dict[str, float]) -> dict[str, float]:
+        if wrong := [key for key in value if not key.isdecimal() or int(key) >= _MOST_NUMBER]:
+            raise ValueError(f"keys are token ids; got {wrong[:3]}")
+        return value
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions"""
+
+    prompt: list[Prompt]
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
+    best_of: int | None = Field(None, ge=1, le=MOST_ROWS)
+    add_special_tokens: bool = True
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _prompts(cls, value: Any) -> list[Prompt]:
+        if isinstance(value, str) or _are_ids(value):
+            value = [value]
+        right = isinstance(value, list) and (
+            all(isinstance(each, str) for each in value) or all(_are_ids(each) for each in value)
+        )
+        if not right or not value:
+            raise ValueError("a text, a list of texts, token ids, or a list of lists of token ids")
+        return value  # type: ignore[no-any-return]
+
+
+class ContentPart(BaseModel):
+    """A part of a message. Only texts are understood."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A message of a chat; what else it holds (tool_calls, name, ...) is the template's."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[ContentPart] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _known_parts(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            kinds = [part.get("type") if isinstance(part, dict) else part for part in value]
+            if wrong := [str(kind) for kind in kinds if kind != "text"]:
+                raise ValueError(f"this model takes text parts alone; got {wrong[0][:64]!r}")
+        return value
+
+
+class ChatPrompt(_Strict):
+    """How messages become a prompt."""
+
+    messages: list[Message] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    add_special_tokens: bool = False
+
+
+class ChatBody(SamplingBody, ChatPrompt):
+    """POST /v1/chat/completions"""
+
+    max_completion_tokens: int | None = Field(None, ge=0, lt=_MOST_NUMBER)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
+    tool_choice: Literal["none", "auto"] | None = None
+    response_format: TextFormat | None = None
+
+
+class TokenizeBody(_Strict):
+    """POST /tokenize with a text"""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatBody(ChatPrompt):
+    """POST /tokenize with messages"""
+
+    model: str | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(_Strict):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body, without its nulls. Raises ApiError."""
+    try:
+        values = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise bad_request(f"the body is no JSON: {error}", code="invalid_json") from error
+    if not isinstance(values, dict):
+        raise bad_request("the body must be a JSON object", code="invalid_json")
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def validated(kind: type[Body], values: dict[str, Any]) -> Body:
+    """`values` as a request. Raises ApiError that names the first parameter that is wrong."""
+    try:
+        return kind.model_validate(values)
+    except pydantic.ValidationError as error:
+        raise _refusal(kind, error) from error
+
+
+def _refusal(kind: type[BaseModel], error: pydantic.ValidationError) -> ApiError:
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    problems: list[str] = []
+    for each in found[:_SHOWN_PROBLEMS]:
+        name = ".".join(str(part)[:64] for part in each["loc"]) or "body"
+        if each["type"] == "extra_forbidden":
+            top = sorted(kind.model_fields) if len(each["loc"]) == 1 else ()
+            choices = f"; choices: {', '.join(top)}" if top else ""
+            problems.append(f"{name} is unknown or not supported{choices}")
+        else:
+            problems.append(f"{name}: {each['msg']}")
+    first = found[0]
+    unknown = first["type"] == "extra_forbidden"
+    return bad_request(
+        "; ".join(problems),
+        param=str(first["loc"][0])[:64] if first["loc"] else None,
+        code="unsupported_parameter" if unknown else "invalid_value",
+    )
+
+
+def _are_ids(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(type(each) is int and 0 <= each < _MOST_NUMBER for each in value)
+    )

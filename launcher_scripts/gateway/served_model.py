@@ -1,0 +1,103 @@
+"""One model as the gateway serves it: its engine, its tokenizer, its chat template."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from launcher_scripts.gateway.api_errors import ApiError, bad_request
+from launcher_scripts.gateway.backend import Backend
+from launcher_scripts.gateway.chat_template import ChatTemplate
+from launcher_scripts.gateway.schemas import ChatPrompt
+from launcher_scripts.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that generates.
+
+    opening_ids, closing_ids: the special tokens around a prompt
+    decoder_ids: what an encoder-decoder's answer begins with; (): its start token alone
+    end_ids:     what ends an answer; the first one is the engine's end_id
+    defaults:    of the sampling, from the checkpoint's generation_config.json
+    max_len:     tokens of prompt and answer; None: not known
+    encodes:     an encoder-decoder, whose prompt is the encoder's input
+    token_names: bos_token and the like, for /tokenizer_info
+    """
+
+    name: str
+    backend: Backend
+    tokenizer: Tokenizer
+    template: ChatTemplate | None = None
+    opening_ids: tuple[int, ...] = ()
+    closing_ids: tuple[int, ...] = ()
+    decoder_ids: tuple[int, ...] = ()
+    end_ids: tuple[int, ...] = ()
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    max_len: int | None = None
+    encodes: bool = False
+    token_names: Mapping[str, str] = field(default_factory=dict)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """The ids of a prompt."""
+        ids = self.tokenizer.encode(text)
+        return [*self.opening_ids, *ids, *self.closing_ids] if special_tokens else ids
+
+    def chat_text(self, chat: ChatPrompt) -> str:
+        """The messages as the model's template writes them. Raises ApiError."""
+        if self.template is None:
+            raise bad_request(
+                f"{self.name} has no chat template: ask /v1/completions, or start the gateway with "
+                "--chat-template FILE",
+                "messages",
+                "no_chat_template",
+            )
+        if chat.add_generation_prompt and chat.continue_final_message:
+            if "add_generation_prompt" in chat.model_fields_set:
+                raise bad_request(
+                    "add_generation_prompt and continue_final_message exclude each other",
+                    "continue_final_message",
+                )
+            chat = chat.model_copy(update={"add_generation_prompt": False})
+        return self.template.render(
+            [message.model_dump(exclude_unset=True) for message in chat.messages],
+            tools=chat.tools,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            more=chat.chat_template_kwargs,
+        )
+
+    def card(self) -> dict[str, Any]:
+        """The entry of /v1/models."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "deployment",
+            "root": self.name,
+            "parent": None,
+            "max_model_len": self.max_len,
+        }
+
+
+class Models:
+    """The models of a gateway by name."""
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        self.all = tuple(models)
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model called so; without a name the only one. Raises ApiError."""
+        names = ", ".join(model.name for model in self.all)
+        if name is None:
+            if len(self.all) == 1:
+                return self.all[0]
+            raise bad_request(f"which model is meant; choices: {names}", "model")
+        for model in self.all:
+            if model.name == name:
+                return model
+        message = f"there is no model {name[:100]!r}; choices: {names}"
+        raise ApiError(404, message, code="model_not_found", param="model")

@@ -1,0 +1,158 @@
+"""The gateway's process: from its settings to its last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import shlex
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from launcher_scripts.errors import Problems, ServerError, problem
+from launcher_scripts.gateway.app import AppSettings, Gateway, make_app
+from launcher_scripts.gateway.door import Keys
+from launcher_scripts.gateway.loading import load_models
+from launcher_scripts.gateway.served_model import ServedModel
+from launcher_scripts.gateway_settings import GatewaySettings
+from launcher_scripts.security import read_secrets
+
+_BACKLOG = 2048
+_LAST_SECONDS = 5  # for connections that are still open when all answers are out
+
+
+def serve(settings: GatewaySettings) -> None:
+    """Serve until SIGINT or SIGTERM; requests that are running then are answered first.
+
+    Raises ServerError where the port, the servers or the files cannot be used, ConfigError where
+    no model can be served.
+    """
+    _check_files(settings)
+    keys = Keys(read_secrets(Path(settings.api_keys)) if settings.api_keys else {})
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s"
+    )
+    with _listening(settings) as opened:
+        asyncio.run(_serve(settings, keys, opened))
+
+
+async def _serve(settings: GatewaySettings, keys: Keys, opened: socket.socket) -> None:
+    models = await load_models(settings)
+    app = make_app(
+        models,
+        keys,
+        AppSettings(
+            max_running=settings.max_running,
+            max_waiting=settings.max_waiting,
+            max_body=settings.max_body,
+            timeout=settings.request_timeout,
+            cors_origins=settings.cors_origins,
+        ),
+    )
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
+        timeout_graceful_shutdown=_LAST_SECONDS,
+    )
+    server = DrainingServer(config, app.state.gateway, settings.drain_timeout)
+    server.greeting = ready_lines(_address(settings, opened), models, keyed=bool(settings.api_keys))
+    await server.serve(sockets=[opened])
+
+
+class DrainingServer(uvicorn.Server):
+    """Answers what is running before it ends; new requests are told to go elsewhere meanwhile."""
+
+    greeting = ""
+
+    def __init__(self, config: uvicorn.Config, gateway: Gateway, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._gateway = gateway
+        self._drain_seconds = drain_seconds
+        self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        print(self.greeting, flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """The first signal begins to drain, a second one ends everything at once."""
+        if self._gateway.life.draining:
+            self.should_exit = self.force_exit = True
+            return
+        self._gateway.life.draining = True
+        loop = asyncio.get_running_loop()
+        loop.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        working = self._gateway.life.working
+        print(f"draining: {working} requests are running", flush=True)
+        self._draining = asyncio.ensure_future(self._until_drained())
+
+    async def _until_drained(self) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._gateway.life.drained(), self._drain_seconds)
+        self.should_exit = True
+
+
+def ready_lines(address: str, models: Sequence[ServedModel], *, keyed: bool) -> str:
+    """What is printed when the gateway answers: one line of facts, and a command to paste."""
+    facts = {"openai": f"{address}/v1", "models": [model.name for model in models]}
+    body = json.dumps({"model": models[0].name, "prompt": "Once upon a time", "max_tokens": 16})
+    words = ["curl", f"{address}/v1/completions", "-H", "Content-Type: application/json"]
+    command = shlex.join([*words, "-d", body])
+    if keyed:
+        command += ' -H "Authorization: Bearer $OPENAI_API_KEY"'
+    return f"ready: {json.dumps(facts)}\ntry: {command}"
+
+
+def _check_files(settings: GatewaySettings) -> None:
+    """Raises ServerError that names every file that is not there."""
+    problems = Problems("the gateway's files")
+    names = ("chat_template", "api_keys", "tls_certificate", "tls_key")
+    for name in (*names, "server_ca", "server_certificate", "server_key"):
+        path = getattr(settings, name)
+        if path is not None and not Path(path).is_file():
+            flag = "--" + name.replace("_", "-")
+            problems.add("there is no such file", got=path, change=flag)
+    if settings.tokenizer_dir is not None and not Path(settings.tokenizer_dir).is_dir():
+        got = settings.tokenizer_dir
+        problems.add("there is no such folder", got=got, change="--tokenizer-dir")
+    problems.raise_if_any(ServerError)
+
+
+@contextlib.contextmanager
+def _listening(settings: GatewaySettings) -> Iterator[socket.socket]:
+    """The gateway's socket. Raises ServerError where the address cannot be had."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        opened = socket.create_server(
+            (settings.host, settings.port), family=family, backlog=_BACKLOG
+        )
+    except OSError as error:
+        raise ServerError(
+            problem(
+                f"cannot listen: {error.strerror or error}",
+                got=f"{settings.host}:{settings.port}",
+                change="--host or --port",
+            )
+        ) from error
+    with opened:
+        yield opened
+
+
+def _address(settings: GatewaySettings, opened: socket.socket) -> str:
+    """Where to ask; an address of all interfaces is named by the machine."""
+    port = opened.getsockname()[1]
+    host = socket.gethostname() if settings.host in ("0.0.0.0", "::") else settings.host
+    scheme = "https" if settings.tls_certificate else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

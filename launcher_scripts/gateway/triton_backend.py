@@ -1,0 +1,341 @@
+"""The engine behind a tritonserver: rows as requests to its token model, over gRPC.
+
+A model that was exported with decoupled=True answers as tokens come, one with whole answers gives
+one increment. Every row has a gRPC call of its own, so that giving it up is cancelling the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import numpy as np
+import tritonclient.grpc.aio as triton
+from tritonclient.utils import InferenceServerException
+
+from launcher_scripts.clients.connection import GRPC_ARGUMENTS, NUMPY_TYPES
+from launcher_scripts.gateway.api_errors import (
+    ApiError,
+    bad_request,
+    timed_out,
+    unavailable,
+    unsupported,
+)
+from launcher_scripts.gateway.backend import Increment, RowRequest, TokenLogProb
+from launcher_scripts.security import ClientTls
+
+# An id that no vocabulary has, for rows that no token ends.
+NO_END_ID = (1 << 31) - 1
+# Triton 24.08 and later give errors of a stream their own status with this.
+_HEADERS = {"triton_grpc_error": "true"}
+_READY_SECONDS = 5.0
+_NEWS_HEAD = 4
+# Tensor of the token model -> the request's parameter, for models that lack it.
+_PARAMETERS = {
+    "frequency_penalty": "frequency_penalty",
+    "output_presence_penalty": "presence_penalty",
+    "min_p": "min_p",
+    "logit_bias_ids": "logit_bias",
+    "num_log_probs": "logprobs",
+    "num_prompt_log_probs": "echo",
+}
+
+
+class TritonServer:
+    """One tritonserver's gRPC address."""
+
+    def __init__(self, address: str, tls: ClientTls | None = None) -> None:
+        self.address = address
+        self._client = triton.InferenceServerClient(
+            address,
+            ssl=tls is not None,
+            root_certificates=tls and tls.ca,
+            private_key=tls and tls.key,
+            certificate_chain=tls and tls.certificate,
+            channel_args=GRPC_ARGUMENTS,
+        )
+
+    async def is_ready(self, model: str) -> bool:
+        """Whether the server answers and serves the model."""
+        try:
+            return bool(await self._client.is_model_ready(model, client_timeout=_READY_SECONDS))
+        except InferenceServerException:
+            return False
+
+    async def models(self) -> list[str]:
+        """The names of the models that it serves."""
+        index = await self._client.get_model_repository_index(as_json=True)
+        return sorted(
+            each["name"] for each in index.get("models", []) if each.get("state") == "READY"
+        )
+
+    async def model_config(self, model: str) -> dict[str, Any]:
+        """The model's config.pbtxt as JSON."""
+        return dict((await self._client.get_model_config(model, as_json=True))["config"])
+
+    async def infer(
+        self, model: str, tensors: Mapping[str, Any], outputs: Sequence[str], **more: Any
+    ) -> dict[str, Any]:
+        """The answer of a model that gives one."""
+        answer = await self._client.infer(
+            model, _inputs(tensors), outputs=_outputs(outputs), headers=_HEADERS, **more
+        )
+        return _arrays(answer)
+
+    async def stream(
+        self, model: str, tensors: Mapping[str, Any], outputs: Sequence[str], **more: Any
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Every response of a decoupled model; closing the generator cancels the request."""
+
+        async def once() -> AsyncIterator[dict[str, Any]]:
+            yield {
+                "model_name": model,
+                "inputs": _inputs(tensors),
+                "outputs": _outputs(outputs),
+                **more,
+            }
+
+        responses = self._client.stream_infer(once(), headers=_HEADERS)
+        try:
+            async for result, error in responses:
+                if error is not None:
+                    raise error
+                yield _arrays(result)
+        finally:
+            responses.cancel()
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+class TritonBackend:
+    """One token model of one server."""
+
+    def __init__(self, server: TritonServer, config: Mapping[str, Any]) -> None:
+        """config: the model's config.pbtxt as JSON"""
+        self.address = server.address
+        self._server = server
+        self._name = str(config["name"])
+        self._streams = bool(config.get("model_transaction_policy", {}).get("decoupled"))
+        self._types = {
+            each["name"]: NUMPY_TYPES[each["data_type"].removeprefix("TYPE_")]
+            for each in config["input"]
+            if each["data_type"].removeprefix("TYPE_") in NUMPY_TYPES
+        }
+
+    async def generate(self, request: RowRequest) -> AsyncIterator[Increment]:
+        """See Backend."""
+        tensors = self._tensors(request)
+        more: dict[str, Any] = {"request_id": request.request_id}
+        if request.timeout is not None:
+            more["timeout"] = max(1, int(request.timeout * 1e6))
+        row = _Row(request)
+        try:
+            if not self._streams:
+                yield row.increment(
+                    await self._server.infer(self._name, tensors, row.outputs, **more)
+                )
+                return
+            async with aclosing(
+                self._server.stream(self._name, tensors, row.outputs, **more)
+            ) as responses:
+                async for arrays in responses:
+                    if arrays:
+                        yield row.increment(arrays)
+        except (InferenceServerException, grpc.RpcError) as error:
+            raise self._failure(error, request) from error
+        if not row.finished:
+            raise ApiError(502, "the server ended the answer too early", code="incomplete")
+
+    async def is_ready(self) -> bool:
+        return await self._server.is_ready(self._name)
+
+    async def close(self) -> None:
+        await self._server.close()
+
+    def _tensors(self, request: RowRequest) -> dict[str, Any]:
+        """The request as the tensors that the model declares. Raises ApiError for missing ones."""
+        count = len(request.prompt_ids)
+        gpt = "input_lengths" in self._types
+        values: dict[str, Any] = {
+            "input_ids": request.prompt_ids or (0,),  # Triton refuses empty tensors
+            "input_lengths" if gpt else "sequence_length": count,
+            "request_output_len" if gpt else "max_output_len": request.max_tokens,
+            "end_id": NO_END_ID if request.end_id is None else request.end_id,
+            "is_return_progress": True,
+            **_sampling(request),
+        }
+        if request.decoder_ids:
+            values["decoder_input_ids"] = request.decoder_ids
+        if request.stop_ids:
+            places = range(1, len(request.stop_ids) + 1)
+            values["stop_words_list"] = [request.stop_ids, places]
+        missing = [name for name in values if name not in self._types]
+        for name in missing:
+            if name in _PARAMETERS:
+                raise unsupported(
+                    _PARAMETERS[name],
+                    f"{self._name} was exported without the input {name}: export it again, or "
+                    "write its config.pbtxt anew with prepare_triton_model_config",
+                )
+        if missing:
+            raise bad_request(f"{self._name} has no input {missing[0]}")
+        return {name: self._array(name, value) for name, value in values.items()}
+
+    def _array(self, name: str, value: Any) -> Any:
+        """One row of a tensor: [1, ...]."""
+        array = np.asarray(value, dtype=self._types[name])
+        return array.reshape(1, *(array.shape or (1,)))
+
+    def _failure(self, error: Exception, request: RowRequest) -> ApiError:
+        """What the transport's error means for the client."""
+        if isinstance(error, InferenceServerException):
+            status, message = str(error.status()), str(error.message())
+        else:
+            status, message = str(error.code()), str(error.details())  # type: ignore[attr-defined]
+        if request.timeout is not None and "timeout is over" in message:
+            return timed_out(request.timeout)
+        if "INVALID_ARGUMENT" in status:
+            return bad_request(message)
+        if "UNAVAILABLE" in status:
+            return unavailable(f"the server takes no requests now: {message}")
+        if "CANCELLED" in status:
+            return unavailable(f"the server gave the request up: {message}")
+        return ApiError(500, f"the server failed: {message}", code="server_error")
+
+
+class _Row:
+    """The responses to one row's request as increments."""
+
+    def __init__(self, request: RowRequest) -> None:
+        self.finished = False
+        self._request = request
+        self._count = 0  # of tokens so far
+        self._prompt_known = request.prompt_log_probs is None
+        self.outputs = ["news"]
+        if request.log_probs is not None:
+            self.outputs += ["token_log_probs", "token_ranks"]
+            if request.log_probs:
+                self.outputs += ["top_log_prob_ids", "top_log_probs"]
+        if request.prompt_log_probs is not None:
+            self.outputs += ["prompt_log_probs", "prompt_ranks"]
+            if request.prompt_log_probs:
+                self.outputs += ["prompt_top_ids", "prompt_top_log_probs"]
+
+    def increment(self, arrays: Mapping[str, Any]) -> Increment:
+        """What a response adds. `news` is [1, beam, 4 + n]; see protocol.NEWS."""
+        news = arrays["news"][0]
+        self.finished = bool(news[0, 3])
+        prompt = self._prompt_log_probs(arrays)
+        if self._request.beam_width > 1:
+            beams = tuple(map(_new_ids, news)) if self.finished else ()
+            return Increment(prompt_log_probs=prompt, finished=self.finished, beams=beams)
+        ids = _new_ids(news[0])
+        start, self._count = self._count, self._count + len(ids)
+        return Increment(
+            token_ids=ids,
+            log_probs=self._log_probs(arrays, start, ids),
+            prompt_log_probs=prompt,
+            finished=self.finished,
+        )
+
+    def _log_probs(
+        self, arrays: Mapping[str, Any], start: int, ids: Sequence[int]
+    ) -> tuple[TokenLogProb, ...]:
+        """Those of the tokens from `start` on: outputs [1, 1, generated], [1, 1, generated, K]."""
+        if self._request.log_probs is None:
+            return ()
+        places = slice(start, start + len(ids))
+        names = ("token_log_probs", "token_ranks", "top_log_prob_ids", "top_log_probs")
+        return _entries(ids, *(arrays[n][0, 0, places] if n in arrays else None for n in names))
+
+    def _prompt_log_probs(
+        self, arrays: Mapping[str, Any]
+    ) -> tuple[TokenLogProb | None, ...] | None:
+        """Once: [1, prompt], [1, prompt, K]; the first token has none."""
+        if self._prompt_known or "prompt_log_probs" not in arrays:
+            return None
+        self._prompt_known = True
+        ids = self._request.prompt_ids
+        names = ("prompt_log_probs", "prompt_ranks", "prompt_top_ids", "prompt_top_log_probs")
+        entries = _entries(ids, *(arrays[n][0] if n in arrays else None for n in names))
+        return (None, *entries[1:])
+
+
+def _sampling(request: RowRequest) -> dict[str, Any]:
+    """What of the request is not the model's default, by the names of the contract."""
+    values: dict[str, Any] = {"random_seed": request.seed % (1 << 64)}
+    if request.beam_width > 1:
+        values |= {"beam_width": request.beam_width, "len_penalty": request.length_penalty}
+    elif request.temperature == 0 or request.top_p == 0:
+        values |= {"runtime_top_k": 1}
+    else:
+        values |= {
+            "runtime_top_k": request.top_k,
+            "runtime_top_p": request.top_p,
+            "temperature": request.temperature,
+        }
+    if request.logit_bias:
+        values["logit_bias_ids"] = list(request.logit_bias)
+        values["logit_bias_values"] = list(request.logit_bias.values())
+    others = {
+        "min_p": (request.min_p, 0.0),
+        "repetition_penalty": (request.repetition_penalty, 1.0),
+        "output_presence_penalty": (request.presence_penalty, 0.0),
+        "frequency_penalty": (request.frequency_penalty, 0.0),
+        "min_length": (request.min_tokens, 0),
+        "num_log_probs": (request.log_probs, None),
+        "num_prompt_log_probs": (request.prompt_log_probs, None),
+    }
+    return values | {name: value for name, (value, usual) in others.items() if value != usual}
+
+
+def _new_ids(packed: Any) -> tuple[int, ...]:
+    """The generated ids in one beam of `news`: total, prompt, first place, finished, ids."""
+    total, prompt, place = (int(number) for number in packed[:3])
+    ids = packed[_NEWS_HEAD : _NEWS_HEAD + total - place]
+    return tuple(ids[max(0, prompt - place) :].tolist())
+
+
+def _entries(
+    ids: Sequence[int], log_probs: Any, ranks: Any, top_ids: Any, top_log_probs: Any
+) -> tuple[TokenLogProb, ...]:
+    """Arrays [tokens] and [tokens, K] by token; top_* None: K is 0."""
+    tops: Sequence[Sequence[tuple[int, float]]] = [()] * len(ids)
+    if top_ids is not None:
+        tops = [
+            tuple(zip(*pair, strict=True))
+            for pair in zip(top_ids.tolist(), top_log_probs.tolist(), strict=True)
+        ]
+    columns = zip(ids, log_probs.tolist(), ranks.tolist(), tops, strict=True)
+    return tuple(
+        TokenLogProb(token, value, rank, tuple(top)) for token, value, rank, top in columns
+    )
+
+
+def _inputs(tensors: Mapping[str, Any]) -> list[Any]:
+    names = {np.dtype(kind): name for name, kind in NUMPY_TYPES.items()}
+    inputs = []
+    for name, array in tensors.items():
+        tensor = triton.InferInput(name, list(array.shape), names[array.dtype])
+        tensor.set_data_from_numpy(array)
+        inputs.append(tensor)
+    return inputs
+
+
+def _outputs(names: Sequence[str]) -> list[Any]:
+    return [triton.InferRequestedOutput(name) for name in names]
+
+
+def _arrays(answer: Any) -> dict[str, Any]:
+    """The tensors of a response by name; none in an empty last one."""
+    outputs = answer.get_response().outputs
+    return {output.name: answer.as_numpy(output.name) for output in outputs}
+
+
+def parameters_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """The parameters of a config.pbtxt as JSON."""
+    given = config.get("parameters", {})
+    return {name: str(value.get("string_value", "")) for name, value in given.items()}

@@ -1,0 +1,67 @@
+"""What the gateway is told: by the deploy stage's settings file, or by flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launcher_scripts.errors import ConfigError, Problems
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    """One gateway before one or several servers. Times in seconds, sizes in bytes.
+
+    ready:           ready files of the servers, or the job folders that hold them
+    port:            0: a free one
+    tokenizer_dir:   tokenizer files and config.ini, where the servers' repository is not to be read
+    chat_template:   a Jinja file for models whose checkpoint has no chat template
+    api_keys:        a file of lines NAME=key that nobody else may read; None: everybody may ask
+    max_running:     rows that the servers are given at a time
+    max_waiting:     rows that wait for that; more are answered with 429
+    max_body:        of a request
+    max_model_len:   tokens of prompt and answer; None: the positions of the model
+    request_timeout: how long an answer may take unless the request says `timeout`; None: any time
+    ready_timeout:   how long to wait for the ready files and the models
+    drain_timeout:   how long running requests may take after SIGTERM
+    cors_origins:    whose pages a browser lets ask; () switches CORS off
+    tls_certificate, tls_key: PEM files; None: the gateway speaks plain HTTP
+    server_ca, server_certificate, server_key: PEM files for servers whose gRPC speaks TLS
+    """
+
+    ready: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 0
+    tokenizer_dir: str | None = None
+    chat_template: str | None = None
+    api_keys: str | None = None
+    max_running: int = 512
+    max_waiting: int = 1024
+    max_body: int = MIB
+    max_model_len: int | None = None
+    request_timeout: float | None = None
+    ready_timeout: float = 600.0
+    drain_timeout: float = 60.0
+    cors_origins: tuple[str, ...] = ()
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    server_ca: str | None = None
+    server_certificate: str | None = None
+    server_key: str | None = None
+
+    def __post_init__(self) -> None:
+        problems = Problems("the gateway's settings")
+        if not self.ready:
+            problems.add("no server is named", change="--ready")
+        if not 0 <= self.port <= 65535:
+            problems.add("port is not a valid port", got=self.port, change="--port")
+        for name in ("max_running", "max_body"):
+            flag = "--" + name.replace("_", "-")
+            problems.check_at_least(name, getattr(self, name), 1, flag)
+        problems.check_at_least("max_waiting", self.max_waiting, 0, "--max-waiting")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            problems.add("a certificate needs its key", change="--tls-certificate, --tls-key")
+        if self.server_ca is None and (self.server_certificate or self.server_key):
+            problems.add("whom to trust is not said", change="--server-ca")
+        problems.raise_if_any(ConfigError)

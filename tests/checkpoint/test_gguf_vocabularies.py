@@ -1,0 +1,125 @@
+"""GGUF's tokenizers token by token: published test vectors, transformers, and SentencePiece."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from tokenizers import Tokenizer
+
+from launcher_scripts.checkpoint.gguf_tokenizer import build_tokenizer
+
+FILE = Path(__file__).parents[1] / "data" / "gguf" / "vocabularies.json"
+VOCABULARIES: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+TEXTS = [
+    "",
+    " ",
+    "   three   spaces ",
+    "tabs\t\tand\r\nlines\n\n\nend\n",
+    "I'm, you'RE, we'Ve, it'\u017f",
+    "12 345 6789 0.5 1,000 ½ ² ٣٤",
+    "naïve cafe\u0301 Ångström",
+    "日本語のテキスト 中文 한국어",
+    "Здравствуй, мир! שלום नमस्ते",
+    "🙂👩‍👩‍👧‍👦🇩🇪 ok",
+    "snake_case camelCase HTTPServer x=y+1;",
+    "a\u00a0b\u2003c\u200bd",
+    "\x00\x7f\ufffd",
+]
+TRANSFORMERS = {
+    "gpt-2": "GPT2Tokenizer",
+    "qwen2": "Qwen2Tokenizer",
+}
+
+
+def ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize("name", sorted(VOCABULARIES))
+def test_published_vectors(name: str) -> None:
+    vocabulary = VOCABULARIES[name]
+    tokenizer = build_tokenizer(vocabulary["metadata"])
+    found = [
+        [vocabulary["ids"][token] for token in ids(tokenizer, text)] for text in vocabulary["texts"]
+    ]
+    assert found == vocabulary["expected"]
+
+
+@pytest.mark.parametrize("name", sorted(TRANSFORMERS))
+def test_as_transformers_does(name: str) -> None:
+    metadata = VOCABULARIES[name]["metadata"]
+    tokenizer = build_tokenizer(metadata)
+    own = json.loads(tokenizer.to_str())["model"]
+    merges = [tuple(merge) for merge in own["merges"]]
+    kind = getattr(transformers, TRANSFORMERS[name])
+    end = metadata["tokens"][0]
+    theirs = kind(vocab=own["vocab"], merges=merges, unk_token=end, bos_token=end, eos_token=end)
+    for text in TEXTS:
+        assert ids(tokenizer, text) == theirs.encode(text, add_special_tokens=False), text
+        assert tokenizer.decode(ids(tokenizer, text)) == theirs.decode(
+            theirs.encode(text, add_special_tokens=False)
+        )
+
+
+@pytest.fixture(scope="module")
+def corpus() -> list[str]:
+    lines = Path(__file__).parents[2] / "launcher_scripts/evaluation/data/lambada_first200.jsonl"
+    return [json.loads(line)["text"] for line in lines.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize(("prefixed", "spaces"), [(True, ""), (False, "▁▁▁"), (False, "   ")])
+def test_as_sentencepiece_does(corpus: list[str], prefixed: bool, spaces: str) -> None:
+    """spaces: how the file writes the piece that Gemma has for three of them"""
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(corpus),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=700,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=prefixed,
+        user_defined_symbols=["<tool>", *(["▁▁▁"] if spaces else [])],
+        minloglevel=2,
+    )
+    theirs = SentencePieceProcessor(model_proto=model.getvalue())
+    metadata = metadata_of(theirs) | {"add_space_prefix": prefixed}
+    metadata["tokens"] = [spaces if token == "▁▁▁" else token for token in metadata["tokens"]]
+    tokenizer = build_tokenizer(metadata)
+    for text in [*TEXTS, *corpus[:40]]:
+        assert ids(tokenizer, text) == theirs.encode(text), text
+        assert tokenizer.decode(theirs.encode(text)) == theirs.decode(theirs.encode(text))
+    assert ids(tokenizer, "a<tool>").count(theirs.piece_to_id("<tool>")) == 1
+
+
+def metadata_of(processor: SentencePieceProcessor) -> dict[str, Any]:
+    """The vocabulary as llama.cpp's converter puts it into a file."""
+    kinds = {
+        2: processor.is_unknown,
+        3: processor.is_control,
+        5: processor.is_unused,
+        6: processor.is_byte,
+    }
+    size = range(processor.vocab_size())
+    user = ("<tool>", "▁▁▁")
+    return {
+        "model": "llama",
+        "tokens": [processor.id_to_piece(token) for token in size],
+        "scores": [processor.get_score(token) for token in size],
+        "token_type": [
+            4
+            if processor.id_to_piece(token) in user
+            else next((kind for kind, test in kinds.items() if test(token)), 1)
+            for token in size
+        ],
+        "bos_token_id": processor.bos_id(),
+        "eos_token_id": processor.eos_id(),
+        "unknown_token_id": processor.unk_id(),
+    }

@@ -1,0 +1,259 @@
+"""Every key of a config.json is read, known to change nothing, or refused by its name.
+
+What transformers 4 wrote is in tests/data; what transformers 5 writes, its own classes say.
+"""
+
+import json
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
+
+from launcher_scripts.checkpoint.huggingface import ARCHITECTURES, architecture
+from launcher_scripts.checkpoint.huggingface_keys import IRRELEVANT, OFF, check_keys
+from launcher_scripts.checkpoint.huggingface_raw import ACTIVATIONS, RawConfig
+from launcher_scripts.errors import CheckpointError
+from launcher_scripts.settings import TokenizerSettings
+from tests.checkpoint.exporting import export_folder
+from tests.checkpoint.tiny_models import LLAMA
+
+DATA = Path(__file__).parent.parent / "data" / "huggingface"
+VERSION_4 = json.loads((DATA / "transformers_4_configs.json").read_text())
+OURS = ("agm",)  # of a fork of transformers
+NAMES = sorted(set(ARCHITECTURES) - set(OURS))
+# Keys of published files that no class of today writes.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_ctx": 1024, "task_specific_params": {"text-generation": {"do_sample": True}}},
+    "bloom": {
+        "attention_softmax_in_fp32": True,
+        "bias_dropout_fusion": True,
+        "masked_softmax_fusion": True,
+        "n_embed": 64,
+        "n_inner": None,
+        "num_attention_heads": 8,
+        "offset_alibi": 100,
+        "seq_length": 2048,
+        "skip_bias_add": True,
+        "skip_bias_add_qkv": False,
+        "unk_token_id": 0,
+    },
+    "opt": {"prefix": "</s>", "activation_dropout": 0.0, "torch_dtype": "float16"},
+    "llama": {
+        "is_llama_config": True,
+        "max_sequence_length": 2048,
+        "rope_interleaved": False,
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+        "unsloth_fixed": True,
+        "unsloth_version": "2024.11.7",
+        "_flash_attn_2_enabled": True,
+        "attn_implementation": "flash_attention_2",
+        "auto_map": {"AutoModelForCausalLM": "modeling.Model"},
+    },
+    "qwen2": {"use_mrope": False, "sliding_window": None, "initializer_cutoff_factor": 2.0},
+    "t5": {"n_positions": 512, "output_past": True},
+    "bart": {
+        "_num_labels": 3,
+        "add_bias_logits": False,
+        "add_final_layer_norm": False,
+        "author": "somebody",
+        "do_blenderbot_90_layernorm": False,
+        "extra_pos_embeddings": 2,
+        "force_bos_token_to_be_generated": True,
+        "gradient_checkpointing": False,
+        "normalize_before": False,
+        "normalize_embedding": True,
+        "replacing_rate": 0,
+        "save_step": 58,
+        "static_position_embeddings": False,
+        "student_decoder_layers": None,
+    },
+    "mbart": {"add_final_layer_norm": True, "normalize_before": True, "max_new_tokens": 9},
+    "gptj": {"rotary": True, "scale_attn_weights": True},
+    "gpt_neox": {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
+    "falcon": {"apply_residual_connection_post_layernorm": False, "n_head": 71, "n_layer": 32},
+    "gemma2": {"cache_implementation": "hybrid", "sliding_window_size": 4096},
+    "gemma3_text": {"sliding_window_pattern": 6, "cache_implementation": "hybrid"},
+    "phi3": {"attention_bias": False, "auto_map": {"AutoConfig": "a.B"}},
+    "starcoder2": {
+        "attention_softmax_in_fp32": True,
+        "layer_norm_epsilon": 1e-05,
+        "mlp_type": "default",
+        "norm_type": "layer_norm",
+        "scale_attention_softmax_in_fp32": True,
+        "scale_attn_weights": True,
+    },
+    "mixtral": {"router_jitter_noise": 0.0, "router_aux_loss_coef": 0.02},
+}
+
+
+def of_version_4(name: str) -> dict[str, Any]:
+    return VERSION_4["common"] | VERSION_4["models"][name]
+
+
+def of_today(name: str) -> list[dict[str, Any]]:
+    """Everything that the class knows, and what save_pretrained writes."""
+    config = CONFIG_MAPPING[name]()
+    return [json.loads(json.dumps(said)) for said in (config.to_dict(), config.to_diff_dict())]
+
+
+def problems(raw: dict[str, Any]) -> tuple[list[str], tuple[str, ...]]:
+    """What is wrong with the keys, and the notes."""
+    path = Path("config.json")
+    row = architecture(raw, path)
+    config = RawConfig(raw, ("encoder.block.", "decoder.block."), path)
+    try:
+        row.variants(config)
+        row.read(config)
+    except CheckpointError:
+        pass  # a default that the project cannot hold is refused elsewhere
+    config.problems.messages.clear()
+    notes = check_keys(config)
+    return config.problems.messages, notes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_transformers_writes_has_no_unknown_key(name: str) -> None:
+    written = [*of_today(name), of_version_4(name)]
+    for raw in [*written, of_version_4(name) | PUBLISHED.get(name, {})]:
+        assert problems(raw) == ([], ())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_switch_hides_another_key(name: str) -> None:
+    """Whatever a file's switches say, every other key of its class is still known."""
+    raw = of_version_4(name)
+    for key in [key for key, value in raw.items() if isinstance(value, bool) and key not in OFF]:
+        assert problems(raw | {key: not raw[key]})[0] == [], key
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("llama", "attn_logit_softcapping", 50.0),
+        ("llama", "partial_rotary_factors", [0.5]),
+        ("llama", "quantization_config", {"bits": 4}),
+        ("gpt2", "sliding_window", 4096),
+        ("bloom", "rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("opt", "num_key_value_heads", 2),
+        ("t5", "foo_scale", 2),
+        ("bart", "tie_encoder_decoder", True),
+        ("mt5", "foo_type", "rope"),
+        ("qwen3", "zero", 0),
+    ],
+)
+def test_an_unknown_key_that_has_a_value_is_refused(name: str, key: str, value: Any) -> None:
+    (message,), _ = problems(of_version_4(name) | {key: value})
+    assert message.startswith(f"{key} is not known here; got {value!r}"[:60])
+    assert "remove the key" in message
+
+
+def test_keys_of_sections_are_checked_too() -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, "mscale": 0.7}
+    (message,), _ = problems(of_version_4("llama") | {"rope_scaling": rope})
+    assert message.startswith("rope_scaling.mscale is not known here; got 0.7")
+
+
+def test_an_unknown_key_that_is_switched_off_is_a_note() -> None:
+    off = {"use_wings": False, "wings": [], "wing_type": "", "nothing": None}
+    found, (note,) = problems(of_version_4("llama") | off)
+    assert (found, note) == (
+        [],
+        "config.json: use_wings, wings, wing_type unknown, but switched off",
+    )
+
+
+def test_all_unknown_keys_are_one_error_and_notes_reach_the_manifest(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True)).save_pretrained(folder)
+    file = folder / "config.json"
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps(said | {"foo_scale": 2, "sliding_window": 7, "use_foo": False}))
+    with pytest.raises(CheckpointError) as caught:
+        export_folder(folder, tmp_path)
+    assert len(caught.value.problems) == 2
+    assert all(word in str(caught.value) for word in ("foo_scale", "sliding_window", str(file)))
+    file.write_text(json.dumps(said | {"use_foo": False}))
+    exported = export_folder(folder, tmp_path)
+    source = json.loads((exported / "manifest.json").read_text())["source"]
+    assert source["notes"] == ["config.json: use_foo unknown, but switched off"]
+
+
+def test_two_names_of_one_size_must_agree() -> None:
+    raw = RawConfig({"n_positions": 1024, "n_ctx": 512}, (), Path("config.json"))
+    raw.size("n_positions", "n_ctx")
+    assert raw.problems.messages == ["n_positions and n_ctx differ; got [1024, 512]"]
+
+
+def test_the_table_has_no_stale_keys() -> None:
+    files = [
+        raw for name in CONFIG_MAPPING if name in VERSION_4["models"] for raw in of_today(name)
+    ]
+    files += [of_version_4(name) for name in VERSION_4["models"]]
+    known = {key for raw in [*files, *PUBLISHED.values()] for key in raw}
+    patterns = [pattern for keys in IRRELEVANT.values() for pattern in keys]
+    assert len(patterns) == len(set(patterns))
+    stale = [each for each in patterns if not any(fnmatchcase(key, each) for key in known)]
+    assert stale == []
+    assert set(OFF) <= known
+    assert not any(fnmatchcase(key, each) for key in OFF for each in patterns)
+
+
+def save_llama(folder: Path, **values: Any) -> dict[str, Any]:
+    """A tiny Llama whose config.json then says `values` besides; what it says."""
+    torch.manual_seed(3)
+    LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(folder)
+    raw = json.loads((folder / "config.json").read_text()) | values
+    (folder / "config.json").write_text(json.dumps(raw))
+    return raw
+
+
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [
+        (4, "num_key_value_heads does not fit .* got 4; choices: 2"),
+        (3, "num_kv_heads"),
+        (1, "num_key_value_heads does not fit .* got 1; choices: 2"),
+    ],
+)
+def test_key_value_heads_that_do_not_fit_the_tensors_are_refused(
+    tmp_path: Path, heads: int, message: str
+) -> None:
+    save_llama(tmp_path / "hf", num_key_value_heads=heads)
+    with pytest.raises(CheckpointError, match=message):
+        export_folder(tmp_path / "hf", tmp_path)
+
+
+def test_an_unknown_activation_is_answered_with_the_known_ones(tmp_path: Path) -> None:
+    save_llama(tmp_path / "hf", hidden_act="xielu")
+    with pytest.raises(CheckpointError) as caught:
+        export_folder(tmp_path / "hf", tmp_path)
+    assert "unknown hidden_act; got 'xielu'; choices: " in str(caught.value)
+    assert all(name in str(caught.value) for name in ACTIVATIONS)
+
+
+def save_tokenizer(folder: Path, tokens: int) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    vocab = {f"t{index}": index for index in range(tokens)}
+    Tokenizer(WordLevel(vocab, unk_token="t0")).save(str(folder / "tokenizer.json"))
+    special = {"bos_token": "t1", "eos_token": "t2"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(special))
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(60, True), (67, True), (68, False)])
+def test_a_tokenizer_may_not_have_more_tokens_than_the_table_has_rows(
+    tmp_path: Path, tokens: int, fits: bool
+) -> None:
+    save_llama(tmp_path / "hf")
+    save_tokenizer(tmp_path / "hf", tokens)
+    tokenizer = TokenizerSettings("auto")
+    if fits:
+        assert (export_folder(tmp_path / "hf", tmp_path, tokenizer=tokenizer)).is_dir()
+        return
+    with pytest.raises(CheckpointError, match="more tokens than the model's 67; got 68"):
+        export_folder(tmp_path / "hf", tmp_path, tokenizer=tokenizer)
+    assert not (tmp_path / "1-gpu").exists()

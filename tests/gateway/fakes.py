@@ -1,0 +1,113 @@
+"""An engine that answers as a test says, and the gateway's application before it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from starlette.testclient import TestClient
+
+from launcher_scripts.gateway.app import AppSettings, make_app
+from launcher_scripts.gateway.backend import Increment, RowRequest, TokenLogProb
+from launcher_scripts.gateway.chat_template import ChatTemplate
+from launcher_scripts.gateway.door import Keys
+from launcher_scripts.gateway.served_model import ServedModel
+from launcher_scripts.tokenizer import load_tokenizer
+
+TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"
+GPT2 = load_tokenizer(TOKENIZERS / "gpt2bpe")
+END_ID = GPT2.end_id
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def log_prob(token_id: int, top: int) -> TokenLogProb:
+    """Made of the id, so that a test can tell where it came from."""
+    alternatives = [(token_id + place, -0.5 - place) for place in range(top)]
+    return TokenLogProb(token_id, -0.5 - token_id / 1000, 1, tuple(alternatives))
+
+
+@dataclass
+class FakeBackend:
+    """Answers every row with ids, one in an increment, an end token after them unless told.
+
+    waits:  rows stay before their second token until it is set
+    """
+
+    ids: Callable[[RowRequest], Sequence[int]] = lambda _: GPT2.encode(" some words to say")
+    error: Exception | None = None
+    waits: bool = False
+    is_up: bool = True
+    requests: list[RowRequest] = field(default_factory=list)
+    running: int = 0
+
+    async def generate(self, request: RowRequest) -> AsyncIterator[Increment]:
+        self.requests.append(request)
+        self.running += 1
+        try:
+            if self.error is not None:
+                raise self.error
+            async for increment in self._increments(request):
+                yield increment
+        finally:
+            self.running -= 1
+
+    async def _increments(self, request: RowRequest) -> AsyncIterator[Increment]:
+        ends = () if request.end_id is None else (request.end_id,)
+        ids = (*self.ids(request), *ends)[: request.max_tokens]
+        prompt = None
+        if request.prompt_log_probs is not None:
+            top = request.prompt_log_probs
+            prompt = (None, *(log_prob(each, top) for each in request.prompt_ids[1:]))
+        if request.beam_width > 1:
+            beams = tuple(tuple(ids[: len(ids) - beam]) for beam in range(request.beam_width))
+            yield Increment(finished=True, beams=beams)
+            return
+        if not ids:
+            yield Increment(prompt_log_probs=prompt, finished=True)
+        for place, token_id in enumerate(ids):
+            if place and self.waits:
+                await asyncio.Event().wait()
+            await asyncio.sleep(0)
+            last = place == len(ids) - 1
+            found = self._log_probs(request, (token_id,))
+            yield Increment((token_id,), found, None if place else prompt, finished=last)
+
+    @staticmethod
+    def _log_probs(request: RowRequest, ids: Sequence[int]) -> tuple[TokenLogProb, ...]:
+        if request.log_probs is None:
+            return ()
+        return tuple(log_prob(each, request.log_probs) for each in ids)
+
+    async def is_ready(self) -> bool:
+        return self.is_up
+
+    async def close(self) -> None:
+        self.is_up = False
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def served(backend: FakeBackend, name: str = "tiny", **more: Any) -> ServedModel:
+    """A model with the small GPT-2 vocabulary."""
+    values = {
+        "tokenizer": GPT2,
+        "end_ids": (END_ID,),
+        "max_len": 64,
+        "template": ChatTemplate({"default": CHATML}, {}),
+        "created": 1,
+    }
+    return ServedModel(name, backend, **{**values, **more})
+
+
+def client_of(
+    *models: ServedModel, keys: dict[str, str] | None = None, **settings: Any
+) -> TestClient:
+    """A client of the application; `client.app.state.gateway` is the Gateway."""
+    return TestClient(make_app(models, Keys(keys or {}), AppSettings(**settings)))

@@ -1,0 +1,190 @@
+"""/v1/chat/completions and the routes about tokens, over an engine that answers as told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.gateway.fakes import CHATML, GPT2, FakeBackend, client_of, served
+from tests.gateway.test_completions import IDS, WORDS, events
+
+HI = [{"role": "user", "content": "Hi"}]
+HI_TEXT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+ROOM = 300  # positions that the small vocabulary needs for the names of a chat
+
+
+def chat_client(backend: FakeBackend, **more: Any) -> TestClient:
+    return client_of(served(backend, **{"max_len": ROOM, **more}))
+
+
+def refused(client: TestClient, **body: Any) -> dict[str, Any]:
+    answer = client.post("/v1/chat/completions", json={"messages": HI, **body})
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
+
+
+def test_a_chat_is_rendered_and_answered() -> None:
+    backend = FakeBackend()
+    answer = chat_client(backend).post("/v1/chat/completions", json={"messages": HI}).json()
+    assert answer["object"] == "chat.completion"
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": WORDS}
+    assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
+    (request,) = backend.requests
+    assert GPT2.decode(request.prompt_ids) == HI_TEXT
+    # Without max_tokens a chat may go on to the end of the model's positions.
+    assert request.max_tokens == ROOM - len(request.prompt_ids)
+    assert answer["usage"]["prompt_tokens"] == len(request.prompt_ids)
+
+
+def test_the_templates_own_start_token_is_not_doubled() -> None:
+    backend = FakeBackend()
+    client = chat_client(backend, opening_ids=(1,))
+    client.post("/v1/chat/completions", json={"messages": HI})
+    client.post("/v1/chat/completions", json={"messages": HI, "add_special_tokens": True})
+    first, second = backend.requests
+    assert second.prompt_ids == (1, *first.prompt_ids)
+
+
+def test_parts_of_text_are_a_text_to_the_template() -> None:
+    template = "{{ messages[0].content | map(attribute='text') | join('+') }}"
+    from launcher_scripts.gateway.chat_template import ChatTemplate
+
+    backend = FakeBackend()
+    client = chat_client(backend, template=ChatTemplate({"default": template}, {}))
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}]})
+    assert GPT2.decode(backend.requests[0].prompt_ids) == "one+two"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_both_names_of_the_most_tokens(name: str) -> None:
+    backend = FakeBackend()
+    answer = chat_client(backend).post("/v1/chat/completions", json={"messages": HI, name: 2})
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
+    assert backend.requests[0].max_tokens == 2
+
+
+def test_log_probabilities_of_a_chat() -> None:
+    answer = chat_client(FakeBackend()).post(
+        "/v1/chat/completions",
+        json={"messages": HI, "logprobs": True, "top_logprobs": 2, "max_tokens": 2},
+    )
+    content = answer.json()["choices"][0]["logprobs"]["content"]
+    assert [each["token"] for each in content] == [GPT2.decode([each]) for each in IDS[:2]]
+    for token_id, each in zip(IDS, content, strict=False):
+        assert bytes(each["bytes"]).decode() == each["token"]
+        assert each["logprob"] == -0.5 - token_id / 1000
+        assert [top["logprob"] for top in each["top_logprobs"]] == [-0.5, -1.5]
+
+
+def test_a_streamed_chat_begins_with_its_role() -> None:
+    client = chat_client(FakeBackend())
+    found = events(
+        client,
+        "/v1/chat/completions",
+        messages=HI,
+        n=2,
+        logprobs=True,
+        stream_options={"include_usage": True},
+    )
+    *pieces, last = found
+    deltas: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
+    for event in pieces:
+        assert event["object"] == "chat.completion.chunk"
+        (choice,) = event["choices"]
+        deltas[choice["index"]].append(choice)
+    for choices in deltas.values():
+        first, *others = (choice["delta"] for choice in choices)
+        assert first == {"role": "assistant", "content": ""}
+        assert "".join(each["content"] for each in others) == WORDS
+        assert choices[-1]["finish_reason"] == "stop"
+        assert [each["finish_reason"] for each in choices[:-1]] == [None] * (len(choices) - 1)
+    assert last["usage"]["completion_tokens"] == 2 * (len(IDS) + 1)
+
+
+def test_tools_are_the_templates() -> None:
+    from launcher_scripts.gateway.chat_template import ChatTemplate
+
+    backend = FakeBackend()
+    template = ChatTemplate({"default": "{{ tools | tojson if tools else 'none' }}"}, {})
+    client = chat_client(backend, template=template)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for more in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
+        client.post("/v1/chat/completions", json={"messages": HI, "tools": tools, **more})
+    texts = [GPT2.decode(request.prompt_ids) for request in backend.requests]
+    shown = '[{"type": "function", "function": {"name": "f"}}]'
+    assert texts == [shown, shown, "none"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"content": "a"}]}, "messages", "role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages",
+            "image_url",
+        ),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages", "content"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "text"),
+        ({"tool_choice": "required"}, "tool_choice", "none"),
+        ({"tool_choice": "auto"}, "tool_choice", "tools"),
+        ({"functions": []}, "functions", "not supported"),
+        ({"max_tokens": 2, "max_completion_tokens": 2}, "max_completion_tokens", "another name"),
+        ({"echo": True}, "echo", "not supported"),
+    ],
+)
+def test_wrong_parameters_are_named(body: dict[str, Any], param: str, words: str) -> None:
+    error = refused(chat_client(FakeBackend()), **body)
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+def test_models_without_a_template_complete_only() -> None:
+    error = refused(chat_client(FakeBackend(), template=None))
+    assert (error["code"], error["param"]) == ("no_chat_template", "messages")
+    assert "--chat-template" in error["message"]
+    assert "encoder-decoder" in refused(chat_client(FakeBackend(), encodes=True))["message"]
+
+
+def test_tokens_and_texts() -> None:
+    client = chat_client(FakeBackend(), opening_ids=(1,))
+    found = client.post("/tokenize", json={"prompt": "Hé", "return_token_strs": True}).json()
+    assert found["tokens"] == [1, *GPT2.encode("Hé")]
+    assert found["count"] == 4
+    assert found["max_model_len"] == ROOM
+    assert found["token_strs"][1:] == ["H", "bytes:\\xc3", "bytes:\\xa9"]
+    found = client.post("/tokenize", json={"prompt": "Hé", "add_special_tokens": False}).json()
+    assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "Hé"}
+    found = client.post("/tokenize", json={"messages": HI}).json()
+    assert GPT2.decode(found["tokens"]) == HI_TEXT
+    huge = client.post("/detokenize", json={"tokens": [1 << 40]})
+    assert (huge.status_code, huge.json()["error"]["param"]) == (400, "tokens")
+
+
+def test_what_the_tokenizer_is() -> None:
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    found = chat_client(FakeBackend(), token_names=tokens).get("/tokenizer_info").json()
+    assert (found["bos_token"], found["eos_token"], found["pad_token"]) == ("<s>", "</s>", None)
+    assert found["chat_template"] == CHATML
+    assert found["vocab_size"] == GPT2.vocab_size
+
+
+def test_models_are_listed() -> None:
+    client = client_of(served(FakeBackend(), "org/one"), served(FakeBackend(), "two"))
+    found = client.get("/v1/models").json()
+    assert [each["id"] for each in found["data"]] == ["org/one", "two"]
+    assert client.get("/v1/models/org/one").json()["id"] == "org/one"
+    assert client.get("/v1/models/three").status_code == 404
+
+
+def test_there_are_no_embeddings() -> None:
+    answer = chat_client(FakeBackend()).post("/v1/embeddings", json={"input": "a"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "no_embeddings"
+    assert "tiny" in answer.json()["error"]["message"]

@@ -1,0 +1,353 @@
+"""/v1/completions over an engine that answers as the tests say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from launcher_scripts.gateway.api_errors import bad_request
+from tests.gateway.fakes import END_ID, GPT2, FakeBackend, client_of, served
+
+WORDS = " some words to say"
+IDS = GPT2.encode(WORDS)
+
+
+def ask(client: TestClient, **body: Any) -> dict[str, Any]:
+    """The answer to a completion request."""
+    answer = client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 40, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refused(client: TestClient, **body: Any) -> dict[str, Any]:
+    """The error of a completion request that is wrong."""
+    answer = client.post("/v1/completions", json={"prompt": "Hello", **body})
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
+
+
+def events(client: TestClient, path: str = "/v1/completions", **body: Any) -> list[dict[str, Any]]:
+    """The events of a streamed answer, which ends with [DONE]."""
+    answer = client.post(path, json={"stream": True, "max_tokens": 40, **body})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *lines, done, end = answer.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_an_answer_is_openais() -> None:
+    backend = FakeBackend()
+    answer = ask(client_of(served(backend)))
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "tiny"
+    assert answer["choices"] == [
+        {"index": 0, "text": WORDS, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ]
+    count = len(IDS) + 1
+    assert answer["usage"] == {
+        "prompt_tokens": 1,
+        "completion_tokens": count,
+        "total_tokens": count + 1,
+    }
+    (request,) = backend.requests
+    assert request.prompt_ids == tuple(GPT2.encode("Hello"))
+    assert request.end_id == END_ID
+    assert answer["id"] == f"cmpl-{request.request_id}"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids"),
+    [
+        ("Hello", [GPT2.encode("Hello")]),
+        (["Hello", " the"], [GPT2.encode("Hello"), GPT2.encode(" the")]),
+        ([5, 6], [[5, 6]]),
+        ([[5, 6], [7]], [[5, 6], [7]]),
+    ],
+)
+def test_prompts_have_four_forms(prompt: Any, ids: list[list[int]]) -> None:
+    backend = FakeBackend(ids=lambda request: request.prompt_ids)
+    answer = ask(client_of(served(backend)), prompt=prompt)
+    assert [list(request.prompt_ids) for request in backend.requests] == ids
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(ids)))
+    assert [choice["text"] for choice in answer["choices"]] == [GPT2.decode(row) for row in ids]
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
+
+
+def test_special_tokens_stand_around_texts_alone() -> None:
+    backend = FakeBackend()
+    client = client_of(served(backend, opening_ids=(1, 2), closing_ids=(3,)))
+    ask(client, prompt="Hello")
+    ask(client, prompt="Hello", add_special_tokens=False)
+    ask(client, prompt=[7])
+    hello = GPT2.encode("Hello")
+    assert [request.prompt_ids for request in backend.requests] == [
+        (1, 2, *hello, 3),
+        tuple(hello),
+        (7,),
+    ]
+
+
+def test_sampling_reaches_the_engine() -> None:
+    backend = FakeBackend()
+    client = client_of(served(backend, defaults={"temperature": 0.6, "top_k": 50}))
+    ask(
+        client,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=-0.4,
+        logit_bias={"5": 2, "6": -100},
+        seed=-3,
+        min_tokens=4,
+        stop_token_ids=[9],
+        max_tokens=12,
+    )
+    ask(client, ignore_eos=True, top_k=-1)
+    first, second = backend.requests
+    assert (first.temperature, first.top_p, first.top_k, first.min_p) == (0.5, 0.9, 7, 0.1)
+    assert (first.repetition_penalty, first.presence_penalty) == (1.2, 0.3)
+    assert (first.frequency_penalty, first.logit_bias) == (-0.4, {5: 2, 6: -100})
+    assert (first.seed, first.min_tokens, first.stop_ids) == (-3, 4, (9,))
+    assert (first.max_tokens, first.end_id) == (12, END_ID)
+    assert (second.temperature, second.top_k, second.end_id) == (0.6, 0, None)
+
+
+def test_rows_of_a_seed_differ_and_come_again() -> None:
+    backend = FakeBackend()
+    client = client_of(served(backend))
+    ask(client, n=3, seed=5)
+    ask(client, n=3)
+    seeds = [request.seed for request in backend.requests]
+    assert seeds[:3] == [5, 6, 7]
+    assert len(set(seeds)) == 6
+    names = [request.request_id for request in backend.requests]
+    assert len(set(names)) == 6
+
+
+def test_log_probabilities_of_prompt_and_answer() -> None:
+    client = client_of(served(FakeBackend()))
+    prompt = GPT2.encode("Hello the")
+    answer = ask(client, prompt="Hello the", echo=True, logprobs=2, max_tokens=3)
+    (choice,) = answer["choices"]
+    assert choice["text"] == "Hello the" + GPT2.decode(IDS[:3])
+    found = choice["logprobs"]
+    ids = [*prompt, *IDS[:3]]
+    assert found["tokens"] == [GPT2.decode([each]) for each in ids]
+    assert found["token_logprobs"] == [None, *(-0.5 - each / 1000 for each in ids[1:])]
+    assert found["top_logprobs"][0] is None
+    for token_id, alternatives in zip(ids[1:], found["top_logprobs"][1:], strict=True):
+        assert list(alternatives.values()) == [-0.5, -1.5]
+        assert next(iter(alternatives)) == GPT2.decode([token_id])
+    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        assert choice["text"][offset:].startswith(token)
+
+
+def test_no_alternatives_but_the_token_itself() -> None:
+    (choice,) = ask(client_of(served(FakeBackend())), logprobs=0, max_tokens=2)["choices"]
+    found = choice["logprobs"]
+    assert [list(each) for each in found["top_logprobs"]] == [[token] for token in found["tokens"]]
+
+
+def test_parts_of_characters_have_names() -> None:
+    ids = GPT2.encode("é")
+    client = client_of(served(FakeBackend(ids=lambda _: ids)))
+    (choice,) = ask(client, logprobs=0, max_tokens=2)["choices"]
+    assert choice["text"] == "é"
+    assert choice["logprobs"]["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]
+    (choice,) = ask(client, logprobs=0, max_tokens=2, return_tokens_as_token_ids=True)["choices"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{each}" for each in ids]
+
+
+def test_nothing_to_generate_is_echoed_without_an_engine() -> None:
+    backend = FakeBackend()
+    client = client_of(served(backend))
+    (choice,) = ask(client, max_tokens=0, echo=True)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("Hello", "length")
+    assert backend.requests == []
+    (choice,) = ask(client, prompt="Hello the", max_tokens=0, echo=True, logprobs=1)["choices"]
+    assert len(choice["logprobs"]["tokens"]) == len(GPT2.encode("Hello the"))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "shown", "met"),
+    [
+        ("ords to", " some w", "ords to"),
+        (["zzz", "e w"], " som", "e w"),
+        (["say", " t"], " some words", " t"),
+        ("sayings", WORDS, None),
+    ],
+)
+def test_stop_texts_are_found_across_tokens(
+    streams: bool, stop: Any, shown: str, met: str | None
+) -> None:
+    backend = FakeBackend()
+    client = client_of(served(backend))
+    if streams:
+        found = [event["choices"][0] for event in events(client, prompt="Hello", stop=stop)]
+        text, last = "".join(choice["text"] for choice in found), found[-1]
+    else:
+        (last,) = ask(client, stop=stop)["choices"]
+        text = last["text"]
+    assert (text, last["finish_reason"], last["stop_reason"]) == (shown, "stop", met)
+    assert backend.running == 0
+
+
+def test_a_stop_text_may_stay() -> None:
+    (choice,) = ask(
+        client_of(served(FakeBackend())), stop="words", include_stop_str_in_output=True
+    )["choices"]
+    assert choice["text"] == " some words"
+
+
+def test_stop_texts_wait_for_min_tokens() -> None:
+    client = client_of(served(FakeBackend(ids=lambda _: GPT2.encode("a b a b a b"))))
+    (choice,) = ask(client, stop="a", min_tokens=3)["choices"]
+    assert choice["text"] == "a b "
+
+
+def test_further_end_tokens_say_which_came() -> None:
+    backend = FakeBackend(ids=lambda request: (*IDS[:2], *request.stop_ids))
+    client = client_of(served(backend, end_ids=(END_ID, 8)))
+    (choice,) = ask(client, max_tokens=3)["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", 8)
+    assert backend.requests[0].stop_ids == (8,)
+
+
+def test_the_best_of_several_rows() -> None:
+    """The fake's log-probabilities fall with the ids."""
+    rows = iter([(400, 400), (5, 5), (90, 90), (7, 7)])
+    backend = FakeBackend(ids=lambda _: next(rows))
+    answer = ask(client_of(served(backend)), n=2, best_of=4, max_tokens=2)
+    assert [choice["text"] for choice in answer["choices"]] == [
+        GPT2.decode((5, 5)),
+        GPT2.decode((7, 7)),
+    ]
+    assert [choice["logprobs"] for choice in answer["choices"]] == [None, None]
+    assert answer["usage"]["completion_tokens"] == 8
+
+
+def test_a_beam_search_shows_its_hypotheses() -> None:
+    backend = FakeBackend()
+    answer = ask(
+        client_of(served(backend)), prompt=["Hello", "a"], use_beam_search=True, n=3, max_tokens=4
+    )
+    texts = [GPT2.decode(IDS[: 4 - beam]) for beam in range(3)]
+    assert [choice["text"] for choice in answer["choices"]] == texts * 2
+    assert [request.beam_width for request in backend.requests] == [3, 3]
+
+
+def test_a_stream_joins_to_the_whole_answer() -> None:
+    client = client_of(served(FakeBackend()))
+    found = events(
+        client, prompt=["Hello", "a"], n=2, echo=True, stream_options={"include_usage": True}
+    )
+    *pieces, last = found
+    texts = dict.fromkeys(range(4), "")
+    for event in pieces:
+        assert event["usage"] is None
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert texts == {0: "Hello" + WORDS, 1: "Hello" + WORDS, 2: "a" + WORDS, 3: "a" + WORDS}
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 4 * (len(IDS) + 1)
+
+
+def test_usage_may_come_with_every_event() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    found = events(client_of(served(FakeBackend())), prompt="Hello", stream_options=options)
+    counts = [event["usage"]["completion_tokens"] for event in found]
+    assert counts == [*range(1, len(IDS) + 2), len(IDS) + 1]
+
+
+def test_an_encoder_decoder_reads_its_prompt() -> None:
+    backend = FakeBackend()
+    client = client_of(served(backend, encodes=True, decoder_ids=(4,), max_len=None))
+    assert ask(client)["choices"][0]["text"] == WORDS
+    assert backend.requests[0].decoder_ids == (4,)
+    assert refused(client, echo=True)["param"] == "echo"
+    assert "empty" in refused(client, prompt="")["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({"suffix": "x"}, "suffix", "unsupported_parameter"),
+        ({"guided_regex": "a+"}, "guided_regex", "unsupported_parameter"),
+        ({"temperature": -1}, "temperature", "invalid_value"),
+        ({"temperature": "hot"}, "temperature", "invalid_value"),
+        ({"logprobs": 21}, "logprobs", "invalid_value"),
+        ({"logprobs": True}, "logprobs", "invalid_value"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"n": 3, "best_of": 2}, "best_of", "invalid_value"),
+        ({"best_of": 2, "stream": True}, "best_of", "invalid_value"),
+        ({"use_beam_search": True, "n": 2, "stream": True}, "stream", "unsupported_parameter"),
+        ({"use_beam_search": True, "n": 2, "logprobs": 1}, "logprobs", "unsupported_parameter"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+        (
+            {"stream_options": {"all": True}, "stream": True},
+            "stream_options",
+            "unsupported_parameter",
+        ),
+        ({"prompt": []}, "prompt", "invalid_value"),
+        ({"prompt": [[]]}, "prompt", "invalid_value"),
+        ({"prompt": ["a", [1]]}, "prompt", "invalid_value"),
+        ({"prompt": [-1]}, "prompt", "invalid_value"),
+        ({"prompt": [True]}, "prompt", "invalid_value"),
+        ({"prompt": {"a": 1}}, "prompt", "invalid_value"),
+        ({"stop": ""}, "stop", "invalid_value"),
+        ({"stop": [1]}, "stop", "invalid_value"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "invalid_value"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "invalid_value"),
+        ({"max_tokens": 64}, "max_tokens", "context_length_exceeded"),
+        ({"timeout": 0}, "timeout", "invalid_value"),
+    ],
+)
+def test_wrong_parameters_are_named(body: dict[str, Any], param: str, code: str) -> None:
+    backend = FakeBackend()
+    client = client_of(served(backend))
+    error = refused(client, **body)
+    assert (error["param"], error["code"]) == (param, code)
+    assert error["type"] == "invalid_request_error"
+    assert backend.requests == []
+    assert client.app.state.gateway.admission.waiting == 0
+
+
+def test_null_is_not_given() -> None:
+    assert ask(client_of(served(FakeBackend())), suffix=None, stop=None, n=None)["choices"]
+
+
+def test_the_engines_refusal_has_its_status_also_in_a_stream() -> None:
+    client = client_of(served(FakeBackend(error=bad_request("ids outside of the vocabulary"))))
+    for streams in (False, True):
+        answer = client.post("/v1/completions", json={"prompt": [999], "stream": streams})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == "ids outside of the vocabulary"
+
+
+def test_models_are_found_by_name() -> None:
+    first, second = FakeBackend(), FakeBackend()
+    client = client_of(served(first, "first"), served(second, "second"))
+    ask(client, model="second")
+    assert (len(first.requests), len(second.requests)) == (0, 1)
+    assert refused(client)["param"] == "model"
+    answer = client.post("/v1/completions", json={"prompt": "a", "model": "third"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+    assert "first, second" in answer.json()["error"]["message"]
+
+
+def test_a_gateways_own_fault_is_no_traceback() -> None:
+    client = client_of(served(FakeBackend(error=ZeroDivisionError("secret"))))
+    answer = client.post("/v1/completions", json={"prompt": "a"})
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+    assert answer.json()["error"]["code"] == "internal_error"
