@@ -1,0 +1,357 @@
+"""What the gateway lets in, for how long, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+
+from launcher_scripts.gateway.admission import Admission
+from launcher_scripts.gateway.api_errors import ApiError
+from launcher_scripts.gateway.app import AppSettings, make_app
+from launcher_scripts.gateway.backend import RowRequest, Spread
+from launcher_scripts.gateway.service import DrainingServer
+from tests.gateway.fakes import FakeBackend, client_of, served
+
+KEYS = {"alice": "sk-alice-0123", "bob": "sk-bob-4567"}
+BODY = {"prompt": "Hello", "max_tokens": 40}
+
+
+class Connection:
+    """One request to the application whose client may leave before its answer."""
+
+    def __init__(self, app: Starlette, body: dict[str, Any], client: str = "10.0.0.1") -> None:
+        self.status: int | None = None
+        self.content = b""
+        self.begun = asyncio.Event()
+        self._left = asyncio.Event()
+        self._sent = False
+        self._body = json.dumps(body).encode()
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": "/v1/completions",
+            "raw_path": b"/v1/completions",
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "headers": [(b"content-type", b"application/json")],
+            "client": (client, 1),
+            "server": ("gateway", 80),
+        }
+        self.task = asyncio.create_task(app(scope, self._receive, self._send))
+
+    def leave(self) -> None:
+        """Close the connection."""
+        self._left.set()
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self._sent:
+            self._sent = True
+            return {"type": "http.request", "body": self._body, "more_body": False}
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.content += message.get("body", b"")
+            self.begun.set()
+
+
+async def until(condition: Any) -> None:
+    """Wait until it holds; a hang is the whole test's timeout."""
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise TimeoutError
+
+
+def test_request_ids_come_back_and_reach_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    backend = FakeBackend()
+    client = client_of(served(backend))
+    with caplog.at_level(logging.INFO, "gateway"):
+        answer = client.post("/v1/completions", json=BODY, headers={"X-Request-Id": "mine/1"})
+    assert answer.headers["x-request-id"] == "mine/1"
+    assert backend.requests[0].request_id == "mine/1"
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "gateway"]
+    assert "request_id=mine/1" in line
+    assert "status=200" in line
+    assert f"generated_tokens={answer.json()['usage']['completion_tokens']}" in line
+
+
+@pytest.mark.parametrize("given", ["", "a b", "x" * 129, "a\u00e9".encode("latin-1")])
+def test_ids_that_are_none_are_replaced(given: Any) -> None:
+    answer = client_of(served(FakeBackend())).get("/health", headers={"X-Request-Id": given})
+    assert len(answer.headers["x-request-id"]) == 32
+
+
+def test_errors_have_a_request_id_too() -> None:
+    client = client_of(served(FakeBackend()), keys=KEYS)
+    for path in ("/nothing", "/v1/models"):
+        answer = client.get(path, headers={"X-Request-Id": "mine"})
+        assert answer.status_code == 401
+        assert answer.headers["x-request-id"] == "mine"
+
+
+def test_keys_are_asked_for() -> None:
+    backend = FakeBackend()
+    client = client_of(served(backend), keys=KEYS)
+    for header in (None, "Bearer", "Bearer wrong", "Basic sk-alice-0123", "Bearer sk-alice-012"):
+        headers = {} if header is None else {"Authorization": header}
+        answer = client.post("/v1/completions", json=BODY, headers=headers)
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert "sk-" not in answer.text
+    assert backend.requests == []
+    for key in KEYS.values():
+        headers = {"Authorization": f"Bearer {key}"}
+        assert client.post("/v1/completions", json=BODY, headers=headers).status_code == 200
+    for path in ("/health", "/ready", "/version"):
+        assert client.get(path).status_code == 200
+
+
+def test_large_bodies_are_refused_before_they_are_read() -> None:
+    client = client_of(served(FakeBackend()), max_body=1000)
+    body = json.dumps({"prompt": "a" * 2000}).encode()
+    for content in (body, iter([body[:900], body[900:]])):
+        answer = client.post("/v1/completions", content=content)
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"prompt":' * 50_000,
+        b"",
+        b"null",
+        b"[1]",
+        b'{"prompt": NaN}',
+        b'{"prompt": "\\ud800"}',
+        b"\xff\xfe",
+        b'{"prompt": "a"',
+    ],
+)
+def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    answer = client_of(served(FakeBackend())).post("/v1/completions", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_json"
+
+
+def test_compressed_bodies_are_refused() -> None:
+    answer = client_of(served(FakeBackend())).post(
+        "/v1/completions", content=b"\x1f\x8b", headers={"Content-Encoding": "gzip"}
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "unsupported_encoding"
+
+
+def test_pages_of_others_may_not_ask_unless_they_are_named() -> None:
+    headers = {"Origin": "https://a.example"}
+    plain = client_of(served(FakeBackend())).get("/v1/models", headers=headers)
+    assert "access-control-allow-origin" not in plain.headers
+    named = client_of(served(FakeBackend()), cors_origins=("https://a.example",))
+    answer = named.get("/v1/models", headers=headers)
+    assert answer.headers["access-control-allow-origin"] == "https://a.example"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_leaves_frees_its_rows(streams: bool) -> None:
+    backend = FakeBackend(waits=True)
+    app = make_app([served(backend)])
+
+    async def leave() -> None:
+        connection = Connection(app, {**BODY, "n": 3, "stream": streams})
+        await until(lambda: backend.running == 3)
+        if streams:
+            await connection.begun.wait()
+        connection.leave()
+        await connection.task
+        assert backend.running == 0
+        assert app.state.gateway.admission.running == 0
+        assert app.state.gateway.life.working == 0
+
+    asyncio.run(leave())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_answer_has_its_time(streams: bool) -> None:
+    backend = FakeBackend(waits=True)
+    client = client_of(served(backend))
+    answer = client.post("/v1/completions", json={**BODY, "timeout": 0.05, "stream": streams})
+    if streams:
+        *_, said, done, _ = answer.text.split("\n\n")
+        error, done = json.loads(said.removeprefix("data: "))["error"], done.removeprefix("data: ")
+        assert done == "[DONE]"
+    else:
+        assert answer.status_code == 504
+        assert answer.headers["x-should-retry"] == "false"
+        error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("timeout", "timeout")
+    assert backend.running == 0
+
+
+def test_the_gateways_own_time_holds_where_the_request_says_none() -> None:
+    client = client_of(served(FakeBackend(waits=True)), timeout=0.05)
+    assert client.post("/v1/completions", json=BODY).status_code == 504
+
+
+def test_too_many_rows_are_told_to_come_again() -> None:
+    backend = FakeBackend(waits=True)
+    app = make_app([served(backend)], settings=AppSettings(max_running=2, max_waiting=1))
+
+    async def crowd() -> None:
+        first = Connection(app, {**BODY, "n": 3})
+        await until(lambda: backend.running == 2)
+        second = Connection(app, BODY)
+        await second.task
+        assert second.status == 429
+        assert json.loads(second.content)["error"]["code"] == "rate_limit_exceeded"
+        first.leave()
+        await first.task
+        assert (app.state.gateway.admission.running, app.state.gateway.admission.waiting) == (0, 0)
+        third = Connection(app, {**BODY, "max_tokens": 1})
+        await third.task
+        assert third.status == 200
+
+    asyncio.run(crowd())
+
+
+def test_clients_take_turns() -> None:
+    """One that came first with many rows holds up nobody."""
+
+    async def turns() -> list[str]:
+        admission = Admission(1, 100)
+        order: list[str] = []
+
+        async def row(name: str, place: Any) -> None:
+            async with place.taken():
+                order.append(name)
+                await asyncio.sleep(0)
+
+        places = [("many", place) for place in admission.reserve("many", 5)]
+        places += [("one", place) for place in admission.reserve("one", 1)]
+        places += [("two", place) for place in admission.reserve("two", 2)]
+        await asyncio.gather(*(row(*each) for each in places))
+        assert (admission.running, admission.waiting) == (0, 0)
+        return order
+
+    assert asyncio.run(turns()) == ["many", "many", "one", "two", "many", "two", "many", "many"]
+
+
+def test_who_waits_may_leave() -> None:
+    async def leave() -> None:
+        admission = Admission(1, 10)
+        (first,) = admission.reserve("a", 1)
+        (second,) = admission.reserve("a", 1)
+        (third,) = admission.reserve("b", 1)
+        second.leave()
+        second.leave()
+        assert (admission.running, admission.waiting) == (1, 1)
+        first.leave()
+        assert third.let_in.is_set()
+        third.leave()
+        assert (admission.running, admission.waiting) == (0, 0)
+        with pytest.raises(ApiError, match="at most 10 may wait"):
+            admission.reserve("a", 12)
+
+    asyncio.run(leave())
+
+
+def test_a_gateway_drains() -> None:
+    """New work is refused, what runs is answered, then the process may end."""
+    backend = FakeBackend(waits=True)
+    app = make_app([served(backend)])
+
+    async def drain() -> None:
+        life = app.state.gateway.life
+        running = Connection(app, BODY)
+        await until(lambda: backend.running == 1)
+        life.draining = True
+        late = Connection(app, BODY)
+        await late.task
+        assert late.status == 503
+        assert json.loads(late.content)["error"]["code"] == "unavailable"
+        drained = asyncio.ensure_future(life.drained())
+        await asyncio.sleep(0)
+        assert not drained.done()
+        running.leave()
+        await running.task
+        await drained
+
+    asyncio.run(drain())
+
+
+def test_ready_says_what_is_not() -> None:
+    up, down = FakeBackend(), FakeBackend(is_up=False)
+    client = client_of(served(up, "up"), served(down, "down"))
+    answer = client.get("/ready")
+    assert answer.status_code == 503
+    assert answer.json()["models"] == {"up": True, "down": False}
+    down.is_up = True
+    assert client.get("/ready").status_code == 200
+    client.app.state.gateway.life.draining = True
+    assert client.get("/ready").json()["draining"] is True
+    assert client.get("/ready").status_code == 503
+    assert client.get("/health").status_code == 200
+
+
+def test_rows_go_where_the_fewest_are() -> None:
+    async def spread() -> None:
+        backends = [FakeBackend(waits=True), FakeBackend(waits=True)]
+        both = Spread(tuple(backends))
+        rows: list[AsyncIterator[Any]] = []
+        for number in range(4):
+            row = both.generate(RowRequest(str(number), (1,), 5))
+            await anext(row)
+            rows.append(row)
+        assert [backend.running for backend in backends] == [2, 2]
+        for row in rows[::2]:
+            await row.aclose()  # type: ignore[attr-defined]
+        assert sorted(backend.running for backend in backends) == [0, 2]
+        idle = next(backend for backend in backends if not backend.running)
+        row = both.generate(RowRequest("last", (1,), 5))
+        await anext(row)
+        assert idle.running == 1
+        with contextlib.suppress(RuntimeError):
+            await row.aclose()  # type: ignore[attr-defined]
+        backends[0].is_up = False
+        assert await both.is_ready()
+
+    asyncio.run(spread())
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    import signal
+
+    import uvicorn
+
+    backend = FakeBackend(waits=True)
+    app = make_app([served(backend)])
+
+    async def signals() -> None:
+        server = DrainingServer(uvicorn.Config(app, log_config=None), app.state.gateway, 60.0)
+        running = Connection(app, BODY)
+        await until(lambda: backend.running == 1)
+        server.handle_exit(signal.SIGTERM, None)
+        assert app.state.gateway.life.draining
+        assert not server.should_exit
+        server.handle_exit(signal.SIGTERM, None)
+        assert server.should_exit
+        assert server.force_exit
+        running.leave()
+        await running.task
+
+    asyncio.run(signals())

@@ -1,0 +1,360 @@
+"""A gateway before a real server on the CPU, asked by OpenAI's own client and by curl."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launcher_scripts.tokenizer import load_tokenizer
+from tests.gateway.fakes import CHATML
+from tests.gateway.processes import RunningGateway, gateway
+from tests.server import test_t5 as t5
+from tests.server.processes import CHECKOUT, RunningStep, running, wait_for
+from tests.server.repositories import TOKENIZERS, export, text_config
+from tests.server.requests import Client, Stream, generated, ids_request
+
+openai = pytest.importorskip("openai")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("pytriton") is None,
+    reason="the pip-installable tritonserver is not there",
+)
+TOKENIZER = load_tokenizer(TOKENIZERS / "gpt2bpe")
+PROMPT = "Hello the people"
+LONG = text_config(max_positions=4096)
+KEY = "sk-of-the-tests"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStep]:
+    """A GPT and a T5 that stream, and the same GPT that does not."""
+    folder = tmp_path_factory.mktemp("gateway")
+    settings = export(folder, LONG, name="tiny", decoupled=True)
+    export(folder, LONG, name="plain")
+    t5.export(folder, name="t5", decoupled=True)
+    with running(folder / "job", settings.model_repository) as step:
+        step.wait_until_ready()
+        yield step
+
+
+@pytest.fixture(scope="module")
+def served(
+    server: RunningStep, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningGateway]:
+    """The gateway before it, which knows a chat template for both GPTs and wants a key."""
+    folder = tmp_path_factory.mktemp("door")
+    (folder / "chatml.jinja").write_text(CHATML)
+    (folder / "keys").write_text(f"# who may ask\ntests={KEY}\n")
+    (folder / "keys").chmod(0o600)
+    arguments = ["--ready", str(server.settings.ready_file), "--max-waiting", "64"]
+    arguments += ["--chat-template", str(folder / "chatml.jinja")]
+    arguments += ["--api-keys", str(folder / "keys")]
+    with gateway(folder / "run", *arguments) as started:
+        yield started
+
+
+@pytest.fixture
+def client(served: RunningGateway) -> Iterator[Any]:
+    with openai.OpenAI(base_url=served.facts["openai"], api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def greedy(server: RunningStep, model: str, count: int, **more: Any) -> list[int]:
+    """What the token model itself answers."""
+    ready = json.loads(server.settings.ready_file.read_text())
+    with Client(ready, "grpc") as direct:
+        answer = direct.infer(model, **ids_request([TOKENIZER.encode(PROMPT)], count, **more))
+    return generated(answer)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def test_the_ready_line_and_its_command(served: RunningGateway) -> None:
+    assert served.facts["models"] == ["plain", "t5", "tiny"]
+    command = re.search("^try: (.*)$", served.out, re.MULTILINE)[1]
+    ran = subprocess.run(
+        ["bash", "-c", f"{command} -s"],
+        env={"OPENAI_API_KEY": KEY, "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(ran.stdout)["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.parametrize("model", ["tiny", "plain"])
+def test_completions_are_the_token_models(client: Any, server: RunningStep, model: str) -> None:
+    ids = greedy(server, "plain", 12)
+    answer = client.completions.create(model=model, prompt=PROMPT, max_tokens=12, temperature=0)
+    assert answer.choices[0].text == TOKENIZER.decode(ids)
+    assert answer.usage.completion_tokens == 12
+    pieces = client.completions.create(
+        model=model, prompt=PROMPT, max_tokens=12, temperature=0, stream=True
+    )
+    assert "".join(piece.choices[0].text for piece in pieces) == TOKENIZER.decode(ids)
+    sampled = {"runtime_top_k": 7, "runtime_top_p": 0.9, "temperature": 1.5, "random_seed": 5}
+    ids = greedy(server, "plain", 12, **sampled)
+    answer = client.completions.create(
+        model=model,
+        prompt=PROMPT,
+        max_tokens=12,
+        temperature=1.5,
+        top_p=0.9,
+        seed=5,
+        extra_body={"top_k": 7},
+    )
+    assert answer.choices[0].text == TOKENIZER.decode(ids)
+
+
+def test_tokens_stream_as_they_come(client: Any) -> None:
+    pieces = client.completions.create(
+        model="tiny",
+        prompt=PROMPT,
+        max_tokens=40,
+        logprobs=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    *found, last = pieces
+    assert sum(len(piece.choices[0].logprobs.tokens) for piece in found) == 40
+    assert len(found) > 10
+    assert last.usage.completion_tokens == 40
+
+
+@pytest.mark.parametrize("model", ["tiny", "plain"])
+def test_log_probabilities_are_those_of_the_logits(
+    client: Any, server: RunningStep, model: str
+) -> None:
+    ready = json.loads(server.settings.ready_file.read_text())
+    prompt = TOKENIZER.encode(PROMPT)
+    ids = [*prompt, *greedy(server, "plain", 5)]
+    with Client(ready, "grpc") as direct:
+        asked = ids_request([ids], 0, is_return_context_logits=True)
+        logits = direct.infer("plain", **asked)["context_logits"][0]
+    expected = log_softmax(logits)[:-1]
+    answer = client.completions.create(
+        model=model, prompt=PROMPT, max_tokens=5, temperature=0, logprobs=3, echo=True
+    )
+    (choice,) = answer.choices
+    found = choice.logprobs
+    assert choice.text == TOKENIZER.decode(ids)
+    assert found.token_logprobs[0] is None
+    chosen = expected[np.arange(len(ids) - 1), ids[1:]]
+    np.testing.assert_allclose(found.token_logprobs[1:], chosen, atol=1e-3)
+    likeliest = np.sort(expected, -1)[:, ::-1][:, :3]
+    for values, alternatives in zip(likeliest, found.top_logprobs[1:], strict=True):
+        np.testing.assert_allclose(list(alternatives.values())[:3], values, atol=1e-3)
+    for token, offset in zip(found.tokens[: len(prompt)], found.text_offset, strict=False):
+        assert choice.text[offset:].startswith(token)
+
+
+def test_a_chat_whole_and_streamed(client: Any) -> None:
+    asked = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Hello!"}],
+        "max_tokens": 9,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    (choice,) = client.chat.completions.create(**asked).choices
+    assert choice.message.role == "assistant"
+    raw = b"".join(bytes(each.bytes) for each in choice.logprobs.content)
+    assert choice.message.content == raw.decode(errors="replace")
+    assert {len(each.top_logprobs) for each in choice.logprobs.content} == {2}
+    text, tokens = "", []
+    for event in client.chat.completions.create(**asked, stream=True):
+        (piece,) = event.choices
+        text += piece.delta.content or ""
+        tokens += piece.logprobs.content if piece.logprobs else []
+    assert text == choice.message.content
+    assert [each.token for each in tokens] == [each.token for each in choice.logprobs.content]
+
+
+def test_many_at_once_get_their_own_answers(served: RunningGateway) -> None:
+    async def all_of_them() -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=served.facts["openai"], api_key=KEY, max_retries=0
+        ) as client:
+
+            async def one(number: int) -> str:
+                answer = await client.completions.create(
+                    model="tiny", prompt=[5 + number, 7], max_tokens=10, temperature=0, stream=True
+                )
+                return "".join([piece.choices[0].text async for piece in answer])
+
+            return await asyncio.gather(*(one(number) for number in range(24)))
+
+    together = asyncio.run(all_of_them())
+    with openai.OpenAI(base_url=served.facts["openai"], api_key=KEY) as client:
+        for number in (0, 11, 23):
+            alone = client.completions.create(
+                model="plain", prompt=[5 + number, 7], max_tokens=10, temperature=0
+            )
+            assert alone.choices[0].text == together[number]
+
+
+def test_a_t5_answers_its_prompt(client: Any, server: RunningStep) -> None:
+    ready = json.loads(server.settings.ready_file.read_text())
+    prompt = TOKENIZER.encode(PROMPT)
+    with Stream(ready) as stream:
+        last = stream.ask("t5", **t5.ids_request([prompt], max_output_len=8))[-1]
+    count = int(last["sequence_length"][0, 0])
+    expected = TOKENIZER.decode(last["output_ids"][0, 0, :count].tolist())
+    answer = client.completions.create(model="t5", prompt=prompt, max_tokens=8, temperature=0)
+    assert answer.choices[0].text == expected
+
+
+def test_beams_are_shown_in_order(client: Any, server: RunningStep) -> None:
+    ready = json.loads(server.settings.ready_file.read_text())
+    with Client(ready, "grpc") as direct:
+        asked = ids_request([TOKENIZER.encode(PROMPT)], 6, beam_width=3, len_penalty=1.0)
+        found = direct.infer("plain", **asked)
+    start = int(found["response_input_lengths"][0, 0])
+    texts = [
+        TOKENIZER.decode(ids[start:end].tolist())
+        for ids, end in zip(found["output_ids"][0], found["sequence_length"][0], strict=True)
+    ]
+    for model in ("tiny", "plain"):
+        answer = client.completions.create(
+            model=model, prompt=PROMPT, max_tokens=6, n=3, extra_body={"use_beam_search": True}
+        )
+        assert [choice.text for choice in answer.choices] == texts
+
+
+def test_penalties_and_biases_reach_the_model(client: Any) -> None:
+    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 10, "temperature": 0, "logprobs": 0}
+    forced = TOKENIZER.encode(" the")[0]
+    more = {"return_tokens_as_token_ids": True, "ignore_eos": True}
+    answer = client.completions.create(**asked, logit_bias={str(forced): 100}, extra_body=more)
+    assert set(answer.choices[0].logprobs.tokens) == {f"token_id:{forced}"}
+    answer = client.completions.create(
+        **asked,
+        logit_bias={str(forced): 3},
+        presence_penalty=2,
+        frequency_penalty=2,
+        extra_body=more,
+    )
+    assert len(set(answer.choices[0].logprobs.tokens)) > 1
+    answer = client.completions.create(
+        **{**asked, "temperature": 2.0}, extra_body={**more, "min_p": 1.0}
+    )
+    greedy = client.completions.create(**asked, extra_body=more)
+    assert answer.choices[0].logprobs.tokens == greedy.choices[0].logprobs.tokens
+
+
+def test_errors_are_those_of_openais_client(served: RunningGateway, client: Any) -> None:
+    with pytest.raises(openai.NotFoundError, match="no model 'other'"):
+        client.completions.create(model="other", prompt="a")
+    for model in ("tiny", "plain"):
+        for streams in (False, True):
+            with pytest.raises(openai.BadRequestError, match="outside of the vocabulary"):
+                client.completions.create(model=model, prompt=[490, 491], stream=streams)
+    with pytest.raises(openai.APIStatusError, match=r"within 0\.2 s") as late:
+        client.completions.create(
+            model="tiny",
+            prompt="a",
+            max_tokens=4000,
+            extra_body={"timeout": 0.2, "ignore_eos": True},
+        )
+    assert late.value.status_code == 504
+    with (
+        openai.OpenAI(base_url=served.facts["openai"], api_key="sk-wrong") as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.models.list()
+
+
+def cache_tokens_used(server: RunningStep, model: str) -> float:
+    """The gauge of the cache tokens that belong to the model's rows."""
+    ready = json.loads(server.settings.ready_file.read_text())
+    with urllib.request.urlopen(f"http://{ready['metrics']}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    name = f'launcher_kv_cache_tokens_used{{model="{model}"}} '
+    (value,) = [line.removeprefix(name) for line in lines if line.startswith(name)]
+    return float(value)
+
+
+@pytest.mark.parametrize(("model", "streams"), [("tiny", True), ("tiny", False), ("plain", False)])
+def test_a_client_that_leaves_frees_the_cache(
+    served: RunningGateway, server: RunningStep, model: str, streams: bool
+) -> None:
+    body = {"model": model, "prompt": "a", "max_tokens": 4000, "ignore_eos": True, "n": 4}
+    command = ["curl", "-sN", f"{served.address}/v1/completions", "-d"]
+    command += [json.dumps({**body, "stream": streams}), "-H", f"Authorization: Bearer {KEY}"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as asking:
+        wait_for(lambda: cache_tokens_used(server, model) > 0, 60)
+        asking.kill()
+    wait_for(lambda: cache_tokens_used(server, model) == 0, 60)
+
+
+def doc_commands() -> list[str]:
+    """The curl lines of the documentation."""
+    text = (CHECKOUT / "docs" / "gateway.md").read_text(encoding="utf-8")
+    return re.findall(r"^    (curl .*HOST:PORT.*)$", text, re.MULTILINE)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+@pytest.mark.parametrize("number", range(len(doc_commands())))
+def test_the_documents_commands(served: RunningGateway, number: int) -> None:
+    command = doc_commands()[number].replace("http://HOST:PORT", served.address)
+    command = command.replace("-d '{", """-d '{"model": "tiny", """)
+    ran = subprocess.run(
+        ["bash", "-c", f"{command} -sf -H 'Authorization: Bearer {KEY}'"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran
+    assert ran.stdout.startswith(("{", "data: {"))
+
+
+def test_it_drains_and_ends(server: RunningStep, tmp_path: Path) -> None:
+    """What runs when SIGTERM comes is answered; the exit status is 0."""
+    with gateway(tmp_path, "--ready", str(server.settings.ready_file.parent)) as started:
+        client = openai.OpenAI(base_url=started.facts["openai"], api_key="none", max_retries=0)
+        with client:
+            pieces = client.completions.create(
+                model="tiny",
+                prompt="a",
+                max_tokens=600,
+                stream=True,
+                extra_body={"ignore_eos": True},
+                stream_options={"include_usage": True},
+            )
+            next(iter(pieces))
+            started.process.terminate()
+            wait_for(lambda: "draining: 1" in started.out, 30)
+            with pytest.raises(openai.APIStatusError) as refused:
+                client.completions.create(model="tiny", prompt="a")
+            assert refused.value.status_code == 503
+            *_, last = pieces
+            assert last.usage.completion_tokens == 600
+        assert started.process.wait(60) == 0, started.err
+
+
+def test_a_server_that_is_gone_is_said(server: RunningStep, tmp_path: Path) -> None:
+    """Of two servers that ready files name, one of which has never been."""
+    ready = json.loads(server.settings.ready_file.read_text())
+    (tmp_path / "ready.json").write_text(json.dumps({**ready, "grpc": "127.0.0.1:9"}))
+    started = RunningGateway(tmp_path / "run", "--ready", str(tmp_path), "--ready-timeout", "1")
+    try:
+        assert started.process.wait(60) == 1
+        assert "127.0.0.1:9 does not answer" in started.err
+        assert "Traceback" not in started.err
+    finally:
+        started.close()
