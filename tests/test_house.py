@@ -71,7 +71,7 @@ MAY_IMPORT = {
     "errors": set(),
     "schema": {"errors"},
     "parallel": {"errors"},
-    "gateway_settings": {"errors"},
+    "gateway_settings": {"errors", "security"},
     "nodes": {"errors"},
     "metric_names": set(),
     "overlay": set(),
@@ -88,6 +88,7 @@ MAY_IMPORT = {
     "security": {"errors"},
     "settings": {
         "errors",
+        "gateway_settings",
         "parallel",
         "replicas",
         "schema",
