@@ -20,8 +20,8 @@ from launcher_scripts.parallel import Parallelism
 from launcher_scripts.security import LOOPBACK, ServerSecurity
 from launcher_scripts.settings import DeploySettings
 from stages.export import Export
-from stages.paths import absolute
 from stages.gateway import check_gateway, gateway_with_absolute_files
+from stages.paths import absolute
 from stages.protection import check_files, with_absolute_files
 from stages.stage import Launch, Stage
 
