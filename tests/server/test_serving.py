@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import threading
@@ -146,6 +147,32 @@ def test_log_probabilities_of_a_prompt_that_is_only_scored(client: Client, engin
         wanted = expected(engine, prompt, 0, num_prompt_log_probs=2).prompt_log_probs
         assert answer["prompt_top_ids"][row, : len(prompt)].tolist() == wanted.top_ids.tolist()
         assert not answer["prompt_top_ids"][row, len(prompt) :].any()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llguidance") is None, reason="llguidance is not there"
+)
+def test_texts_follow_their_grammars(client: Client, engine: Engine) -> None:
+    """Two rows with grammars of different lengths, and one without beside them."""
+    tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
+    texts = (b'{"choice": ["yes", "not now"]}', b'{"regex": "(ab|c){3} [0-9]"}', b"")
+    asked = ids_request(PROMPTS[:3], 16, end_id=END_ID)
+    asked["guided_grammar"] = np.array([list(text.ljust(40, b"\0")) for text in texts], np.uint8)
+    answer = client.infer("tiny", **asked)
+    chosen, matching = (tokenizer.decode(generated(answer, row)) for row in range(2))
+    assert chosen in ("yes", "not now")
+    assert re.fullmatch("(ab|c){3} [0-9]", matching)
+    wanted = expected(engine, PROMPTS[2], 16, end_id=END_ID)
+    assert generated(answer, 2) == list(wanted.output_ids)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llguidance") is None, reason="llguidance is not there"
+)
+def test_a_wrong_grammar_has_its_own_error(client: Client) -> None:
+    grammar = {"guided_grammar": list(b'{"regex": "["}')}
+    with pytest.raises(InferenceServerException, match="guided_grammar cannot be followed"):
+        client.infer("tiny", **ids_request([(1,)], 2, **grammar))
 
 
 def test_context_embeddings_are_for_the_rows_that_ask(client: Client, engine: Engine) -> None:
