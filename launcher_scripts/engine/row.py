@@ -106,11 +106,6 @@ class Row:
         return bool(self.source) and alone and not asked
 
     @property
-    def waits_for_token(self) -> bool:
-        """Whether what may come next depends on a token that has not been seen yet."""
-        return self.guide is not None and self.launched > len(self.tokens)
-
-    @property
     def own_capacity(self) -> int:
         """Cache tokens of each hypothesis; the last token chosen is never fed back."""
         return len(self.prompt) + max(self.request.output_len - 1, 0)

@@ -123,8 +123,10 @@ class Scheduler:
             answer(row)
 
     def _decodes(self, row: Row) -> bool:
+        if row.guide is not None and row.launched > len(row.tokens):
+            return False  # what may come next depends on a token that has not been seen yet
         whole_prompt = row.prefilled == len(row.prompt)
-        return whole_prompt and row.launched < row.request.output_len and not row.waits_for_token
+        return whole_prompt and row.launched < row.request.output_len
 
     def _masks(self) -> Iterator[TokenMask]:
         """Of the guided rows that get a token in the step that is planned."""

@@ -111,6 +111,15 @@ def test_the_end_token_comes_only_where_the_text_may_end():
 
 
 @needs_llguidance
+def test_a_text_that_the_vocabulary_cannot_write_is_never_complete():
+    made, tokenizer = guidance("sentencepiece")
+    assert b"{" not in tokenizer.pieces()
+    guide = made.guide('{"json_object": true}')
+    assert not guide.accept((allowed(guide) or [tokenizer.end_id])[0])
+    assert not guide.accept(tokenizer.end_id)
+
+
+@needs_llguidance
 def test_ids_beyond_the_tokenizers_never_come():
     made, tokenizer = guidance("gpt2bpe")
     assert max(allowed(made.guide('{"regex": ".*"}'))) < tokenizer.vocab_size
@@ -132,6 +141,8 @@ def test_ids_beyond_the_tokenizers_never_come():
         ('{"regex": "["}', "guided_grammar cannot be followed: .*regex"),
         ('{"json_schema": {"type": "foo"}}', "guided_grammar cannot be followed: .*foo"),
         ('{"json_schema": 3}', "guided_grammar"),
+        ('{"json_schema": {"$ref": "file:///etc/passwd"}}', "cannot be followed: .*not present"),
+        ("[" * 100_000, "guided_grammar is wrong: .*recursion"),
     ],
 )
 def test_a_wrong_grammar_is_named(text, message):

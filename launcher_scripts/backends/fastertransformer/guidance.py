@@ -102,7 +102,7 @@ class _MatcherGuide:
         return bytes(self._matcher.compute_bitmask())
 
     def accept(self, token: int) -> bool:
-        return bool(self._matcher.consume_token(token))
+        return bool(self._matcher.consume_token(token)) and not self._matcher.is_error()
 
 
 def _grammar(text: str) -> str:
@@ -113,7 +113,7 @@ def _grammar(text: str) -> str:
             raise ValueError("it is a JSON object with one key")
         ((key, value),) = given.items()
         return _GRAMMARS[key](value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(
             problem(f"guided_grammar is wrong: {error}", got=text[:200], choices=list(_GRAMMARS))
         ) from error
