@@ -15,6 +15,7 @@ from launcher_scripts.protocol import (
     ENSEMBLE_OUTPUTS,
     GPT_INPUTS,
     GPT_OUTPUTS,
+    GUIDED_GRAMMAR,
     IS_RETURN_PROGRESS,
     LOG_PROBS,
     MODEL_LOG_PROBS,
@@ -59,7 +60,7 @@ _T5_SHARED = (
     "presence_penalty",
     "min_length",
     "no_repeat_ngram_size",
-    *(tensor.name for tensor in (*SAMPLING_EXTENSIONS, *NUM_LOG_PROBS)),
+    *(tensor.name for tensor in (*SAMPLING_EXTENSIONS, GUIDED_GRAMMAR, *NUM_LOG_PROBS)),
 )
 
 _T5_ENCODED = (

@@ -88,6 +88,15 @@ SAMPLING_EXTENSIONS = (
     ),
 )
 
+GUIDED_GRAMMAR = array(
+    "guided_grammar",
+    "UINT8",
+    (-1,),
+    "UTF-8 of a JSON object that says what the text has to be: json_schema, json_object, regex or "
+    "choice; zeros pad",
+    extension=True,
+)
+
 MOST_LOG_PROBS = 20
 # Log-softmax of the unmodified logits over the whole vocabulary.
 NUM_LOG_PROBS = (
@@ -213,6 +222,7 @@ GPT_INPUTS = (
         extension=True,
     ),
     *SAMPLING_EXTENSIONS,
+    GUIDED_GRAMMAR,
     *NUM_LOG_PROBS,
     scalar("is_return_context_logits", "BOOL", False, "return context_logits", extension=True),
     scalar("ia3_tasks", "INT32", None, "which loaded IA3 adapter to use; -1: none", extension=True),
@@ -286,6 +296,7 @@ NOT_IN_ENSEMBLE = (
     "is_return_context_embeddings",
     "is_return_context_logits",
     "is_return_progress",
+    GUIDED_GRAMMAR.name,
     *(tensor.name for tensor in NUM_LOG_PROBS),
 )
 
@@ -341,7 +352,8 @@ class GenerateRequest:
     start_id and end_id None mean the checkpoint's. Words are tuples of token ids, logit_bias is
     pairs of a token id and what is added to its logit. num_log_probs and num_prompt_log_probs ask
     for the log-probabilities of generated and prompt tokens, and of so many of the likeliest ones
-    at each place; -1: for none.
+    at each place; -1: for none. guided_grammar is JSON text that says what the generated text has
+    to be.
     input_ids is the encoder's input where a model has one; decoder_input_ids is then what the
     decoder is given before it generates, its start token included (empty: start_id alone).
     return_hidden_state and return_attentions ask for the encoder's own results.
@@ -360,6 +372,7 @@ class GenerateRequest:
     bad_words: tuple[tuple[int, ...], ...] = ()
     stop_words: tuple[tuple[int, ...], ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
+    guided_grammar: str | None = None
     return_log_probs: bool = False
     num_log_probs: int = -1
     num_prompt_log_probs: int = -1

@@ -77,6 +77,7 @@ class GrowingText:
         self._prompt = 0
         self._start = 0  # the first token that is still decoded
         self._seen = 0
+        self._settled: str | None = None  # the text from there to `seen`, where it is known
         self._finished = False
         self._ended = False
 
@@ -88,7 +89,7 @@ class GrowingText:
         if place == 0:
             self.text = ""
             self._ids, self._prompt = list(ids), prompt
-            self._start, self._seen, self._ended = 0, prompt, False
+            self._start, self._seen, self._settled, self._ended = 0, prompt, None, False
             self._shorten()
         else:
             self._ids.extend(ids)
@@ -104,8 +105,10 @@ class GrowingText:
             return ""
         row = self._row(self._start)
         text = row.text(finished=self._finished, with_prompt=True)
-        piece = _after(text, row.settled(self._seen - self._start))
-        self._seen, self._ended = len(self._ids), self._finished
+        if self._settled is None:
+            self._settled = row.settled(self._seen - self._start)
+        piece = _after(text, self._settled)
+        self._seen, self._settled, self._ended = len(self._ids), text, self._finished
         self.text += piece
         self._shorten()
         return piece
@@ -121,7 +124,7 @@ class GrowingText:
         for cut in range(self._seen - CONTEXT, self._seen - CONTEXT - LONGEST_CHARACTER, -1):
             end = self._decode(self._ids[cut : self._seen]).rstrip(REPLACEMENT)
             if end.strip() and REPLACEMENT not in end and seen.endswith(end.lstrip(" ")):
-                self._start = cut
+                self._start, self._settled = cut, None
                 return
 
 

@@ -129,6 +129,7 @@ DOORS = {
     "uvicorn": ("launcher_scripts/gateway/service.py",),
     "pydantic": ("launcher_scripts/gateway/schemas.py",),
     "triton": ("launcher_scripts/kernels/",),
+    "llguidance": ("launcher_scripts/backends/fastertransformer/guidance.py",),
     "torch": (
         "launcher_scripts/kernels/",
         "launcher_scripts/engine/",

@@ -2,9 +2,9 @@
 
 First the scores change, in this order: logit bias; repetition penalty (tokens of the prompt and
 generated ones); frequency and presence penalty of generated tokens; temperature; presence penalty
-of all tokens. Then bad words, the minimum length and repeated n-grams forbid tokens. The order is
-vLLM's, with FasterTransformer's presence penalty where it has it: after the temperature. All rows
-of a step are done at once, without waiting.
+of all tokens. Then a grammar, bad words, the minimum length and repeated n-grams forbid tokens. The
+order is vLLM's, with FasterTransformer's presence penalty where it has it: after the temperature.
+All rows of a step are done at once, without waiting.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Processing:
     repeats, counted, scaled, penalized: whether any row has a repetition penalty; a penalty of its
                    generated tokens; a temperature; a presence penalty
     longest_ngram: the largest no_repeat_ngram_size; 0 where no row has one
+    guided:        indices into the batch of the rows that have masks, or None
     """
 
     slots: Tensor
@@ -76,12 +77,14 @@ class Processing:
     penalized: bool
     min_length: bool
     longest_ngram: int
+    guided: Tensor | None
 
     @property
     def reorders(self) -> bool:
         """Whether the likeliest token of a row may become another."""
         changes = self.biases or self.repeats or self.counted or self.penalized
-        return bool(changes or self.words or self.min_length or self.longest_ngram)
+        forbids = self.words or self.min_length or self.longest_ngram or self.guided is not None
+        return bool(changes or forbids)
 
     def scores(self, logits: Tensor, states: RowStates, history: Tensor, longest: int) -> Tensor:
         """Logits float32 [B, vocab] after bias, penalties and temperature.
@@ -115,6 +118,10 @@ class Processing:
 
     def allowed(self, scores: Tensor, states: RowStates, history: Tensor, longest: int) -> Tensor:
         """Scores [B, vocab] with -inf at the tokens that may not come; see `scores`."""
+        if self.guided is not None:
+            masks = states.masks[self.slots[self.guided]]
+            masked = _within(scores[self.guided], masks)
+            scores = scores.index_copy(0, self.guided, masked)
         if self.words is not None:
             banned = self.words.complete(self.slots, states, history)
             penalty = torch.where(banned, NEGATIVE_INFINITY, 0.0)
@@ -131,6 +138,7 @@ class Processing:
 def processing(rows: Sequence[RowStart], device: torch.device) -> Processing:
     """Look at the rows' parameters once, when the batch's composition changes."""
     parameters = [row.sampling for row in rows]
+    guided = [at for at, row in enumerate(rows) if row.guided]
     return Processing(
         slots=indices([row.slot for row in rows], device),
         words=words_of([row.bad_words for row in rows], device),
@@ -141,6 +149,7 @@ def processing(rows: Sequence[RowStart], device: torch.device) -> Processing:
         penalized=any(p.presence_penalty != 0 for p in parameters),
         min_length=any(p.min_length > 0 for p in parameters),
         longest_ngram=max((p.no_repeat_ngram_size for p in parameters), default=0),
+        guided=indices(guided, device) if guided else None,
     )
 
 
@@ -201,6 +210,13 @@ def _generated_counts(
     ids = _ids_at(generated, slots, states, history, vocab)
     counts = torch.zeros(slots.shape[0], vocab + 1, device=slots.device)
     return counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.float32))[:, :vocab]
+
+
+def _within(scores: Tensor, masks: Tensor) -> Tensor:
+    """Scores [R, vocab], -inf where the id's bit of masks int32 [R, words] is 0."""
+    bits = (masks[:, :, None] >> torch.arange(32, device=masks.device)) & 1
+    allowed = bits.view(masks.shape[0], -1)[:, : scores.shape[1]].bool()
+    return scores.masked_fill(~allowed, NEGATIVE_INFINITY)
 
 
 def _without_early_end(scores: Tensor, slots: Tensor, states: RowStates) -> Tensor:

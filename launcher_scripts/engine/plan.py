@@ -21,6 +21,7 @@ class RowStart:
     source: what the encoder reads, if there is one; its cache tokens lie right before `start`
     prompt: the table of the row's virtual tokens, which are negative ids
     beams:  slots of the hypotheses of a beam search, `slot` first; none without one
+    guided: a mask of what may come is set for each of the row's tokens
     stride: cache tokens of each hypothesis, which lie one after the other from `start` on
     past:   tokens of the row's session in the cache already, from `start` on;  dropped: tokens of
             it that are no longer there
@@ -34,6 +35,7 @@ class RowStart:
     sampling: SamplingParameters
     bad_words: tuple[tuple[int, ...], ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
+    guided: bool = False
     return_log_probs: bool = False
     num_log_probs: int = -1
     num_prompt_log_probs: int = -1
@@ -100,6 +102,13 @@ class Move:
     count: int
 
 
+class TokenMask(NamedTuple):
+    """Which ids may come next in a guided row; words as Guide.mask gives them."""
+
+    slot: int
+    words: bytes
+
+
 class Bounds(NamedTuple):
     """The most cache tokens of any row in a step.
 
@@ -141,6 +150,8 @@ class Plan:
     tokens of all of them: prompt and generated ones, the new one included; and those of the
     encoder's input, where there is one.
 
+    masks: of the guided rows that get a token in the step.
+
     record: decode steps that are recorded for later; such a plan has nothing else.
     """
 
@@ -154,6 +165,7 @@ class Plan:
     longest_source: int = 0
     moves: tuple[Move, ...] = ()
     windows: bool = False
+    masks: tuple[TokenMask, ...] = ()
     record: tuple[StepShape, ...] = ()
 
     def size(self, rows: Mapping[int, RowStart]) -> tuple[tuple[bool, ...], int]:

@@ -207,6 +207,8 @@ def _check_log_probs(problems: Problems, request: GenerateRequest, config: Model
     for name in ("num_log_probs", "num_prompt_log_probs"):
         _check_range(problems, name, getattr(request, name), -1, most)
     width = request.sampling.beam_width
+    if request.guided_grammar is not None and width > 1:
+        problems.add("guided_grammar is not for beam searches", got=f"beam_width {width}")
     if request.num_log_probs >= 0 and width > 1:
         problems.add(
             "num_log_probs is not for beam searches; is_return_log_probs is",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from launcher_scripts.engine.guide import Guide
 from launcher_scripts.engine.hypotheses import Hypotheses, Hypothesis
 from launcher_scripts.engine.learned_parts import NO_TASK
 from launcher_scripts.engine.log_probs import TokenScores, model_log_probs, no_scores
@@ -18,7 +20,10 @@ from launcher_scripts.engine.plan import RowStart
 from launcher_scripts.engine.prompts import prompt_of
 from launcher_scripts.engine.results import BeamResult, EncodedRow, TokenResult
 from launcher_scripts.engine.session import Session
+from launcher_scripts.errors import RequestError, problem
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest, ModelLogProbs
+
+UNGUIDED = "guided_grammar and the request's other inputs leave no token that may come"
 
 
 class Snapshot(NamedTuple):
@@ -49,9 +54,10 @@ class Row:
     source is what the encoder reads, where there is one; the prompt is then the decoder's, and
     empty where nothing is to be decoded. start is the cache token after those of the source. A
     row of several hypotheses has a slot for each, and their cache tokens one after the other. A
-    row of a session lives in the session's extent, after the tokens of the requests before.
+    row of a session lives in the session's extent, after the tokens of the requests before. The
+    guide's masks of the first `masked` tokens have been told to the ranks.
     on_progress gets a snapshot after every token but the last, which the future brings. came_at,
-    placed_at and first_at are when it came, got its place and had its first token, by
+    placed_at and newest_at are when it came, got its place and had its newest token, by
     time.perf_counter; 0: not yet.
     """
 
@@ -76,9 +82,12 @@ class Row:
     answer: EncodedRow | None = None
     hypotheses: Hypotheses | None = None
     session: Session | None = None
+    guide: Guide | None = None
+    masked: int = 0
+    error: RequestError | None = None
     came_at: float = field(default_factory=time.perf_counter)
     placed_at: float = 0.0
-    first_at: float = 0.0
+    newest_at: float = 0.0
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -96,12 +105,15 @@ class Row:
 
     @property
     def stopped(self) -> bool:
-        """Whether an end token or a stop word ended the row (of a beam search: its best text)."""
+        """Whether an end token, a stop word or the guide ended the row; of a beam search its best
+        text.
+        """
         if self.hypotheses is not None:
             text = self.hypotheses.best()[0].beam(log_probs=False).output_ids
             return text[-1] == self.end_id or len(text) < self.request.output_len
         last = self.tokens[-1:]
-        return bool(last) and (last[0] == self.end_id or _ends_in_stop_word(self))
+        ended = self.guide is not None and self.guide.ended
+        return bool(last) and (ended or last[0] == self.end_id or _ends_in_stop_word(self))
 
     @property
     def begins_decoding(self) -> bool:
@@ -146,6 +158,7 @@ class Row:
             sampling=request.sampling,
             bad_words=request.bad_words,
             logit_bias=request.logit_bias,
+            guided=self.guide is not None,
             num_log_probs=request.num_log_probs,
             num_prompt_log_probs=request.num_prompt_log_probs,
             return_log_probs=request.return_log_probs,
@@ -175,8 +188,12 @@ def take(row: Row, result: TokenResult) -> None:
         row.log_probs.append(result.log_probs)
     if result.scores is not None:
         row.scores.append(result.scores)
+    if row.guide is not None and not row.guide.accept(result.token):
+        row.error = RequestError(problem(UNGUIDED, got=result.token))
     row.finished = (
-        result.token == row.end_id
+        row.error is not None
+        or (row.guide is not None and row.guide.ended)
+        or result.token == row.end_id
         or len(row.tokens) >= row.request.output_len
         or _ends_in_stop_word(row)
     )
@@ -199,6 +216,10 @@ def _ends_in_stop_word(row: Row) -> bool:
 
 
 def answer(row: Row) -> None:
+    if row.error is not None:
+        with suppress(InvalidStateError):  # cancelled meanwhile
+            row.future.set_exception(row.error)
+        return
     output = replace(
         output_so_far(row),
         context_logits=_context_logits(row) if row.request.return_context_logits else None,

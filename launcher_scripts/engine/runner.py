@@ -68,6 +68,8 @@ class Runner:
             self._rows.update({row.slot: row for row in plan.starts})
             self.states.join(plan.starts)
             self._batches.forget()
+        if plan.masks:
+            self.states.set_masks(plan.masks)
         self.communicator.progress.expect(*plan.size(self._rows))
         if plan.encode:
             self._encode(plan.encode, result)

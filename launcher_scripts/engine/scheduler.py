@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
 
 from launcher_scripts.engine.kv_cache import ExtentAllocator
-from launcher_scripts.engine.plan import Move, Plan, PrefillPart, RowStart
+from launcher_scripts.engine.plan import Move, Plan, PrefillPart, RowStart, TokenMask
 from launcher_scripts.engine.results import EncodedRow, StepResult
 from launcher_scripts.engine.row import Row, answer, snapshot, take, take_beams
 from launcher_scripts.engine.session import Session
@@ -92,6 +93,7 @@ class Scheduler:
             longest_source=max((len(row.source) for row in running), default=0),
             moves=tuple(self._moves),
             windows=any(row.session is not None and row.session.window for row in running),
+            masks=tuple(self._masks()),
         )
 
     def apply(self, result: StepResult) -> None:
@@ -110,37 +112,32 @@ class Scheduler:
         for slot, copy in result.prompt_scores:
             rows[slot].prompt_scores.append(copy.read())
         tokens, searches = result.read(), result.read_beams()
-        now = time.perf_counter()
-        later = 0
+        now = self._statistics.begin_apply()
         for token in tokens:
             row = rows[token.slot]
             if not row.finished:
                 take(row, token)
-                later += self._go_on(row, now)
+                self._go_on(row, now)
         for beams in searches:
             row = rows[beams.slot]
             if not row.finished:
                 take_beams(row, beams)
-                later += self._go_on(row, now)
-        self._statistics.later(later, now)
+                self._go_on(row, now)
+        self._statistics.end_apply()
 
-    def _go_on(self, row: Row, now: float) -> bool:
-        """Answer a row that has ended; say how far one has come that goes on.
-
-        Returns whether it has just got a token that was not its first.
-        """
-        later = row.first_at > 0.0
-        if not later and row.request.output_len:
-            self._statistics.first(row, now)
+    def _go_on(self, row: Row, now: float) -> None:
+        """Answer a row that has ended; say how far one has come that goes on."""
+        if row.request.output_len:
+            self._statistics.token(row, now)
         if row.finished:
             self._answer(row, now)
         elif row.on_progress is not None:
             row.on_progress(snapshot(row))
-        return later
 
     def _answer(self, row: Row, now: float) -> None:
         self._leave(row)
-        self._statistics.end(row, now)
+        if row.error is None and not row.future.cancelled():
+            self._statistics.end(row, now)
         answer(row)
 
     def _take_encoded(self, row: Row, encoded: EncodedRow) -> None:
@@ -153,8 +150,17 @@ class Scheduler:
             self._answer(row, time.perf_counter())
 
     def _decodes(self, row: Row) -> bool:
+        if row.guide is not None and row.launched > len(row.tokens):
+            return False  # what may come next depends on a token that has not been seen yet
         whole_prompt = row.prefilled == len(row.prompt)
         return whole_prompt and row.launched < row.request.output_len
+
+    def _masks(self) -> Iterator[TokenMask]:
+        """Of the guided rows that get a token in the step that is planned."""
+        for row in self._running.values():
+            if row.guide is not None and row.launched > row.masked:
+                row.masked = row.launched
+                yield TokenMask(row.slot, row.guide.mask())
 
     def _reordered(self, row: Row) -> int:
         """How many of the generated tokens in the cache may differ between the hypotheses.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -67,7 +68,9 @@ class Statistics:
             self._prefill,
             self._step_tokens,
         ) = self._histograms
-        self._newest = 0.0  # when the tokens of a step were last seen
+        # When the newest tokens were seen, when those before, and how many rows had both.
+        self._newest = self._before = 0.0
+        self._rows_of_both = 0
 
     def admit(self, row: Row, now: float) -> None:
         """The row got its place."""
@@ -81,22 +84,28 @@ class Statistics:
         self.step_rows += rows
         self._step_tokens.observe(tokens)
 
-    def first(self, row: Row, now: float) -> None:
-        """The row has its first token."""
-        row.first_at = now
+    def begin_apply(self) -> float:
+        """The tokens of a step are here; returns the time, which is all of theirs."""
+        self._before, self._newest = self._newest, time.perf_counter()
+        self._rows_of_both = 0
+        return self._newest
+
+    def token(self, row: Row, now: float) -> None:
+        """The row has a token more."""
+        before, row.newest_at = row.newest_at, now
         self._generation_tokens += 1
-        self._first_token.observe(now - row.came_at)
-        self._prefill.observe(now - row.placed_at)
+        if not before:
+            self._first_token.observe(now - row.came_at)
+            self._prefill.observe(now - row.placed_at)
+        elif before == self._before:  # most rows get a token in every step
+            self._rows_of_both += 1
+        else:
+            self._inter_token.observe(now - before)
 
-    def later(self, rows: int, now: float) -> None:
-        """A step has brought so many rows a token that was not their first.
-
-        Those rows had one in the step before: until it ends, a row is in every step.
-        """
-        if rows:
-            self._generation_tokens += rows
-            self._inter_token.observe(now - self._newest, rows)
-        self._newest = now
+    def end_apply(self) -> None:
+        """All rows have their tokens of the step."""
+        if self._rows_of_both:
+            self._inter_token.observe(self._newest - self._before, self._rows_of_both)
 
     def end(self, row: Row, now: float) -> None:
         """The row is answered."""

@@ -124,6 +124,8 @@ def request_tensors(
             tensors[name] = word_lists(words)
     if any(row.logit_bias for row in rows):
         tensors.update(bias_tensors(rows))
+    if any(row.guided_grammar for row in rows):
+        tensors["guided_grammar"] = grammar_tensor(rows)
     if any(row.decoder_input_ids for row in rows):
         _require(names, "decoder_input_ids")
         forced = [row.decoder_input_ids for row in rows]
@@ -218,6 +220,15 @@ def bias_tensors(rows: Sequence[GenerateRequest]) -> dict[str, NDArray[Any]]:
         for place, (token, value) in enumerate(row.logit_bias):
             ids[index, place], values[index, place] = token, value
     return {"logit_bias_ids": ids, "logit_bias_values": values}
+
+
+def grammar_tensor(rows: Sequence[GenerateRequest]) -> NDArray[np.uint8]:
+    """The rows' grammars as UTF-8, UINT8 [rows, longest]; zeros fill up."""
+    texts = [(row.guided_grammar or "").encode() for row in rows]
+    packed = np.zeros((len(rows), max(map(len, texts))), dtype=np.uint8)
+    for target, text in zip(packed, texts, strict=True):
+        target[: len(text)] = list(text)
+    return packed
 
 
 def output_names(rows: Sequence[GenerateRequest], model_type: str = "GPT") -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -179,14 +179,15 @@ class Gateway:
 class EventResponse(StreamingResponse):
     """Server-sent events; when the client goes, what makes them is closed at once."""
 
-    def __init__(self, first: str, events: AsyncIterator[str], life: Life) -> None:
-        async def all_events() -> AsyncIterator[str]:
+    def __init__(self, first: str, events: AsyncGenerator[str, None], life: Life) -> None:
+        async def all_events() -> AsyncGenerator[str, None]:
             yield first
             async for event in events:
                 yield event
 
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(all_events(), media_type="text/event-stream", headers=headers)
+        self._all_events = all_events()
+        super().__init__(self._all_events, media_type="text/event-stream", headers=headers)
         self._events = events
         self._life = life
 
@@ -194,12 +195,12 @@ class EventResponse(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self.body_iterator.aclose()  # type: ignore[union-attr]
-            await self._events.aclose()  # type: ignore[attr-defined]
+            await self._all_events.aclose()
+            await self._events.aclose()
             self._life.leave()
 
 
-async def _unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def _unless_left(request: Request, work: Awaitable[Result]) -> Result:
     """What `work` gives; it is cancelled when the client goes. Raises ClientDisconnect then."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_departure(request))

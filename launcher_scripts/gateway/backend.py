@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -79,7 +79,7 @@ class Increment:
 class Backend(Protocol):
     """Generates rows of one model."""
 
-    def generate(self, request: RowRequest) -> AsyncIterator[Increment]:
+    def generate(self, request: RowRequest) -> AsyncGenerator[Increment, None]:
         """An async generator; the row is given up when it is closed.
 
         Raises ApiError for what the engine refuses, or when it is gone.
@@ -99,7 +99,7 @@ class Spread:
     def __init__(self, backends: tuple[Backend, ...]) -> None:
         self._rows = dict.fromkeys(backends, 0)
 
-    async def generate(self, request: RowRequest) -> AsyncIterator[Increment]:
+    async def generate(self, request: RowRequest) -> AsyncGenerator[Increment, None]:
         chosen = min(self._rows, key=self._rows.__getitem__)
         self._rows[chosen] += 1
         increments = chosen.generate(request)
@@ -108,7 +108,7 @@ class Spread:
                 yield increment
         finally:
             self._rows[chosen] -= 1
-            await increments.aclose()  # type: ignore[attr-defined]
+            await increments.aclose()
 
     async def is_ready(self) -> bool:
         """Whether any of them is."""

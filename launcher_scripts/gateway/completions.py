@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,7 +52,7 @@ class Answering:
     async def whole(self) -> dict[str, Any]:
         """The answer. Raises ApiError."""
         found: dict[int, list[Piece]] = {}
-        async with aclosing(self.generation.pieces()) as pieces:  # type: ignore[type-var]
+        async with aclosing(self.generation.pieces()) as pieces:
             async for choice, piece in pieces:
                 found.setdefault(choice, []).append(piece)
         answers = {choice: _joined(parts) for choice, parts in found.items()}
@@ -63,7 +63,7 @@ class Answering:
         usage = self.generation.record.usage()
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage}
 
-    async def events(self) -> AsyncIterator[str]:
+    async def events(self) -> AsyncGenerator[str, None]:
         """The answer as server-sent events. Raises ApiError before the first one or, as the last
         event, says it.
         """
@@ -73,7 +73,7 @@ class Answering:
         record = self.generation.record
         begun: set[int] = set()
         try:
-            async with aclosing(self.generation.pieces()) as pieces:  # type: ignore[type-var]
+            async with aclosing(self.generation.pieces()) as pieces:
                 async for choice, piece in pieces:
                     if choice not in begun:
                         begun.add(choice)

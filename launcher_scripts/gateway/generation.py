@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -101,7 +101,7 @@ class Generation:
         rows = len(prompts) * (1 if self._beams else wishes.rows)
         self._places = admission.reserve(record.client, rows)
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """(choice, piece) of all rows as they come.
 
         Raises ApiError when a row cannot be generated, or when the request's time is over; the
@@ -114,7 +114,7 @@ class Generation:
             for number, place in enumerate(self._places)
         ]
         try:
-            async with aclosing(merged(rows, self._timeout)) as found:  # type: ignore[type-var]
+            async with aclosing(merged(rows, self._timeout)) as found:
                 async for choice, piece in found:
                     if self.record.first_token is None:
                         self.record.first_token = time.monotonic()
@@ -177,7 +177,7 @@ class Generation:
                     yield choice + beam, Piece(echo, finish_reason="length")
                 return
             shown = _Shown(self, request, self._prompt(number))
-            async with aclosing(self.model.backend.generate(request)) as increments:  # type: ignore[type-var]
+            async with aclosing(self.model.backend.generate(request)) as increments:
                 async for increment in increments:
                     shown.take_prompt(increment)
                     if self._beams:

@@ -16,7 +16,7 @@ from launcher_scripts.gateway.backend import Backend, Spread
 from launcher_scripts.gateway.chat_template import DEFAULT, ChatTemplate
 from launcher_scripts.gateway.served_model import ServedModel
 from launcher_scripts.gateway.triton_backend import (
-    InferenceServerException,
+    ServerFailure,
     TritonBackend,
     TritonServer,
     parameters_of,
@@ -96,7 +96,7 @@ async def _models_of(place: Path, settings: GatewaySettings) -> list[Found]:
             server = server or TritonServer(str(ready["grpc"]), tls)
             try:
                 return await _ask(server, ready)
-            except InferenceServerException as error:
+            except ServerFailure as error:
                 reason = f"the server at {server.address} does not answer: {error.message()}"
         if time.monotonic() > deadline:
             raise ServerError(
@@ -125,7 +125,7 @@ def _read_ready(path: Path) -> tuple[str, dict[str, Any] | None]:
 
 
 async def _ask(server: TritonServer, ready: Mapping[str, Any]) -> list[Found]:
-    """The token models of a server. Raises InferenceServerException where it does not answer."""
+    """The token models of a server. Raises ServerFailure where it does not answer."""
     configs = {name: await server.model_config(name) for name in await server.models()}
     text = {
         parameters["token_model"]: parameters
@@ -194,7 +194,7 @@ def _sizes(folder: Path, end_id: int | None) -> tuple[int | None, int | None]:
     """
     if not (folder / FILE_NAME).is_file():
         return None, end_id
-    config = read_config(folder).config
+    config: Any = read_config(folder).config
     learned_or_rotary = getattr(config, "position_embedding", None) in ("learned", "rotary")
     return (config.max_positions if learned_or_rotary else None), config.end_id
 

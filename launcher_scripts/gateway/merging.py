@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ _AHEAD = 64
 
 async def merged(
     streams: Sequence[AsyncGenerator[Item, None]], seconds: float | None = None
-) -> AsyncIterator[Item]:
+) -> AsyncGenerator[Item, None]:
     """The items of all streams as they come.
 
     The first error of a stream is raised, and all are closed then, as they are when this generator

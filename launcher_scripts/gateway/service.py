@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -136,7 +137,7 @@ def _listening(settings: GatewaySettings) -> Iterator[socket.socket]:
     except OSError as error:
         raise ServerError(
             problem(
-                f"cannot listen: {error.strerror or error}",
+                f"cannot listen: {os.strerror(error.errno or 0)}",
                 got=f"{settings.host}:{settings.port}",
                 change="--host or --port",
             )

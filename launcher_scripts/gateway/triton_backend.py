@@ -6,14 +6,14 @@ one increment. Every row has a gRPC call of its own, so that giving it up is can
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 import numpy as np
 import tritonclient.grpc.aio as triton
-from tritonclient.utils import InferenceServerException
+from tritonclient.utils import InferenceServerException as ServerFailure
 
 from launcher_scripts.clients.connection import GRPC_ARGUMENTS, NUMPY_TYPES
 from launcher_scripts.gateway.api_errors import (
@@ -61,7 +61,7 @@ class TritonServer:
         """Whether the server answers and serves the model."""
         try:
             return bool(await self._client.is_model_ready(model, client_timeout=_READY_SECONDS))
-        except InferenceServerException:
+        except ServerFailure:
             return False
 
     async def models(self) -> list[str]:
@@ -86,10 +86,10 @@ class TritonServer:
 
     async def stream(
         self, model: str, tensors: Mapping[str, Any], outputs: Sequence[str], **more: Any
-    ) -> AsyncIterator[dict[str, Any]]:
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Every response of a decoupled model; closing the generator cancels the request."""
 
-        async def once() -> AsyncIterator[dict[str, Any]]:
+        async def once() -> AsyncGenerator[dict[str, Any], None]:
             yield {
                 "model_name": model,
                 "inputs": _inputs(tensors),
@@ -125,7 +125,7 @@ class TritonBackend:
             if each["data_type"].removeprefix("TYPE_") in NUMPY_TYPES
         }
 
-    async def generate(self, request: RowRequest) -> AsyncIterator[Increment]:
+    async def generate(self, request: RowRequest) -> AsyncGenerator[Increment, None]:
         """See Backend."""
         tensors = self._tensors(request)
         more: dict[str, Any] = {"request_id": request.request_id}
@@ -144,7 +144,7 @@ class TritonBackend:
                 async for arrays in responses:
                     if arrays:
                         yield row.increment(arrays)
-        except (InferenceServerException, grpc.RpcError) as error:
+        except (ServerFailure, grpc.RpcError) as error:
             raise self._failure(error, request) from error
         if not row.finished:
             raise ApiError(502, "the server ended the answer too early", code="incomplete")
@@ -191,10 +191,10 @@ class TritonBackend:
 
     def _failure(self, error: Exception, request: RowRequest) -> ApiError:
         """What the transport's error means for the client."""
-        if isinstance(error, InferenceServerException):
+        if isinstance(error, ServerFailure):
             status, message = str(error.status()), str(error.message())
         else:
-            status, message = str(error.code()), str(error.details())  # type: ignore[attr-defined]
+            status, message = str(error.code()), str(error.details())
         if request.timeout is not None and "timeout is over" in message:
             return timed_out(request.timeout)
         if "INVALID_ARGUMENT" in status:

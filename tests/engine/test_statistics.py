@@ -118,6 +118,20 @@ def test_rows_of_one_step_share_its_time(clock: list[float]) -> None:
     assert values(statistics, names.FIRST_TOKEN) == {"_count": 3, "_sum": 1.5}
 
 
+def test_a_row_may_be_left_out_of_a_step(clock: list[float]) -> None:
+    """As one whose next token a guide must see first."""
+    statistics = Statistics()
+    scheduler = Scheduler(4, cache_tokens=100, prefill_tokens=50, statistics=statistics)
+    for length in (4, 4):
+        scheduler.add(row(length, clock[0]))
+    for slots in ((0, 1), (0,), (0, 1)):
+        scheduler.plan()
+        clock[0] += 0.5
+        scheduler.apply(Step(slots))
+    assert values(statistics, names.INTER_TOKEN) == {"_count": 3, "_sum": 0.5 + 0.5 + 1.0}
+    assert values(statistics, names.GENERATION_TOKENS) == {"": 5}
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     loaded = engine_for(CONFIG, random_tensors(CONFIG), max_batch_size=4)

@@ -46,6 +46,7 @@ REQUEST = GenerateRequest(
     bad_words=((5, 6), (7,)),
     stop_words=((3,),),
     logit_bias=((4, -1.5),),
+    guided_grammar='{"regex": "a+"}',
     return_log_probs=True,
     num_log_probs=2,
     num_prompt_log_probs=0,

@@ -131,3 +131,32 @@ def test_the_file_works_alone_and_without_torch_or_numpy(tmp_path: Path) -> None
         check=True,
     )
     assert json.loads(answer.stdout) == NEMO_GPT2_IDS
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("gpt2bpe", "Grüße, 漢字 and 🙂 the quick\tbrown fox é"), ("sentencepiece", SENTENCE)],
+)
+def test_the_bytes_of_tokens_make_up_the_text(kind: str, text: str) -> None:
+    tokenizer = load_tokenizer(DATA / kind)
+    raw = b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))).decode()
+    assert raw.removeprefix(" ") == tokenizer.decode(tokenizer.encode(text))
+    assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
+
+
+def test_every_byte_has_its_character() -> None:
+    """GPT-2's table, as the library has it: what it decodes to is the byte."""
+    from tokenizers.decoders import ByteLevel
+
+    from launcher_scripts.tokenizer import _byte_characters
+
+    table = _byte_characters()
+    assert sorted(table.values()) == list(range(256))
+    for character, byte in table.items():
+        if byte < 0x80:
+            assert ByteLevel().decode([character]) == chr(byte)
+
+
+def test_special_tokens_have_names() -> None:
+    tokenizer = load_tokenizer(DATA / "gpt2bpe")
+    assert tokenizer.token_bytes(tokenizer.end_id) == b"<|endoftext|>"

@@ -84,7 +84,7 @@ def to_tensors(
         tensors["output_ids"] = torch.from_numpy(ids)
     if any(request.return_log_probs for request in requests):
         tensors.update(log_probs(outputs, longest, wanted))
-    tensors.update(model_log_probs(outputs, longest))
+    tensors.update(model_log_probs(outputs, longest, wanted))
     if "context_logits" in wanted and any(each.context_logits is not None for each in outputs):
         tensors["context_logits"] = context_logits(outputs)
     if any(output.context_embeddings is not None for output in outputs):

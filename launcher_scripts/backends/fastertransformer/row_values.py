@@ -14,7 +14,12 @@ from torch import Tensor
 from launcher_scripts.backends.fastertransformer.learned_values import learned_values
 from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.errors import Problems, RequestError, problem
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
+from launcher_scripts.protocol import (
+    GUIDED_GRAMMAR,
+    GenerateOutput,
+    GenerateRequest,
+    SamplingParameters,
+)
 
 # contract tensor -> field of SamplingParameters
 SAMPLING_FIELDS = {
@@ -42,7 +47,7 @@ _DEFAULTS = {tensor.name: tensor.default for row in CONTRACTS.values() for tenso
 @dataclass(frozen=True)
 class RowValues:
     """Every value of every row: name -> one per row; words as tuples of ids, biases as pairs of an
-    id and its value.
+    id and its value, grammars as JSON texts.
 
     learned: every row's fields of a GenerateRequest that are about prompts and IA3
     """
@@ -51,6 +56,7 @@ class RowValues:
     bad_words: Sequence[tuple[tuple[int, ...], ...]]
     stop_words: Sequence[tuple[tuple[int, ...], ...]]
     biases: Sequence[tuple[tuple[int, float], ...]]
+    grammars: Sequence[str | None]
     learned: Sequence[dict[str, Any]]
 
     def generation(self, row: int) -> dict[str, Any]:
@@ -65,6 +71,7 @@ class RowValues:
             "bad_words": self.bad_words[row],
             "stop_words": self.stop_words[row],
             "logit_bias": self.biases[row],
+            "guided_grammar": self.grammars[row],
             "return_log_probs": columns["is_return_log_probs"][row],
             "num_log_probs": columns["num_log_probs"][row],
             "num_prompt_log_probs": columns["num_prompt_log_probs"][row],
@@ -81,8 +88,8 @@ def row_values(
 
     typed_prompts: the model takes request_prompt_type
 
-    Shapes: word lists [B, 2, n] or [2, n] for all rows, biases [B, n] or [n] for all rows,
-    everything else [B] or [B, 1]. Raises RequestError that names every wrong tensor.
+    Shapes: word lists [B, 2, n] or [2, n] for all rows, biases and grammars [B, n] or [n] for all
+    rows, everything else [B] or [B, 1]. Raises RequestError that names every wrong tensor.
     """
     problems = Problems("the request")
     columns = {
@@ -93,9 +100,10 @@ def row_values(
         for name in ("bad_words_list", "stop_words_list")
     )
     biases = _biases(tensors, rows, problems)
+    grammars = _grammars(tensors.get(GUIDED_GRAMMAR.name), rows, problems)
     learned = learned_values(tensors, rows, problems, typed=typed_prompts)
     problems.raise_if_any(RequestError)
-    return RowValues(columns, bad, stop, biases, learned)
+    return RowValues(columns, bad, stop, biases, grammars, learned)
 
 
 def trimmed(
@@ -297,3 +305,21 @@ def _biases(
         tuple((token, value) for token, value in zip(*pair, strict=True) if token != -1)
         for pair in zip(ids.tolist(), values.tolist(), strict=True)
     ]
+
+
+def _grammars(tensor: Tensor | None, rows: int, problems: Problems) -> list[str | None]:
+    """The grammar of every row from UTF-8 [B, n] with zeros behind it; None where it is empty."""
+    if tensor is None:
+        return [None] * rows
+    name = GUIDED_GRAMMAR.name
+    given = tensor.expand(rows, -1) if tensor.dim() == 1 else tensor
+    if given.dim() != 2 or given.shape[0] != rows:
+        problems.add(f"{name} must be [{rows}, n]", got=list(tensor.shape))
+        return []
+    texts = []
+    for row in given.tolist():
+        try:
+            texts.append(bytes(row).rstrip(b"\0").decode() or None)
+        except ValueError as error:
+            problems.add(f"{name} is no UTF-8: {error}")
+    return texts

@@ -1,0 +1,217 @@
+"""What the gateway learns of a model from its server's ready file and its repository."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher_scripts.errors import ConfigError, LauncherError, ServerError
+from launcher_scripts.gateway import loading
+from launcher_scripts.gateway.served_model import ServedModel
+from launcher_scripts.gateway.service import ready_lines, serve
+from launcher_scripts.gateway_settings import GatewaySettings
+from launcher_scripts.steps.start_gateway import main
+from tests.gateway.fakes import CHATML, GPT2, TOKENIZERS, FakeBackend, served
+from tests.server.repositories import export, text_config
+
+
+class FakeServer:
+    """Takes the place of a TritonServer, with the models of a repository."""
+
+    configs: dict[str, dict[str, Any]] = {}  # noqa: RUF012
+
+    def __init__(self, address: str, _tls: Any = None) -> None:
+        self.address = address
+
+    async def models(self) -> list[str]:
+        return sorted(self.configs)
+
+    async def model_config(self, model: str) -> dict[str, Any]:
+        return self.configs[model]
+
+
+def config(name: str, backend: str = "fastertransformer", **parameters: str) -> dict[str, Any]:
+    values = {key: {"string_value": value} for key, value in parameters.items()}
+    inputs = [{"name": "input_lengths", "data_type": "TYPE_UINT32"}]
+    return {"name": name, "backend": backend, "parameters": values, "input": inputs}
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An exported model, and a ready file beside it that says where it is."""
+    settings = export(tmp_path, text_config(max_positions=77))
+    configs = {
+        "tiny": config("tiny", model_type="GPT"),
+        "ensemble": config(
+            "ensemble",
+            "python",
+            token_model="tiny",
+            opening_id="7",
+            closing_id="8 9",
+            end_ids="11 12",
+        ),
+    }
+    monkeypatch.setattr(FakeServer, "configs", configs)
+    monkeypatch.setattr(loading, "TritonServer", FakeServer)
+    write_ready(tmp_path, model_repository=str(settings.model_repository))
+    return settings.model_repository
+
+
+def write_ready(folder: Path, **facts: Any) -> None:
+    now = datetime.now(timezone.utc).isoformat()
+    content = {"grpc": "nowhere:1", "alive_at": now, **facts}
+    (folder / "ready.json").write_text(json.dumps(content))
+
+
+def load(folder: Path, **more: Any) -> list[ServedModel]:
+    settings = GatewaySettings((str(folder),), **{"ready_timeout": 0.0, **more})
+    return asyncio.run(loading.load_models(settings))
+
+
+def test_a_model_is_what_its_repository_says(repository: Path, tmp_path: Path) -> None:
+    (model,) = load(tmp_path)
+    assert model.name == "tiny"
+    assert model.encode("Hello") == [7, *GPT2.encode("Hello"), 8, 9]
+    assert model.end_ids == (0, 11, 12)
+    assert model.max_len == 77
+    assert not model.encodes
+    assert model.template is None
+    assert model.token_names == {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    assert repository.is_dir()
+
+
+def test_the_checkpoints_template_and_defaults_count(repository: Path, tmp_path: Path) -> None:
+    (folder,) = repository.glob("tiny/1/*-gpu")
+    config = {"chat_template": "own {{ bos_token }}", "bos_token": {"content": "<s>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    generation = {"temperature": 0.6, "top_k": 50, "eos_token_id": [0], "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    (tmp_path / "other.jinja").write_text(CHATML)
+    (model,) = load(tmp_path, chat_template=str(tmp_path / "other.jinja"), max_model_len=50)
+    assert model.template is not None
+    assert model.template.render([{"role": "user", "content": "a"}]) == "own <s>"
+    assert model.defaults == {"temperature": 0.6, "top_k": 50}
+    assert model.max_len == 50
+
+
+def test_models_without_a_template_get_the_gateways(repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.jinja").write_text(CHATML)
+    (model,) = load(tmp_path, chat_template=str(tmp_path / "other.jinja"))
+    assert model.template is not None
+    assert model.template.text == CHATML
+    (tmp_path / "other.jinja").write_text("{% if %}")
+    with pytest.raises(ConfigError, match="chat template is damaged: line 1"):
+        load(tmp_path, chat_template=str(tmp_path / "other.jinja"))
+    assert repository.is_dir()
+
+
+def test_a_tokenizer_may_lie_elsewhere(repository: Path, tmp_path: Path) -> None:
+    shutil.rmtree(repository)
+    with pytest.raises(ConfigError, match=r"where the tokenizer .* is not known; change --tok"):
+        load(tmp_path)
+    (model,) = load(tmp_path, tokenizer_dir=str(TOKENIZERS / "gpt2bpe"))
+    assert (model.max_len, model.end_ids) == (None, (GPT2.end_id, 11, 12))
+
+
+def test_servers_of_the_same_model_share_it(repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "second").mkdir()
+    write_ready(tmp_path / "second", model_repository=str(repository))
+    settings = GatewaySettings((str(tmp_path), str(tmp_path / "second" / "ready.json")))
+    (model,) = asyncio.run(loading.load_models(settings))
+    assert type(model.backend).__name__ == "Spread"
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ({"model_type": "T5-Encoder"}, "no server serves a model that generates"),
+        ({"model_type": "Agm"}, "no server serves a model that generates"),
+    ],
+)
+def test_what_does_not_generate_is_not_served(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, why: str
+) -> None:
+    monkeypatch.setattr(FakeServer, "configs", {"tiny": config("tiny", **kind)})
+    with pytest.raises(ConfigError, match=why):
+        load(tmp_path)
+    assert repository.is_dir()
+
+
+def test_ready_files_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match="is not there; change --ready"):
+        load(tmp_path / "nothing")
+    (tmp_path / "ready.json").write_text("{")
+    with pytest.raises(ServerError, match="cannot be read"):
+        load(tmp_path)
+    old = (datetime.now(timezone.utc) - timedelta(hours=1)).isoformat()
+    write_ready(tmp_path, alive_at=old)
+    with pytest.raises(ServerError, match="its server was killed"):
+        load(tmp_path)
+    (tmp_path / "ready.json").write_text('{"http": "nowhere:2"}')
+    with pytest.raises(ServerError, match="gives no grpc address"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ready": ()}, "--ready"),
+        ({"port": 65536}, "--port"),
+        ({"max_running": 0}, "--max-running"),
+        ({"max_waiting": -1}, "--max-waiting"),
+        ({"tls_certificate": "a.pem"}, "--tls-certificate"),
+        ({"server_key": "a.pem"}, "--server-ca"),
+    ],
+)
+def test_settings_that_contradict_each_other(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        GatewaySettings(**{"ready": ("ready.json",), **changes})
+
+
+def test_all_files_that_are_missing_are_named(tmp_path: Path) -> None:
+    gone = str(tmp_path / "gone")
+    settings = GatewaySettings(
+        ("ready.json",), chat_template=gone, api_keys=gone, tokenizer_dir=gone, server_ca=gone
+    )
+    with pytest.raises(LauncherError) as failed:
+        serve(settings)
+    for flag in ("--chat-template", "--api-keys", "--tokenizer-dir", "--server-ca"):
+        assert flag in str(failed.value)
+
+
+def test_a_port_in_use_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--ready", "nothing", "--port", str(port)]) == 1
+    assert f"'127.0.0.1:{port}'; change --host or --port" in capsys.readouterr().err
+
+
+def test_keys_that_others_can_read_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice=sk-secret\n")
+    keys.chmod(0o644)
+    assert main(["--ready", "nothing", "--api-keys", str(keys)]) == 1
+    err = capsys.readouterr().err
+    assert "chmod 600" in err
+    assert "sk-secret" not in err
+
+
+def test_the_ready_lines() -> None:
+    name = "a 'model'"
+    lines = ready_lines("http://here:1", [served(FakeBackend(), name)], keyed=True).splitlines()
+    assert json.loads(lines[0].removeprefix("ready: ")) == {
+        "openai": "http://here:1/v1",
+        "models": [name],
+    }
+    assert lines[1].startswith("try: curl http://here:1/v1/completions -H 'Content-Type: ")
+    assert lines[1].endswith('-H "Authorization: Bearer $OPENAI_API_KEY"')
