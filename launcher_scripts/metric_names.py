@@ -1,4 +1,4 @@
-"""The metrics of a served model, which Triton shows to Prometheus at /metrics.
+"""The metrics of a served model, which Triton shows to Prometheus at /metrics, and the gateway's.
 
 Names, labels and the bounds of buckets are vLLM's (V1, vllm/v1/metrics/loggers.py) wherever the
 meaning is: `vllm:` has become `launcher_`. Histograms have some more, lower bounds.
@@ -118,3 +118,45 @@ HISTOGRAMS = (FIRST_TOKEN, INTER_TOKEN, REQUEST, QUEUE, PREFILL, STEP_TOKENS)
 COUNTERS = (PROMPT_TOKENS, GENERATION_TOKENS, SUCCESS, FAILURE, GIVEN_UP)
 GAUGES = (RUNNING, WAITING, CACHE_USE, BATCH, CACHE_TOKENS, CACHE_USED)
 MODEL_METRICS = (*HISTOGRAMS, *COUNTERS, *GAUGES)
+
+GATEWAY_REQUESTS = Metric(
+    "launcher_gateway_requests_total",
+    COUNTER,
+    "Requests by route and status; 499: the client left",
+    ("route", "status"),
+)
+GATEWAY_FIRST_TOKEN = Metric(
+    "launcher_gateway_time_to_first_token_seconds",
+    HISTOGRAM,
+    "Seconds from a request's arrival to its first token",
+    buckets=_FIRST_TOKEN_SECONDS,
+)
+GATEWAY_REQUEST = Metric(
+    "launcher_gateway_e2e_request_latency_seconds",
+    HISTOGRAM,
+    "Seconds from a request's arrival to the end of its answer",
+    buckets=_REQUEST_SECONDS,
+)
+GATEWAY_PROMPT_TOKENS = Metric(
+    "launcher_gateway_prompt_tokens_total", COUNTER, "Prompt tokens of answered requests"
+)
+GATEWAY_GENERATION_TOKENS = Metric(
+    "launcher_gateway_generation_tokens_total", COUNTER, "Tokens generated for clients"
+)
+GATEWAY_WORKING = Metric(
+    "launcher_gateway_requests_running", GAUGE, "Requests that are being answered", ()
+)
+GATEWAY_RUNNING = Metric(
+    "launcher_gateway_rows_running", GAUGE, "Rows that the servers were given", ()
+)
+GATEWAY_WAITING = Metric("launcher_gateway_rows_waiting", GAUGE, "Rows that wait for that", ())
+GATEWAY_METRICS = (
+    GATEWAY_REQUESTS,
+    GATEWAY_FIRST_TOKEN,
+    GATEWAY_REQUEST,
+    GATEWAY_PROMPT_TOKENS,
+    GATEWAY_GENERATION_TOKENS,
+    GATEWAY_WORKING,
+    GATEWAY_RUNNING,
+    GATEWAY_WAITING,
+)

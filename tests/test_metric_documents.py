@@ -7,15 +7,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.metric_names import MODEL_METRICS
+from launcher_scripts.metric_names import GATEWAY_METRICS, MODEL_METRICS
 
 DOCS = Path(__file__).parents[1] / "docs"
-ROW = re.compile(r"\| `(launcher_\w+)`( ¹)? \| (\w+) \| ")
+METRICS = (*MODEL_METRICS, *GATEWAY_METRICS)
+ROW = re.compile(r"\| `(launcher_\w+)`( [¹²])? \| (\w+) \| ")
 NAME = re.compile(r"\blauncher_\w+")
 SELECTED = re.compile(r"(launcher_\w+)(?:\{([^}]*)\})?")
 LABELS = {
     sample: {*metric.labels, *({"le"} if sample.endswith("_bucket") else ())}
-    for metric in MODEL_METRICS
+    for metric in METRICS
     for sample in metric.samples
 }
 
@@ -41,14 +42,19 @@ def texts() -> list[str]:
 def test_the_table_has_every_metric_once() -> None:
     rows = ROW.findall((DOCS / "metrics.md").read_text())
     assert sorted((name, kind) for name, _, kind in rows) == sorted(
-        (metric.name, metric.kind) for metric in MODEL_METRICS
+        (metric.name, metric.kind) for metric in METRICS
     )
-    other_label = {name for name, marked, _ in rows if marked}
-    assert other_label == {m.name for m in MODEL_METRICS if m.labels[0] == "model"}
+    marks = {name: mark.strip() for name, mark, _ in rows}
+    assert {name for name, mark in marks.items() if mark == "¹"} == {
+        metric.name for metric in MODEL_METRICS if metric.labels[0] == "model"
+    }
+    assert {name for name, mark in marks.items() if mark == "²"} == {
+        metric.name for metric in GATEWAY_METRICS if "model_name" in metric.labels
+    }
 
 
 def test_the_document_names_no_other_metric() -> None:
-    known = {name for metric in MODEL_METRICS for name in (metric.name, *metric.samples)}
+    known = {name for metric in METRICS for name in (metric.name, *metric.samples)}
     named = set(NAME.findall((DOCS / "metrics.md").read_text()))
     assert {name for name in named if not name.endswith("_")} - known == {"launcher_scripts"}
 
@@ -74,5 +80,5 @@ def test_the_dashboard_groups_by_labels_that_its_samples_have() -> None:
 def test_the_dashboard_shows_every_metric() -> None:
     """Those with another label are the same as others, by older names."""
     asked = {name for text in texts() for name, _ in SELECTED.findall(text)}
-    missing = [m.name for m in MODEL_METRICS if not asked & {m.name, *m.samples}]
+    missing = [m.name for m in METRICS if not asked & {m.name, *m.samples}]
     assert missing == [m.name for m in MODEL_METRICS if m.labels[0] == "model"]

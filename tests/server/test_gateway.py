@@ -25,7 +25,6 @@ from launcher_scripts.tokenizer import load_tokenizer
 from tests.server.processes import RunningStep, running, wait_for
 from tests.server.repositories import TOKENIZERS, export, text_config
 
-pytest.importorskip("starlette")
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pytriton") is None,
     reason="the pip-installable tritonserver is not there",

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import parser
 from tritonclient.utils import InferenceServerException
 
 from launcher_scripts import metric_names as names
@@ -22,7 +23,6 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pytriton") is None,
     reason="the pip-installable tritonserver is not there",
 )
-parser = pytest.importorskip("prometheus_client.parser")
 
 PROMPTS = [(5, 6, 7), (400,), (12, 13, 14, 15, 16)]
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
