@@ -19,7 +19,7 @@ from launcher_scripts.server.process import STATUS_DIR_VARIABLE, ending, prepare
 from launcher_scripts.settings import write_settings
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
-_READY, _DRAINING = "ready: ", "draining: "  # how lines of its log begin
+_READY, _COMMAND, _DRAINING = "ready: ", "try: ", "draining: "  # how lines of its log begin
 _TAIL_LINES = 20
 _HEARING_SECONDS = 0.5
 
@@ -130,13 +130,16 @@ class GatewayProcess:
         return f"the gateway (process {self._process.pid}) {how}{said}"
 
     def _repeat_log(self, log: IO[str]) -> None:
+        """Repeat its log as the job's output, but for its address, which the server gives."""
         for written in log:
             line = written.rstrip("\n")
             self._tail.append(line)
+            if line.startswith(_READY):
+                self.models = json.loads(line.removeprefix(_READY))["models"]
+            if line.startswith(_DRAINING):
+                self._draining.set()
+            if line.startswith((_READY, _COMMAND)):
+                continue
             # A closed terminal must not stop the reading: the gateway would block on a full pipe.
             with contextlib.suppress(OSError, ValueError):
                 print(f"gateway: {line}", flush=True)
-            if line.startswith(_DRAINING):
-                self._draining.set()
-            if line.startswith(_READY):
-                self.models = json.loads(line.removeprefix(_READY))["models"]
