@@ -131,7 +131,7 @@ def test_tools_are_the_templates() -> None:
         ),
         ({"messages": [{"role": "user", "content": 5}]}, "messages", "content"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "text"),
+        ({"response_format": {"type": "xml"}}, "response_format", "text"),
         ({"tool_choice": "required"}, "tool_choice", "none"),
         ({"tool_choice": "auto"}, "tool_choice", "tools"),
         ({"functions": []}, "functions", "not supported"),

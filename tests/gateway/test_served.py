@@ -257,6 +257,32 @@ def test_penalties_and_biases_reach_the_model(client: Any) -> None:
     assert answer.choices[0].logprobs.tokens == greedy.choices[0].logprobs.tokens
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("llguidance") is None, reason="llguidance is not installed"
+)
+def test_text_follows_what_it_has_to_be(client: Any) -> None:
+    asked = {"model": "tiny", "max_tokens": 60, "temperature": 1.0, "seed": 3}
+    answer = client.completions.create(
+        **asked, prompt="a", extra_body={"guided_choice": ["people", "the word"]}
+    )
+    assert answer.choices[0].text in ("people", "the word")
+    assert answer.choices[0].finish_reason == "stop"
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "found", "schema": schema}}
+    text = ""
+    for event in client.chat.completions.create(
+        **asked,
+        messages=[{"role": "user", "content": "Hello"}],
+        response_format=form,
+        stream=True,
+    ):
+        text += event.choices[0].delta.content or ""
+    assert type(json.loads(text)["a"]) is bool
+    with pytest.raises(openai.BadRequestError, match="guided_grammar"):
+        client.completions.create(**asked, prompt="a", extra_body={"guided_regex": "("})
+
+
 def test_errors_are_those_of_openais_client(served: RunningGateway, client: Any) -> None:
     with pytest.raises(openai.NotFoundError, match="no model 'other'"):
         client.completions.create(model="other", prompt="a")
