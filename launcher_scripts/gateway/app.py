@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -101,13 +101,13 @@ class Gateway:
             body = validated(TokenizeBody, values)
             model = self.models.find(body.model)
             text = body.prompt
-        ids = model.encode(text, special_tokens=body.add_special_tokens)
+        ids = await model.encode_aside(text, special_tokens=body.add_special_tokens)
         names = token_names(model.tokenizer)
         return JSONResponse(
             {
                 "count": len(ids),
                 "max_model_len": model.max_len,
-                "tokens": ids,
+                "tokens": list(ids),
                 "token_strs": [names(each) for each in ids] if body.return_token_strs else None,
             }
         )
@@ -155,13 +155,15 @@ class Gateway:
         """GET /version"""
         return JSONResponse({"version": VERSION})
 
-    async def _generate(self, request: Request, make: Any) -> Response:
+    async def _generate(
+        self, request: Request, make: Callable[[Record], Awaitable[Answering]]
+    ) -> Response:
         """The answer of what `make` makes of the request's Record."""
         record: Record = request.state.record
         self.life.enter()
         stays = False
         try:
-            answering: Answering = make(record)
+            answering = await make(record)
             if not answering.body.stream:
                 return JSONResponse(await _unless_left(request, answering.whole()))
             events = answering.events()

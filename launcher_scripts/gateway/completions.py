@@ -135,15 +135,15 @@ class Completion(Answering):
     body: CompletionBody
 
     @classmethod
-    def of(
+    async def of(
         cls, model: ServedModel, body: CompletionBody, record: Record, limits: Limits
     ) -> Completion:
         """Raises ApiError for what cannot be done."""
         prompts = []
         for each in body.prompt:
             if isinstance(each, str):
-                ids = model.encode(each, special_tokens=body.add_special_tokens)
-                prompts.append(Prompt(tuple(ids), each))
+                ids = await model.encode_aside(each, special_tokens=body.add_special_tokens)
+                prompts.append(Prompt(ids, each))
             else:
                 text = model.tokenizer.decode(each) if body.echo else ""
                 prompts.append(Prompt(tuple(each), text))
@@ -178,7 +178,7 @@ class Chat(Answering):
     body: ChatBody
 
     @classmethod
-    def of(cls, model: ServedModel, body: ChatBody, record: Record, limits: Limits) -> Chat:
+    async def of(cls, model: ServedModel, body: ChatBody, record: Record, limits: Limits) -> Chat:
         """Raises ApiError for what cannot be done."""
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs need logprobs", "top_logprobs")
@@ -189,7 +189,7 @@ class Chat(Answering):
         if model.encodes:
             raise unsupported("messages", f"{model.name} is an encoder-decoder: no chat model")
         text = model.chat_text(body)
-        ids = tuple(model.encode(text, special_tokens=body.add_special_tokens))
+        ids = await model.encode_aside(text, special_tokens=body.add_special_tokens)
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise bad_request("max_tokens is another name for it", "max_completion_tokens")
         asked = body.max_completion_tokens if body.max_tokens is None else body.max_tokens

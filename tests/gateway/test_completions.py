@@ -386,3 +386,10 @@ def test_a_gateways_own_fault_is_no_traceback() -> None:
     assert answer.status_code == 500
     assert "secret" not in answer.text
     assert answer.json()["error"]["code"] == "internal_error"
+
+
+def test_a_long_text_is_a_prompt_like_others() -> None:
+    text = "some words " * 3000
+    backend = FakeBackend()
+    ask(client_of(served(backend, max_len=None), max_body=1 << 20), prompt=text)
+    assert backend.requests[0].prompt_ids == tuple(GPT2.encode(text))
