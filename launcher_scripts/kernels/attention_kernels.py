@@ -137,15 +137,14 @@ def attend(
     tokens = first + tl.arange(0, TILE)
     key, value = load_keys_values(keys, values, pool, tokens, last, SIZE, BLOCK)
     slope = tl.load(slopes + head) if ALIBI else 0.0
-    position = tl.load(positions + row).to(tl.int32) if RELATIVE or HALF > 0 else 0
+    turn = tl.load(positions + row).to(tl.int32) if RELATIVE or HALF > 0 else 0
     bias += head * (2 * reach + 1) if RELATIVE else 0
     if EARLY:
         gdc_wait()
-    beside: tl.constexpr = 2 * (HEADS // GROUP) if STORE else 0
-    asked = query + (row * (HEADS + beside)) * SIZE
-    stride = tl.num_programs(0) * (HEADS + beside) * SIZE
-    mine = asked + head * SIZE
-    scaled = turned(mine, stride, cosines, sines, position, PARTS, SIZE, HALF, BLOCK) * scale
+    held: tl.constexpr = (HEADS + (2 * (HEADS // GROUP) if STORE else 0)) * SIZE
+    asked, stride = query + row * held, tl.num_programs(0) * held
+    scaled = turned(asked + head * SIZE, stride, cosines, sines, turn, PARTS, SIZE, HALF, BLOCK)
+    scaled *= scale
     largest, total, mixed = _newest_first(
         keys,
         values,
@@ -155,10 +154,10 @@ def attend(
         stride,
         cosines,
         sines,
-        position,
+        turn,
         scaled,
         bias,
-        old - position,
+        old - turn,
         reach,
         FRESH and split == 0,
         head % GROUP == 0,
@@ -172,7 +171,7 @@ def attend(
     )
     for _ in range(first, last, TILE):
         later = load_keys_values(keys, values, pool, tokens + TILE, last, SIZE, BLOCK)
-        bonus = bonus_of(tokens, slope, length, bias, position, reach, last, ALIBI, RELATIVE)
+        bonus = bonus_of(tokens, slope, length, bias, turn, reach, last, ALIBI, RELATIVE)
         largest, total, mixed = add_tile(largest, total, mixed, key, value, scaled, bonus, SOFTCAP)
         tokens, key, value = tokens + TILE, later[0], later[1]
     place = row * HEADS + head
