@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+import uvloop
 
 from launcher_scripts.errors import Problems, ServerError, problem
 from launcher_scripts.gateway.app import AppSettings, Gateway, make_app
@@ -40,7 +41,7 @@ def serve(settings: GatewaySettings) -> None:
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s"
     )
     with _listening(settings) as opened:
-        asyncio.run(_serve(settings, keys, opened))
+        uvloop.run(_serve(settings, keys, opened))
 
 
 async def _serve(settings: GatewaySettings, keys: Keys, opened: socket.socket) -> None:

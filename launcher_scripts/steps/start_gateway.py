@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from launcher_scripts.steps.packages import check_packages
 
 if __name__ == "__main__":
-    check_packages("start_gateway", "pydantic", "starlette", "tritonclient", "uvicorn", "yaml")
+    check_packages("start_gateway", "pydantic", "starlette", "tritonclient", "uvicorn", "uvloop")
 
 from launcher_scripts.gateway.service import serve
 from launcher_scripts.gateway_settings import GatewaySettings
