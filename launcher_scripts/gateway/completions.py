@@ -13,7 +13,7 @@ from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupported
 from launcher_scripts.gateway.generation import Generation, Prompt, Record, Wishes
 from launcher_scripts.gateway.log_probs import of_chat, of_completion, token_names
-from launcher_scripts.gateway.row_text import LogProbEntry, Piece
+from launcher_scripts.gateway.row_text import Piece
 from launcher_scripts.gateway.schemas import ChatBody, CompletionBody, SamplingBody
 from launcher_scripts.gateway.served_model import ServedModel
 
@@ -122,7 +122,7 @@ class Answering:
         for start in range(0, len(self.generation.prompts) * rows, rows):
             row = [choice for choice in range(start, start + rows) if choice in answers]
             if rows > shown and not self.body.use_beam_search:
-                row.sort(key=lambda choice: _mean(answers[choice].entries), reverse=True)
+                row.sort(key=lambda choice: _mean(answers[choice]), reverse=True)
             found += row[:shown]
         return found
 
@@ -239,7 +239,8 @@ def _says_something(piece: Piece) -> bool:
     return bool(piece.text or piece.entries or piece.finish_reason)
 
 
-def _mean(entries: Sequence[LogProbEntry]) -> float:
-    """The mean log-probability of the generated tokens."""
+def _mean(answer: Piece) -> float:
+    """The mean log-probability of the generated tokens, which follow those of an echoed prompt."""
+    entries = answer.entries[len(answer.entries) - answer.tokens :]
     values = [entry.log_prob.log_prob for entry in entries if entry.log_prob is not None]
     return sum(values) / len(values) if values else float("-inf")

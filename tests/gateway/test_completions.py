@@ -260,6 +260,21 @@ def test_the_best_of_several_rows() -> None:
     assert answer["usage"]["completion_tokens"] == 8
 
 
+def test_an_echoed_prompt_makes_no_row_better() -> None:
+    """The shorter row is the better one, though the prompt weighs more in it."""
+    rows = iter([(300,), (160,) * 6])
+    answer = ask(
+        client_of(served(FakeBackend(ids=lambda _: next(rows)))),
+        prompt=[5, 480, 480, 480],
+        best_of=2,
+        echo=True,
+        logprobs=0,
+        max_tokens=6,
+        return_tokens_as_token_ids=True,
+    )
+    assert answer["choices"][0]["logprobs"]["tokens"][4] == "token_id:300"
+
+
 def test_a_beam_search_shows_its_hypotheses() -> None:
     backend = FakeBackend()
     answer = ask(
