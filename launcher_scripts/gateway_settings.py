@@ -15,6 +15,7 @@ class GatewaySettings:
 
     ready:           ready files of the servers, or the job folders that hold them
     port:            0: a free one
+    models:          names of those to serve; (): all that generate
     tokenizer_dir:   tokenizer files and config.ini, where the servers' repository is not to be read
     chat_template:   a Jinja file for models whose checkpoint has no chat template
     api_keys:        a file of lines NAME=key that nobody else may read; None: everybody may ask
@@ -33,6 +34,7 @@ class GatewaySettings:
     ready: tuple[str, ...]
     host: str = "127.0.0.1"
     port: int = 0
+    models: tuple[str, ...] = ()
     tokenizer_dir: str | None = None
     chat_template: str | None = None
     api_keys: str | None = None

@@ -26,6 +26,7 @@ FLAGS = FlagTable(
         "ready": Flag("ready files of the servers, or their job folders", metavar="PATH"),
         "host": Flag("the address to listen on"),
         "port": Flag("0: a free one"),
+        "models": Flag("names of those to serve; by default all that generate", metavar="NAME"),
         "tokenizer_dir": Flag(
             "tokenizer and config.ini, if not the repository's", metavar="FOLDER"
         ),
