@@ -15,20 +15,29 @@ from launcher_scripts.protocol import (
     ENSEMBLE_OUTPUTS,
     GPT_INPUTS,
     GPT_OUTPUTS,
+    GUIDED_GRAMMAR,
     IS_RETURN_PROGRESS,
     LOG_PROBS,
+    MODEL_LOG_PROBS,
     NEWS,
     NOT_IN_ENSEMBLE,
+    NUM_LOG_PROBS,
     POSTPROCESSING_INPUTS,
     POSTPROCESSING_OUTPUTS,
     PREPROCESSING_INPUTS,
     PREPROCESSING_OUTPUTS,
     PROGRESS,
+    SAMPLING_EXTENSIONS,
     Tensor,
     array,
     scalar,
 )
 
+_PROMPT_TABLES = (
+    "prompt_learning_task_name_ids",
+    "request_prompt_embedding",
+    "request_prompt_lengths",
+)
 # What T5 takes under the same names and with the same meaning.
 _T5_SHARED = (
     "runtime_top_k",
@@ -44,15 +53,14 @@ _T5_SHARED = (
     "end_id",
     "stop_words_list",
     "bad_words_list",
-    "prompt_learning_task_name_ids",
-    "request_prompt_embedding",
-    "request_prompt_lengths",
+    *_PROMPT_TABLES,
     "top_p_decay",
     "top_p_min",
     "top_p_reset_ids",
     "presence_penalty",
     "min_length",
     "no_repeat_ngram_size",
+    *(tensor.name for tensor in (*SAMPLING_EXTENSIONS, GUIDED_GRAMMAR, *NUM_LOG_PROBS)),
 )
 
 _T5_ENCODED = (
@@ -88,6 +96,7 @@ T5_OUTPUTS = (
         "[decoder tokens, vocab]: logits at every position of decoder_input_ids",
         extension=True,
     ),
+    *MODEL_LOG_PROBS,
     *PROGRESS,
     NEWS,
 )
@@ -96,11 +105,7 @@ T5_ENCODER_INPUTS = (
     *_T5_ENCODED,
     scalar("is_return_attentions", "BOOL", False, "return output_attentions"),
     _IA3_TASKS,
-    *(
-        replace(tensor, extension=True)
-        for tensor in GPT_INPUTS
-        if tensor.name in _T5_SHARED and "prompt" in tensor.name
-    ),
+    *(replace(tensor, extension=True) for tensor in GPT_INPUTS if tensor.name in _PROMPT_TABLES),
 )
 
 T5_ENCODER_OUTPUTS = (
@@ -239,7 +244,7 @@ class Contract:
         return declared(self.outputs, data_type)
 
 
-BART_INPUTS = tuple(t for t in T5_INPUTS if "prompt" not in t.name and t.name != "ia3_tasks")
+BART_INPUTS = tuple(t for t in T5_INPUTS if t.name not in (*_PROMPT_TABLES, "ia3_tasks"))
 _NO_BART = {t.name for t in T5_INPUTS} - {t.name for t in BART_INPUTS}
 BART_TEXT = replace(
     T5_TEXT, ensemble_inputs=(*_without(T5_TEXT.ensemble_inputs, *_NO_BART), *LANGUAGES)

@@ -52,6 +52,111 @@ LOG_PROBS = (
     array("output_log_probs", "FP32", (-1, -1), "[beam, generated]: per token; 0 if of top k 1"),
 )
 
+# What a row draws its tokens by, beside FasterTransformer's parameters; logit_processing.py says
+# in which order.
+SAMPLING_EXTENSIONS = (
+    scalar(
+        "frequency_penalty",
+        "FP32",
+        0.0,
+        "subtracted from a token's logit as often as it was generated",
+        extension=True,
+    ),
+    scalar(
+        "output_presence_penalty",
+        "FP32",
+        0.0,
+        "subtracted from logits of generated tokens; those of the prompt do not count",
+        extension=True,
+    ),
+    scalar(
+        "min_p",
+        "FP32",
+        0.0,
+        "tokens less likely than min_p times the likeliest are not sampled",
+        extension=True,
+    ),
+    array(
+        "logit_bias_ids", "INT32", (-1,), "tokens whose logits are changed; -1 pads", extension=True
+    ),
+    array(
+        "logit_bias_values",
+        "FP32",
+        (-1,),
+        "added to the logits of logit_bias_ids",
+        extension=True,
+    ),
+)
+
+GUIDED_GRAMMAR = array(
+    "guided_grammar",
+    "UINT8",
+    (-1,),
+    "UTF-8 of a JSON object that says what the text has to be: json_schema, json_object, regex or "
+    "choice; zeros pad",
+    extension=True,
+)
+
+MOST_LOG_PROBS = 20
+# Log-softmax of the unmodified logits over the whole vocabulary.
+NUM_LOG_PROBS = (
+    scalar(
+        "num_log_probs",
+        "INT32",
+        -1,
+        f"how many of the likeliest tokens come with each generated one, at most {MOST_LOG_PROBS}; "
+        "0: its own log-probability alone; -1: none",
+        extension=True,
+    ),
+    scalar(
+        "num_prompt_log_probs",
+        "INT32",
+        -1,
+        "as num_log_probs, of the tokens of the prompt (of an encoder-decoder: of the decoder's)",
+        extension=True,
+    ),
+)
+MODEL_LOG_PROBS = (
+    array("token_log_probs", "FP32", (-1, -1), "[beam, generated]", extension=True),
+    array("token_ranks", "INT32", (-1, -1), "[beam, generated]: 1: the likeliest", extension=True),
+    array(
+        "top_log_prob_ids",
+        "INT32",
+        (-1, -1, -1),
+        "[beam, generated, num_log_probs]: the likeliest tokens",
+        extension=True,
+    ),
+    array(
+        "top_log_probs",
+        "FP32",
+        (-1, -1, -1),
+        "[beam, generated, num_log_probs]: of the likeliest tokens",
+        extension=True,
+    ),
+    array(
+        "prompt_log_probs",
+        "FP32",
+        (-1,),
+        "[prompt]: 0 for the first, which has none",
+        extension=True,
+    ),
+    array("prompt_ranks", "INT32", (-1,), "[prompt]: 1: the likeliest", extension=True),
+    array(
+        "prompt_top_ids",
+        "INT32",
+        (-1, -1),
+        "[prompt, num_prompt_log_probs]: the likeliest tokens",
+        extension=True,
+    ),
+    array(
+        "prompt_top_log_probs",
+        "FP32",
+        (-1, -1),
+        "[prompt, num_prompt_log_probs]: of the likeliest tokens",
+        extension=True,
+    ),
+)
+
 # What the text models need to send text as it comes; the ensemble asks for it.
 IS_RETURN_PROGRESS = scalar(
     "is_return_progress", "BOOL", False, "return streamed_length and is_finished", extension=True
@@ -116,6 +221,9 @@ GPT_INPUTS = (
         "no run of this many tokens comes twice; 0: any may",
         extension=True,
     ),
+    *SAMPLING_EXTENSIONS,
+    GUIDED_GRAMMAR,
+    *NUM_LOG_PROBS,
     scalar("is_return_context_logits", "BOOL", False, "return context_logits", extension=True),
     scalar("ia3_tasks", "INT32", None, "which loaded IA3 adapter to use; -1: none", extension=True),
     IS_RETURN_PROGRESS,
@@ -141,6 +249,7 @@ GPT_OUTPUTS = (
         "[prompt tokens, vocab]: logits at every prompt position",
         extension=True,
     ),
+    *MODEL_LOG_PROBS,
     *PROGRESS,
     TEXT_START,
     NEWS,
@@ -187,6 +296,8 @@ NOT_IN_ENSEMBLE = (
     "is_return_context_embeddings",
     "is_return_context_logits",
     "is_return_progress",
+    GUIDED_GRAMMAR.name,
+    *(tensor.name for tensor in NUM_LOG_PROBS),
 )
 
 # The ensemble's own tensors; the optional inputs of the model follow them under their own names.
@@ -220,6 +331,9 @@ class SamplingParameters:
     temperature: float = 1.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    output_presence_penalty: float = 0.0
+    min_p: float = 0.0
     min_length: int = 0
     random_seed: int = 0
     top_p_decay: float = 1.0
@@ -235,7 +349,11 @@ class SamplingParameters:
 class GenerateRequest:
     """One row to generate: the same object in the client, the backend and the engine.
 
-    start_id and end_id None mean the checkpoint's. Words are tuples of token ids.
+    start_id and end_id None mean the checkpoint's. Words are tuples of token ids, logit_bias is
+    pairs of a token id and what is added to its logit. num_log_probs and num_prompt_log_probs ask
+    for the log-probabilities of generated and prompt tokens, and of so many of the likeliest ones
+    at each place; -1: for none. guided_grammar is JSON text that says what the generated text has
+    to be.
     input_ids is the encoder's input where a model has one; decoder_input_ids is then what the
     decoder is given before it generates, its start token included (empty: start_id alone).
     return_hidden_state and return_attentions ask for the encoder's own results.
@@ -253,7 +371,11 @@ class GenerateRequest:
     end_id: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     stop_words: tuple[tuple[int, ...], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    guided_grammar: str | None = None
     return_log_probs: bool = False
+    num_log_probs: int = -1
+    num_prompt_log_probs: int = -1
     return_context_logits: bool = False
     return_context_embeddings: bool = False
     decoder_input_ids: tuple[int, ...] = ()
@@ -263,6 +385,20 @@ class GenerateRequest:
     prompt_embedding: Any = None
     soft_prompt: bool = False
     ia3_task: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ModelLogProbs:
+    """What the model's own logits say of n tokens, in tensors.
+
+    log_probs: float32 [n];  ranks: int32 [n], 1 for the likeliest token
+    top_ids:   int32 [n, K], the likeliest tokens at each place;  top_log_probs: float32 [n, K]
+    """
+
+    log_probs: Any
+    ranks: Any
+    top_ids: Any
+    top_log_probs: Any
 
 
 @dataclass(frozen=True)
@@ -287,6 +423,9 @@ class GenerateOutput:
                       None
     hidden_state:     float32 [input tokens, hidden], what the encoder made of them, or None
     attentions:       float32 [layers, heads, input tokens, input tokens] of the encoder, or None
+    token_log_probs:  ModelLogProbs of output_ids, or None
+    prompt_log_probs: ModelLogProbs of the prompt's tokens, 0 where one has none, or None; the
+                      prompt is the decoder's
     beams:            the hypotheses of a beam search, best first, whose values are the row's above
     """
 
@@ -297,6 +436,8 @@ class GenerateOutput:
     context_embeddings: Any = None
     hidden_state: Any = None
     attentions: Any = None
+    token_log_probs: ModelLogProbs | None = None
+    prompt_log_probs: ModelLogProbs | None = None
     beams: tuple[Beam, ...] = ()
 
     @property

@@ -191,6 +191,10 @@ class GPT2Tokenizer:
         self._said = _tokenizer_config(folder)
         self._named = _named_special_tokens(folder) or {}
 
+    def to_json(self) -> str:
+        """All of it, as tokenizer.json has it."""
+        return str(self._tokenizer.to_str())
+
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -228,6 +232,18 @@ class SentencePieceTokenizer:
         self.end_id = _or_none(self._processor.eos_id())
         self.pad_id = _or_none(self._processor.pad_id())
         self._said = _tokenizer_config(folder)
+
+    def pieces(self) -> list[bytes]:
+        """The bytes that each id stands for; none for control tokens."""
+        return [self._piece(token) for token in range(self.vocab_size)]
+
+    def _piece(self, token: int) -> bytes:
+        piece = str(self._processor.id_to_piece(token))
+        if self._processor.is_byte(token):
+            return bytes([int(piece[3:-1], 16)])  # <0x0A>
+        if self._processor.is_control(token) or self._processor.is_unknown(token):
+            return b""
+        return piece.replace("\u2581", " ").encode()
 
     def encode(self, text: str) -> list[int]:
         return list(self._processor.encode(text))
@@ -319,6 +335,10 @@ class HuggingFaceTokenizer:
             return None if token is None else self._tokenizer.token_to_id(token)
         ids = (self._tokenizer.token_to_id(token) for token in usual)
         return next((found for found in ids if found is not None), None)
+
+    def to_json(self) -> str:
+        """All of it, as tokenizer.json has it."""
+        return str(self._tokenizer.to_str())
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

@@ -116,6 +116,7 @@ DOORS = {
     "triton_python_backend_utils": ("launcher_scripts/backends/",),
     "tritonclient": ("launcher_scripts/clients/connection.py",),
     "triton": ("launcher_scripts/kernels/",),
+    "llguidance": ("launcher_scripts/backends/fastertransformer/guidance.py",),
     "torch": (
         "launcher_scripts/kernels/",
         "launcher_scripts/engine/",

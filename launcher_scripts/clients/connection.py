@@ -23,6 +23,7 @@ GRPC_ARGUMENTS = [
 ]
 # Triton's names of the types that the contract uses
 NUMPY_TYPES = {
+    "UINT8": np.uint8,
     "UINT32": np.uint32,
     "UINT64": np.uint64,
     "INT32": np.int32,

@@ -1,4 +1,6 @@
-"""What requests may ask for about their prompts: logits, and the sum of the hidden states."""
+"""What requests may ask for about their prompts: logits, log-probabilities, and the sum of the
+hidden states.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,14 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.engine.log_probs import TokenScores, no_scores, scores_of
+from launcher_scripts.engine.logit_processing import indices
 from launcher_scripts.engine.network import Network
 from launcher_scripts.engine.plan import PrefillPart, RowStart
-from launcher_scripts.engine.results import StepResult
+from launcher_scripts.engine.results import ScoreCopy, StepResult
 
 LOGITS_ROWS = 256
+SCORED_ROWS = 64  # positions whose logits there are at a time for log-probabilities
 
 
 class ContextResults:
@@ -37,6 +42,8 @@ class ContextResults:
             start += part.count
             if row.return_context_logits:
                 self._add_logits(row.slot, own, result)
+            if row.num_prompt_log_probs >= 0:
+                self._add_scores(row, part, own, result)
             if row.return_context_embeddings:
                 total = self._to_first(own.sum(0) if self._last else None, own.shape[1:])
                 if self._communicator.rank == 0:
@@ -50,6 +57,31 @@ class ContextResults:
             logits = self._to_first(own, (piece.shape[0], vocab))
             if self._communicator.rank == 0:
                 result.context_logits.append((slot, logits.cpu()))
+
+    def _add_scores(
+        self, row: RowStart, part: PrefillPart, hidden: Tensor, result: StepResult
+    ) -> None:
+        """What each position says of the prompt's next token; the last one has none."""
+        first, count = part.past - row.past + 1, row.num_prompt_log_probs
+        tokens = row.ids[first : first + part.count]
+        if not tokens:
+            return
+        if self._last:
+            pieces = hidden[: len(tokens)].split(SCORED_ROWS)
+            targets = indices(tokens, self._device).split(SCORED_ROWS)
+            scores = [
+                scores_of(self._network.logits(piece), target, count)
+                for piece, target in zip(pieces, targets, strict=True)
+            ]
+            whole = TokenScores(
+                torch.cat([each.log_probs for each in scores]),
+                torch.cat([each.ids for each in scores]),
+            )
+        else:
+            whole = no_scores(len(tokens), count, self._device)
+        whole.from_last_stage(self._communicator)
+        if self._communicator.rank == 0:
+            result.prompt_scores.append((row.slot, ScoreCopy(whole)))
 
     @property
     def _last(self) -> bool:

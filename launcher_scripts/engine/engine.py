@@ -11,6 +11,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from launcher_scripts.engine.ahead import KernelsAhead
+from launcher_scripts.engine.guide import Guide
 from launcher_scripts.engine.loading import (
     PREFILL_TOKENS,
     EngineSettings,
@@ -136,6 +137,7 @@ class Engine:
         request: GenerateRequest,
         on_progress: Progress | None = None,
         session: Session | None = None,
+        guide: Guide | None = None,
     ) -> Future[GenerateOutput]:
         """Queue one row. The future carries RequestError for a wrong request, and ServerError
         when the engine is lost. Cancelling it frees the row's place.
@@ -143,6 +145,7 @@ class Engine:
         on_progress gets a snapshot of the row after each token but the last, which is the future's.
         It is called by the thread that steps, in order, so it must return at once. A request of a
         session goes on where the one before ended; close_session must be called for it one day.
+        guide is made of the request's guided_grammar and knows nothing of other rows.
         """
         future: Future[GenerateOutput] = Future()
         try:
@@ -158,7 +161,9 @@ class Engine:
             return future
         end_id = self.config.end_id if request.end_id is None else request.end_id
         source, prompt = parts(request, self.config)
-        row = Row(request, future, prompt, end_id, source, on_progress, session=session)
+        row = Row(
+            request, future, prompt, end_id, source, on_progress, session=session, guide=guide
+        )
         if session is not None:
             row.prompt = prompt_in_session(session, request, prompt)
         with self._lock:

@@ -1,7 +1,10 @@
 """What a row's parameters do to its logits before a token is chosen, on the device.
 
-Temperature and the repetition or presence penalty change scores; bad words, the minimum length and
-repeated n-grams forbid tokens. Both work on all rows of a step at once, without waiting.
+First the scores change, in this order: logit bias; repetition penalty (tokens of the prompt and
+generated ones); frequency and presence penalty of generated tokens; temperature; presence penalty
+of all tokens. Then a grammar, bad words, the minimum length and repeated n-grams forbid tokens. The
+order is vLLM's, with FasterTransformer's presence penalty where it has it: after the temperature.
+All rows of a step are done at once, without waiting.
 """
 
 from __future__ import annotations
@@ -43,40 +46,82 @@ class Words:
 
 
 @dataclass(frozen=True)
+class Biases:
+    """What is added to logits: values float32 [N], to the tokens ids [N] of the rows [N]."""
+
+    rows: Tensor
+    ids: Tensor
+    values: Tensor
+
+    def added(self, logits: Tensor) -> Tensor:
+        return logits.index_put((self.rows, self.ids), self.values, accumulate=True)
+
+
+@dataclass(frozen=True)
 class Processing:
     """What is known on the host about the rows of a step, so that only needed work is launched.
 
     slots:         [B]
+    repeats, counted, scaled, penalized: whether any row has a repetition penalty; a penalty of its
+                   generated tokens; a temperature; a presence penalty
     longest_ngram: the largest no_repeat_ngram_size; 0 where no row has one
+    guided:        indices into the batch of the rows that have masks, or None
     """
 
     slots: Tensor
     words: Words | None
+    biases: Biases | None
+    repeats: bool
+    counted: bool
     scaled: bool
     penalized: bool
     min_length: bool
     longest_ngram: int
+    guided: Tensor | None
 
     @property
-    def forbids(self) -> bool:
-        return bool(self.words or self.min_length or self.longest_ngram)
+    def reorders(self) -> bool:
+        """Whether the likeliest token of a row may become another."""
+        changes = self.biases or self.repeats or self.counted or self.penalized
+        forbids = self.words or self.min_length or self.longest_ngram or self.guided is not None
+        return bool(changes or forbids)
 
     def scores(self, logits: Tensor, states: RowStates, history: Tensor, longest: int) -> Tensor:
-        """Logits float32 [B, vocab] after temperature and penalties.
+        """Logits float32 [B, vocab] after bias, penalties and temperature.
 
         history: [cache tokens], the ids in the cache; row b's are the states' length[b] from
         start[b] on, at most `longest`.
         """
+        slots, vocab = self.slots, logits.shape[1]
+        if self.biases is not None:
+            logits = self.biases.added(logits)
+        if self.repeats or self.penalized:
+            inside = torch.arange(longest, device=slots.device) < states.length[slots][:, None]
+            seen = _seen(inside, slots, states, history, vocab)
+        if self.repeats:
+            penalty = states.repetition_penalty[slots][:, None]
+            scaled = torch.where(logits < 0, logits * penalty, logits / penalty)
+            logits = torch.where(seen, scaled, logits)
+        if self.counted:
+            counts = _generated_counts(slots, states, history, longest, vocab)
+            presence = states.output_presence_penalty[slots][:, None]
+            logits = logits - states.frequency_penalty[slots][:, None] * counts
+            logits = logits - torch.where(counts > 0, presence, 0.0)
         if self.scaled:
-            temperature = states.temperature[self.slots]
+            temperature = states.temperature[slots]
             factor = torch.where(temperature == 1, 1.0, 1.0 / (temperature + TEMPERATURE_EPSILON))
             logits = logits * factor[:, None]
         if self.penalized:
-            logits = _penalized(logits, self.slots, states, history, longest)
+            presence = states.presence_penalty[slots][:, None]
+            logits = logits - torch.where(seen, presence, 0.0)
         return logits
 
     def allowed(self, scores: Tensor, states: RowStates, history: Tensor, longest: int) -> Tensor:
         """Scores [B, vocab] with -inf at the tokens that may not come; see `scores`."""
+        if self.guided is not None:
+            masks = states.masks[self.slots[self.guided]]
+            masked = _within(scores[self.guided], masks)
+            scores = scores.index_copy(0, self.guided, masked)
         if self.words is not None:
             banned = self.words.complete(self.slots, states, history)
             penalty = torch.where(banned, NEGATIVE_INFINITY, 0.0)
@@ -93,13 +138,18 @@ class Processing:
 def processing(rows: Sequence[RowStart], device: torch.device) -> Processing:
     """Look at the rows' parameters once, when the batch's composition changes."""
     parameters = [row.sampling for row in rows]
+    guided = [at for at, row in enumerate(rows) if row.guided]
     return Processing(
         slots=indices([row.slot for row in rows], device),
         words=words_of([row.bad_words for row in rows], device),
+        biases=_biases_of([row.logit_bias for row in rows], device),
+        repeats=any(p.repetition_penalty != 1 for p in parameters),
+        counted=any(p.frequency_penalty or p.output_presence_penalty for p in parameters),
         scaled=any(p.temperature != 1 for p in parameters),
-        penalized=any(p.repetition_penalty != 1 or p.presence_penalty != 0 for p in parameters),
+        penalized=any(p.presence_penalty != 0 for p in parameters),
         min_length=any(p.min_length > 0 for p in parameters),
         longest_ngram=max((p.no_repeat_ngram_size for p in parameters), default=0),
+        guided=indices(guided, device) if guided else None,
     )
 
 
@@ -118,30 +168,55 @@ def words_of(rows: Sequence[Sequence[tuple[int, ...]]], device: torch.device) ->
     )
 
 
+def _biases_of(rows: Sequence[Sequence[tuple[int, float]]], device: torch.device) -> Biases | None:
+    """The biases of every row of a batch on the device; None where there are none."""
+    entries = [(index, *bias) for index, biases in enumerate(rows) for bias in biases]
+    if not entries:
+        return None
+    at, ids, values = zip(*entries, strict=True)
+    added = torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
+    return Biases(indices(at, device), indices(ids, device), added)
+
+
 def indices(values: Sequence[int], device: torch.device) -> Tensor:
     """Integers on the device, without waiting for it."""
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
 
-def _seen(chosen: Tensor, slots: Tensor, states: RowStates, history: Tensor, vocab: int) -> Tensor:
-    """Which ids the rows have at the places `chosen`, bool [B, T]: bool [B, vocab]."""
+def _ids_at(
+    chosen: Tensor, slots: Tensor, states: RowStates, history: Tensor, vocab: int
+) -> Tensor:
+    """The ids that the rows have at the places `chosen`, bool [B, T], else `vocab`: [B, T]."""
     offsets = torch.arange(chosen.shape[1], device=slots.device)
     where = torch.where(chosen, states.start[slots][:, None] + offsets, 0)
     written = history[where]
-    ids = torch.where(chosen & (written >= 0), written, vocab)  # virtual tokens are negative
+    return torch.where(chosen & (written >= 0), written, vocab)  # virtual tokens are negative
+
+
+def _seen(chosen: Tensor, slots: Tensor, states: RowStates, history: Tensor, vocab: int) -> Tensor:
+    """Which ids the rows have at the places `chosen`, bool [B, T]: bool [B, vocab]."""
+    ids = _ids_at(chosen, slots, states, history, vocab)
     seen = torch.zeros(slots.shape[0], vocab + 1, dtype=torch.bool, device=slots.device)
     return seen.scatter_(1, ids, True)[:, :vocab]
 
 
-def _penalized(
-    logits: Tensor, slots: Tensor, states: RowStates, history: Tensor, longest: int
+def _generated_counts(
+    slots: Tensor, states: RowStates, history: Tensor, longest: int, vocab: int
 ) -> Tensor:
-    """Repetition (multiplicative) and presence (additive) penalty on every token seen so far."""
-    inside = torch.arange(longest, device=slots.device) < states.length[slots][:, None]  # [B, T]
-    seen = _seen(inside, slots, states, history, logits.shape[1])
-    repetition = states.repetition_penalty[slots][:, None]
-    scaled = torch.where(logits < 0, logits * repetition, logits / repetition)
-    return torch.where(seen, scaled - states.presence_penalty[slots][:, None], logits)
+    """How often the rows have generated each id: float32 [B, vocab]."""
+    place = torch.arange(longest, device=slots.device)
+    generated = place >= states.prompt_length[slots][:, None]  # [B, T]
+    generated &= place < states.length[slots][:, None]
+    ids = _ids_at(generated, slots, states, history, vocab)
+    counts = torch.zeros(slots.shape[0], vocab + 1, device=slots.device)
+    return counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.float32))[:, :vocab]
+
+
+def _within(scores: Tensor, masks: Tensor) -> Tensor:
+    """Scores [R, vocab], -inf where the id's bit of masks int32 [R, words] is 0."""
+    bits = (masks[:, :, None] >> torch.arange(32, device=masks.device)) & 1
+    allowed = bits.view(masks.shape[0], -1)[:, : scores.shape[1]].bool()
+    return scores.masked_fill(~allowed, NEGATIVE_INFINITY)
 
 
 def _without_early_end(scores: Tensor, slots: Tensor, states: RowStates) -> Tensor:

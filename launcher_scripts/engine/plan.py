@@ -21,6 +21,7 @@ class RowStart:
     source: what the encoder reads, if there is one; its cache tokens lie right before `start`
     prompt: the table of the row's virtual tokens, which are negative ids
     beams:  slots of the hypotheses of a beam search, `slot` first; none without one
+    guided: a mask of what may come is set for each of the row's tokens
     stride: cache tokens of each hypothesis, which lie one after the other from `start` on
     past:   tokens of the row's session in the cache already, from `start` on;  dropped: tokens of
             it that are no longer there
@@ -33,7 +34,11 @@ class RowStart:
     end_id: int
     sampling: SamplingParameters
     bad_words: tuple[tuple[int, ...], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    guided: bool = False
     return_log_probs: bool = False
+    num_log_probs: int = -1
+    num_prompt_log_probs: int = -1
     return_context_logits: bool = False
     return_context_embeddings: bool = False
     source: tuple[int, ...] = ()
@@ -47,6 +52,12 @@ class RowStart:
     past: int = 0
     dropped: int = 0
     window: int = 0
+
+    @property
+    def asks_of_prompt(self) -> bool:
+        """Whether more is wanted of the prompt than what follows it."""
+        scored = self.num_prompt_log_probs >= 0
+        return scored or self.return_context_logits or self.return_context_embeddings
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
@@ -91,6 +102,13 @@ class Move:
     count: int
 
 
+class TokenMask(NamedTuple):
+    """Which ids may come next in a guided row; words as Guide.mask gives them."""
+
+    slot: int
+    words: bytes
+
+
 class Bounds(NamedTuple):
     """The most cache tokens of any row in a step.
 
@@ -132,6 +150,8 @@ class Plan:
     tokens of all of them: prompt and generated ones, the new one included; and those of the
     encoder's input, where there is one.
 
+    masks: of the guided rows that get a token in the step.
+
     record: decode steps that are recorded for later; such a plan has nothing else.
     """
 
@@ -145,6 +165,7 @@ class Plan:
     longest_source: int = 0
     moves: tuple[Move, ...] = ()
     windows: bool = False
+    masks: tuple[TokenMask, ...] = ()
     record: tuple[StepShape, ...] = ()
 
     def size(self, rows: Mapping[int, RowStart]) -> tuple[tuple[bool, ...], int]:

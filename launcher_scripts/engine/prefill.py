@@ -81,12 +81,7 @@ class Prefill:
         if self._graphs is None or not self._same_layers:
             return False
         return not any(
-            row.window
-            or row.beams
-            or row.prompt is not None
-            or row.return_context_logits
-            or row.return_context_embeddings
-            for row in rows
+            row.window or row.beams or row.prompt is not None or row.asks_of_prompt for row in rows
         )
 
     def shapes_to_record(self) -> list[StepShape]:
@@ -134,11 +129,12 @@ class Prefill:
         if not complete:
             return
         if batch.greedy:
-            sampled = Sampled(made, None)
+            sampled = Sampled(made)
         else:
             longest = max(row.past + len(row.ids) for row in complete)
             sampled = self._choice.choose(made[: len(complete)], batch, longest)
-        result.tokens.append(TokenCopy([row.slot for row in complete], sampled))
+        slots = [row.slot for row in complete]
+        result.tokens.append(TokenCopy(slots, sampled, batch.scored_rows))
 
     def _launch(self, prompts: PackedPrompts, result: StepResult) -> None:
         segments = tuple(
@@ -176,7 +172,8 @@ class Prefill:
         batch = sampling_batch(list(rows.values()), self._device)
         longest = max(row.past + len(row.ids) for row in rows.values())
         sampled = self._choice.choose(self._logits_at(hidden, list(rows)), batch, longest)
-        result.tokens.append(TokenCopy([row.slot for row in rows.values()], sampled))
+        slots = [row.slot for row in rows.values()]
+        result.tokens.append(TokenCopy(slots, sampled, batch.scored_rows))
 
     def _first_beams(
         self, hidden: Tensor, rows: Mapping[int, RowStart], result: StepResult

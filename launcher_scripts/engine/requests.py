@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from launcher_scripts.engine.prompts import (
     check_learned,
@@ -16,7 +17,7 @@ from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
-from launcher_scripts.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.protocol import MOST_LOG_PROBS, GenerateRequest, SamplingParameters
 
 MOST_IDS = 1 << 32
 ENCODER_DECODERS = (T5Config, BartConfig)
@@ -76,6 +77,8 @@ def check_request(
         prompt = len(prompt_in_session(session, request, parts(request, config)[1]))
         check_session(problems, session, request, prompt, config, cache_tokens)
     _check_sampling(problems, request.sampling)
+    _check_biases(problems, request, config)
+    _check_log_probs(problems, request, config)
     _check_beams(problems, request.sampling, slots)
     problems.raise_if_any(RequestError)
 
@@ -173,11 +176,44 @@ def _check_sampling(problems: Problems, sampling: SamplingParameters) -> None:
     repetition, presence = sampling.repetition_penalty, sampling.presence_penalty
     _check_range(problems, "repetition_penalty", repetition, 1 / MOST_PENALTY, MOST_PENALTY)
     _check_range(problems, "presence_penalty", presence, -MOST_PENALTY, MOST_PENALTY)
+    for name in ("frequency_penalty", "output_presence_penalty"):
+        _check_range(problems, name, getattr(sampling, name), -MOST_PENALTY, MOST_PENALTY)
+    _check_range(problems, "min_p", sampling.min_p, 0, 1)
     _check_range(problems, "runtime_top_p", sampling.top_p, 0, 1)
     _check_range(problems, "top_p_decay", sampling.top_p_decay, 0, 1, True)
     _check_range(problems, "top_p_min", sampling.top_p_min, 0, 1)
     if repetition != 1 and presence != 0:
         problems.add(PENALTIES_EXCLUDE)
+
+
+def _check_biases(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:
+    ids = [token for token, _ in request.logit_bias]
+    wrong = [token for token in ids if not 0 <= token < config.vocab_size]
+    if wrong:
+        problems.add(
+            "logit_bias_ids has ids outside of the vocabulary",
+            got=wrong[:5],
+            choices=(f"0-{config.vocab_size - 1}",),
+        )
+    twice = [token for token, times in Counter(ids).items() if times > 1]
+    if twice:
+        problems.add("logit_bias_ids has an id more than once", got=twice[:5])
+    for _, value in request.logit_bias:
+        _check_range(problems, "logit_bias_values", value, -MOST_PENALTY, MOST_PENALTY)
+
+
+def _check_log_probs(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:
+    most = min(MOST_LOG_PROBS, config.vocab_size)
+    for name in ("num_log_probs", "num_prompt_log_probs"):
+        _check_range(problems, name, getattr(request, name), -1, most)
+    width = request.sampling.beam_width
+    if request.guided_grammar is not None and width > 1:
+        problems.add("guided_grammar is not for beam searches", got=f"beam_width {width}")
+    if request.num_log_probs >= 0 and width > 1:
+        problems.add(
+            "num_log_probs is not for beam searches; is_return_log_probs is",
+            got=f"beam_width {width}",
+        )
 
 
 def _check_beams(problems: Problems, sampling: SamplingParameters, slots: int) -> None:

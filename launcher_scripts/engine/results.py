@@ -9,16 +9,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from launcher_scripts.engine.log_probs import TokenScores
 from launcher_scripts.engine.sampler import Sampled
 
 
 @dataclass(frozen=True)
 class TokenResult:
-    """One token of one row. log_probs: (whole vocabulary, candidates), where asked for."""
+    """One token of one row.
+
+    log_probs: (whole vocabulary, candidates), where asked for
+    scores:    by the model's own logits, of one token on the host, where asked for
+    """
 
     slot: int
     token: int
     log_probs: tuple[float, float] | None
+    scores: TokenScores | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class StepResult:
     tokens: list[TokenCopy] = field(default_factory=list)
     context_logits: list[tuple[int, Tensor]] = field(default_factory=list)
     context_embeddings: list[tuple[int, Tensor]] = field(default_factory=list)
+    prompt_scores: list[tuple[int, ScoreCopy]] = field(default_factory=list)
     encoded: list[EncodedRow] = field(default_factory=list)
     beams: list[BeamCopy] = field(default_factory=list)
 
@@ -69,14 +76,36 @@ class StepResult:
         return [result for copy in self.beams for result in copy.read()]
 
 
-class TokenCopy:
-    """Sampled values on their way to the host."""
+class ScoreCopy:
+    """Scores on their way to the host."""
 
-    def __init__(self, slots: Sequence[int], sampled: Sampled) -> None:
+    def __init__(self, scores: TokenScores) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._log_probs, self._ids = _to_host(scores.log_probs), _to_host(scores.ids)
+        if scores.ids.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> TokenScores:
+        """In memory of their own, which is not the device's."""
+        if self._event is not None:
+            self._event.synchronize()
+        return TokenScores(self._log_probs.clone(), self._ids.clone())
+
+
+class TokenCopy:
+    """Sampled values on their way to the host.
+
+    scored: which of the slots the sampled scores belong to, by their places in the list
+    """
+
+    def __init__(self, slots: Sequence[int], sampled: Sampled, scored: Sequence[int] = ()) -> None:
         self._slots = slots
         self._event: torch.cuda.Event | None = None
         self._tokens = _to_host(sampled.tokens)
         self._log_probs = None if sampled.log_probs is None else _to_host(sampled.log_probs)
+        self._scored = scored
+        self._scores = None if sampled.scores is None else ScoreCopy(sampled.scores)
         if sampled.tokens.is_cuda:
             self._event = torch.cuda.Event()
             self._event.record()
@@ -88,9 +117,14 @@ class TokenCopy:
         pairs: list[tuple[float, float] | None] = [None] * len(tokens)
         if self._log_probs is not None:
             pairs = list(zip(*self._log_probs.tolist(), strict=True))
+        scores: dict[int, TokenScores] = {}
+        if self._scores is not None:
+            read = self._scores.read()
+            columns = zip(read.log_probs.split(1), read.ids.split(1), strict=True)
+            scores = {at: TokenScores(*own) for at, own in zip(self._scored, columns, strict=True)}
         return [
-            TokenResult(slot, token, pair)
-            for slot, token, pair in zip(self._slots, tokens, pairs, strict=False)
+            TokenResult(slot, token, pair, scores.get(at))
+            for at, (slot, token, pair) in enumerate(zip(self._slots, tokens, pairs, strict=False))
         ]
 
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from launcher_scripts.engine.guide import Guide
 from launcher_scripts.engine.hypotheses import Hypotheses, Hypothesis
 from launcher_scripts.engine.learned_parts import NO_TASK
+from launcher_scripts.engine.log_probs import TokenScores, model_log_probs, no_scores
 from launcher_scripts.engine.plan import RowStart
 from launcher_scripts.engine.prompts import prompt_of
 from launcher_scripts.engine.results import BeamResult, EncodedRow, TokenResult
 from launcher_scripts.engine.session import Session
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.errors import RequestError, problem
+from launcher_scripts.protocol import GenerateOutput, GenerateRequest, ModelLogProbs
+
+UNGUIDED = "guided_grammar and the request's other inputs leave no token that may come"
 
 
 class Snapshot(NamedTuple):
@@ -47,7 +53,8 @@ class Row:
     source is what the encoder reads, where there is one; the prompt is then the decoder's, and
     empty where nothing is to be decoded. start is the cache token after those of the source. A
     row of several hypotheses has a slot for each, and their cache tokens one after the other. A
-    row of a session lives in the session's extent, after the tokens of the requests before.
+    row of a session lives in the session's extent, after the tokens of the requests before. The
+    guide's masks of the first `masked` tokens have been told to the ranks.
     on_progress gets a snapshot after every token but the last, which the future brings.
     """
 
@@ -65,11 +72,16 @@ class Row:
     finished: bool = False
     tokens: list[int] = field(default_factory=list)
     log_probs: list[tuple[float, float]] = field(default_factory=list)
+    scores: list[TokenScores] = field(default_factory=list)
+    prompt_scores: list[TokenScores] = field(default_factory=list)
     context_logits: list[Tensor] = field(default_factory=list)
     context_embeddings: Tensor | None = None
     answer: EncodedRow | None = None
     hypotheses: Hypotheses | None = None
     session: Session | None = None
+    guide: Guide | None = None
+    masked: int = 0
+    error: RequestError | None = None
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -127,6 +139,10 @@ class Row:
             end_id=self.end_id,
             sampling=request.sampling,
             bad_words=request.bad_words,
+            logit_bias=request.logit_bias,
+            guided=self.guide is not None,
+            num_log_probs=request.num_log_probs,
+            num_prompt_log_probs=request.num_prompt_log_probs,
             return_log_probs=request.return_log_probs,
             return_context_logits=request.return_context_logits,
             return_context_embeddings=request.return_context_embeddings,
@@ -152,8 +168,14 @@ def take(row: Row, result: TokenResult) -> None:
     row.tokens.append(result.token)
     if result.log_probs is not None:
         row.log_probs.append(result.log_probs)
+    if result.scores is not None:
+        row.scores.append(result.scores)
+    if row.guide is not None and not row.guide.accept(result.token):
+        row.error = RequestError(problem(UNGUIDED, got=result.token))
     row.finished = (
-        result.token == row.end_id
+        row.error is not None
+        or (row.guide is not None and row.guide.ended)
+        or result.token == row.end_id
         or len(row.tokens) >= row.request.output_len
         or _ends_in_stop_word(row)
     )
@@ -176,6 +198,10 @@ def _ends_in_stop_word(row: Row) -> bool:
 
 
 def answer(row: Row) -> None:
+    if row.error is not None:
+        with suppress(InvalidStateError):  # cancelled meanwhile
+            row.future.set_exception(row.error)
+        return
     output = replace(
         output_so_far(row),
         context_logits=_context_logits(row) if row.request.return_context_logits else None,
@@ -209,23 +235,40 @@ def _best_output(row: Row, hypotheses: Sequence[Hypothesis]) -> GenerateOutput:
         best.cum_log_probs,
         best.output_log_probs,
         context_embeddings=row.context_embeddings,
+        prompt_log_probs=_prompt_log_probs(row),
         beams=beams,
     )
 
 
 def _first_tokens(row: Row, count: int) -> GenerateOutput:
     asked, log_probs = row.request.return_log_probs, row.log_probs[:count]
+    number = row.request.num_log_probs
     return GenerateOutput(
         output_ids=tuple(row.tokens[:count]),
         cum_log_probs=sum(whole for whole, _ in log_probs) if asked else None,
         output_log_probs=tuple(candidates for _, candidates in log_probs) if asked else (),
         context_embeddings=row.context_embeddings,
+        token_log_probs=model_log_probs(row.scores[:count], number) if number >= 0 else None,
+        prompt_log_probs=_prompt_log_probs(row),
     )
 
 
-def _context_logits(row: Row) -> Tensor:
-    """Float32 [prompt tokens, vocab]; the start token of an empty prompt is not the caller's, but
-    a decoder's first input.
+def _callers_first(row: Row) -> int:
+    """The first token of the prompt that is the caller's: the start token of an empty prompt is
+    not, nor is a table of virtual tokens in front, but a decoder's first input.
     """
-    whole = torch.cat(row.context_logits)
-    return whole if row.source else whole[len(row.prompt) - len(row.request.input_ids) :]
+    return 0 if row.source else len(row.prompt) - len(row.request.input_ids)
+
+
+def _context_logits(row: Row) -> Tensor:
+    """Float32 [prompt tokens, vocab]"""
+    return torch.cat(row.context_logits)[_callers_first(row) :]
+
+
+def _prompt_log_probs(row: Row) -> ModelLogProbs | None:
+    """Of the prompt's tokens, the first of which nothing foretells."""
+    count = row.request.num_prompt_log_probs
+    if count < 0:
+        return None
+    first = no_scores(1, count, torch.device("cpu"))
+    return model_log_probs([first, *row.prompt_scores], count, _callers_first(row))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.plan import Move, RowStart
+from launcher_scripts.engine.plan import Move, RowStart, TokenMask
 from launcher_scripts.kernels.operands import RowColumns
 
 NO_TOKEN = -1
@@ -34,6 +34,9 @@ _FLOATS = (
     "temperature",
     "repetition_penalty",
     "presence_penalty",
+    "frequency_penalty",
+    "output_presence_penalty",
+    "min_p",
     "top_p",
     "initial_top_p",
     "top_p_decay",
@@ -50,7 +53,8 @@ class RowStates:
     counts the tokens of the encoder's input, from source_start on; ia3_task is the row of the IA3
     factors. dropped counts the tokens of a session that have left its extent, and window is how
     many of the last ones attention covers; most is how many positions the row may come to have.
-    beam_score is a hypothesis's cumulative log-probability.
+    beam_score is a hypothesis's cumulative log-probability. masks, int32 [slots + 1, words], has a
+    bit for every id that may come next in a guided row.
     """
 
     token: Tensor
@@ -72,11 +76,15 @@ class RowStates:
     temperature: Tensor
     repetition_penalty: Tensor
     presence_penalty: Tensor
+    frequency_penalty: Tensor
+    output_presence_penalty: Tensor
+    min_p: Tensor
     top_p: Tensor
     initial_top_p: Tensor
     top_p_decay: Tensor
     top_p_min: Tensor
     beam_score: Tensor
+    masks: Tensor
 
     def __init__(self, slots: int, scratch: int, device: torch.device) -> None:
         self.padding_slot = slots
@@ -90,6 +98,7 @@ class RowStates:
         for name, row in zip(_FLOATS, self._floats, strict=True):
             setattr(self, name, row)
         self.start[slots] = self.source_start[slots] = scratch
+        self.masks = torch.zeros(slots + 1, 0, dtype=torch.int32, device=device)
 
     @property
     def columns(self) -> RowColumns:
@@ -109,6 +118,16 @@ class RowStates:
         slots = slots.to(self.device, non_blocking=True)
         self._integers[:, slots] = integers.to(self.device, non_blocking=True)
         self._floats[:, slots] = floats.to(self.device, non_blocking=True)
+
+    def set_masks(self, masks: Sequence[TokenMask]) -> None:
+        """What may come next in these rows; all masks of a model are of one size."""
+        slots = torch.tensor([mask.slot for mask in masks]).to(self.device, non_blocking=True)
+        words = torch.frombuffer(
+            bytearray(b"".join(mask.words for mask in masks)), dtype=torch.int32
+        ).view(len(masks), -1)
+        if not self.masks.shape[1]:
+            self.masks = self.masks.new_zeros(self.masks.shape[0], words.shape[1])
+        self.masks.index_copy_(0, slots, words.to(self.device, non_blocking=True))
 
     def slide(self, moves: Sequence[Move]) -> None:
         """The first tokens of these rows have left the cache."""
@@ -157,6 +176,9 @@ def _floats(row: RowStart, slot: int) -> list[float]:
         sampling.temperature,
         sampling.repetition_penalty,
         sampling.presence_penalty,
+        sampling.frequency_penalty,
+        sampling.output_presence_penalty,
+        sampling.min_p,
         sampling.top_p,
         sampling.top_p,
         sampling.top_p_decay,

@@ -68,6 +68,8 @@ class Runner:
             self._rows.update({row.slot: row for row in plan.starts})
             self.states.join(plan.starts)
             self._batches.forget()
+        if plan.masks:
+            self.states.set_masks(plan.masks)
         self.communicator.progress.expect(*plan.size(self._rows))
         if plan.encode:
             self._encode(plan.encode, result)
@@ -135,15 +137,13 @@ class Runner:
             sampled = self._choice.choose(logits, batch, plan.bounds.own)
         else:
             sampled = self._decode_on_graph(batch, bucket_bounds(plan.bounds))
-        result.tokens.append(TokenCopy(plan.decode, sampled))
+        result.tokens.append(TokenCopy(plan.decode, sampled, batch.scored_rows))
 
     def _decode_on_graph(self, batch: SamplingBatch, bounds: Bounds) -> Sampled:
         """The step as a CUDA graph: if it is not, recorded when its shape comes a second time."""
         key = (batch.slots.shape[0], bounds, batch.greedy)
         found = self._graphs.run(key, batch.slots, self._step_of(bounds, greedy=batch.greedy))
-        return (
-            Sampled(found, None) if batch.greedy else self._choice.choose(found, batch, bounds.own)
-        )
+        return Sampled(found) if batch.greedy else self._choice.choose(found, batch, bounds.own)
 
     def _record(self, shape: StepShape) -> None:
         """Have the graph of such steps; it is tried out on padding rows."""
@@ -182,7 +182,7 @@ class Runner:
         if mixed.plain is not None:
             own = None if logits is None else logits[:plain]
             sampled = self._choice.choose(own, mixed.plain, plan.longest)
-            result.tokens.append(TokenCopy(plan.decode, sampled))
+            result.tokens.append(TokenCopy(plan.decode, sampled, mixed.plain.scored_rows))
         rest = None if logits is None else logits[plain:]
         result.beams += self.beams.step(rest, mixed.beams, plan.longest, plan.reorder)
 

@@ -1,7 +1,8 @@
 """From logits to tokens, every row by its own parameters, on the device and without waiting.
 
-After what the row's parameters do to its logits (logit_processing.py) come top-k (with top-p inside
-the k) or top-p or, with neither, argmax, as in FasterTransformer.
+After what the row's parameters do to its logits (logit_processing.py) come min-p and then top-k
+(with top-p inside the k) or top-p or, with neither, argmax, as in FasterTransformer. Probabilities
+of top-k and top-p are shares of what min-p has left.
 """
 
 from __future__ import annotations
@@ -12,9 +13,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from launcher_scripts.engine.log_probs import TokenScores, scores_of
 from launcher_scripts.engine.logit_processing import Processing, indices, processing
 from launcher_scripts.engine.plan import RowStart
 from launcher_scripts.engine.row_state import RowStates
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """The rows of a batch that want the model's log-probabilities.
+
+    rows, at: their indices into the batch, on the host and on the device
+    count:    of how many of the likeliest tokens, the most that any of them wants
+    """
+
+    rows: tuple[int, ...]
+    at: Tensor
+    count: int
 
 
 @dataclass(frozen=True)
@@ -22,6 +37,7 @@ class SamplingBatch:
     """What is known on the host about the rows of a step, so that only needed work is launched.
 
     top_k_rows, top_p_rows: indices into the batch of the rows each method handles
+    min_p: whether any of them has one
     """
 
     processing: Processing
@@ -29,12 +45,19 @@ class SamplingBatch:
     largest_k: int
     top_k_rows: Tensor | None
     top_p_rows: Tensor | None
+    min_p: bool
     log_probs: bool
+    scored: ScoredRows | None
 
     @property
     def slots(self) -> Tensor:
         """[B]"""
         return self.processing.slots
+
+    @property
+    def scored_rows(self) -> tuple[int, ...]:
+        """Which rows of the batch want the model's log-probabilities."""
+        return () if self.scored is None else self.scored.rows
 
 
 @dataclass(frozen=True)
@@ -42,11 +65,13 @@ class Sampled:
     """tokens: int64 [B];  log_probs: float32 [2, B] or None.
 
     log_probs[0] is log p over the whole vocabulary, log_probs[1] over the candidates of the row's
-    method (the k largest for top-k, the vocabulary for top-p).
+    method (of the k largest those that min-p has left, the vocabulary for top-p). scores are those
+    of the batch's scored rows.
     """
 
     tokens: Tensor
-    log_probs: Tensor | None
+    log_probs: Tensor | None = None
+    scores: TokenScores | None = None
 
 
 def sampling_batch(rows: Sequence[RowStart], device: torch.device) -> SamplingBatch:
@@ -56,14 +81,24 @@ def sampling_batch(rows: Sequence[RowStart], device: torch.device) -> SamplingBa
     top_p = [index for index, p in enumerate(parameters) if p.top_k == 0 and p.top_p > 0]
     changes = processing(rows, device)
     log_probs = any(row.return_log_probs for row in rows)
+    scored = _scored_rows(rows, device)
     return SamplingBatch(
         processing=changes,
-        greedy=not (top_k or top_p or changes.penalized or changes.forbids or log_probs),
+        greedy=not (top_k or top_p or changes.reorders or log_probs or scored),
         largest_k=max((p.top_k for p in parameters), default=0),
         top_k_rows=indices(top_k, device) if top_k else None,
         top_p_rows=indices(top_p, device) if top_p else None,
+        min_p=any(p.min_p > 0 for p in parameters),
         log_probs=log_probs,
+        scored=scored,
     )
+
+
+def _scored_rows(rows: Sequence[RowStart], device: torch.device) -> ScoredRows | None:
+    asked = {at: row.num_log_probs for at, row in enumerate(rows) if row.num_log_probs >= 0}
+    if not asked:
+        return None
+    return ScoredRows(tuple(asked), indices(list(asked), device), max(asked.values()))
 
 
 def sample(
@@ -76,6 +111,7 @@ def sample(
     """
     slots = batch.slots
     changes = batch.processing
+    unmodified = logits
     logits = changes.scores(logits, states, history, longest)
     logits = changes.allowed(logits, states, history, longest)
     tokens = logits.argmax(-1)
@@ -84,23 +120,27 @@ def sample(
     uniform = uniforms(states.seed[slots], generated)
     if batch.top_k_rows is not None:
         rows = batch.top_k_rows
-        chosen, log_p = _top_k(logits[rows], uniform[rows], slots[rows], states, batch.largest_k)
+        chosen, log_p = _top_k(logits[rows], uniform[rows], slots[rows], states, batch)
         tokens, candidates = (
             tokens.index_copy(0, rows, chosen),
             candidates.index_copy(0, rows, log_p),
         )
     if batch.top_p_rows is not None:
         rows = batch.top_p_rows
-        chosen, log_p = _top_p(logits[rows], uniform[rows], slots[rows], states)
+        chosen, log_p = _top_p(logits[rows], uniform[rows], slots[rows], states, batch)
         tokens, candidates = (
             tokens.index_copy(0, rows, chosen),
             candidates.index_copy(0, rows, log_p),
         )
         _decay_top_p(chosen, slots[rows], states)
-    if not batch.log_probs:
-        return Sampled(tokens, None)
-    whole = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-    return Sampled(tokens, torch.stack([whole, candidates]))
+    log_probs = scores = None
+    if batch.log_probs:
+        whole = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        log_probs = torch.stack([whole, candidates])
+    if batch.scored is not None:
+        at = batch.scored.at
+        scores = scores_of(unmodified[at], tokens[at], batch.scored.count)
+    return Sampled(tokens, log_probs, scores)
 
 
 def uniforms(seeds: Tensor, steps: Tensor) -> Tensor:
@@ -127,13 +167,15 @@ def _shifted(bits: Tensor, by: int) -> Tensor:
 
 
 def _top_k(
-    logits: Tensor, uniform: Tensor, slots: Tensor, states: RowStates, largest: int
+    logits: Tensor, uniform: Tensor, slots: Tensor, states: RowStates, batch: SamplingBatch
 ) -> tuple[Tensor, Tensor]:
     """Among the k largest, the first whose running mass reaches u * p * (mass of the k)."""
-    values, ids = logits.topk(min(largest, logits.shape[1]), dim=-1)  # [B, K]
+    values, ids = logits.topk(min(batch.largest_k, logits.shape[1]), dim=-1)  # [B, K]
     k = states.top_k[slots].clamp(max=values.shape[1])
     kept = torch.arange(values.shape[1], device=logits.device) < k[:, None]
     weights = torch.where(kept, (values - values[:, :1]).exp(), 0.0)
+    if batch.min_p:
+        weights = torch.where(weights < states.min_p[slots][:, None], 0.0, weights)
     running = weights.cumsum(-1)
     p = states.top_p[slots]
     mass = uniform * torch.where(p > 0, p, 1.0) * running[:, -1]
@@ -143,14 +185,21 @@ def _top_k(
 
 
 def _top_p(
-    logits: Tensor, uniform: Tensor, slots: Tensor, states: RowStates
+    logits: Tensor, uniform: Tensor, slots: Tensor, states: RowStates, batch: SamplingBatch
 ) -> tuple[Tensor, Tensor]:
-    """In descending order, the first whose running probability reaches u * p."""
+    """In descending order, the first whose running probability reaches u * p * (mass left)."""
     log_probs = logits.log_softmax(-1)
     ordered, ids = log_probs.sort(dim=-1, descending=True, stable=True)
     p = states.top_p[slots]
-    running = ordered.exp().cumsum(-1)
-    position = (running < (uniform * p)[:, None]).sum(-1).clamp(max=logits.shape[1] - 1)
+    weights = ordered.exp()
+    if batch.min_p:
+        least = weights[:, :1] * states.min_p[slots][:, None]
+        weights = torch.where(weights < least, 0.0, weights)
+        p = torch.where(states.min_p[slots] > 0, p * weights.sum(-1), p)
+    running = weights.cumsum(-1)
+    # What is rounded may sum up to less than p, and the last of the tokens may be forbidden ones.
+    mass = (uniform * p).minimum(running[:, -1])
+    position = (running < mass[:, None]).sum(-1)
     position = torch.where(running[:, 0] >= p, 0, position)[:, None]
     return ids.gather(1, position)[:, 0], ordered.gather(1, position)[:, 0]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 from launcher_scripts.engine.kv_cache import ExtentAllocator
-from launcher_scripts.engine.plan import Move, Plan, PrefillPart, RowStart
+from launcher_scripts.engine.plan import Move, Plan, PrefillPart, RowStart, TokenMask
 from launcher_scripts.engine.results import EncodedRow, StepResult
 from launcher_scripts.engine.row import Row, answer, snapshot, take, take_beams
 from launcher_scripts.engine.session import Session
@@ -74,6 +75,7 @@ class Scheduler:
             longest_source=max((len(row.source) for row in running), default=0),
             moves=tuple(self._moves),
             windows=any(row.session is not None and row.session.window for row in running),
+            masks=tuple(self._masks()),
         )
 
     def apply(self, result: StepResult) -> None:
@@ -89,6 +91,8 @@ class Scheduler:
         for slot, total in result.context_embeddings:
             before = rows[slot].context_embeddings
             rows[slot].context_embeddings = total if before is None else before + total
+        for slot, copy in result.prompt_scores:
+            rows[slot].prompt_scores.append(copy.read())
         for token in result.read():
             row = rows[token.slot]
             if not row.finished:
@@ -119,8 +123,17 @@ class Scheduler:
             answer(row)
 
     def _decodes(self, row: Row) -> bool:
+        if row.guide is not None and row.launched > len(row.tokens):
+            return False  # what may come next depends on a token that has not been seen yet
         whole_prompt = row.prefilled == len(row.prompt)
         return whole_prompt and row.launched < row.request.output_len
+
+    def _masks(self) -> Iterator[TokenMask]:
+        """Of the guided rows that get a token in the step that is planned."""
+        for row in self._running.values():
+            if row.guide is not None and row.launched > row.masked:
+                row.masked = row.launched
+                yield TokenMask(row.slot, row.guide.mask())
 
     def _reordered(self, row: Row) -> int:
         """How many of the generated tokens in the cache may differ between the hypotheses.

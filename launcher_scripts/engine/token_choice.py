@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.engine.log_probs import no_scores
 from launcher_scripts.engine.network import Network
 from launcher_scripts.engine.row_state import RowStates
 from launcher_scripts.engine.sampler import Sampled, SamplingBatch, sample
@@ -29,24 +30,35 @@ class TokenChoice:
         sampled = None
         if logits is not None:
             sampled = sample(logits, batch, self._states, self._network.cache.ids, longest)
-        return self._everywhere(sampled, batch.slots, log_probs=batch.log_probs)
+        if sampled is None:
+            sampled = self._room(batch.slots, batch)
+        return self._everywhere(sampled, batch.slots)
 
     def largest(self, logits: Tensor | None, slots: Tensor) -> Sampled:
         """The largest logit's token of every row in slots [B]."""
-        sampled = None
-        if logits is not None:
-            sampled = Sampled(self._network.kernels.argmax(logits), None)
-        return self._everywhere(sampled, slots, log_probs=False)
+        if logits is None:
+            return self._everywhere(self._room(slots), slots)
+        return self._everywhere(Sampled(self._network.kernels.argmax(logits)), slots)
 
-    def _everywhere(self, sampled: Sampled | None, slots: Tensor, *, log_probs: bool) -> Sampled:
+    def _room(self, slots: Tensor, batch: SamplingBatch | None = None) -> Sampled:
+        """For the last stage's choice on another one; without a batch of the tokens alone."""
+        rows, device = slots.shape[0], self._device
+        tokens = torch.empty(rows, dtype=torch.int64, device=device)
+        if batch is None:
+            return Sampled(tokens)
+        scored = batch.scored
+        return Sampled(
+            tokens,
+            torch.empty(2, rows, device=device) if batch.log_probs else None,
+            scored and no_scores(len(scored.rows), scored.count, device),
+        )
+
+    def _everywhere(self, sampled: Sampled, slots: Tensor) -> Sampled:
         """The last stage's choice on every stage."""
-        if sampled is None:
-            rows = slots.shape[0]
-            values = torch.empty(2, rows, device=self._device) if log_probs else None
-            tokens = torch.empty(rows, dtype=torch.int64, device=self._device)
-            sampled = Sampled(tokens, values)
         self._communicator.from_last_stage(sampled.tokens)
         if sampled.log_probs is not None:
             self._communicator.from_last_stage(sampled.log_probs)
+        if sampled.scores is not None:
+            sampled.scores.from_last_stage(self._communicator)
         self._states.token.index_copy_(0, slots, sampled.tokens)
         return sampled

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from launcher_scripts.clients.connection import NUMPY_TYPES
 from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.errors import RequestError, lookup, problem
-from launcher_scripts.protocol import Beam, GenerateOutput, GenerateRequest, Tensor
+from launcher_scripts.protocol import Beam, GenerateOutput, GenerateRequest, ModelLogProbs, Tensor
 
 NO_TOKEN = (1 << 32) - 1  # fills up decoder_input_ids
 
@@ -33,6 +33,11 @@ _ROW_VALUES: dict[str, Callable[[GenerateRequest], Any]] = {
     "top_p_decay": lambda row: row.sampling.top_p_decay,
     "top_p_min": lambda row: row.sampling.top_p_min,
     "top_p_reset_ids": lambda row: row.sampling.top_p_reset_id,
+    "frequency_penalty": lambda row: row.sampling.frequency_penalty,
+    "output_presence_penalty": lambda row: row.sampling.output_presence_penalty,
+    "min_p": lambda row: row.sampling.min_p,
+    "num_log_probs": lambda row: row.num_log_probs,
+    "num_prompt_log_probs": lambda row: row.num_prompt_log_probs,
     "beam_width": lambda row: row.sampling.beam_width,
     "no_repeat_ngram_size": lambda row: row.sampling.no_repeat_ngram_size,
     "prompt_learning_task_name_ids": lambda row: row.prompt_task,
@@ -52,6 +57,10 @@ _ROW_WORDS: dict[str, Callable[[GenerateRequest], tuple[tuple[int, ...], ...]]] 
 _DEFAULTS = {
     tensor.name: tensor.default for contract in CONTRACTS.values() for tensor in contract.inputs
 }
+
+# What ModelLogProbs holds of generated tokens, and of the prompt's.
+_GENERATED = ("token_log_probs", "token_ranks", "top_log_prob_ids", "top_log_probs")
+_OF_PROMPT = ("prompt_log_probs", "prompt_ranks", "prompt_top_ids", "prompt_top_log_probs")
 
 # request_prompt_type: embeddings in front of input_ids, or rows that ids of input_ids name.
 SOFT_PROMPT, PROMPT_TABLE = 1, 3
@@ -113,6 +122,10 @@ def request_tensors(
         words = [words_of(row) for row in rows]
         if any(words):
             tensors[name] = word_lists(words)
+    if any(row.logit_bias for row in rows):
+        tensors.update(bias_tensors(rows))
+    if any(row.guided_grammar for row in rows):
+        tensors["guided_grammar"] = grammar_tensor(rows)
     if any(row.decoder_input_ids for row in rows):
         _require(names, "decoder_input_ids")
         forced = [row.decoder_input_ids for row in rows]
@@ -198,6 +211,26 @@ def word_lists(rows: Sequence[Sequence[Sequence[int]]]) -> NDArray[np.int32]:
     return packed
 
 
+def bias_tensors(rows: Sequence[GenerateRequest]) -> dict[str, NDArray[Any]]:
+    """The rows' biases, ids and values each [rows, longest]; the id -1 fills up."""
+    longest = max(len(row.logit_bias) for row in rows)
+    ids = np.full((len(rows), longest), -1, dtype=np.int32)
+    values = np.zeros((len(rows), longest), dtype=np.float32)
+    for index, row in enumerate(rows):
+        for place, (token, value) in enumerate(row.logit_bias):
+            ids[index, place], values[index, place] = token, value
+    return {"logit_bias_ids": ids, "logit_bias_values": values}
+
+
+def grammar_tensor(rows: Sequence[GenerateRequest]) -> NDArray[np.uint8]:
+    """The rows' grammars as UTF-8, UINT8 [rows, longest]; zeros fill up."""
+    texts = [(row.guided_grammar or "").encode() for row in rows]
+    packed = np.zeros((len(rows), max(map(len, texts))), dtype=np.uint8)
+    for target, text in zip(packed, texts, strict=True):
+        target[: len(text)] = list(text)
+    return packed
+
+
 def output_names(rows: Sequence[GenerateRequest], model_type: str = "GPT") -> tuple[str, ...]:
     """The output tensors that these rows need."""
     names = ["output_ids", "sequence_length"]
@@ -209,7 +242,14 @@ def output_names(rows: Sequence[GenerateRequest], model_type: str = "GPT") -> tu
         names.append("context_logits")
     if any(row.return_context_embeddings for row in rows):
         names.append("context_embeddings")
+    names += _GENERATED[: _tensors_of(max(row.num_log_probs for row in rows))]
+    names += _OF_PROMPT[: _tensors_of(max(row.num_prompt_log_probs for row in rows))]
     return tuple(names)
+
+
+def _tensors_of(count: int) -> int:
+    """How many of the tensors of ModelLogProbs there are with the `count` likeliest tokens."""
+    return 0 if count < 0 else 2 if count == 0 else 4
 
 
 def row_outputs(
@@ -219,7 +259,7 @@ def row_outputs(
 
     tensors: output_ids [B, beam, time], sequence_length [B, beam], cum_log_probs [B, beam],
              output_log_probs [B, beam, generated], context_logits [B, longest prompt, vocab],
-             context_embeddings [B, beam, hidden],
+             context_embeddings [B, beam, hidden], MODEL_LOG_PROBS of protocol.py,
              response_input_lengths [B, beam] where output_ids starts with the prompt
     """
     outputs = []
@@ -229,8 +269,8 @@ def row_outputs(
         width = row.sampling.beam_width if row.output_len else 1
         beams = tuple(_beam(row, tensors, index, beam, prompt) for beam in range(width))
         logits = embeddings = None
+        read = row.input_ids if starts is not None else row.decoder_input_ids
         if row.return_context_logits:
-            read = row.input_ids if starts is not None else row.decoder_input_ids
             logits = tensors["context_logits"][index, : len(read)]
         if row.return_context_embeddings:
             embeddings = tensors["context_embeddings"][index, 0]
@@ -241,10 +281,31 @@ def row_outputs(
                 output_log_probs=beams[0].output_log_probs,
                 context_logits=logits,
                 context_embeddings=embeddings,
+                token_log_probs=_log_probs(
+                    tensors, _GENERATED, (index, 0), len(beams[0].output_ids), row.num_log_probs
+                ),
+                prompt_log_probs=_log_probs(
+                    tensors, _OF_PROMPT, (index,), max(1, len(read)), row.num_prompt_log_probs
+                ),
                 beams=beams if width > 1 else (),
             )
         )
     return outputs
+
+
+def _log_probs(
+    tensors: Mapping[str, NDArray[Any]],
+    names: Sequence[str],
+    place: tuple[int, ...],
+    tokens: int,
+    count: int,
+) -> ModelLogProbs | None:
+    """Those of the first `tokens` tokens at `place`, with the `count` likeliest; None below 0."""
+    if count < 0:
+        return None
+    own, ranks, *tops = (tensors[name][place][:tokens] for name in names[: _tensors_of(count)])
+    ids, values = tops or (np.zeros((len(own), 0)),) * 2
+    return ModelLogProbs(own, ranks, ids[:, :count], values[:, :count])
 
 
 def _beam(

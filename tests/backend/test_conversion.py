@@ -18,6 +18,7 @@ from launcher_scripts.protocol import (
 
 WANTED = frozenset(tensor.name for tensor in GPT_OUTPUTS)
 DTYPES = {
+    "UINT8": torch.uint8,
     "UINT32": torch.uint32,
     "INT32": torch.int32,
     "UINT64": torch.uint64,

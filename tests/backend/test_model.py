@@ -398,6 +398,26 @@ def test_rows_stream_in_step_until_the_longest_ends(streaming_model):
     ]
 
 
+def test_every_response_of_a_stream_has_the_log_probabilities_so_far(streaming_model):
+    asked = request([[3, 4, 5]], [3], [[3]])
+    asked.inputs["num_log_probs"] = torch.tensor([[2]], dtype=torch.int32)
+    asked.inputs["num_prompt_log_probs"] = torch.tensor([[0]], dtype=torch.int32)
+    asked.wanted = ("token_ranks", "top_log_probs", "prompt_log_probs")
+    streaming_model.execute([asked])
+    assert asked.answered.wait(120)
+    ranks, tops, prompts = (
+        [answer.tensors[name][0].tolist() for answer in asked.answers] for name in asked.wanted
+    )
+    assert ranks == [[[1, 0, 0]], [[1, 1, 0]], [[1, 1, 1]]]
+    assert [[bool(first) for first, _ in beam[0]] for beam in tops] == [
+        [True, False, False],
+        [True, True, False],
+        [True, True, True],
+    ]
+    assert prompts[0] == prompts[1] == prompts[2]
+    assert [value < 0 for value in prompts[0]] == [False, True, True]
+
+
 def test_a_row_that_cannot_run_ends_its_request(streaming_model):
     asked = request([[3, 4], [99, 0]], [2, 1], [[60], [2]])
     streaming_model.execute([asked])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -55,15 +56,22 @@ class Row:
         return token == self._request.end_id or completes(text, self._request.stop_words, token)
 
     def _scores(self, text: Text) -> torch.Tensor:
-        """Logits after temperature, then penalties on every token there was."""
+        """Logits after bias, penalties on every token there was and on those generated, and
+        temperature; FasterTransformer's presence penalty comes last.
+        """
         sampling = self._request.sampling
         scores = self._logits_after(text).double()
+        for token, value in self._request.logit_bias:
+            scores[token] += value
+        for token in set(text):
+            value, penalty = scores[token], sampling.repetition_penalty
+            scores[token] = value * penalty if value < 0 else value / penalty
+        for token, count in Counter(text[len(self._prompt) :]).items():
+            scores[token] -= count * sampling.frequency_penalty + sampling.output_presence_penalty
         if sampling.temperature != 1:
             scores = scores / (sampling.temperature + EPSILON)
         for token in set(text):
-            value, penalty = scores[token], sampling.repetition_penalty
-            scaled = value * penalty if value < 0 else value / penalty
-            scores[token] = scaled - sampling.presence_penalty
+            scores[token] -= sampling.presence_penalty
         return scores
 
     def _allowed(self, text: Text, scores: torch.Tensor) -> torch.Tensor:
@@ -104,6 +112,10 @@ class Row:
         seeds = torch.tensor([seed - (1 << 64) if seed >> 63 else seed])
         uniform = float(uniforms(seeds, torch.tensor([step])))
         kept = ordered[: sampling.top_k or len(ordered)].exp()
+        if sampling.min_p and len(kept) > 1:
+            self._note(float((kept[1:] / kept[0] - sampling.min_p).abs().min()))
+        kept = kept[kept >= sampling.min_p * kept[0]]
+        candidates = kept / kept.sum() if sampling.top_k else ordered.exp()
         kept = kept / kept.sum()
         running = kept.cumsum(0)
         mass = uniform * ((sampling.top_p or 1.0) if sampling.top_k else top_p)
@@ -111,7 +123,7 @@ class Row:
         if not sampling.top_k and float(kept[0]) >= top_p:
             place = 0
         self._note(float((running - mass).abs().min()))
-        return int(ids[place]), math.log(kept[place])
+        return int(ids[place]), math.log(candidates[place])
 
     def _decayed(self, top_p: float, token: int) -> float:
         sampling = self._request.sampling

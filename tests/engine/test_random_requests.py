@@ -25,6 +25,9 @@ CHOICES: dict[str, tuple[float, ...]] = {
     "temperature": (0.25, 1.0, 1.75, 3.0),
     "repetition_penalty": (0.75, 1.25, 2.0),
     "presence_penalty": (-0.5, 0.75, 2.0),
+    "frequency_penalty": (-0.5, 0.25, 1.5),
+    "output_presence_penalty": (-0.75, 1.0),
+    "min_p": (0.05, 0.3, 1.0),
     "min_length": (0, 1, 3, 50),
     "random_seed": (0, 1, (1 << 63) + 5, (1 << 64) - 1),
     "top_p_decay": (0.5, 1.0),
@@ -58,6 +61,7 @@ def random_request(draw: random.Random) -> GenerateRequest:
         start_id=draw.choice(hot),
         end_id=draw.choice([*hot, 1000]),
         bad_words=words(),
+        logit_bias=tuple((token, draw.uniform(-9, 9)) for token in hot[: draw.choice((0, 0, 3))]),
         stop_words=words(),
         return_log_probs=True,
     )

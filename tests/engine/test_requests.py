@@ -24,7 +24,8 @@ def engine():
 
 
 def request(ids=(1, 2, 3), output_len=5, **more) -> GenerateRequest:
-    outside = {"bad_words", "stop_words", "start_id", "end_id"}
+    outside = {"bad_words", "stop_words", "start_id", "end_id", "logit_bias"}
+    outside |= {"num_log_probs", "num_prompt_log_probs"}
     fields = {name: value for name, value in more.items() if name in outside}
     sampling = {name: value for name, value in more.items() if name not in outside}
     return GenerateRequest(ids, output_len, SamplingParameters(**sampling), **fields)
@@ -61,6 +62,34 @@ def request(ids=(1, 2, 3), output_len=5, **more) -> GenerateRequest:
         (request(presence_penalty=-3e38), "presence_penalty is out of range"),
         (request(presence_penalty=math.inf), "presence_penalty"),
         (request(repetition_penalty=1.2, presence_penalty=0.1), PENALTIES_EXCLUDE),
+        (
+            request(frequency_penalty=2e18),
+            r"frequency_penalty is out of range; got 2e\+18; choices: \[-1e\+15, 1e\+15\]",
+        ),
+        (request(frequency_penalty=NAN), "frequency_penalty is out of range"),
+        (request(output_presence_penalty=-math.inf), "output_presence_penalty is out of range"),
+        (request(min_p=-0.1), r"min_p is out of range; got -0.1; choices: \[0, 1\]"),
+        (request(min_p=NAN), "min_p is out of range"),
+        (
+            request(logit_bias=((1, 0.5), (67, 1.0), (-2, 1.0))),
+            r"logit_bias_ids has ids outside of the vocabulary; got \[67, -2\]; choices: 0-66",
+        ),
+        (
+            request(logit_bias=((1, 0.5), (2, 1.0), (1, 1.0))),
+            r"logit_bias_ids has an id more than once; got \[1\]",
+        ),
+        (request(logit_bias=((1, math.inf),)), "logit_bias_values is out of range; got inf"),
+        (
+            request(num_log_probs=21),
+            r"num_log_probs is out of range; got 21; choices: \[-1, 20\]",
+        ),
+        (request(num_log_probs=-2), "num_log_probs is out of range; got -2"),
+        (request(num_prompt_log_probs=21), "num_prompt_log_probs is out of range; got 21"),
+        (request(num_prompt_log_probs=-2), "num_prompt_log_probs is out of range"),
+        (
+            request(num_log_probs=0, beam_width=2),
+            "num_log_probs is not for beam searches.*; got 'beam_width 2'",
+        ),
         (request(beam_width=0), r"beam_width is out of range; got 0; choices: \[1, 64\]"),
         (request(beam_width=65), "beam_width is out of range; got 65"),
         (request(beam_width=9), "beam_width rows, and the engine runs 8 at a time; got 9"),
@@ -162,3 +191,25 @@ def test_the_others_go_on():
     assert [type(answer) is RequestError for answer in answers] == [False, True, False, True, False]
     assert answers[0] == answers[2] == answers[4] == tuple(expected[:5])
     engine.close()
+
+
+def test_no_more_of_the_likeliest_tokens_than_there_are():
+    small = small_config(vocab_size=7, start_id=0, end_id=6)
+    check_request(request(num_log_probs=7), small, 96, 8)
+    with pytest.raises(RequestError, match=r"num_log_probs is out of range; got 8.*\[-1, 7\]"):
+        check_request(request(num_log_probs=8), small, 96, 8)
+
+
+def test_the_largest_penalties_leave_numbers(engine):
+    """At the temperature that scales the most, and with tokens that come again."""
+    sampling = SamplingParameters(
+        repetition_penalty=1e15,
+        frequency_penalty=1e15,
+        output_presence_penalty=1e15,
+        temperature=0.0,
+        top_k=3,
+    )
+    more = {"logit_bias": ((3, 1e15), (4, -1e15)), "return_log_probs": True, "num_log_probs": 1}
+    answer = run(engine, (3, 3, 4), 40, sampling=sampling, **more)
+    assert math.isfinite(answer.cum_log_probs)
+    assert len(set(answer.output_ids)) == 40

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper
 
 from launcher_scripts.engine.plan import RowStart
 from launcher_scripts.engine.row_state import RowStates
@@ -41,7 +42,7 @@ class Rows:
 
 
 def row(slot: int = 0, ids: tuple[int, ...] = PROMPT, **more: object) -> RowStart:
-    outside = {"bad_words", "end_id", "return_log_probs"}
+    outside = {"bad_words", "end_id", "return_log_probs", "logit_bias", "num_log_probs"}
     fields = {name: value for name, value in more.items() if name in outside}
     parameters = {name: value for name, value in more.items() if name not in outside}
     fields.setdefault("end_id", 0)
@@ -105,6 +106,51 @@ def test_top_p_inside_top_k_counts_from_the_mass_of_the_k():
     assert float(seen[1]) == pytest.approx(float(shares[0]) / 0.8, abs=0.03)
 
 
+@pytest.mark.parametrize("top_p", [0.4, 0.9, 1.0])
+@pytest.mark.parametrize("top_k", [0, 12])
+@pytest.mark.parametrize("min_p", [0.02, 0.2, 1.0])
+def test_min_p_leaves_what_transformers_warper_leaves(min_p, top_k, top_p):
+    """Shares of the rest are drawn as top-k and top-p always are: the first to reach u * p."""
+    count = 100
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(count, 50, generator=generator) * 2
+    parameters = {"min_p": min_p, "top_k": top_k, "top_p": top_p, "temperature": 1.5}
+    rows = Rows(*(row(slot, random_seed=slot, **parameters) for slot in range(count)))
+    warpers = [TemperatureLogitsWarper(1.5), MinPLogitsWarper(min_p)]
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    scores = logits.double()
+    for warper in warpers:
+        scores = warper(None, scores)
+    running, ids = scores.softmax(-1).sort(descending=True)
+    running = running.cumsum(-1)
+    uniform = uniforms(torch.arange(count), torch.zeros(count, dtype=torch.int64))
+    place = (running < (uniform * top_p)[:, None] - 1e-6).sum(-1)
+    assert rows.sample(logits).tokens.tolist() == ids[torch.arange(count), place].tolist()
+
+
+def test_min_p_of_one_row_leaves_the_others_as_they_were():
+    others = [row(slot, random_seed=slot, top_p=0.9) for slot in range(1, 40)]
+    rows = Rows(row(0, min_p=1.0, top_p=1.0, random_seed=1), *others)
+    together = rows.sample(LOGITS.expand(40, -1)).tokens.tolist()
+    alone = [choose(LOGITS.tolist(), random_seed=slot, top_p=0.9) for slot in range(1, 40)]
+    assert together == [1, *alone]
+
+
+def test_min_p_changes_nothing_about_greedy_rows():
+    rows = Rows(row(0, min_p=0.5), row(1, min_p=0.5, top_k=1))
+    assert rows.batch.greedy
+    assert rows.sample(LOGITS.expand(2, -1)).tokens.tolist() == [1, 1]
+
+
+def test_a_forbidden_token_does_not_come_of_rounding():
+    """The probabilities of the tokens that may come sum up to a little less than 1 in float32."""
+    logits = torch.randn(200, generator=torch.Generator().manual_seed(2)) * 2
+    seed = 74078248
+    assert float(uniforms(torch.tensor([seed]), torch.tensor([0]))) == 1.0
+    forbidden = tuple((token,) for token in range(100, 200))
+    assert choose(logits.tolist(), top_p=1.0, random_seed=seed, bad_words=forbidden) < 100
+
+
 def test_rows_choose_by_their_own_parameters():
     rows = Rows(row(0), row(1, top_k=2, random_seed=5), row(2, top_p=0.2), row(3, top_k=6, top_p=1))
     together = rows.sample(LOGITS.expand(4, -1)).tokens.tolist()
@@ -150,6 +196,55 @@ def test_penalties_come_after_temperature():
     logits = [0.0, 2.0, 1.5, 0.0, 0.0, 0.0]
     # 2.0 / 4 - 0.3 = 0.2 < 1.5 / 4; before the temperature 2.0 - 0.3 would still lead
     assert choose(logits, ids=(1,), presence_penalty=0.3, temperature=4.0) == 2
+
+
+def test_penalties_of_generated_tokens_count_those_alone():
+    """Written plainly: frequency times the count, presence once, the prompt's tokens not at all."""
+    rows = Rows(
+        row(0, ids=(1, 1, 4), frequency_penalty=0.4),
+        row(1, ids=(1, 1, 4), output_presence_penalty=0.7),
+        row(2, ids=(1, 1, 4), frequency_penalty=0.3, output_presence_penalty=0.2, temperature=2.0),
+        row(3, ids=(1, 1, 4)),
+    )
+    counts = torch.zeros(4, 6)
+    frequency = torch.tensor([0.4, 0.0, 0.3, 0.0])[:, None]
+    presence = torch.tensor([0.0, 0.7, 0.2, 0.0])[:, None]
+    for _ in range(8):
+        tokens = rows.sample(LOGITS.expand(4, -1)).tokens
+        expected = LOGITS - frequency * counts - presence * (counts > 0)
+        assert tokens.tolist() == expected.argmax(-1).tolist()
+        counts[torch.arange(4), tokens] += 1
+        rows.feed(tokens.tolist())
+    assert len(set(counts[0].tolist())) > 2
+
+
+def test_penalties_of_generated_tokens_come_before_temperature():
+    rows = Rows(row(ids=(5,), frequency_penalty=0.4, temperature=4.0))
+    logits = torch.tensor([[0.0, 2.0, 1.5, 0.0, 0.0, 0.0]])
+    rows.feed(rows.sample(logits).tokens.tolist())
+    # (2.0 - 0.4) / 4 leads 1.5 / 4; after the temperature 2.0 / 4 - 0.4 would not
+    assert rows.sample(logits).tokens.tolist() == [1]
+
+
+def test_biases_are_added_before_penalties_and_temperature():
+    logits = [0.0, 2.0, 1.5, 0.0, 0.0, 0.0]
+    assert choose(logits, logit_bias=((2, 0.6),)) == 2
+    assert choose(logits, logit_bias=((1, -0.6),)) == 2
+    # (2.0 - 4.0) * 2 is below -3.5; after the penalty 2.0 / 2 - 4.0 would not be
+    behind = [-9.0, 2.0, -3.5, -9.0, -9.0, -9.0]
+    assert choose(behind, ids=(1,), repetition_penalty=2.0, logit_bias=((1, -4.0),)) == 2
+    assert choose(behind, ids=(1,), logit_bias=((1, -4.0),)) == 1
+    assert choose(logits, temperature=4.0, logit_bias=((2, 0.4),)) == 1
+
+
+def test_biases_belong_to_their_row():
+    rows = Rows(row(0), row(1, logit_bias=((0, 9.0), (1, 9.5))), row(2, logit_bias=((5, 90.0),)))
+    assert rows.sample(LOGITS.expand(3, -1)).tokens.tolist() == [1, 1, 5]
+    assert not rows.batch.greedy
+
+
+def test_a_words_ban_stays_whatever_the_bias():
+    assert choose(LOGITS.tolist(), logit_bias=((0, 1e15),), bad_words=((0,),)) == 1
 
 
 def test_min_length_holds_the_end_token_back():
@@ -210,6 +305,22 @@ def test_log_probs_come_after_temperature_and_penalties():
     assert float(sampled.log_probs[0, 0]) == pytest.approx(
         float(changed.log_softmax(-1)[best]), abs=1e-5
     )
+
+
+def test_scores_are_of_the_unmodified_logits_and_of_the_rows_that_ask():
+    rows = Rows(
+        row(0),
+        row(1, temperature=0.5, presence_penalty=3.0, logit_bias=((3, 50.0),), num_log_probs=2),
+        row(2, top_k=3, random_seed=1, return_log_probs=True),
+        row(3, num_log_probs=0),
+    )
+    sampled = rows.sample(LOGITS.expand(4, -1))
+    assert sampled.tokens[1] == 3
+    assert rows.batch.scored_rows == (1, 3)
+    expected = LOGITS.log_softmax(-1)
+    assert torch.allclose(sampled.scores.log_probs[:, 0], expected[[3, 1]])
+    assert torch.allclose(sampled.scores.log_probs[0, 1:], expected[[1, 4]])
+    assert sampled.scores.ids.tolist() == [[6, 1, 4], [1, 1, 4]]
 
 
 def test_top_p_decays_down_to_its_minimum_and_is_reset():

@@ -24,6 +24,9 @@ SAMPLING = SamplingParameters(
     temperature=0.7,
     repetition_penalty=1.3,
     presence_penalty=0.2,
+    frequency_penalty=0.4,
+    output_presence_penalty=0.6,
+    min_p=0.1,
     min_length=3,
     random_seed=2**40,
     top_p_decay=0.9,
@@ -42,7 +45,11 @@ REQUEST = GenerateRequest(
     end_id=9,
     bad_words=((5, 6), (7,)),
     stop_words=((3,),),
+    logit_bias=((4, -1.5),),
+    guided_grammar='{"regex": "a+"}',
     return_log_probs=True,
+    num_log_probs=2,
+    num_prompt_log_probs=0,
     return_context_logits=True,
     return_context_embeddings=True,
     prompt_task=1,
@@ -58,8 +65,8 @@ def test_every_field_of_a_request_becomes_a_tensor_of_the_contract():
     contract = {tensor.name: tensor for tensor in GPT_INPUTS}
     fields = len(dataclasses.fields(SamplingParameters)) + len(dataclasses.fields(REQUEST))
     fields -= len(OF_AN_ENCODER)
-    # The prompt is two tensors, `sampling` itself none, an embedding with soft_prompt three.
-    assert len(sent) == fields + 1 - 1 + 1
+    # Prompt and biases are two tensors, `sampling` is none, an embedding with soft_prompt three.
+    assert len(sent) == fields + 2 - 1 + 1
     for name, array in sent.items():
         tensor = contract[name]
         assert array.dtype == tensors.NUMPY_TYPES[tensor.dtype], name
@@ -197,6 +204,44 @@ def test_outputs_are_cut_to_each_rows_length_and_best_beam():
     np.testing.assert_array_equal(first.context_logits, logits[0])
     assert first.context_embeddings is None and second.context_embeddings.tolist() == [3, 4]
     assert second.context_logits is None and second.cum_log_probs is None
+
+
+def test_biases_are_filled_up():
+    sent = request_tensors(
+        [GenerateRequest((1,), 1, logit_bias=((3, 0.5), (9, -2.0))), GenerateRequest((1,), 1)]
+    )
+    assert sent["logit_bias_ids"].tolist() == [[3, 9], [-1, -1]]
+    assert sent["logit_bias_values"].tolist() == [[0.5, -2.0], [0, 0]]
+
+
+def test_log_probabilities_are_cut_to_what_each_row_asked_for():
+    rows = [
+        GenerateRequest((1, 2), 3, num_log_probs=1, num_prompt_log_probs=0),
+        GenerateRequest((3,), 3, num_log_probs=2),
+        GenerateRequest((4,), 3),
+    ]
+    names = ("token_log_probs", "token_ranks", "top_log_prob_ids", "top_log_probs")
+    assert output_names(rows)[3:] == (*names, "prompt_log_probs", "prompt_ranks")
+    shapes = ((3, 1, 3), (3, 1, 3), (3, 1, 3, 2), (3, 1, 3, 2))
+    arrays = {name: np.arange(np.prod(s)).reshape(s) for name, s in zip(names, shapes, strict=True)}
+    first, second, third = row_outputs(
+        rows,
+        {
+            **arrays,
+            "output_ids": np.array([[[1, 2, 7, 8, 9]], [[3, 7, 0, 0, 0]], [[4, 7, 0, 0, 0]]]),
+            "sequence_length": np.array([[5], [2], [2]]),
+            "response_input_lengths": np.array([[2], [1], [1]]),
+            "prompt_log_probs": np.array([[0, -1.5], [0, 0], [0, 0]]),
+            "prompt_ranks": np.array([[0, 4], [0, 0], [0, 0]]),
+        },
+    )
+    assert first.token_log_probs.log_probs.tolist() == [0, 1, 2]
+    assert first.token_log_probs.top_ids.tolist() == [[0], [2], [4]]
+    assert first.prompt_log_probs.ranks.tolist() == [0, 4]
+    assert first.prompt_log_probs.top_ids.shape == (2, 0)
+    assert second.token_log_probs.ranks.tolist() == [3]
+    assert second.token_log_probs.top_log_probs.tolist() == [[6, 7]]
+    assert (second.prompt_log_probs, third.token_log_probs) == (None, None)
 
 
 def test_a_beam_searchs_output_holds_every_hypothesis():

@@ -135,6 +135,45 @@ def test_sampling_equals_the_cpu_row_by_row():
         assert got.output_log_probs == pytest.approx(reference.output_log_probs, abs=1e-3)
 
 
+def test_penalties_biases_and_log_probabilities_equal_the_cpus():
+    """Beside rows that ask for nothing, on the graphs of a second round too."""
+    config = wider(end_id=515)
+    tensors = random_tensors(config)
+    parameters = [
+        SamplingParameters(frequency_penalty=0.7, output_presence_penalty=-0.4),
+        SamplingParameters(top_p=1.0, min_p=0.05, random_seed=3, frequency_penalty=0.5),
+        SamplingParameters(top_k=30, min_p=0.1, random_seed=4, temperature=1.4),
+        SamplingParameters(),
+    ]
+    requests = [
+        GenerateRequest(
+            prompt,
+            20,
+            sampling,
+            logit_bias=((7, 1.5), (300, -3.0)) if index < 3 else (),
+            num_log_probs=(5, 0, 20, -1)[index],
+            num_prompt_log_probs=(3, -1, 0, -1)[index],
+        )
+        for index, (prompt, sampling) in enumerate(zip(PROMPTS[2:], parameters, strict=False))
+    ]
+    reference, engine = (engine_for(config, tensors, device=device) for device in ("cpu", "cuda"))
+    expected = [future.result() for future in [reference.submit(each) for each in requests]]
+    for _ in range(3):
+        answers = [future.result() for future in [engine.submit(each) for each in requests]]
+        for want, got in zip(expected, answers, strict=True):
+            assert got.output_ids == want.output_ids
+            for name in ("token_log_probs", "prompt_log_probs"):
+                one, other = getattr(want, name), getattr(got, name)
+                assert (one is None) == (other is None)
+                if one is not None:
+                    assert torch.equal(other.ranks, one.ranks)
+                    assert torch.equal(other.top_ids, one.top_ids)
+                    assert torch.allclose(other.log_probs, one.log_probs, atol=1e-3)
+                    assert torch.allclose(other.top_log_probs, one.top_log_probs, atol=1e-3)
+    reference.close()
+    engine.close()
+
+
 @pytest.mark.parametrize("changes", [{}, MODERN], ids=str)
 def test_int8_weights_give_the_tokens_of_the_cpu(changes):
     config = wider(**changes)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 TYPES = {
+    "u1": "UINT8",
     "u4": "UINT32",
     "u8": "UINT64",
     "i4": "INT32",
@@ -28,6 +29,14 @@ NUMPY_TYPES = {
     "is_return_context_logits": np.bool_,
     "is_return_prompt": np.bool_,
     "is_return_context_embeddings": np.bool_,
+    "min_p": np.float32,
+    "frequency_penalty": np.float32,
+    "output_presence_penalty": np.float32,
+    "num_log_probs": np.int32,
+    "num_prompt_log_probs": np.int32,
+    "guided_grammar": np.uint8,
+    "logit_bias_ids": np.int32,
+    "logit_bias_values": np.float32,
     "bad_words_list": np.int32,
     "stop_words_list": np.int32,
     "ia3_tasks": np.int32,

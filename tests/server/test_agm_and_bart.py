@@ -21,6 +21,7 @@ from launcher_scripts.tokenizer import load_tokenizer
 from tests.engine.small_agm import agm_config, agm_tensors, plain_greedy, plain_logits
 from tests.engine.small_bart import bart_config
 from tests.engine.small_bart import plain_greedy as bart_greedy
+from tests.engine.small_bart import plain_logits as bart_logits
 from tests.engine.small_models import random_tensors, rank_part
 from tests.server.processes import running
 from tests.server.repositories import TOKENIZERS, VOCAB_SIZE, export_settings
@@ -125,6 +126,21 @@ def test_bart(client: Client) -> None:
     answer = client.infer("bart", **request(6))
     for row, source in enumerate(PROMPTS):
         assert answer["output_ids"][row, 0].tolist() == bart_greedy(BART, source, 6)
+
+
+def test_log_probabilities_of_a_barts_tokens(client: Client) -> None:
+    """The decoder's first token is one of the prompt's and has none."""
+    counts = {
+        name: np.full((2, 1), 2, np.int32) for name in ("num_log_probs", "num_prompt_log_probs")
+    }
+    answer = client.infer("bart", **request(6, **counts))
+    for row, source in enumerate(PROMPTS):
+        text = [BART.start_id, *answer["output_ids"][row, 0].tolist()]
+        wanted = bart_logits(BART, source, text[:-1]).log_softmax(-1)
+        own = wanted[range(6), text[1:]]
+        np.testing.assert_allclose(answer["token_log_probs"][row, 0], own, atol=2e-4)
+        assert answer["top_log_prob_ids"][row, 0].tolist() == wanted.topk(2).indices.tolist()
+        assert answer["prompt_log_probs"][row].tolist() == [0.0]
 
 
 def test_an_evaluation_asks_for_tokens_beside_the_prompt(

@@ -1,4 +1,8 @@
-"""What an exported repository holds, byte for byte, and when it is refused."""
+"""What an exported repository holds, byte for byte, and when it is refused.
+
+`pytest tests/server/test_model_repository.py --update-golden` rewrites the files after a wanted
+change.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +44,29 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
+def golden(request: pytest.FixtureRequest, name: str, text: str) -> str:
+    """The golden file, which becomes `text` where an update is asked for."""
+    if request.config.getoption("--update-golden"):
+        (GOLDEN / name).write_text(text)
+    return (GOLDEN / name).read_text()
+
+
 @pytest.mark.parametrize("model", ["tiny", *TEXT_MODELS])
-def test_configurations_are_the_golden_ones(tmp_path: Path, model: str) -> None:
+def test_configurations_are_the_golden_ones(
+    tmp_path: Path, request: pytest.FixtureRequest, model: str
+) -> None:
     settings = export(tmp_path, tp=2, pp=2, data_type="bf16")
     text = (settings.model_repository / model / "config.pbtxt").read_text()
-    assert text == (GOLDEN / f"{model}.pbtxt").read_text()
+    assert text == golden(request, f"{model}.pbtxt", text)
 
 
 @pytest.mark.parametrize("model", ["tiny", *TEXT_MODELS[:3]])
-def test_configurations_with_sessions_are_the_golden_ones(tmp_path: Path, model: str) -> None:
+def test_configurations_with_sessions_are_the_golden_ones(
+    tmp_path: Path, request: pytest.FixtureRequest, model: str
+) -> None:
     settings = export(tmp_path, max_batch_size=1, interactive=True, decoupled=True)
     text = (settings.model_repository / model / "config.pbtxt").read_text()
-    assert text == (GOLDEN / "interactive" / f"{model}.pbtxt").read_text()
+    assert text == golden(request, f"interactive/{model}.pbtxt", text)
 
 
 def test_sessions_have_what_the_contract_says(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import threading
@@ -97,6 +98,83 @@ def test_context_logits(client: Client, engine: Engine) -> None:
     np.testing.assert_allclose(answer["context_logits"][0], np.asarray(wanted), atol=2e-4)
 
 
+def test_what_a_gateway_asks_for(client: Client, engine: Engine) -> None:
+    """Penalties of generated tokens, min-p, biases, no end token, and log-probabilities."""
+    asked = ids_request(
+        [PROMPTS[2]],
+        6,
+        runtime_top_p=1.0,
+        random_seed=3,
+        min_p=0.01,
+        frequency_penalty=0.5,
+        output_presence_penalty=0.25,
+        logit_bias_ids=[7, 490],
+        logit_bias_values=[1.5, -2.0],
+        num_log_probs=3,
+        num_prompt_log_probs=0,
+        end_id=491,
+    )
+    answer = client.infer("tiny", **asked)
+    sampling = SamplingParameters(
+        top_p=1.0, random_seed=3, min_p=0.01, frequency_penalty=0.5, output_presence_penalty=0.25
+    )
+    wanted = expected(
+        engine,
+        PROMPTS[2],
+        6,
+        sampling=sampling,
+        logit_bias=((7, 1.5), (490, -2.0)),
+        num_log_probs=3,
+        num_prompt_log_probs=0,
+        end_id=491,
+    )
+    assert generated(answer) == list(wanted.output_ids)
+    for name, values in {
+        "token_log_probs": wanted.token_log_probs.log_probs[None],
+        "token_ranks": wanted.token_log_probs.ranks[None],
+        "top_log_prob_ids": wanted.token_log_probs.top_ids[None],
+        "top_log_probs": wanted.token_log_probs.top_log_probs[None],
+        "prompt_log_probs": wanted.prompt_log_probs.log_probs,
+        "prompt_ranks": wanted.prompt_log_probs.ranks,
+    }.items():
+        np.testing.assert_allclose(answer[name][0], np.asarray(values), atol=2e-4)
+    assert "prompt_top_ids" not in answer
+
+
+def test_log_probabilities_of_a_prompt_that_is_only_scored(client: Client, engine: Engine) -> None:
+    answer = client.infer("tiny", **ids_request(PROMPTS[:3], 0, num_prompt_log_probs=2))
+    for row, prompt in enumerate(PROMPTS[:3]):
+        wanted = expected(engine, prompt, 0, num_prompt_log_probs=2).prompt_log_probs
+        assert answer["prompt_top_ids"][row, : len(prompt)].tolist() == wanted.top_ids.tolist()
+        assert not answer["prompt_top_ids"][row, len(prompt) :].any()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llguidance") is None, reason="llguidance is not there"
+)
+def test_texts_follow_their_grammars(client: Client, engine: Engine) -> None:
+    """Two rows with grammars of different lengths, and one without beside them."""
+    tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
+    texts = (b'{"choice": ["yes", "not now"]}', b'{"regex": "(ab|c){3} [0-9]"}', b"")
+    asked = ids_request(PROMPTS[:3], 16, end_id=END_ID)
+    asked["guided_grammar"] = np.array([list(text.ljust(40, b"\0")) for text in texts], np.uint8)
+    answer = client.infer("tiny", **asked)
+    chosen, matching = (tokenizer.decode(generated(answer, row)) for row in range(2))
+    assert chosen in ("yes", "not now")
+    assert re.fullmatch("(ab|c){3} [0-9]", matching)
+    wanted = expected(engine, PROMPTS[2], 16, end_id=END_ID)
+    assert generated(answer, 2) == list(wanted.output_ids)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llguidance") is None, reason="llguidance is not there"
+)
+def test_a_wrong_grammar_has_its_own_error(client: Client) -> None:
+    grammar = {"guided_grammar": list(b'{"regex": "["}')}
+    with pytest.raises(InferenceServerException, match="guided_grammar cannot be followed"):
+        client.infer("tiny", **ids_request([(1,)], 2, **grammar))
+
+
 def test_context_embeddings_are_for_the_rows_that_ask(client: Client, engine: Engine) -> None:
     tensors = ids_request(PROMPTS[2:4], 2, is_return_context_embeddings=True)
     tensors["is_return_context_embeddings"] = np.array([[True], [False]])
@@ -143,6 +221,8 @@ def test_requests_at_once_are_answered_as_if_alone(served: dict[str, Any], engin
         ({"input_lengths": np.array([[7]], np.uint32)}, "input_lengths"),
         ({"temperature": np.array([[np.nan]], np.float32)}, "temperature"),
         ({"beam_width": np.array([[65]], np.uint32)}, "beam_width is out of range; got 65"),
+        ({"num_log_probs": np.array([[21]], np.int32)}, "num_log_probs is out of range; got 21"),
+        ({"logit_bias_ids": np.array([[3]], np.int32)}, "must come together"),
     ],
 )
 def test_a_wrong_request_has_its_own_error(
@@ -171,6 +251,33 @@ def test_text_through_the_ensemble(client: Client, engine: Engine) -> None:
         assert text + answer["OUTPUT_0"][row, 0, 0].decode() == tokenizer.decode([*prompt, *ids])
         assert answer["OUTPUT_DELTA"][row, 0, 0] == answer["OUTPUT_0"][row, 0, 0]
         assert answer["sequence_length"][row, 0] == len(prompt) + len(ids)
+
+
+def test_text_models_pass_penalties_and_biases_on(client: Client, engine: Engine) -> None:
+    tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
+    text = "The quick brown fox"
+    prompt = tuple(tokenizer.encode(text))
+    penalty = np.array([[4.0]], np.float32)
+    sampling = SamplingParameters(frequency_penalty=4.0)
+    wanted = expected(engine, prompt, 8, sampling=sampling, logit_bias=((60, 6.0),)).output_ids
+    assert wanted != expected(engine, prompt, 8).output_ids
+    answer = client.infer(
+        "ensemble",
+        INPUT_0=text_rows(text),
+        INPUT_1=np.array([[8]], np.uint32),
+        frequency_penalty=penalty,
+        logit_bias_ids=np.array([[60]], np.int32),
+        logit_bias_values=np.array([[6.0]], np.float32),
+    )
+    assert text + answer["OUTPUT_0"][0, 0, 0].decode() == tokenizer.decode([*prompt, *wanted])
+    wanted = expected(engine, prompt, 8, sampling=sampling).output_ids
+    told = client.infer(
+        "text",
+        text_input=text_rows(text),
+        max_tokens=np.array([[8]], np.int32),
+        frequency_penalty=penalty,
+    )
+    assert text + told["text_output"][0].decode() == tokenizer.decode([*prompt, *wanted])
 
 
 def test_beams_of_several_widths_in_one_request(client: Client, engine: Engine) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from launcher_scripts.backends.fastertransformer.model_log_probs import model_log_probs
 from launcher_scripts.backends.fastertransformer.row_values import (
     beam_axis,
     context_embeddings,
@@ -83,6 +84,7 @@ def to_tensors(
         tensors["output_ids"] = torch.from_numpy(ids)
     if any(request.return_log_probs for request in requests):
         tensors.update(log_probs(outputs, longest, wanted))
+    tensors.update(model_log_probs(outputs, longest, wanted))
     if "context_logits" in wanted and any(each.context_logits is not None for each in outputs):
         tensors["context_logits"] = context_logits(outputs)
     if any(output.context_embeddings is not None for output in outputs):

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from launcher_scripts.backends.fastertransformer.model_log_probs import model_log_probs
 from launcher_scripts.backends.fastertransformer.row_values import (
     beam_axis,
     context_logits,
@@ -77,6 +78,7 @@ def to_tensors(
         tensors["output_ids"] = torch.from_numpy(ids)
     if any(request.return_log_probs for request in requests):
         tensors.update(log_probs(outputs, width, wanted))
+    tensors.update(model_log_probs(outputs, width, wanted))
     if "context_logits" in wanted and any(each.context_logits is not None for each in outputs):
         tensors["context_logits"] = context_logits(outputs)
     return tensors

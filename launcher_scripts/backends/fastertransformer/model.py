@@ -11,6 +11,7 @@ import json
 import os
 import traceback
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from launcher_scripts.backends.fastertransformer.forwarded import (
     ChannelSender,
     errand_of,
 )
+from launcher_scripts.backends.fastertransformer.guidance import Guidance
 from launcher_scripts.backends.fastertransformer.model_metrics import ModelMetrics
 from launcher_scripts.backends.fastertransformer.nodes import (
     end_server_later,
@@ -54,9 +56,11 @@ from launcher_scripts.backends.text_parameters import (
 from launcher_scripts.contracts_sessions import served_contract
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.prompts import prompt_start_id
+from launcher_scripts.engine.row import Progress
+from launcher_scripts.engine.session import Session
 from launcher_scripts.engine.weights import DTYPES
 from launcher_scripts.errors import BusyError, LauncherError, RequestError, ServerError, problem
-from launcher_scripts.protocol import GenerateRequest, Tensor
+from launcher_scripts.protocol import GenerateOutput, GenerateRequest, Tensor
 
 _TYPES = {
     "BOOL": torch.bool,
@@ -103,6 +107,7 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from error
         self._max_waiting_rows = int(os.environ.get(MAX_WAITING_VARIABLE, "512"))
         self._streams = pb_utils.using_decoupled_model_transaction_policy(config)
+        self._guidance = Guidance(settings.checkpoint_dir, self._engine.config)
         self._sessions = None if idle is None else Sessions(self._engine, idle)
         self._metrics = ModelMetrics(args["model_name"], self._engine)
         self._answers = Answers(self._metrics.count_given_up)
@@ -141,7 +146,21 @@ class TritonPythonModel:
         answer = self._answer(
             request, sender, rows, tensors, shown=rows, width=tensors["input_ids"].shape[1]
         )
-        answer.start(self._engine.submit)
+        answer.start(self._submit)
+
+    def _submit(
+        self, row: GenerateRequest, on_progress: Progress | None, session: Session | None
+    ) -> Future[GenerateOutput]:
+        """Hand a row to the engine, with a guide if it has a grammar."""
+        guide = None
+        if row.guided_grammar is not None:
+            try:
+                guide = self._guidance.guide(row.guided_grammar)
+            except RequestError as error:
+                failed: Future[GenerateOutput] = Future()
+                failed.set_exception(error)
+                return failed
+        return self._engine.submit(row, on_progress, session, guide)
 
     def _check_room(self, rows: int) -> None:
         """Refuse a request that would wait behind too many; alone in line it may be any size."""
@@ -176,7 +195,7 @@ class TritonPythonModel:
             width=max(len(row.input_ids) for row in turn.shown),
             on_end=lambda: sessions.end_turn(key, turn, end=end),
         )
-        answer.start(self._engine.submit, turn.sessions)
+        answer.start(self._submit, turn.sessions)
 
     def _answer(
         self,

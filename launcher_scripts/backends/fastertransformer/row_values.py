@@ -14,7 +14,12 @@ from torch import Tensor
 from launcher_scripts.backends.fastertransformer.learned_values import learned_values
 from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.errors import Problems, RequestError, problem
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
+from launcher_scripts.protocol import (
+    GUIDED_GRAMMAR,
+    GenerateOutput,
+    GenerateRequest,
+    SamplingParameters,
+)
 
 # contract tensor -> field of SamplingParameters
 SAMPLING_FIELDS = {
@@ -23,6 +28,9 @@ SAMPLING_FIELDS = {
     "temperature": "temperature",
     "repetition_penalty": "repetition_penalty",
     "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "output_presence_penalty": "output_presence_penalty",
+    "min_p": "min_p",
     "min_length": "min_length",
     "random_seed": "random_seed",
     "top_p_decay": "top_p_decay",
@@ -38,7 +46,8 @@ _DEFAULTS = {tensor.name: tensor.default for row in CONTRACTS.values() for tenso
 
 @dataclass(frozen=True)
 class RowValues:
-    """Every value of every row: name -> one per row; words as tuples of ids.
+    """Every value of every row: name -> one per row; words as tuples of ids, biases as pairs of an
+    id and its value, grammars as JSON texts.
 
     learned: every row's fields of a GenerateRequest that are about prompts and IA3
     """
@@ -46,6 +55,8 @@ class RowValues:
     columns: Mapping[str, Sequence[Any]]
     bad_words: Sequence[tuple[tuple[int, ...], ...]]
     stop_words: Sequence[tuple[tuple[int, ...], ...]]
+    biases: Sequence[tuple[tuple[int, float], ...]]
+    grammars: Sequence[str | None]
     learned: Sequence[dict[str, Any]]
 
     def generation(self, row: int) -> dict[str, Any]:
@@ -59,7 +70,11 @@ class RowValues:
             "end_id": columns["end_id"][row],
             "bad_words": self.bad_words[row],
             "stop_words": self.stop_words[row],
+            "logit_bias": self.biases[row],
+            "guided_grammar": self.grammars[row],
             "return_log_probs": columns["is_return_log_probs"][row],
+            "num_log_probs": columns["num_log_probs"][row],
+            "num_prompt_log_probs": columns["num_prompt_log_probs"][row],
             "return_context_logits": columns["is_return_context_logits"][row],
             "return_context_embeddings": columns["is_return_context_embeddings"][row],
             **self.learned[row],
@@ -73,8 +88,8 @@ def row_values(
 
     typed_prompts: the model takes request_prompt_type
 
-    Shapes: word lists [B, 2, n] or [2, n] for all rows, everything else [B] or [B, 1]. Raises
-    RequestError that names every wrong tensor.
+    Shapes: word lists [B, 2, n] or [2, n] for all rows, biases and grammars [B, n] or [n] for all
+    rows, everything else [B] or [B, 1]. Raises RequestError that names every wrong tensor.
     """
     problems = Problems("the request")
     columns = {
@@ -84,9 +99,11 @@ def row_values(
         _words(tensors.get(name), name, rows, problems)
         for name in ("bad_words_list", "stop_words_list")
     )
+    biases = _biases(tensors, rows, problems)
+    grammars = _grammars(tensors.get(GUIDED_GRAMMAR.name), rows, problems)
     learned = learned_values(tensors, rows, problems, typed=typed_prompts)
     problems.raise_if_any(RequestError)
-    return RowValues(columns, bad, stop, learned)
+    return RowValues(columns, bad, stop, biases, grammars, learned)
 
 
 def trimmed(
@@ -189,6 +206,11 @@ _PER_ROW: dict[str, Callable[[Any], Any]] = {
     "temperature": float,
     "repetition_penalty": float,
     "presence_penalty": float,
+    "frequency_penalty": float,
+    "output_presence_penalty": float,
+    "min_p": float,
+    "num_log_probs": int,
+    "num_prompt_log_probs": int,
     "min_length": int,
     "random_seed": _unsigned,
     "top_p_decay": float,
@@ -210,6 +232,8 @@ _GENERATION_NAMES = (
     *SAMPLING_FIELDS,
     "start_id",
     "end_id",
+    "num_log_probs",
+    "num_prompt_log_probs",
     "is_return_log_probs",
     "is_return_context_logits",
     "is_return_context_embeddings",
@@ -259,3 +283,43 @@ def _words(
         spans = itertools.pairwise(bounds)
         words.append(tuple(tuple(ids[start:end]) for start, end in spans))
     return words
+
+
+def _biases(
+    tensors: Mapping[str, Tensor], rows: int, problems: Problems
+) -> list[tuple[tuple[int, float], ...]]:
+    """The biases of every row from ids and values [B, n]; -1 among the ids pads."""
+    names = ("logit_bias_ids", "logit_bias_values")
+    there = [tensors[name] for name in names if name in tensors]
+    if not there:
+        return [()] * rows
+    shapes = [list(tensor.shape) for tensor in there]
+    if len(there) == 1 or shapes[0] != shapes[1]:
+        problems.add(f"{' and '.join(names)} must come together, in one shape", got=shapes)
+        return []
+    ids, values = (each.expand(rows, -1) if each.dim() == 1 else each for each in there)
+    if ids.dim() != 2 or ids.shape[0] != rows:
+        problems.add(f"{' and '.join(names)} must be [{rows}, n]", got=shapes[0])
+        return []
+    return [
+        tuple((token, value) for token, value in zip(*pair, strict=True) if token != -1)
+        for pair in zip(ids.tolist(), values.tolist(), strict=True)
+    ]
+
+
+def _grammars(tensor: Tensor | None, rows: int, problems: Problems) -> list[str | None]:
+    """The grammar of every row from UTF-8 [B, n] with zeros behind it; None where it is empty."""
+    if tensor is None:
+        return [None] * rows
+    name = GUIDED_GRAMMAR.name
+    given = tensor.expand(rows, -1) if tensor.dim() == 1 else tensor
+    if given.dim() != 2 or given.shape[0] != rows:
+        problems.add(f"{name} must be [{rows}, n]", got=list(tensor.shape))
+        return []
+    texts = []
+    for row in given.tolist():
+        try:
+            texts.append(bytes(row).rstrip(b"\0").decode() or None)
+        except ValueError as error:
+            problems.add(f"{name} is no UTF-8: {error}")
+    return texts

@@ -1,0 +1,168 @@
+"""Guides for rows whose text has to follow a grammar, made by llguidance.
+
+A request's guided_grammar is a JSON object with one of the keys of _GRAMMARS.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.engine.guide import Guide
+from launcher_scripts.errors import RequestError, problem
+from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.tokenizer import (
+    SentencePieceTokenizer,
+    Tokenizer,
+    TokenizerError,
+    load_tokenizer,
+)
+
+
+def _json_schema(value: Any) -> str:
+    return _library().LLMatcher.grammar_from_json_schema(json.dumps(value))
+
+
+def _json_object(value: Any) -> str:
+    if value is not True:
+        raise ValueError("json_object is true or left out")
+    return _json_schema({"type": "object"})
+
+
+def _regex(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("regex is a text")
+    return _library().LLMatcher.grammar_from_regex(value)
+
+
+def _choice(value: Any) -> str:
+    if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
+        raise ValueError("choice is a list of texts")
+    return _library().grammar_from("choice", json.dumps(value))
+
+
+# key of guided_grammar -> llguidance's grammar from its value; ValueError for a wrong one
+_GRAMMARS: dict[str, Callable[[Any], str]] = {
+    "json_schema": _json_schema,
+    "json_object": _json_object,
+    "regex": _regex,
+    "choice": _choice,
+}
+
+
+class Guidance:
+    """What turns guided_grammar into a guide, for the model whose checkpoint is in `folder`."""
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        self._folder = folder
+        self._config = config
+
+    def guide(self, text: str) -> Guide:
+        """A guide for one row. Raises RequestError."""
+        grammar = _grammar(text)
+        matcher = _library().LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise RequestError(
+                problem(f"guided_grammar cannot be followed: {matcher.get_error()}", got=text[:200])
+            )
+        return _MatcherGuide(matcher)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """llguidance's own tokenizer; it is made once, which takes a while."""
+        try:
+            tokenizer = load_tokenizer(self._folder)
+        except TokenizerError as error:
+            raise RequestError(f"guided_grammar needs the model's tokenizer: {error}") from error
+        end = self._config.end_id
+        if end >= self._config.vocab_size:
+            end = -1 if tokenizer.end_id is None else tokenizer.end_id
+        if not 0 <= end < self._config.vocab_size:
+            raise RequestError(
+                problem("guided_grammar needs a model with an end token", got=self._config.end_id)
+            )
+        ids = max(self._config.vocab_size, tokenizer.vocab_size)
+        return _library().LLTokenizer(_vocabulary(tokenizer, end), ids, end)
+
+
+class _MatcherGuide:
+    """A guide that is llguidance's matcher."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    def mask(self) -> bytes:
+        return bytes(self._matcher.compute_bitmask())
+
+    def accept(self, token: int) -> bool:
+        return bool(self._matcher.consume_token(token)) and not self._matcher.is_error()
+
+
+def _grammar(text: str) -> str:
+    """The grammar in llguidance's own form."""
+    try:
+        given = json.loads(text)
+        if not isinstance(given, dict) or len(given) != 1 or not _GRAMMARS.keys() >= given.keys():
+            raise ValueError("it is a JSON object with one key")
+        ((key, value),) = given.items()
+        return _GRAMMARS[key](value)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(
+            problem(f"guided_grammar is wrong: {error}", got=text[:200], choices=list(_GRAMMARS))
+        ) from error
+
+
+def _vocabulary(tokenizer: Tokenizer, end: int) -> Any:
+    """What llguidance makes its tokenizer of."""
+    if not isinstance(tokenizer, SentencePieceTokenizer):
+        return tokenizer.to_json()  # type: ignore[attr-defined]
+    return _library().TokenizerWrapper(_Pieces(tokenizer.pieces(), end))
+
+
+class _Pieces:
+    """A SentencePiece model as llguidance wants to see it.
+
+    What it is asked to encode is the middle of a text: the longest pieces that fit, because the
+    model itself would put a blank in front.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, pieces: list[bytes], end: int) -> None:
+        self.tokens = pieces
+        self.eos_token_id = end
+        self.special_token_ids = [token for token, piece in enumerate(pieces) if not piece]
+        self._ids = {piece: token for token, piece in enumerate(pieces) if piece}
+        self._longest = max(map(len, self._ids))
+
+    def __call__(self, text: bytes) -> list[int]:
+        ids = []
+        while text:
+            sizes = range(min(self._longest, len(text)), 0, -1)
+            size = next((size for size in sizes if text[:size] in self._ids), 0)
+            if size:
+                ids.append(self._ids[text[:size]])
+            text = text[size or 1 :]
+        return ids
+
+
+def _library() -> Any:
+    """llguidance, which is imported when a request needs it."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise RequestError(
+            problem(
+                "guided_grammar needs the Python package llguidance where the model is served",
+                got=str(error),
+                change="requirements/job.txt",
+            )
+        ) from error
+    return llguidance

@@ -1,0 +1,210 @@
+"""Grammars of requests: every text that the masks let through is one that was asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from launcher_scripts.backends.fastertransformer.conversions import CONVERSIONS
+from launcher_scripts.backends.fastertransformer.guidance import Guidance
+from launcher_scripts.engine.guide import Guide
+from launcher_scripts.errors import RequestError
+from launcher_scripts.evaluation.tensors import request_tensors
+from launcher_scripts.protocol import GenerateRequest
+from launcher_scripts.tokenizer import Tokenizer, load_tokenizer
+from tests.engine.small_models import small_config
+
+needs_llguidance = pytest.mark.skipif(
+    importlib.util.find_spec("llguidance") is None, reason="llguidance is not there"
+)
+TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"
+FOLDERS = ("gpt2bpe", "sentencepiece")
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["age", "ok"],
+    "additionalProperties": False,
+}
+
+
+def guidance(folder: str, **changes: int) -> tuple[Guidance, Tokenizer]:
+    """Of a model whose vocabulary is padded."""
+    tokenizer = load_tokenizer(TOKENIZERS / folder)
+    sizes = {"vocab_size": tokenizer.vocab_size + 5, "end_id": tokenizer.end_id, **changes}
+    return Guidance(TOKENIZERS / folder, small_config(start_id=0, **sizes)), tokenizer
+
+
+def allowed(guide: Guide) -> list[int]:
+    bits = np.unpackbits(np.frombuffer(guide.mask(), np.uint8), bitorder="little")
+    return np.flatnonzero(bits).tolist()
+
+
+def drawn(guide: Guide, tokenizer: Tokenizer, draw: random.Random) -> str:
+    """A text of tokens that may come."""
+    ids: list[int] = []
+    while not guide.ended:
+        ids.append(draw.choice(allowed(guide)))
+        assert guide.accept(ids[-1])
+        assert len(ids) < 500
+    return tokenizer.decode([token for token in ids if token != tokenizer.end_id])
+
+
+def texts(folder: str, grammar: dict[str, object], count: int = 30) -> set[str]:
+    made, tokenizer = guidance(folder)
+    text = json.dumps(grammar)
+    return {drawn(made.guide(text), tokenizer, random.Random(seed)) for seed in range(count)}
+
+
+@needs_llguidance
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_choice_is_one_of_them(folder):
+    assert texts(folder, {"choice": ["yes", "no", "not at all"]}) == {"yes", "no", "not at all"}
+
+
+@needs_llguidance
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_regular_expression_matches(folder):
+    found = texts(folder, {"regex": "(a|b[en]){2,4} (the|or) [a-d]{3}"})
+    assert len(found) > 10
+    for text in found:
+        assert re.fullmatch("(a|b[en]){2,4} (the|or) [a-d]{3}", text)
+
+
+@needs_llguidance
+def test_json_has_the_schemas_keys_and_types():
+    for text in texts("gpt2bpe", {"json_schema": SCHEMA}):
+        value = json.loads(text)
+        assert value.keys() == {"age", "ok"}
+        assert type(value["age"]) is int and 0 <= value["age"] <= 120
+        assert type(value["ok"]) is bool
+
+
+@needs_llguidance
+def test_a_json_object_begins_as_one():
+    made, tokenizer = guidance("gpt2bpe")
+    first = allowed(made.guide('{"json_object": true}'))
+    assert {tokenizer.decode([token]).lstrip()[:1] for token in first} <= {"{", ""}
+    assert not made.guide('{"json_object": true}').accept(tokenizer.encode("a")[0])
+
+
+@needs_llguidance
+def test_the_end_token_comes_only_where_the_text_may_end():
+    made, tokenizer = guidance("gpt2bpe")
+    guide = made.guide('{"regex": "ab*"}')
+    assert tokenizer.end_id not in allowed(guide)
+    assert guide.accept(tokenizer.encode("a")[0])
+    assert tokenizer.end_id in allowed(guide)
+    assert not guide.ended
+    assert guide.accept(tokenizer.end_id)
+    assert guide.ended
+
+
+@needs_llguidance
+def test_a_text_that_the_vocabulary_cannot_write_is_never_complete():
+    made, tokenizer = guidance("sentencepiece")
+    assert b"{" not in tokenizer.pieces()
+    guide = made.guide('{"json_object": true}')
+    assert not guide.accept((allowed(guide) or [tokenizer.end_id])[0])
+    assert not guide.accept(tokenizer.end_id)
+
+
+@needs_llguidance
+def test_ids_beyond_the_tokenizers_never_come():
+    made, tokenizer = guidance("gpt2bpe")
+    assert max(allowed(made.guide('{"regex": ".*"}'))) < tokenizer.vocab_size
+
+
+@needs_llguidance
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no JSON", r"guided_grammar is wrong: .*; choices: json_schema, json_object, regex, cho"),
+        ("[1]", "it is a JSON object with one key"),
+        ("{}", "it is a JSON object with one key"),
+        ('{"regex": "a", "choice": ["b"]}', "one key"),
+        ('{"grammar": "a"}', "one key"),
+        ('{"regex": 3}', "regex is a text"),
+        ('{"choice": []}', "choice is a list of texts"),
+        ('{"choice": [1]}', "choice is a list of texts"),
+        ('{"json_object": false}', "json_object is true or left out"),
+        ('{"regex": "["}', "guided_grammar cannot be followed: .*regex"),
+        ('{"json_schema": {"type": "foo"}}', "guided_grammar cannot be followed: .*foo"),
+        ('{"json_schema": 3}', "guided_grammar"),
+        ('{"json_schema": {"$ref": "file:///etc/passwd"}}', "cannot be followed: .*not present"),
+        ("[" * 100_000, "guided_grammar is wrong: .*recursion"),
+    ],
+)
+def test_a_wrong_grammar_is_named(text, message):
+    with pytest.raises(RequestError, match=message):
+        guidance("gpt2bpe")[0].guide(text)
+
+
+@needs_llguidance
+def test_a_model_without_tokenizer_or_end_token_has_no_guides(tmp_path):
+    with pytest.raises(RequestError, match="guided_grammar needs the model's tokenizer: no token"):
+        Guidance(tmp_path, small_config()).guide('{"regex": "a"}')
+    none = small_config(vocab_size=1, start_id=0, end_id=1)
+    with pytest.raises(RequestError, match="needs a model with an end token; got 1"):
+        Guidance(TOKENIZERS / "sentencepiece", none).guide('{"regex": "a"}')
+
+
+@needs_llguidance
+def test_without_an_end_token_of_its_own_a_model_takes_the_tokenizers():
+    made, tokenizer = guidance(
+        "gpt2bpe", end_id=load_tokenizer(TOKENIZERS / "gpt2bpe").vocab_size + 5
+    )
+    guide = made.guide('{"regex": "(ab)?"}')
+    assert tokenizer.end_id in allowed(guide)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(RequestError, match="needs the Python package llguidance where the model"):
+        guidance("gpt2bpe")[0].guide('{"regex": "a"}')
+
+
+def test_pieces_are_the_bytes_of_their_text():
+    tokenizer = load_tokenizer(TOKENIZERS / "sentencepiece")
+    pieces = tokenizer.pieces()
+    text = "the cat and the rat"
+    assert b"".join(pieces[token] for token in tokenizer.encode(text)).decode() == f" {text}"
+    assert pieces[tokenizer.start_id] == pieces[tokenizer.end_id] == b""
+
+
+@pytest.mark.parametrize("model", ["GPT", "T5", "BART", "Agm"])
+def test_grammars_travel_as_bytes(model):
+    rows = [
+        GenerateRequest((1, 2), 3, guided_grammar='{"choice": ["ja", "nö"]}'),
+        GenerateRequest((1,), 3),
+    ]
+    tensors = {name: torch.from_numpy(each) for name, each in request_tensors(rows, model).items()}
+    assert CONVERSIONS[model].to_requests(tensors) == rows
+    shared = {**tensors, "guided_grammar": torch.tensor(list(b"{}"), dtype=torch.uint8)}
+    assert [row.guided_grammar for row in CONVERSIONS[model].to_requests(shared)] == ["{}", "{}"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([[195, 40], [0, 0]], "guided_grammar is no UTF-8"),
+        ([[[1]], [[1]]], r"guided_grammar must be \[2, n\]; got \[2, 1, 1\]"),
+        ([[1], [1], [1]], r"must be \[2, n\]; got \[3, 1\]"),
+    ],
+)
+def test_a_tensor_that_is_no_text_is_named(given, message):
+    rows = [GenerateRequest((1,), 1)] * 2
+    tensors = {name: torch.from_numpy(each) for name, each in request_tensors(rows).items()}
+    tensors["guided_grammar"] = torch.tensor(given, dtype=torch.uint8)
+    with pytest.raises(RequestError, match=message):
+        CONVERSIONS["GPT"].to_requests(tensors)
