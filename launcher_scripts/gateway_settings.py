@@ -23,6 +23,7 @@ class GatewaySettings:
     max_waiting:     rows that wait for that; more are answered with 429
     max_body:        of a request
     max_model_len:   tokens of prompt and answer; None: the positions of the model
+    chat_tokens:     tokens of a chat's answer that does not say how many
     request_timeout: how long an answer may take unless the request says `timeout`; None: any time
     ready_timeout:   how long to wait for the ready files and the models
     drain_timeout:   how long running requests may take after SIGTERM
@@ -42,6 +43,7 @@ class GatewaySettings:
     max_waiting: int = 1024
     max_body: int = MIB
     max_model_len: int | None = None
+    chat_tokens: int = 1024
     request_timeout: float | None = None
     ready_timeout: float = 600.0
     drain_timeout: float = 60.0
@@ -58,7 +60,7 @@ class GatewaySettings:
             problems.add("no server is named", change="--ready")
         if not 0 <= self.port <= 65535:
             problems.add("port is not a valid port", got=self.port, change="--port")
-        for name in ("max_running", "max_body"):
+        for name in ("max_running", "max_body", "chat_tokens"):
             flag = "--" + name.replace("_", "-")
             problems.check_at_least(name, getattr(self, name), 1, flag)
         problems.check_at_least("max_waiting", self.max_waiting, 0, "--max-waiting")

@@ -46,6 +46,7 @@ class AppSettings:
     max_waiting: int = 1024
     max_body: int = 1 << 20
     timeout: float | None = None
+    chat_tokens: int = 1024
     cors_origins: tuple[str, ...] = ()
 
 
@@ -56,7 +57,7 @@ class Gateway:
         self.models = Models(models)
         self.life = Life()
         self.admission = Admission(settings.max_running, settings.max_waiting)
-        self._limits = Limits(self.admission, settings.timeout)
+        self._limits = Limits(self.admission, settings.timeout, settings.chat_tokens)
         self._max_body = settings.max_body
 
     async def completions(self, request: Request) -> Response:

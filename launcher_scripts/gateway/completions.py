@@ -17,18 +17,22 @@ from launcher_scripts.gateway.row_text import Piece
 from launcher_scripts.gateway.schemas import ChatBody, CompletionBody, SamplingBody
 from launcher_scripts.gateway.served_model import ServedModel
 
-# OpenAI's default for completions. Chats go on to the end of the model's positions.
+# OpenAI's default for completions.
 _USUAL_TOKENS = 16
-_CHAT_TOKENS = 1024  # where the positions are not known
 DONE = "data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one gateway has for all requests. timeout: seconds, unless a request says one."""
+    """What one gateway has for all requests.
+
+    timeout:     seconds, unless a request says one
+    chat_tokens: of a chat that does not say how many; the engine keeps room for all of them
+    """
 
     admission: Admission
     timeout: float | None = None
+    chat_tokens: int = 1024
 
 
 class Answering:
@@ -194,8 +198,8 @@ class Chat(Answering):
             raise bad_request("max_tokens is another name for it", "max_completion_tokens")
         asked = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         if asked is None:
-            room = _CHAT_TOKENS if model.max_len is None else model.max_len - len(ids)
-            asked = max(1, room)
+            room = limits.chat_tokens if model.max_len is None else model.max_len - len(ids)
+            asked = max(1, min(room, limits.chat_tokens))
         top = (body.top_logprobs or 0) if body.logprobs else None
         wishes = Wishes(asked, body.n, top)
         prompts = [Prompt(ids, text)]

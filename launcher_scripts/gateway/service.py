@@ -54,6 +54,7 @@ async def _serve(settings: GatewaySettings, keys: Keys, opened: socket.socket) -
             max_waiting=settings.max_waiting,
             max_body=settings.max_body,
             timeout=settings.request_timeout,
+            chat_tokens=settings.chat_tokens,
             cors_origins=settings.cors_origins,
         ),
     )

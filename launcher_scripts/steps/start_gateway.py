@@ -36,6 +36,7 @@ FLAGS = FlagTable(
         "max_waiting": Flag("rows that wait for that; more are answered with 429"),
         "max_body": Flag("bytes of a request"),
         "max_model_len": Flag("tokens of prompt and answer; by default the model's positions"),
+        "chat_tokens": Flag("tokens of a chat's answer that does not say how many"),
         "request_timeout": Flag("seconds for an answer, unless the request says its timeout"),
         "ready_timeout": Flag("seconds to wait for the servers"),
         "drain_timeout": Flag("seconds for running requests after SIGTERM"),
