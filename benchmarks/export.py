@@ -61,8 +61,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         source = SOURCES[arguments.case](folder, arguments.layers)
-        files = [source.path] if source.path.is_file() else list(source.path.iterdir())
-        size = sum(file.stat().st_size for file in files)
+        files = [source.path] if source.path.is_file() else source.path.rglob("*")
+        size = sum(file.stat().st_size for file in files if file.is_file())
         where = machine(folder)
         print(
             f"{arguments.case}, {arguments.layers} layers: {size / 1e9:.2f} GB "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import tarfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,29 @@ import numpy as np
 import torch
 import yaml
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import FileSystemWriter, save
 
 Tensors = dict[str, torch.Tensor]
 GPT = {"hidden": 1024, "heads": 16, "ffn": 4096, "vocab": 50304, "positions": 1024}
 T5_3B = {"d_model": 1024, "d_kv": 128, "num_heads": 32, "d_ff": 16384, "vocab_size": 32128}
+LLAMA = {"hidden": 4096, "ffn": 14336, "qkv": 6144, "vocab": 128256}
+LLAMA_ARGUMENTS = {
+    "hidden_size": LLAMA["hidden"],
+    "ffn_hidden_size": LLAMA["ffn"],
+    "num_attention_heads": 32,
+    "group_query_attention": True,
+    "num_query_groups": 8,
+    "max_position_embeddings": 131072,
+    "position_embedding_type": "rope",
+    "rotary_base": 500000,
+    "use_rope_scaling": True,
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-5,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "padded_vocab_size": LLAMA["vocab"],
+}
 PROMPT_TOKENS, ADAPTER, LORA = 100, 64, 16
 _BLOCK = np.random.default_rng(0).standard_normal(1 << 22, np.float32) * np.float32(0.02)
 
@@ -123,13 +143,46 @@ def t5_3b(folder: Path, layers: int) -> BenchmarkSource:
     return BenchmarkSource(path, T5_3B["vocab_size"] * T5_3B["d_model"] * 4, {})
 
 
+def llama_core(folder: Path, layers: int) -> BenchmarkSource:
+    """Llama 3.1 8B as Megatron-LM core saves it: torch_dist, bf16, a tensor for all layers (16 GB
+    with 32 of them)."""
+    path = folder / "core"
+    iteration = path / "iter_0000001"
+    iteration.mkdir(parents=True)
+    (path / "latest_checkpointed_iteration.txt").write_text("1")
+    (iteration / "metadata.json").write_text(
+        json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+    )
+    state = {name: values.bfloat16() for name, values in _core_tensors(layers)}
+    save(state, storage_writer=FileSystemWriter(iteration), no_dist=True)
+    torch.save({"args": Namespace(num_layers=layers, **LLAMA_ARGUMENTS)}, iteration / "common.pt")
+    return BenchmarkSource(path, max(values.nbytes for values in state.values()), {})
+
+
 SOURCES: dict[str, Callable[[Path, int], BenchmarkSource]] = {
     "gpt": gpt_345m,
     "gpt_tp2_pp2": gpt_tp2_pp2,
     "gpt_prompts": gpt_with_prompts,
     "gpt_parts": gpt_with_parts,
     "t5_3b": t5_3b,
+    "llama_core": llama_core,
 }
+
+
+def _core_tensors(layers: int) -> Iterator[tuple[str, torch.Tensor]]:
+    hidden, ffn, vocab = LLAMA["hidden"], LLAMA["ffn"], LLAMA["vocab"]
+    yield "embedding.word_embeddings.weight", tensor(vocab, hidden)
+    yield "output_layer.weight", tensor(vocab, hidden)
+    yield "decoder.final_layernorm.weight", tensor(hidden)
+    for name, *shape in (
+        ("input_layernorm", hidden),
+        ("self_attention.linear_qkv", LLAMA["qkv"], hidden),
+        ("self_attention.linear_proj", hidden, hidden),
+        ("pre_mlp_layernorm", hidden),
+        ("mlp.linear_fc1", 2 * ffn, hidden),
+        ("mlp.linear_fc2", hidden, ffn),
+    ):
+        yield f"decoder.layers.{name}.weight", tensor(layers, *shape)
 
 
 def _nemo(folder: Path, layers: int, tp_size: int, pp_size: int) -> BenchmarkSource:

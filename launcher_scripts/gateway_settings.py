@@ -18,6 +18,7 @@ class GatewaySettings:
 
     ready:           ready files of the servers, or the job folders that hold them
     port:            0: a free one
+    models:          names of those to serve; (): all that generate
     tokenizer_dir:   tokenizer files and config.ini, where the servers' repository is not to be read
     chat_template:   a Jinja file for models whose checkpoint has no chat template
     api_keys:        a file of lines NAME=key that nobody else may read; None: everybody may ask
@@ -25,6 +26,7 @@ class GatewaySettings:
     max_waiting:     rows that wait for that; more are answered with 429
     max_body:        of a request
     max_model_len:   tokens of prompt and answer; None: the positions of the model
+    chat_tokens:     tokens of a chat's answer that does not say how many
     request_timeout: how long an answer may take unless the request says `timeout`; None: any time
     ready_timeout:   how long to wait for the ready files and the models
     drain_timeout:   how long running requests may take after SIGTERM
@@ -36,6 +38,7 @@ class GatewaySettings:
     ready: tuple[str, ...]
     host: str = "127.0.0.1"
     port: int = 0
+    models: tuple[str, ...] = ()
     tokenizer_dir: str | None = None
     chat_template: str | None = None
     api_keys: str | None = None
@@ -43,6 +46,7 @@ class GatewaySettings:
     max_waiting: int = 1024
     max_body: int = MIB
     max_model_len: int | None = None
+    chat_tokens: int = 1024
     request_timeout: float | None = None
     ready_timeout: float = 600.0
     drain_timeout: float = 60.0
@@ -59,7 +63,7 @@ class GatewaySettings:
             problems.add("no server is named", change="--ready")
         if not 0 <= self.port <= 65535:
             problems.add("port is not a valid port", got=self.port, change="--port")
-        for name in ("max_running", "max_body"):
+        for name in ("max_running", "max_body", "chat_tokens"):
             flag = "--" + name.replace("_", "-")
             problems.check_at_least(name, getattr(self, name), 1, flag)
         problems.check_at_least("max_waiting", self.max_waiting, 0, "--max-waiting")
@@ -81,12 +85,14 @@ class DeployedGateway:
 
     port: int | None = None
     host: str | None = None
+    models: tuple[str, ...] = ()
     api_keys: str | None = None
     chat_template: str | None = None
     max_running: int = 512
     max_waiting: int = 1024
     max_body: int = MIB
     max_model_len: int | None = None
+    chat_tokens: int = 1024
     request_timeout: float | None = None
     cors_origins: tuple[str, ...] = ()
     tls_certificate: str | None = None
@@ -99,7 +105,12 @@ class DeployedGateway:
             choices = ("null (no gateway)", "0 (a free one)", "1-65535")
             change = "deploy.gateway.port"
             problems.add("port is not a valid port", got=self.port, choices=choices, change=change)
-        for name, least in (("max_running", 1), ("max_waiting", 0), ("max_body", 1)):
+        for name, least in (
+            ("max_running", 1),
+            ("max_waiting", 0),
+            ("max_body", 1),
+            ("chat_tokens", 1),
+        ):
             key = f"deploy.gateway.{name}"
             problems.check_at_least(name, getattr(self, name), least, key)
         if (self.tls_certificate is None) != (self.tls_key is None):
@@ -128,12 +139,14 @@ class DeployedGateway:
             ready=(ready,),
             host=host,
             port=port,
+            models=self.models,
             chat_template=self.chat_template,
             api_keys=self.api_keys,
             max_running=self.max_running,
             max_waiting=self.max_waiting,
             max_body=self.max_body,
             max_model_len=self.max_model_len,
+            chat_tokens=self.chat_tokens,
             request_timeout=self.request_timeout,
             drain_timeout=drain_timeout,
             cors_origins=self.cors_origins,

@@ -262,7 +262,7 @@ class SentencePieceTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         if not 0 <= token_id < self.vocab_size:
             return b""
-        return _piece_bytes(self._processor.id_to_piece(token_id))
+        return self._piece(token_id) or str(self._processor.id_to_piece(token_id)).encode()
 
     def token_id(self, token: str) -> int | None:
         """The id of one piece; None where the vocabulary lacks it."""

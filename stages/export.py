@@ -221,9 +221,9 @@ class Export(Stage):
             return
         if sizes is not None:
             self._check_division(sizes, parallelism)
-            if self.settings.tokenizer.source == "auto":
-                with checks.problems.collecting():
-                    check_tokenizer(checks.on_host(self.settings.checkpoint_path))
+        if self.settings.tokenizer.source == "auto" and self.settings.source != "random":
+            with checks.problems.collecting():
+                check_tokenizer(checks.on_host(self.settings.checkpoint_path))
 
     def _check_division(self, sizes: NemoSizes, parallelism: Parallelism) -> None:
         problems, allowed = self.launch.checks.problems, sizes.tp_sizes()

@@ -128,6 +128,7 @@ DOORS = {
     "starlette": ("launcher_scripts/gateway/",),
     "uvicorn": ("launcher_scripts/gateway/service.py",),
     "prometheus_client": ("launcher_scripts/gateway/metrics.py",),
+    "uvloop": ("launcher_scripts/gateway/service.py",),
     "pydantic": ("launcher_scripts/gateway/schemas.py",),
     "triton": ("launcher_scripts/kernels/",),
     "llguidance": ("launcher_scripts/backends/fastertransformer/guidance.py",),

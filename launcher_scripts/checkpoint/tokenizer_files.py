@@ -16,7 +16,14 @@ from typing import Any
 
 from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.errors import CheckpointError, Problems, problem
-from launcher_scripts.models.nemo_tokenizer import ADVICE, KEY, ROLES, find_name, named_files
+from launcher_scripts.models.nemo_tokenizer import (
+    ADVICE,
+    FILE_SETS,
+    KEY,
+    ROLES,
+    find_name,
+    named_files,
+)
 from launcher_scripts.settings import TokenizerSettings
 from launcher_scripts.tokenizer import (
     CHAT_TEMPLATE_FILES,
@@ -31,17 +38,8 @@ from launcher_scripts.untrusted import parse_json, read_plain
 
 _COMPANIONS = (*OPTIONAL_FILES, *CHAT_TEMPLATE_FILES, GENERATION_FILE)
 _TEMPLATE_FOLDER = "additional_chat_templates/"
-# Name in a folder -> exported name, best set first. XGLM's sentencepiece.bpe.model is not among
-# them: its ids are not the model's.
-_PLAIN_SETS: tuple[Mapping[str, str], ...] = (
-    {"tokenizer.json": "tokenizer.json"},
-    {"spiece.model": "tokenizer.model"},
-    {"tokenizer.model": "tokenizer.model"},
-    {"vocab.json": "vocab.json", "merges.txt": "merges.txt"},
-    {"gpt2-vocab.json": "vocab.json", "gpt2-merges.txt": "merges.txt"},
-)
-# The same of an mBART, whose ids follow from it.
-FAIRSEQ_SETS = ({"sentencepiece.bpe.model": "sentencepiece.bpe.model"},)
+# All but that of an mBART.
+_PLAIN_SETS, FAIRSEQ_SETS = FILE_SETS[:-1], FILE_SETS[-1:]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.plan import Bounds
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
+    HeadNorms,
     Heads,
     Hidden,
     LayerCache,
@@ -33,17 +34,21 @@ from launcher_scripts.kernels.operands import (
 from launcher_scripts.kernels.reference_ranks import EXACT_IDS
 from launcher_scripts.models.gpt import GPTConfig
 
+# Cosines and sines, float32 [positions, rotary_size / 2] each, or None: of the layers that turn as
+# the model does, and of those that turn locally.
+Turns = tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]
+
 
 @dataclass(frozen=True)
 class StepContext:
-    """What the sublayers of one step share; rotary as in kernels.project_heads.
+    """What the sublayers of one step share; turns as in kernels.project_heads.
 
     rows: by the window of the layer, 0 where it attends to all tokens
     """
 
     rows: Mapping[int, StepRows]
     bounds: Bounds
-    rotary: tuple[Tensor, Tensor] | None
+    turns: Turns
 
     def attend(self, x: Hidden, layer: SelfAttention) -> Tensor:
         """Attention of every row's new token: [B, heads * head_size]."""
@@ -51,13 +56,15 @@ class StepContext:
             x,
             layer.first,
             layer.heads,
-            self.rotary,
+            self.turns[layer.local],
             self.rows[layer.window],
             layer.cache,
             min(self.bounds.own, layer.window or self.bounds.own),
             layer.slopes,
             scale=layer.scale,
             relative=layer.bias,
+            softcap=layer.softcap,
+            norms=layer.norms,
         )
 
 
@@ -65,19 +72,21 @@ class StepContext:
 class PromptContext:
     """What the sublayers of one pass over prompts share.
 
-    slots:  [N], the cache tokens of the new tokens
-    rotary: cosines and sines of their positions, float32 [N, rotary_size / 2], or None
+    slots: [N], the cache tokens of the new tokens
+    turns: cosines and sines of their positions
     """
 
     slots: Tensor
     spans: PromptSpans
-    rotary: tuple[Tensor, Tensor] | None
+    turns: Turns
 
     def attend(self, x: Hidden, layer: SelfAttention) -> Tensor:
         """Attention of all new tokens: [N, heads * head_size]."""
         kernels = layer.kernels
         qkv = kernels.project_hidden(x, layer.first)
-        query = kernels.store_kv(qkv, layer.heads, self.rotary, self.slots, layer.cache)
+        qkv = kernels.norm_heads(qkv, layer.heads, layer.norms, kernels.norm)
+        turns = self.turns[layer.local]
+        query = kernels.store_kv(qkv, layer.heads, turns, self.slots, layer.cache)
         return kernels.prompt_attention(
             query,
             layer.cache,
@@ -86,6 +95,7 @@ class PromptContext:
             scale=layer.scale,
             relative=layer.bias,
             window=layer.window,
+            softcap=layer.softcap,
         )
 
 
@@ -93,23 +103,39 @@ Context = StepContext | PromptContext
 
 
 class Sublayer(ABC):
-    """One residual branch; `first` is the projection that reads the hidden states."""
+    """One residual branch; `first` is the projection that reads the hidden states.
+
+    output_norm: of what the branch adds, where there is one
+    """
 
     def __init__(
-        self, first: Linear, last: Linear, kernels: ModuleType, communicator: Communicator
+        self,
+        first: Linear,
+        last: Linear,
+        kernels: ModuleType,
+        communicator: Communicator,
+        output_norm: Norm | None = None,
     ) -> None:
+        self.output_norm = output_norm
         self.first = kernels.prepare(first)
         self.last = last
         self.kernels = kernels
         self.communicator = communicator
 
     def forward(self, x: Hidden, context: Context, norm_of_next: Norm | None) -> Hidden:
-        inner = self.branch(x, context)
+        return self.add(self.branch(x, context), x, norm_of_next)
+
+    def add(self, inner: Tensor, x: Hidden, norm_of_next: Norm | None) -> Hidden:
+        """Hidden states x plus last(inner)."""
+        kernels = self.kernels
+        if self.output_norm is not None:
+            out = self.communicator.tp_sum(kernels.partial_product(inner, self.last))
+            out = out if self.last.bias is None else out + self.last.bias
+            exact = x.exact + kernels.norm(out, self.output_norm, torch.float32)
+            return kernels.hidden(exact, norm_of_next, x.operand.dtype)
         if self.communicator.tp_size == 1:
-            return self.kernels.accumulate(inner, self.last, x, norm_of_next)
-        return self.kernels.accumulate_over_ranks(
-            inner, self.last, x, norm_of_next, self.communicator
-        )
+            return kernels.accumulate(inner, self.last, x, norm_of_next)
+        return kernels.accumulate_over_ranks(inner, self.last, x, norm_of_next, self.communicator)
 
     @abstractmethod
     def branch(self, x: Hidden, context: Context) -> Tensor:
@@ -120,6 +146,8 @@ class SelfAttention(Sublayer):
     """Attention of a row's new tokens to its own, the new ones included.
 
     window: how many tokens it covers, the token's own included; 0: all
+    norms:  of every head's queries and keys, before they turn
+    local:  whether they turn locally, see Turns
     """
 
     def __init__(
@@ -135,9 +163,16 @@ class SelfAttention(Sublayer):
         bias: RelativeBias | None = None,
         scale: float | None = None,
         window: int = 0,
+        softcap: float | None = None,
+        norms: HeadNorms | None = None,
+        local: bool = False,
+        output_norm: Norm | None = None,
     ) -> None:
-        super().__init__(first, last, kernels, communicator)
+        super().__init__(first, last, kernels, communicator, output_norm)
         self.window = window
+        self.softcap = softcap
+        self.norms = norms
+        self.local = local
         self.cache = cache
         self.heads = heads
         self.slopes = slopes
@@ -176,8 +211,9 @@ class MLP(Sublayer):
         *,
         gate: Linear | None,
         activation: str,
+        output_norm: Norm | None = None,
     ) -> None:
-        super().__init__(first, last, kernels, communicator)
+        super().__init__(first, last, kernels, communicator, output_norm)
         self.gate = None if gate is None else kernels.prepare(gate)
         self.activation = activation
 
@@ -185,19 +221,35 @@ class MLP(Sublayer):
         return self.kernels.expand(x, self.first, self.gate, self.activation)
 
 
+class ParallelSublayers:
+    """Attention and MLP that read the same hidden states, each behind its norm."""
+
+    def __init__(self, attention: SelfAttention, mlp: MLP) -> None:
+        self.first = attention.first
+        self.window = attention.window
+        self.attention = attention
+        self.mlp = mlp
+
+    def forward(self, x: Hidden, context: Context, norm_of_next: Norm | None) -> Hidden:
+        mlp = self.mlp
+        own = mlp.kernels.hidden(x.exact, mlp.first.norm, x.operand.dtype)
+        inner = mlp.branch(own, context)
+        return mlp.add(inner, self.attention.forward(x, context, None), norm_of_next)
+
+
 class DecodeStep:
     """The decoder of a rank that has all layers, one token of every row at a time.
 
-    rotary: cosines and sines of all positions, float32 [positions, rotary_size / 2], or None
+    turns: cosines and sines of all positions
     """
 
     def __init__(
         self,
-        sublayers: Sequence[Sublayer],
+        sublayers: Sequence[Sublayer | ParallelSublayers],
         head: Linear,
         tables: EmbeddingTables,
         embedding_norm: Norm | None,
-        rotary: tuple[Tensor, Tensor] | None,
+        turns: Turns,
         vocab_size: int,
         history: Tensor,
         kernels: ModuleType,
@@ -210,7 +262,7 @@ class DecodeStep:
         self.head = kernels.prepare(head)
         self.tables = tables
         self.embedding_norm = embedding_norm
-        self.rotary = rotary
+        self.turns = turns
         self.vocab_size = vocab_size
         self.history = history
         self.kernels = kernels
@@ -219,7 +271,7 @@ class DecodeStep:
         self.logits_softcap = logits_softcap
         firsts = [sublayer.first.norm for sublayer in sublayers]
         self._norms = [*firsts, self.head.norm]
-        self._windows = {each.window for each in sublayers if isinstance(each, SelfAttention)}
+        self._windows = {each.window for each in sublayers if not isinstance(each, MLP)}
 
     def forward(self, columns: RowColumns, slots: Tensor, bounds: Bounds) -> Hidden:
         """Hidden states [B, hidden] after the last layer; the rows in slots [B] grow by a token."""
@@ -240,7 +292,7 @@ class DecodeStep:
                 exact = self.kernels.norm(exact, self.embedding_norm, torch.float32)
             x = self.kernels.hidden(exact, self._norms[0], x.operand.dtype)
         of_windows = {window: rows.within(window) for window in self._windows if window}
-        context = StepContext({0: rows, **of_windows}, bounds, self.rotary)
+        context = StepContext({0: rows, **of_windows}, bounds, self.turns)
         for sublayer, norm_of_next in zip(self.sublayers, self._norms[1:], strict=True):
             x = sublayer.forward(x, context, norm_of_next)
         return x
@@ -286,16 +338,6 @@ class DecodeStep:
         return replace(self.tables, positions=None)
 
 
-_OBSTACLES = {
-    "qk_norm": "queries and keys have norms of their own",
-    "parallel_residual": "attention and MLP read the same hidden states",
-    "attention_softcap": "attention has a softcap",
-    "rotary_local_base": "layers turn at speeds of their own",
-    "logits_bias": "the logits have a bias",
-    "num_experts": "layers choose among experts",
-}
-
-
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
     """softcap * tanh(logits / softcap), which keeps their order."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -313,10 +355,12 @@ def obstacles(
     found = []
     if communicator.parallelism.pp_size > 1:
         found.append("the layers are split into pipeline stages")
-    if getattr(config, "norm_placement", "pre") != "pre":
+    placement = getattr(config, "norm_placement", "pre")
+    if placement == "post" or (placement != "pre" and not isinstance(config, GPTConfig)):
         found.append("norms follow the branches or the sums")
     if isinstance(config, GPTConfig):
-        found += [reason for field, reason in _OBSTACLES.items() if getattr(config, field)]
+        if config.num_experts:
+            found.append("layers choose among experts")
         if config.rotary_scaling in ("longrope", "dynamic"):
             found.append("rotary positions depend on a row's length")
     if any(part is not None for part in learned):

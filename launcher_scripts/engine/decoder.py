@@ -12,6 +12,7 @@ from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.decode_step import (
     MLP,
     DecodeStep,
+    ParallelSublayers,
     PromptContext,
     SelfAttention,
     Sublayer,
@@ -96,7 +97,8 @@ class Decoder:
         if self.step is not None and self.communicator.tp_size == 1 and not windows:
             self.cache.ids[prompts.slots] = prompts.ids
             exact = self._embed(prompts.ids, prompts.positions, prompts.segments)
-            return self.step.prompts(exact, PromptContext(prompts.slots, prompts.spans, rotary))
+            turns = (rotary, self._turns(self._local_rotary, prompts.positions))
+            return self.step.prompts(exact, PromptContext(prompts.slots, prompts.spans, turns))
         step = Step(
             slots=prompts.slots,
             rotary=rotary,
@@ -155,7 +157,8 @@ class Decoder:
     def _decode_step(self) -> DecodeStep:
         weights = self.weights
         shared = (self.kernels, self.communicator)
-        sublayers: list[Sublayer] = []
+        positions = torch.arange(self.cache.capacity + 1, device=self.device)
+        sublayers: list[Sublayer | ParallelSublayers] = []
         for layer, own in weights.layers.items():
             cache = self.cache.layers[layer]
             attention = SelfAttention(
@@ -168,6 +171,10 @@ class Decoder:
                 bias=own.relative,
                 scale=self.config.attention_scale,
                 window=self.config.window(layer),
+                softcap=self.config.attention_softcap,
+                norms=own.head_norms,
+                local=self._turns_locally(layer),
+                output_norm=own.attention_output_norm,
             )
             mlp = MLP(
                 own.mlp_up,
@@ -175,15 +182,19 @@ class Decoder:
                 *shared,
                 gate=own.mlp_gate,
                 activation=self.config.activation,
+                output_norm=own.mlp_output_norm,
             )
-            sublayers += [attention, mlp]
+            if self.config.parallel_residual:
+                sublayers.append(ParallelSublayers(attention, mlp))
+            else:
+                sublayers += [attention, mlp]
         tables = EmbeddingTables(weights.token_table, weights.first_id, weights.position_table)
         return DecodeStep(
             sublayers,
             weights.head,
             tables,
             weights.embedding_norm,
-            self._turns(self._rotary, torch.arange(self.cache.capacity + 1, device=self.device)),
+            (self._turns(self._rotary, positions), self._turns(self._local_rotary, positions)),
             self.config.vocab_size,
             self.cache.ids,
             *shared,
@@ -233,6 +244,10 @@ class Decoder:
         if self._rotary is None or not self._rotary.of_row:
             return None
         return self._rotary.reach_of_next(positions, rows.most)
+
+    def _turns_locally(self, layer: int) -> bool:
+        """Whether a layer has a base of its own."""
+        return self._local_rotary is not None and self.config.window(layer) > 0
 
     def _slopes(self, layer: int) -> Tensor | None:
         """ALiBi slopes of this rank's heads, float32 [heads]."""

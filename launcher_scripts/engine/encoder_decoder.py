@@ -284,7 +284,7 @@ class EncoderDecoder:
             weights.head,
             tables,
             embedding.norm,
-            None,
+            (None, None),
             self.config.vocab_size,
             self.cache.ids,
             *shared,

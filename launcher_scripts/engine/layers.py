@@ -189,7 +189,7 @@ class DecoderLayer(ParallelLayer):
         ia3, tasks = weights.ia3, step.ia3_tasks
         qkv = self.kernels.project(x, weights.query_key_value)  # [N, q + k + v]
         qkv = scaled(qkv, ia3 and ia3.qkv, tasks)
-        qkv = self._heads_normed(qkv)
+        qkv = self.kernels.norm_heads(qkv, self.heads, weights.head_norms, self.kernels.norm)
         local = self.window and self.config.rotary_local_base
         rotary = step.local_rotary if local else step.rotary
         query = self.kernels.store_kv(qkv, self.heads, rotary, step.slots, self.cache)
@@ -223,20 +223,6 @@ class DecoderLayer(ParallelLayer):
         return self.row_parallel(
             hidden, weights.mlp_down, residual, weights.mlp_adapter, weights.mlp_output_norm
         )
-
-    def _heads_normed(self, qkv: Tensor) -> Tensor:
-        """[N, q + k + v] with every head's query and key normalized, where the model does so."""
-        norms = (self.weights.query_norm, self.weights.key_norm)
-        if None in norms:
-            return qkv
-        heads = self.heads
-        sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
-        *parts, values = qkv.unflatten(1, (-1, heads.head_size)).split(sizes, 1)
-        normed = [
-            self.kernels.norm(part.flatten(0, 1), norm, qkv.dtype).view_as(part)
-            for part, norm in zip(parts, norms, strict=True)
-        ]
-        return torch.cat((*normed, values), 1).flatten(1)
 
     def _attend(self, query: Tensor, step: Step) -> Tensor:
         scores = {

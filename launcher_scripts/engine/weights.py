@@ -13,7 +13,7 @@ from launcher_scripts.checkpoint.dtypes import BFLOAT16
 from launcher_scripts.engine.experts import Experts, SharedExpert
 from launcher_scripts.engine.learned_parts import Adapter, IA3Factors
 from launcher_scripts.errors import CheckpointError
-from launcher_scripts.kernels.operands import Linear, Norm, RelativeBias
+from launcher_scripts.kernels.operands import HeadNorms, Linear, Norm, RelativeBias
 from launcher_scripts.kernels.quantization import quantized
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, WeightSpec
@@ -37,7 +37,7 @@ Reader = Callable[[WeightSpec, int | None], Stored]
 class LayerWeights:
     """One layer. Norms of a pre-norm layer live in the projections that follow them.
 
-    query_norm, key_norm: of every head, where there are such
+    head_norms: of every head's queries and keys, where there are such
     attention_output_norm, mlp_output_norm: of what a branch adds, where it has such
     relative: what a score gains by distance, where the layer has a table of its own
     experts: what takes the place of the MLP, where the model has experts
@@ -50,8 +50,7 @@ class LayerWeights:
     mlp_down: Linear | None
     input_norm: Norm
     post_attention_norm: Norm
-    query_norm: Norm | None = None
-    key_norm: Norm | None = None
+    head_norms: HeadNorms | None = None
     attention_output_norm: Norm | None = None
     mlp_output_norm: Norm | None = None
     relative: RelativeBias | None = None
@@ -232,8 +231,7 @@ class WeightLoader:
             experts=self._experts(layer, post_attention) if self.config.num_experts else None,
             input_norm=input_norm,
             post_attention_norm=post_attention,
-            query_norm=self._head_norm("query", layer),
-            key_norm=self._head_norm("key", layer),
+            head_norms=self._head_norms(layer),
             attention_output_norm=self._norm("layers.*.attention.output_norm", layer)
             if sandwich
             else None,
@@ -318,10 +316,13 @@ class WeightLoader:
             weight = weight + 1
         return Norm(self.config.normalization, weight, bias, self.config.norm_eps)
 
-    def _head_norm(self, what: str, layer: int) -> Norm | None:
+    def _head_norms(self, layer: int) -> HeadNorms | None:
         if not self.config.qk_norm:
             return None
-        return self._norm(f"layers.*.attention.{what}_norm", layer)
+        stem = "layers.*.attention"
+        return HeadNorms(
+            self._norm(f"{stem}.query_norm", layer), self._norm(f"{stem}.key_norm", layer)
+        )
 
     def _table(self, name: str) -> Tensor:
         """This rank's part of a vocabulary table or vector; what is past the vocabulary is zero."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -48,6 +48,7 @@ class AppSettings:
     max_waiting: int = 1024
     max_body: int = 1 << 20
     timeout: float | None = None
+    chat_tokens: int = 1024
     cors_origins: tuple[str, ...] = ()
 
 
@@ -58,7 +59,7 @@ class Gateway:
         self.models = Models(models)
         self.life = Life()
         self.admission = Admission(settings.max_running, settings.max_waiting)
-        self._limits = Limits(self.admission, settings.timeout)
+        self._limits = Limits(self.admission, settings.timeout, settings.chat_tokens)
         self._max_body = settings.max_body
         self.metrics = Metrics()
         self.metrics.watch(names.GATEWAY_WORKING, lambda: self.life.working)
@@ -107,13 +108,13 @@ class Gateway:
             body = validated(TokenizeBody, values)
             model = self.models.find(body.model)
             text = body.prompt
-        ids = model.encode(text, special_tokens=body.add_special_tokens)
+        ids = await model.encode_aside(text, special_tokens=body.add_special_tokens)
         name_of = token_names(model.tokenizer)
         return JSONResponse(
             {
                 "count": len(ids),
                 "max_model_len": model.max_len,
-                "tokens": ids,
+                "tokens": list(ids),
                 "token_strs": [name_of(each) for each in ids] if body.return_token_strs else None,
             }
         )
@@ -165,13 +166,15 @@ class Gateway:
         """GET /version"""
         return JSONResponse({"version": VERSION})
 
-    async def _generate(self, request: Request, make: Any) -> Response:
+    async def _generate(
+        self, request: Request, make: Callable[[Record], Awaitable[Answering]]
+    ) -> Response:
         """The answer of what `make` makes of the request's Record."""
         record: Record = request.state.record
         self.life.enter()
         stays = False
         try:
-            answering: Answering = make(record)
+            answering = await make(record)
             if not answering.body.stream:
                 return JSONResponse(await _unless_left(request, answering.whole()))
             events = answering.events()

@@ -18,6 +18,7 @@ class RowRequest:
     end_id:           the token that ends the row; None: none does
     stop_ids:         further tokens that do
     beam_width:       2 or more: a beam search, which has no log-probabilities
+    grammar:          what the text has to be, as guided_grammar says it; None: anything
     log_probs:        how many of the likeliest tokens come with each generated one; None: nothing,
                       0: the log-probability of the token alone
     prompt_log_probs: the same for the prompt's tokens
@@ -42,6 +43,7 @@ class RowRequest:
     stop_ids: tuple[int, ...] = ()
     beam_width: int = 1
     length_penalty: float = 1.0
+    grammar: str | None = None
     log_probs: int | None = None
     prompt_log_probs: int | None = None
     timeout: float | None = None

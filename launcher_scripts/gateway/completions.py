@@ -13,22 +13,26 @@ from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupported
 from launcher_scripts.gateway.generation import Generation, Prompt, Record, Wishes
 from launcher_scripts.gateway.log_probs import of_chat, of_completion, token_names
-from launcher_scripts.gateway.row_text import LogProbEntry, Piece
+from launcher_scripts.gateway.row_text import Piece
 from launcher_scripts.gateway.schemas import ChatBody, CompletionBody, SamplingBody
 from launcher_scripts.gateway.served_model import ServedModel
 
-# OpenAI's default for completions. Chats go on to the end of the model's positions.
+# OpenAI's default for completions.
 _USUAL_TOKENS = 16
-_CHAT_TOKENS = 1024  # where the positions are not known
 DONE = "data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one gateway has for all requests. timeout: seconds, unless a request says one."""
+    """What one gateway has for all requests.
+
+    timeout:     seconds, unless a request says one
+    chat_tokens: of a chat that does not say how many; the engine keeps room for all of them
+    """
 
     admission: Admission
     timeout: float | None = None
+    chat_tokens: int = 1024
 
 
 class Answering:
@@ -122,7 +126,7 @@ class Answering:
         for start in range(0, len(self.generation.prompts) * rows, rows):
             row = [choice for choice in range(start, start + rows) if choice in answers]
             if rows > shown and not self.body.use_beam_search:
-                row.sort(key=lambda choice: _mean(answers[choice].entries), reverse=True)
+                row.sort(key=lambda choice: _mean(answers[choice]), reverse=True)
             found += row[:shown]
         return found
 
@@ -135,15 +139,15 @@ class Completion(Answering):
     body: CompletionBody
 
     @classmethod
-    def of(
+    async def of(
         cls, model: ServedModel, body: CompletionBody, record: Record, limits: Limits
     ) -> Completion:
         """Raises ApiError for what cannot be done."""
         prompts = []
         for each in body.prompt:
             if isinstance(each, str):
-                ids = model.encode(each, special_tokens=body.add_special_tokens)
-                prompts.append(Prompt(tuple(ids), each))
+                ids = await model.encode_aside(each, special_tokens=body.add_special_tokens)
+                prompts.append(Prompt(ids, each))
             else:
                 text = model.tokenizer.decode(each) if body.echo else ""
                 prompts.append(Prompt(tuple(each), text))
@@ -178,7 +182,7 @@ class Chat(Answering):
     body: ChatBody
 
     @classmethod
-    def of(cls, model: ServedModel, body: ChatBody, record: Record, limits: Limits) -> Chat:
+    async def of(cls, model: ServedModel, body: ChatBody, record: Record, limits: Limits) -> Chat:
         """Raises ApiError for what cannot be done."""
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs need logprobs", "top_logprobs")
@@ -189,13 +193,13 @@ class Chat(Answering):
         if model.encodes:
             raise unsupported("messages", f"{model.name} is an encoder-decoder: no chat model")
         text = model.chat_text(body)
-        ids = tuple(model.encode(text, special_tokens=body.add_special_tokens))
+        ids = await model.encode_aside(text, special_tokens=body.add_special_tokens)
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise bad_request("max_tokens is another name for it", "max_completion_tokens")
         asked = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         if asked is None:
-            room = _CHAT_TOKENS if model.max_len is None else model.max_len - len(ids)
-            asked = max(1, room)
+            room = limits.chat_tokens if model.max_len is None else model.max_len - len(ids)
+            asked = max(1, min(room, limits.chat_tokens))
         top = (body.top_logprobs or 0) if body.logprobs else None
         wishes = Wishes(asked, body.n, top)
         prompts = [Prompt(ids, text)]
@@ -239,7 +243,8 @@ def _says_something(piece: Piece) -> bool:
     return bool(piece.text or piece.entries or piece.finish_reason)
 
 
-def _mean(entries: Sequence[LogProbEntry]) -> float:
-    """The mean log-probability of the generated tokens."""
+def _mean(answer: Piece) -> float:
+    """The mean log-probability of the generated tokens, which follow those of an echoed prompt."""
+    entries = answer.entries[len(answer.entries) - answer.tokens :]
     values = [entry.log_prob.log_prob for entry in entries if entry.log_prob is not None]
     return sum(values) / len(values) if values else float("-inf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -160,6 +161,7 @@ class Generation:
             stop_ids=tuple(dict.fromkeys((*end_ids[1:], *body.stop_token_ids))),
             beam_width=wishes.rows if self._beams else 1,
             length_penalty=body.length_penalty,
+            grammar=json.dumps(body.grammars[0], ensure_ascii=False) if body.grammars else None,
             log_probs=0 if ranked and wishes.log_probs is None else wishes.log_probs,
             prompt_log_probs=wishes.log_probs if wishes.echo else None,
             timeout=self._timeout,
@@ -231,6 +233,7 @@ class _Shown:
             StopTexts(list(body.stop), included=body.include_stop_str_in_output),
             request.end_id,
             request.stop_ids,
+            max_tokens=request.max_tokens,
             min_tokens=body.min_tokens,
             offset=len(self._echo),
         )
@@ -250,6 +253,13 @@ def _check(
         raise unsupported("logprobs", "a beam search has no log-probabilities")
     if body.use_beam_search and wishes.rows > _MOST_BEAMS:
         raise bad_request(f"a beam search has at most {_MOST_BEAMS} beams; got {wishes.rows}", "n")
+    if len(body.grammars) > 1:
+        raise bad_request(
+            "a text follows one of response_format, guided_json, guided_regex and guided_choice",
+            "response_format",
+        )
+    if body.use_beam_search and body.grammars:
+        raise unsupported("use_beam_search", "a beam search follows no grammar")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options need stream", "stream_options")
     if wishes.echo and model.encodes:

@@ -64,6 +64,10 @@ async def load_models(settings: GatewaySettings) -> list[ServedModel]:
     for place in settings.ready:
         for each in await _models_of(Path(place), settings):
             found.setdefault(str(each.config["name"]), []).append(each)
+    if unknown := sorted({*settings.models} - found.keys()):
+        what = "no server serves a model of this name that generates"
+        raise ConfigError(problem(what, got=unknown, choices=sorted(found), change="--models"))
+    found = {name: each for name, each in found.items() if name in (settings.models or found)}
     problems = Problems("the models that the gateway could serve")
     models = []
     for name, replicas in sorted(found.items()):

@@ -53,11 +53,13 @@ class RowText:
         end_id: int | None,
         stop_ids: Sequence[int],
         *,
+        max_tokens: int,
         min_tokens: int = 0,
         offset: int = 0,
     ) -> None:
         """end_id, stop_ids: tokens that end the row; see RowRequest
 
+        max_tokens: a row that has fewer when the engine ends it was complete
         min_tokens: stop texts count from there on
         offset:     characters of the answer before the row's own
         """
@@ -68,6 +70,7 @@ class RowText:
         self._stops = stops
         self._end_id = end_id
         self._stop_ids = tuple(stop_ids)
+        self._max_tokens = max_tokens
         self._min_tokens = min_tokens
         self._offset = offset
         self._tokens = 0
@@ -102,7 +105,9 @@ class RowText:
         if last is not None and last in (self._end_id, *self._stop_ids):
             reason = None if last == self._end_id else last
             return Piece(text, (), self._tokens, "stop", reason)
-        return Piece(text, (), self._tokens, "length")
+        return Piece(
+            text, (), self._tokens, "length" if self._tokens >= self._max_tokens else "stop"
+        )
 
 
 def prompt_entries(

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from launcher_scripts.gateway.api_errors import ApiError, bad_request
 
@@ -35,10 +35,26 @@ class StreamOptions(_Strict):
     continuous_usage_stats: bool = False
 
 
-class TextFormat(_Strict):
-    """Of `response_format`: free text."""
+class JsonSchema(_Strict):
+    """Of `response_format`. name, description and strict say nothing that is not in the schema."""
 
-    type: Literal["text"]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(_Strict):
+    """What the text has to be: free, any JSON object, or one that a schema describes."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _together(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to type json_schema")
+        return self
 
 
 class SamplingBody(_Strict):
@@ -61,6 +77,10 @@ class SamplingBody(_Strict):
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, lt=_MOST_NUMBER)
     n: int = Field(1, ge=1, le=MOST_ROWS)
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | None = None
+    guided_regex: str | None = Field(None, min_length=1, max_length=16384)
+    guided_choice: list[str] | None = Field(None, min_length=1, max_length=1024)
     use_beam_search: bool = False
     length_penalty: float = Field(1.0, ge=-32, le=32)
     stream: bool = False
@@ -76,6 +96,22 @@ class SamplingBody(_Strict):
         if len(stops) > 64 or any(not stop or len(stop) > 1024 for stop in stops):
             raise ValueError("at most 64 texts of 1 to 1024 characters")
         return stops
+
+    @property
+    def grammars(self) -> list[dict[str, Any]]:
+        """What the text has to be; one at most can be followed."""
+        form = self.response_format
+        wanted: dict[str, Any] = {
+            "json_schema": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+        }
+        found = [{name: value} for name, value in wanted.items() if value is not None]
+        if form is not None and form.json_schema is not None:
+            found.append({"json_schema": form.json_schema.json_schema})
+        elif form is not None and form.type == "json_object":
+            found.append({"json_object": True})
+        return found
 
     @field_validator("logit_bias")
     @classmethod
@@ -150,7 +186,6 @@ class ChatBody(SamplingBody, ChatPrompt):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
     tool_choice: Literal["none", "auto"] | None = None
-    response_format: TextFormat | None = None
 
 
 class TokenizeBody(_Strict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from launcher_scripts.gateway.backend import Backend
 from launcher_scripts.gateway.chat_template import ChatTemplate
 from launcher_scripts.gateway.schemas import ChatPrompt
 from launcher_scripts.tokenizer import Tokenizer
+
+_LONG_TEXT = 1 << 14  # characters, of which a tokenizer takes some milliseconds
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,12 @@ class ServedModel:
         """The ids of a prompt."""
         ids = self.tokenizer.encode(text)
         return [*self.opening_ids, *ids, *self.closing_ids] if special_tokens else ids
+
+    async def encode_aside(self, text: str, *, special_tokens: bool = True) -> tuple[int, ...]:
+        """As encode; a long text holds up nobody's answer meanwhile."""
+        if len(text) <= _LONG_TEXT:
+            return tuple(self.encode(text, special_tokens=special_tokens))
+        return tuple(await asyncio.to_thread(self.encode, text, special_tokens=special_tokens))
 
     def chat_text(self, chat: ChatPrompt) -> str:
         """The messages as the model's template writes them. Raises ApiError."""

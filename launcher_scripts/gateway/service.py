@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+import uvloop
 
 from launcher_scripts.errors import Problems, ServerError, problem
 from launcher_scripts.gateway.app import AppSettings, Gateway, make_app
@@ -39,7 +40,7 @@ def serve(settings: GatewaySettings) -> None:
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s"
     )
     with _listening(settings) as opened:
-        asyncio.run(_serve(settings, keys, opened))
+        uvloop.run(_serve(settings, keys, opened))
 
 
 async def _serve(settings: GatewaySettings, keys: Keys, opened: socket.socket) -> None:
@@ -52,6 +53,7 @@ async def _serve(settings: GatewaySettings, keys: Keys, opened: socket.socket) -
             max_waiting=settings.max_waiting,
             max_body=settings.max_body,
             timeout=settings.request_timeout,
+            chat_tokens=settings.chat_tokens,
             cors_origins=settings.cors_origins,
         ),
     )

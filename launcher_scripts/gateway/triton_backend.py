@@ -38,6 +38,7 @@ _PARAMETERS = {
     "output_presence_penalty": "presence_penalty",
     "min_p": "min_p",
     "logit_bias_ids": "logit_bias",
+    "guided_grammar": "response_format",
     "num_log_probs": "logprobs",
     "num_prompt_log_probs": "echo",
 }
@@ -277,6 +278,8 @@ def _sampling(request: RowRequest) -> dict[str, Any]:
             "runtime_top_p": request.top_p,
             "temperature": request.temperature,
         }
+    if request.grammar is not None:
+        values["guided_grammar"] = list(request.grammar.encode())
     if request.logit_bias:
         values["logit_bias_ids"] = list(request.logit_bias)
         values["logit_bias_values"] = list(request.logit_bias.values())

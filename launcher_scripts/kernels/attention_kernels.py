@@ -9,6 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from launcher_scripts.kernels.attention_tile import (
     add_tile,
     bonus_of,
+    capped,
     load_keys_values,
     merge_parts,
     newest_token,
@@ -37,6 +38,7 @@ def _newest_first(
     present,
     stores,
     RELATIVE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     STORE: tl.constexpr,
     PARTS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -64,7 +66,7 @@ def _newest_first(
             HALF,
             stores,
         )
-        largest = tl.sum(key * scaled, 0)
+        largest = capped(tl.sum(key * scaled, 0), SOFTCAP)
         if RELATIVE:
             largest += tl.load(bias + tl.minimum(tl.maximum(distance, -reach), reach) + reach)
         total = 1.0
@@ -99,6 +101,7 @@ def attend(
     SPLIT_BLOCK: tl.constexpr,
     ALIBI: tl.constexpr,
     RELATIVE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     EARLY: tl.constexpr,
     FRESH: tl.constexpr,
     STORE: tl.constexpr,
@@ -114,11 +117,10 @@ def attend(
     The softmax runs along with the sum (Milakov and Gimelshein 2018), in float32. The program of a
     row and head that ends last merges the parts; it leaves its count in `arrivals` at zero.
 
-    EARLY: starts, lengths and all tokens are there before the kernel this one waits for ends,
-    except that with FRESH that one stores the last token. STORE: `query` holds keys and values
-    beside the queries, not yet turned; the last token is taken from there, turned and stored.
-    PARTS: `query` is that many tensors, whose sum it is. NORM: of one row, whose state [STATE] has
-    the statistics row_stats; a program beside the parts does what folded_norm_kernel.py says.
+    EARLY: starts, lengths and all tokens are there before the kernel this one waits for ends, but
+    for the last with FRESH. STORE: `query` holds keys and values beside the queries, not yet
+    turned; the last token is taken from there, turned and stored. PARTS: `query` is the sum of so
+    many tensors. NORM: row_stats are of one row's state [STATE]; a program beside looks ahead.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -135,15 +137,14 @@ def attend(
     tokens = first + tl.arange(0, TILE)
     key, value = load_keys_values(keys, values, pool, tokens, last, SIZE, BLOCK)
     slope = tl.load(slopes + head) if ALIBI else 0.0
-    position = tl.load(positions + row).to(tl.int32) if RELATIVE or HALF > 0 else 0
+    turn = tl.load(positions + row).to(tl.int32) if RELATIVE or HALF > 0 else 0
     bias += head * (2 * reach + 1) if RELATIVE else 0
     if EARLY:
         gdc_wait()
-    beside: tl.constexpr = 2 * (HEADS // GROUP) if STORE else 0
-    asked = query + (row * (HEADS + beside)) * SIZE
-    stride = tl.num_programs(0) * (HEADS + beside) * SIZE
-    mine = asked + head * SIZE
-    scaled = turned(mine, stride, cosines, sines, position, PARTS, SIZE, HALF, BLOCK) * scale
+    held: tl.constexpr = (HEADS + (2 * (HEADS // GROUP) if STORE else 0)) * SIZE
+    asked, stride = query + row * held, tl.num_programs(0) * held
+    scaled = turned(asked + head * SIZE, stride, cosines, sines, turn, PARTS, SIZE, HALF, BLOCK)
+    scaled *= scale
     largest, total, mixed = _newest_first(
         keys,
         values,
@@ -153,14 +154,15 @@ def attend(
         stride,
         cosines,
         sines,
-        position,
+        turn,
         scaled,
         bias,
-        old - position,
+        old - turn,
         reach,
         FRESH and split == 0,
         head % GROUP == 0,
         RELATIVE,
+        SOFTCAP,
         STORE,
         PARTS,
         SIZE,
@@ -169,8 +171,8 @@ def attend(
     )
     for _ in range(first, last, TILE):
         later = load_keys_values(keys, values, pool, tokens + TILE, last, SIZE, BLOCK)
-        bonus = bonus_of(tokens, slope, length, bias, position, reach, last, ALIBI, RELATIVE)
-        largest, total, mixed = add_tile(largest, total, mixed, key, value, scaled, bonus)
+        bonus = bonus_of(tokens, slope, length, bias, turn, reach, last, ALIBI, RELATIVE)
+        largest, total, mixed = add_tile(largest, total, mixed, key, value, scaled, bonus, SOFTCAP)
         tokens, key, value = tokens + TILE, later[0], later[1]
     place = row * HEADS + head
     if SPLITS == 1:

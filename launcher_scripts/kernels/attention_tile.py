@@ -40,8 +40,18 @@ def bonus_of(
 
 
 @triton.jit
-def add_tile(largest, total, mixed, key, value, scaled, bonus):
-    scores = tl.sum(key.to(tl.float32) * scaled[None, :], 1) + bonus
+def capped(scores, SOFTCAP: tl.constexpr):
+    """SOFTCAP * tanh(scores / SOFTCAP); 0: the scores."""
+    if SOFTCAP > 0:
+        rest = tl.exp(-2 / SOFTCAP * tl.abs(scores))  # never overflows
+        size = SOFTCAP * (1 - rest) / (1 + rest)
+        scores = tl.where(scores < 0, -size, size)
+    return scores
+
+
+@triton.jit
+def add_tile(largest, total, mixed, key, value, scaled, bonus, SOFTCAP: tl.constexpr):
+    scores = capped(tl.sum(key.to(tl.float32) * scaled[None, :], 1), SOFTCAP) + bonus
     top = tl.maximum(largest, tl.max(scores, 0))
     shrink = tl.exp(largest - top)
     chances = tl.exp(scores - top)

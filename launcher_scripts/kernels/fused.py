@@ -84,6 +84,7 @@ dense = int8_kernels.dense
 add_residual = reference.add_residual
 rotary_table = reference.rotary_table
 turned = reference.turned
+norm_heads = reference.norm_heads
 context_attention = reference.context_attention
 source_attention = reference.source_attention
 source_attention_weights = reference.source_attention_weights

@@ -6,7 +6,6 @@ import torch
 import triton
 from torch import Tensor
 
-from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.attention_kernels import attend
 from launcher_scripts.kernels.attention_shapes import AttentionShape, attention_shape
 from launcher_scripts.kernels.grouped_attention_kernels import attend_grouped
@@ -122,19 +121,6 @@ def decode_attention(
     fresh: bool | None = None,
 ) -> Tensor:
     """See reference.decode_attention. Long contexts are split over programs and merged."""
-    if softcap is not None:
-        return reference.decode_attention(
-            query,
-            cache,
-            starts,
-            lengths,
-            longest,
-            slopes,
-            scale=scale,
-            relative=relative,
-            positions=positions,
-            softcap=softcap,
-        )
     _, num_heads, size = query.shape
     heads = Heads(num_heads, cache.keys.shape[0], size)
     return attention_launch(
@@ -148,6 +134,7 @@ def decode_attention(
         relative,
         fresh=bool(fresh),
         launch=ALONE if fresh is None else early(query),
+        softcap=softcap,
     )
 
 
@@ -178,6 +165,7 @@ def attention_launch(
     rotary: tuple[Tensor, Tensor] | None = None,
     state: Hidden | None = None,
     norm: Norm | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """The kernel `attend`, or `attend_grouped`; rows are starts, lengths and positions, [B] each.
 
@@ -227,6 +215,7 @@ def attention_launch(
         SPLIT_BLOCK=triton.next_power_of_2(splits),
         ALIBI=slopes is not None,
         RELATIVE=relative is not None,
+        SOFTCAP=softcap or 0.0,
         FRESH=fresh,
         STORE=store,
         PARTS=parts,

@@ -6,9 +6,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from launcher_scripts.kernels.dot_products import dot_parts, dot_product, fits
-from launcher_scripts.kernels.fused_rows import attention_launch, store_kv
+from launcher_scripts.kernels.fused_rows import attention_launch, norm, store_kv
 from launcher_scripts.kernels.int8_kernels import dense
 from launcher_scripts.kernels.operands import (
+    HeadNorms,
     Heads,
     Hidden,
     LayerCache,
@@ -16,6 +17,7 @@ from launcher_scripts.kernels.operands import (
     RelativeBias,
     StepRows,
 )
+from launcher_scripts.kernels.reference_rotary import norm_heads
 from launcher_scripts.kernels.row_products import early, row_heads, row_product
 
 
@@ -46,11 +48,17 @@ def attend_own(
     *,
     scale: float | None = None,
     relative: RelativeBias | None = None,
+    softcap: float | None = None,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """See reference.attend_own. One row's projection stores keys and values, several rows' not:
-    there the attention does."""
+    there the attention does, unless norms come between."""
     alone, parts = x.operand.shape[0] == 1, 1
-    if alone:
+    stored = alone or norms is not None
+    if norms is not None:
+        qkv = norm_heads(project_hidden(x, linear), heads, norms, norm)
+        query = store_kv(qkv, heads, rows.turns(rotary), rows.starts + rows.positions, cache)
+    elif alone:
         query = row_heads(x, linear, heads, rotary, rows, cache)
     else:
         query, parts = _few_rows_in_parts(x.operand, linear, "heads")
@@ -65,9 +73,10 @@ def attend_own(
         relative,
         fresh=True,
         launch=early(query),
-        store=not alone,
+        store=not stored,
         parts=parts,
-        rotary=None if alone else rotary,
+        rotary=None if stored else rotary,
+        softcap=softcap,
         state=x if alone else None,
         norm=linear.norm if alone else None,
     )

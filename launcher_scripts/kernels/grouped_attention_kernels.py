@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.attention_tile import (
+    capped,
     load_keys_values,
     merge_parts,
     newest_token,
@@ -76,8 +77,20 @@ def _gains(
 
 
 @triton.jit
-def _add_tokens(largest, total, mixed, key, value, query, scale, gains, PRECISION: tl.constexpr):
-    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale + gains
+def _add_tokens(
+    largest,
+    total,
+    mixed,
+    key,
+    value,
+    query,
+    scale,
+    gains,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    scores = capped(scores, SOFTCAP) + gains
     top = tl.maximum(largest, tl.max(scores, 1))
     shrink = tl.exp(largest - top)
     chances = tl.exp(scores - top[:, None])
@@ -115,6 +128,7 @@ def attend_grouped(
     SPLIT_BLOCK: tl.constexpr,
     ALIBI: tl.constexpr,
     RELATIVE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     EARLY: tl.constexpr,
     FRESH: tl.constexpr,
     STORE: tl.constexpr,
@@ -165,7 +179,7 @@ def attend_grouped(
         key, value = newest_token(
             keys, values, place, key, value, stride, cosines, sines, turn, STORE, PARTS, SIZE, HALF
         )
-        largest = tl.sum(exact * key[None, :], 1) * scale
+        largest = capped(tl.sum(exact * key[None, :], 1) * scale, SOFTCAP)
         if RELATIVE:
             largest += tl.load(own_bias + _reached(old - turn, reach))
         total += 1.0
@@ -175,7 +189,7 @@ def attend_grouped(
         gains = _gains(tokens, slope, length, own_bias, turn, reach, last, ALIBI, RELATIVE)
         key, value = load_keys_values(keys, values, pool, tokens, last, SIZE, BLOCK)
         largest, total, mixed = _add_tokens(
-            largest, total, mixed, key, value, rounded, scale, gains, PRECISION
+            largest, total, mixed, key, value, rounded, scale, gains, SOFTCAP, PRECISION
         )
     place = row * HEADS + heads
     if SPLITS == 1:

@@ -29,6 +29,14 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class HeadNorms:
+    """Norms of every head's queries and keys, float32 [head_size]."""
+
+    query: Norm
+    key: Norm
+
+
+@dataclass(frozen=True)
 class FoldedNorm:
     """A norm before a projection W x + c as row_product_kernel.py wants it, known beforehand.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from launcher_scripts.kernels.attention_tile import capped
+
 
 @triton.jit(do_not_specialize=["pool_tokens"])
 def attend_prompts(
@@ -128,9 +130,7 @@ def _add_keys(
         held = held & (tokens < last)[:, None]
     key = tl.load(keys + where, mask=held, other=0.0)
     scores = tl.dot(rows, tl.trans(key), input_precision=PRECISION) * (scale * 1.4426950408889634)
-    if SOFTCAP > 0:
-        cap: tl.constexpr = SOFTCAP * 1.4426950408889634
-        scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
+    scores = capped(scores, SOFTCAP * 1.4426950408889634)
     if ALIBI:
         scores += slope * (tokens[None, :] - positions[:, None]).to(tl.float32)
     if RELATIVE:

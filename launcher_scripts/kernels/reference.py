@@ -15,6 +15,7 @@ from torch.nn import functional
 from launcher_scripts.kernels import quantization
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
+    HeadNorms,
     Heads,
     Hidden,
     LayerCache,
@@ -34,13 +35,14 @@ from launcher_scripts.kernels.reference_attention import (
     source_attention_weights,
 )
 from launcher_scripts.kernels.reference_ranks import largest_of_ranks
-from launcher_scripts.kernels.reference_rotary import rotary_table, store_kv, turned
+from launcher_scripts.kernels.reference_rotary import norm_heads, rotary_table, store_kv, turned
 
 __all__ = [
     "attend_spans",
     "context_attention",
     "decode_attention",
     "largest_of_ranks",
+    "norm_heads",
     "prompt_attention",
     "rotary_table",
     "source_attention",
@@ -208,9 +210,15 @@ def attend_own(
     *,
     scale: float | None = None,
     relative: RelativeBias | None = None,
+    softcap: float | None = None,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """project_heads, then decode_attention of the rows to their own tokens: [B, heads * size]."""
-    query = project_heads(x, linear, heads, rotary, rows, cache)
+    """project_heads, then decode_attention of the rows to their own tokens: [B, heads * size].
+
+    norms: of every head's queries and keys, before they turn
+    """
+    qkv = norm_heads(project_hidden(x, linear), heads, norms, norm)
+    query = store_kv(qkv, heads, rows.turns(rotary), rows.starts + rows.positions, cache)
     return decode_attention(
         query,
         cache,
@@ -220,6 +228,7 @@ def attend_own(
         scale=scale,
         relative=relative,
         positions=rows.positions,
+        softcap=softcap,
     )
 
 

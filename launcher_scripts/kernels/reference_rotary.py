@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from launcher_scripts.kernels.operands import Heads, LayerCache
+from launcher_scripts.kernels.operands import HeadNorms, Heads, LayerCache, Norm
 
 
 def rotary_table(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines, float32 [N, rotary_size / 2], for positions [N]."""
     angles = positions.float()[:, None] * frequencies
     return angles.cos(), angles.sin()
+
+
+def norm_heads(
+    qkv: Tensor,
+    heads: Heads,
+    norms: HeadNorms | None,
+    norm: Callable[[Tensor, Norm, torch.dtype], Tensor],
+) -> Tensor:
+    """qkv [N, q + k + v] with every head's query and key normalized by `norm`, where there are
+    norms."""
+    if norms is None:
+        return qkv
+    sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
+    query, key, value = qkv.unflatten(1, (-1, heads.head_size)).split(sizes, 1)
+    query, key = (
+        norm(part.flatten(0, 1), weights, qkv.dtype).view_as(part)
+        for part, weights in ((query, norms.query), (key, norms.key))
+    )
+    return torch.cat((query, key, value), 1).flatten(1)
 
 
 def store_kv(

@@ -1,9 +1,10 @@
-"""Which files are the tokenizer of a NeMo checkpoint, by what its model_config.yaml says."""
+"""Which files are the tokenizer of a checkpoint: of NeMo's, by what its model_config.yaml says."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -21,6 +22,19 @@ ROLES = {
     "vocab_file": ("vocab", "*vocab*"),
     "merge_file": ("merges", "*merge*.txt"),
 }
+# Name in a folder of another tool -> exported name, best set first. The last one is an mBART's,
+# whose ids follow from it; XGLM's file of that name has other ids than the model.
+FILE_SETS: tuple[Mapping[str, str], ...] = (
+    {"tokenizer.json": "tokenizer.json"},
+    {"spiece.model": "tokenizer.model"},
+    {"tokenizer.model": "tokenizer.model"},
+    {"vocab.json": "vocab.json", "merges.txt": "merges.txt"},
+    {"gpt2-vocab.json": "vocab.json", "gpt2-merges.txt": "merges.txt"},
+    {"sentencepiece.bpe.model": "sentencepiece.bpe.model"},
+)
+# What only folders of transformers and of Megatron-LM and its kin hold.
+_MARKS = ("config.json", "latest_checkpointed_iteration.txt")
+_DEPTH = 3  # of folders in a checkpoint that may hold its tokenizer
 # What lies behind so much of a compressed archive is left to the conversion.
 _MOST_DECOMPRESSED_BYTES = 2**30
 Found = TypeVar("Found")
@@ -67,10 +81,31 @@ def find_name(names: Iterable[str], value: str, pattern: str) -> str | None:
 
 
 def check_tokenizer(path: Path) -> None:
-    """Raises CheckpointError when a .nemo file or an unpacked one lacks its tokenizer's files."""
+    """Raises CheckpointError when a checkpoint lacks its tokenizer's files: a .nemo file, an
+    unpacked one, or a folder of transformers or Megatron-LM."""
+    if any((path / mark).is_file() for mark in _MARKS):
+        if not any(_is_whole(path / folder) for folder in _folders(path)):
+            choices = [" + ".join(names) for names in FILE_SETS]
+            raise CheckpointError(
+                problem(f"{path} holds no tokenizer", choices=choices, change=ADVICE)
+            )
+        return
     config = read_config(path)
     if config is not None and (names := _names(path)) is not None:
         named_files(config, path, lambda value, pattern: find_name(names, value, pattern))
+
+
+def _folders(path: Path) -> Iterator[str]:
+    """Folders of a checkpoint, itself included, relative to it."""
+    for folder, below, _ in os.walk(path):
+        relative = os.path.relpath(folder, path)
+        yield relative
+        if len(Path(relative).parts) >= _DEPTH:
+            below.clear()
+
+
+def _is_whole(folder: Path) -> bool:
+    return any(all((folder / name).is_file() for name in names) for names in FILE_SETS)
 
 
 def _names(path: Path) -> list[str] | None:

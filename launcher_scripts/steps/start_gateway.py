@@ -26,6 +26,7 @@ FLAGS = FlagTable(
         "ready": Flag("ready files of the servers, or their job folders", metavar="PATH"),
         "host": Flag("the address to listen on"),
         "port": Flag("0: a free one"),
+        "models": Flag("names of those to serve; by default all that generate", metavar="NAME"),
         "tokenizer_dir": Flag(
             "tokenizer and config.ini, if not the repository's", metavar="FOLDER"
         ),
@@ -35,6 +36,7 @@ FLAGS = FlagTable(
         "max_waiting": Flag("rows that wait for that; more are answered with 429"),
         "max_body": Flag("bytes of a request"),
         "max_model_len": Flag("tokens of prompt and answer; by default the model's positions"),
+        "chat_tokens": Flag("tokens of a chat's answer that does not say how many"),
         "request_timeout": Flag("seconds for an answer, unless the request says its timeout"),
         "ready_timeout": Flag("seconds to wait for the servers"),
         "drain_timeout": Flag("seconds for running requests after SIGTERM"),

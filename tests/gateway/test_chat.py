@@ -34,7 +34,6 @@ def test_a_chat_is_rendered_and_answered() -> None:
     assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
     (request,) = backend.requests
     assert GPT2.decode(request.prompt_ids) == HI_TEXT
-    # Without max_tokens a chat may go on to the end of the model's positions.
     assert request.max_tokens == ROOM - len(request.prompt_ids)
     assert answer["usage"]["prompt_tokens"] == len(request.prompt_ids)
 
@@ -57,6 +56,14 @@ def test_parts_of_text_are_a_text_to_the_template() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}]})
     assert GPT2.decode(backend.requests[0].prompt_ids) == "one+two"
+
+
+def test_a_chat_that_does_not_say_how_long_is_bounded() -> None:
+    backend = FakeBackend()
+    for max_len in (ROOM, None):
+        client = client_of(served(backend, max_len=max_len), chat_tokens=20)
+        client.post("/v1/chat/completions", json={"messages": HI})
+    assert [request.max_tokens for request in backend.requests] == [20, 20]
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
@@ -131,7 +138,7 @@ def test_tools_are_the_templates() -> None:
         ),
         ({"messages": [{"role": "user", "content": 5}]}, "messages", "content"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "text"),
+        ({"response_format": {"type": "xml"}}, "response_format", "text"),
         ({"tool_choice": "required"}, "tool_choice", "none"),
         ({"tool_choice": "auto"}, "tool_choice", "tools"),
         ({"functions": []}, "functions", "not supported"),

@@ -119,6 +119,32 @@ def test_sampling_reaches_the_engine() -> None:
     assert (second.temperature, second.top_k, second.end_id) == (0.6, 0, None)
 
 
+@pytest.mark.parametrize(
+    ("body", "grammar"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "strict": True, "schema": {"type": "object"}},
+                }
+            },
+            {"json_schema": {"type": "object"}},
+        ),
+        ({"guided_json": {"type": "array"}}, {"json_schema": {"type": "array"}}),
+        ({"guided_regex": "[0-9]+"}, {"regex": "[0-9]+"}),
+        ({"guided_choice": ["yes", "né"]}, {"choice": ["yes", "né"]}),
+    ],
+)
+def test_grammars_reach_the_engine(body: dict[str, Any], grammar: Any) -> None:
+    backend = FakeBackend()
+    ask(client_of(served(backend)), **body)
+    (request,) = backend.requests
+    assert (json.loads(request.grammar) if request.grammar else None) == grammar
+
+
 def test_rows_of_a_seed_differ_and_come_again() -> None:
     backend = FakeBackend()
     client = client_of(served(backend))
@@ -234,6 +260,21 @@ def test_the_best_of_several_rows() -> None:
     assert answer["usage"]["completion_tokens"] == 8
 
 
+def test_an_echoed_prompt_makes_no_row_better() -> None:
+    """The shorter row is the better one, though the prompt weighs more in it."""
+    rows = iter([(300,), (160,) * 6])
+    answer = ask(
+        client_of(served(FakeBackend(ids=lambda _: next(rows)))),
+        prompt=[5, 480, 480, 480],
+        best_of=2,
+        echo=True,
+        logprobs=0,
+        max_tokens=6,
+        return_tokens_as_token_ids=True,
+    )
+    assert answer["choices"][0]["logprobs"]["tokens"][4] == "token_id:300"
+
+
 def test_a_beam_search_shows_its_hypotheses() -> None:
     backend = FakeBackend()
     answer = ask(
@@ -280,7 +321,16 @@ def test_an_encoder_decoder_reads_its_prompt() -> None:
     ("body", "param", "code"),
     [
         ({"suffix": "x"}, "suffix", "unsupported_parameter"),
-        ({"guided_regex": "a+"}, "guided_regex", "unsupported_parameter"),
+        ({"guided_grammar": "a"}, "guided_grammar", "unsupported_parameter"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "response_format", "invalid_value"),
+        ({"guided_choice": []}, "guided_choice", "invalid_value"),
+        (
+            {"guided_regex": "a", "use_beam_search": True},
+            "use_beam_search",
+            "unsupported_parameter",
+        ),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "invalid_value"),
+        ({"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
         ({"temperature": -1}, "temperature", "invalid_value"),
         ({"temperature": "hot"}, "temperature", "invalid_value"),
         ({"logprobs": 21}, "logprobs", "invalid_value"),
@@ -351,3 +401,10 @@ def test_a_gateways_own_fault_is_no_traceback() -> None:
     assert answer.status_code == 500
     assert "secret" not in answer.text
     assert answer.json()["error"]["code"] == "internal_error"
+
+
+def test_a_long_text_is_a_prompt_like_others() -> None:
+    text = "some words " * 3000
+    backend = FakeBackend()
+    ask(client_of(served(backend, max_len=None), max_body=1 << 20), prompt=text)
+    assert backend.requests[0].prompt_ids == tuple(GPT2.encode(text))

@@ -127,6 +127,19 @@ def test_servers_of_the_same_model_share_it(repository: Path, tmp_path: Path) ->
     assert type(model.backend).__name__ == "Spread"
 
 
+def test_only_models_that_are_named_are_served(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = {name: config(name) for name in ("first", "tiny")}
+    monkeypatch.setattr(FakeServer, "configs", configs)
+    tokenizer = str(next(repository.glob("tiny/1/*-gpu")))
+    assert [model.name for model in load(tmp_path, tokenizer_dir=tokenizer)] == ["first", "tiny"]
+    (model,) = load(tmp_path, tokenizer_dir=tokenizer, models=("tiny",))
+    assert model.name == "tiny"
+    with pytest.raises(ConfigError, match=r"'second'.*choices: first, tiny; change --models"):
+        load(tmp_path, models=("second",))
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
     [

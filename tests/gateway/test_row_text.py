@@ -32,7 +32,7 @@ def pieces(
     **more: Any,
 ) -> list[Piece]:
     """The pieces where increments end at `cuts`, up to the one with a reason to end."""
-    row = RowText(tokenizer, prompt, StopTexts(stops), None, (), **more)
+    row = RowText(tokenizer, prompt, StopTexts(stops), None, (), **{"max_tokens": len(ids), **more})
     places = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
     if len(places) == 1:
         places = [0, 0]
@@ -113,6 +113,13 @@ def test_offsets_say_where_tokens_begin(text: str, cuts: list[int]) -> None:
         complete = len(before.decode(errors="ignore"))
         assert entry.offset == 7 + complete
     assert joined(found) == text
+
+
+@pytest.mark.parametrize(("most", "reason"), [(3, "length"), (4, "stop")])
+def test_a_row_that_the_engine_ends_early_is_complete(most: int, reason: str) -> None:
+    """So a text that follows a grammar ends, where nothing can come after it."""
+    found = pieces(KINDS["gpt2bpe"], (), [5, 6, 7], (), max_tokens=most)
+    assert (found[-1].finish_reason, found[-1].stop_reason) == (reason, None)
 
 
 def test_tokens_are_counted_up_to_the_stop() -> None:

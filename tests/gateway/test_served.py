@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from launcher_scripts.security import ServerSecurity, ServerTls
 from launcher_scripts.tokenizer import load_tokenizer
 from tests.gateway.fakes import CHATML
 from tests.gateway.processes import RunningGateway, gateway
@@ -23,6 +24,7 @@ from tests.server import test_t5 as t5
 from tests.server.processes import CHECKOUT, RunningStep, running, wait_for
 from tests.server.repositories import TOKENIZERS, export, text_config
 from tests.server.requests import Client, Stream, generated, ids_request
+from tests.server.test_protection import certificates
 
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.skipif(
@@ -257,6 +259,32 @@ def test_penalties_and_biases_reach_the_model(client: Any) -> None:
     assert answer.choices[0].logprobs.tokens == greedy.choices[0].logprobs.tokens
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("llguidance") is None, reason="llguidance is not installed"
+)
+def test_text_follows_what_it_has_to_be(client: Any) -> None:
+    asked = {"model": "tiny", "max_tokens": 60, "temperature": 1.0, "seed": 3}
+    answer = client.completions.create(
+        **asked, prompt="a", extra_body={"guided_choice": ["people", "the word"]}
+    )
+    assert answer.choices[0].text in ("people", "the word")
+    assert answer.choices[0].finish_reason == "stop"
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "found", "schema": schema}}
+    text = ""
+    for event in client.chat.completions.create(
+        **asked,
+        messages=[{"role": "user", "content": "Hello"}],
+        response_format=form,
+        stream=True,
+    ):
+        text += event.choices[0].delta.content or ""
+    assert type(json.loads(text)["a"]) is bool
+    with pytest.raises(openai.BadRequestError, match="guided_grammar"):
+        client.completions.create(**asked, prompt="a", extra_body={"guided_regex": "("})
+
+
 def test_errors_are_those_of_openais_client(served: RunningGateway, client: Any) -> None:
     with pytest.raises(openai.NotFoundError, match="no model 'other'"):
         client.completions.create(model="other", prompt="a")
@@ -358,3 +386,23 @@ def test_a_server_that_is_gone_is_said(server: RunningStep, tmp_path: Path) -> N
         assert "Traceback" not in started.err
     finally:
         started.close()
+
+
+def test_everything_may_be_encrypted(tmp_path: Path) -> None:
+    """HTTPS before the gateway, and gRPC with TLS and certificates of both behind it."""
+    pem = certificates(tmp_path)
+    settings = export(tmp_path, text_config(), name="tiny", decoupled=True)
+    security = ServerSecurity(
+        grpc_tls=ServerTls(pem["server.pem"], pem["server.key"], pem["ca.pem"])
+    )
+    with running(tmp_path / "job", settings.model_repository, security=security) as step:
+        step.wait_until_ready()
+        arguments = ["--ready", str(step.settings.ready_file)]
+        arguments += ["--tls-certificate", pem["server.pem"], "--tls-key", pem["server.key"]]
+        arguments += ["--server-ca", pem["ca.pem"], "--server-certificate", pem["client.pem"]]
+        with gateway(tmp_path / "run", *arguments, "--server-key", pem["client.key"]) as started:
+            assert started.address.startswith("https://127.0.0.1:")
+            command = re.search("^try: (.*)$", started.out, re.MULTILINE)[1]
+            command = f"{command} -s --cacert {pem['ca.pem']}"
+            ran = subprocess.run(["bash", "-c", command], capture_output=True, check=True)
+            assert json.loads(ran.stdout)["usage"]["completion_tokens"] == 16

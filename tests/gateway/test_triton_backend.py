@@ -110,6 +110,7 @@ def test_only_what_is_asked_for_is_sent() -> None:
         engine,
         replace(
             ROW,
+            grammar='{"choice": ["é"]}',
             min_p=0.25,
             repetition_penalty=2.0,
             presence_penalty=0.5,
@@ -120,6 +121,7 @@ def test_only_what_is_asked_for_is_sent() -> None:
         ),
     )
     given = {name: value.tolist() for name, value in server.tensors.items()}
+    assert bytes(given["guided_grammar"][0]).decode() == '{"choice": ["é"]}'
     assert given["min_p"] == [[0.25]]
     assert given["repetition_penalty"] == [[2.0]]
     # The model's own presence_penalty counts the prompt's tokens, too.
@@ -228,6 +230,7 @@ def test_a_model_without_streams_answers_once() -> None:
         ({"presence_penalty": 1.0}, "output_presence_penalty", "presence_penalty"),
         ({"frequency_penalty": 1.0}, "frequency_penalty", "frequency_penalty"),
         ({"logit_bias": {1: 1.0}}, "logit_bias_ids", "logit_bias"),
+        ({"grammar": "{}"}, "guided_grammar", "response_format"),
         ({"log_probs": 0}, "num_log_probs", "logprobs"),
     ],
 )

@@ -37,6 +37,20 @@ VARIANTS = [
     {"position_embedding": "rope", "rotary_percentage": 0.5, "activation": "gelu_erf"},
     {"position_embedding": "alibi", "embedding_norm": True, "num_kv_heads": 1},
     {"norm_placement": "post", "activation": "squared_relu"},
+    {**MODERN, "qk_norm": True},
+    {
+        **MODERN,
+        "norm_placement": "sandwich",
+        "embedding_scale": 2.0,
+        "attention_softcap": 5.0,
+        "logits_softcap": 9.0,
+        "sliding_window": 20,
+        "full_attention_layers": "1",
+        "rotary_local_base": 100.0,
+    },
+    {"position_embedding": "rope", "parallel_residual": True, "logits_bias": True},
+    {**MODERN, "num_experts": 7, "experts_per_token": 2, "shared_expert_size": 64},
+    {**MODERN, "head_size": 160, "num_heads": 2, "num_kv_heads": 1},
 ]
 
 

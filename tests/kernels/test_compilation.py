@@ -204,6 +204,7 @@ def test_attention(dtype, splits, relative):
     shape = {"HEADS": 8, "SIZE": 48, "BLOCK": 64, "SPLITS": splits}
     constants = shape | {"GROUP": 4, "ALIBI": splits > 1, "RELATIVE": relative, "TILE": 64}
     constants |= {"SPLIT_BLOCK": splits, "EARLY": True, "FRESH": not relative}
+    constants |= {"SOFTCAP": 50.0 if relative else 0.0}
     constants |= {"STORE": splits > 1 and not relative, "HALF": 16, "PARTS": splits}
     constants |= {"NORM": splits % 2, "STATE": 768, "STATE_PARTS": 96}
     pointers["row_stats"] = "fp32"

@@ -384,3 +384,22 @@ def test_a_checkpoint_that_lost_its_tokenizer_is_found_before_a_job_starts(
     assert "does not hold its tokenizer's files (megatron); got ['nemo:0_merges.txt']" in found
     assert "; change export.model.tokenizer: name the files" in found
     assert plan(LOCAL, *arguments, given, "export.model.tokenizer=none").stages
+
+
+@pytest.mark.parametrize("kind", ["megatron", "bridge", "transformers"])
+def test_a_folder_without_its_tokenizer_is_found_before_a_job_starts(
+    problems: Finder, plan: Planner, arguments: list[str], tmp_path: Path, kind: str
+) -> None:
+    folder = tmp_path / "checkpoint"
+    inner = folder / "iter_0000001" / "tokenizer" if kind == "bridge" else folder
+    inner.mkdir(parents=True)
+    mark = "config.json" if kind == "transformers" else "latest_checkpointed_iteration.txt"
+    (folder / mark).write_text("{}" if kind == "transformers" else "1")
+    given = f"export.model.checkpoint_path={folder}"
+    (inner / "vocab.json").write_text("{}")
+    (found,) = problems(given)
+    assert f"{folder} holds no tokenizer; choices: tokenizer.json, spiece.model" in found
+    assert "; change export.model.tokenizer: name the files" in found
+    assert plan(LOCAL, *arguments, given, "export.model.tokenizer=none").stages
+    (inner / "merges.txt").write_text("")
+    assert plan(LOCAL, *arguments, given).stages

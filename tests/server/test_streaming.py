@@ -100,6 +100,26 @@ def test_every_token_has_a_response(stream: Stream, served: dict[str, Any]) -> N
     assert sums == sorted(sums, reverse=True)
 
 
+def test_a_client_may_ask_for_what_is_new_alone(stream: Stream, served: dict[str, Any]) -> None:
+    """The tensor `news`, which grows with the response and not with the text."""
+    tensors = ids_request([PROMPT], 8, **SAMPLED)
+    whole_ids = generated(whole(served, **tensors))
+    progress = {"is_return_progress": np.array([[True]])}
+    found = [
+        response["news"][0, 0].tolist() for response in stream.ask("gpt", **tensors, **progress)
+    ]
+    assert all("news" not in response for response in stream.ask("gpt", **tensors))
+    ids: list[int] = []
+    for total, prompt, place, last, *new in found:
+        assert (prompt, place) == (3, 3 + len(ids) if ids else 0)
+        ids += new[: total - place][0 if ids else prompt :]
+        assert total == 3 + len(ids)
+        assert last == (len(ids) == 8)
+    assert ids == whole_ids
+    assert len(found) == 8
+    assert max(map(len, found[1:])) == 5
+
+
 def test_an_early_end_comes_once(stream: Stream, served: dict[str, Any]) -> None:
     ids = generated(whole(served, **ids_request([PROMPT], 12, **SAMPLED)))
     end = ids[4]

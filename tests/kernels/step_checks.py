@@ -1,0 +1,94 @@
+"""Whole steps of today's decoders, kernel after kernel, equal the reference.
+
+Run as kernel_checks.py is.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from launcher_scripts.engine.decoder import Decoder
+from launcher_scripts.engine.plan import Bounds, PrefillPart, RowStart
+from launcher_scripts.engine.prompt_batch import Nowhere, PackedPrompts, unpacked
+from launcher_scripts.engine.sampler import sampling_batch
+from launcher_scripts.protocol import SamplingParameters
+from tests.engine.small_models import random_tensors, runner_for, small_config
+from tests.kernels.kernel_checks import (
+    assert_close,
+    fused,
+    pytestmark,  # noqa: F401 - pytest reads it
+)
+
+LENGTHS = (70, 1, 9)
+EXTENT = 80
+RMS = {
+    "position_embedding": "rope",
+    "normalization": "rmsnorm",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "gated": True,
+    "num_kv_heads": 2,
+    "head_size": 12,
+}
+MODELS = {
+    "gemma2": {
+        **RMS,
+        "norm_placement": "sandwich",
+        "zero_centered_norm": True,
+        "activation": "relu",
+        "embedding_scale": 5.5,
+        "softmax_scale": 0.2,
+        "attention_softcap": 2.0,
+        "logits_softcap": 3.0,
+        "sliding_window": 20,
+        "full_attention_layers": "1",
+    },
+    "gemma3": {
+        **RMS,
+        "norm_placement": "sandwich",
+        "qk_norm": True,
+        "sliding_window": 20,
+        "full_attention_layers": "1",
+        "rotary_local_base": 50.0,
+    },
+    "qwen3": {**RMS, "qk_norm": True},
+    "gpt_neox": {"position_embedding": "rope", "rotary_percentage": 0.5, "parallel_residual": True},
+    "gptj": {"position_embedding": "rope", "parallel_residual": True, "logits_bias": True},
+}
+
+
+def logits_of(decoder: Decoder, runner: object, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the last tokens of prompts, and of a step behind them."""
+    starts = [
+        RowStart(slot, slot * EXTENT, ids, -1, SamplingParameters(), stride=EXTENT)
+        for slot, ids in enumerate(tuple(range(3, 3 + length % 60)) for length in LENGTHS[:rows])
+    ]
+    starts = [
+        RowStart(row.slot, row.start, (row.ids * 70)[: LENGTHS[row.slot]], -1, row.sampling)
+        for row in starts
+    ]
+    prompts = PackedPrompts(starts, [PrefillPart(row.slot, 0, len(row.ids)) for row in starts])
+    packed = prompts.to_device(runner.device, Nowhere(runner.decoder.cache.scratch, 8), None)
+    batch = unpacked(packed, prompts.sizes, prompts.spans)
+    last = decoder.logits(decoder.prefill(batch)[batch.last])
+    runner.states.join(starts)
+    runner.states.set_length(batch.row_slots, batch.lengths)
+    slots = sampling_batch(starts, runner.device).slots
+    runner.states.token[:rows] = torch.arange(rows)
+    step = decoder.step
+    return last, step.logits(step.forward(runner.states.columns, slots, Bounds(max(LENGTHS) + 1)))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_prompts_and_steps(name, rows):
+    config = small_config(**MODELS[name])
+    _, runner = runner_for(config, random_tensors(config), max_tokens=8 * EXTENT)
+    theirs = runner.decoder
+    shared = (theirs.weights, theirs.cache, fused, theirs.communicator, theirs.device)
+    want = logits_of(theirs, runner, rows)
+    got = logits_of(Decoder(*shared), runner, rows)
+    for mine, reference in zip(got, want, strict=True):
+        assert_close(mine, reference, torch.float32)
