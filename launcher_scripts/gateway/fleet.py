@@ -52,7 +52,7 @@ class Found:
 class Member:
     """One server of the fleet.
 
-    next_check: by time.monotonic()
+    next_check: by time.monotonic(), of one that is not healthy
     failures:   so many checks have failed one after another
     why:        the last one did
     """
@@ -91,7 +91,9 @@ class Fleet:
         deadline = time.monotonic() + self._settings.ready_timeout
         while True:
             await self.find()
-            await self.check(math.inf)
+            for member in self._members.values():
+                member.next_check = -math.inf
+            await self.check(time.monotonic())
             missing = [why for place in self._settings.ready if (why := self._missing(Path(place)))]
             if not missing:
                 healthy = [each for each in self._members.values() if each.replica.healthy]
@@ -207,7 +209,7 @@ async def _check(member: Member, now: float) -> None:
     if not replica.healthy:
         replica.backends = {name: found.backend for name, found in member.found.items()}
         LOG.info("server %s is healthy and serves %s", replica.address, sorted(member.found))
-    replica.healthy, member.failures, member.next_check = True, 0, now
+    replica.healthy, member.failures, member.next_check = True, 0, -math.inf
 
 
 def _ready_paths(place: Path) -> list[Path]:
@@ -224,10 +226,12 @@ def _read_ready(path: Path, known: Container[str] = ()) -> tuple[str, dict[str, 
     """
     try:
         ready = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(ready, dict):
+            raise ValueError("it holds no mapping")
         age = seconds_silent(ready)
     except FileNotFoundError:
         return f"{path} is not there", None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         return f"{path} cannot be read: {error}", None
     if "grpc" not in ready:
         return f"{path} gives no grpc address", None
