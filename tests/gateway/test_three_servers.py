@@ -33,16 +33,16 @@ CLIENTS = 48
 ASKED = {
     "model": "tiny",
     "prompt": "Hello the people",
-    "max_tokens": 450,
     "temperature": 0,
     "extra_body": {"ignore_eos": True},
 }
+TOKENS, LONG = 300, 2000
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> ExportSettings:
     folder = tmp_path_factory.mktemp("replicas")
-    return export(folder, text_config(max_positions=512), name="tiny", decoupled=True)
+    return export(folder, text_config(max_positions=2048), name="tiny", decoupled=True)
 
 
 def replica(
@@ -75,14 +75,15 @@ def three(tmp_path: Path, exported: ExportSettings) -> Iterator[list[RunningStep
 
 
 async def whole(client: Any) -> str:
-    return (await client.completions.create(**ASKED)).choices[0].text
+    return (await client.completions.create(**ASKED, max_tokens=TOKENS)).choices[0].text
 
 
-async def streamed(client: Any, begun: list[None]) -> str | None:
+async def streamed(client: Any, tokens: int, begun: list[None]) -> str | None:
     """The text; None for a stream that had begun and broke."""
     text, first = "", True
     try:
-        async for event in await client.completions.create(**ASKED, stream=True):
+        asked = {**ASKED, "max_tokens": tokens, "stream": True}
+        async for event in await client.completions.create(**asked):
             if first:
                 first = False
                 begun.append(None)
@@ -106,26 +107,30 @@ def test_a_server_that_is_killed_takes_no_request_with_it_that_had_not_begun(
     address = json.loads(three[1].settings.ready_file.read_text())["grpc"]
     (victim,) = (pid for pid, command in three[1].survivors() if "tritonserver" in command)
 
-    async def load(started: RunningGateway) -> tuple[list[str], list[str | None]]:
+    async def load(started: RunningGateway) -> list[list[str | None]]:
         begun: list[None] = []
         async with openai.AsyncOpenAI(
             base_url=started.facts["openai"], api_key="none", max_retries=0
         ) as client:
-            streams = [asyncio.create_task(streamed(client, begun)) for _ in range(FIRST)]
+            first = [asyncio.create_task(streamed(client, LONG, begun)) for _ in range(FIRST)]
             await until(lambda: len(begun) == FIRST)
             texts = [asyncio.create_task(whole(client)) for _ in range(CLIENTS // 2)]
-            streams += [asyncio.create_task(streamed(client, begun)) for _ in range(CLIENTS // 2)]
+            streams = [
+                asyncio.create_task(streamed(client, TOKENS, begun)) for _ in range(CLIENTS // 2)
+            ]
             await until(lambda: servers(started)[address]["running"] >= CLIENTS // 4)
             os.kill(victim, signal.SIGKILL)
-            return await asyncio.gather(*texts), await asyncio.gather(*streams)
+            return [await asyncio.gather(*each) for each in (first, texts, streams)]
 
     with gateway(tmp_path / "run", "--ready", str(tmp_path / "results")) as started:
         assert len(healthy(started)) == 3
-        texts, streams = asyncio.run(load(started))
+        first, texts, streams = asyncio.run(load(started))
+        assert None in first
+        assert len({*first, None}) == 2
         assert len(set(texts)) == 1
-        assert set(streams) <= {texts[0], None}
-        assert None in streams[:FIRST]
+        assert texts[0] is not None
         assert texts[0] in streams
+        assert {*streams, None} == {texts[0], None}
         wait_for(lambda: address not in servers(started), 60)
         assert len(healthy(started)) == 2
         with replica(tmp_path, exported, 1, run=1) as again:
