@@ -32,8 +32,8 @@ _SHOWN = 20
 # More than any model has.
 _MOST_LAYERS = 1 << 14
 _MOST_TENSORS = 1 << 18
-# A training's checkpoint also holds the optimizer's tensors.
-_OPTIMIZER = "optimizer."
+# A training's checkpoint also holds its optimizers' tensors; of several there is a chain.
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 _LAYERS = re.compile(r"(?P<stem>(?:.*\.)?layers\.)(?P<rest>\D.*)")
 _EXPERTS = re.compile(r"(?P<stem>(?:.*\.)?layers\.\d+\.mlp\.experts\.experts\.)(?P<rest>\D.*)")
@@ -104,7 +104,7 @@ def _read_zarr(archive: Archive, folder: str) -> Stored:
         if not (path.startswith(folder) and path.endswith(suffix)):
             continue
         name = path[len(folder) : -len(suffix)]
-        if name.startswith(_OPTIMIZER):
+        if _OPTIMIZER.match(name):
             continue
         try:
             found[name] = _zarr_tensor(archive, path, name, names, problems)
@@ -170,7 +170,7 @@ def _read_torch_dist(archive: Archive, folder: str) -> Stored:
         shapes = {
             name: tuple(entry["size"])
             for name, entry in metadata["state_dict_metadata"].items()
-            if isinstance(entry, _TensorEntry) and not name.startswith(_OPTIMIZER)
+            if isinstance(entry, _TensorEntry) and not _OPTIMIZER.match(name)
         }
         _refuse_shared_places(metadata["storage_data"], origin)
         for index, place in metadata["storage_data"].items():

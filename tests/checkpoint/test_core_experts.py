@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
 
 from launcher_scripts.checkpoint.archive import Archive
 from launcher_scripts.checkpoint.distributed import read_tensors
@@ -137,6 +137,23 @@ def test_norms_may_be_stored_as_their_distance_from_one(qwen, tmp_path: Path) ->
     for name in files:
         both = [np.fromfile(each / name, np.float32) for each in (plain, exported)]
         np.testing.assert_allclose(*both, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["zarr", "torch_dist"])
+def test_the_optimizers_of_experts_are_skipped(form: str, tmp_path: Path) -> None:
+    """With expert parallelism a training has two, in a chain."""
+    moments = [f"chained_{number}.optimizer.state.exp_avg.{UP}" for number in range(2)]
+    tensors = {name: np.ones((4, 2), np.float32) for name in [UP, *moments]}
+    if form == "zarr":
+        write_zarr(tmp_path, tensors)
+    else:
+        (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+        writer = FileSystemWriter(tmp_path)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            own = {name: torch.from_numpy(values) for name, values in tensors.items()}
+            save(own, storage_writer=writer, no_dist=True)
+    assert len(read_tensors(Archive(tmp_path), "")) == 4
 
 
 def lora(module: str, rows: int) -> Tensors:
