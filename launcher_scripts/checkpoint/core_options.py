@@ -7,6 +7,7 @@ core's configuration; `of_arguments` gives Megatron-LM's arguments the same name
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -176,6 +177,7 @@ def read_gpt(
         "mlp_bias": bias,
         **_attention(raw, layers, problems),
         **core_experts.read_experts(raw, problems),
+        "embedding_scale": _embedding_scale(raw, hidden, problems),
         "tied_embeddings": options.tied_embeddings,
     }
     problems.raise_if_any(CheckpointError)
@@ -196,6 +198,16 @@ def activation_of(raw: Mapping[str, Any], name: str) -> str:
     if name != "gelu" or flag(raw, "openai_gelu", False):
         return ACTIVATIONS.get(name, "gelu")
     return "gelu" if flag(raw, "bias_activation_fusion", True) else "gelu_erf"
+
+
+def _embedding_scale(raw: Mapping[str, Any], hidden: int, problems: Problems) -> float | None:
+    """The classes of Gemma in NeMo 2 and Megatron Bridge change the network without a setting."""
+    gemma = re.search(r"Gemma(\w?)\w*$", str(raw.get("_target_") or ""))
+    if gemma is None:
+        return None
+    if gemma[1].isdigit():
+        problems.add("models of this class are not supported", got=raw["_target_"])
+    return float(hidden**0.5)
 
 
 def _scaling(raw: Mapping[str, Any], problems: Problems) -> dict[str, Any]:

@@ -38,7 +38,6 @@ _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
     "qk_layernorm": (None, False),
     "rotary_interleaved": (None, False),
     "scale_positional_embedding": (None, False),
-    "apply_embedding_scaling": (None, False),
     "window_size": (None,),
 }
 
@@ -102,6 +101,7 @@ def read_gpt(raw: Mapping[str, Any], *, core: bool, local_norms: bool) -> NemoGP
         "gated": gated,
         "attention_bias": bias,
         "mlp_bias": bias,
+        "embedding_scale": hidden**0.5 if flag(raw, "apply_embedding_scaling", False) else None,
         "tied_embeddings": flag(raw, "share_embeddings_and_output_weights", True),
     }
     problems.raise_if_any(CheckpointError)

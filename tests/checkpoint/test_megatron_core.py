@@ -175,3 +175,14 @@ def test_windows(said, window, full) -> None:
     config = read_gpt(options).config(8)
     assert (config.sliding_window, config.full_attention_layers) == (window, full)
     assert options.check_keys() == ()
+
+
+@pytest.mark.parametrize("name", ["GemmaConfig2B", "CodeGemmaConfig7B", "GemmaModelProvider"])
+@pytest.mark.parametrize("of", [of_bridge, of_nemo2])
+def test_gemmas_class_scales_the_embeddings(of, name) -> None:
+    said = {**ARGUMENTS, "_target_": f"some.package.gemma.{name}"}
+    assert read_gpt(of(said, "")).fields["embedding_scale"] == pytest.approx(32**0.5)
+    assert read_gpt(of(ARGUMENTS, "")).fields["embedding_scale"] is None
+    for later in ("Gemma2Config9B", "Gemma3ModelProvider"):
+        with pytest.raises(CheckpointError, match=f"this class are not supported; got '.*{later}"):
+            read_gpt(of({**said, "_target_": f"some.package.{later}"}, ""))
