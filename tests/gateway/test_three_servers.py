@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +95,8 @@ async def streamed(client: Any, tokens: int, begun: list[None]) -> str | None:
     return text
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(120):
-        while not await asyncio.to_thread(condition):
-            await asyncio.sleep(0.02)
+async def until(condition: Callable[[], bool]) -> None:
+    await asyncio.to_thread(wait_for, condition, 120)
 
 
 def test_a_server_that_is_killed_takes_no_request_with_it_that_had_not_begun(
