@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from dataclasses import dataclass
 
 from launcher_scripts.errors import ConfigError, Problems
+from launcher_scripts.security import ClientTls
 
 MIB = 1 << 20
 
@@ -69,3 +72,98 @@ class GatewaySettings:
         if self.server_ca is None and (self.server_certificate or self.server_key):
             problems.add("whom to trust is not said", change="--server-ca")
         problems.raise_if_any(ConfigError)
+
+
+@dataclass(frozen=True)
+class DeployedGateway:
+    """The gateway that a server has beside it; for what is not said here see GatewaySettings.
+
+    port:     None: there is no gateway; 0: a free one
+    host:     None: the server's own
+    grpc_tls: whom it trusts where the server's gRPC speaks TLS
+    """
+
+    port: int | None = None
+    host: str | None = None
+    models: tuple[str, ...] = ()
+    api_keys: str | None = None
+    chat_template: str | None = None
+    max_running: int = 512
+    max_waiting: int = 1024
+    max_body: int = MIB
+    max_model_len: int | None = None
+    chat_tokens: int = 1024
+    request_timeout: float | None = None
+    cors_origins: tuple[str, ...] = ()
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    grpc_tls: ClientTls | None = None
+
+    def __post_init__(self) -> None:
+        problems = Problems("the settings of the gateway")
+        if self.port is not None and not 0 <= self.port < 65536:
+            choices = ("null (no gateway)", "0 (a free one)", "1-65535")
+            change = "deploy.gateway.port"
+            problems.add("port is not a valid port", got=self.port, choices=choices, change=change)
+        for name, least in (
+            ("max_running", 1),
+            ("max_waiting", 0),
+            ("max_body", 1),
+            ("chat_tokens", 1),
+        ):
+            key = f"deploy.gateway.{name}"
+            problems.check_at_least(name, getattr(self, name), least, key)
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            keys = "deploy.gateway.tls_certificate, deploy.gateway.tls_key"
+            problems.add("a certificate needs its key", change=keys)
+        problems.raise_if_any(ConfigError)
+
+    def files(self) -> dict[str, str]:
+        """Key below deploy.gateway -> file that must be there."""
+        tls = self.grpc_tls
+        files = {
+            "api_keys": self.api_keys,
+            "chat_template": self.chat_template,
+            "tls_certificate": self.tls_certificate,
+            "tls_key": self.tls_key,
+            "grpc_tls.ca": tls and tls.ca,
+            "grpc_tls.certificate": tls and tls.certificate,
+            "grpc_tls.key": tls and tls.key,
+        }
+        return {key: path for key, path in files.items() if path}
+
+    def settings(self, ready: str, host: str, port: int, drain_timeout: float) -> GatewaySettings:
+        """The gateway before the server of the ready file."""
+        tls = self.grpc_tls
+        return GatewaySettings(
+            ready=(ready,),
+            host=host,
+            port=port,
+            models=self.models,
+            chat_template=self.chat_template,
+            api_keys=self.api_keys,
+            max_running=self.max_running,
+            max_waiting=self.max_waiting,
+            max_body=self.max_body,
+            max_model_len=self.max_model_len,
+            chat_tokens=self.chat_tokens,
+            request_timeout=self.request_timeout,
+            drain_timeout=drain_timeout,
+            cors_origins=self.cors_origins,
+            tls_certificate=self.tls_certificate,
+            tls_key=self.tls_key,
+            server_ca=tls.ca if tls else None,
+            server_certificate=tls.certificate if tls else None,
+            server_key=tls.key if tls else None,
+        )
+
+
+PRIVATE_FILES = ("api_keys", "tls_key", "grpc_tls.key")  # that nobody but their owner may read
+
+
+def example_command(openai: str, model: str, *, keyed: bool) -> str:
+    """A line of shell that asks the gateway at `openai` (http://host:port/v1) for a completion."""
+    body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 16})
+    words = ["curl", f"{openai}/completions", "-H", "Content-Type: application/json", "-d", body]
+    key = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if keyed else ""
+    return shlex.join(words) + key

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import yaml
 
 from launcher_scripts.errors import ConfigError, Problems, problem
+from launcher_scripts.gateway_settings import DeployedGateway
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.replicas import replica_file
 from launcher_scripts.schema import build
@@ -168,6 +169,7 @@ class DeploySettings:
     server that was ready may be started again after it lost a rank or died. model_repository may
     be in a cloud storage (s3://, gs://, as://); cloud_credentials is Triton's file of keys for it.
     numpy_dir: a folder with numpy 1 for a server whose Python backend needs it; None: none needed.
+    gateway: OpenAI's interface beside the server; None: there is none.
     """
 
     model_repository: str
@@ -189,6 +191,7 @@ class DeploySettings:
     restarts: int = 0
     max_waiting_rows: int = 512
     security: ServerSecurity = ServerSecurity()
+    gateway: DeployedGateway | None = None
 
     def __post_init__(self) -> None:
         problems = Problems("the deploy settings")
@@ -202,9 +205,11 @@ class DeploySettings:
                     choices=("0 (a free one)", "1-65535"),
                     change=f"deploy.server.{name}",
                 )
-        fixed = [p for p in (self.http_port, self.grpc_port, self.metrics_port) if p]
+        openai = self.gateway and self.gateway.port
+        fixed = [p for p in (self.http_port, self.grpc_port, self.metrics_port, openai) if p]
         if len(set(fixed)) < len(fixed):
-            problems.add("two of the server's ports are equal", got=fixed, change="deploy.server")
+            change = "deploy.server or deploy.gateway.port"
+            problems.add("two of the server's ports are equal", got=fixed, change=change)
         for name in ("ready_timeout", "stop_timeout"):
             problems.check_at_least(name, getattr(self, name), 0, f"deploy.server.{name}")
         problems.check_at_least("restarts", self.restarts, 0, "deploy.restarts")

@@ -9,6 +9,7 @@ from typing import Any
 
 from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
 from launcher_scripts.errors import CheckpointError, ConfigError
+from launcher_scripts.gateway_settings import DeployedGateway
 from launcher_scripts.models.repository import (
     BACKEND_MODEL_TYPES,
     ServedModel,
@@ -19,6 +20,7 @@ from launcher_scripts.parallel import Parallelism
 from launcher_scripts.security import LOOPBACK, ServerSecurity
 from launcher_scripts.settings import DeploySettings
 from stages.export import Export
+from stages.gateway import check_gateway, gateway_with_absolute_files
 from stages.paths import absolute
 from stages.protection import check_files, with_absolute_files
 from stages.stage import Launch, Stage
@@ -61,6 +63,7 @@ class DeployBlock:
     model_repository: str
     replicas: int
     restarts: int | None
+    gateway: DeployedGateway
     server: Server
 
 
@@ -84,6 +87,7 @@ class Deploy(Stage):
             model_repository=self.block.model_repository if self.remote else str(self.repository),
             results_dir=str(self.results_dir),
             restarts=self.restarts,
+            gateway=self.gateway,
             **server,
         )
 
@@ -96,6 +100,12 @@ class Deploy(Stage):
     @property
     def security(self) -> ServerSecurity:
         return with_absolute_files(self.block.server.security)
+
+    @property
+    def gateway(self) -> DeployedGateway | None:
+        """The gateway beside the server; None: there is none."""
+        block = self.block.gateway
+        return None if block.port is None else gateway_with_absolute_files(block)
 
     def job_settings(self, folder: JobFolder, server: Job | None) -> DeploySettings:  # noqa: ARG002
         return replace(self.settings, job_folder=str(folder.root))
@@ -179,6 +189,8 @@ class Deploy(Stage):
         files = [*self.security.files().values()]
         if self.settings.cloud_credentials is not None:
             files.append(self.settings.cloud_credentials)
+        if self.gateway is not None:
+            files += self.gateway.files().values()
         given = [] if self.remote else [self.repository]
         cache = [self.cache("triton")] if self.in_container else []
         return [*given, *map(Path, files), *cache]
@@ -191,6 +203,8 @@ class Deploy(Stage):
             return
         self._check_replicas()
         check_files(checks, self.security)
+        if self.gateway is not None:
+            check_gateway(checks, self.gateway, self.security)
         if self.remote:
             self._check_remote()
         elif not self.models:
@@ -218,12 +232,14 @@ class Deploy(Stage):
                 change=f"{key} or cluster_type",
             )
             return
-        ports = (server.http_port, server.grpc_port, server.metrics_port)
+        openai = self.block.gateway.port
+        ports = (server.http_port, server.grpc_port, server.metrics_port, openai or 0)
         if count > 1 and any(ports) and not self.launch.cluster.whole_nodes:
             checks.problems.add(
                 "replicas that share a node need ports of their own",
                 got=ports,
-                change="deploy.server.*_port (0: a free one), or cluster.exclusive",
+                change="deploy.server.*_port, deploy.gateway.port (0: a free one), or "
+                "cluster.exclusive",
             )
 
     def _check_remote(self) -> None:

@@ -34,6 +34,7 @@ from launcher_scripts.engine.row import Progress, Row
 from launcher_scripts.engine.runner import Runner
 from launcher_scripts.engine.scheduler import Scheduler
 from launcher_scripts.engine.session import Session, prompt_in_session
+from launcher_scripts.engine.statistics import Statistics
 from launcher_scripts.engine.timeline import Timeline
 from launcher_scripts.errors import RequestError, ServerError
 from launcher_scripts.models.family import ModelConfig
@@ -56,6 +57,7 @@ class Engine:
     def __init__(self, settings: EngineSettings, build: Build, kernels: KernelsAhead) -> None:
         """Start the stepping thread, which calls `build` for its runner; see `load`."""
         self.settings = settings
+        self.statistics = Statistics()
         self._build = build
         self._inbox: SimpleQueue[Row | Session | None] = SimpleQueue()
         self._pending = Pending()
@@ -116,6 +118,15 @@ class Engine:
     def cache_tokens_used(self) -> int:
         """Tokens of the cache that belong to rows and sessions now."""
         return 0 if self._scheduler is None else self._scheduler.used_tokens
+
+    @property
+    def rows_running(self) -> int:
+        return 0 if self._scheduler is None else self._scheduler.rows_running
+
+    @property
+    def rows_queued(self) -> int:
+        """Rows that came and have no place yet."""
+        return max(0, len(self._pending) - self.rows_running)
 
     @property
     def rows_waiting(self) -> int:
@@ -261,6 +272,7 @@ class Engine:
             self.settings.max_batch_size,
             runner.decoder.cache.capacity,
             PREFILL_TOKENS[runner.device.type],
+            self.statistics,
         )
         self._scheduler = scheduler
         launched: deque[StepResult] = deque()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -55,7 +56,9 @@ class Row:
     row of several hypotheses has a slot for each, and their cache tokens one after the other. A
     row of a session lives in the session's extent, after the tokens of the requests before. The
     guide's masks of the first `masked` tokens have been told to the ranks.
-    on_progress gets a snapshot after every token but the last, which the future brings.
+    on_progress gets a snapshot after every token but the last, which the future brings. came_at,
+    placed_at and newest_at are when it came, got its place and had its newest token, by
+    time.perf_counter; 0: not yet.
     """
 
     request: GenerateRequest
@@ -82,6 +85,9 @@ class Row:
     guide: Guide | None = None
     masked: int = 0
     error: RequestError | None = None
+    came_at: float = field(default_factory=time.perf_counter)
+    placed_at: float = 0.0
+    newest_at: float = 0.0
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -96,6 +102,18 @@ class Row:
     def width(self) -> int:
         """Slots that the row takes."""
         return self.request.sampling.beam_width if self.request.output_len else 1
+
+    @property
+    def stopped(self) -> bool:
+        """Whether an end token, a stop word or the guide ended the row; of a beam search its best
+        text.
+        """
+        if self.hypotheses is not None:
+            text = self.hypotheses.best()[0].beam(log_probs=False).output_ids
+            return text[-1] == self.end_id or len(text) < self.request.output_len
+        last = self.tokens[-1:]
+        ended = self.guide is not None and self.guide.ended
+        return bool(last) and (ended or last[0] == self.end_id or _ends_in_stop_word(self))
 
     @property
     def begins_decoding(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ from launcher_scripts.engine.plan import Move, Plan, PrefillPart, RowStart, Toke
 from launcher_scripts.engine.results import EncodedRow, StepResult
 from launcher_scripts.engine.row import Row, answer, snapshot, take, take_beams
 from launcher_scripts.engine.session import Session
+from launcher_scripts.engine.statistics import Statistics
 
 # A pass over prompts keeps the rows that decode waiting, however few the prompts are. So where many
 # rows decode, those that come wait for each other: so many steps at most.
@@ -25,7 +27,13 @@ class Scheduler:
                     that are generating; and most source tokens, except that a source is never cut
     """
 
-    def __init__(self, slots: int, cache_tokens: int, prefill_tokens: int) -> None:
+    def __init__(
+        self,
+        slots: int,
+        cache_tokens: int,
+        prefill_tokens: int,
+        statistics: Statistics | None = None,
+    ) -> None:
         self._free_slots = list(range(slots))[::-1]
         self._extents = ExtentAllocator(cache_tokens)
         self._prefill_tokens = prefill_tokens
@@ -34,11 +42,16 @@ class Scheduler:
         self._launched: deque[dict[int, Row]] = deque()
         self._moves: list[Move] = []
         self._held = 0
+        self._statistics = Statistics() if statistics is None else statistics
 
     @property
     def rows(self) -> list[Row]:
         """Every row that has not ended."""
         return [*self._running.values(), *self._waiting]
+
+    @property
+    def rows_running(self) -> int:
+        return len(self._running)
 
     @property
     def used_tokens(self) -> int:
@@ -64,6 +77,11 @@ class Scheduler:
             self._make_room(row, 1)
             row.launched += 1
         self._launched.append(dict(self._running))
+        prompt_tokens = sum(part.count for part in prefill)
+        prompt_tokens += sum(len(row.source) for row in encode)
+        self._statistics.launch(
+            len(encode) + len(prefill) + len(running), prompt_tokens + len(running)
+        )
         return Plan(
             starts=tuple(starts),
             encode=tuple(row.slot for row in encode),
@@ -93,24 +111,34 @@ class Scheduler:
             rows[slot].context_embeddings = total if before is None else before + total
         for slot, copy in result.prompt_scores:
             rows[slot].prompt_scores.append(copy.read())
-        for token in result.read():
+        tokens, searches = result.read(), result.read_beams()
+        now = self._statistics.begin_apply()
+        for token in tokens:
             row = rows[token.slot]
             if not row.finished:
                 take(row, token)
-                self._go_on(row)
-        for beams in result.read_beams():
+                self._go_on(row, now)
+        for beams in searches:
             row = rows[beams.slot]
             if not row.finished:
                 take_beams(row, beams)
-                self._go_on(row)
+                self._go_on(row, now)
+        self._statistics.end_apply()
 
-    def _go_on(self, row: Row) -> None:
+    def _go_on(self, row: Row, now: float) -> None:
         """Answer a row that has ended; say how far one has come that goes on."""
+        if row.request.output_len:
+            self._statistics.token(row, now)
         if row.finished:
-            self._leave(row)
-            answer(row)
+            self._answer(row, now)
         elif row.on_progress is not None:
             row.on_progress(snapshot(row))
+
+    def _answer(self, row: Row, now: float) -> None:
+        self._leave(row)
+        if row.error is None and not row.future.cancelled():
+            self._statistics.end(row, now)
+        answer(row)
 
     def _take_encoded(self, row: Row, encoded: EncodedRow) -> None:
         """The encoder's answer is the whole one where nothing is decoded."""
@@ -119,8 +147,7 @@ class Scheduler:
         row.answer = encoded
         if not row.prompt:
             row.finished = True
-            self._leave(row)
-            answer(row)
+            self._answer(row, time.perf_counter())
 
     def _decodes(self, row: Row) -> bool:
         if row.guide is not None and row.launched > len(row.tokens):
@@ -173,6 +200,7 @@ class Scheduler:
         row.slots = tuple(self._free_slots.pop() for _ in range(row.width))
         row.start = start + len(row.source)
         self._running[row.slot] = row
+        self._statistics.admit(row, time.perf_counter())
         self._make_room(row, len(row.prompt))
         starts.append(row.as_start())
         return True

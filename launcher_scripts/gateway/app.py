@@ -17,12 +17,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from launcher_scripts import metric_names as names
 from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.api_errors import ApiError, bad_request
 from launcher_scripts.gateway.completions import Answering, Chat, Completion, Limits
 from launcher_scripts.gateway.door import Door, Keys, Life, left, read_body, refusal
 from launcher_scripts.gateway.generation import Record
 from launcher_scripts.gateway.log_probs import token_names
+from launcher_scripts.gateway.metrics import Metrics
 from launcher_scripts.gateway.schemas import (
     ChatBody,
     CompletionBody,
@@ -59,6 +61,10 @@ class Gateway:
         self.admission = Admission(settings.max_running, settings.max_waiting)
         self._limits = Limits(self.admission, settings.timeout, settings.chat_tokens)
         self._max_body = settings.max_body
+        self.metrics = Metrics()
+        self.metrics.watch(names.GATEWAY_WORKING, lambda: self.life.working)
+        self.metrics.watch(names.GATEWAY_RUNNING, lambda: self.admission.running)
+        self.metrics.watch(names.GATEWAY_WAITING, lambda: self.admission.waiting)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions"""
@@ -78,8 +84,8 @@ class Gateway:
 
     async def embeddings(self, _: Request) -> Response:
         """POST /v1/embeddings"""
-        names = ", ".join(model.name for model in self.models.all)
-        message = f"none of the models gives embeddings: {names}"
+        served = ", ".join(model.name for model in self.models.all)
+        message = f"none of the models gives embeddings: {served}"
         raise ApiError(404, message, code="no_embeddings", param="model")
 
     async def list_models(self, _: Request) -> Response:
@@ -103,13 +109,13 @@ class Gateway:
             model = self.models.find(body.model)
             text = body.prompt
         ids = await model.encode_aside(text, special_tokens=body.add_special_tokens)
-        names = token_names(model.tokenizer)
+        name_of = token_names(model.tokenizer)
         return JSONResponse(
             {
                 "count": len(ids),
                 "max_model_len": model.max_len,
                 "tokens": list(ids),
-                "token_strs": [names(each) for each in ids] if body.return_token_strs else None,
+                "token_strs": [name_of(each) for each in ids] if body.return_token_strs else None,
             }
         )
 
@@ -151,6 +157,10 @@ class Gateway:
         fine = all(answers) and not self.life.draining
         content = {"ready": fine, "draining": self.life.draining, "models": states}
         return JSONResponse(content, 200 if fine else 503)
+
+    async def show_metrics(self, _: Request) -> Response:
+        """GET /metrics"""
+        return self.metrics.response()
 
     async def version(self, _: Request) -> Response:
         """GET /version"""
@@ -250,8 +260,9 @@ def make_app(
         Route("/health", gateway.health, methods=get),
         Route("/ready", gateway.ready, methods=get),
         Route("/version", gateway.version, methods=get),
+        Route("/metrics", gateway.show_metrics, methods=get),
     ]
-    middleware = [Middleware(Door, keys=keys or Keys({}))]
+    middleware = [Middleware(Door, keys=keys or Keys({}), count=gateway.metrics.count)]
     if settings.cors_origins:
         cors = Middleware(
             CORSMiddleware,

@@ -9,7 +9,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from launcher_scripts.gateway.schemas import parse_json
 LOG = logging.getLogger("gateway")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 # Whoever asks whether the gateway is there need not have a key.
-OPEN = frozenset({"/health", "/ready", "/version"})
+OPEN = frozenset({"/health", "/ready", "/version", "/metrics"})
 _LEFT = 499  # the client has gone; nobody reads it
 
 
@@ -82,11 +82,13 @@ class Keys:
 
 
 class Door:
-    """The middleware: gives a request its Record, checks its key, and logs how it ended."""
+    """The middleware: gives a request its Record, checks its key, logs and counts how it ended."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, count: Callable[[str, Record, int], None]) -> None:
+        """count: is told the path, the Record and the status of every answer"""
         self._app = app
         self._keys = keys
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -121,6 +123,7 @@ class Door:
             await refusal(failed)(scope, receive, tagged)
         finally:
             self._log(scope, record, status)
+            self._count(scope["path"], record, status)
 
     @staticmethod
     def _log(scope: Scope, record: Record, status: int) -> None:

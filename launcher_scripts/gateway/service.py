@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 import os
-import shlex
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from launcher_scripts.gateway.app import AppSettings, Gateway, make_app
 from launcher_scripts.gateway.door import Keys
 from launcher_scripts.gateway.loading import load_models
 from launcher_scripts.gateway.served_model import ServedModel
-from launcher_scripts.gateway_settings import GatewaySettings
+from launcher_scripts.gateway_settings import GatewaySettings, example_command
 from launcher_scripts.security import read_secrets
 
 _BACKLOG = 2048
@@ -110,11 +109,7 @@ class DrainingServer(uvicorn.Server):
 def ready_lines(address: str, models: Sequence[ServedModel], *, keyed: bool) -> str:
     """What is printed when the gateway answers: one line of facts, and a command to paste."""
     facts = {"openai": f"{address}/v1", "models": [model.name for model in models]}
-    body = json.dumps({"model": models[0].name, "prompt": "Once upon a time", "max_tokens": 16})
-    words = ["curl", f"{address}/v1/completions", "-H", "Content-Type: application/json"]
-    command = shlex.join([*words, "-d", body])
-    if keyed:
-        command += ' -H "Authorization: Bearer $OPENAI_API_KEY"'
+    command = example_command(f"{address}/v1", models[0].name, keyed=keyed)
     return f"ready: {json.dumps(facts)}\ntry: {command}"
 
 

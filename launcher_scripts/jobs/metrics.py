@@ -6,6 +6,8 @@ import http.client
 import re
 from dataclasses import dataclass
 
+from launcher_scripts import metric_names as names
+
 _SECONDS = 2.0
 _SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 _GIB = 2.0**30
@@ -13,9 +15,6 @@ _GIB = 2.0**30
 GPU_USE, GPU_USED, GPU_TOTAL = (
     f"nv_gpu_{name}" for name in ("utilization", "memory_used_bytes", "memory_total_bytes")
 )
-# Written by our backend: tokens of the models' caches of keys and values.
-KV_USED, KV_TOTAL = "launcher_kv_cache_tokens_used", "launcher_kv_cache_tokens"
-REQUESTS = "nv_inference_request_success"
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,8 @@ class Load:
     gpu_use:  mean share of the GPUs' time, 0 to 1
     gpu_used, gpu_total: bytes of memory of all GPUs
     kv_use:   share of the caches' tokens that hold keys and values, 0 to 1
-    requests: answered since the start
+    requests: rows answered since the start
+    running, waiting: rows that run, and that wait for a place
     """
 
     gpu_use: float | None = None
@@ -33,6 +33,8 @@ class Load:
     gpu_total: float | None = None
     kv_use: float | None = None
     requests: int | None = None
+    running: int | None = None
+    waiting: int | None = None
 
     def gpu_text(self) -> str:
         if self.gpu_total is None or self.gpu_used is None:
@@ -42,6 +44,12 @@ class Load:
 
     def kv_text(self) -> str:
         return "" if self.kv_use is None else f"{self.kv_use:.0%}"
+
+    def rows_text(self) -> str:
+        """Rows that run, and where some wait, how many."""
+        if self.running is None:
+            return ""
+        return f"{self.running}+{self.waiting}" if self.waiting else str(self.running)
 
 
 def is_ready(address: str) -> bool:
@@ -69,14 +77,20 @@ def parse_load(text: str) -> Load:
     def total(name: str) -> float | None:
         return sum(samples[name]) if name in samples else None
 
-    use, used_tokens, tokens = samples.get(GPU_USE), total(KV_USED), total(KV_TOTAL)
-    requests = total(REQUESTS)
+    def count(metric: names.Metric) -> int | None:
+        found = total(metric.name)
+        return None if found is None else int(found)
+
+    use, tokens = samples.get(GPU_USE), total(names.CACHE_TOKENS.name)
+    used_tokens = total(names.CACHE_USED.name)
     return Load(
         gpu_use=sum(use) / len(use) if use else None,
         gpu_used=total(GPU_USED),
         gpu_total=total(GPU_TOTAL),
         kv_use=used_tokens / tokens if tokens and used_tokens is not None else None,
-        requests=None if requests is None else int(requests),
+        requests=count(names.SUCCESS),
+        running=count(names.RUNNING),
+        waiting=count(names.WAITING),
     )
 
 

@@ -17,7 +17,7 @@ from launcher_scripts.errors import ClusterError, lookup
 from launcher_scripts.jobs.folders import KnownJob
 from launcher_scripts.jobs.metrics import Load, is_ready, load
 
-PROTOCOLS = ("http", "grpc", "metrics")
+PROTOCOLS = ("http", "grpc", "metrics", "openai")
 # Exit codes of `status`.
 WELL, FAILED, NOT_YET, NOBODY_KNOWS = 0, 1, 3, 5
 

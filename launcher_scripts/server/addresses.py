@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from launcher_scripts.security import LOOPBACK
 from launcher_scripts.server.health import TritonClient
-from launcher_scripts.server.ports import Ports, family_of
+from launcher_scripts.server.ports import Ports, family_of, gateway_host
 from launcher_scripts.settings import DeploySettings
 
 _EVERY_ADDRESS = ("0.0.0.0", "::", "")
@@ -27,6 +27,14 @@ def addresses(settings: DeploySettings, ports: Ports, client: TritonClient) -> d
         reached = host if host == LOOPBACK else public_host(settings, host, client)
         found[name] = _address(reached, getattr(ports, name))
     return found
+
+
+def openai_address(settings: DeploySettings, port: int, client: TritonClient) -> str:
+    """The address of the gateway's interface, as its clients are told it."""
+    host = gateway_host(settings)
+    reached = host if host == LOOPBACK else public_host(settings, host, client)
+    tls = settings.gateway is not None and settings.gateway.tls_certificate is not None
+    return f"{'https' if tls else 'http'}://{_address(reached, port)}/v1"
 
 
 def with_node_address(settings: DeploySettings) -> DeploySettings:

@@ -12,6 +12,7 @@ from launcher_scripts.errors import Problems, ServerError
 from launcher_scripts.settings import DeploySettings
 
 PORT_NAMES = ("http", "grpc", "metrics")
+GATEWAY = "gateway"
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,13 @@ class Ports:
     http: int
     grpc: int
     metrics: int
+    gateway: int | None = None
 
 
 @contextlib.contextmanager
 def reserved_ports(settings: DeploySettings) -> Iterator[Ports]:
-    """The server's three ports, free ones in place of 0, held until the block ends.
+    """The ports of the server and of its gateway, free ones in place of 0, held until the end of
+    the block.
 
     A held port is bound but not listening and marked reusable, so the server can listen on it
     while nobody else is given it. Triton opens its ports only after the models are loaded, which
@@ -32,15 +35,19 @@ def reserved_ports(settings: DeploySettings) -> Iterator[Ports]:
     problems = Problems("the server's ports")
     ports = {}
     with contextlib.ExitStack() as held:
-        for name in PORT_NAMES:
-            key = f"{name}_port"
+        for name, host, port in _wanted(settings):
             try:
-                holder = held.enter_context(_hold(settings.hosts[name], getattr(settings, key)))
-                ports[name] = holder.getsockname()[1]
+                ports[name] = held.enter_context(_hold(host, port)).getsockname()[1]
             except OSError as error:
-                problems.add(_reason(error), got=getattr(settings, key), **_advice(error, key))
+                problems.add(_reason(error), got=port, **_advice(error, name))
         problems.raise_if_any(ServerError)
         yield Ports(**ports)
+
+
+def gateway_host(settings: DeploySettings) -> str:
+    """The address that the gateway listens on."""
+    own = settings.gateway and settings.gateway.host
+    return own or settings.hosts["grpc"]
 
 
 def ports_in_use(hosts: Mapping[str, str], ports: Ports) -> dict[str, int]:
@@ -58,6 +65,14 @@ def ports_in_use(hosts: Mapping[str, str], ports: Ports) -> dict[str, int]:
 
 def family_of(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _wanted(settings: DeploySettings) -> Iterator[tuple[str, str, int]]:
+    """Name, address and number of every port."""
+    for name in PORT_NAMES:
+        yield name, settings.hosts[name], getattr(settings, f"{name}_port")
+    if settings.gateway is not None and settings.gateway.port is not None:
+        yield GATEWAY, gateway_host(settings), settings.gateway.port
 
 
 def _hold(host: str, port: int) -> socket.socket:
@@ -89,7 +104,10 @@ def _reason(error: OSError) -> str:
     return f"the port cannot be opened: {error.strerror or error}"
 
 
-def _advice(error: OSError, key: str) -> dict[str, str]:
+def _advice(error: OSError, name: str) -> dict[str, str]:
+    block, key = "deploy.server", f"{name}_port"
+    if name == GATEWAY:
+        block, key = "deploy.gateway", "port"
     if error.errno in (errno.EADDRNOTAVAIL, socket.EAI_NONAME):
-        return {"change": "deploy.server.host"}
-    return {"change": f"deploy.server.{key} (0: a free one)"}
+        return {"change": f"{block}.host"}
+    return {"change": f"{block}.{key} (0: a free one)"}

@@ -96,7 +96,7 @@ class ServerProcess:
             errors="replace",
             start_new_session=True,
             pass_fds=self._claim.descriptors,
-            preexec_fn=_prepare_child(),
+            preexec_fn=prepare_child(),
         )
         self._reader = threading.Thread(
             target=self._repeat_log, args=(self._process.stdout,), daemon=True
@@ -142,12 +142,7 @@ class ServerProcess:
 
     def end_reason(self) -> str:
         """How the server ended, in words."""
-        code = self.exit_code()
-        if code is None:
-            return "is running"
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with exit code {code}"
+        return ending(self.exit_code())
 
     def tail(self) -> str:
         """The last lines of the server's log."""
@@ -221,6 +216,15 @@ class ServerProcess:
                 self._errors.append(message)
 
 
+def ending(code: int | None) -> str:
+    """How a process with this exit code ended, in words; None: it runs."""
+    if code is None:
+        return "is running"
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
 def is_alive(pid: int) -> bool:
     """Whether the process runs; one that only waits to be noticed by its parent does not."""
     return _state(pid) not in ("", "Z", "X")
@@ -239,7 +243,7 @@ def _state(pid: int) -> str:
         return ""
 
 
-def _prepare_child() -> Callable[[], None]:
+def prepare_child() -> Callable[[], None]:
     """What the child runs before the server: its limits, and SIGTERM when this program dies.
 
     All is looked up here, since a forked child should do little.

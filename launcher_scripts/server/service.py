@@ -10,10 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launcher_scripts.errors import ServerError, problem
+from launcher_scripts.gateway_settings import example_command
 from launcher_scripts.models.repository import check_repository, is_remote
 from launcher_scripts.nodes import ALONE, Place
 from launcher_scripts.remains import NAME_PREFIX, remove_remains, temporary_folder
-from launcher_scripts.server.addresses import addresses, local_host, with_node_address
+from launcher_scripts.server.addresses import (
+    addresses,
+    local_host,
+    openai_address,
+    with_node_address,
+)
+from launcher_scripts.server.gateway_process import GatewayProcess
 from launcher_scripts.server.group import group_env
 from launcher_scripts.server.health import (
     ModelStatus,
@@ -24,7 +31,7 @@ from launcher_scripts.server.health import (
 )
 from launcher_scripts.server.installation import Installation, find_installation
 from launcher_scripts.server.lost_workers import REASON, SECOND_STARTS, WaitingForLost
-from launcher_scripts.server.ports import Ports, ports_in_use, reserved_ports
+from launcher_scripts.server.ports import Ports, gateway_host, ports_in_use, reserved_ports
 from launcher_scripts.server.process import ServerProcess, is_alive, is_suspended
 from launcher_scripts.server.protection import Protection
 from launcher_scripts.server.ready_files import RENEW_SECONDS, ReadyFiles, job_facts
@@ -114,11 +121,15 @@ class _Run:
             process = ServerProcess(
                 settings, self._installation, ports, Path(folder), protection, self._env
             )
+            gateway = _gateway(settings, ports, Path(folder))
             patience = settings.stop_timeout + _UNLOAD_SECONDS
             try:
-                service = Service(settings, process, ports, stop, protection, self._ready_files)
+                service = Service(
+                    settings, process, ports, stop, protection, self._ready_files, gateway
+                )
                 if service.wait_until_ready(self._give_up_early):
                     held.close()
+                if service.open_gateway():
                     service.announce()
                     self.was_ready = True
                     service.watch()
@@ -134,7 +145,10 @@ class _Run:
             finally:
                 self.lost_worker = process.lost_worker and not self.was_ready
                 self._ready_files.remove()
-                process.stop(patience)
+                end = time.monotonic() + patience
+                if gateway is not None:
+                    gateway.stop(patience)
+                process.stop(max(_UNLOAD_SECONDS, end - time.monotonic()))
 
 
 class Service:
@@ -148,9 +162,11 @@ class Service:
         stop: StopRequest,
         protection: Protection,
         ready_files: ReadyFiles,
+        gateway: GatewayProcess | None = None,
     ) -> None:
         self._settings = settings
         self._process = process
+        self._gateway = gateway
         self._ports = ports
         self._stop = stop
         self._ready_files = ready_files
@@ -182,6 +198,25 @@ class Service:
             time.sleep(_POLL_SECONDS)
         return False
 
+    def open_gateway(self) -> bool:
+        """Start the gateway, if there is to be one.
+
+        True when it answers; False when somebody asked to stop before.
+        """
+        gateway = self._gateway
+        if gateway is not None and self._stop.received is None:
+            grpc = addresses(self._settings, self._ports, self._client)["grpc"]
+            repository = _absolute(self._settings.model_repository)
+            server = {"grpc": grpc, "model_repository": repository}
+            gateway.start(server, self._settings.stop_timeout)
+        while self._stop.received is None:
+            if gateway is None or gateway.models:
+                return True
+            self._check()
+            gateway.look()
+            time.sleep(_POLL_SECONDS)
+        return False
+
     def announce(self) -> None:
         """Write the ready file: from now on others may use the server."""
         statuses = self._check()
@@ -201,8 +236,13 @@ class Service:
             "job": job_facts(self._settings),
             "timeline": self._timeline(statuses),
         }
+        if self._gateway is not None:
+            facts["openai"] = openai_address(self._settings, self._ports.gateway, self._client)
         self._ready_files.write(facts)
         print(f"ready: {json.dumps(facts)}", flush=True)
+        if self._gateway is not None:
+            model, keyed = self._gateway.models[0], self._gateway.keyed
+            print(f"try: {example_command(facts['openai'], model, keyed=keyed)}", flush=True)
         print(f"seconds of the start:\n{start_table(facts['timeline'])}", flush=True)
 
     def watch(self) -> None:
@@ -210,6 +250,8 @@ class Service:
         renewed = time.monotonic()
         while self._stop.received is None:
             self._check()
+            if self._gateway is not None:
+                self._gateway.look()
             if time.monotonic() - renewed > RENEW_SECONDS:
                 self._ready_files.renew()
                 renewed = time.monotonic()
@@ -283,6 +325,14 @@ class Service:
         error = ServerError(f"the end of the server's log:\n{log}\nerror: {reason}")
         error.problems = (reason,)
         return error
+
+
+def _gateway(settings: DeploySettings, ports: Ports, folder: Path) -> GatewayProcess | None:
+    wanted = settings.gateway
+    if wanted is None or ports.gateway is None:
+        return None
+    host = gateway_host(settings)
+    return GatewayProcess(wanted, host, ports.gateway, folder, settings.restarts)
 
 
 def _reason(error: ServerError) -> str:

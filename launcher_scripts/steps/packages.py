@@ -9,6 +9,15 @@ from importlib.util import find_spec
 from launcher_scripts.overlay import COMMAND, find_overlay
 
 OLDEST = (3, 10)
+# What the gateway needs.
+GATEWAY_PACKAGES = (
+    "prometheus_client",
+    "pydantic",
+    "starlette",
+    "tritonclient",
+    "uvicorn",
+    "uvloop",
+)
 # Without these the standard library does the same.
 SAVE_TIME = ("blake3", "zlib_ng")
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from launcher_scripts.steps.packages import check_packages
+from launcher_scripts.steps.packages import GATEWAY_PACKAGES, check_packages
 
 if __name__ == "__main__":
-    check_packages("start_gateway", "pydantic", "starlette", "tritonclient", "uvicorn", "uvloop")
+    check_packages("start_gateway", *GATEWAY_PACKAGES)
 
 from launcher_scripts.gateway.service import serve
 from launcher_scripts.gateway_settings import GatewaySettings

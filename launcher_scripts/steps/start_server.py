@@ -19,7 +19,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from launcher_scripts.steps.packages import check_packages, note_slow_checksums
+from launcher_scripts.steps.packages import (
+    GATEWAY_PACKAGES,
+    check_packages,
+    note_slow_checksums,
+)
 
 if __name__ == "__main__":
     check_packages("start_server", "jinja2", "numpy", "torch", "yaml")
@@ -44,6 +48,8 @@ def start(settings: DeploySettings) -> None:
     if place.nodes > 1:
         print(f"node {place.node} of {place.nodes}, started by {place.launcher}", flush=True)
     if place.serves:
+        if settings.gateway is not None:
+            check_packages("start_gateway", *GATEWAY_PACKAGES)
         check_text_models(settings.model_repository)
         serve(settings, place)
         return

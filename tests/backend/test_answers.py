@@ -62,7 +62,7 @@ class Sender(Request):
 @pytest.fixture
 def answers(backend):  # noqa: F811
     module = importlib.import_module(f"{backend.__package__}.answer")
-    thread = module.Answers(module.nothing)
+    thread = module.Answers(lambda *_: None)
 
     def start(engine: Engine, sender: Sender, rows: int = 1, beams: int = 1) -> Any:
         sampling = SamplingParameters(beam_width=beams)

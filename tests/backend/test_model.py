@@ -93,11 +93,11 @@ class Request:
             self.answered.set()
 
 
-GAUGES: dict[tuple[str, str], float] = {}
+GAUGES: dict[tuple[str, ...], float] = {}
 
 
 class Gauges:
-    """Triton's metrics, in GAUGES by name and model."""
+    """Triton's metrics, in GAUGES by name and labels' values, the model's first."""
 
     GAUGE, COUNTER = "gauge", "counter"
 
@@ -106,7 +106,8 @@ class Gauges:
         self.name = name
 
     def Metric(self, labels):
-        key = (self.name, labels["model"])
+        assert "model" in (next(iter(labels)), next(iter(labels)).removesuffix("_name"))
+        key = (self.name, *labels.values())
         return types.SimpleNamespace(
             set=lambda value: GAUGES.update({key: value}),
             increment=lambda value: GAUGES.update({key: GAUGES.get(key, 0) + value}),
@@ -177,13 +178,16 @@ def test_requests_are_answered_each_on_its_own(backend, tmp_path, monkeypatch):
     assert status["versions"]["torch"] == torch.__version__
     assert GAUGES["launcher_kv_cache_tokens", "tiny"] > 0
     assert GAUGES["launcher_kv_cache_tokens_used", "tiny"] == 0
+    refused = ("launcher_request_failure_total", "tiny", "refused")
+    before = GAUGES.get(refused, 0)
     good = request([[3, 4, 5], [6, 7, 0]], [3, 2], [[2], [4]])
-    bad_row = request([[3, 4], [99, 0]], [2, 1], [[2], [2]])
+    bad_row = request([[98, 4], [99, 0]], [2, 1], [[2], [2]])
     bad_tensor = request([[3, 4]], [9], [[2]])
     assert model.execute([good, bad_row, bad_tensor]) is None
     for one in (good, bad_row, bad_tensor):
         assert one.answered.wait(120)
     model.finalize()
+    assert GAUGES[refused] == before + 2 + 1  # a request counts once until its rows are known
     reference = engine_for(CONFIG, tensors)
     expected = [generate(reference, (3, 4, 5), 2), generate(reference, (6, 7), 4)]
     reference.close()
@@ -211,7 +215,7 @@ def test_an_answered_request_keeps_nothing(backend, fails):
         return futures[-1]
 
     rows = (GenerateRequest((1,), 1), GenerateRequest((2,), 1))
-    one, thread = Request({}, ()), module.Answers(module.nothing)
+    one, thread = Request({}, ()), module.Answers(lambda *_: None)
     answer = module.Answer(thread, one, rows, {}, set(), lambda _: {}, streams=False)
     left = weakref.ref(answer)
     gc.disable()
@@ -429,11 +433,13 @@ def test_a_row_that_cannot_run_ends_its_request(streaming_model):
 def test_a_client_that_left_is_generated_for_no_longer(streaming_model):
     asked = request([[3, 4]], [2], [[90]])
     asked.left = True
-    before = GAUGES.get(("launcher_requests_given_up", "tiny"), 0)
+    given_up = ("launcher_requests_given_up", "tiny")
+    cancelled = ("launcher_request_failure_total", "tiny", "cancelled")
+    before = [GAUGES.get(key, 0) for key in (given_up, cancelled)]
     streaming_model.execute([asked])
     assert asked.answered.wait(120)
     assert asked.answers[-1].error.code == "cancelled"
-    assert GAUGES["launcher_requests_given_up", "tiny"] == before + 1
+    assert [GAUGES[given_up], GAUGES[cancelled]] == [before[0] + 1, before[1] + 1]
 
 
 def test_a_request_takes_no_longer_than_its_timeout(streaming_model):

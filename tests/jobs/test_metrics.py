@@ -15,8 +15,12 @@ nv_gpu_memory_used_bytes{gpu_uuid="GPU-1"} 1073741824.000000
 nv_gpu_memory_used_bytes{gpu_uuid="GPU-2"} 2147483648
 nv_gpu_memory_total_bytes{gpu_uuid="GPU-1"} 8.589934592e9
 nv_gpu_memory_total_bytes{gpu_uuid="GPU-2"} 8589934592
-nv_inference_request_success{model="a {b}",version="1"} 3
-nv_inference_request_success{model="c",version="1"} 4
+nv_inference_request_success{model="a",version="1"} 90
+launcher_request_success_total{finished_reason="stop",model_name="a {b}"} 3
+launcher_request_success_total{finished_reason="length",model_name="c"} 4
+launcher_num_requests_running{model_name="a"} 5
+launcher_num_requests_running{model_name="c"} 1
+launcher_num_requests_waiting{model_name="a"} 2
 launcher_kv_cache_tokens{model="a"} 200
 launcher_kv_cache_tokens_used{model="a"} 50
 """
@@ -24,15 +28,16 @@ launcher_kv_cache_tokens_used{model="a"} 50
 
 def test_samples_of_all_gpus_and_models_are_combined() -> None:
     found = parse_load(TEXT)
-    assert found == Load(0.375, 3 * 2.0**30, 16 * 2.0**30, 0.25, 7)
+    assert found == Load(0.375, 3 * 2.0**30, 16 * 2.0**30, 0.25, 7, 6, 2)
     assert found.gpu_text() == "38% 3.0/16.0 GiB"
     assert found.kv_text() == "25%"
+    assert found.rows_text() == "6+2"
 
 
 def test_a_server_without_gpus_says_nothing_of_them() -> None:
     found = parse_load("nv_cpu_utilization 0.1\n# nv_gpu_utilization 1\n")
     assert found == Load()
-    assert (found.gpu_text(), found.kv_text()) == ("", "")
+    assert (found.gpu_text(), found.kv_text(), found.rows_text()) == ("", "", "")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "no.such.host.invalid:80"])

@@ -24,9 +24,11 @@ from tests.jobs.test_folders import make_job
 def statuses(results: Path) -> list[Status]:
     server = KnownJob.read(make_job(results, "deploy", 1, ready_file="/r/ready.json"))
     export = KnownJob.read(make_job(results, "export", 2))
-    ready = {"http": "n1:8000", "grpc": "n1:8001"}
+    ready = {"http": "n1:8000", "grpc": "n1:8001", "openai": "http://n1:9/v1"}
     running = JobState("RUNNING", nodes="n[1-2]", seconds=3661)
-    load = Load(gpu_use=0.5, gpu_used=2.0**30, gpu_total=2.0**31, kv_use=0.25, requests=9)
+    load = Load(
+        gpu_use=0.5, gpu_used=2.0**30, gpu_total=2.0**31, kv_use=0.25, requests=9, running=3
+    )
     blocked = JobState("PENDING", reason="PartitionTimeLimit")
     return [
         Status(server, "101", running, ready, True, load),
@@ -37,7 +39,8 @@ def statuses(results: Path) -> list[Status]:
 def test_a_pipe_gets_columns(tmp_path: Path) -> None:
     head, server, export = plain(statuses(tmp_path), STATUS_COLUMNS).splitlines()
     assert head.split() == list(STATUS_COLUMNS)
-    expected = "deploy_tiny 001 101 READY n[1-2] 1:01:01 n1:8000 n1:8001 50% 1.0/2.0 GiB 25% 9 -"
+    expected = "deploy_tiny 001 101 READY n[1-2] 1:01:01 n1:8000 n1:8001 http://n1:9/v1"
+    expected += " 50% 1.0/2.0 GiB 25% 3 9 -"
     assert server.split() == expected.split()
     assert export.index("PENDING") == server.index("READY") == head.index("STATE")
     assert "PartitionTimeLimit, it will never start: its time limit is beyond" in export

@@ -10,7 +10,9 @@ import yaml
 from hydra import compose
 from omegaconf import OmegaConf
 
+from launcher_scripts.gateway_settings import DeployedGateway
 from launcher_scripts.models.repository import BACKEND_MODEL_TYPES
+from launcher_scripts.schema import build
 from launcher_scripts.settings import DeploySettings, EvaluateSettings, ExportSettings
 from launcher_scripts.task_settings import BenchmarkSettings, GenerationSettings, TaskSettings
 from stages.plan import make_plan
@@ -132,7 +134,13 @@ def test_every_setting_of_the_server_has_a_key(hydra_config: Compose) -> None:
     fields = {field.name for field in dataclasses.fields(DeploySettings)}
     server = hydra_config()["deploy"]["server"]
     elsewhere = {"model_repository", "results_dir", "job_folder", "replica", "restarts"}
-    assert set(server) == fields - elsewhere
+    assert set(server) == fields - elsewhere - {"gateway"}
+
+
+def test_every_setting_of_the_gateway_has_a_key_and_its_default(hydra_config: Compose) -> None:
+    block = hydra_config()["deploy"]["gateway"]
+    assert build(DeployedGateway, block, "the block") == DeployedGateway()
+    assert set(block) == {field.name for field in dataclasses.fields(DeployedGateway)}
 
 
 def test_every_setting_of_the_export_has_a_key(hydra_config: Compose) -> None:

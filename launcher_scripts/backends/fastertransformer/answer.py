@@ -20,6 +20,7 @@ from launcher_scripts.backends.text_parameters import ParameterError
 from launcher_scripts.engine.row import Progress, Snapshot
 from launcher_scripts.engine.session import Session
 from launcher_scripts.errors import BusyError, RequestError
+from launcher_scripts.metric_names import CANCELLED, FAILED, REFUSED
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
 Submit = Callable[..., "Future[GenerateOutput]"]
@@ -70,7 +71,7 @@ class Answer:
         self._snapshots: dict[int, Snapshot] = {}  # by row, the newest
         self._last: list[GenerateOutput | None] = [None] * len(rows)
         self._error: Any = None
-        self._given_up = False
+        self._failure = FAILED  # why there is an error, if there is one
         self._in_session = False
         self._sent = 0  # tokens of every row in the responses so far
         self._ended = False
@@ -117,11 +118,12 @@ class Answer:
                 self._send_news(alone)
             except Exception as error:  # the other requests go on
                 traceback.print_exc()
-                self._end(error_response(error))
+                self._error = error_response(error)
+                self._end(self._error)
 
     def _give_up(self, code: str, why: str) -> None:
         if self._error is None:
-            self._error, self._given_up = failure(why, code), True
+            self._error, self._failure = failure(why, code), CANCELLED
         self._answers.put(self, urgent=True)
 
     def _progress_of(self, number: int) -> Progress:
@@ -138,8 +140,8 @@ class Answer:
             error = future.exception()
             if error is None:
                 self._last[number] = future.result()
-            else:
-                self._error = self._error or error_response(error)
+            elif self._error is None:
+                self._error, self._failure = error_response(error), reason_of(error)
             self._answers.put(self, urgent=True)
 
         return take
@@ -229,8 +231,8 @@ class Answer:
         self._futures = []
         self._snapshots.clear()
         self._on_end()
-        if self._given_up:
-            self._answers.on_give_up()
+        if self._error is not None:
+            self._answers.on_failure(self._failure, max(1, self._last.count(None)))
         send_last(self._sender, response)
 
 
@@ -251,6 +253,12 @@ def error_response(error: BaseException) -> Any:
     elif isinstance(error, RequestError | ParameterError):
         code = "INVALID_ARG"
     return failure(str(error), code)
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a request was not answered, as the metrics have it."""
+    refused = isinstance(error, BusyError | RequestError | ParameterError)
+    return REFUSED if refused else FAILED
 
 
 def send_last(sender: Any, response: Any) -> None:

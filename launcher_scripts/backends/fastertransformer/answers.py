@@ -35,9 +35,11 @@ class Answers:
     waits for everybody else's next one.
     """
 
-    def __init__(self, on_give_up: Callable[[], None]) -> None:
-        """on_give_up: is called when a request was given up, by the thread"""
-        self.on_give_up = on_give_up
+    def __init__(self, on_failure: Callable[[str, int], None]) -> None:
+        """on_failure: is called by the thread when rows of a request will not be answered: why (a
+        reason of metric_names), and how many
+        """
+        self.on_failure = on_failure
         self.departures = Departures()
         self._lock = Lock()
         self._urgent: dict[Answering, None] = {}

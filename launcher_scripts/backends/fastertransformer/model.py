@@ -23,6 +23,7 @@ from launcher_scripts.backends.fastertransformer.answer import (
     Answer,
     ToTensors,
     error_response,
+    reason_of,
     send_last,
 )
 from launcher_scripts.backends.fastertransformer.answers import Answers
@@ -110,7 +111,7 @@ class TritonPythonModel:
         self._guidance = Guidance(settings.checkpoint_dir, self._engine.config)
         self._sessions = None if idle is None else Sessions(self._engine, idle)
         self._metrics = ModelMetrics(args["model_name"], self._engine)
-        self._answers = Answers(self._metrics.count_given_up)
+        self._answers = Answers(self._metrics.count_failure)
         self._channels = Channels()
         self._engine.timeline.note("the first tokens are generated")
         self._status.write("ready", ranks=self._engine.ranks, timeline=self._engine.timeline.events)
@@ -133,6 +134,7 @@ class TritonPythonModel:
             except Exception as error:  # the other requests go on
                 if not isinstance(error, RequestError | ParameterError):
                     traceback.print_exc()
+                self._metrics.count_failure(reason_of(error), 1)
                 send_last(sender, error_response(error))
             if isinstance(sender, ChannelSender) and self._sessions is None:
                 sender.hand_over()

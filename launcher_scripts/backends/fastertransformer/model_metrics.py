@@ -1,52 +1,107 @@
-"""What a model adds to the server's metrics: its cache of keys and values, and who left."""
+"""What a model adds to the server's metrics; `metric_names` says what each of them means.
+
+The values are counted by the engine. A thread hands what has changed to the server every second:
+each change of a value is a message to the server's process, too many for each token.
+Triton's own histograms take one value in a message, so ours are values with the names that
+Prometheus gives the parts of a histogram. Triton calls them gauges: some readers put `_total` after
+the names of counters (prometheus_client, OpenTelemetry), and would find no `_bucket`.
+"""
 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from launcher_scripts import metric_names as names
 from launcher_scripts.engine.engine import Engine
+from launcher_scripts.engine.statistics import Sample
 
 _SECONDS = 1.0
-_TOKENS = "launcher_kv_cache_tokens"
-_USED = "launcher_kv_cache_tokens_used"
-_GIVEN_UP = "launcher_requests_given_up"
 
 
 class ModelMetrics:
-    """Two gauges of one model, brought up to date every second, and a counter."""
+    """One model's metrics, brought up to date every second."""
 
     def __init__(self, model: str, engine: Engine) -> None:
-        gauge = pb_utils.MetricFamily.GAUGE
-        self._families = [
-            pb_utils.MetricFamily(name=_TOKENS, description="Tokens of the cache", kind=gauge),
-            pb_utils.MetricFamily(name=_USED, description="Tokens of it in use", kind=gauge),
-        ]
-        self._tokens, self._used = (f.Metric(labels={"model": model}) for f in self._families)
-        self._tokens.set(engine.cache_tokens)
-        family = pb_utils.MetricFamily(
-            name=_GIVEN_UP,
-            description="Requests that were cancelled, or took longer than their timeout",
-            kind=pb_utils.MetricFamily.COUNTER,
-        )
-        self._families.append(family)
-        self._given_up = family.Metric(labels={"model": model})
-        self._engine = engine
+        """What the engine has counted before, for its warm-up, is left out."""
+        self._model, self._engine = model, engine
+        self._families: dict[str, Any] = {}
+        self._metrics: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
+        self._gauges = {metric.name: self._add(metric, metric.name) for metric in names.GAUGES}
+        self._shown: dict[str, float] = {}
+        self._given_up = self._add(names.GIVEN_UP, names.GIVEN_UP.name)
+        self._failures = {
+            reason: self._add(names.FAILURE, names.FAILURE.name, (("reason", reason),))
+            for reason in (names.REFUSED, names.CANCELLED, names.FAILED)
+        }
+        metrics = {name: each for each in names.MODEL_METRICS for name in each.samples}
+        self._counted: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        for sample in engine.statistics.samples():
+            key = (sample.name, sample.labels)
+            self._metrics[key] = self._add(metrics[sample.name], *key)
+            self._counted[key] = sample.value
+        self._steps = engine.statistics.steps, engine.statistics.step_rows
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="cache metrics", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
-    def count_given_up(self) -> None:
-        """A request was given up, and its rows are free."""
-        self._given_up.increment(1)
+    def count_failure(self, reason: str, rows: int) -> None:
+        """So many rows of a request will not be answered; any thread may say so.
+
+        reason: one of metric_names' values of `reason`
+        """
+        self._failures[reason].increment(rows)
+        if reason == names.CANCELLED:
+            self._given_up.increment(1)
 
     def close(self) -> None:
         self._closing.set()
         self._thread.join()
 
+    def _add(
+        self, metric: names.Metric, name: str, labels: tuple[tuple[str, str], ...] = ()
+    ) -> Any:
+        """The server's value of that name and labels, the model's label included."""
+        kind = pb_utils.MetricFamily
+        if name not in self._families:
+            self._families[name] = pb_utils.MetricFamily(
+                name=name,
+                description=metric.meaning,
+                kind=kind.COUNTER if metric.kind == names.COUNTER else kind.GAUGE,
+            )
+        return self._families[name].Metric(labels={metric.labels[0]: self._model, **dict(labels)})
+
     def _run(self) -> None:
         while True:
-            self._used.set(self._engine.cache_tokens_used)
+            for sample in self._engine.statistics.samples():
+                self._count(sample)
+            for name, value in self._levels().items():
+                if self._shown.get(name) != value:
+                    self._shown[name] = value
+                    self._gauges[name].set(value)
             if self._closing.wait(_SECONDS):
                 return
+
+    def _count(self, sample: Sample) -> None:
+        key = (sample.name, sample.labels)
+        more = sample.value - self._counted[key]
+        if more:
+            self._counted[key] = sample.value
+            self._metrics[key].increment(more)
+
+    def _levels(self) -> dict[str, float]:
+        """The gauges' values now."""
+        engine = self._engine
+        used, capacity = engine.cache_tokens_used, engine.cache_tokens
+        before, self._steps = self._steps, (engine.statistics.steps, engine.statistics.step_rows)
+        steps, rows = (now - then for now, then in zip(self._steps, before, strict=True))
+        return {
+            names.RUNNING.name: engine.rows_running,
+            names.WAITING.name: engine.rows_queued,
+            names.CACHE_USE.name: used / capacity if capacity else 0.0,
+            names.BATCH.name: rows / steps if steps else 0.0,
+            names.CACHE_TOKENS.name: capacity,
+            names.CACHE_USED.name: used,
+        }

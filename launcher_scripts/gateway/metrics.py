@@ -1,0 +1,72 @@
+"""What the gateway tells Prometheus; metric_names says what each metric means."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from starlette.responses import Response
+
+from launcher_scripts import metric_names as names
+from launcher_scripts.gateway.generation import Record
+
+# Paths that are told apart, and those below one that ends in /: what clients make up is no label.
+_ROUTES = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/models", "/v1/models/"),
+    *("/tokenize", "/detokenize", "/tokenizer_info", "/health", "/ready", "/version", "/metrics"),
+)
+_OTHER = "other"
+
+
+class Metrics:
+    """The metrics of one gateway. All are written by the thread of its event loop."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = self._counter(names.GATEWAY_REQUESTS)
+        self._prompt_tokens = self._counter(names.GATEWAY_PROMPT_TOKENS)
+        self._generation_tokens = self._counter(names.GATEWAY_GENERATION_TOKENS)
+        self._first_token = self._histogram(names.GATEWAY_FIRST_TOKEN)
+        self._request = self._histogram(names.GATEWAY_REQUEST)
+
+    def watch(self, metric: names.Metric, level: Callable[[], float]) -> None:
+        """Show what `level` says whenever somebody asks."""
+        Gauge(metric.name, metric.meaning, registry=self._registry).set_function(level)
+
+    def count(self, path: str, record: Record, status: int) -> None:
+        """The answer of a request has gone out. Times are those of requests that were answered."""
+        self._requests.labels(_route(path), str(status)).inc()
+        if not record.model:
+            return
+        self._generation_tokens.labels(record.model).inc(record.generated_tokens)
+        if status == 200:
+            self._prompt_tokens.labels(record.model).inc(record.prompt_tokens)
+            self._request.labels(record.model).observe(time.monotonic() - record.received)
+        if record.first_token is not None:
+            self._first_token.labels(record.model).observe(record.first_token - record.received)
+
+    def response(self) -> Response:
+        """All of them, in Prometheus' text format."""
+        text = generate_latest(self._registry)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    def _counter(self, metric: names.Metric) -> Any:
+        return Counter(metric.name, metric.meaning, metric.labels, registry=self._registry)
+
+    def _histogram(self, metric: names.Metric) -> Any:
+        return Histogram(
+            metric.name,
+            metric.meaning,
+            metric.labels,
+            registry=self._registry,
+            buckets=metric.buckets,
+        )
+
+
+def _route(path: str) -> str:
+    if path in _ROUTES:
+        return path
+    return next((r for r in _ROUTES if r.endswith("/") and path.startswith(r)), _OTHER)

@@ -1,0 +1,145 @@
+"""The gateway of a server as a child process: started when the server is ready, ended before it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from launcher_scripts.errors import ServerError
+from launcher_scripts.gateway_settings import DeployedGateway
+from launcher_scripts.server.process import STATUS_DIR_VARIABLE, ending, prepare_child
+from launcher_scripts.settings import write_settings
+
+_CHECKOUT = Path(__file__).resolve().parents[2]
+_READY, _COMMAND, _DRAINING = "ready: ", "try: ", "draining: "  # how lines of its log begin
+_TAIL_LINES = 20
+_HEARING_SECONDS = 0.5
+
+
+class GatewayProcess:
+    """The gateway, by the name `gateway` in the job's log; it is started again when it dies.
+
+    It gets its settings and the server's address by files, and carries the mark of the server's
+    processes, so that what ends them ends it.
+    """
+
+    def __init__(
+        self, wanted: DeployedGateway, host: str, port: int, folder: Path, restarts: int
+    ) -> None:
+        """folder:   the server's own, where `gateway` is made
+        port:     the one to listen on
+        restarts: how often it may be started again
+        """
+        self.keyed = wanted.api_keys is not None
+        self._host, self._port = host, port
+        self._wanted = wanted
+        self._folder = folder
+        self._restarts, self._most_restarts = 0, restarts
+        self._draining = threading.Event()
+        self._process: subprocess.Popen[str] | None = None
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._reader: threading.Thread | None = None
+        self.models: list[str] = []  # those it serves, once it answers
+
+    def start(self, server: Mapping[str, Any], drain_timeout: float) -> None:
+        """Start it before the server whose ready file would say `server`.
+
+        drain_timeout: how long running requests may take when it ends, in seconds
+        """
+        folder = self._folder / "gateway"
+        folder.mkdir()
+        ready = folder / "ready.json"
+        ready.write_text(json.dumps(server))
+        wanted = self._wanted.settings(str(ready), self._host, self._port, drain_timeout)
+        write_settings(wanted, folder / "settings.yaml")
+        self._launch()
+
+    def look(self) -> None:
+        """Start it again if it has died. Raises ServerError where it must not be."""
+        how = self._ended()
+        if how is None:
+            return
+        if not self.models or self._restarts >= self._most_restarts:
+            raise ServerError(how)
+        self._restarts += 1
+        print(
+            f"{how}\nrestart {self._restarts} of {self._most_restarts} of the gateway", flush=True
+        )
+        self._launch()
+
+    def stop(self, timeout: float) -> None:
+        """Let it answer what is running for `timeout` seconds, then end it.
+
+        It is not told a second time, which would end it at once: the end of a job may be told to
+        all of its processes.
+        """
+        if self._process is None:
+            return
+        if not self._draining.wait(_HEARING_SECONDS) and self._process.poll() is None:
+            self._process.terminate()
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            print(f"the gateway did not end within {timeout:g} s and is killed", flush=True)
+            self._process.kill()
+            self._process.wait()
+        if self._reader is not None:
+            self._reader.join(timeout=5)
+
+    def _launch(self) -> None:
+        settings = self._folder / "gateway" / "settings.yaml"
+        self._tail.clear()
+        paths = dict.fromkeys([str(_CHECKOUT), *(path for path in sys.path if path)])
+        own = {
+            STATUS_DIR_VARIABLE: str(self._folder / "status"),
+            "PYTHONPATH": os.pathsep.join(paths),
+        }
+        module = "launcher_scripts.steps.start_gateway"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, "--settings", str(settings)],
+            env={**os.environ, **own},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=prepare_child(),
+        )
+        self._reader = threading.Thread(
+            target=self._repeat_log, args=(self._process.stdout,), daemon=True
+        )
+        self._reader.start()
+
+    def _ended(self) -> str | None:
+        """How it ended, with its last lines; None while it runs, or was not started."""
+        if self._process is None or self._process.poll() is None:
+            return None
+        if self._reader is not None:
+            self._reader.join(timeout=1)
+        said = "".join(f"\n{line}" for line in self._tail)
+        how = ending(self._process.returncode)
+        return f"the gateway (process {self._process.pid}) {how}{said}"
+
+    def _repeat_log(self, log: IO[str]) -> None:
+        """Repeat its log as the job's output, but for its address, which the server gives."""
+        for written in log:
+            line = written.rstrip("\n")
+            self._tail.append(line)
+            if line.startswith(_READY):
+                self.models = json.loads(line.removeprefix(_READY))["models"]
+            if line.startswith(_DRAINING):
+                self._draining.set()
+            if line.startswith((_READY, _COMMAND)):
+                continue
+            # A closed terminal must not stop the reading: the gateway would block on a full pipe.
+            with contextlib.suppress(OSError, ValueError):
+                print(f"gateway: {line}", flush=True)

@@ -1,0 +1,97 @@
+"""The gateway's metrics, read as Prometheus reads them, against the answers that it gave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import parser
+
+from launcher_scripts.metric_names import GATEWAY_METRICS, HISTOGRAM
+from tests.gateway.fakes import FakeBackend, client_of, served
+
+
+def families(client: Any) -> dict[str, Any]:
+    answer = client.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return {family.name: family for family in parser.text_string_to_metric_families(answer.text)}
+
+
+def value(client: Any, name: str, **labels: str) -> float:
+    """One sample; 0 where it is not shown yet."""
+    for family in families(client).values():
+        for sample in family.samples:
+            if (sample.name, sample.labels) == (name, labels):
+                return sample.value
+    return 0.0
+
+
+def test_the_metrics_are_those_of_the_table() -> None:
+    with client_of(served(FakeBackend())) as client:
+        found = families(client)
+        kinds = {name: family.type for name, family in found.items()}
+        assert kinds == {
+            metric.name.removesuffix("_total"): metric.kind for metric in GATEWAY_METRICS
+        }
+        client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 3})
+        for metric in GATEWAY_METRICS:
+            family = families(client)[metric.name.removesuffix("_total")]
+            labels = {name for sample in family.samples for name in sample.labels}
+            assert labels == {*metric.labels, *({"le"} if metric.kind == HISTOGRAM else ())}
+            assert {sample.name for sample in family.samples} == set(metric.samples)
+
+
+def test_answers_are_counted_with_their_tokens() -> None:
+    with client_of(served(FakeBackend())) as client:
+        model = client.get("/v1/models").json()["data"][0]["id"]
+        usage = [
+            client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 3}).json()["usage"]
+            for prompt in ("Hello", "Hello the people")
+        ]
+        with client.stream(
+            "POST", "/v1/completions", json={"prompt": "Hello", "max_tokens": 2, "stream": True}
+        ) as answer:
+            events = [line for line in answer.iter_lines() if line.startswith("data: {")]
+        assert events
+        route = {"route": "/v1/completions", "status": "200"}
+        assert value(client, "launcher_gateway_requests_total", **route) == 3
+        prompt = sum(each["prompt_tokens"] for each in usage) + usage[0]["prompt_tokens"]
+        generated = sum(each["completion_tokens"] for each in usage) + 2
+        of = {"model_name": model}
+        assert value(client, "launcher_gateway_prompt_tokens_total", **of) == prompt
+        assert value(client, "launcher_gateway_generation_tokens_total", **of) == generated
+        for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+            assert value(client, f"launcher_gateway_{name}_count", **of) == 3
+
+
+def test_refusals_are_counted_by_their_status() -> None:
+    with client_of(served(FakeBackend()), max_body=100) as client:
+        client.post("/v1/completions", json={"prompt": "Hello", "no_such": 1})
+        client.post("/v1/completions", json={"prompt": "x" * 200})
+        client.get("/v1/models/absent")
+        client.get("/made/up/1")
+        client.get("/made/up/2")
+        for route, status, count in (
+            ("/v1/completions", "400", 1),
+            ("/v1/completions", "413", 1),
+            ("/v1/models/", "404", 1),
+            ("other", "404", 2),
+        ):
+            labels = {"route": route, "status": status}
+            assert value(client, "launcher_gateway_requests_total", **labels) == count
+        family = families(client)["launcher_gateway_e2e_request_latency_seconds"]
+        assert family.samples == []
+
+
+def test_prometheus_needs_no_key() -> None:
+    with client_of(served(FakeBackend()), keys={"alice": "sk-alice-0123"}) as client:
+        assert client.post("/v1/completions", json={"prompt": "Hello"}).status_code == 401
+        labels = {"route": "/v1/completions", "status": "401"}
+        assert value(client, "launcher_gateway_requests_total", **labels) == 1
+
+
+def test_nothing_runs_when_everything_is_answered() -> None:
+    with client_of(served(FakeBackend())) as client:
+        client.post("/v1/completions", json={"prompt": ["Hello", "you"], "max_tokens": 3})
+        for name in ("requests_running", "rows_running", "rows_waiting"):
+            assert value(client, f"launcher_gateway_{name}") == 0

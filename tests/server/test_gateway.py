@@ -1,0 +1,172 @@
+"""A server with the gateway that the deploy stage puts beside it, and how that lives and dies."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from launcher_scripts.gateway_settings import DeployedGateway
+from launcher_scripts.jobs.metrics import load
+from launcher_scripts.tokenizer import load_tokenizer
+from tests.server.processes import RunningStep, running, wait_for
+from tests.server.repositories import TOKENIZERS, export, text_config
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("pytriton") is None,
+    reason="the pip-installable tritonserver is not there",
+)
+TOKENIZER = load_tokenizer(TOKENIZERS / "gpt2bpe")
+KEY = "sk-of-the-tests"
+LONG = text_config(max_positions=4096)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    settings = export(tmp_path_factory.mktemp("models"), LONG, decoupled=True)
+    return settings.model_repository
+
+
+def ask(openai: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+    """Status and JSON of the gateway's answer. Raises OSError where nobody answers."""
+    found = urlsplit(openai)
+    connection = http.client.HTTPConnection(found.netloc, timeout=120)
+    try:
+        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body)
+        connection.request("POST" if body else "GET", path, body=data, headers=headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def gateway_pid(step: RunningStep) -> int:
+    (pid,) = [pid for pid, command in step.survivors() if "start_gateway" in command]
+    return pid
+
+
+def answers(openai: str) -> bool:
+    try:
+        return ask(openai, "/ready")[0] == 200
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def served(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStep]:
+    """A server whose gateway wants a key, and may be started again."""
+    folder = tmp_path_factory.mktemp("served")
+    keys = folder / "keys"
+    keys.write_text(f"tests={KEY}\n")
+    keys.chmod(0o600)
+    wanted = DeployedGateway(port=0, api_keys=str(keys))
+    with running(folder / "job", repository, gateway=wanted, restarts=1) as step:
+        step.wait_until_ready()
+        yield step
+        assert step.stop() == 0, step.err
+        assert step.survivors() == []
+        assert KEY not in step.out
+        assert not step.settings.ready_file.exists()
+
+
+def ready_file(step: RunningStep) -> dict[str, Any]:
+    return json.loads(step.settings.ready_file.read_text())
+
+
+def test_the_command_of_the_ready_line_works_when_pasted(served: RunningStep) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not there")
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/v1", ready_file(served)["openai"])
+    wait_for(lambda: "\ntry: curl" in served.out, 30)
+    (command,) = re.findall(r"^try: (curl .*)$", served.out, re.MULTILINE)
+    environment = {**os.environ, "OPENAI_API_KEY": KEY}
+    silent = command.replace("curl", "curl -sS", 1)
+    wait_for(lambda: answers(ready_file(served)["openai"]), 60)
+    done = subprocess.run(
+        ["bash", "-c", silent], env=environment, capture_output=True, text=True, check=True
+    )
+    answer = json.loads(done.stdout)
+    assert answer["model"] == "tiny"
+    assert answer["usage"]["prompt_tokens"] == len(TOKENIZER.encode("Once upon a time"))
+    assert 1 <= answer["usage"]["completion_tokens"] <= 16
+
+
+def test_a_gateway_that_is_killed_comes_back_and_the_server_stays(served: RunningStep) -> None:
+    ready, first = ready_file(served), gateway_pid(served)
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: first not in dict(served.survivors()) and answers(ready["openai"]), 60)
+    body = {"model": "tiny", "prompt": "Once", "max_tokens": 3}
+    assert ask(ready["openai"], "/v1/completions", body)[0] == 200
+    now = ready_file(served)
+    assert (now["pid"], now["openai"]) == (ready["pid"], ready["openai"])
+    assert f"the gateway (process {first}) was killed by SIGKILL" in served.out
+    assert "restart 1 of 1 of the gateway" in served.out
+
+
+def test_without_restarts_the_death_of_the_gateway_is_the_servers(
+    repository: Path, tmp_path: Path
+) -> None:
+    with running(tmp_path / "job", repository, gateway=DeployedGateway(port=0)) as step:
+        step.wait_until_ready()
+        pid = gateway_pid(step)
+        os.kill(pid, signal.SIGKILL)
+        assert step.wait() == 1
+        assert f"the gateway (process {pid}) was killed by SIGKILL" in step.err
+        assert step.survivors() == []
+        assert not step.settings.ready_file.exists()
+
+
+def test_what_is_running_is_answered_before_the_end(repository: Path, tmp_path: Path) -> None:
+    gateway = DeployedGateway(port=0)
+    with running(tmp_path / "job", repository, gateway=gateway, stop_timeout=60.0) as step:
+        openai = step.wait_until_ready()["openai"]
+        body = {"model": "tiny", "prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
+        found: list[tuple[int, Any]] = []
+        asking = threading.Thread(
+            target=lambda: found.append(ask(openai, "/v1/completions", body)), daemon=True
+        )
+        asking.start()
+        metrics = json.loads(step.settings.ready_file.read_text())["metrics"]
+        wait_for(lambda: (load(metrics).running or 0) > 0, 30)
+        assert step.stop() == 0, step.err
+        asking.join(10)
+        ((status, answer),) = found
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 1500)
+        assert "gateway: draining: 1 requests are running" in step.out
+        assert step.survivors() == []
+
+
+def test_a_port_in_use_is_found_before_models_are_loaded(repository: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with running(tmp_path / "job", repository, gateway=DeployedGateway(port=port)) as step:
+            assert step.wait() == 1
+            assert f"got {port}; change deploy.gateway.port (0: a free one)" in step.err
+            assert "starting " not in step.out
+
+
+def test_a_gateway_that_cannot_start_is_the_end_of_the_server(
+    repository: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.jinja").write_text("{% if %}")
+    wanted = DeployedGateway(port=0, chat_template=str(tmp_path / "bad.jinja"))
+    with running(tmp_path / "job", repository, gateway=wanted, restarts=3) as step:
+        assert step.wait() == 1
+        assert re.search(r"the gateway \(process \d+\) ended with exit code 1", step.err)
+        assert "bad.jinja" in step.err or "template" in step.err
+        assert "restart" not in step.out
+        assert step.survivors() == []

@@ -1,0 +1,125 @@
+"""The metrics of a real server as Prometheus' own client library reads them."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import parser
+from tritonclient.utils import InferenceServerException
+
+from launcher_scripts import metric_names as names
+from launcher_scripts.jobs.metrics import load
+from tests.server.processes import running, wait_for
+from tests.server.repositories import END_ID, export
+from tests.server.requests import Client, ids_request
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("pytriton") is None,
+    reason="the pip-installable tritonserver is not there",
+)
+
+PROMPTS = [(5, 6, 7), (400,), (12, 13, 14, 15, 16)]
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("metrics")
+    settings = export(folder)
+    with running(folder / "job", settings.model_repository) as step:
+        yield step.wait_until_ready()
+        assert step.stop() == 0, step.err
+
+
+def samples(served: dict[str, Any]) -> Samples:
+    """The samples of the project's metrics by name and labels, the model's left out."""
+    with urllib.request.urlopen(f"http://{served['metrics']}/metrics") as answer:
+        text = answer.read().decode()
+    found = {}
+    for family in parser.text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith("launcher_"):
+                labels = dict(sample.labels)
+                assert labels.pop("model_name", labels.pop("model", None)) == "tiny"
+                given_up = sample.name.removesuffix("_total") == names.GIVEN_UP.name
+                name = names.GIVEN_UP.name if given_up else sample.name  # the parser adds _total
+                key = (name, frozenset(labels.items()))
+                assert key not in found
+                found[key] = sample.value
+    return found
+
+
+def value(found: Samples, metric: names.Metric, part: str = "", **labels: str) -> float:
+    return found[metric.name + part, frozenset(labels.items())]
+
+
+def test_every_metric_is_there_before_the_first_request(served: dict[str, Any]) -> None:
+    wait_for(lambda: value(samples(served), names.CACHE_TOKENS) > 0, 60)
+    found = samples(served)
+    assert {name for name, _ in found} == {
+        name for metric in names.MODEL_METRICS for name in metric.samples
+    }
+    for metric in names.MODEL_METRICS:
+        kinds = {frozenset(dict(labels)) for name, labels in found if name == metric.samples[0]}
+        bucket = {"le"} if metric.kind == names.HISTOGRAM else set()
+        assert kinds == {frozenset({*metric.labels[1:], *bucket})}
+        bounds = {
+            float(dict(labels)["le"]) for name, labels in found if name == f"{metric.name}_bucket"
+        }
+        assert bounds == ({*metric.buckets, math.inf} if bucket else set())
+    kept = (names.CACHE_TOKENS.name,)
+    assert {name for (name, _), count in found.items() if count} == set(kept)
+
+
+def test_what_is_counted_is_what_was_asked_and_answered(served: dict[str, Any]) -> None:
+    before = samples(served)
+    with Client(served, "http") as client:
+        answers = [client.infer("tiny", **ids_request([prompt], 9)) for prompt in PROMPTS]
+        with pytest.raises(InferenceServerException, match="outside of the vocabulary"):
+            client.infer("tiny", **ids_request([(9999,)], 9))
+        with pytest.raises(InferenceServerException, match="temperature"):
+            client.infer("tiny", **{**ids_request([(1,)], 9), "temperature": np.float32([[-1.0]])})
+    wait_for(lambda: value(samples(served), names.REQUEST, "_count") >= len(PROMPTS), 60)
+    found = samples(served)
+    grown = {key: found[key] - before[key] for key in found}
+    texts = [
+        answer["output_ids"][0, 0, len(prompt) : answer["sequence_length"][0, 0]].tolist()
+        for answer, prompt in zip(answers, PROMPTS, strict=True)
+    ]
+    tokens, stopped = sum(map(len, texts)), sum(text[-1] == END_ID for text in texts)
+    assert value(grown, names.PROMPT_TOKENS) == sum(map(len, PROMPTS))
+    assert value(grown, names.GENERATION_TOKENS) == tokens
+    assert value(grown, names.SUCCESS, finished_reason=names.STOP) == stopped
+    assert value(grown, names.SUCCESS, finished_reason=names.LENGTH) == len(PROMPTS) - stopped
+    assert value(grown, names.FAILURE, reason=names.REFUSED) == 2
+    for metric in (names.FIRST_TOKEN, names.QUEUE, names.PREFILL, names.REQUEST):
+        assert value(grown, metric, "_count") == len(PROMPTS)
+    assert value(grown, names.INTER_TOKEN, "_count") == tokens - len(PROMPTS)
+
+
+def test_buckets_are_cumulative_and_the_last_has_all(served: dict[str, Any]) -> None:
+    found = samples(served)
+    for metric in names.HISTOGRAMS:
+        bounds = [*map(str, metric.buckets), "+Inf"]
+        counts = [value(found, metric, "_bucket", le=bound) for bound in bounds]
+        assert counts == sorted(counts)
+        assert counts[-1] == value(found, metric, "_count")
+
+
+def test_status_reads_the_same_numbers(served: dict[str, Any]) -> None:
+    with Client(served, "http") as client:
+        client.infer("tiny", **ids_request([PROMPTS[0]], 3))
+
+    def requests() -> int | None:
+        return load(served["metrics"]).requests
+
+    def answered() -> float:
+        return value(samples(served), names.REQUEST, "_count")
+
+    wait_for(lambda: requests() == answered() > 0, 60)
