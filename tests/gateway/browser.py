@@ -34,7 +34,7 @@ class Browser:
 
     def __init__(self, address: str) -> None:
         self._client = httpx.Client(base_url=address, timeout=60)
-        log = {"goog:loggingPrefs": {"browser": "ALL"}, "goog:chromeOptions": OPTIONS}
+        log = {"goog:loggingPrefs": {"browser": "WARNING"}, "goog:chromeOptions": OPTIONS}
         self._session = ""
         found = self._post("/session", {"capabilities": {"alwaysMatch": log}})
         self._session = f"/session/{found['sessionId']}"
@@ -62,7 +62,7 @@ class Browser:
         wait_for(lambda: self.run(f"return Boolean({condition})"), 60)
 
     def console(self) -> list[str]:
-        """What the page has written there, and the browser about it, since the last time."""
+        """The warnings and errors there since the last time."""
         return [entry["message"] for entry in self._post("/se/log", {"type": "browser"})]
 
     def screenshot(self, file: Path) -> None:

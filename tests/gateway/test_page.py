@@ -6,7 +6,6 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import uvicorn
@@ -58,6 +57,7 @@ def test_the_page_needs_no_key_and_nothing_from_elsewhere() -> None:
     assert not re.search(r"localStorage|sessionStorage|cookie", page.text)
     assert client.get("/v1/models").status_code == 401
     assert client.post("/").status_code == 405
+    assert 'requests_total{route="/",status="200"} 1.0' in client.get("/metrics").text
 
 
 @pytest.fixture
@@ -96,6 +96,10 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def page(chromium: Browser, address: str) -> Browser:
+    return opened(chromium, address)
+
+
+def opened(chromium: Browser, address: str) -> Browser:
     """The page, with its key typed in and the models shown."""
     chromium.open(address)
     chromium.type("#key", KEY)
@@ -188,7 +192,9 @@ def test_a_model_without_template_takes_no_chats(page: Browser) -> None:
 
 
 @needs_browser
-def test_the_browser_has_nothing_to_complain_about(page: Browser) -> None:
+def test_the_browser_has_nothing_to_complain_about(chromium: Browser, address: str) -> None:
+    chromium.console()
+    page = opened(chromium, address)
     ask(page, "Hello", 100)
     # Those of the first questions, which have no key yet, and of an icon that is not there.
     expected = re.compile(r"status of 401|/favicon\.ico")
