@@ -1,6 +1,7 @@
 """Make docs/gateway.png of a running gateway: python3 -m tests.gateway.make_screenshot URL FILE
 
-The page is given a chat where the first model takes one, else a completion.
+The first model answers a chat where it takes one, else a completion; the picture is of the page
+while the answer comes and a server has work.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from pathlib import Path
 
 from tests.gateway.browser import browser
 
-WIDTH, HEIGHT = 900, 940
-TOKENS = 48
+WIDTH, HEIGHT = 900, 960
+TOKENS = 200
 
 
 def main(address: str, file: Path) -> None:
@@ -25,10 +26,14 @@ def main(address: str, file: Path) -> None:
             "if (!kind.querySelector('[value=chat]').disabled) kind.value = 'chat'"
         )
         page.type("#tokens", str(TOKENS))
-        page.type("#prompt", "What is the capital of France?")
+        page.type("#prompt", "How does a rainbow come about?")
         page.type("#temperature", "0")
         page.click("#send")
-        page.wait_for("document.querySelector('#figures').textContent")
+        # The load is asked for every few seconds.
+        page.wait_for(
+            "document.querySelector('#answer').textContent.length > 100 &&"
+            "Number(document.querySelector('#servers tr')?.cells[2].textContent) > 0"
+        )
         page.screenshot(file)
 
 
