@@ -25,6 +25,7 @@ from launcher_scripts.gateway.door import Door, Keys, Life, left, read_body, ref
 from launcher_scripts.gateway.generation import Record
 from launcher_scripts.gateway.log_probs import token_names
 from launcher_scripts.gateway.metrics import Metrics
+from launcher_scripts.gateway.page import show_page
 from launcher_scripts.gateway.replicas import Replica
 from launcher_scripts.gateway.schemas import (
     ChatBody,
@@ -263,6 +264,7 @@ def make_app(
     gateway = Gateway(models, settings, replicas)
     post, get = ["POST"], ["GET"]
     routes = [
+        Route("/", show_page, methods=get),
         Route("/v1/completions", gateway.completions, methods=post),
         Route("/v1/chat/completions", gateway.chat, methods=post),
         Route("/v1/embeddings", gateway.embeddings, methods=post),

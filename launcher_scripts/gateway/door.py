@@ -24,8 +24,8 @@ from launcher_scripts.gateway.schemas import parse_json
 
 LOG = logging.getLogger("gateway")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-# Whoever asks whether the gateway is there need not have a key.
-OPEN = frozenset({"/health", "/ready", "/version", "/metrics"})
+# Whoever asks whether the gateway is there need not have a key, nor does the page that asks for it.
+OPEN = frozenset({"/", "/health", "/ready", "/version", "/metrics"})
 _LEFT = 499  # the client has gone; nobody reads it
 
 

@@ -68,6 +68,6 @@ class Metrics:
 
 
 def _route(path: str) -> str:
-    if path in _ROUTES:
+    if path == "/" or path in _ROUTES:
         return path
     return next((r for r in _ROUTES if r.endswith("/") and path.startswith(r)), _OTHER)
