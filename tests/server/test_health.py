@@ -11,7 +11,7 @@ import pytest
 
 from launcher_scripts.errors import ServerError
 from launcher_scripts.server.health import ModelStatus, TritonClient, failures, read_statuses
-from launcher_scripts.server.ports import ports_in_use, reserved_ports
+from launcher_scripts.server.ports import PORT_NAMES, ports_in_use, reserved_ports
 from launcher_scripts.settings import DeploySettings
 
 
@@ -56,7 +56,8 @@ def settings(**ports: int) -> DeploySettings:
 
 def test_reserved_ports_can_be_listened_on_and_are_given_to_nobody_else() -> None:
     with reserved_ports(settings()) as first, reserved_ports(settings()) as second:
-        numbers = [*vars(first).values(), *vars(second).values()]
+        assert first.gateway is None
+        numbers = [getattr(ports, name) for ports in (first, second) for name in PORT_NAMES]
         assert len(set(numbers)) == 6
         with socket.create_server(("127.0.0.1", first.http)):
             assert ports_in_use(settings().hosts, first) == {"http": first.http}
