@@ -33,7 +33,7 @@ _PART = re.compile(
 )
 _SPLIT = ("q", "k", "v")
 _METHODS = ("LoRA", "CanonicalLoRA", "DoRA")
-# Without a part in what the trained model computes; experts are refused with their model.
+# Without a part in what the trained model computes: there is no row for LoRA of experts.
 _IRRELEVANT = frozenset(
     {
         "a2a_experimental",
@@ -167,7 +167,7 @@ def adapter_of(
         own_names = dialects if "nemo" in dialects else nemo_dialects(_gated(config), False)
         values = core_t5.renamed(values)
         return Adapter(path, values, [own_names], ties=True, notes=tuple(sorted(notes)))
-    core = dialects if "mcore" in dialects else core_dialects(_gated(config), False, False)
+    core = dialects if "mcore" in dialects else core_dialects(_gated(config), "mcore", False)
     split = ("mcore_split_attention", "mcore_split_gate")
     ways = [core, (*split, *core), *((part, *core) for part in split)]
     return Adapter(path, values, ways, settings.targets, True, tuple(sorted(notes)))

@@ -7,10 +7,12 @@ core's configuration; `of_arguments` gives Megatron-LM's arguments the same name
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from launcher_scripts.checkpoint import core_experts
 from launcher_scripts.checkpoint.nemo_gpt import core_dialects
 from launcher_scripts.checkpoint.nemo_options import flag, real, size
 from launcher_scripts.checkpoint.training_keys import Asked, check_keys
@@ -29,8 +31,6 @@ ACTIVATIONS = {
 }
 # Fields whose other values change the network in ways this project does not know.
 _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
-    "num_moe_experts": (None, 0),
-    "num_experts": (None, 0),
     "quick_geglu": (None, False),
     "multi_query_attention": (None, False),
     "project_size": (None, 0),
@@ -38,7 +38,6 @@ _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
     "qk_l2_norm": (None, False),
     "rotary_interleaved": (None, False),
     "apply_residual_connection_post_layernorm": (None, False),
-    "window_size": (None,),
     "no_rope_freq": (None,),
     "attention_output_gate": (None, False),
     "softmax_type": (None, "vanilla"),
@@ -48,7 +47,6 @@ _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
     "heterogeneous_block_specs": (None, False),
     "glu_linear_offset": (None, 0, 0.0),
     "activation_func_clamp_value": (None,),
-    "softmax_scale": (None,),
     "scale_embedding": (None, False),
     "use_mup": (None, False),
     "retro_add_retriever": (None, False),
@@ -58,6 +56,14 @@ _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
     "hybrid_override_pattern": (None,),
     "spec": (None,),
     "embedding_multiplier": (None, 1, 1.0),
+}
+# Norms that are modules of their own -> where both of a layer are; the first that is there says it.
+_NORMS_ALONE = {".input_layernorm.": "mcore_local", ".pre_mlp_layernorm.": "mcore_experts"}
+# What only layers of the core's own GPTs can have.
+CORE_ALONE: dict[str, tuple[Any, ...]] = {
+    **core_experts.NO_EXPERTS,
+    "window_size": (None,),
+    "softmax_scale": (None,),
 }
 # Llama 3.1's, which Megatron-LM has no arguments for.
 LLAMA3_SCALING = {
@@ -114,8 +120,9 @@ class CoreGPT:
 
     def dialects(self, names: Iterable[str]) -> tuple[str, ...]:
         """Dialects of the weight table for tensors of these names, first choice first."""
-        local_norms = any(".pre_mlp_layernorm." in name for name in names)
-        return core_dialects(self.fields["gated"], local_norms, self.plus_one)
+        alone = {part for name in names for part in _NORMS_ALONE if part in name}
+        norms = _NORMS_ALONE[min(alone)] if alone else "mcore"
+        return core_dialects(self.fields["gated"], norms, self.plus_one)
 
     def config(self, vocab_size: int) -> GPTConfig:
         return GPTConfig(vocab_size=vocab_size, **self.fields)
@@ -146,8 +153,9 @@ def read_gpt(
     ):
         if value not in choices:
             problems.add(f"{name} is not supported", got=value, choices=choices)
+    layers = size(raw, "num_layers", problems)
     fields = {
-        "num_layers": size(raw, "num_layers", problems),
+        "num_layers": layers,
         "hidden_size": hidden,
         "num_heads": heads,
         "num_kv_heads": size(raw, "num_query_groups", problems, heads),
@@ -167,6 +175,9 @@ def read_gpt(
         "attention_dense_bias": False if qkv_bias and not bias else None,
         "qk_norm": flag(raw, "qk_layernorm", False) or None,
         "mlp_bias": bias,
+        **_attention(raw, layers, problems),
+        **core_experts.read_experts(raw, problems),
+        "embedding_scale": _embedding_scale(raw, hidden, problems),
         "tied_embeddings": options.tied_embeddings,
     }
     problems.raise_if_any(CheckpointError)
@@ -189,6 +200,16 @@ def activation_of(raw: Mapping[str, Any], name: str) -> str:
     return "gelu" if flag(raw, "bias_activation_fusion", True) else "gelu_erf"
 
 
+def _embedding_scale(raw: Mapping[str, Any], hidden: int, problems: Problems) -> float | None:
+    """The classes of Gemma in NeMo 2 and Megatron Bridge change the network without a setting."""
+    gemma = re.search(r"Gemma(\w?)\w*$", str(raw.get("_target_") or ""))
+    if gemma is None:
+        return None
+    if gemma[1].isdigit():
+        problems.add("models of this class are not supported", got=raw["_target_"])
+    return float(hidden**0.5)
+
+
 def _scaling(raw: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
     """Llama 3.1's rope scaling, where the training had it."""
     if not flag(raw, "rope_scaling", False):
@@ -201,6 +222,42 @@ def _scaling(raw: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
         "rotary_high_frequency_factor": real(said, "high_freq_factor", 4.0, problems),
         "rotary_original_positions": int(real(said, "old_context_len", 8192, problems)),
     }
+
+
+def _attention(raw: Mapping[str, Any], layers: int, problems: Problems) -> dict[str, Any]:
+    """What scores are multiplied by, and how far the layers attend.
+
+    The core's window counts the tokens before a token's own and those after it, here always 0.
+    """
+    fields: dict[str, Any] = {}
+    if raw.get("softmax_scale") is not None:
+        fields["softmax_scale"] = real(raw, "softmax_scale", 1.0, problems)
+    window, skipped = raw.get("window_size"), raw.get("window_attn_skip_freq")
+    if not window:
+        return fields
+    pair = list(window) if isinstance(window, (list, tuple)) else []
+    if [type(side) for side in pair] != [int, int] or pair[0] < -1 or pair[1] not in (0, -1):
+        choices = ["(tokens before a token's own, 0)"]
+        problems.add("window_size is not supported", got=window, choices=choices)
+    elif pair[0] >= 0:
+        fields["sliding_window"] = pair[0] + 1
+        fields["full_attention_layers"] = _layers_without(skipped, layers, problems)
+    return fields
+
+
+def _layers_without(skipped: Any, layers: int, problems: Problems) -> str | None:
+    """The layers without the window: every `skipped`-th one, or those of a 0 in a list."""
+    if skipped is None:
+        return None
+    if type(skipped) is int and skipped > 0:
+        marks = [number % skipped for number in range(1, layers + 1)]
+    elif isinstance(skipped, (list, tuple)) and len(skipped) == layers:
+        marks = list(skipped)
+    else:
+        choices = ["a number above 0", f"a list of {layers}, 1 for a layer with the window"]
+        problems.add("window_attn_skip_freq is not supported", got=skipped, choices=choices)
+        return None
+    return ",".join(str(layer) for layer, mark in enumerate(marks) if not mark) or None
 
 
 def nemo_dialects(gated: bool, plus_one: bool) -> tuple[str, ...]:

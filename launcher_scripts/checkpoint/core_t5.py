@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from launcher_scripts.checkpoint.core_options import (
     ACTIVATIONS,
+    CORE_ALONE,
     NORMALIZATIONS,
     CoreOptions,
     activation_of,
@@ -85,7 +86,7 @@ def read_t5(
     the two counts. Raises CheckpointError with everything that cannot be represented.
     """
     raw, problems = options.raw, Problems(options.origin)
-    refuse_unknown(raw, problems, {})
+    refuse_unknown(raw, problems, CORE_ALONE)
     heads, hidden = size(raw, "num_attention_heads", problems), size(raw, "hidden_size", problems)
     activation = str(raw.get("activation_func") or "gelu")
     normalization = str(raw.get("normalization") or "LayerNorm")

@@ -4,8 +4,8 @@ zarr:       a folder per tensor with `.zarray` (zarr version 2) and one raw file
 torch_dist: `.metadata`, a pickle that says which part of which tensor lies at which place of
             which `.distcp` file; each part is a torch.save file
 
-Layers of one kind are stacked along a leading axis; here every layer is a tensor of its own
-again, under the name a Megatron-LM core state dict gives it.
+Layers of one kind are stacked along a leading axis, and a layer's experts along the next one; here
+every one is a tensor of its own again, under the name it has where the core does not stack.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ EXTRA_STATE = "_extra_state"
 _SHOWN = 20
 # More than any model has.
 _MOST_LAYERS = 1 << 14
-# A training's checkpoint also holds the optimizer's tensors.
-_OPTIMIZER = "optimizer."
+_MOST_TENSORS = 1 << 18
+# A training's checkpoint also holds its optimizers' tensors; of several there is a chain.
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
-_STACK = re.compile(r"(?P<stem>(?:.*\.)?layers\.)(?P<rest>\D.*)")
+_LAYERS = re.compile(r"(?P<stem>(?:.*\.)?layers\.)(?P<rest>\D.*)")
+_EXPERTS = re.compile(r"(?P<stem>(?:.*\.)?layers\.\d+\.mlp\.experts\.experts\.)(?P<rest>\D.*)")
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 
 
@@ -65,26 +67,31 @@ def read_stored(archive: Archive, folder: str) -> Stored:
         raise CheckpointError(f"{folder}{METADATA} of {archive.path} is damaged") from error
     read = lookup(_BACKENDS, backend, "sharded_backend")
     stored = read(archive, folder)
-    return stored._replace(tensors=_unstacked(stored.tensors))
+    layers = _unstacked(stored.tensors, _LAYERS, "layers")
+    return stored._replace(tensors=_unstacked(layers, _EXPERTS, "experts"))
 
 
-def _unstacked(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+def _unstacked(
+    tensors: Mapping[str, SourceTensor], stack: re.Pattern[str], what: str
+) -> dict[str, SourceTensor]:
+    """Tensors whose names match `stack` as one for each place on their first axis."""
     found: dict[str, SourceTensor] = {}
     for name, tensor in tensors.items():
-        match = _STACK.fullmatch(name)
+        match = stack.fullmatch(name)
         if match is None or not tensor.shape:
             found[name] = tensor
             continue
-        if tensor.shape[0] > _MOST_LAYERS:
+        most = min(_MOST_LAYERS, _MOST_TENSORS - len(found))
+        if tensor.shape[0] > most:
             raise CheckpointError(
                 problem(
-                    f"{name} has more layers than a model can have",
+                    f"{name} has more {what} than a model can have",
                     got=tensor.shape[0],
-                    choices=[f"at most {_MOST_LAYERS}"],
+                    choices=[f"at most {most}"],
                 )
             )
-        for layer in range(tensor.shape[0]):
-            found[f"{match['stem']}{layer}.{match['rest']}"] = tensor.layer(layer)
+        for place in range(tensor.shape[0]):
+            found[f"{match['stem']}{place}.{match['rest']}"] = tensor.layer(place)
     return found
 
 
@@ -97,7 +104,7 @@ def _read_zarr(archive: Archive, folder: str) -> Stored:
         if not (path.startswith(folder) and path.endswith(suffix)):
             continue
         name = path[len(folder) : -len(suffix)]
-        if name.startswith(_OPTIMIZER):
+        if _OPTIMIZER.match(name):
             continue
         try:
             found[name] = _zarr_tensor(archive, path, name, names, problems)
@@ -163,7 +170,7 @@ def _read_torch_dist(archive: Archive, folder: str) -> Stored:
         shapes = {
             name: tuple(entry["size"])
             for name, entry in metadata["state_dict_metadata"].items()
-            if isinstance(entry, _TensorEntry) and not name.startswith(_OPTIMIZER)
+            if isinstance(entry, _TensorEntry) and not _OPTIMIZER.match(name)
         }
         _refuse_shared_places(metadata["storage_data"], origin)
         for index, place in metadata["storage_data"].items():

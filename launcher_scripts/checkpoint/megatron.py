@@ -18,6 +18,7 @@ import numpy as np
 
 from launcher_scripts.checkpoint import pickles, tokenizer_files, torch_file
 from launcher_scripts.checkpoint.archive import Archive
+from launcher_scripts.checkpoint.core_experts import NO_EXPERTS
 from launcher_scripts.checkpoint.core_options import of_arguments, read_gpt
 from launcher_scripts.checkpoint.hints import Hints
 from launcher_scripts.checkpoint.megatron_args import MegatronArgs, read_args
@@ -121,7 +122,7 @@ def _core_settings(
 ) -> MegatronArgs:
     """Of a model of Megatron-LM core; what a tied one stores twice leaves `shards`."""
     options = of_arguments(args, origin)
-    gpt = read_gpt(options)
+    gpt = read_gpt(options, NO_EXPERTS)
     if gpt.fields["tied_embeddings"]:
         shards.pop("output_layer.weight", None)
     config = gpt.config(sum(part.shape[0] for part in shards[TABLE]))

@@ -11,7 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launcher_scripts.checkpoint.core_options import nemo_dialects, of_arguments, read_gpt
+from launcher_scripts.checkpoint.core_options import (
+    CORE_ALONE,
+    nemo_dialects,
+    of_arguments,
+    read_gpt,
+)
 from launcher_scripts.checkpoint.hints import Hints
 from launcher_scripts.checkpoint.shards import Shards
 from launcher_scripts.errors import CheckpointError, Problems
@@ -19,6 +24,7 @@ from launcher_scripts.models.gpt import GPTConfig
 
 # What the core's layers can do and these cannot.
 _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
+    **CORE_ALONE,
     "group_query_attention": (None, False),
     "qk_layernorm": (None, False),
 }

@@ -38,7 +38,6 @@ _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
     "qk_layernorm": (None, False),
     "rotary_interleaved": (None, False),
     "scale_positional_embedding": (None, False),
-    "apply_embedding_scaling": (None, False),
     "window_size": (None,),
 }
 
@@ -102,11 +101,13 @@ def read_gpt(raw: Mapping[str, Any], *, core: bool, local_norms: bool) -> NemoGP
         "gated": gated,
         "attention_bias": bias,
         "mlp_bias": bias,
+        "embedding_scale": hidden**0.5 if flag(raw, "apply_embedding_scaling", False) else None,
         "tied_embeddings": flag(raw, "share_embeddings_and_output_weights", True),
     }
     problems.raise_if_any(CheckpointError)
     plus_one = normalization == "layernorm1p" or flag(raw, "layernorm_zero_centered_gamma", False)
-    dialects = core_dialects(gated, local_norms, plus_one) if core else _dialects(raw, plus_one)
+    norms = "mcore_local" if local_norms else "mcore"
+    dialects = core_dialects(gated, norms, plus_one) if core else _dialects(raw, plus_one)
     return NemoGPT(fields, dialects, tuple(notes))
 
 
@@ -122,13 +123,13 @@ def _dialects(raw: Mapping[str, Any], plus_one: bool) -> tuple[str, ...]:
     return (*found, "nemo")
 
 
-def core_dialects(gated: bool, local_norms: bool, plus_one: bool) -> tuple[str, ...]:
+def core_dialects(gated: bool, norms: str, plus_one: bool) -> tuple[str, ...]:
+    """Of the core's tensors, first choice first; norms: the dialect that says where these are."""
     found = ["mcore_fused_gate"] if gated else []
-    local = "mcore_local" if local_norms else "mcore"
     if plus_one:
-        found.append(f"{local}_plus_one")
-    if local_norms:
-        found.append(local)
+        found.append(f"{norms}_plus_one")
+    if norms != "mcore":
+        found.append(norms)
     return (*found, "mcore")
 
 

@@ -73,7 +73,7 @@ class SourceTensor:
         return whole
 
     def layer(self, number: int) -> SourceTensor:
-        """One layer of a tensor whose first axis counts the layers."""
+        """One place on the first axis, which counts layers or experts."""
         pieces = tuple(
             Piece(piece.start[1:], piece.values[number - piece.start[0]])
             for piece in self.pieces

@@ -11,6 +11,7 @@ import re
 from fnmatch import fnmatchcase
 from typing import Any
 
+from launcher_scripts.checkpoint.core_experts import NO_EXPERTS
 from launcher_scripts.errors import Problems
 
 REFUSED = re.compile(
@@ -34,6 +35,11 @@ IRRELEVANT: dict[str, tuple[str, ...]] = {
         "log_*",
         "logits_load_*",
         "logits_save_*",
+        "moe_*_coeff",
+        "moe_*_logging",
+        "moe_*upcycling*",
+        "moe_input_jitter_eps",
+        "moe_router_bias_update_rate",
         "mtp_loss_scaling_factor",
         "muon_*",
         "native_amp_*",
@@ -52,6 +58,20 @@ IRRELEVANT: dict[str, tuple[str, ...]] = {
         "fp4_*",
         "fp8_*",
         "kitchen_attention_backend",
+        "moe_*deepep*",
+        "moe_*dispatcher*",
+        "moe_*grouped*",
+        "moe_*hybridep*",
+        "moe_*ncclep*",
+        "moe_*padding*",
+        "moe_extended_tp",
+        "moe_layer_recompute",
+        "moe_pad_*",
+        "moe_paged_*",
+        "moe_router_dtype",
+        "moe_router_num_groups",
+        "moe_shared_expert_overlap",
+        "moe_token_drop*",
         "no_persist_layer_norm",
         "persist_layer_norm",
         "scatter_embedding_sequence_parallel",
@@ -71,7 +91,6 @@ IRRELEVANT: dict[str, tuple[str, ...]] = {
         "linear_*",
         "mamba_*",
         "mscale*",
-        "moe_*",
         "mup_*",
         "q_lora_rank",
         "qk_head_dim",
@@ -120,10 +139,12 @@ def check_keys(said: Asked, problems: Problems) -> tuple[str, ...]:
 
     A value of no, zero or nothing is a switch that is off.
     """
+    dense = not any(said.get(key) for key in NO_EXPERTS)
     unread = {
         key: value
         for key, value in said.items()
         if key not in said.asked and value and not irrelevant(key)
+        if not (dense and key.startswith("moe_"))
     }
     for key, value in unread.items():
         if REFUSED.search(key):

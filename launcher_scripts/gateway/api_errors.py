@@ -46,6 +46,13 @@ class ApiError(Exception):
         return {"error": error}
 
 
+class ServerLost(ApiError):
+    """The server takes no requests, or is gone; another one may answer this request."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(503, message, code="unavailable", headers={"Retry-After": "1"})
+
+
 def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
     """A request that cannot be done as it is."""
     return ApiError(400, message, code=code, param=param)

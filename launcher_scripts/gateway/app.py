@@ -26,6 +26,7 @@ from launcher_scripts.gateway.generation import Record
 from launcher_scripts.gateway.log_probs import token_names
 from launcher_scripts.gateway.metrics import Metrics
 from launcher_scripts.gateway.page import show_page
+from launcher_scripts.gateway.replicas import Replica
 from launcher_scripts.gateway.schemas import (
     ChatBody,
     CompletionBody,
@@ -56,8 +57,11 @@ class AppSettings:
 class Gateway:
     """The handlers of all routes."""
 
-    def __init__(self, models: Sequence[ServedModel], settings: AppSettings) -> None:
+    def __init__(
+        self, models: Sequence[ServedModel], settings: AppSettings, replicas: Sequence[Replica]
+    ) -> None:
         self.models = Models(models)
+        self._replicas = replicas
         self.life = Life()
         self.admission = Admission(settings.max_running, settings.max_waiting)
         self._limits = Limits(self.admission, settings.timeout, settings.chat_tokens)
@@ -150,7 +154,7 @@ class Gateway:
         return JSONResponse({"status": "ok"})
 
     async def ready(self, _: Request) -> Response:
-        """GET /ready: it takes work, and every model has a server."""
+        """GET /ready: it takes work, and every model has a healthy server."""
         answers = await asyncio.gather(*(model.backend.is_ready() for model in self.models.all))
         states = {
             model.name: answer for model, answer in zip(self.models.all, answers, strict=True)
@@ -158,6 +162,10 @@ class Gateway:
         fine = all(answers) and not self.life.draining
         content = {"ready": fine, "draining": self.life.draining, "models": states}
         return JSONResponse(content, 200 if fine else 503)
+
+    async def servers(self, _: Request) -> Response:
+        """GET /servers"""
+        return JSONResponse({"servers": [replica.facts() for replica in self._replicas]})
 
     async def show_metrics(self, _: Request) -> Response:
         """GET /metrics"""
@@ -243,11 +251,17 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 def make_app(
-    models: Sequence[ServedModel], keys: Keys | None = None, settings: AppSettings | None = None
+    models: Sequence[ServedModel],
+    keys: Keys | None = None,
+    settings: AppSettings | None = None,
+    replicas: Sequence[Replica] = (),
 ) -> Starlette:
-    """The ASGI application. `app.state.gateway` is its Gateway."""
+    """The ASGI application. `app.state.gateway` is its Gateway.
+
+    replicas: the servers, for /servers; their owner may change them at any time
+    """
     settings = settings or AppSettings()
-    gateway = Gateway(models, settings)
+    gateway = Gateway(models, settings, replicas)
     post, get = ["POST"], ["GET"]
     routes = [
         Route("/", show_page, methods=get),
@@ -261,6 +275,7 @@ def make_app(
         Route("/tokenizer_info", gateway.tokenizer_info, methods=get),
         Route("/health", gateway.health, methods=get),
         Route("/ready", gateway.ready, methods=get),
+        Route("/servers", gateway.servers, methods=get),
         Route("/version", gateway.version, methods=get),
         Route("/metrics", gateway.show_metrics, methods=get),
     ]

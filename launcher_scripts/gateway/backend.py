@@ -23,6 +23,7 @@ class RowRequest:
                       0: the log-probability of the token alone
     prompt_log_probs: the same for the prompt's tokens
     timeout:          seconds
+    whole:            nothing is shown before all of it is there: it may be begun again
     """
 
     request_id: str
@@ -47,6 +48,7 @@ class RowRequest:
     log_probs: int | None = None
     prompt_log_probs: int | None = None
     timeout: float | None = None
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Increment:
     finished:         nothing comes after this one
     beams:            the ids of a beam search's hypotheses, best first, in its last increment; it
                       has no token_ids
+    begins_again:     what has come so far does not count: another server begins the row anew
     """
 
     token_ids: tuple[int, ...] = ()
@@ -76,6 +79,7 @@ class Increment:
     prompt_log_probs: tuple[TokenLogProb | None, ...] | None = None
     finished: bool = False
     beams: tuple[tuple[int, ...], ...] = ()
+    begins_again: bool = False
 
 
 class Backend(Protocol):
@@ -84,7 +88,7 @@ class Backend(Protocol):
     def generate(self, request: RowRequest) -> AsyncGenerator[Increment, None]:
         """An async generator; the row is given up when it is closed.
 
-        Raises ApiError for what the engine refuses, or when it is gone.
+        Raises ApiError for what the engine refuses, ServerLost when it is gone.
         """
         ...
 
@@ -93,29 +97,3 @@ class Backend(Protocol):
         ...
 
     async def close(self) -> None: ...
-
-
-class Spread:
-    """Several servers of the same model as one: a row goes where the fewest rows are."""
-
-    def __init__(self, backends: tuple[Backend, ...]) -> None:
-        self._rows = dict.fromkeys(backends, 0)
-
-    async def generate(self, request: RowRequest) -> AsyncGenerator[Increment, None]:
-        chosen = min(self._rows, key=self._rows.__getitem__)
-        self._rows[chosen] += 1
-        increments = chosen.generate(request)
-        try:
-            async for increment in increments:
-                yield increment
-        finally:
-            self._rows[chosen] -= 1
-            await increments.aclose()
-
-    async def is_ready(self) -> bool:
-        """Whether any of them is."""
-        return any([await backend.is_ready() for backend in self._rows])
-
-    async def close(self) -> None:
-        for backend in self._rows:
-            await backend.close()

@@ -58,7 +58,10 @@ class Answering:
         found: dict[int, list[Piece]] = {}
         async with aclosing(self.generation.pieces()) as pieces:
             async for choice, piece in pieces:
-                found.setdefault(choice, []).append(piece)
+                if piece.begins_again:
+                    found[choice] = []
+                else:
+                    found.setdefault(choice, []).append(piece)
         answers = {choice: _joined(parts) for choice, parts in found.items()}
         choices = [
             {"index": index, **self.choice(answers[choice])}

@@ -165,6 +165,7 @@ class Generation:
             log_probs=0 if ranked and wishes.log_probs is None else wishes.log_probs,
             prompt_log_probs=wishes.log_probs if wishes.echo else None,
             timeout=self._timeout,
+            whole=not body.stream,
         )
 
     async def _row(
@@ -181,6 +182,10 @@ class Generation:
             shown = _Shown(self, request, self._prompt(number))
             async with aclosing(self.model.backend.generate(request)) as increments:
                 async for increment in increments:
+                    if increment.begins_again:
+                        shown = _Shown(self, request, self._prompt(number))
+                        yield choice, Piece(begins_again=True)
+                        continue
                     shown.take_prompt(increment)
                     if self._beams:
                         for beam, ids in enumerate(increment.beams):

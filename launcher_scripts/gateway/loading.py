@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher_scripts.checkpoint.config_ini import read_config
-from launcher_scripts.errors import CheckpointError, ConfigError, Problems, ServerError, problem
-from launcher_scripts.gateway.backend import Backend, Spread
+from launcher_scripts.errors import CheckpointError, ConfigError, Problems, problem
+from launcher_scripts.gateway.backend import Backend
 from launcher_scripts.gateway.chat_template import DEFAULT, ChatTemplate
+from launcher_scripts.gateway.fleet import GENERATING, Fleet, Found
+from launcher_scripts.gateway.replicas import Replicas
 from launcher_scripts.gateway.served_model import ServedModel
-from launcher_scripts.gateway.triton_backend import (
-    ServerFailure,
-    TritonBackend,
-    TritonServer,
-    parameters_of,
-)
+from launcher_scripts.gateway.triton_backend import parameters_of
 from launcher_scripts.gateway_settings import GatewaySettings
 from launcher_scripts.models.ini_text import FILE_NAME
-from launcher_scripts.models.repository import is_remote, served_models
-from launcher_scripts.ready_age import STALE_SECONDS, seconds_silent
-from launcher_scripts.security import ClientTls
 from launcher_scripts.tokenizer import (
     CHAT_TEMPLATE_FILES,
     GENERATION_FILE,
@@ -37,46 +27,24 @@ from launcher_scripts.tokenizer import (
 )
 from launcher_scripts.untrusted import parse_json, read_plain
 
-READY_FILE = "ready.json"
-_POLL_SECONDS = 0.2
-# Whether prompts are the encoder's input, by the model_type of config.pbtxt.
-_GENERATING = {"GPT": False, "T5": True, "BART": True}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-@dataclass(frozen=True)
-class Found:
-    """A token model that a server serves. folder: where its tokenizer may lie."""
-
-    config: Mapping[str, Any]
-    text_parameters: Mapping[str, str]
-    folder: Path | None
-    backend: Backend
-
-
-async def load_models(settings: GatewaySettings) -> list[ServedModel]:
-    """The models of all servers, once they are ready.
+async def load_models(settings: GatewaySettings, fleet: Fleet) -> list[ServedModel]:
+    """The models of all servers of the fleet, once they are ready.
 
     Raises ServerError where they are not in time, ConfigError where none can be served as text.
     """
-    found: dict[str, list[Found]] = {}
-    for place in settings.ready:
-        for each in await _models_of(Path(place), settings):
-            found.setdefault(str(each.config["name"]), []).append(each)
+    found = await fleet.until_found()
     if unknown := sorted({*settings.models} - found.keys()):
         what = "no server serves a model of this name that generates"
         raise ConfigError(problem(what, got=unknown, choices=sorted(found), change="--models"))
-    found = {name: each for name, each in found.items() if name in (settings.models or found)}
     problems = Problems("the models that the gateway could serve")
     models = []
-    for name, replicas in sorted(found.items()):
-        first = replicas[0]
-        backend = (
-            Spread(tuple(each.backend for each in replicas)) if replicas[1:] else first.backend
-        )
+    for name in sorted({*(settings.models or found)}):
         with problems.collecting():
-            models.append(_served(name, first, backend, settings))
+            models.append(_served(name, found[name], Replicas(name, fleet.replicas), settings))
     if not found:
         problems.add("no server serves a model that generates", got=list(settings.ready))
     if not models:
@@ -84,69 +52,6 @@ async def load_models(settings: GatewaySettings) -> list[ServedModel]:
     for message in problems.messages:
         print(f"not served: {message}", flush=True)
     return models
-
-
-async def _models_of(place: Path, settings: GatewaySettings) -> list[Found]:
-    """What the server of one ready file serves, once all of it is ready."""
-    path = place / READY_FILE if place.is_dir() else place
-    deadline = time.monotonic() + settings.ready_timeout
-    tls = None
-    if settings.server_ca is not None:
-        tls = ClientTls(settings.server_ca, settings.server_certificate, settings.server_key)
-    server: TritonServer | None = None
-    while True:
-        reason, ready = _read_ready(path)
-        if ready is not None:
-            server = server or TritonServer(str(ready["grpc"]), tls)
-            try:
-                return await _ask(server, ready)
-            except ServerFailure as error:
-                reason = f"the server at {server.address} does not answer: {error.message()}"
-        if time.monotonic() > deadline:
-            raise ServerError(
-                problem(
-                    f"no server was ready within {settings.ready_timeout:g} s: {reason}",
-                    change="--ready or --ready-timeout",
-                )
-            )
-        await asyncio.sleep(_POLL_SECONDS)
-
-
-def _read_ready(path: Path) -> tuple[str, dict[str, Any] | None]:
-    """The content of a ready file, or why there is none to use yet."""
-    try:
-        ready = json.loads(path.read_text(encoding="utf-8"))
-        age = seconds_silent(ready)
-    except FileNotFoundError:
-        return f"{path} is not there", None
-    except (OSError, ValueError) as error:
-        return f"{path} cannot be read: {error}", None
-    if "grpc" not in ready:
-        return f"{path} gives no grpc address", None
-    if age is not None and age > STALE_SECONDS:
-        return f"{path} was last renewed {age:.0f} s ago: its server was killed", None
-    return "", ready
-
-
-async def _ask(server: TritonServer, ready: Mapping[str, Any]) -> list[Found]:
-    """The token models of a server. Raises ServerFailure where it does not answer."""
-    configs = {name: await server.model_config(name) for name in await server.models()}
-    text = {
-        parameters["token_model"]: parameters
-        for config in configs.values()
-        if "token_model" in (parameters := parameters_of(config))
-    }
-    repository = str(ready.get("model_repository") or "")
-    folders = {}
-    if repository and not is_remote(repository) and Path(repository).is_dir():
-        folders = {each.name: each.checkpoint_dir for each in served_models(Path(repository))}
-    return [
-        Found(config, text.get(name, {}), folders.get(name), TritonBackend(server, config))
-        for name, config in configs.items()
-        if config.get("backend") == "fastertransformer"
-        and parameters_of(config).get("model_type", "GPT") in _GENERATING
-        and "sequence_batching" not in config
-    ]
 
 
 def _served(name: str, found: Found, backend: Backend, settings: GatewaySettings) -> ServedModel:
@@ -186,7 +91,7 @@ def _served(name: str, found: Found, backend: Backend, settings: GatewaySettings
             if isinstance(generation.get(key), int | float) and generation[key] >= 0
         },
         max_len=settings.max_model_len or max_len,
-        encodes=_GENERATING[parameters_of(found.config).get("model_type", "GPT")],
+        encodes=GENERATING[parameters_of(found.config).get("model_type", "GPT")],
         token_names=tokens,
     )
 

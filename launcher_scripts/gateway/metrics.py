@@ -16,7 +16,8 @@ from launcher_scripts.gateway.generation import Record
 # Paths that are told apart, and those below one that ends in /: what clients make up is no label.
 _ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/models", "/v1/models/"),
-    *("/tokenize", "/detokenize", "/tokenizer_info", "/health", "/ready", "/version", "/metrics"),
+    *("/tokenize", "/detokenize", "/tokenizer_info", "/health", "/ready", "/servers", "/version"),
+    "/metrics",
 )
 _OTHER = "other"
 

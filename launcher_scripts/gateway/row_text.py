@@ -30,6 +30,7 @@ class Piece:
     tokens:        generated so far, those of a stop text included
     finish_reason: stop, length, or None while more may come
     stop_reason:   the stop text or the further end token that was met
+    begins_again:  the pieces before this one do not count
     """
 
     text: str = ""
@@ -37,6 +38,7 @@ class Piece:
     tokens: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    begins_again: bool = False
 
 
 class RowText:

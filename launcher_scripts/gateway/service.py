@@ -19,6 +19,7 @@ import uvloop
 from launcher_scripts.errors import Problems, ServerError, problem
 from launcher_scripts.gateway.app import AppSettings, Gateway, make_app
 from launcher_scripts.gateway.door import Keys
+from launcher_scripts.gateway.fleet import Fleet
 from launcher_scripts.gateway.loading import load_models
 from launcher_scripts.gateway.served_model import ServedModel
 from launcher_scripts.gateway_settings import GatewaySettings, example_command
@@ -44,7 +45,8 @@ def serve(settings: GatewaySettings) -> None:
 
 
 async def _serve(settings: GatewaySettings, keys: Keys, opened: socket.socket) -> None:
-    models = await load_models(settings)
+    fleet = Fleet(settings)
+    models = await load_models(settings, fleet)
     app = make_app(
         models,
         keys,
@@ -56,6 +58,7 @@ async def _serve(settings: GatewaySettings, keys: Keys, opened: socket.socket) -
             chat_tokens=settings.chat_tokens,
             cors_origins=settings.cors_origins,
         ),
+        fleet.replicas,
     )
     config = uvicorn.Config(
         app,
@@ -68,7 +71,13 @@ async def _serve(settings: GatewaySettings, keys: Keys, opened: socket.socket) -
     )
     server = DrainingServer(config, app.state.gateway, settings.drain_timeout)
     server.greeting = ready_lines(_address(settings, opened), models, keyed=bool(settings.api_keys))
-    await server.serve(sockets=[opened])
+    watching = asyncio.create_task(fleet.watch())
+    try:
+        await server.serve(sockets=[opened])
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await fleet.close()
 
 
 class DrainingServer(uvicorn.Server):

@@ -18,9 +18,9 @@ from tritonclient.utils import InferenceServerException as ServerFailure
 from launcher_scripts.clients.connection import GRPC_ARGUMENTS, NUMPY_TYPES
 from launcher_scripts.gateway.api_errors import (
     ApiError,
+    ServerLost,
     bad_request,
     timed_out,
-    unavailable,
     unsupported,
 )
 from launcher_scripts.gateway.backend import Increment, RowRequest, TokenLogProb
@@ -31,6 +31,12 @@ NO_END_ID = (1 << 31) - 1
 # Triton 24.08 and later give errors of a stream their own status with this.
 _HEADERS = {"triton_grpc_error": "true"}
 _READY_SECONDS = 5.0
+# gRPC itself would wait up to two minutes before it looks for a server again.
+_CHANNEL = [
+    *GRPC_ARGUMENTS,
+    ("grpc.initial_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
 _NEWS_HEAD = 4
 # Tensor of the token model -> the request's parameter, for models that lack it.
 _PARAMETERS = {
@@ -55,7 +61,7 @@ class TritonServer:
             root_certificates=tls and tls.ca,
             private_key=tls and tls.key,
             certificate_chain=tls and tls.certificate,
-            channel_args=GRPC_ARGUMENTS,
+            channel_args=_CHANNEL,
         )
 
     async def is_ready(self, model: str) -> bool:
@@ -67,14 +73,19 @@ class TritonServer:
 
     async def models(self) -> list[str]:
         """The names of the models that it serves."""
-        index = await self._client.get_model_repository_index(as_json=True)
+        index = await self._client.get_model_repository_index(
+            as_json=True, client_timeout=_READY_SECONDS
+        )
         return sorted(
             each["name"] for each in index.get("models", []) if each.get("state") == "READY"
         )
 
     async def model_config(self, model: str) -> dict[str, Any]:
         """The model's config.pbtxt as JSON."""
-        return dict((await self._client.get_model_config(model, as_json=True))["config"])
+        answer = await self._client.get_model_config(
+            model, as_json=True, client_timeout=_READY_SECONDS
+        )
+        return dict(answer["config"])
 
     async def infer(
         self, model: str, tensors: Mapping[str, Any], outputs: Sequence[str], **more: Any
@@ -201,9 +212,9 @@ class TritonBackend:
         if "INVALID_ARGUMENT" in status:
             return bad_request(message)
         if "UNAVAILABLE" in status:
-            return unavailable(f"the server takes no requests now: {message}")
+            return ServerLost(f"the server takes no requests now: {message}")
         if "CANCELLED" in status:
-            return unavailable(f"the server gave the request up: {message}")
+            return ServerLost(f"the server gave the request up: {message}")
         return ApiError(500, f"the server failed: {message}", code="server_error")
 
 

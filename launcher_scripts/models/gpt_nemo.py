@@ -47,6 +47,13 @@ MEGATRON_INNERMOST = {
     ),
 }
 
+# MLPs: a layer's own, and with experts (# is an expert's number) each of these.
+_MLPS = {
+    "mlp": "mlp",
+    "mlp.experts.#": "mlp.experts.experts.#",
+    "mlp.shared_expert": "mlp.shared_experts",
+}
+
 # Norms inside of Transformer Engine's linears.
 MCORE = {
     "wte": Source(("embedding.word_embeddings.weight",)),
@@ -69,13 +76,20 @@ MCORE = {
         (f"{_CORE}.mlp.linear_fc1.layer_norm_weight",)
     ),
     "layers.*.post_attention_layernorm.bias": Source((f"{_CORE}.mlp.linear_fc1.layer_norm_bias",)),
-    "layers.*.mlp.dense_h_to_4h": Source((f"{_CORE}.mlp.linear_fc1",), "transposed"),
-    "layers.*.mlp.dense_4h_to_h": Source((f"{_CORE}.mlp.linear_fc2",), "transposed"),
+    "layers.*.mlp.router": Source((f"{_CORE}.mlp.router",), "transposed"),
+    "layers.*.mlp.shared_expert_gate.weight": Source(
+        (f"{_CORE}.mlp.shared_experts.gate_weight",), "transposed"
+    ),
+} | {
+    f"layers.*.{mlp}.{name}": Source((f"{_CORE}.{core}.{key}",), "transposed")
+    for mlp, core in _MLPS.items()
+    for name, key in (("dense_h_to_4h", "linear_fc1"), ("dense_4h_to_h", "linear_fc2"))
 }
 
 MCORE_FUSED_GATE = {
-    "layers.*.mlp.dense_h_to_4h": Source((f"{_CORE}.mlp.linear_fc1",), "first_half"),
-    "layers.*.mlp.dense_h_to_4h_2": Source((f"{_CORE}.mlp.linear_fc1",), "second_half"),
+    f"layers.*.{mlp}.{name}": Source((f"{_CORE}.{core}.linear_fc1",), layout)
+    for mlp, core in _MLPS.items()
+    for name, layout in (("dense_h_to_4h", "first_half"), ("dense_h_to_4h_2", "second_half"))
 }
 
 # The parts of fused layers that the core's canonical LoRA names.
@@ -97,6 +111,11 @@ MCORE_LOCAL = {
         ("post_attention_layernorm", "pre_mlp_layernorm"),
     )
     for part in ("weight", "bias")
+}
+
+# With experts Transformer Engine has no linear for the norm before them to be inside of.
+MCORE_EXPERTS = {
+    name: source for name, source in MCORE_LOCAL.items() if ".post_attention_layernorm." in name
 }
 
 _SCALES = (
@@ -131,6 +150,8 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "mcore_split_attention": MCORE_SPLIT_ATTENTION,
     "mcore_split_gate": MCORE_SPLIT_GATE,
     "mcore_local": MCORE_LOCAL,
+    "mcore_experts": MCORE_EXPERTS,
     "mcore_plus_one": _plus_one(MCORE),
     "mcore_local_plus_one": _plus_one({**MCORE, **MCORE_LOCAL}),
+    "mcore_experts_plus_one": _plus_one({**MCORE, **MCORE_EXPERTS}),
 }

@@ -162,3 +162,9 @@ def test_lost_chunks_are_named(data_dir: Path, tmp_path: Path) -> None:
     torch.save(content, _file(source, 0, 1))
     with pytest.raises(CheckpointError, match=r"virtual pipeline stages; got \[1, 2\]; choices: 2"):
         export_folder(source, tmp_path / "out")
+
+
+def test_experts_in_files_of_ranks_are_refused(data_dir: Path, tmp_path: Path) -> None:
+    source = cut(tmp_path / "source", whole_ranks(data_dir, 2), {"num_experts": 4}, [[[0, 1]]])
+    with pytest.raises(CheckpointError, match="num_experts is not supported; got 4"):
+        export_folder(source, tmp_path)

@@ -102,9 +102,10 @@ def test_activations(said, activation, gated) -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"num_experts": 8}, "num_experts is not supported; got 8"),
         ({"multi_latent_attention": True}, "multi_latent_attention is not supported"),
-        ({"window_size": [128, 0]}, "window_size is not supported"),
+        ({"window_size": 128}, "window_size is not supported; got 128; choices: .tokens before"),
+        ({"window_size": [128, 4]}, r"window_size is not supported; got \[128, 4\]"),
+        ({"window_size": [4, 0], "window_attn_skip_freq": [1]}, r"skip_freq is not .* a list of 2"),
         (
             {"position_embedding_type": "yarn"},
             "position_embedding_type is not supported; got 'yarn'",
@@ -116,3 +117,72 @@ def test_activations(said, activation, gated) -> None:
 def test_what_is_not_known_is_refused_by_name(said, words) -> None:
     with pytest.raises(CheckpointError, match=words):
         read_gpt(of_arguments(ARGUMENTS | said, "the arguments"))
+
+
+EXPERTS = {"num_experts": 8, "add_bias_linear": False}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("add_bias_linear", True),
+        ("moe_apply_probs_on_input", True),
+        ("moe_latent_size", 16),
+        ("moe_layer_freq", 2),
+        ("moe_layer_freq", [0, 1]),
+        ("moe_layer_freq", "[0]+[1]"),
+        ("moe_mlp_glu_interleave_size", 32),
+        ("moe_router_enable_expert_bias", True),
+        ("moe_router_force_load_balancing", True),
+        ("moe_router_group_topk", 2),
+        ("moe_router_load_balancing_type", "sinkhorn"),
+        ("moe_router_load_balancing_type", ["aux_loss", "sinkhorn"]),
+        ("moe_router_score_function", "sigmoid"),
+        ("moe_router_topk_scaling_factor", 2.5),
+        ("moe_shared_expert_intermediate_size", 64),
+    ],
+)
+def test_experts_that_work_in_other_ways_are_refused_by_name(key, value) -> None:
+    name = "moe_shared_expert_gate" if key.startswith("moe_shared") else key
+    with pytest.raises(CheckpointError, match=rf"1 problem in the arguments:\n.*{name}"):
+        read_gpt(of_arguments(ARGUMENTS | EXPERTS | {key: value}, "the arguments"))
+
+
+def test_the_settings_of_experts_mean_nothing_without_experts() -> None:
+    options = of_arguments(ARGUMENTS | {"moe_router_score_function": "sigmoid", "moe_x": 1}, "")
+    assert "num_experts" not in read_gpt(options).fields
+    assert options.check_keys() == ()
+
+
+def test_what_a_training_drops_is_noted() -> None:
+    options = of_arguments(ARGUMENTS | EXPERTS | {"moe_expert_capacity_factor": 1.5}, "here")
+    read_gpt(options)
+    assert options.check_keys() == ("here: nothing reads moe_expert_capacity_factor=1.5",)
+
+
+@pytest.mark.parametrize(
+    ("said", "window", "full"),
+    [
+        ({"window_size": (4, 0)}, 5, None),
+        ({"window_size": [4, -1], "window_attn_skip_freq": 2}, 5, "1,3"),
+        ({"window_size": [0, 0], "window_attn_skip_freq": [1, 0, 0, 1]}, 1, "1,2"),
+        ({"window_size": [-1, 0]}, None, None),
+        ({"window_size": None, "window_attn_skip_freq": 2}, None, None),
+    ],
+)
+def test_windows(said, window, full) -> None:
+    options = of_arguments({**ARGUMENTS, "num_layers": 4, **said}, "")
+    config = read_gpt(options).config(8)
+    assert (config.sliding_window, config.full_attention_layers) == (window, full)
+    assert options.check_keys() == ()
+
+
+@pytest.mark.parametrize("name", ["GemmaConfig2B", "CodeGemmaConfig7B", "GemmaModelProvider"])
+@pytest.mark.parametrize("of", [of_bridge, of_nemo2])
+def test_gemmas_class_scales_the_embeddings(of, name) -> None:
+    said = {**ARGUMENTS, "_target_": f"some.package.gemma.{name}"}
+    assert read_gpt(of(said, "")).fields["embedding_scale"] == pytest.approx(32**0.5)
+    assert read_gpt(of(ARGUMENTS, "")).fields["embedding_scale"] is None
+    for later in ("Gemma2Config9B", "Gemma3ModelProvider"):
+        with pytest.raises(CheckpointError, match=f"this class are not supported; got '.*{later}"):
+            read_gpt(of({**said, "_target_": f"some.package.{later}"}, ""))

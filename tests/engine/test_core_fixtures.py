@@ -25,12 +25,29 @@ FIXTURES = {
     "mcore012_qwen3_bf16_a": {"qk_norm": True},
     "mcore012_t5_learned_a": {"position_embedding": "learned", "max_positions": 32},
     "mcore012_torchfmt_llama_tp2_a": {"gated": True},
+    "bridge_qwen2moe_a": {
+        "normalized_experts": False,
+        "shared_expert_size": 20,
+        "ffn_size": 12,
+        "attention_dense_bias": False,
+    },
+    "mcore014_mixtral_a": {
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "normalized_experts": True,
+        "ffn_size": 24,
+    },
     "mcore016_t5_relative_a": {"position_embedding": "relative", "num_buckets": 32},
     "mcore019_gpt_learned_tp2pp2_a": {"position_embedding": "learned"},
     "mcore019_llama31_tp2pp2_a": {"rotary_scaling": "llama3"},
     "mcore019_qwen2_a": {"attention_bias": True, "attention_dense_bias": False},
     "mcore019_qwen3_nonhomog_a": {"qk_norm": True},
     "nemo253_llama31_a": {"rotary_scaling_factor": 8.0},
+    "nemo2_window_a": {
+        "sliding_window": 5,
+        "full_attention_layers": "1,3",
+        "softmax_scale": 0.3,
+    },
 }
 
 
@@ -84,6 +101,7 @@ def test_logits_are_the_cores(fixture: Path, tp: int, pp: int, tmp_path: Path) -
     ]
 
 
-def test_every_fixture_is_listed(shared_dir: Path) -> None:
-    folders = {path.name for path in (shared_dir / "fixtures" / "core").iterdir() if path.is_dir()}
+def test_every_fixture_is_listed(shared_dir: Path, data_dir: Path) -> None:
+    places = (shared_dir / "fixtures" / "core", data_dir / "core")
+    folders = {path.name for place in places for path in place.iterdir() if path.is_dir()}
     assert folders == {*FIXTURES}

@@ -11,9 +11,10 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from launcher_scripts.gateway.app import AppSettings, make_app
-from launcher_scripts.gateway.backend import Increment, RowRequest, TokenLogProb
+from launcher_scripts.gateway.backend import Backend, Increment, RowRequest, TokenLogProb
 from launcher_scripts.gateway.chat_template import ChatTemplate
 from launcher_scripts.gateway.door import Keys
+from launcher_scripts.gateway.replicas import Replica
 from launcher_scripts.gateway.served_model import ServedModel
 from launcher_scripts.tokenizer import load_tokenizer
 
@@ -94,7 +95,7 @@ class FakeBackend:
         return id(self)
 
 
-def served(backend: FakeBackend, name: str = "tiny", **more: Any) -> ServedModel:
+def served(backend: Backend, name: str = "tiny", **more: Any) -> ServedModel:
     """A model with the small GPT-2 vocabulary."""
     values = {
         "tokenizer": GPT2,
@@ -107,7 +108,10 @@ def served(backend: FakeBackend, name: str = "tiny", **more: Any) -> ServedModel
 
 
 def client_of(
-    *models: ServedModel, keys: dict[str, str] | None = None, **settings: Any
+    *models: ServedModel,
+    keys: dict[str, str] | None = None,
+    replicas: Sequence[Replica] = (),
+    **settings: Any,
 ) -> TestClient:
     """A client of the application; `client.app.state.gateway` is the Gateway."""
-    return TestClient(make_app(models, Keys(keys or {}), AppSettings(**settings)))
+    return TestClient(make_app(models, Keys(keys or {}), AppSettings(**settings), replicas))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from starlette.applications import Starlette
 from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.api_errors import ApiError
 from launcher_scripts.gateway.app import AppSettings, make_app
-from launcher_scripts.gateway.backend import RowRequest, Spread
 from launcher_scripts.gateway.service import DrainingServer
 from tests.gateway.fakes import FakeBackend, client_of, served
 
@@ -306,31 +303,6 @@ def test_ready_says_what_is_not() -> None:
     assert client.get("/ready").json()["draining"] is True
     assert client.get("/ready").status_code == 503
     assert client.get("/health").status_code == 200
-
-
-def test_rows_go_where_the_fewest_are() -> None:
-    async def spread() -> None:
-        backends = [FakeBackend(waits=True), FakeBackend(waits=True)]
-        both = Spread(tuple(backends))
-        rows: list[AsyncIterator[Any]] = []
-        for number in range(4):
-            row = both.generate(RowRequest(str(number), (1,), 5))
-            await anext(row)
-            rows.append(row)
-        assert [backend.running for backend in backends] == [2, 2]
-        for row in rows[::2]:
-            await row.aclose()  # type: ignore[attr-defined]
-        assert sorted(backend.running for backend in backends) == [0, 2]
-        idle = next(backend for backend in backends if not backend.running)
-        row = both.generate(RowRequest("last", (1,), 5))
-        await anext(row)
-        assert idle.running == 1
-        with contextlib.suppress(RuntimeError):
-            await row.aclose()  # type: ignore[attr-defined]
-        backends[0].is_up = False
-        assert await both.is_ready()
-
-    asyncio.run(spread())
 
 
 def test_a_second_signal_ends_at_once() -> None:

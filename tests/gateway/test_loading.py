@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from launcher_scripts.errors import ConfigError, LauncherError, ServerError
-from launcher_scripts.gateway import loading
+from launcher_scripts.gateway import fleet
+from launcher_scripts.gateway.loading import load_models
 from launcher_scripts.gateway.served_model import ServedModel
 from launcher_scripts.gateway.service import ready_lines, serve
 from launcher_scripts.gateway_settings import GatewaySettings
@@ -28,6 +29,9 @@ class FakeServer:
 
     def __init__(self, address: str, _tls: Any = None) -> None:
         self.address = address
+
+    async def is_ready(self, model: str) -> bool:
+        return model in self.configs
 
     async def models(self) -> list[str]:
         return sorted(self.configs)
@@ -58,7 +62,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
     }
     monkeypatch.setattr(FakeServer, "configs", configs)
-    monkeypatch.setattr(loading, "TritonServer", FakeServer)
+    monkeypatch.setattr(fleet, "TritonServer", FakeServer)
     write_ready(tmp_path, model_repository=str(settings.model_repository))
     return settings.model_repository
 
@@ -69,9 +73,13 @@ def write_ready(folder: Path, **facts: Any) -> None:
     (folder / "ready.json").write_text(json.dumps(content))
 
 
-def load(folder: Path, **more: Any) -> list[ServedModel]:
-    settings = GatewaySettings((str(folder),), **{"ready_timeout": 0.0, **more})
-    return asyncio.run(loading.load_models(settings))
+def load(*folders: Path, **more: Any) -> list[ServedModel]:
+    settings = GatewaySettings(tuple(map(str, folders)), **{"ready_timeout": 0.0, **more})
+
+    async def loaded() -> list[ServedModel]:
+        return await load_models(settings, fleet.Fleet(settings))
+
+    return asyncio.run(loaded())
 
 
 def test_a_model_is_what_its_repository_says(repository: Path, tmp_path: Path) -> None:
@@ -117,14 +125,6 @@ def test_a_tokenizer_may_lie_elsewhere(repository: Path, tmp_path: Path) -> None
         load(tmp_path)
     (model,) = load(tmp_path, tokenizer_dir=str(TOKENIZERS / "gpt2bpe"))
     assert (model.max_len, model.end_ids) == (None, (GPT2.end_id, 11, 12))
-
-
-def test_servers_of_the_same_model_share_it(repository: Path, tmp_path: Path) -> None:
-    (tmp_path / "second").mkdir()
-    write_ready(tmp_path / "second", model_repository=str(repository))
-    settings = GatewaySettings((str(tmp_path), str(tmp_path / "second" / "ready.json")))
-    (model,) = asyncio.run(loading.load_models(settings))
-    assert type(model.backend).__name__ == "Spread"
 
 
 def test_only_models_that_are_named_are_served(

@@ -12,7 +12,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.contracts import CONTRACTS
-from launcher_scripts.gateway.api_errors import ApiError
+from launcher_scripts.gateway.api_errors import ApiError, ServerLost
 from launcher_scripts.gateway.backend import Increment, RowRequest, TokenLogProb
 from launcher_scripts.gateway.triton_backend import NO_END_ID, TritonBackend
 
@@ -263,6 +263,7 @@ def test_the_servers_errors_have_their_status(
         generate(engine, replace(ROW, timeout=9.0))
     assert failed.value.status == expected
     assert ("Retry-After" in failed.value.headers) == (expected == 503)
+    assert isinstance(failed.value, ServerLost) == (expected == 503)
 
 
 def test_an_answer_that_breaks_off_is_no_answer() -> None:

@@ -36,8 +36,9 @@ class RunningStep:
         self._err = (folder / "err.txt").open("w+")
         name, value = self._mark.split("=")
         arguments = ["-m", "launcher_scripts.steps.start_server"]
+        number = [] if settings.replica is None else ["--replica", str(settings.replica)]
         self.process = subprocess.Popen(
-            [sys.executable, *arguments, "--settings", str(folder / "settings.yaml")],
+            [sys.executable, *arguments, "--settings", str(folder / "settings.yaml"), *number],
             cwd=CHECKOUT,
             env={**os.environ, name: value},
             stdout=self._out,

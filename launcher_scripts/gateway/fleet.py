@@ -1,0 +1,265 @@
+"""The gateway's servers: found by their ready files, asked how they are, forgotten when gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Container, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.errors import ServerError, problem
+from launcher_scripts.gateway.backend import Backend
+from launcher_scripts.gateway.replicas import Replica
+from launcher_scripts.gateway.triton_backend import (
+    ServerFailure,
+    TritonBackend,
+    TritonServer,
+    parameters_of,
+)
+from launcher_scripts.gateway_settings import GatewaySettings
+from launcher_scripts.models.repository import is_remote, served_models
+from launcher_scripts.ready_age import STALE_SECONDS, seconds_silent
+from launcher_scripts.security import ClientTls
+
+LOG = logging.getLogger("gateway")
+# ready.json of a server alone, ready-0.json, ready-1.json, ... of replicas
+_READY_FILES = ("ready.json", "ready-[0-9]*.json")
+# Whether prompts are the encoder's input, by the model_type of config.pbtxt.
+GENERATING = {"GPT": False, "T5": True, "BART": True}
+_START_SECONDS = 0.2  # between two looks at servers that are not there yet
+_CHECK_SECONDS = 1.0
+_MOST_SECONDS = 16.0  # between two looks at a server that does not come back
+_LEAST_SECONDS = 0.1  # between a server's failure and the look at it
+
+
+@dataclass(frozen=True)
+class Found:
+    """A token model that a server serves. folder: where its tokenizer may lie."""
+
+    config: Mapping[str, Any]
+    text_parameters: Mapping[str, str]
+    folder: Path | None
+    backend: Backend
+
+
+@dataclass(eq=False)
+class Member:
+    """One server of the fleet.
+
+    next_check: by time.monotonic(), of one that is not healthy
+    failures:   so many checks have failed one after another
+    why:        the last one did
+    """
+
+    replica: Replica
+    server: TritonServer
+    ready: Mapping[str, Any] = field(default_factory=dict)
+    found: Mapping[str, Found] = field(default_factory=dict)
+    next_check: float = -math.inf
+    failures: int = 0
+    why: str = ""
+
+
+class Fleet:
+    """All servers that the ready files name; `replicas` has them in the order in which they came.
+
+    A server whose ready file goes gets no new rows, and is forgotten when its last one has ended.
+    """
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.replicas: list[Replica] = []
+        self._settings = settings
+        self._members: dict[str, Member] = {}  # by their addresses
+        self._tls: ClientTls | None = None
+        if settings.server_ca is not None:
+            self._tls = ClientTls(
+                settings.server_ca, settings.server_certificate, settings.server_key
+            )
+        self._failed = asyncio.Event()
+
+    async def until_found(self) -> dict[str, Found]:
+        """Every model that a server serves, once each place of the settings has a healthy server.
+
+        Raises ServerError where that takes longer than ready_timeout.
+        """
+        deadline = time.monotonic() + self._settings.ready_timeout
+        while True:
+            await self.find()
+            for member in self._members.values():
+                member.next_check = -math.inf
+            await self.check(time.monotonic())
+            missing = [why for place in self._settings.ready if (why := self._missing(Path(place)))]
+            if not missing:
+                healthy = [each for each in self._members.values() if each.replica.healthy]
+                return {k: v for each in reversed(healthy) for k, v in each.found.items()}
+            if time.monotonic() > deadline:
+                seconds = f"{self._settings.ready_timeout:g}"
+                what = f"no server was ready within {seconds} s: {'; '.join(missing)}"
+                raise ServerError(problem(what, change="--ready or --ready-timeout"))
+            await asyncio.sleep(_START_SECONDS)
+
+    async def watch(self) -> None:
+        """Look after the servers until cancelled. A file system that hangs holds up no check."""
+
+        async def files() -> None:
+            await asyncio.sleep(_CHECK_SECONDS)
+            await self.find()
+
+        async def servers() -> None:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._failed.wait(), _CHECK_SECONDS)
+                await asyncio.sleep(_LEAST_SECONDS)
+            self._failed.clear()
+            await self.check(time.monotonic())
+
+        await asyncio.gather(_for_ever(files), _for_ever(servers))
+
+    async def find(self) -> None:
+        """Read the ready files: which servers there are now."""
+        listed = await asyncio.to_thread(self._listed, set(self._members))
+        for address, ready in listed.items():
+            if address not in self._members:
+                self._join(address)
+            self._members[address].ready = ready
+        for address, member in self._members.items():
+            leaving = address not in listed
+            if leaving != member.replica.leaving:
+                LOG.info("server %s %s", address, "leaves" if leaving else "is back")
+            member.replica.leaving = leaving
+
+    async def check(self, now: float) -> None:
+        """Look at every server whose time has come; forget those that have left. now: seconds"""
+        for address, member in list(self._members.items()):
+            if member.replica.leaving and not member.replica.running:
+                del self._members[address]
+                self.replicas.remove(member.replica)
+                await member.server.close()
+        members = [each for each in self._members.values() if not each.replica.leaving]
+        await asyncio.gather(*(_check(each, now) for each in members if each.next_check <= now))
+
+    async def close(self) -> None:
+        """Leave all servers."""
+        for member in self._members.values():
+            await member.server.close()
+
+    def _join(self, address: str) -> None:
+        def look_again() -> None:
+            member.next_check = -math.inf
+            self._failed.set()
+
+        replica = Replica(address, on_failure=look_again)
+        member = Member(replica, TritonServer(address, self._tls))
+        self._members[address] = member
+        self.replicas.append(replica)
+
+    def _missing(self, place: Path) -> str | None:
+        """Why a place of the settings has no healthy server; None: it has one."""
+        why = f"{place} has no {' or '.join(_READY_FILES)}"
+        for path in _ready_paths(place):
+            why, ready = _read_ready(path)
+            member = self._members.get(str(ready["grpc"])) if ready is not None else None
+            if member is not None:
+                if member.replica.healthy:
+                    return None
+                why = member.why
+        return why
+
+    def _listed(self, known: Container[str]) -> dict[str, Mapping[str, Any]]:
+        """Address -> ready file. known: addresses that may be old: their servers are asked."""
+        found = (
+            _read_ready(path, known)[1]
+            for place in self._settings.ready
+            for path in _ready_paths(Path(place))
+        )
+        return {str(ready["grpc"]): ready for ready in found if ready is not None}
+
+
+async def _for_ever(work: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        try:
+            await work()
+        except Exception:
+            LOG.exception("the servers could not be looked after")
+            await asyncio.sleep(_CHECK_SECONDS)
+
+
+async def _check(member: Member, now: float) -> None:
+    """Whether the server is healthy. One that was not is asked for its models again."""
+    replica = member.replica
+    try:
+        if not replica.healthy:
+            member.found = await _models_of(member.server, member.ready)
+        for name in member.found:
+            if not await member.server.is_ready(name):
+                raise ServerFailure(f"{name} is not ready")
+    except ServerFailure as error:
+        member.why = f"the server at {replica.address} does not answer: {error.message()}"
+        if replica.healthy:
+            LOG.warning("%s", member.why)
+        replica.healthy = False
+        member.next_check = now + min(_MOST_SECONDS, _CHECK_SECONDS * 2**member.failures)
+        member.failures += 1
+        return
+    if not replica.healthy:
+        replica.backends = {name: found.backend for name, found in member.found.items()}
+        LOG.info("server %s is healthy and serves %s", replica.address, sorted(member.found))
+    replica.healthy, member.failures, member.next_check = True, 0, -math.inf
+
+
+def _ready_paths(place: Path) -> list[Path]:
+    """The ready files of a place: the file itself, or those in the folder."""
+    if not place.is_dir():
+        return [place]
+    return sorted(path for pattern in _READY_FILES for path in place.glob(pattern))
+
+
+def _read_ready(path: Path, known: Container[str] = ()) -> tuple[str, dict[str, Any] | None]:
+    """The content of a ready file, or why there is none to use yet.
+
+    known: addresses of servers that are asked themselves whether they live
+    """
+    try:
+        ready = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(ready, dict):
+            raise ValueError("it holds no mapping")
+        age = seconds_silent(ready)
+    except FileNotFoundError:
+        return f"{path} is not there", None
+    except (OSError, ValueError, TypeError) as error:
+        return f"{path} cannot be read: {error}", None
+    if "grpc" not in ready:
+        return f"{path} gives no grpc address", None
+    if age is not None and age > STALE_SECONDS and str(ready["grpc"]) not in known:
+        return f"{path} was last renewed {age:.0f} s ago: its server was killed", None
+    return "", ready
+
+
+async def _models_of(server: TritonServer, ready: Mapping[str, Any]) -> dict[str, Found]:
+    """The token models of a server. Raises ServerFailure where it does not answer."""
+    configs = {name: await server.model_config(name) for name in await server.models()}
+    text = {
+        parameters["token_model"]: parameters
+        for config in configs.values()
+        if "token_model" in (parameters := parameters_of(config))
+    }
+    folders = await asyncio.to_thread(_folders, str(ready.get("model_repository") or ""))
+    return {
+        name: Found(config, text.get(name, {}), folders.get(name), TritonBackend(server, config))
+        for name, config in configs.items()
+        if config.get("backend") == "fastertransformer"
+        and parameters_of(config).get("model_type", "GPT") in GENERATING
+        and "sequence_batching" not in config
+    }
+
+
+def _folders(repository: str) -> dict[str, Path]:
+    """Model -> the folder of its checkpoint; none for a repository that is not to be read here."""
+    if not repository or is_remote(repository) or not Path(repository).is_dir():
+        return {}
+    return {each.name: each.checkpoint_dir for each in served_models(Path(repository))}

@@ -1,0 +1,122 @@
+"""The servers of one model as one: who gets a row, and what becomes of it when its server fails."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from launcher_scripts.gateway.api_errors import ServerLost, unavailable
+from launcher_scripts.gateway.backend import Backend, Increment, RowRequest
+
+
+@dataclass(eq=False)
+class Replica:
+    """One server, and what it has to do.
+
+    backends:           model -> its backend at this server
+    healthy:            it gets new rows
+    leaving:            it is no longer among the gateway's servers, but has rows to end
+    running:            rows
+    outstanding_tokens: of the running rows: those of the prompts, and those that are asked for and
+                        have not come
+    on_failure:         called when it has failed a row: from then on it is not healthy
+    """
+
+    address: str
+    backends: Mapping[str, Backend] = field(default_factory=dict)
+    healthy: bool = False
+    leaving: bool = False
+    running: int = 0
+    outstanding_tokens: int = 0
+    last_turn: int = 0
+    on_failure: Callable[[], None] = lambda: None
+
+    def facts(self) -> dict[str, Any]:
+        """Its entry of /servers."""
+        return {
+            "address": self.address,
+            "healthy": self.healthy and not self.leaving,
+            "running": self.running,
+            "outstanding_tokens": self.outstanding_tokens,
+            "models": sorted(self.backends),
+        }
+
+    def takes(self, model: str) -> bool:
+        """Whether it may be given rows of the model."""
+        return self.healthy and not self.leaving and model in self.backends
+
+    async def generate(self, model: str, request: RowRequest) -> AsyncGenerator[Increment, None]:
+        """The row's increments, counted. Raises ServerLost when the server fails."""
+        left = len(request.prompt_ids) + request.max_tokens * request.beam_width
+        self.running += 1
+        self.outstanding_tokens += left
+        backend = self.backends[model]
+        try:
+            async with aclosing(backend.generate(request)) as increments:
+                async for increment in increments:
+                    came = min(left, len(increment.token_ids))
+                    left -= came
+                    self.outstanding_tokens -= came
+                    yield increment
+        except ServerLost:
+            if self.backends.get(model) is backend:  # else it has failed and recovered since
+                self.healthy = False
+                self.on_failure()
+            raise
+        finally:
+            self.running -= 1
+            self.outstanding_tokens -= left
+
+
+class Replicas:
+    """A Backend: rows of one model go where the fewest tokens are outstanding, ties by turn.
+
+    A row whose server fails is sent to every other healthy server, once to each. One that had
+    begun, and whose beginning may have been shown, ends with the error.
+    """
+
+    def __init__(self, model: str, servers: Sequence[Replica]) -> None:
+        """servers: of all models; its owner may change it at any time"""
+        self._model = model
+        self._servers = servers
+        self._turns = itertools.count(1)
+
+    async def generate(self, request: RowRequest) -> AsyncGenerator[Increment, None]:
+        """See Backend. Raises ApiError(503) where no server is healthy."""
+        tried: set[Replica] = set()
+        lost: ServerLost | None = None
+        begun = False
+        while (chosen := self._choice(tried)) is not None:
+            tried.add(chosen)
+            if begun:
+                yield Increment(begins_again=True)
+                begun = False
+            try:
+                async with aclosing(chosen.generate(self._model, request)) as increments:
+                    async for increment in increments:
+                        begun = True
+                        yield increment
+                return
+            except ServerLost as error:
+                if begun and not request.whole:
+                    raise
+                lost = error
+        raise lost or unavailable(f"no server of {self._model} is healthy")
+
+    async def is_ready(self) -> bool:
+        """Whether any server is healthy."""
+        return any(server.takes(self._model) for server in self._servers)
+
+    async def close(self) -> None:
+        """The servers are their owner's to close."""
+
+    def _choice(self, tried: set[Replica]) -> Replica | None:
+        servers = [s for s in self._servers if s.takes(self._model) and s not in tried]
+        if not servers:
+            return None
+        chosen = min(servers, key=lambda s: (s.outstanding_tokens, s.last_turn))
+        chosen.last_turn = next(self._turns)
+        return chosen
