@@ -3,11 +3,12 @@
     pip install lm_eval tenacity aiohttp requests    # in an environment of its own
     python3 -m benchmarks.clients.lm_eval_lambada http://127.0.0.1:8080 smollm2_135m
 
-Serve the model that the quickstart writes (docs/quickstart.md), in fp32, and start the gateway
-before it. lm-eval's `local-completions` asks for the log-probabilities of the 200 items that come
-with the project and has them tokenized by the gateway, so that it needs neither the tokenizer nor
-torch. The reference is what transformers gives: 68 of 200 right, perplexity 44.14. Prints both;
-exit code 1 when an item is judged otherwise or its log-likelihood differs by more than 0.01.
+Serve the model that the quickstart writes (docs/quickstart.md), in fp32, and start a gateway
+without API keys before it. lm-eval's `local-completions` asks for the log-probabilities of the 200
+items that come with the project and has them tokenized by the gateway, so that it needs neither the
+tokenizer nor torch. The reference is what transformers gives: 68 of 200 right, perplexity 44.14.
+Prints both; exit code 1 when an item is judged otherwise or its log-likelihood differs by more than
+0.01.
 """
 
 from __future__ import annotations
