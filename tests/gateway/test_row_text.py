@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from launcher_scripts.gateway.backend import Increment
@@ -101,6 +101,7 @@ def test_a_stop_text_is_found_wherever_it_lies(
 @settings(deadline=None, max_examples=100)
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 200), max_size=40))
 def test_offsets_say_where_tokens_begin(text: str, cuts: list[int]) -> None:
+    assume("<|endoftext|>" not in text)  # a token that is not shown
     tokenizer = KINDS["gpt2bpe"]
     ids = tokenizer.encode(text)
     found = pieces(tokenizer, (), ids, cuts, with_log_probs=True, offset=7)

@@ -251,8 +251,9 @@ def test_what_a_killed_server_leaves_is_removed_and_nothing_of_a_living_one(
                     os.kill(pid, signal.SIGKILL)
             for held in (memory_held, folder_held):  # which waits for the last process
                 fcntl.flock(held, fcntl.LOCK_EX)
-            assert killed.shared_memory() != []
-            assert folder.is_dir()
+            if lock.exists():  # a server of another test may have been quicker to remove it all
+                assert killed.shared_memory() != []
+                assert folder.is_dir()
         with running(tmp_path / "job", make_repository(tmp_path)) as step:
             step.wait_until_ready()
             assert (killed.shared_memory(), locks(killed)) == ([], [])
