@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ class Limits:
     chat_tokens: int = 1024
 
 
-class Answering:
+class Answering(ABC):
     """One request on its way to its answer. Subclasses know the form of the answer."""
 
     prefix: str
@@ -99,17 +100,17 @@ class Answering:
                 yield self._event([], counts, record.usage())
         yield DONE
 
+    @abstractmethod
     def choice(self, answer: Piece) -> dict[str, Any]:
         """A whole answer without its index."""
-        raise NotImplementedError
 
     def first_deltas(self) -> Sequence[dict[str, Any]]:
         """What comes before a choice's first piece."""
         return ()
 
+    @abstractmethod
     def delta(self, piece: Piece) -> dict[str, Any]:
         """What is new of a choice, without its index."""
-        raise NotImplementedError
 
     def _event(
         self,
