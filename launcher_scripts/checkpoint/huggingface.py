@@ -195,7 +195,7 @@ class HuggingFaceCheckpoint(WholeTensors):
     @classmethod
     def open(cls, archive: Archive, hints: Hints) -> HuggingFaceCheckpoint:
         """Raises CheckpointError for what is damaged, incomplete or not supported."""
-        raw = _with_model_type(_read_mapping(archive, CONFIG_NAME))
+        raw = _with_model_type(read_mapping(archive, CONFIG_NAME))
         row = architecture(raw, archive.path / CONFIG_NAME)
         tensors = _read_weights(archive)
         if hints.encoder_only:
@@ -280,11 +280,12 @@ def _generation(archive: Archive) -> dict[str, Any]:
     """What generation_config.json, if there is one, says of GENERATION_KEYS."""
     if GENERATION_NAME not in archive.names():
         return {}
-    said = _read_mapping(archive, GENERATION_NAME)
+    said = read_mapping(archive, GENERATION_NAME)
     return {key: said[key] for key in GENERATION_KEYS if key in said}
 
 
-def _read_mapping(archive: Archive, name: str) -> dict[str, Any]:
+def read_mapping(archive: Archive, name: str) -> dict[str, Any]:
+    """A JSON file of a folder. Raises CheckpointError for one that is damaged or no mapping."""
     try:
         raw = parse_json(archive.read(name))
     except ValueError as error:

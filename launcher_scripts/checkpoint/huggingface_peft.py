@@ -17,13 +17,12 @@ import numpy as np
 
 from launcher_scripts.checkpoint import safetensors_file, torch_file
 from launcher_scripts.checkpoint.archive import Archive
-from launcher_scripts.checkpoint.huggingface import ARCHITECTURES, PREFIXES
+from launcher_scripts.checkpoint.huggingface import ARCHITECTURES, PREFIXES, read_mapping
 from launcher_scripts.checkpoint.merging import Adapter, Added, Learned, LowRank, Replaced
 from launcher_scripts.checkpoint.plan import SourceCheckpoint, float32
 from launcher_scripts.checkpoint.source_tensor import SourceTensor
 from launcher_scripts.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
-from launcher_scripts.untrusted import parse_json
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -177,7 +176,7 @@ def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
     """
     archive = Archive(path)
     problems = Problems(f"the adapter {path}")
-    settings = _Settings(_read_config(archive), problems)
+    settings = _Settings(read_mapping(archive, CONFIG_NAME), problems)
     _refuse_unknown(settings.raw, problems)
     _check_types(settings.raw, problems)
     problems.raise_if_any(CheckpointError)
@@ -205,16 +204,6 @@ def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
         return None if None in found else any(found)
 
     return Adapter(path, learned, _dialects(base), targets, ties)
-
-
-def _read_config(archive: Archive) -> Mapping[str, Any]:
-    try:
-        raw = parse_json(archive.read(CONFIG_NAME))
-    except ValueError as error:
-        raise CheckpointError(f"{CONFIG_NAME} of {archive.path} is damaged: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{CONFIG_NAME} of {archive.path} holds no mapping")
-    return raw
 
 
 def _refuse_unknown(raw: Mapping[str, Any], problems: Problems) -> None:
