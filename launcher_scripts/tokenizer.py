@@ -42,6 +42,8 @@ OPTIONAL_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 # How chats are written and texts are generated, under the names that transformers gives them.
 CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 GENERATION_FILE = "generation_config.json"
+# What may lie beside a tokenizer's own files.
+COMPANION_FILES = (*OPTIONAL_FILES, *CHAT_TEMPLATE_FILES, GENERATION_FILE)
 
 # Usual names of special tokens, for a tokenizer.json that comes without the files that say so.
 _USUAL_START = ("<s>", "<bos>", "<|begin_of_text|>", END_OF_TEXT, "[CLS]")
@@ -98,8 +100,8 @@ def tokenizer_files(folder: Path) -> list[Path]:
     for names in FILE_SETS:
         paths = [folder / name for name in names]
         if all(path.is_file() for path in paths):
-            optional = (*OPTIONAL_FILES, *CHAT_TEMPLATE_FILES, GENERATION_FILE)
-            return paths + [folder / name for name in optional if (folder / name).is_file()]
+            companions = [folder / name for name in COMPANION_FILES]
+            return paths + [path for path in companions if path.is_file()]
     return []
 
 

@@ -27,6 +27,7 @@ from launcher_scripts.models.nemo_tokenizer import (
 from launcher_scripts.settings import TokenizerSettings
 from launcher_scripts.tokenizer import (
     CHAT_TEMPLATE_FILES,
+    COMPANION_FILES,
     GENERATION_FILE,
     OPTIONAL_FILES,
     Tokenizer,
@@ -36,7 +37,6 @@ from launcher_scripts.tokenizer import (
 )
 from launcher_scripts.untrusted import parse_json, read_plain
 
-_COMPANIONS = (*OPTIONAL_FILES, *CHAT_TEMPLATE_FILES, GENERATION_FILE)
 _TEMPLATE_FOLDER = "additional_chat_templates/"
 # All but that of an mBART.
 _PLAIN_SETS, FAIRSEQ_SETS = FILE_SETS[:-1], FILE_SETS[-1:]
@@ -198,7 +198,7 @@ def _named_files(settings: TokenizerSettings) -> dict[str, bytes]:
         except OSError as error:
             problems.add(f"cannot read it: {error.strerror}", got=name, change=f"{KEY}.{role}")
             continue
-        for companion in _COMPANIONS:
+        for companion in COMPANION_FILES:
             beside = path.with_name(companion)
             if path.name == "tokenizer.json" and beside.is_file():
                 files[companion] = beside.read_bytes()
@@ -221,7 +221,7 @@ def nemo_files(raw: Mapping[str, Any], origin: Path, find: Find) -> dict[str, by
     }
     special = raw["tokenizer"].get("special_tokens")
     if "tokenizer.json" in files and isinstance(special, dict):
-        files[_COMPANIONS[0]] = json.dumps(special).encode()
+        files[OPTIONAL_FILES[0]] = json.dumps(special).encode()
     return files
 
 
@@ -260,7 +260,7 @@ def plain_files(
     for wanted in sets:
         if all(root + name in names for name in wanted):
             files = {exported: archive.read(root + name) for name, exported in wanted.items()}
-            companions = [name for name in _COMPANIONS if root + name in names]
+            companions = [name for name in COMPANION_FILES if root + name in names]
             files |= {name: archive.read(root + name) for name in companions}
             return with_templates(files, archive, root + _TEMPLATE_FOLDER)
     raise CheckpointError(

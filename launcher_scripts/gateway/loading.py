@@ -17,7 +17,7 @@ from launcher_scripts.gateway.triton_backend import parameters_of
 from launcher_scripts.gateway_settings import GatewaySettings
 from launcher_scripts.models.ini_text import FILE_NAME
 from launcher_scripts.tokenizer import (
-    CHAT_TEMPLATE_FILES,
+    COMPANION_FILES,
     GENERATION_FILE,
     OPTIONAL_FILES,
     Tokenizer,
@@ -63,8 +63,8 @@ def _served(name: str, found: Found, backend: Backend, settings: GatewaySettings
         )
     try:
         tokenizer = load_tokenizer(folder)
-        names = (*OPTIONAL_FILES, *CHAT_TEMPLATE_FILES, GENERATION_FILE)
-        files = {each: read_plain(folder / each) for each in names if (folder / each).is_file()}
+        there = [each for each in COMPANION_FILES if (folder / each).is_file()]
+        files = {each: read_plain(folder / each) for each in there}
         generation = _mapping(files, GENERATION_FILE)
         tokens = _token_names(files, tokenizer)
         template = _template(files, tokens, settings)
