@@ -104,6 +104,14 @@ def ask(
     command += ["--seconds", str(SETTLE_SECONDS + SECONDS)]
     command += ["--input", *map(str, INPUTS), "--output", *map(str, OUTPUTS)]
     command += ["--streams"] * streams + ["--ids"] * ids
+    return records_of(command, processes)
+
+
+def records_of(command: Sequence[str], processes: int) -> list[Record]:
+    """What processes of clients print, each with a seed of its own.
+
+    Raises RuntimeError when one of them fails.
+    """
     running = [
         subprocess.Popen([*command, "--seed", str(number)], stdout=subprocess.PIPE, text=True)
         for number in range(processes)
