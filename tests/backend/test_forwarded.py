@@ -26,6 +26,7 @@ from launcher_scripts.backends.fastertransformer.forwarded import (
 from launcher_scripts.backends.text.text_channel import Channel as TextChannel
 from launcher_scripts.backends.text.text_channel import Message
 from launcher_scripts.errors import RequestError
+from launcher_scripts.protocol import GenerateOutput
 from tests.server.processes import wait_for
 
 
@@ -147,24 +148,11 @@ def test_a_channel_of_another_program_is_not_used() -> None:
 
 def test_news_are_the_tokens_that_earlier_responses_did_not_have() -> None:
     """A row's first news begin with its prompt; a beam search's rows are news as a whole."""
-    tensors = {
-        "output_ids": torch.tensor([[[7, 8, 9, 1, 0]], [[5, 4, 3, 0, 0]]]).to(torch.uint32),
-        "sequence_length": torch.tensor([[4], [3]]).to(torch.uint32),
-        "response_input_lengths": torch.tensor([[2], [1]], dtype=torch.int32),
-    }
-    progress = {
-        "streamed_length": torch.tensor([[1], [0]], dtype=torch.int32),
-        "is_finished": torch.tensor([[False], [True]]),
-    }
-    found = news(tensors, progress)
+    outputs = [GenerateOutput((9, 1)), GenerateOutput((4, 3))]
+    found = news([(7, 8), (5,)], outputs, before=[1, 0], ended=[False, True])
     assert found.dtype == torch.int32
     assert found.tolist() == [[[4, 2, 3, 0, 1, 0, 0]], [[3, 1, 0, 1, 5, 4, 3]]]
 
 
 def test_news_of_a_model_whose_answers_have_no_prompts() -> None:
-    tensors = {
-        "output_ids": torch.tensor([[[7, 8, 0]]], dtype=torch.int32),
-        "sequence_length": torch.tensor([[2]], dtype=torch.int32),
-    }
-    progress = {"streamed_length": torch.tensor([[2]]), "is_finished": torch.tensor([[True]])}
-    assert news(tensors, progress).tolist() == [[[2, 0, 2, 1]]]
+    assert news([()], [GenerateOutput((7, 8))], [2], [True]).tolist() == [[[2, 0, 2, 1]]]

@@ -10,6 +10,7 @@ import threading
 import types
 import weakref
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -455,7 +456,8 @@ def test_what_cannot_be_answered_is_an_error_of_its_own(streaming_model, monkeyp
     def broken(*_):
         raise ValueError("no such shape")
 
-    monkeypatch.setattr(streaming_model, "_to_tensors", lambda *_: broken)
+    conversion = replace(streaming_model._conversion, to_tensors=broken)
+    monkeypatch.setattr(streaming_model, "_conversion", conversion)
     asked = request([[3, 4]], [2], [[4]])
     streaming_model.execute([asked])
     assert asked.answered.wait(120)

@@ -50,11 +50,13 @@ class Answer:
         to_tensors: ToTensors,
         *,
         streams: bool,
+        prompts: Sequence[Sequence[int]] = (),
         forwarded: bool = False,
         seconds: float | None = None,
         on_end: Callable[[], None] = nothing,
     ) -> None:
-        """forwarded: the request is a text model's, which takes its tokens as `news`
+        """prompts:   of each row, what its output_ids begin with
+        forwarded: the request is a text model's, which takes its tokens as `news`
         seconds:   how long the answer may take, None: as long as it takes
         """
         self._answers = answers
@@ -64,6 +66,7 @@ class Answer:
         self._wanted = wanted
         self._to_tensors = to_tensors
         self._streams = streams
+        self._prompts = prompts
         self._forwarded = forwarded
         self._on_end = on_end
         self._deadline = None if seconds is None else time.monotonic() + seconds
@@ -180,12 +183,16 @@ class Answer:
         return min(tokens) if tokens else max(ended)
 
     def _response(self, outputs: Sequence[GenerateOutput]) -> Any:
-        tensors = self._to_tensors(outputs)
+        told = self._forwarded or "is_return_progress" in self._tensors
+        tensors = {}
+        if self._wanted != {"news"}:
+            tensors = self._to_tensors(outputs)
         if "is_return_progress" in self._tensors:
             tensors.update(self._progress(outputs, tensors))
-        told = self._forwarded or "is_return_progress" in self._tensors
         if told and "news" in self._wanted:
-            tensors["news"] = news(tensors, self._progress(outputs, tensors))
+            tensors["news"] = news(
+                self._prompts, outputs, self._before(outputs), self._finished(outputs)
+            )
         if self._in_session:
             tensors = {name: tensor[None] for name, tensor in tensors.items()}
         return pb_utils.InferenceResponse(
@@ -196,25 +203,35 @@ class Answer:
             ]
         )
 
-    def _progress(
-        self, outputs: Sequence[GenerateOutput], tensors: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """How much of each row is news in this response, and whether that was all: [B, beam].
+    def _before(self, outputs: Sequence[GenerateOutput]) -> list[int]:
+        """How many tokens of each row the responses so far held.
 
         Hypotheses of a beam search are news as a whole: others may have taken their places.
         """
-        beams = beam_axis(outputs)
-        before = [
+        if not self._streams:
+            return [0] * len(outputs)
+        return [
             0 if output.beams else min(self._sent, len(output.output_ids)) for output in outputs
         ]
-        ended = [output is last for output, last in zip(outputs, self._last, strict=True)]
-        progress = {
-            "streamed_length": torch.tensor(
-                [[count if self._streams else 0] * beams for count in before], dtype=torch.int32
-            ),
-            "is_finished": torch.tensor([[end] * beams for end in ended]),
-        }
-        if "response_input_lengths" in tensors:
+
+    def _finished(self, outputs: Sequence[GenerateOutput]) -> list[bool]:
+        """Whether each row is as it ended."""
+        return [output is last for output, last in zip(outputs, self._last, strict=True)]
+
+    def _progress(
+        self, outputs: Sequence[GenerateOutput], tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """How much of each row is news in this response, and whether that was all: [B, beam]."""
+        beams = beam_axis(outputs)
+        progress = {}
+        if "streamed_length" in self._wanted:
+            counts = torch.tensor(self._before(outputs), dtype=torch.int32)
+            progress["streamed_length"] = counts[:, None].repeat(1, beams)
+        if "is_finished" in self._wanted:
+            progress["is_finished"] = torch.tensor(self._finished(outputs))[:, None].repeat(
+                1, beams
+            )
+        if "text_start" in self._wanted and "response_input_lengths" in tensors:
             progress["text_start"] = tensors["response_input_lengths"].expand(-1, beams).clone()
             if "is_return_prompt" in self._tensors:
                 progress["text_start"][self._tensors["is_return_prompt"].reshape(-1)] = 0

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.backends.fastertransformer import conversion, conversion_agm, conversion_t5
+from launcher_scripts.engine.prompts import real_ids
 from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
 Answers = Sequence[GenerateOutput]
@@ -35,10 +36,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A row of CONVERSIONS."""
+    """A row of CONVERSIONS.
+
+    prompts: of each row, what its output_ids begin with
+    """
 
     to_requests: Callable[[Mapping[str, Tensor]], list[GenerateRequest]]
     to_tensors: Callable[[Requests, Answers, Shape], dict[str, Tensor]]
+    prompts: Callable[[Requests, Shape], list[Sequence[int]]]
 
 
 def _gpt(requests: Requests, outputs: Answers, shape: Shape) -> dict[str, Tensor]:
@@ -59,11 +64,23 @@ def _agm(requests: Requests, outputs: Answers, shape: Shape) -> dict[str, Tensor
     return conversion_agm.to_tensors(requests, outputs, shape.end_id, shape.wanted)
 
 
+def _real_prompts(requests: Requests, shape: Shape) -> list[Sequence[int]]:
+    return [real_ids(request, shape.prompt_start_id) for request in requests]
+
+
+def _whole_prompts(requests: Requests, _: Shape) -> list[Sequence[int]]:
+    return [request.input_ids for request in requests]
+
+
+def _no_prompts(requests: Requests, _: Shape) -> list[Sequence[int]]:
+    return [()] * len(requests)
+
+
 # model_type -> its conversion
 CONVERSIONS = {
-    "GPT": Conversion(conversion.to_requests, _gpt),
-    "T5": Conversion(conversion_t5.to_requests, _t5),
-    "T5-Encoder": Conversion(conversion_t5.to_encoder_requests, _t5_encoder),
-    "Agm": Conversion(conversion_agm.to_requests, _agm),
-    "BART": Conversion(conversion_t5.to_requests, _t5),
+    "GPT": Conversion(conversion.to_requests, _gpt, _real_prompts),
+    "T5": Conversion(conversion_t5.to_requests, _t5, _no_prompts),
+    "T5-Encoder": Conversion(conversion_t5.to_encoder_requests, _t5_encoder, _no_prompts),
+    "Agm": Conversion(conversion_agm.to_requests, _agm, _whole_prompts),
+    "BART": Conversion(conversion_t5.to_requests, _t5, _no_prompts),
 }

@@ -12,17 +12,17 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from launcher_scripts.errors import RequestError
+from launcher_scripts.protocol import GenerateOutput
 
 FINAL = 1  # Triton's flag of a last response
 # What the id of such a request begins with; then its key, the channel, and 1 where it streams.
@@ -178,27 +178,45 @@ class ChannelSender:
         return False
 
 
-def news(tensors: Mapping[str, torch.Tensor], progress: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def news(
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[GenerateOutput],
+    before: Sequence[int],
+    ended: Sequence[bool],
+) -> torch.Tensor:
     """The tensor `news` of a response: INT32 [B, beam, 4 + n].
 
     Of every beam: how many tokens it has, how many of them are the prompt, the place of the first
     id that follows here, 1 where no more will come; then the ids from that place on, then zeros.
-    A beam whose tokens are all news begins with its prompt.
+    A beam whose tokens are all news begins with its prompt; one that a row does not have has none.
 
-    tensors:  output_ids, sequence_length and, of models that give it, response_input_lengths
-    progress: streamed_length, is_finished
+    prompts: of each row, what its output_ids begin with
+    before:  of each row, how many generated tokens the earlier responses held
+    ended:   of each row, whether no more tokens will come
     """
-    ids, lengths = tensors["output_ids"].numpy(), tensors["sequence_length"].numpy()
-    prompts = np.zeros_like(lengths)
-    if "response_input_lengths" in tensors:
-        prompts = np.broadcast_to(tensors["response_input_lengths"].numpy(), lengths.shape)
-    streamed = progress["streamed_length"].numpy()
-    starts = np.where(streamed > 0, prompts + streamed, 0).astype(np.int64)
-    longest = max(0, int((lengths - starts).max()))
-    packed = np.zeros((*lengths.shape, 4 + longest), dtype=np.int32)
-    for place in np.ndindex(lengths.shape):
-        start, end = int(starts[place]), int(lengths[place])
-        finished = bool(progress["is_finished"].numpy()[place])
-        packed[place][:4] = end, prompts[place], start, finished
-        packed[place][4 : 4 + max(0, end - start)] = ids[place][start:end]
-    return torch.from_numpy(packed)
+    rows = []
+    for prompt, output, count, end in zip(prompts, outputs, before, ended, strict=True):
+        start = len(prompt) + count if count else 0
+        rows.append(
+            [
+                (
+                    len(prompt) + len(beam.output_ids),
+                    len(prompt),
+                    start,
+                    int(end),
+                    *(() if count else prompt),
+                    *beam.output_ids[count:],
+                )
+                for beam in output.hypotheses
+            ]
+        )
+    beams = max(map(len, rows))
+    packed = torch.zeros(
+        len(rows), beams, max(len(beam) for row in rows for beam in row), dtype=torch.int32
+    )
+    values = packed.numpy()
+    for number, row in enumerate(rows):
+        values[number, :, 3] = ended[number]
+        for beam, ids in enumerate(row):
+            values[number, beam, : len(ids)] = ids
+    return packed

@@ -21,7 +21,6 @@ import triton_python_backend_utils as pb_utils
 
 from launcher_scripts.backends.fastertransformer.answer import (
     Answer,
-    ToTensors,
     error_response,
     reason_of,
     send_last,
@@ -213,15 +212,16 @@ class TritonPythonModel:
         """shown, width: the rows as the client sees them, and the columns of their input_ids"""
         forwarded = isinstance(sender, ChannelSender)
         wanted = frozenset(request.requested_output_names())
-        made = wanted | {"output_ids"} if "news" in wanted else wanted
+        shape = self._shape(width, wanted)
         answer = Answer(
             self._answers,
             sender,
             rows,
             tensors,
             wanted,
-            self._to_tensors(shown, width, made),
+            lambda outputs: self._conversion.to_tensors(shown, outputs, shape),
             streams=self._streams and (not forwarded or sender.streams),
+            prompts=self._conversion.prompts(shown, shape) if "news" in wanted else (),
             forwarded=forwarded,
             seconds=seconds_allowed(request),
             **more,
@@ -230,12 +230,9 @@ class TritonPythonModel:
             sender.opened(answer)
         return answer
 
-    def _to_tensors(
-        self, rows: Sequence[GenerateRequest], width: int, wanted: Collection[str]
-    ) -> ToTensors:
+    def _shape(self, width: int, wanted: Collection[str]) -> Shape:
         config, dtype = self._engine.config, DTYPES[self._engine.settings.data_type]
-        shape = Shape(width, config.end_id, dtype, prompt_start_id(config), wanted)
-        return lambda outputs: self._conversion.to_tensors(rows, outputs, shape)
+        return Shape(width, config.end_id, dtype, prompt_start_id(config), wanted)
 
     def _lost(self, error: ServerError) -> None:
         """Tell who watches this server; one that nobody watches ends itself."""
