@@ -90,7 +90,10 @@ class Answering(ABC):
                     if not _says_something(piece):
                         continue
                     usage = record.usage() if always else None
-                    yield self._event([{"index": choice, **self.delta(piece)}], counts, usage)
+                    yield "".join(
+                        self._event([{"index": choice, **self.delta(each)}], counts, usage)
+                        for each in piece.by_token()
+                    )
         except ApiError as error:
             if not begun:
                 raise

@@ -218,10 +218,15 @@ class _Shown:
     def next(self, increment: Increment) -> Piece:
         """The next piece; the first one begins with the echo."""
         piece = self._text.take(increment)
-        piece = replace(
-            piece, text=self._echo + piece.text, entries=(*self._entries, *piece.entries)
-        )
-        self._echo, self._entries = "", ()
+        if self._echo or self._entries:
+            parts = (self._echo + piece.parts[0], *piece.parts[1:]) if piece.parts else ()
+            piece = replace(
+                piece,
+                text=self._echo + piece.text,
+                entries=(*self._entries, *piece.entries),
+                parts=parts,
+            )
+            self._echo, self._entries = "", ()
         return piece
 
     def hypothesis(self, ids: tuple[int, ...]) -> Piece:
@@ -241,6 +246,7 @@ class _Shown:
             max_tokens=request.max_tokens,
             min_tokens=body.min_tokens,
             offset=len(self._echo),
+            token_bytes=generation.model.token_bytes if body.stream else None,
         )
 
 

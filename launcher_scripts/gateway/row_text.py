@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import codecs
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from launcher_scripts.gateway.backend import Increment, TokenLogProb
 from launcher_scripts.gateway.stops import StopTexts
@@ -31,6 +32,7 @@ class Piece:
     finish_reason: stop, length, or None while more may come
     stop_reason:   the stop text or the further end token that was met
     begins_again:  the pieces before this one do not count
+    parts:         the text by its tokens, where it is asked for and known
     """
 
     text: str = ""
@@ -39,6 +41,14 @@ class Piece:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     begins_again: bool = False
+    parts: tuple[str, ...] = ()
+
+    def by_token(self) -> list[Piece]:
+        """The piece as one for each token that completes a character, where its parts are known."""
+        if len(self.parts) < 2:
+            return [self]
+        first = [Piece(part) for part in self.parts[:-1] if part]
+        return [*first, replace(self, text=self.parts[-1], parts=())]
 
 
 class RowText:
@@ -58,12 +68,14 @@ class RowText:
         max_tokens: int,
         min_tokens: int = 0,
         offset: int = 0,
+        token_bytes: Callable[[int], bytes] | None = None,
     ) -> None:
         """end_id, stop_ids: tokens that end the row; see RowRequest
 
         max_tokens: a row that has fewer when the engine ends it was complete
         min_tokens: stop texts count from there on
         offset:     characters of the answer before the row's own
+        token_bytes: what a token stands for, for pieces that know their parts
         """
         context = list(prompt_ids[-_CONTEXT:])
         self._text = GrowingText(tokenizer.decode)
@@ -75,12 +87,17 @@ class RowText:
         self._max_tokens = max_tokens
         self._min_tokens = min_tokens
         self._offset = offset
+        self._token_bytes = token_bytes
         self._tokens = 0
 
     def take(self, increment: Increment) -> Piece:
         """The next piece."""
         if not increment.log_probs:
-            return self._take(increment.token_ids, increment.finished)
+            piece = self._take(increment.token_ids, increment.finished)
+            if self._token_bytes is None or len(increment.token_ids) < 2:
+                return piece
+            tokens = map(self._token_bytes, increment.token_ids)
+            return replace(piece, parts=_by_token(piece.text, list(tokens)))
         text, entries, piece = "", [], Piece(tokens=self._tokens)
         last = len(increment.token_ids) - 1
         for place, token_id in enumerate(increment.token_ids):
@@ -110,6 +127,23 @@ class RowText:
         return Piece(
             text, (), self._tokens, "length" if self._tokens >= self._max_tokens else "stop"
         )
+
+
+def _by_token(text: str, tokens: Sequence[bytes]) -> tuple[str, ...]:
+    """The text by the tokens that it begins; () where their bytes are not those of the text.
+
+    A token that ends within a character has nothing, the one that ends it the character.
+    """
+    left = text.encode()
+    if not b"".join(tokens).startswith(left):
+        return ()
+    decoder, parts = codecs.getincrementaldecoder("utf-8")(), []
+    for token in tokens:
+        if not left:
+            break
+        parts.append(decoder.decode(left[: len(token)]))
+        left = left[len(token) :]
+    return tuple(parts)
 
 
 def prompt_entries(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import Any
 
 from launcher_scripts.gateway.api_errors import ApiError, bad_request
@@ -43,6 +44,11 @@ class ServedModel:
     encodes: bool = False
     token_names: Mapping[str, str] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def token_bytes(self) -> Callable[[int], bytes]:
+        """Tokenizer.token_bytes, which looks up each token once."""
+        return cache(self.tokenizer.token_bytes)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """The ids of a prompt."""

@@ -35,14 +35,16 @@ def log_prob(token_id: int, top: int) -> TokenLogProb:
 
 @dataclass
 class FakeBackend:
-    """Answers every row with ids, one in an increment, an end token after them unless told.
+    """Answers every row with ids, an end token after them unless told.
 
-    waits:  rows stay before their second token until it is set
+    waits:   rows stay before their second increment
+    at_once: tokens in an increment
     """
 
     ids: Callable[[RowRequest], Sequence[int]] = lambda _: GPT2.encode(" some words to say")
     error: Exception | None = None
     waits: bool = False
+    at_once: int = 1
     is_up: bool = True
     requests: list[RowRequest] = field(default_factory=list)
     running: int = 0
@@ -71,13 +73,14 @@ class FakeBackend:
             return
         if not ids:
             yield Increment(prompt_log_probs=prompt, finished=True)
-        for place, token_id in enumerate(ids):
+        for place in range(0, len(ids), self.at_once):
             if place and self.waits:
                 await asyncio.Event().wait()
             await asyncio.sleep(0)
-            last = place == len(ids) - 1
-            found = self._log_probs(request, (token_id,))
-            yield Increment((token_id,), found, None if place else prompt, finished=last)
+            part = tuple(ids[place : place + self.at_once])
+            last = place + len(part) == len(ids)
+            found = self._log_probs(request, part)
+            yield Increment(part, found, None if place else prompt, finished=last)
 
     @staticmethod
     def _log_probs(request: RowRequest, ids: Sequence[int]) -> tuple[TokenLogProb, ...]:

@@ -301,6 +301,19 @@ def test_a_stream_joins_to_the_whole_answer() -> None:
     assert last["usage"]["completion_tokens"] == 4 * (len(IDS) + 1)
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_tokens_that_come_together_have_an_event_each(echo: bool) -> None:
+    def choices(at_once: int) -> list[dict[str, Any]]:
+        client = client_of(served(FakeBackend(at_once=at_once)))
+        return [event["choices"][0] for event in events(client, prompt="Hello", echo=echo)]
+
+    one_by_one = [choice for choice in choices(1) if choice["text"]]
+    *most, last = choices(3)
+    assert [choice["text"] for choice in (*most, last)] == [each["text"] for each in one_by_one]
+    assert {choice["finish_reason"] for choice in most} == {None}
+    assert last["finish_reason"] == "stop"
+
+
 def test_usage_may_come_with_every_event() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     found = events(client_of(served(FakeBackend())), prompt="Hello", stream_options=options)

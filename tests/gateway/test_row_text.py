@@ -58,8 +58,11 @@ def test_a_texts_pieces_are_the_text(kind: str, text: str, cuts: list[int], prom
     ids = tokenizer.encode(text)
     if not ids:
         return
-    found = pieces(tokenizer, (), ids, cuts)
+    found = pieces(tokenizer, (), ids, cuts, token_bytes=tokenizer.token_bytes)
     assert joined(found) == tokenizer.decode(ids)
+    for piece in found:
+        assert joined(piece.by_token()) == piece.text
+        assert piece.by_token()[-1].finish_reason == piece.finish_reason
     # No piece ends within a character: nothing is shown that later bytes would change.
     if "\ufffd" not in tokenizer.decode(ids):
         assert not any("\ufffd" in piece.text for piece in found)
@@ -67,6 +70,26 @@ def test_a_texts_pieces_are_the_text(kind: str, text: str, cuts: list[int], prom
     before = tokenizer.encode(prompt)
     whole = tokenizer.decode([*before, *ids])
     assert whole.endswith(joined(pieces(tokenizer, before, ids, cuts)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("gpt2bpe", " some words to say"),
+        ("gpt2bpe", " né à 漢字 🙂"),
+        ("sentencepiece", " some words to say"),
+    ],
+)
+def test_a_piece_of_several_tokens_knows_its_parts(kind: str, text: str) -> None:
+    """One for each token, but for those that end within a character."""
+    tokenizer = KINDS[kind]
+    ids = tokenizer.encode(text)
+    before = tokenizer.encode("a")
+    (piece,) = pieces(tokenizer, before, ids, (), token_bytes=tokenizer.token_bytes)
+    one_by_one = pieces(tokenizer, before, ids, range(len(ids)))
+    shown = [each.text for each in one_by_one if each.text]
+    assert [each.text for each in piece.by_token()] == shown
+    assert len(shown) > 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
