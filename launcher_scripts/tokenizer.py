@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,6 +61,8 @@ class Tokenizer(Protocol):
 
     vocab_size: number of ids, special ones included
     start_id, end_id, pad_id: as NeMo gives them; None where the tokenizer has no such token
+    joined_bytes: what one token adds to a text where decoding joins the tokens' bytes, a special
+        token nothing; None where it does more than that
     """
 
     @property
@@ -73,6 +76,9 @@ class Tokenizer(Protocol):
 
     @property
     def pad_id(self) -> int | None: ...
+
+    @property
+    def joined_bytes(self) -> Callable[[int], bytes] | None: ...
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without start or end token."""
@@ -181,6 +187,7 @@ class GPT2Tokenizer:
         self._tokenizer = BytePairTokenizer(bpe)
         self._tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = ByteLevelDecoder()
+        self.joined_bytes = partial(_joined_bytes, self._tokenizer)
         special = [AddedToken(END_OF_TEXT, normalized=False)]
         ids = [bpe.token_to_id(token) for token in FAIRSEQ_TOKENS]
         fairseq = ids == list(range(len(ids)))
@@ -232,6 +239,8 @@ class SentencePieceTokenizer:
 
     Ids past the pieces (a padded vocabulary) have no text.
     """
+
+    joined_bytes = None
 
     def __init__(self, folder: Path) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -289,6 +298,8 @@ class MBartTokenizer:
     and by `src_lang` which one that is, else English. What looks like a special token is text.
     """
 
+    joined_bytes = None
+
     def __init__(self, folder: Path) -> None:
         from sentencepiece import SentencePieceProcessor
 
@@ -336,7 +347,10 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         decoder = self._tokenizer.decoder
-        self._byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
+        state = None if decoder is None else decoder.__getstate__()
+        self._byte_level = state is not None and b"ByteLevel" in state
+        joins = state is not None and json.loads(state)["type"] == "ByteLevel"
+        self.joined_bytes = partial(_joined_bytes, self._tokenizer) if joins else None
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         named = _named_special_tokens(folder)
         self.start_id = self._special_id(named, "bos_token", _USUAL_START)
@@ -389,6 +403,14 @@ def _token_bytes(tokenizer: Any, token_id: int, *, byte_level: bool) -> bytes:
     if byte_level and all(character in _BYTES for character in token):
         return bytes(_BYTES[character] for character in token)
     return _piece_bytes(token)
+
+
+def _joined_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """Tokenizer.joined_bytes of a byte-level vocabulary of the library tokenizers."""
+    added = tokenizer.get_added_tokens_decoder().get(token_id)
+    if added is not None:
+        return b"" if added.special else str(tokenizer.decode([token_id])).encode()
+    return _token_bytes(tokenizer, token_id, byte_level=True)
 
 
 def _piece_bytes(piece: str) -> bytes:

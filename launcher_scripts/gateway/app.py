@@ -201,8 +201,8 @@ class Gateway:
 class EventResponse(StreamingResponse):
     """Server-sent events; when the client goes, what makes them is closed at once."""
 
-    def __init__(self, first: str, events: AsyncGenerator[str, None], life: Life) -> None:
-        async def all_events() -> AsyncGenerator[str, None]:
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], life: Life) -> None:
+        async def all_events() -> AsyncGenerator[bytes, None]:
             yield first
             async for event in events:
                 yield event

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
+
+from pydantic_core import to_json
 
 from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupported
@@ -20,7 +21,7 @@ from launcher_scripts.gateway.served_model import ServedModel
 
 # OpenAI's default for completions.
 _USUAL_TOKENS = 16
-DONE = "data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Answering(ABC):
         usage = self.generation.record.usage()
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage}
 
-    async def events(self) -> AsyncGenerator[str, None]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events. Raises ApiError before the first one or, as the last
         event, says it.
         """
@@ -90,14 +91,14 @@ class Answering(ABC):
                     if not _says_something(piece):
                         continue
                     usage = record.usage() if always else None
-                    yield "".join(
+                    yield b"".join(
                         self._event([{"index": choice, **self.delta(each)}], counts, usage)
                         for each in piece.by_token()
                     )
         except ApiError as error:
             if not begun:
                 raise
-            yield f"data: {json.dumps(error.body())}\n\n"
+            yield _event(error.body())
         else:
             if counts:
                 yield self._event([], counts, record.usage())
@@ -120,11 +121,11 @@ class Answering(ABC):
         choices: Sequence[Mapping[str, Any]],
         counts: bool,
         usage: Mapping[str, int] | None = None,
-    ) -> str:
+    ) -> bytes:
         content = {**self._head, "object": self.chunk_kind, "choices": choices}
         if counts or usage is not None:
             content["usage"] = usage
-        return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        return _event(content)
 
     def _best(self, answers: Mapping[int, Piece]) -> list[int]:
         """The choices that are shown: of every prompt's rows the n likeliest per token."""
@@ -238,6 +239,11 @@ class Chat(Answering):
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
+
+
+def _event(content: Mapping[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + to_json(content) + b"\n\n"
 
 
 def _joined(parts: Sequence[Piece]) -> Piece:

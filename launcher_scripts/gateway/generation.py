@@ -211,9 +211,8 @@ class _Shown:
     def take_prompt(self, increment: Increment) -> None:
         """Keep the prompt's log-probabilities for the beginning of the answer."""
         if increment.prompt_log_probs is not None:
-            self._entries = prompt_entries(
-                self._generation.model.tokenizer, self._prompt.ids, increment.prompt_log_probs
-            )
+            texts = self._generation.model.texts.row(())
+            self._entries = prompt_entries(texts, self._prompt.ids, increment.prompt_log_probs)
 
     def next(self, increment: Increment) -> Piece:
         """The next piece; the first one begins with the echo."""
@@ -238,15 +237,13 @@ class _Shown:
         generation, request = self._generation, self._request
         body = generation.body
         return RowText(
-            generation.model.tokenizer,
-            () if generation.model.encodes else self._prompt.ids,
+            generation.model.texts.row(() if generation.model.encodes else self._prompt.ids),
             StopTexts(list(body.stop), included=body.include_stop_str_in_output),
             request.end_id,
             request.stop_ids,
             max_tokens=request.max_tokens,
             min_tokens=body.min_tokens,
             offset=len(self._echo),
-            token_bytes=generation.model.token_bytes if body.stream else None,
         )
 
 

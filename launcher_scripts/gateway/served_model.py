@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 from launcher_scripts.gateway.api_errors import ApiError, bad_request
 from launcher_scripts.gateway.backend import Backend
 from launcher_scripts.gateway.chat_template import ChatTemplate
 from launcher_scripts.gateway.schemas import ChatPrompt
+from launcher_scripts.gateway.token_texts import TextMaker
 from launcher_scripts.tokenizer import Tokenizer
 
 _LONG_TEXT = 1 << 14  # characters, of which a tokenizer takes some milliseconds
@@ -46,9 +47,9 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
-    def token_bytes(self) -> Callable[[int], bytes]:
-        """Tokenizer.token_bytes, which looks up each token once."""
-        return cache(self.tokenizer.token_bytes)
+    def texts(self) -> TextMaker:
+        """Makes texts of its answers' tokens."""
+        return TextMaker(self.tokenizer)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """The ids of a prompt."""

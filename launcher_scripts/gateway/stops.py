@@ -8,22 +8,22 @@ from collections.abc import Sequence
 class StopTexts:
     """Looks for stop texts in a text that comes in pieces.
 
-    What may still become a stop text is held back. `found` is the one that was met.
+    What may still become a stop text is held back. `found` is the one that was met, of `texts`.
     """
 
     def __init__(self, stops: Sequence[str], *, included: bool = False) -> None:
         """included: the stop text stays at the end of the answer"""
         self.found: str | None = None
-        self._stops = tuple(stops)
+        self.texts = tuple(stops)
         self._included = included
         self._held = ""
 
     def take(self, piece: str, *, finished: bool = False) -> str:
         """What may be shown after the next piece; nothing more once a stop text was found."""
-        if not self._stops or self.found is not None:
+        if not self.texts or self.found is not None:
             return "" if self.found is not None else piece
         text = self._held + piece
-        met = [(text.find(stop), -len(stop), stop) for stop in self._stops if stop in text]
+        met = [(text.find(stop), -len(stop), stop) for stop in self.texts if stop in text]
         if met:
             place, _, self.found = min(met)
             self._held = ""
@@ -34,9 +34,9 @@ class StopTexts:
 
     def _beginning(self, text: str) -> int:
         """How many characters at the end of `text` may be the beginning of a stop text."""
-        longest = min(len(text), max(map(len, self._stops)) - 1)
+        longest = min(len(text), max(map(len, self.texts)) - 1)
         for length in range(longest, 0, -1):
             end = text[len(text) - length :]
-            if any(stop.startswith(end) for stop in self._stops):
+            if any(stop.startswith(end) for stop in self.texts):
                 return length
         return 0

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from launcher_scripts.gateway.backend import Increment
 from launcher_scripts.gateway.row_text import Piece, RowText
 from launcher_scripts.gateway.stops import StopTexts
+from launcher_scripts.gateway.token_texts import TextMaker
 from launcher_scripts.tokenizer import Tokenizer, load_tokenizer
 from tests.gateway.fakes import TOKENIZERS, log_prob
 
@@ -32,7 +33,8 @@ def pieces(
     **more: Any,
 ) -> list[Piece]:
     """The pieces where increments end at `cuts`, up to the one with a reason to end."""
-    row = RowText(tokenizer, prompt, StopTexts(stops), None, (), **{"max_tokens": len(ids), **more})
+    texts = TextMaker(tokenizer).row(prompt)
+    row = RowText(texts, StopTexts(stops), None, (), **{"max_tokens": len(ids), **more})
     places = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
     if len(places) == 1:
         places = [0, 0]
@@ -58,7 +60,7 @@ def test_a_texts_pieces_are_the_text(kind: str, text: str, cuts: list[int], prom
     ids = tokenizer.encode(text)
     if not ids:
         return
-    found = pieces(tokenizer, (), ids, cuts, token_bytes=tokenizer.token_bytes)
+    found = pieces(tokenizer, (), ids, cuts)
     assert joined(found) == tokenizer.decode(ids)
     for piece in found:
         assert joined(piece.by_token()) == piece.text
@@ -78,6 +80,7 @@ def test_a_texts_pieces_are_the_text(kind: str, text: str, cuts: list[int], prom
         ("gpt2bpe", " some words to say"),
         ("gpt2bpe", " né à 漢字 🙂"),
         ("sentencepiece", " some words to say"),
+        ("sentencepiece", " né à 漢字 🙂"),
     ],
 )
 def test_a_piece_of_several_tokens_knows_its_parts(kind: str, text: str) -> None:
@@ -85,7 +88,7 @@ def test_a_piece_of_several_tokens_knows_its_parts(kind: str, text: str) -> None
     tokenizer = KINDS[kind]
     ids = tokenizer.encode(text)
     before = tokenizer.encode("a")
-    (piece,) = pieces(tokenizer, before, ids, (), token_bytes=tokenizer.token_bytes)
+    (piece,) = pieces(tokenizer, before, ids, ())
     one_by_one = pieces(tokenizer, before, ids, range(len(ids)))
     shown = [each.text for each in one_by_one if each.text]
     assert [each.text for each in piece.by_token()] == shown

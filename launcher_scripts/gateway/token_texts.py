@@ -1,0 +1,82 @@
+"""What each token of a row adds to its text, as the tokens come.
+
+Put together the parts are the decoded row without its prompt, and none ends within a character: a
+token that does adds nothing, the one that completes the character all of it.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Protocol
+
+from launcher_scripts.text_deltas import GrowingText
+from launcher_scripts.tokenizer import Tokenizer
+
+# How many tokens of the prompt the first generated ones are decoded with.
+_CONTEXT = 32
+
+
+class TokenTexts(Protocol):
+    """The text of one row."""
+
+    def take(self, ids: Sequence[int], *, finished: bool) -> list[str]:
+        """What each of the next tokens adds; with `finished` the last one all that was held back.
+
+        Without ids at most one part, which is what was held back.
+        """
+        ...
+
+
+class TextMaker:
+    """Makes the TokenTexts of a tokenizer's rows."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decode = tokenizer.decode
+        self._bytes = tokenizer.joined_bytes and cache(tokenizer.joined_bytes)
+
+    def row(self, prompt_ids: Sequence[int]) -> TokenTexts:
+        """Of a row whose text goes on after its prompt's."""
+        context = prompt_ids[-_CONTEXT:]
+        return (
+            _Decoded(self._decode, context)
+            if self._bytes is None
+            else _Joined(self._bytes, context)
+        )
+
+
+class _Joined:
+    """Of a vocabulary whose text is its tokens' bytes, one after the other."""
+
+    def __init__(self, bytes_of: Callable[[int], bytes], context: Sequence[int]) -> None:
+        self._bytes = bytes_of
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.take(context, finished=False)
+
+    def take(self, ids: Sequence[int], *, finished: bool) -> list[str]:
+        decode = self._decoder.decode
+        parts = [decode(self._bytes(each)) for each in ids]
+        if finished:
+            rest = decode(b"", final=True)
+            parts[-1:] = [parts[-1] + rest if parts else rest]
+        return parts
+
+
+class _Decoded:
+    """Of any other tokenizer, which is asked to decode the tokens together."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int]) -> None:
+        self._text = GrowingText(decode)
+        self._text.take(0, context, prompt=len(context), finished=False)
+        self._prompt = self._count = len(context)
+
+    def take(self, ids: Sequence[int], *, finished: bool) -> list[str]:
+        last = len(ids) - 1
+        parts = [self._next([each], finished and place == last) for place, each in enumerate(ids)]
+        return parts if ids else [self._next([], finished)]
+
+    def _next(self, ids: Sequence[int], finished: bool) -> str:
+        self._text.take(self._count, ids, prompt=self._prompt, finished=finished)
+        self._count += len(ids)
+        return self._text.news()
