@@ -67,16 +67,12 @@ class KernelPrecompiler:
 class FakeCommunicator(Communicator):
     """Rank 0 of a tensor-parallel group without the others: their tensors' shapes alone."""
 
-    _inboxes: Inboxes | None = None
-
-    @property
-    def inboxes(self) -> Inboxes | None:
-        return self._inboxes
+    inboxes: Inboxes | None = None
 
     def use_peer_memory(self) -> None:
         """As if all ranks could."""
         if self.tp_size > 1:
-            self._inboxes = Inboxes(
+            self.inboxes = Inboxes(
                 torch.empty(2, self.tp_size, LANE_WORDS, dtype=torch.int64, device=META),
                 torch.empty(self.tp_size, dtype=torch.int64, device=META),
                 torch.empty(LANE_WORDS, dtype=torch.int32, device=META),
@@ -104,15 +100,8 @@ def traced_runner(settings: EngineSettings, config: ModelConfig) -> Runner:
     def read(spec: WeightSpec, _: int | None) -> Tensor:
         return torch.empty(spec.shape_on(config, parallelism.tp_size), device=META)
 
-    loader = engine_family(config).loader(
-        config,
-        parallelism,
-        0,
-        DTYPES[settings.data_type],
-        META,
-        read,
-        int8=settings.int8_mode == 1,
-    )
+    dtype, int8 = DTYPES[settings.data_type], settings.int8_mode == 1
+    loader = engine_family(config).loader(config, parallelism, 0, dtype, META, read, int8=int8)
     launches = Launches(kernels_for("cuda"), EagerGraphs())
     return assemble_runner(loader.load(), settings, FakeCommunicator(parallelism), META, launches)
 
