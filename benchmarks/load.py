@@ -5,7 +5,7 @@
 A repository of random bfloat16 weights is written, every file with content of its own, and served;
 a client asks for one token as soon as the server is ready. The server's own timeline says where the
 seconds go. The first start finds no compiled kernels, and its timeline says how long it waits for
-those that other processes compile; the others find those of the first. Beside it: how long the same
+those that its threads compile; the others find those of the first. Beside it: how long the same
 bytes take from pinned memory to the GPU (the floor), and how long CTranslate2 takes from the start
 of a process to its first token.
 """

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from launcher_scripts.engine.ahead import KernelsAhead
 from launcher_scripts.engine.guide import Guide
 from launcher_scripts.engine.loading import (
     PREFILL_TOKENS,
@@ -22,9 +21,11 @@ from launcher_scripts.engine.loading import (
     rank_device,
 )
 from launcher_scripts.engine.messages import RankInfo
+from launcher_scripts.engine.network import Network
 from launcher_scripts.engine.node_group import ONE_NODE, NodeGroup
 from launcher_scripts.engine.pending import Pending
 from launcher_scripts.engine.plan import Plan
+from launcher_scripts.engine.precompile import KernelPrecompiler
 from launcher_scripts.engine.progress import DEVICE
 from launcher_scripts.engine.ranks import NAMING_SECONDS, Ranks
 from launcher_scripts.engine.recording import Recording, device_memory
@@ -54,7 +55,7 @@ class Engine:
     read the one before, so the device never waits for the host.
     """
 
-    def __init__(self, settings: EngineSettings, build: Build, kernels: KernelsAhead) -> None:
+    def __init__(self, settings: EngineSettings, build: Build) -> None:
         """Start the stepping thread, which calls `build` for its runner; see `load`."""
         self.settings = settings
         self.statistics = Statistics()
@@ -67,7 +68,6 @@ class Engine:
         self._settled = threading.Event()  # loaded, or failed
         self._failure_callbacks: list[Callable[[ServerError], None]] = []
         self._ranks = Ranks(settings, self._fail)
-        self._kernels = kernels
         self._runner: Runner | None = None
         self._scheduler: Scheduler | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -83,28 +83,25 @@ class Engine:
         settings = replace(settings, nodes=settings.parallelism.spread(group.place.nodes))
         checkpoint = open_checkpoint(settings, verify=False)
         rank_device(settings, settings.parallelism.world_size - 1)
-        kernels = KernelsAhead()
-        with kernels.closed_by_errors():
-            kernels.start(settings, checkpoint.config, rank_device(settings, 0))
-            if settings.verify:
-                open_checkpoint(settings, verify=True)
+        device = rank_device(settings, 0)
+        precompiler = KernelPrecompiler(settings, checkpoint.config, device)
+        if settings.verify:
+            open_checkpoint(settings, verify=True)
 
         def build(engine: Engine) -> Runner:
-            device = rank_device(settings, 0)
             prepare_process(settings, device)
             engine._ranks.start(group)
             weights = load_weights(settings, checkpoint, 0, device)
             communicator = engine._ranks.meet(device)
-            runner = assemble_runner(weights, settings, communicator, device)
-            engine._kernels.wait(engine._ranks.timeline)
-            return runner
+            precompiler.wait(engine._ranks.timeline)
+            return assemble_runner(weights, settings, communicator, device)
 
-        return cls._ready(cls(settings, build, kernels))
+        return cls._ready(cls(settings, build))
 
     @classmethod
     def from_runner(cls, settings: EngineSettings, build: Callable[[], Runner]) -> Engine:
         """An engine of one rank over a runner that `build` makes on the engine's thread."""
-        return cls._ready(cls(settings, lambda _: build(), KernelsAhead()))
+        return cls._ready(cls(settings, lambda _: build()))
 
     @property
     def config(self) -> ModelConfig:
@@ -214,7 +211,6 @@ class Engine:
             self._closed = True
             failed = self._error is not None
         self._inbox.put(None)
-        self._kernels.close()
         if not failed:
             self._thread.join(STOP_SECONDS)
         self._ranks.close(failed=failed)
@@ -240,6 +236,7 @@ class Engine:
     def _run(self) -> None:
         try:
             self._runner = self._build(self)
+            _say_general_paths(self._runner.decoder)
             self._ranks.complete(self._runner.device)
             recording = self._record(self._runner)
             self._settled.set()
@@ -260,7 +257,7 @@ class Engine:
 
         shapes = runner.shapes_to_record()
         memory = partial(device_memory, runner.device)
-        recording = Recording(shapes, take, memory, lambda: self._kernels.shapes)
+        recording = Recording(shapes, take, memory)
         done = recording.record_at_load()
         if done is not None:
             print(done, flush=True)
@@ -320,3 +317,10 @@ class Engine:
         self._settled.set()
         for callback in callbacks:
             callback(error)
+
+
+def _say_general_paths(network: Network) -> None:
+    if network.step_obstacles:
+        print(f"decode steps take the general path: {'; '.join(network.step_obstacles)}")
+    if network.encode_obstacles:
+        print(f"the encoder takes the general path: {'; '.join(network.encode_obstacles)}")

@@ -34,7 +34,7 @@ from launcher_scripts.models.repository import check_int8_mode
 from launcher_scripts.nodes import node_name
 from launcher_scripts.parallel import Parallelism
 
-MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85, "meta": 1.0}  # meta tensors take none
 THREADS_VARIABLE = "OMP_NUM_THREADS"  # torch itself follows it
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
 
@@ -260,10 +260,6 @@ def assemble_runner(
     if device.type == "cuda" and settings.parallelism.world_size > 1:
         watch_steps(communicator.progress, config, settings.parallelism, settings.nodes)
     network = family.network(weights, cache, launches.kernels, communicator, device)
-    if network.step_obstacles and communicator.rank == 0:
-        print(f"decode steps take the general path: {'; '.join(network.step_obstacles)}")
-    if network.encode_obstacles and communicator.rank == 0:
-        print(f"the encoder takes the general path: {'; '.join(network.encode_obstacles)}")
     longest = family.longest(config)
     rows = settings.max_batch_size
     return Runner(network, communicator, rows, device, longest, launches.graphs)

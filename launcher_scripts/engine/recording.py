@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -13,15 +12,13 @@ from launcher_scripts.engine.plan import Plan, StepShape
 
 LOAD_SECONDS = 2.0  # that loading is prolonged by; what is left comes when nothing else is to do
 QUIET_SECONDS = 0.2  # without a request: who asks again at once should not wait for a recording
-COMPILING_SECONDS = 0.1  # until it is looked again whether kernels are compiled
 MEMORY_SHARE = 0.02  # of the device's memory, for all graphs
 
 
 class Recording:
     """The shapes that are to be recorded still, those needed first in front.
 
-    take: has all ranks carry out a plan;  memory: bytes of the device, those free and all;
-    compiled: how many of the shapes have their kernels; no other is recorded
+    take: has all ranks carry out a plan;  memory: bytes of the device, those free and all
     """
 
     def __init__(
@@ -29,12 +26,10 @@ class Recording:
         shapes: Iterable[StepShape],
         take: Callable[[Plan], object],
         memory: Callable[[], tuple[int, int]],
-        compiled: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._left = deque(shapes)
         self._take = take
         self._memory = memory
-        self._compiled = compiled
         self._done = 0
         self._seconds = 0.0
         self._quiet_since = -QUIET_SECONDS
@@ -53,8 +48,7 @@ class Recording:
         """Seconds to wait for a request before the next shape is due; None: no shape is left."""
         if not self._left:
             return None
-        quiet = max(0.0, self._quiet_since + QUIET_SECONDS - time.monotonic())
-        return quiet if self._ready() else max(quiet, COMPILING_SECONDS)
+        return max(0.0, self._quiet_since + QUIET_SECONDS - time.monotonic())
 
     def record_next(self) -> None:
         """Record one shape; shapes that memory is not meant for are left to requests."""
@@ -67,16 +61,13 @@ class Recording:
 
     def record_at_load(self) -> str | None:
         """Record for LOAD_SECONDS; says what was done, if there was anything to do."""
-        while self._left and self._ready() and self._seconds < LOAD_SECONDS:
+        while self._left and self._seconds < LOAD_SECONDS:
             self.record_next()
         if not self._done:
             return None
         left = f", {len(self._left)} left for idle moments" if self._left else ""
         cost = f"{self._seconds:.1f} s, {self._bytes() / 1e6:.0f} MB"
         return f"decode steps recorded: {self._done} ({cost}){left}"
-
-    def _ready(self) -> bool:
-        return self._compiled() > self._done
 
     def _bytes(self) -> int:
         return self._before - self._memory()[0]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
+from typing import Any
 
 
 def tell_of_compilation(begins: Callable[[], None], ended: Callable[[], None]) -> bool:
@@ -47,29 +48,40 @@ def settle_keys(package: str) -> None:
                 value.cache_key  # noqa: B018 (kept by the function)
 
 
-def digest_compiler() -> None:
-    """Have Triton look at itself, as it does before it first compiles in a process, and for copies
-    of this process, too.
+def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """kernel[grid], for launches whose first argument is a tensor.
+
+    On the meta device, whose tensors have no values, a launch only compiles the kernel.
     """
-    with suppress(ImportError):  # where another release keeps it
-        from triton.runtime.cache import triton_key
 
-        triton_key()
+    def launch(first: Any, *others: Any, **options: Any) -> None:
+        if first.is_meta:
+            kernel.warmup(first, *others, grid=grid, **options)
+        else:
+            kernel[grid](first, *others, **options)
 
-
-def cache_folder() -> Path:
-    """Where Triton keeps what it has compiled."""
-    from triton import knobs
-
-    return Path(knobs.cache.dir)
+    return launch
 
 
-def compiler_details() -> tuple[object, ...]:
-    """What the result of a compilation depends on beside the kernel and the device."""
-    import torch
-    import triton
-    from triton._C.libtriton import get_cache_invalidating_env_vars
+class _Compilers(ThreadPoolExecutor):
+    """Threads that load what they have compiled, so that its first launch need not."""
 
-    tools = triton.knobs.nvidia.ptxas.path
-    variables = sorted(get_cache_invalidating_env_vars().items())
-    return triton.__version__, torch.__version__, tools, variables
+    def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:
+        return super().submit(self._compile, compile_kernel)
+
+    def _compile(self, compile_kernel: Callable[[], Any]) -> Any:
+        kernel = compile_kernel()
+        kernel.run  # noqa: B018 (loads it, which raises where it does not fit)
+        return kernel
+
+
+@contextmanager
+def compiling_in(threads: int) -> Iterator[None]:
+    """In the block, so many threads compile what this one launches on the meta device.
+
+    The block ends when they have. A kernel that fails is left to the first launch that needs it.
+    """
+    from triton import AsyncCompileMode
+
+    with _Compilers(threads) as compilers, AsyncCompileMode(compilers, ignore_errors=True):
+        yield

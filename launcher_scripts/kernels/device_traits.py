@@ -7,8 +7,6 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from triton import knobs
-from triton.runtime import driver
 
 HOPPER = (9, 0)  # the first whose kernels may start before the one before has ended
 
@@ -39,11 +37,11 @@ INTERPRETER = DeviceTraits(None, sys.maxsize)
 
 @cache
 def traits_of(device: torch.device) -> DeviceTraits:
-    """The traits of a device; a CPU has those of the interpreter, or of the device that the
-    language's driver stands for (see idle_device.py).
+    """The traits of a device: a CPU has those of the interpreter, the meta device those of the
+    current GPU.
     """
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        capability = (properties.major, properties.minor)
-        return DeviceTraits(capability, int(properties.shared_memory_per_block_optin))
-    return INTERPRETER if knobs.runtime.interpret else driver.active.traits
+    if device.type == "cpu":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(None if device.type == "meta" else device)
+    capability = (properties.major, properties.minor)
+    return DeviceTraits(capability, int(properties.shared_memory_per_block_optin))

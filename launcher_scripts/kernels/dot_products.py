@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from launcher_scripts.kernels.compiling import launcher
 from launcher_scripts.kernels.device_traits import traits_of
 from launcher_scripts.kernels.digit_kernels import split_rows
 from launcher_scripts.kernels.dot_kernels import add_and_normalize, dot_rows
@@ -97,7 +98,7 @@ def add_parts(
     gain = onto if norm_of_next is None else norm_of_next.weight
     shift = None if norm_of_next is None else norm_of_next.bias
     block = triton.next_power_of_2(size)
-    add_and_normalize[(count,)](
+    launcher(add_and_normalize, (count,))(
         parts,
         onto if bias is None else bias,
         onto,
@@ -139,7 +140,7 @@ def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
     steps = torch.empty(count, device=x.device)
     block = triton.next_power_of_2(size)
     warps = max(1, min(32, block // 512))
-    split_rows[(count,)](x, digits, steps, size, BLOCK=block, num_warps=warps, **early(x))
+    launcher(split_rows, (count,))(x, digits, steps, size, BLOCK=block, num_warps=warps, **early(x))
     return digits, steps
 
 
@@ -160,7 +161,7 @@ def _launch(
     batch = max(SMALLEST_BATCH, triton.next_power_of_2(x.shape[0]))
     tile = tile.fitting(batch, linear.in_bytes, traits_of(x.device).shared_bytes)
     own = tile.rows if gate is None else tile.rows // 2
-    dot_rows[(triton.cdiv(out_size, own), tile.splits)](
+    launcher(dot_rows, (triton.cdiv(out_size, own), tile.splits))(
         given,
         steps,
         linear.weight,

@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from launcher_scripts.kernels import inbox_products, int8_kernels, reference
+from launcher_scripts.kernels.compiling import launcher
 from launcher_scripts.kernels.dot_products import (
     add_parts,
     dot_add,
@@ -114,7 +115,7 @@ def begin_step(
     row_stats = empty_stats(parts, slots.device) if prescaled else None
     made = torch.empty(5, rows, dtype=torch.int64, device=slots.device)
     starts, positions, lengths, source_starts, source_lengths = made
-    begin_rows[(rows,)](
+    launcher(begin_rows, (rows,))(
         slots,
         columns.token,
         columns.start,

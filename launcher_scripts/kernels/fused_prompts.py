@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from launcher_scripts.kernels import reference
+from launcher_scripts.kernels.compiling import launcher
 from launcher_scripts.kernels.operands import (
     QUERIES_PER_TILE,
     WIDEST_PROMPT_HEAD,
@@ -48,7 +49,7 @@ def prompt_attention(
     wide = size > WIDE_HEAD
     exact = query.dtype == torch.float32
     nothing = cache.arrivals if cache.arrivals is not None else spans.tiles
-    attend_prompts[(spans.tiles.shape[0], num_heads)](
+    launcher(attend_prompts, (spans.tiles.shape[0], num_heads))(
         query,
         cache.keys,
         cache.values,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from launcher_scripts.kernels.attention_kernels import attend
 from launcher_scripts.kernels.attention_shapes import AttentionShape, attention_shape
+from launcher_scripts.kernels.compiling import launcher
 from launcher_scripts.kernels.grouped_attention_kernels import attend_grouped
 from launcher_scripts.kernels.operands import Heads, Hidden, LayerCache, Norm, RelativeBias
 from launcher_scripts.kernels.row_kernels import (
@@ -33,7 +34,7 @@ def embed(ids: Tensor, table: Tensor, first_id: int) -> Tensor:
     """See reference.embed."""
     size = table.shape[1]
     out = torch.empty(ids.shape[0], size, device=table.device)
-    look_up[(ids.shape[0],)](
+    launcher(look_up, (ids.shape[0],))(
         ids, table, out, first_id, table.shape[0], size, BLOCK=triton.next_power_of_2(size)
     )
     return out
@@ -44,7 +45,7 @@ def norm(x: Tensor, weights: Norm, dtype: torch.dtype) -> Tensor:
     rows, size = x.shape
     out = torch.empty(rows, size, dtype=dtype, device=x.device)
     block = triton.next_power_of_2(size)
-    normalize[(rows,)](
+    launcher(normalize, (rows,))(
         x,
         weights.weight,
         weights.weight if weights.bias is None else weights.bias,
@@ -74,7 +75,7 @@ def store_kv(
     block = triton.next_power_of_2(heads.head_size)
     total = heads.num_heads + 2 * heads.num_kv_heads
     at_once = min(triton.next_power_of_2(total), max(1, STORED_AT_ONCE // block))
-    rotate_and_store[(tokens, triton.cdiv(total, at_once))](
+    launcher(rotate_and_store, (tokens, triton.cdiv(total, at_once)))(
         qkv,
         query,
         cache.keys,
@@ -100,7 +101,7 @@ def argmax(logits: Tensor) -> Tensor:
     blocks = triton.cdiv(size, ARGMAX_BLOCK)
     values = torch.empty(rows, blocks, device=logits.device)
     places = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
-    block_argmax[(rows, blocks)](
+    launcher(block_argmax, (rows, blocks))(
         logits, values, places, logits.stride(0), size, BLOCK=ARGMAX_BLOCK, num_warps=4
     )
     return best_of_parts(values, places)[1]
@@ -188,7 +189,7 @@ def attention_launch(
         arrivals = torch.zeros(count * num_heads, dtype=torch.int32, device=device)
     cosines, sines = (weights, weights) if rotary is None else rotary
     kernel, across, more = _attention_kernel(shape, heads, exact=cache.keys.dtype == torch.float32)
-    kernel[(count, across, splits + looks_ahead)](
+    launcher(kernel, (count, across, splits + looks_ahead))(
         query,
         cache.keys,
         cache.values,

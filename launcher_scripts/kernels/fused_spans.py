@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from launcher_scripts.kernels import reference_attention
+from launcher_scripts.kernels.compiling import launcher
 from launcher_scripts.kernels.operands import SPAN_QUERIES, Heads, RelativeBias, Spans
 from launcher_scripts.kernels.row_kernels import multiply_gate
 from launcher_scripts.kernels.row_products import ACTIVATION_CODES, early
@@ -31,7 +32,7 @@ def attend_spans(
         more = {"scale": scale, "relative": relative, "window": window, "softcap": softcap}
         return reference_attention.attend_spans(qkv, heads, spans, **more)
     out = qkv.new_empty(qkv.shape[0], heads.num_heads * heads.head_size)
-    attend_kernel[(spans.blocks.shape[0], heads.num_heads)](
+    launcher(attend_kernel, (spans.blocks.shape[0], heads.num_heads))(
         qkv,
         spans.blocks,
         spans.blocks if relative is None else relative.table,
@@ -53,7 +54,7 @@ def attend_spans(
 
 def gated(up: Tensor, gate: Tensor, activation: str) -> Tensor:
     """act(up) * gate of [N, ffn] each, in the place of `up`."""
-    multiply_gate[(triton.cdiv(up.numel(), GATE_BLOCK),)](
+    launcher(multiply_gate, (triton.cdiv(up.numel(), GATE_BLOCK),))(
         up,
         gate,
         up.numel(),

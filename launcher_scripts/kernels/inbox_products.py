@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from launcher_scripts.kernels.compiling import launcher
 from launcher_scripts.kernels.inbox_kernels import (
     add_from_inbox,
     exchange_best,
@@ -27,7 +28,7 @@ def send_product(x: Tensor, linear: Linear, inboxes: Inboxes) -> None:
     """linear(x) [1, out] without its bias, to every rank's inbox."""
     out_size, in_size = linear.weight.shape
     tile = row_tile("add", out_size, in_size, linear.in_bytes)
-    gemv_to_inboxes[(triton.cdiv(out_size, tile.rows),)](
+    launcher(gemv_to_inboxes, (triton.cdiv(out_size, tile.rows),))(
         x,
         linear.weight,
         x if linear.scale is None else linear.scale,
@@ -56,7 +57,7 @@ def receive_sum(
     programs = triton.cdiv(size, SHARE)
     exact, operand = torch.empty_like(onto.exact), torch.empty_like(onto.operand)
     row_stats = None if norm_of_next is None else empty_stats(programs, exact.device)
-    add_from_inbox[(programs,)](
+    launcher(add_from_inbox, (programs,))(
         inboxes.own,
         inboxes.exchanges,
         exact if bias is None else bias,
@@ -88,7 +89,7 @@ def most_rows(inboxes: Inboxes) -> int:
 def exchange_largest(values: Tensor, ids: Tensor, inboxes: Inboxes) -> Tensor:
     """reference.largest_of_ranks for up to most_rows rows; every rank calls it."""
     tokens = torch.empty_like(ids)
-    exchange_best[(values.shape[0],)](
+    launcher(exchange_best, (values.shape[0],))(
         values,
         ids,
         tokens,

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from launcher_scripts.kernels.compiling import launcher
 from launcher_scripts.kernels.operands import Linear
 
 
@@ -16,7 +17,7 @@ def dense(linear: Linear) -> Linear:
     rows, size = linear.weight.shape
     weight = torch.empty(rows, size, dtype=linear.dtype, device=linear.weight.device)
     block = min(4096, triton.next_power_of_2(size))
-    widen[(rows, triton.cdiv(size, block))](
+    launcher(widen, (rows, triton.cdiv(size, block)))(
         linear.weight, linear.scale, weight, size, BLOCK=block, num_warps=4
     )
     return Linear(weight, linear.bias, linear.norm)

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from launcher_scripts.kernels.compiling import launcher
 from launcher_scripts.kernels.device_traits import traits_of
 from launcher_scripts.kernels.gemv_heads_kernel import gemv_heads
 from launcher_scripts.kernels.gemv_kernels import gemv, gemv_largest
@@ -134,7 +135,7 @@ def row_product(
     other = linear if gate is None else gate
     gate_offsets, gate_folded = _offsets(other), other.folded
     gate_sums = None if gate_folded is None else gate_folded.sums
-    gemv[(programs,)](
+    launcher(gemv, (programs,))(
         operand,
         weight=linear.weight,
         gate_weight=other.weight,
@@ -198,7 +199,7 @@ def row_heads(
     tile = row_tile("heads", out_size, in_size, linear.in_bytes)
     query = operand.new_empty(1, heads.num_heads, heads.head_size)
     cosines, sines = (operand, operand) if rotary is None else rotary
-    gemv_heads[(triton.cdiv(out_size // 2, tile.rows),)](
+    launcher(gemv_heads, (triton.cdiv(out_size // 2, tile.rows),))(
         operand,
         weight=linear.weight,
         query=query,
@@ -238,7 +239,7 @@ def row_largest(
     parts = triton.cdiv(held, tile.rows)
     found = torch.empty(parts, device=operand.device)
     places = torch.empty(parts, dtype=torch.int32, device=operand.device)
-    gemv_largest[(parts,)](
+    launcher(gemv_largest, (parts,))(
         operand,
         weight=head.weight,
         largest=found,
@@ -266,7 +267,7 @@ def best_of_parts(
     rows, parts = found.shape
     values = torch.empty(rows, device=found.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=found.device)
-    pick_largest[(rows,)](
+    launcher(pick_largest, (rows,))(
         found,
         places,
         values,

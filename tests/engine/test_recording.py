@@ -58,21 +58,6 @@ def test_loading_is_not_prolonged_for_long(monkeypatch) -> None:
     assert [plan.record for plan in taken] == [(shape,) for shape in shapes]
 
 
-def test_no_shape_is_recorded_whose_kernels_others_compile(monkeypatch) -> None:
-    monkeypatch.setattr(recording.time, "monotonic", lambda: 0.0)
-    compiled, taken = [2], []
-    some = Recording(
-        step_shapes(Bounds(100), 4), taken.append, lambda: NO_MEMORY, lambda: compiled[0]
-    )
-    assert "decode steps recorded: 2 (" in some.record_at_load()
-    assert some.pause() == recording.COMPILING_SECONDS
-    compiled[0] = 3
-    assert some.pause() == 0.0
-    some.record_next()
-    assert some.pause() == recording.COMPILING_SECONDS
-    assert len(taken) == 3
-
-
 def test_who_asks_again_at_once_does_not_wait_for_a_recording(monkeypatch) -> None:
     now = [0.0]
     monkeypatch.setattr(recording.time, "monotonic", lambda: now[0])

@@ -9,11 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.kernels.compiling import tell_of_compilation
+pytest.importorskip("triton")
+
+import torch
+from triton import knobs
+
+from launcher_scripts.kernels.compiling import compiling_in, tell_of_compilation
+from launcher_scripts.kernels.fused_rows import embed
+from tests.kernels.hopper import Hopper, hopper
+
+__all__ = ["hopper"]
 
 
 def test_a_compilation_is_told_of(monkeypatch: pytest.MonkeyPatch):
-    knobs = pytest.importorskip("triton.knobs")
     for name in ("jit_cache_hook", "jit_post_compile_hook"):
         monkeypatch.setattr(knobs.runtime, name, None)
     told: list[str] = []
@@ -37,7 +45,6 @@ print(sorted((name, functions[name].cache_key) for name in sys.argv[1:]))
 
 
 def test_a_kernel_has_the_same_key_whichever_comes_first(checkout: Path):
-    pytest.importorskip("triton")
     names = ("gemv", "gemv_heads", "gemv_largest")
     orders = (names, names[::-1])
     keys = [
@@ -52,3 +59,15 @@ def test_a_kernel_has_the_same_key_whichever_comes_first(checkout: Path):
     ]
     assert "gemv_heads" in keys[0]
     assert keys[0] == keys[1]
+
+
+def test_threads_compile_all_that_can_be(hopper: Hopper) -> None:
+    ids = torch.empty(2, dtype=torch.int64, device="meta")
+    table = torch.empty(8, 24, device="meta")
+    with compiling_in(1):
+        embed(ids, torch.empty(8, 1 << 24, device="meta"), 0)  # more than a program can have
+        embed(ids, table, 0)
+        embed(ids, table, 0)
+    assert hopper.loaded == ["look_up"]
+    embed(ids, table, 0)
+    assert hopper.loaded == ["look_up"]

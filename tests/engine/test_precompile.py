@@ -1,0 +1,198 @@
+"""What a server's first steps launch is known, and compiled, without its weights or a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from triton import knobs
+
+from benchmarks.shapes import CONFIGS
+from launcher_scripts.engine import engine as engine_module
+from launcher_scripts.engine import precompile
+from launcher_scripts.engine.engine import Engine
+from launcher_scripts.engine.loading import EngineSettings, Launches
+from launcher_scripts.engine.plan import Plan
+from launcher_scripts.engine.precompile import EagerGraphs, KernelPrecompiler, traced_runner
+from launcher_scripts.engine.runner import Runner
+from launcher_scripts.engine.timeline import Timeline
+from launcher_scripts.kernels import device_traits, kernels_for
+from launcher_scripts.kernels.device_traits import traits_of
+from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.parallel import Parallelism
+from tests.engine.small_agm import agm_config
+from tests.engine.small_bart import bart_config
+from tests.engine.small_models import (
+    generate,
+    random_tensors,
+    runner_for,
+    small_config,
+    write_checkpoint,
+)
+from tests.engine.small_t5 import t5_config, t5_tensors
+from tests.kernels.hopper import Hopper, hopper
+
+__all__ = ["hopper"]
+
+GPU = torch.device("cuda")
+CONFIG = small_config(hidden_size=64, num_heads=1, num_kv_heads=1, head_size=64, max_positions=128)
+NOTE = "the first kernels are compiled"
+SMALL = {
+    "ALiBi": small_config(position_embedding="alibi"),
+    "norms after the sums": small_config(norm_placement="post"),
+    "normed embeddings": small_config(embedding_norm=True),
+    "wide heads": small_config(head_size=160, num_heads=2, num_kv_heads=2),
+    "an encoder": t5_config(encoder_only=True),
+    "BART": bart_config(),
+    "AGM": agm_config(),
+}
+
+
+def settings(**more: object) -> EngineSettings:
+    return EngineSettings(Path("nowhere"), **{"data_type": "bf16", "max_batch_size": 8, **more})
+
+
+@contextmanager
+def launches_noted() -> Iterator[set[tuple[str, str]]]:
+    """The kernels of launches in the block, by function, types and constants; none is compiled."""
+    found: set[tuple[str, str]] = set()
+
+    def note(*, key: str, fn: Any, **_: object) -> bool:
+        found.add((fn.name, key))
+        return True  # Triton is not to compile it
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(knobs.runtime, "jit_cache_hook", note)
+        yield found
+
+
+@torch.inference_mode()
+def record_all(runner: Runner) -> None:
+    runner.execute(Plan(record=tuple(runner.shapes_to_record())))
+
+
+def traced(model: ModelConfig, **more: object) -> set[tuple[str, str]]:
+    with launches_noted() as found, torch.inference_mode():
+        record_all(traced_runner(settings(**more), precompile._shortened(model)))
+    return found
+
+
+@pytest.mark.parametrize("int8_mode", [0, 1])
+@pytest.mark.parametrize("name", ["126m", "1.3b-modern", "t5-base"])
+def test_neither_the_number_of_layers_nor_that_of_tokens_matters(
+    hopper: Hopper, monkeypatch: pytest.MonkeyPatch, name: str, int8_mode: int
+) -> None:
+    few = traced(CONFIGS[name], int8_mode=int8_mode)
+    assert len(few) > 20
+    for layers, tokens in ((2, 4095), (3, 2000)):
+        monkeypatch.setattr(precompile, "TRACED_LAYERS", layers)
+        assert traced(CONFIGS[name], max_tokens=tokens, int8_mode=int8_mode) == few
+    assert not hopper.loaded
+
+
+@pytest.mark.parametrize("data_type", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.usefixtures("hopper")
+def test_all_kinds_of_models(name: str, data_type: str) -> None:
+    assert len(traced(SMALL[name], data_type=data_type, max_batch_size=80)) >= 5
+
+
+@pytest.mark.usefixtures("hopper")
+def test_ranks_that_are_not_there() -> None:
+    two, model = Parallelism(2, 1), CONFIGS["126m"]
+    alone = traced(model, parallelism=two)
+    shared = traced(model, parallelism=two, enable_custom_all_reduce=True)
+    more = {name for name, _ in shared - alone}
+    assert {name.rpartition(".")[2] for name in more} >= {
+        "gemv_to_inboxes",
+        "add_from_inbox",
+        "exchange_best",
+    }
+
+
+@pytest.mark.parametrize("int8_mode", [0, 1])
+@pytest.mark.parametrize("family", ["gpt", "t5"])
+@pytest.mark.usefixtures("hopper")
+def test_tensors_with_values_need_the_same_kernels(
+    monkeypatch: pytest.MonkeyPatch, family: str, int8_mode: int
+) -> None:
+    """All that a rank records, and nothing else, is compiled beforehand."""
+    config = small_config(num_layers=3) if family == "gpt" else t5_config()
+    tensors = (random_tensors if family == "gpt" else t5_tensors)(config)
+    options = {"data_type": "bf16", "max_batch_size": 8, "int8_mode": int8_mode}
+    foreseen = traced(config, **options)
+    monkeypatch.setattr(device_traits, "INTERPRETER", traits_of(torch.device("meta")))
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # what kernels would have written
+    monkeypatch.setattr(torch, "mm", lambda first, second, **_: first.float() @ second.float())
+    launches = Launches(kernels_for("cuda"), EagerGraphs())
+    with launches_noted() as found:
+        record_all(runner_for(config, tensors, launches=launches, **options)[1])
+    assert found == foreseen
+    assert len(found) > 20
+
+
+@pytest.fixture
+def compiled(hopper: Hopper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bool]:
+    """Of every kernel that is asked for: whether it was found on the disk, which is empty."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setattr(hopper, "loaded", [])
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        knobs.compilation, "listener", lambda *, cache_hit, **_: asked.append(cache_hit)
+    )
+    return asked
+
+
+def few_kernels(folder: Path) -> EngineSettings:
+    """An engine of one row in float32."""
+    write_checkpoint(folder, CONFIG, random_tensors(CONFIG), 1)
+    return EngineSettings(folder, device="cpu", max_batch_size=1)
+
+
+def test_an_engine_waits_for_its_kernels(
+    hopper: Hopper, compiled: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setattr(
+        engine_module, "KernelPrecompiler", lambda *known: KernelPrecompiler(*known[:2], GPU)
+    )
+    engine = Engine.load(few_kernels(tmp_path / "1-gpu"))
+    try:
+        assert len(generate(engine, (1, 2), 3)) == 3
+    finally:
+        engine.close()
+    steps = [what for what, _ in engine.timeline.events]
+    assert steps.index("rank 0 has its weights") < steps.index(NOTE)
+    assert steps.index(NOTE) < steps.index("all ranks are ready")
+    assert len(compiled) == len(hopper.loaded) > 10
+    assert not any(compiled)
+    with torch.inference_mode():  # what the rank would do on a GPU
+        record_all(traced_runner(engine.settings, CONFIG))
+    assert len(compiled) == len(hopper.loaded)
+    assert "compiled when they are needed" not in capsys.readouterr().out
+
+
+def test_a_failure_is_said_and_nothing_waits(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def fails(*_: object) -> Runner:
+        raise RuntimeError("no such operation")
+
+    monkeypatch.setattr(precompile, "traced_runner", fails)
+    KernelPrecompiler(settings(), CONFIG, GPU).wait(Timeline())
+    said = "kernels are compiled when they are needed: RuntimeError: no such operation\n"
+    assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize(
+    ("device", "parallelism"), [("cpu", Parallelism()), ("cuda", Parallelism(1, 2))]
+)
+def test_where_nothing_is_compiled(device: str, parallelism: Parallelism) -> None:
+    timeline = Timeline()
+    wanted = settings(parallelism=parallelism)
+    KernelPrecompiler(wanted, CONFIG, torch.device(device)).wait(timeline)
+    assert timeline.events == []

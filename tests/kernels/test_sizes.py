@@ -1,0 +1,60 @@
+"""The kernels of models in real sizes fit into a GPU; none is needed to see that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from benchmarks.shapes import CONFIGS
+from launcher_scripts.engine.loading import EngineSettings
+from launcher_scripts.engine.plan import Plan, StepShape
+from launcher_scripts.engine.precompile import traced_runner
+from launcher_scripts.engine.runner import Runner
+from launcher_scripts.kernels.tiles import DotTile
+from tests.kernels.hopper import Hopper, hopper
+
+__all__ = ["hopper"]
+
+MOST_ROWS = 64
+
+
+@torch.inference_mode()
+def one_layer(name: str, data_type: str = "bf16", int8_mode: int = 0) -> Runner:
+    """A rank of the model's sizes: its layers are alike."""
+    config = CONFIGS[name]
+    counts = {field: 1 for field in ("num_layers", "num_decoder_layers") if hasattr(config, field)}
+    settings = EngineSettings(
+        Path("nowhere"), data_type=data_type, max_batch_size=MOST_ROWS, int8_mode=int8_mode
+    )
+    return traced_runner(settings, replace(config, **counts))
+
+
+@pytest.mark.parametrize("rows", [1, 33])
+def test_steps_of_the_smallest_model(hopper: Hopper, rows: int) -> None:
+    one_layer("126m").execute(Plan(record=(StepShape(rows, 256, 0, greedy=True),)))
+    assert ("gemv" if rows == 1 else "dot_rows") in hopper.loaded
+
+
+def test_a_kernel_that_does_not_fit_is_seen(
+    hopper: Hopper,  # noqa: ARG001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(DotTile, "fitting", lambda tile, *_: tile._replace(stages=8))
+    with pytest.raises(OutOfResources, match="shared memory"):
+        one_layer("126m").execute(Plan(record=(StepShape(64, 256, 0, greedy=True),)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("data_type", "int8_mode"), [("bf16", 0), ("bf16", 1), ("fp32", 0)])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_measured_model(hopper: Hopper, name: str, data_type: str, int8_mode: int) -> None:
+    runner = one_layer(name, data_type, int8_mode)
+    runner.execute(Plan(record=tuple(runner.shapes_to_record())))
+    assert len(hopper.loaded) > 20
