@@ -326,6 +326,12 @@ class MBartTokenizer:
         first = len(FAIRSEQ_TOKENS)
         return str(self._processor.decode([int(i) - 1 for i in ids if first <= i <= self._pieces]))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        if len(FAIRSEQ_TOKENS) <= token_id <= self._pieces:
+            return _piece_bytes(str(self._processor.id_to_piece(token_id - 1)))
+        names = (name for name, number in self._special.items() if number == token_id)
+        return next(names, "").encode()
+
     def around(self) -> tuple[list[int], list[int]]:
         return _around_of_mbart(self, self._said)
 

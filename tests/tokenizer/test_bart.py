@@ -78,3 +78,17 @@ def test_a_language_that_there_is_not(tmp_path: Path, model: bytes) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "src_lang": "xx_XX"}))
     with pytest.raises(TokenizerError, match=r"src_lang of .* got 'xx_XX'"):
         load_tokenizer(tmp_path).around()
+
+
+@pytest.mark.parametrize("make", [mbart, mbart50])
+def test_what_each_token_of_an_mbart_stands_for(
+    tmp_path: Path, model: bytes, make: Callable[..., Any]
+) -> None:
+    expected = make(model)
+    save_pieces(tmp_path, model, expected)
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode(TEXTS[0])
+    found = b"".join(map(tokenizer.token_bytes, ids))
+    assert found.decode().strip() == tokenizer.decode(ids)
+    assert tokenizer.token_bytes(tokenizer.special_id("<mask>")) == b"<mask>"
+    assert tokenizer.token_bytes(10**6) == b""
