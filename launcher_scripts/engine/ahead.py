@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import torch
 
-from launcher_scripts.engine.codec import encode
 from launcher_scripts.engine.loading import EngineSettings
+from launcher_scripts.engine.messages import encode
 from launcher_scripts.engine.rank_processes import own_environment, own_python
 from launcher_scripts.engine.timeline import Timeline
 from launcher_scripts.models.family import ModelConfig
@@ -153,7 +153,7 @@ class KernelsAhead:
             process = self._process = _start_program()
         with process:
             with suppress(BrokenPipeError), process.stdin as told:
-                told.write(encode(CompileOrder, order))
+                told.write(encode(order))
             for line in process.stdout:
                 with self._news:
                     self._progress = CompiledSoFar(*json.loads(line))

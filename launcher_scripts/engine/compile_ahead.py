@@ -59,9 +59,9 @@ def main(argv: list[str] | None = None) -> int:
 def read_order() -> CompileOrder:
     """Imports here: torch takes seconds."""
     from launcher_scripts.engine.ahead import CompileOrder
-    from launcher_scripts.engine.codec import decode
+    from launcher_scripts.engine.messages import Decoder
 
-    return decode(CompileOrder, memoryview(sys.stdin.buffer.read()))
+    return Decoder(CompileOrder).decode(sys.stdin.buffer.read())
 
 
 def compile_all(tasks: Sequence[Task], needed: Sequence[int], processes: int) -> int | None:
