@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.engine.engine import Engine, EngineSettings
+from launcher_scripts.engine.heartbeat import Heartbeat, Progress
+from launcher_scripts.engine.links import connect
+from launcher_scripts.engine.messages import Decoder, Failed, Message, NodeHello, RankHello
 from launcher_scripts.engine.node_group import NodeGroup
 from launcher_scripts.engine.rendezvous import (
     RendezvousFile,
@@ -20,6 +23,7 @@ from launcher_scripts.engine.rendezvous import (
     find_rendezvous,
     rendezvous_folders,
 )
+from launcher_scripts.engine.workers import WorkerGroup
 from launcher_scripts.errors import ServerError
 from launcher_scripts.nodes import NodeRank
 from launcher_scripts.parallel import Parallelism
@@ -175,6 +179,39 @@ def test_a_rank_that_hangs_while_its_beat_goes_on(
     engine, _ = group(*sizes, 2)
     with pytest.raises(ServerError, match=rf"rank 1 on node 1 .* {what}"):
         engine.submit(long_request()).result(120)
+
+
+@pytest.mark.parametrize(
+    ("hello", "refusal"),
+    [
+        (RankHello(0, 1, "n"), "unexpected connection from RankHello(rank=0"),
+        (RankHello(2, 1, "n"), "unexpected connection from RankHello(rank=2"),
+        (NodeHello(0, 2, 1, "n"), "unexpected connection from NodeHello(node=0, nodes=2"),
+        (NodeHello(2, 2, 1, "n"), "unexpected connection from NodeHello(node=2, nodes=2"),
+        (NodeHello(1, 3, 1, "n"), "unexpected connection from NodeHello(node=1, nodes=3"),
+        (Heartbeat(), "expected a message of type RankHello, NodeHello: "),
+    ],
+)
+def test_an_unexpected_process_is_turned_away(tmp_path: Path, hello: Message, refusal: str):
+    """It knows the token, as a rank of another start of the server might."""
+    folder = write_checkpoint(tmp_path / "2-gpu", GPT2, random_tensors(GPT2), 2)
+    settings = EngineSettings(folder, parallelism=Parallelism(2), device="cpu", nodes=2)
+    folders = (tmp_path / "ranks",)
+    lost: list[ServerError] = []
+    group = NodeGroup(NodeRank(0, 2, "a test", "run-1"), "tiny", folders)
+    workers = WorkerGroup(settings, group, Progress(), lost.append)
+    try:
+        (info,) = find_rendezvous(folders, "run-1").values()
+        link = connect(info.addresses, info.port, bytes.fromhex(info.token), 60)
+        link.send(hello)
+        reason = link.receive(Decoder(Failed)).reason
+        assert reason.startswith(refusal)
+        with pytest.raises(EOFError):
+            link.receive(Decoder(Failed))
+        link.close()
+        assert lost == []
+    finally:
+        workers.close()
 
 
 def test_nobody_joins(tmp_path: Path):
