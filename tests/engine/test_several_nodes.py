@@ -12,11 +12,21 @@ from pathlib import Path
 
 import pytest
 
+from launcher_scripts.engine import workers
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.heartbeat import Heartbeat, Progress
-from launcher_scripts.engine.links import connect
-from launcher_scripts.engine.messages import Decoder, Failed, Message, NodeHello, RankHello
+from launcher_scripts.engine.links import Link, connect
+from launcher_scripts.engine.loading import RankSetup
+from launcher_scripts.engine.messages import (
+    Decoder,
+    Failed,
+    Message,
+    NodeHello,
+    RankHello,
+    encode,
+)
 from launcher_scripts.engine.node_group import NodeGroup
+from launcher_scripts.engine.plan import Plan
 from launcher_scripts.engine.rendezvous import (
     RendezvousFile,
     RendezvousInfo,
@@ -181,37 +191,74 @@ def test_a_rank_that_hangs_while_its_beat_goes_on(
         engine.submit(long_request()).result(120)
 
 
+@pytest.fixture
+def join(tmp_path: Path):
+    """A WorkerGroup of three nodes with a rank each, and who comes to it with the token.
+
+    join(hello) -> link; join.workers: the group; join.lost: what it took for a failure
+    """
+    settings = EngineSettings(tmp_path, parallelism=Parallelism(3), device="cpu", nodes=3)
+    folders = (tmp_path / "ranks",)
+    group = NodeGroup(NodeRank(0, 3, "a test", "run-1"), "tiny", folders)
+    links: list[Link] = []
+    lost: list[ServerError] = []
+
+    def come(hello: Message) -> Link:
+        (info,) = find_rendezvous(folders, "run-1").values()
+        links.append(connect(info.addresses, info.port, bytes.fromhex(info.token), 60))
+        links[-1].send(hello)
+        return links[-1]
+
+    come.workers = WorkerGroup(settings, group, Progress(), lost.append)
+    come.lost = lost
+    yield come
+    come.workers.close()
+    for link in links:
+        link.close()
+
+
 @pytest.mark.parametrize(
     ("hello", "refusal"),
     [
         (RankHello(0, 1, "n"), "unexpected connection from RankHello(rank=0"),
-        (RankHello(2, 1, "n"), "unexpected connection from RankHello(rank=2"),
-        (NodeHello(0, 2, 1, "n"), "unexpected connection from NodeHello(node=0, nodes=2"),
-        (NodeHello(2, 2, 1, "n"), "unexpected connection from NodeHello(node=2, nodes=2"),
-        (NodeHello(1, 3, 1, "n"), "unexpected connection from NodeHello(node=1, nodes=3"),
+        (RankHello(3, 1, "n"), "unexpected connection from RankHello(rank=3"),
+        (NodeHello(0, 3, 1, "n"), "unexpected connection from NodeHello(node=0, nodes=3"),
+        (NodeHello(3, 3, 1, "n"), "unexpected connection from NodeHello(node=3, nodes=3"),
+        (NodeHello(1, 2, 1, "n"), "unexpected connection from NodeHello(node=1, nodes=2"),
         (Heartbeat(), "expected a message of type RankHello, NodeHello: "),
     ],
 )
-def test_an_unexpected_process_is_turned_away(tmp_path: Path, hello: Message, refusal: str):
-    """It knows the token, as a rank of another start of the server might."""
-    folder = write_checkpoint(tmp_path / "2-gpu", GPT2, random_tensors(GPT2), 2)
-    settings = EngineSettings(folder, parallelism=Parallelism(2), device="cpu", nodes=2)
-    folders = (tmp_path / "ranks",)
-    lost: list[ServerError] = []
-    group = NodeGroup(NodeRank(0, 2, "a test", "run-1"), "tiny", folders)
-    workers = WorkerGroup(settings, group, Progress(), lost.append)
-    try:
-        (info,) = find_rendezvous(folders, "run-1").values()
-        link = connect(info.addresses, info.port, bytes.fromhex(info.token), 60)
-        link.send(hello)
-        reason = link.receive(Decoder(Failed)).reason
-        assert reason.startswith(refusal)
-        with pytest.raises(EOFError):
-            link.receive(Decoder(Failed))
-        link.close()
-        assert lost == []
-    finally:
-        workers.close()
+def test_an_unexpected_process_is_turned_away(join, hello: Message, refusal: str):
+    link = join(hello)
+    assert link.receive(Decoder(Failed)).reason.startswith(refusal)
+    with pytest.raises(EOFError):
+        link.receive(Decoder(Failed))
+    assert join.lost == []
+
+
+def test_a_second_process_for_a_rank_is_turned_away(join):
+    first = join(RankHello(1, 1, "n"))
+    assert isinstance(first.receive(Decoder(RankSetup)), RankSetup)
+    second = join(RankHello(1, 2, "n"))
+    assert "unexpected connection" in second.receive(Decoder(Failed)).reason
+    assert join.lost == []
+
+
+def test_a_plan_is_encoded_once_for_all_ranks(join, monkeypatch):
+    links = [join(RankHello(rank, rank, "n")) for rank in (1, 2)]
+    for link in links:
+        link.receive(Decoder(RankSetup))
+    encoded: list[Message] = []
+
+    def counted(message: Message) -> bytes:
+        encoded.append(message)
+        return encode(message)
+
+    monkeypatch.setattr(workers, "encode", counted)
+    plan = Plan(decode=(0, 3), longest=17)
+    join.workers.send(plan)
+    assert [link.receive(Decoder(Plan)) for link in links] == [plan, plan]
+    assert encoded == [plan]
 
 
 def test_nobody_joins(tmp_path: Path):
