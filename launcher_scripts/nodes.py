@@ -72,7 +72,7 @@ HOW = "the command that starts the server: one task per node, as in srun -N 2 -n
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeRank:
     """This process among those of one server; node 0 serves.
 
     launcher: what started them
@@ -89,11 +89,11 @@ class Place:
         return self.node == 0
 
 
-ALONE = Place()
+ALONE = NodeRank()
 
 
-def find_place(env: Mapping[str, str]) -> Place:
-    """The place that the environment tells; a process that nothing launched is alone.
+def find_node_rank(env: Mapping[str, str]) -> NodeRank:
+    """This process's node rank, from the environment; a process that nothing launched is alone.
 
     Raises ServerError naming the variables that contradict each other.
     """
@@ -110,9 +110,9 @@ def find_place(env: Mapping[str, str]) -> Place:
     _check_others(env, found, rank, size, problems)
     problems.raise_if_any(ServerError)
     if size == 1:
-        return Place(launcher=row.name)
+        return NodeRank(launcher=row.name)
     run = "-".join(re.sub(r"[^\w.]", "_", env.get(name, "")) for name in row.run)
-    return Place(rank, size, row.name, run)
+    return NodeRank(rank, size, row.name, run)
 
 
 def node_name(env: Mapping[str, str]) -> str:

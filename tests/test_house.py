@@ -131,6 +131,7 @@ DOORS = {
     "uvloop": ("launcher_scripts/gateway/service.py",),
     "pydantic": ("launcher_scripts/gateway/schemas.py",),
     "triton": ("launcher_scripts/kernels/",),
+    "msgspec": ("launcher_scripts/engine/",),
     "llguidance": ("launcher_scripts/backends/fastertransformer/guidance.py",),
     "torch": (
         "launcher_scripts/kernels/",

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from launcher_scripts.errors import ServerError
-from launcher_scripts.nodes import ALONE, Place, find_place
+from launcher_scripts.nodes import ALONE, NodeRank, find_node_rank
 from launcher_scripts.parallel import Parallelism
 
 SRUN = {
@@ -30,36 +30,39 @@ ONE_MPIRUN = {**MPIRUN, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"
 BATCH = {name: value for name, value in SRUN.items() if "STEP" not in name}
 BCP = {"NGC_JOB_ID": "777", "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
 
-PLACES = {
+NODE_RANKS = {
     "nothing": ({"HOME": "/", "RANK": "1", "WORLD_SIZE": "2"}, ALONE),
-    "srun": (SRUN, Place(1, 2, "srun (Slurm)", "42-3-")),
-    "srun, requeued": ({**SRUN, "SLURM_RESTART_COUNT": "1"}, Place(1, 2, "srun (Slurm)", "42-3-1")),
-    "srun with PMIx": ({**SRUN, **PMIX}, Place(1, 2, "srun (Slurm)", "42-3-")),
+    "srun": (SRUN, NodeRank(1, 2, "srun (Slurm)", "42-3-")),
+    "srun, requeued": (
+        {**SRUN, "SLURM_RESTART_COUNT": "1"},
+        NodeRank(1, 2, "srun (Slurm)", "42-3-1"),
+    ),
+    "srun with PMIx": ({**SRUN, **PMIX}, NodeRank(1, 2, "srun (Slurm)", "42-3-")),
     "a batch script": (BATCH, ALONE),
-    "mpirun": (MPIRUN, Place(1, 2, "mpirun (Open MPI)", "3552051201--")),
-    "mpirun on one node": (ONE_MPIRUN, Place(0, 1, "mpirun (Open MPI)")),
+    "mpirun": (MPIRUN, NodeRank(1, 2, "mpirun (Open MPI)", "3552051201--")),
+    "mpirun on one node": (ONE_MPIRUN, NodeRank(0, 1, "mpirun (Open MPI)")),
     "mpirun's helper in a Slurm job": (
         {**SRUN, **MPIRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
-        Place(1, 2, "mpirun (Open MPI)", "3552051201--"),
+        NodeRank(1, 2, "mpirun (Open MPI)", "3552051201--"),
     ),
-    "mpirun in a batch script": ({**BATCH, **ONE_MPIRUN}, Place(0, 1, "mpirun (Open MPI)")),
+    "mpirun in a batch script": ({**BATCH, **ONE_MPIRUN}, NodeRank(0, 1, "mpirun (Open MPI)")),
     "PMI": (
         {"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_JOBID": "a/b"},
-        Place(0, 2, "mpiexec (PMI)", "a_b-"),
+        NodeRank(0, 2, "mpiexec (PMI)", "a_b-"),
     ),
-    "bcprun": (BCP, Place(1, 2, "bcprun", "777-29500")),
+    "bcprun": (BCP, NodeRank(1, 2, "bcprun", "777-29500")),
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_places(name, monkeypatch):
-    env, place = PLACES[name]
-    assert find_place(env) == place
+@pytest.mark.parametrize("name", NODE_RANKS)
+def test_node_ranks(name, monkeypatch):
+    env, node_rank = NODE_RANKS[name]
+    assert find_node_rank(env) == node_rank
     for variable in set(os.environ):
         monkeypatch.delenv(variable)
     for variable, value in env.items():
         monkeypatch.setenv(variable, value)
-    assert find_place(os.environ) == place
+    assert find_node_rank(os.environ) == node_rank
 
 
 WRONG = {
@@ -86,7 +89,7 @@ WRONG = {
 def test_contradictions_are_errors(name):
     env, reason = WRONG[name]
     with pytest.raises(ServerError, match="the environment of this server's process") as raised:
-        find_place(env)
+        find_node_rank(env)
     assert reason in str(raised.value)
 
 

@@ -9,10 +9,11 @@ take over the keys and values of the hypotheses they continue. Those that end ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from launcher_scripts.engine.communicator import Communicator
@@ -89,7 +90,7 @@ def _shape(row: RowStart) -> tuple[int, int]:
 def _beam_batch(
     rows: Sequence[RowStart], width: int, endings: int, device: torch.device
 ) -> BeamBatch:
-    hypotheses = [replace(row, slot=slot) for row in rows for slot in row.beams]
+    hypotheses = [structs.replace(row, slot=slot) for row in rows for slot in row.beams]
     parameters = [row.sampling for row in rows]
     rates = [p.beam_search_diversity_rate for p in parameters]
     return BeamBatch(

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher_scripts.engine.heartbeat import Progress
 from launcher_scripts.engine.interfaces import LOOPBACK, interface_towards
 from launcher_scripts.engine.listeners import drop_connections, listening_ports
-from launcher_scripts.engine.progress import Progress
 from launcher_scripts.engine.symmetric_memory import (
     BUFFER_BYTES,
     Route,

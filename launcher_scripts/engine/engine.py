@@ -11,6 +11,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from launcher_scripts.engine.guide import Guide
+from launcher_scripts.engine.heartbeat import DEVICE
 from launcher_scripts.engine.loading import (
     PREFILL_TOKENS,
     EngineSettings,
@@ -26,7 +27,6 @@ from launcher_scripts.engine.node_group import ONE_NODE, NodeGroup
 from launcher_scripts.engine.pending import Pending
 from launcher_scripts.engine.plan import Plan
 from launcher_scripts.engine.precompile import KernelPrecompiler
-from launcher_scripts.engine.progress import DEVICE
 from launcher_scripts.engine.ranks import NAMING_SECONDS, Ranks
 from launcher_scripts.engine.recording import Recording, device_memory
 from launcher_scripts.engine.requests import check_request, parts, warm_up_request
@@ -80,7 +80,7 @@ class Engine:
         With several nodes in `group`, as many as the ranks can be divided over hold some. Raises
         CheckpointError, ConfigError or ServerError.
         """
-        settings = replace(settings, nodes=settings.parallelism.spread(group.place.nodes))
+        settings = replace(settings, nodes=settings.parallelism.spread(group.node_rank.nodes))
         checkpoint = open_checkpoint(settings, verify=False)
         rank_device(settings, settings.parallelism.world_size - 1)
         device = rank_device(settings, 0)

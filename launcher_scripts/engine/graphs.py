@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from launcher_scripts.engine.heartbeat import RECORDING, Progress
 from launcher_scripts.engine.plan import Bounds, StepShape
-from launcher_scripts.engine.progress import RECORDING, Progress
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 SMALLEST_CONTEXT = 256

@@ -1,26 +1,32 @@
 """Connections between the processes of an engine: both ends prove that they know its token.
 
-The token is random and never sent: each end answers the other's random challenge with an HMAC
-over both. Until then nothing that comes in is interpreted.
+multiprocessing's Connection carries the bytes and bounds a message before it is read. Its own
+authentication uses HMAC-MD5 in Python 3.10 and 3.11, which systems in FIPS mode refuse, and the
+answers of both ends look alike: somebody on rank 0's port could pass one rank's challenge to
+another rank. So the proof is our own. The token is random and never sent: each end answers with an
+HMAC over both challenges and its role. Nothing else is read before that.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
-from launcher_scripts.engine.messages import FrameReader, pack_message, read_available
+from launcher_scripts.engine.messages import Decoder, Message, encode
 from launcher_scripts.errors import ServerError
 
 TOKEN_BYTES = 32
 PROVE_SECONDS = 10.0
+MOST_BYTES = (1 << 31) - 1
+REST_SECONDS = 1  # that the rest of a message to rank 0 may take; a small one comes in one piece
 _CHALLENGE_BYTES = 32
 _MOST_UNPROVEN = 64
 
@@ -28,47 +34,73 @@ _MOST_UNPROVEN = 64
 class Link:
     """A proven connection. Any thread may send; one reads."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, token: bytes, *, accepting: bool) -> None:
+        """Prove both ends to each other. `connection` is closed with the link.
+
+        Raises ServerError where the other end gives a wrong answer, OSError or EOFError where it
+        gives none within PROVE_SECONDS.
+        """
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection = connection
-        self._reader = FrameReader()
+        self._socket = connection
+        self._connection = Connection(socket.dup(connection.fileno()))
         self._lock = threading.Lock()
-        self._waiting: list[Any] = []
+        overdue = threading.Timer(PROVE_SECONDS, self._shut_down)
+        overdue.daemon = True
+        overdue.start()
+        try:
+            _prove(self._connection, token, accepting)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            overdue.cancel()
+        if accepting:  # one thread of rank 0 reads for all
+            limit = struct.pack("ll", REST_SECONDS, 0)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def fileno(self) -> int:
-        return self._connection.fileno()
+        return self._socket.fileno()
 
     @property
     def other_host(self) -> str:
         """Address of the other end."""
-        return str(self._connection.getpeername()[0])
+        return str(self._socket.getpeername()[0])
 
     @property
     def own_host(self) -> str:
         """This end's address."""
-        return str(self._connection.getsockname()[0])
+        return str(self._socket.getsockname()[0])
 
-    def send(self, message: object) -> None:
-        frame = pack_message(message)
+    def send(self, message: Message) -> None:
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send a message that is encoded already."""
         with self._lock:
-            self._connection.sendall(frame)
+            self._connection.send_bytes(data)
 
-    def receive(self) -> Any:
-        """The next message; EOFError when the other end is gone."""
-        while not self._waiting:
-            self._waiting.extend(self.arrived())
-        return self._waiting.pop(0)
+    def receive(self, decoder: Decoder) -> Any:
+        """The next message, which does not block once the link is readable.
 
-    def arrived(self) -> Iterator[Any]:
-        """The messages that one read completes; it does not block once the socket is readable."""
-        return self._reader.feed(read_available(self._connection))
+        Raises EOFError when the other end is gone, ServerError when it sends anything else.
+        """
+        try:
+            data = self._connection.recv_bytes(MOST_BYTES)
+        except (EOFError, OSError) as error:
+            raise EOFError(str(error) or "the other end closed the connection") from error
+        return decoder.decode(data)
 
     def close(self) -> None:
         """End the connection, also for a thread that is in the middle of sending."""
+        self._shut_down()
+        with self._lock:
+            self._connection.close()
+            self._socket.close()
+
+    def _shut_down(self) -> None:
         with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
+            self._socket.shutdown(socket.SHUT_RDWR)
 
 
 class Listener:
@@ -101,13 +133,12 @@ class Listener:
 
     def _admit(self, connection: socket.socket) -> None:
         try:
-            with _closed_on_error(connection):
-                prove(connection, self._token, accepting=True)
+            link = Link(connection, self._token, accepting=True)
         except (OSError, EOFError, ServerError):
             return
         finally:
             self._unproven.release()
-        self._on_link(Link(connection))
+        self._on_link(link)
 
 
 def connect(addresses: Sequence[str], port: int, token: bytes, timeout: float) -> Link:
@@ -121,58 +152,26 @@ def connect(addresses: Sequence[str], port: int, token: bytes, timeout: float) -
         left = max(0.5, (deadline - time.monotonic()) / 2)
         try:
             connection = socket.create_connection((address, port), left)
-            with _closed_on_error(connection):
-                prove(connection, token, accepting=False)
-            return Link(connection)
+            return Link(connection, token, accepting=False)
         except (OSError, EOFError, ServerError) as error:
-            said.append(f"{address}:{port}: {error}")
+            said.append(f"{address}:{port}: {str(error) or 'it proved nothing'}")
     raise ServerError(f"no connection to rank 0: {'; '.join(said)}")
 
 
-def prove(connection: socket.socket, token: bytes, *, accepting: bool) -> None:
-    """Challenge the other end and answer its challenge; ServerError where its answer is wrong."""
-    connection.settimeout(PROVE_SECONDS)
+def _prove(connection: Connection, token: bytes, accepting: bool) -> None:
     own = secrets.token_bytes(_CHALLENGE_BYTES)
-    connection.sendall(own)
-    other = _exactly(connection, _CHALLENGE_BYTES)
-    first, second = (own, other) if accepting else (other, own)
-    answers = [
-        hmac.digest(token, side + first + second, hashlib.sha256)
-        for side in (b"accepting", b"connecting")
-    ]
-    ours, theirs = answers if accepting else answers[::-1]
-    if accepting:  # the end that connects proves itself first
-        _check(connection, theirs)
-        connection.sendall(ours)
-    else:
-        connection.sendall(ours)
-        _check(connection, theirs)
-
-
-def _check(connection: socket.socket, wanted: bytes) -> None:
-    if not hmac.compare_digest(_exactly(connection, len(wanted)), wanted):
+    connection.send_bytes(own)
+    other = connection.recv_bytes(_CHALLENGE_BYTES)
+    if len(other) != _CHALLENGE_BYTES:
+        raise ServerError("the other end does not speak as the processes of an engine do")
+    challenges = own + other if accepting else other + own
+    ours, theirs = (
+        hmac.digest(token, role + challenges, "sha256")
+        for role in ((b"accepting", b"connecting") if accepting else (b"connecting", b"accepting"))
+    )
+    if not accepting:  # the end that connects proves itself first
+        connection.send_bytes(ours)
+    if not hmac.compare_digest(connection.recv_bytes(len(theirs)), theirs):
         raise ServerError("the other end does not know this engine's token")
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise EOFError("the other end closed the connection before it proved itself")
-        data += part
-    return data
-
-
-class _closed_on_error:
-    """Closes a connection when the block raises."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
-            self._connection.close()
+    if accepting:
+        connection.send_bytes(ours)

@@ -15,14 +15,14 @@ from launcher_scripts.contracts import CONTRACTS
 from launcher_scripts.engine.communicator import Communicator
 from launcher_scripts.engine.families import FAMILIES, engine_family
 from launcher_scripts.engine.graphs import GraphCache
+from launcher_scripts.engine.heartbeat import Progress
 from launcher_scripts.engine.kv_cache import (
     KVCache,
     available_memory,
     bytes_per_token,
     plan_capacity,
 )
-from launcher_scripts.engine.messages import RankInfo
-from launcher_scripts.engine.progress import Progress
+from launcher_scripts.engine.messages import Message, RankInfo
 from launcher_scripts.engine.runner import Runner
 from launcher_scripts.engine.step_times import watch_steps
 from launcher_scripts.engine.weights import DTYPES
@@ -98,8 +98,7 @@ class EngineSettings:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@dataclass(frozen=True)
-class RankSetup:
+class RankSetup(Message, frozen=True):
     """What a rank is told first."""
 
     settings: EngineSettings

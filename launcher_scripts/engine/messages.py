@@ -1,24 +1,29 @@
 """Messages between the processes of one engine: rank 0, other ranks, and hosts of other nodes.
 
-Every message is a dataclass of the table MESSAGES, written by the codec; a connection carries
-frames of a length, the message's number in the table, and its bytes.
+A message is a msgspec Struct, sent as msgpack: an array of its name and its fields. Whoever reads
+says which messages it expects, and anything else is an error. Nothing that is read is ever executed
+or looked up by name.
 """
 
 from __future__ import annotations
 
-import importlib
-import socket
-import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import Annotated, Any
 
-from launcher_scripts.engine.codec import MOST_BYTES, decode, encode
+import msgspec
+
 from launcher_scripts.errors import ServerError
 
-_FRAME = struct.Struct("!QH")
-_CHUNK = 1 << 20
+
+class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A part of messages: fields in order, checked by their types when it is read."""
+
+
+class Message(Record, frozen=True, tag=True):
+    """What one process sends to another."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,7 @@ class RankInfo:
     device: str
 
 
-@dataclass(frozen=True)
-class RankHello:
+class RankHello(Message, frozen=True):
     """First words of a rank to rank 0."""
 
     rank: int
@@ -40,8 +44,7 @@ class RankHello:
     host: str
 
 
-@dataclass(frozen=True)
-class NodeHello:
+class NodeHello(Message, frozen=True):
     """First words of the process that starts the ranks of another node."""
 
     node: int
@@ -50,145 +53,109 @@ class NodeHello:
     host: str
 
 
-@dataclass(frozen=True)
-class StartRanks:
+class StartRanks(Message, frozen=True):
     """The ranks that a node is to start; none where the model needs fewer nodes."""
 
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Meet:
+class Meet(Message, frozen=True):
     """Every rank has its weights: they meet now, through the store at this address."""
 
     host: str
     port: int
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(Message, frozen=True):
     """A rank has read its weights and waits to meet the others."""
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(Message, frozen=True):
     """A rank waits for plans."""
 
     info: RankInfo
 
 
-@dataclass(frozen=True)
-class Beat:
-    """A sign of life, and what a rank is doing; see progress.py. A node's host leaves it empty.
-
-    step:    the latest step that the rank has begun
-    phase:   loading, waiting, computing, or the exchange that it is in
-    ticks:   how many exchanges with other ranks it has begun
-    quiet:   seconds since it last went from one thing to the next
-    stretch: seconds that it computed before its latest exchange
-    patience: seconds that what it is in may rightly take beyond the usual
-    launched, finished, held, allowed: its device's steps; see device_steps.py
-    alone:   seconds beyond the usual that it may compute while other stages wait for it
-    """
-
-    step: int = 0
-    phase: str = "waiting"
-    ticks: int = 0
-    quiet: float = 0.0
-    stretch: float = 0.0
-    patience: float = 0.0
-    launched: int = 0
-    finished: int = 0
-    held: float = 0.0
-    allowed: float = 0.0
-    alone: float = 0.0
-
-
-@dataclass(frozen=True)
-class Failed:
+class Failed(Message, frozen=True):
     """A rank cannot go on, or rank 0 turns somebody away."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class RankLost:
+class RankLost(Message, frozen=True):
     """A node's host has lost one of its ranks."""
 
     rank: int
     reason: str
 
 
-@dataclass(frozen=True)
-class GroupLost:
+class GroupLost(Message, frozen=True):
     """Rank 0 has given up: some rank is lost."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Stop:
+class Stop(Message, frozen=True):
     """The engine is closing."""
 
 
-# Each message and the module that has it. A module is imported when its message comes: a rank hears
-# and speaks before it imports torch. The order is part of the protocol.
-_HERE = "launcher_scripts.engine.messages"
-MESSAGES = {
-    "RankHello": _HERE,
-    "NodeHello": _HERE,
-    "StartRanks": _HERE,
-    "RankSetup": "launcher_scripts.engine.loading",
-    "Loaded": _HERE,
-    "Meet": _HERE,
-    "Ready": _HERE,
-    "Beat": _HERE,
-    "Plan": "launcher_scripts.engine.plan",
-    "Stop": _HERE,
-    "Failed": _HERE,
-    "RankLost": _HERE,
-    "GroupLost": _HERE,
-}
-_NUMBERS = {name: number for number, name in enumerate(MESSAGES)}
+class _RawTensor(Record, frozen=True):
+    """A tensor's elements in row-major order; dtype as torch prints it."""
+
+    dtype: str
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    data: bytes
 
 
-@cache
-def _kind(number: int) -> type:
-    name = list(MESSAGES)[number]
-    kind: type = getattr(importlib.import_module(MESSAGES[name]), name)
-    return kind
+class Decoder:
+    """Reads messages of the given types, and no others."""
+
+    def __init__(self, *kinds: Any) -> None:
+        self._names = ", ".join(kind.__name__ for kind in kinds)
+        self._decoder = msgspec.msgpack.Decoder(reduce(or_, kinds), dec_hook=_read_value)
+
+    def decode(self, data: bytes) -> Any:
+        """One of the types; ServerError where the bytes do not hold one."""
+        try:
+            return self._decoder.decode(data)
+        except ValueError as error:  # msgspec.DecodeError, UnicodeDecodeError
+            raise ServerError(f"expected a message of type {self._names}: {error}") from error
 
 
-def pack_message(message: Any) -> bytes:
-    """A message as one frame."""
-    body = encode(type(message), message)
-    return _FRAME.pack(len(body), _NUMBERS[type(message).__name__]) + body
+def encode(message: Any) -> bytes:
+    """A message as bytes. TypeError for what messages cannot hold."""
+    return _ENCODER.encode(message)
 
 
-class FrameReader:
-    """Messages out of a stream that comes in pieces."""
+def _write_value(value: Any) -> Any:
+    """What msgspec does not know by itself: a Path or a tensor."""
+    if isinstance(value, Path):
+        return str(value)
+    import torch  # the hosts of other nodes' ranks do without it
 
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Any]:
-        """The messages that `data` completes. ServerError where it is none of ours."""
-        self._data += data
-        while len(self._data) >= _FRAME.size:
-            length, number = _FRAME.unpack_from(self._data)
-            if length > MOST_BYTES or number >= len(MESSAGES):
-                raise ServerError(f"no message between ranks: {length} bytes of kind {number}")
-            end = _FRAME.size + length
-            if len(self._data) < end:
-                return
-            body = bytes(self._data[_FRAME.size : end])
-            del self._data[:end]
-            yield decode(_kind(number), memoryview(body))
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"messages cannot hold a {type(value).__name__}")
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().tobytes()
+    return _RawTensor(str(value.dtype), tuple(value.shape), data)
 
 
-def read_available(connection: socket.socket) -> bytes:
-    """What has arrived; EOFError when the other end is gone."""
-    data = connection.recv(_CHUNK)
-    if not data:
-        raise EOFError("the other end closed the connection")
-    return data
+def _read_value(kind: Any, value: Any) -> Any:
+    """A Path, or a tensor on the CPU; msgspec turns a ValueError into its own."""
+    if kind is Path:
+        return Path(value)
+    import torch
+
+    raw = msgspec.convert(value, _RawTensor, builtin_types=(bytes,))
+    dtype = getattr(torch, raw.dtype.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {raw.dtype}")
+    try:
+        flat = torch.empty(len(raw.data), dtype=torch.uint8)
+        flat.numpy()[:] = memoryview(raw.data)
+        return flat.view(dtype).reshape(raw.shape)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_write_value)

@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher_scripts.nodes import ALONE, Place
+from launcher_scripts.nodes import ALONE, NodeRank
 
 
 @dataclass(frozen=True)
 class NodeGroup:
     """How an engine on node 0 meets the other nodes.
 
-    place:     this process among them
+    node_rank: this process among them
     model:     the model's name, by which the others know what they join
     folders:   where rank 0 leaves its address
     interface: name or network of the interface that the ranks' connections use; None: any
     attempt:   how often the server was started again before
     """
 
-    place: Place = ALONE
+    node_rank: NodeRank = ALONE
     model: str = ""
     folders: tuple[Path, ...] = ()
     interface: str | None = None

@@ -6,20 +6,32 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
+from launcher_scripts.engine.heartbeat import HEARTBEAT_SECONDS, LOADING, Heartbeat
 from launcher_scripts.engine.links import Link
-from launcher_scripts.engine.messages import Beat, NodeHello, RankHello, RankInfo
-from launcher_scripts.engine.progress import LOADING, doing
+from launcher_scripts.engine.messages import (
+    Decoder,
+    Failed,
+    Loaded,
+    Message,
+    NodeHello,
+    RankHello,
+    RankInfo,
+    RankLost,
+    Ready,
+    encode,
+)
 from launcher_scripts.engine.rank_processes import RankProcess
 
 # Importing torch and opening a device hold up the signs of life.
 LOADING_SILENCE = 30.0
 NODE_SILENCE = 4.0
-BEAT_SECONDS = 1.0
 GRACE_SECONDS = 1.5  # the end of a process and the last words of it come separately
 
 
 class Peer:
-    """Somebody at the other end of a link, once it is there."""
+    """Somebody at the other end of a link, once it is there. messages: what they may send."""
+
+    messages: Decoder
 
     def __init__(self, name: str) -> None:
         self.label = name
@@ -39,12 +51,15 @@ class Peer:
     def silence(self) -> float:
         return time.monotonic() - self.last_seen
 
-    def send(self, message: object) -> None:
+    def send(self, message: Message) -> None:
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
         if self.link is None:
             raise ConnectionError(f"{self.label} is not connected")
-        self.link.send(message)
+        self.link.send_bytes(data)
 
-    def send_if_there(self, message: object) -> None:
+    def send_if_there(self, message: Message) -> None:
         with suppress(OSError):
             self.send(message)
 
@@ -60,12 +75,14 @@ class Peer:
 class Rank(Peer):
     """A rank other than 0; `process` is set where it runs on this node."""
 
+    messages = Decoder(Heartbeat, Loaded, Ready, Failed)
+
     def __init__(self, rank: int, node: int, several_nodes: bool) -> None:
         self.rank = rank
         self.node = node
         self.process: RankProcess | None = None
         self.info: RankInfo | None = None
-        self.beat = Beat(phase=LOADING)
+        self.heartbeat = Heartbeat(phase=LOADING)
         self._where = f" on node {node}" if several_nodes else ""
         self._trouble_since: float | None = None
         super().__init__(f"rank {rank}{self._where}")
@@ -78,7 +95,7 @@ class Rank(Peer):
     def trouble(self, stall_timeout: float) -> str | None:
         """Why the rank counts as lost, and what it was doing; None while it is well."""
         found = self._trouble(stall_timeout)
-        return None if found is None else f"{self.label} {found} while {doing(self.beat)}"
+        return None if found is None else f"{self.label} {found} while {self.heartbeat.doing()}"
 
     def _trouble(self, stall_timeout: float) -> str | None:
         if self.process is not None:
@@ -94,7 +111,7 @@ class Rank(Peer):
             return "closed its connection"
         if self.link is None:
             return None
-        limit = max(stall_timeout, LOADING_SILENCE if self.beat.phase == LOADING else 0.0)
+        limit = max(stall_timeout, LOADING_SILENCE if self.heartbeat.phase == LOADING else 0.0)
         if self.silence() > limit:
             return f"gave no sign of life for {self.silence():.0f} s"
         return None
@@ -113,6 +130,8 @@ class Rank(Peer):
 class NodeHost(Peer):
     """The process that starts the ranks of another node."""
 
+    messages = Decoder(Heartbeat, RankLost)
+
     def __init__(self, link: Link, hello: NodeHello, ranks: tuple[int, ...]) -> None:
         super().__init__(f"node {hello.node} ({hello.host}, pid {hello.pid})")
         self.link = link
@@ -121,9 +140,9 @@ class NodeHost(Peer):
 
     def hear_of_us(self) -> None:
         """Give it a sign of life, now and then."""
-        if time.monotonic() - self._told_at > BEAT_SECONDS:
+        if time.monotonic() - self._told_at > HEARTBEAT_SECONDS:
             self._told_at = time.monotonic()
-            self.send_if_there(Beat())
+            self.send_if_there(Heartbeat())
 
     def trouble(self) -> str | None:
         """Why the node counts as lost; None while it is well."""
@@ -136,7 +155,7 @@ class NodeHost(Peer):
 
 
 @dataclass
-class Guest:
+class PendingConnection:
     """A connection, and who is at its other end once that is known."""
 
     link: Link

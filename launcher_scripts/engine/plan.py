@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch import Tensor
+
 from launcher_scripts.engine.learned_parts import NO_TASK, Prompt
+from launcher_scripts.engine.messages import Message, Record
 from launcher_scripts.protocol import SamplingParameters
 
 
-@dataclass(frozen=True)
-class RowStart:
+class RowStart(Record, frozen=True):
     """A row that joins: its place and everything that decides its tokens.
 
     slot:   index of the row's state on the device
@@ -19,7 +20,8 @@ class RowStart:
     ids:    prompt, never empty (an empty one has become the start token); of a model with an
             encoder what the decoder is given
     source: what the encoder reads, if there is one; its cache tokens lie right before `start`
-    prompt: the table of the row's virtual tokens, which are negative ids
+    prompt_task, prompt_embedding: the table of the row's virtual tokens, which are negative ids:
+            the number of a loaded one, or [virtual tokens, hidden] of the row's own
     beams:  slots of the hypotheses of a beam search, `slot` first; none without one
     guided: a mask of what may come is set for each of the row's tokens
     stride: cache tokens of each hypothesis, which lie one after the other from `start` on
@@ -44,7 +46,8 @@ class RowStart:
     source: tuple[int, ...] = ()
     return_hidden_state: bool = False
     return_attentions: bool = False
-    prompt: Prompt | None = None
+    prompt_task: int | None = None
+    prompt_embedding: Tensor | None = None
     ia3_task: int = NO_TASK
     stop_words: tuple[tuple[int, ...], ...] = ()
     beams: tuple[int, ...] = ()
@@ -52,6 +55,11 @@ class RowStart:
     past: int = 0
     dropped: int = 0
     window: int = 0
+
+    @property
+    def prompt(self) -> Prompt | None:
+        """The table of the row's virtual tokens; its own wins over a loaded one."""
+        return self.prompt_task if self.prompt_embedding is None else self.prompt_embedding
 
     @property
     def asks_of_prompt(self) -> bool:
@@ -80,8 +88,7 @@ class RowStart:
         return self.dropped + self.past + self.stride
 
 
-@dataclass(frozen=True)
-class PrefillPart:
+class PrefillPart(Record, frozen=True):
     """The next `count` prompt tokens of a row, after `past` that the cache already holds."""
 
     slot: int
@@ -89,8 +96,7 @@ class PrefillPart:
     count: int
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(Record, frozen=True):
     """Tokens of a session go to the front of its extent: `count` tokens, `by` places.
 
     slot: the row that runs, if one does;  start: the extent's first cache token
@@ -123,8 +129,7 @@ class Bounds(NamedTuple):
     windows: bool = False
 
 
-@dataclass(frozen=True)
-class StepShape:
+class StepShape(Record, frozen=True):
     """What the kernels of a decode step depend on: how many rows it has, the buckets of its bounds
     (see graphs.py), and whether every row takes its likeliest token.
 
@@ -139,8 +144,7 @@ class StepShape:
     prompt: int = 0
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Message, frozen=True):
     """One step: rows that join, that are encoded, whose prompts run on, that run one token further.
 
     beams are the first slots of the beam searches of which every hypothesis runs one token further,

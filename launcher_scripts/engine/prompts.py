@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from launcher_scripts.engine.learned_parts import Prompt
 from launcher_scripts.errors import Problems
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.learned_parts import learned_parts_of
 from launcher_scripts.protocol import GenerateRequest
-
-
-def prompt_of(request: GenerateRequest) -> Prompt | None:
-    """The row's prompt table; the request's own wins over a loaded one."""
-    if request.prompt_embedding is not None:
-        table: Tensor = request.prompt_embedding
-        return table
-    return request.prompt_task
 
 
 def prompt_start_id(config: ModelConfig) -> int:
@@ -26,7 +15,7 @@ def prompt_start_id(config: ModelConfig) -> int:
 
 def real_ids(request: GenerateRequest, start: int) -> tuple[int, ...]:
     """input_ids without virtual tokens, which begin with the id `start`."""
-    if request.soft_prompt or prompt_of(request) is None:
+    if request.soft_prompt or not _has_prompt(request):
         return request.input_ids
     return tuple(token for token in request.input_ids if token < start)
 
@@ -35,7 +24,7 @@ def with_prompt(
     request: GenerateRequest, ids: tuple[int, ...], config: ModelConfig
 ) -> tuple[int, ...]:
     """ids as the engine has them: -1 - n stands for row n of the prompt table."""
-    if prompt_of(request) is None:
+    if not _has_prompt(request):
         return ids
     if request.soft_prompt:
         return (*range(-1, -1 - _length(request, config), -1), *ids)
@@ -67,7 +56,7 @@ def check_learned(problems: Problems, request: GenerateRequest, config: ModelCon
             return
     length, start = _length(request, config), prompt_start_id(config)
     beyond = [token for token in request.input_ids if token >= start + length]
-    if prompt_of(request) is not None and beyond and not request.soft_prompt:
+    if _has_prompt(request) and beyond and not request.soft_prompt:
         problems.add(
             f"input_ids has virtual tokens beyond the {length} of the row's prompt",
             got=beyond[:5],
@@ -85,6 +74,10 @@ def _check_embedding(problems: Problems, request: GenerateRequest, config: Model
         )
     elif not bool(request.prompt_embedding.isfinite().all()):
         problems.add("request_prompt_embedding has values that are no numbers")
+
+
+def _has_prompt(request: GenerateRequest) -> bool:
+    return request.prompt_task is not None or request.prompt_embedding is not None
 
 
 def _length(request: GenerateRequest, config: ModelConfig) -> int:

@@ -12,42 +12,46 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from launcher_scripts.engine.heartbeat import HEARTBEAT_SECONDS, Heartbeat
 from launcher_scripts.engine.links import connect
 from launcher_scripts.engine.messages import (
-    Beat,
+    Decoder,
     Failed,
     GroupLost,
+    Message,
     NodeHello,
     RankLost,
     StartRanks,
     Stop,
 )
 from launcher_scripts.engine.rank_processes import RankOrder, RankProcess
-from launcher_scripts.engine.rendezvous import ADVICE, Invitation, find_invitations
+from launcher_scripts.engine.rendezvous import ADVICE, RendezvousInfo, find_rendezvous
 from launcher_scripts.errors import ServerError, problem
-from launcher_scripts.nodes import Place, node_name
+from launcher_scripts.nodes import NodeRank, node_name
 
 POLL_SECONDS = 0.2
-BEAT_SECONDS = 0.5
 CONNECT_SECONDS = 10.0
 STOP_SECONDS = 10.0
 SUSPENDED_SECONDS = 1.5  # a rank may be suspended this long without counting as lost
 LEADER_SILENCE = 30.0  # rank 0 may be busy with its device while it loads
 LINGER_SECONDS = 20.0  # the node that serves tells why and ends first
+_MESSAGES = Decoder(StartRanks, Heartbeat, Stop, GroupLost, Failed)
 
 
 class RankHost:
     """This node's ranks of one model. The thread that runs it must outlive them."""
 
     def __init__(
-        self, place: Place, invitation: Invitation, checkpoint_dir: Path | None = None
+        self, node_rank: NodeRank, info: RendezvousInfo, checkpoint_dir: Path | None = None
     ) -> None:
         """Join rank 0; raises ServerError where it cannot be reached."""
-        token = bytes.fromhex(invitation.token)
-        self._link = connect(invitation.addresses, invitation.port, token, CONNECT_SECONDS)
-        self._link.send(NodeHello(place.node, place.nodes, os.getpid(), node_name(os.environ)))
-        self._place = place
-        self._invitation = invitation
+        token = bytes.fromhex(info.token)
+        self._link = connect(info.addresses, info.port, token, CONNECT_SECONDS)
+        self._link.send(
+            NodeHello(node_rank.node, node_rank.nodes, os.getpid(), node_name(os.environ))
+        )
+        self._node_rank = node_rank
+        self._info = info
         self._checkpoint_dir = None if checkpoint_dir is None else str(checkpoint_dir)
         self._ranks: list[RankProcess] = []
         self._suspended: dict[int, float] = {}
@@ -57,25 +61,24 @@ class RankHost:
 
     @property
     def model(self) -> str:
-        return self._invitation.model
+        return self._info.model
 
     def run(self) -> str | None:
         """Host the ranks until the model's engine ends: None in order, else the reason."""
-        beaten, heard = 0.0, time.monotonic()
+        told, heard = 0.0, time.monotonic()
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._link, selectors.EVENT_READ)
                 while not self._ended:
                     if selector.select(POLL_SECONDS):
                         heard = time.monotonic()
-                        for message in self._link.arrived():
-                            self._hear(message)
+                        self._hear(self._link.receive(_MESSAGES))
                     if time.monotonic() - heard > LEADER_SILENCE:
                         raise EOFError(f"no sign of life for {LEADER_SILENCE:g} s")
                     self._look_after_ranks()
-                    if time.monotonic() - beaten > BEAT_SECONDS:
-                        self._link.send(Beat())
-                        beaten = time.monotonic()
+                    if time.monotonic() - told > HEARTBEAT_SECONDS:
+                        self._link.send(Heartbeat())
+                        told = time.monotonic()
         except (EOFError, OSError, ServerError) as error:
             self._finish(f"the connection to rank 0 ended: {error}")
         finally:
@@ -87,9 +90,9 @@ class RankHost:
         """Have run() return soon, from any thread; rank 0 takes it for a loss."""
         self._link.close()
 
-    def _hear(self, message: object) -> None:
+    def _hear(self, message: Message) -> None:
         if isinstance(message, StartRanks):
-            rank0 = f"rank 0 at {self._link.other_host}:{self._invitation.port}"
+            rank0 = f"rank 0 at {self._link.other_host}:{self._info.port}"
             self._say(f"hosts ranks {list(message.ranks)} of model {self.model} for {rank0}")
             for rank in message.ranks:
                 self._ranks.append(RankProcess(self._order(rank)))
@@ -106,8 +109,8 @@ class RankHost:
         return RankOrder(
             rank,
             (self._link.other_host,),
-            self._invitation.port,
-            self._invitation.token,
+            self._info.port,
+            self._info.token,
             self._checkpoint_dir,
         )
 
@@ -136,7 +139,7 @@ class RankHost:
                 process.kill()
 
     def _say(self, what: str) -> None:
-        where = f"node {self._place.node} of {self._place.nodes} ({node_name(os.environ)})"
+        where = f"node {self._node_rank.node} of {self._node_rank.nodes} ({node_name(os.environ)})"
         print(f"{where}: {what}", flush=True)
 
 
@@ -165,9 +168,9 @@ class NodeHost:
     """
 
     def __init__(
-        self, place: Place, folders: Sequence[Path], *, restarts: int = 0, patience: float
+        self, node_rank: NodeRank, folders: Sequence[Path], *, restarts: int = 0, patience: float
     ) -> None:
-        self._place = place
+        self._node_rank = node_rank
         self._folders = folders
         self._restarts = restarts
         self._patience = patience
@@ -228,19 +231,21 @@ class NodeHost:
         return None
 
     def _join_new(self) -> None:
-        for name, invitation in find_invitations(self._folders, self._place.run).items():
+        for name, info in find_rendezvous(self._folders, self._node_rank.run).items():
             if name in self._known:
                 continue
             try:
-                host = RankHost(self._place, invitation)
+                host = RankHost(self._node_rank, info)
             except (ServerError, OSError) as error:
                 self._refusals[name] = str(error)
                 continue
             self._known.add(name)
-            self._hosted.append(_Hosting(host, invitation.attempt))
+            self._hosted.append(_Hosting(host, info.attempt))
 
     def _nobody(self) -> str:
         """Why nothing is hosted."""
         looked = ", ".join(map(str, self._folders))
-        what = f"node {self._place.node} found no rank 0 within {self._patience:g} s in {looked}"
+        what = (
+            f"node {self._node_rank.node} found no rank 0 within {self._patience:g} s in {looked}"
+        )
         return problem(what, got=list(self._refusals.values()) or "nothing", change=ADVICE)

@@ -15,11 +15,11 @@ from launcher_scripts.engine.communicator import (
     close_store,
     open_store,
 )
+from launcher_scripts.engine.heartbeat import Progress
 from launcher_scripts.engine.loading import EngineSettings, rank_info
 from launcher_scripts.engine.messages import Loaded, RankInfo, Ready
 from launcher_scripts.engine.node_group import NodeGroup
 from launcher_scripts.engine.plan import Plan
-from launcher_scripts.engine.progress import Progress
 from launcher_scripts.engine.timeline import Timeline
 from launcher_scripts.engine.workers import WorkerGroup
 from launcher_scripts.errors import ServerError
@@ -45,7 +45,7 @@ class Ranks:
     def start(self, group: NodeGroup) -> None:
         """Start the other ranks of this node, let other nodes join, and open the meeting place."""
         several = self._settings.parallelism.world_size > 1
-        if several or group.place.nodes > 1:
+        if several or group.node_rank.nodes > 1:
             self._workers = WorkerGroup(self._settings, group, self.progress, self._lost)
         if self._workers is not None and several:
             self._store = open_store(self._workers.host, self._settings.start_timeout)

@@ -6,13 +6,13 @@ after the run, so that servers side by side never meet. No name service is neede
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import msgspec
 
 from launcher_scripts.errors import ServerError, problem
 from launcher_scripts.nodes import RENDEZVOUS_VARIABLE
@@ -21,8 +21,7 @@ ADVICE = f"the environment: {RENDEZVOUS_VARIABLE}=<a folder that all nodes see>"
 _FOLDER = ".launcher"
 
 
-@dataclass(frozen=True)
-class Invitation:
+class RendezvousInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where rank 0 of one model waits for the other nodes.
 
     attempt: how often the server was started again before
@@ -43,18 +42,17 @@ def rendezvous_folders(env: Mapping[str, str], model_dir: Path) -> tuple[Path, .
     return tuple(folder / _FOLDER for folder in (model_dir, *homes))
 
 
-class Publication:
-    """An invitation, if there is one, in every folder that takes it, until it is withdrawn."""
+class RendezvousFile:
+    """A RendezvousInfo in every folder that can be written, until it is withdrawn."""
 
-    def __init__(self, folders: Sequence[Path], run: str, invitation: Invitation | None) -> None:
+    def __init__(self, folders: Sequence[Path], run: str, info: RendezvousInfo) -> None:
+        """Raises ServerError where no folder can be written."""
         self._files: list[Path] = []
-        if invitation is None:
-            return
         name = f"{_prefix(run)}{secrets.token_hex(8)}.json"
         reasons = []
         for folder in folders:
             try:
-                self._files.append(_write(folder, name, json.dumps(asdict(invitation))))
+                self._files.append(_write(folder, name, msgspec.json.encode(info)))
             except OSError as error:
                 reasons.append(f"{folder}: {error.strerror or error}")
         if not self._files:
@@ -69,16 +67,14 @@ class Publication:
                     path.parent.rmdir()
 
 
-def find_invitations(folders: Sequence[Path], run: str) -> dict[str, Invitation]:
-    """name -> invitation of this run; the files of other users do not count."""
+def find_rendezvous(folders: Sequence[Path], run: str) -> dict[str, RendezvousInfo]:
+    """name of the file -> what it holds, of this run; the files of other users do not count."""
     found = {}
     for folder in folders:
         for path in folder.glob(f"{_prefix(run)}*.json"):
-            with suppress(OSError, ValueError, TypeError):
+            with suppress(OSError, ValueError):
                 if path.stat().st_uid == os.geteuid():
-                    values = json.loads(path.read_text(encoding="utf-8"))
-                    values["addresses"] = tuple(values["addresses"])
-                    found[path.name] = Invitation(**values)
+                    found[path.name] = msgspec.json.decode(path.read_bytes(), type=RendezvousInfo)
     return found
 
 
@@ -86,10 +82,10 @@ def _prefix(run: str) -> str:
     return f"ranks-{run}-"
 
 
-def _write(folder: Path, name: str, text: str) -> Path:
+def _write(folder: Path, name: str, data: bytes) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = folder / f"{name}.partial"
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
     return partial.replace(folder / name)

@@ -17,7 +17,6 @@ from launcher_scripts.engine.hypotheses import Hypotheses, Hypothesis
 from launcher_scripts.engine.learned_parts import NO_TASK
 from launcher_scripts.engine.log_probs import TokenScores, model_log_probs, no_scores
 from launcher_scripts.engine.plan import RowStart
-from launcher_scripts.engine.prompts import prompt_of
 from launcher_scripts.engine.results import BeamResult, EncodedRow, TokenResult
 from launcher_scripts.engine.session import Session
 from launcher_scripts.errors import RequestError, problem
@@ -167,7 +166,8 @@ class Row:
             source=self.source,
             return_hidden_state=request.return_hidden_state,
             return_attentions=request.return_attentions,
-            prompt=prompt_of(request),
+            prompt_task=request.prompt_task,
+            prompt_embedding=request.prompt_embedding,
             ia3_task=NO_TASK if request.ia3_task is None else request.ia3_task,
             stop_words=request.stop_words if self.hypotheses else (),
             beams=self.slots if self.hypotheses else (),

@@ -6,8 +6,7 @@ import math
 
 import torch
 
-from launcher_scripts.engine.device_steps import DeviceSteps
-from launcher_scripts.engine.progress import Progress
+from launcher_scripts.engine.heartbeat import Progress
 from launcher_scripts.kernels.compiling import tell_of_compilation
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
@@ -27,7 +26,7 @@ def watch_steps(
     """Have the progress follow the current device's steps, and the kernels that are compiled."""
     told = tell_of_compilation(progress.compiles, progress.compiled)
     progress.on_device(
-        DeviceSteps(_cuda_mark),
+        _cuda_mark,
         seconds_per_token(config, parallelism, several_nodes=nodes > 1),
         base=0.0 if told else UNTOLD_SECONDS,
     )

@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher_scripts.engine.heartbeat import HEARTBEAT_SECONDS, Progress
 from launcher_scripts.engine.links import Link, connect
-from launcher_scripts.engine.messages import Failed, Loaded, Meet, RankHello, Ready, Stop
-from launcher_scripts.engine.progress import Progress
+from launcher_scripts.engine.messages import Decoder, Failed, Loaded, Meet, RankHello, Ready, Stop
 from launcher_scripts.engine.rank_processes import RankOrder, die_with_parent
 from launcher_scripts.errors import ServerError
 from launcher_scripts.nodes import node_name
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from launcher_scripts.engine.loading import EngineSettings
     from launcher_scripts.engine.runner import Runner
 
-BEAT_SECONDS = 0.5
 CONNECT_SECONDS = 30.0
 
 
@@ -47,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     progress = Progress()
     link.send(RankHello(order.rank, os.getpid(), node_name(os.environ)))
-    threading.Thread(target=_beat, args=(link, progress), name="beat", daemon=True).start()
+    threading.Thread(target=_send_heartbeats, args=(link, progress), daemon=True).start()
     try:
         _serve(link, order, progress)
     except (EOFError, ConnectionError):
@@ -58,28 +57,34 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _beat(link: Link, progress: Progress) -> None:
+def _send_heartbeats(link: Link, progress: Progress) -> None:
     while True:
         try:
-            link.send(progress.beat())
+            link.send(progress.heartbeat())
         except ServerError as error:
             link.send(Failed(str(error)))
             return
         except OSError:
             os._exit(0)  # rank 0 is gone; the main thread may wait for it in a collective
-        time.sleep(BEAT_SECONDS)
+        time.sleep(HEARTBEAT_SECONDS)
 
 
 def _serve(link: Link, order: RankOrder, progress: Progress) -> None:
-    setup = link.receive()
+    """Imports here: torch takes seconds, and rank 0 hears of this one from the start."""
+    from launcher_scripts.engine.loading import RankSetup
+    from launcher_scripts.engine.plan import Plan
+
+    setup = link.receive(Decoder(RankSetup, Stop, Failed))
+    if isinstance(setup, Failed):
+        sys.exit(f"rank {order.rank}: {setup.reason}")
+    if isinstance(setup, Stop):
+        return
     settings = setup.settings
     if order.checkpoint_dir is not None:
         settings = replace(settings, checkpoint_dir=Path(order.checkpoint_dir))
     runner = _load(settings, order.rank, link, progress)
-    while True:
-        plan = link.receive()
-        if isinstance(plan, Stop):
-            break
+    plans = Decoder(Plan, Stop)
+    while isinstance(plan := link.receive(plans), Plan):
         progress.begin_step()
         runner.execute(plan)
         progress.end_step()
@@ -87,7 +92,6 @@ def _serve(link: Link, order: RankOrder, progress: Progress) -> None:
 
 
 def _load(settings: EngineSettings, rank: int, link: Link, progress: Progress) -> Runner:
-    """Imports here: torch takes seconds, and rank 0 hears of this one from the start."""
     from launcher_scripts.engine.communicator import ProcessGroupCommunicator, join_store
     from launcher_scripts.engine.loading import (
         assemble_runner,
@@ -102,8 +106,8 @@ def _load(settings: EngineSettings, rank: int, link: Link, progress: Progress) -
     prepare_process(settings, device)
     weights = load_weights(settings, open_checkpoint(settings, verify=False), rank, device)
     link.send(Loaded())
-    meet = link.receive()
-    if not isinstance(meet, Meet):
+    meet = link.receive(Decoder(Meet, Stop))
+    if isinstance(meet, Stop):
         raise EOFError("the engine is closed before its ranks met")
     communicator = ProcessGroupCommunicator(
         settings.parallelism,

@@ -10,15 +10,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
 
+from launcher_scripts.engine.heartbeat import EXCHANGE_SECONDS, Heartbeat, Progress, Watchdog
 from launcher_scripts.engine.interfaces import LOOPBACK, listening_address, published_addresses
 from launcher_scripts.engine.links import TOKEN_BYTES, Link, Listener
 from launcher_scripts.engine.loading import EngineSettings, RankSetup
 from launcher_scripts.engine.messages import (
-    Beat,
+    Decoder,
     Failed,
     GroupLost,
     Loaded,
     Meet,
+    Message,
     NodeHello,
     RankHello,
     RankInfo,
@@ -26,18 +28,18 @@ from launcher_scripts.engine.messages import (
     Ready,
     StartRanks,
     Stop,
+    encode,
 )
 from launcher_scripts.engine.node_group import NodeGroup
-from launcher_scripts.engine.peers import Guest, NodeHost, Peer, Rank
-from launcher_scripts.engine.progress import Progress, doing
+from launcher_scripts.engine.peers import NodeHost, Peer, PendingConnection, Rank
 from launcher_scripts.engine.rank_processes import RankOrder, RankProcess
-from launcher_scripts.engine.rendezvous import Invitation, Publication
-from launcher_scripts.engine.watchdog import EXCHANGE_SECONDS, Watchdog
+from launcher_scripts.engine.rendezvous import RendezvousFile, RendezvousInfo
 from launcher_scripts.errors import ServerError
 
 POLL_SECONDS = 0.2
 HELD_UP_SECONDS = 1.0  # that the watching itself comes late, as when a node was suspended
 STOP_SECONDS = 10.0
+_HELLO = Decoder(RankHello, NodeHello)
 
 
 class WorkerGroup:
@@ -76,19 +78,19 @@ class WorkerGroup:
         self._sent = 0
         self._sent_at = time.monotonic()
         token = secrets.token_bytes(TOKEN_BYTES)
-        self.host = listening_address(group.interface) if group.place.nodes > 1 else LOOPBACK
+        self.host = listening_address(group.interface) if group.node_rank.nodes > 1 else LOOPBACK
         self._listener = Listener(self.host, token, self._arrivals.put)
         addresses = published_addresses(self.host)
         self._orders = {
             rank: RankOrder(rank, addresses, self._listener.port, token.hex())
             for rank in self._ranks
         }
-        self._publication = Publication((), "", None)
-        if group.place.nodes > 1:
-            invitation = Invitation(
+        self._rendezvous: RendezvousFile | None = None
+        if group.node_rank.nodes > 1:
+            info = RendezvousInfo(
                 group.model, addresses, self._listener.port, token.hex(), group.attempt
             )
-            self._publication = Publication(group.folders, group.place.run, invitation)
+            self._rendezvous = RendezvousFile(group.folders, group.node_rank.run, info)
         self._thread = threading.Thread(target=self._watch, name="engine-workers", daemon=True)
         self._thread.start()
 
@@ -114,7 +116,7 @@ class WorkerGroup:
                 lambda: self._failed or len(self._arrived[message]) == len(self._ranks), timeout
             )
             complete = not self._failed and len(self._arrived[message]) == len(self._ranks)
-        if complete and message is Ready and len(self._hosts) == self._group.place.nodes - 1:
+        if complete and message is Ready and len(self._hosts) == self._group.node_rank.nodes - 1:
             self._listener.close()
         return complete
 
@@ -130,7 +132,7 @@ class WorkerGroup:
         """Tell every rank where all meet."""
         self._tell(Meet(self.meeting_host, port))
 
-    def send(self, plan: object) -> None:
+    def send(self, plan: Message) -> None:
         """Tell every rank the next step, in order."""
         self._tell(plan)
         self._sent_at = time.monotonic()
@@ -156,16 +158,21 @@ class WorkerGroup:
         """End every rank at once; for a group that failed."""
         self._closing.set()
         self._listener.close()
-        self._publication.withdraw()
+        self._withdraw()
         for peer in self._peers():
             peer.end()
+
+    def _withdraw(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.withdraw()
 
     def _peers(self) -> list[Peer]:
         return [*self._ranks.values(), *self._hosts.values()]
 
-    def _tell(self, message: object) -> None:
+    def _tell(self, message: Message) -> None:
+        data = encode(message)
         for rank in self._ranks.values():
-            rank.send(message)
+            rank.send_bytes(data)
 
     def _watch(self) -> None:
         try:
@@ -182,7 +189,7 @@ class WorkerGroup:
             rank.wait(2 * STOP_SECONDS)
 
     def _give_up(self, reason: str) -> None:
-        self._publication.withdraw()
+        self._withdraw()
         for host in self._hosts.values():
             host.send_if_there(GroupLost(reason))
         self._on_failure(ServerError(reason))
@@ -199,7 +206,7 @@ class WorkerGroup:
             while not self._closing.is_set():
                 while not self._arrivals.empty():
                     link = self._arrivals.get()
-                    selector.register(link, selectors.EVENT_READ, Guest(link))
+                    selector.register(link, selectors.EVENT_READ, PendingConnection(link))
                 for key, _ in selector.select(POLL_SECONDS):
                     failure = self._read(key.data)
                     if failure is not None:
@@ -214,36 +221,32 @@ class WorkerGroup:
                     return failure
         return None
 
-    def _read(self, guest: Guest) -> str | None:
-        """Take what has arrived; the reason when that says that a rank is lost."""
+    def _read(self, pending: PendingConnection) -> str | None:
+        """Take a message; the reason when that says that a rank is lost."""
+        peer = pending.peer
         try:
-            for message in guest.link.arrived():
-                failure = self._hear(guest, message)
-                if failure is not None:
-                    return failure
+            if peer is not None:
+                return self._hear(peer, pending.link.receive(peer.messages))
+            pending.peer = self._admit(pending.link)
+            pending.gone = pending.peer is None
         except (EOFError, OSError):
-            guest.gone = True
-            if guest.peer is not None:
-                guest.peer.closed()
+            pending.gone = True
+            if peer is not None:
+                peer.closed()
         except ServerError as error:
-            return str(error)
+            return f"{peer.label}: {error}" if peer is not None else str(error)
         return None
 
-    def _hear(self, guest: Guest, message: object) -> str | None:
-        if guest.peer is None:
-            guest.peer = self._admit(guest.link, message)
-            guest.gone = guest.peer is None
-            return None
-        peer = guest.peer
+    def _hear(self, peer: Peer, message: Message) -> str | None:
         peer.last_seen = time.monotonic()
         if isinstance(message, RankLost):
             lost = self._ranks[message.rank]
-            return f"{lost.label} {message.reason} while {doing(lost.beat)}"
+            return f"{lost.label} {message.reason} while {lost.heartbeat.doing()}"
         if isinstance(message, Failed):
             return f"{peer.label}: {message.reason}"
         if isinstance(peer, Rank):
-            if isinstance(message, Beat):
-                peer.beat = message
+            if isinstance(message, Heartbeat):
+                peer.heartbeat = message
             if isinstance(message, Ready):
                 peer.info = message.info
             if type(message) in self._arrived:
@@ -252,30 +255,36 @@ class WorkerGroup:
                     self._news.notify_all()
         return None
 
-    def _admit(self, link: Link, hello: object) -> Peer | None:
-        """Who it is that came; None for somebody who is not awaited, and is told so."""
-        if isinstance(hello, RankHello) and hello.rank in self._ranks:
-            rank = self._ranks[hello.rank]
-            if rank.link is None:
-                rank.joins(link, hello)
-                link.send(RankSetup(self._settings))
-                return rank
-        if isinstance(hello, NodeHello) and self._awaits(hello):
-            ranks = tuple(rank.rank for rank in self._ranks.values() if rank.node == hello.node)
-            host = self._hosts[hello.node] = NodeHost(link, hello, ranks)
-            link.send(StartRanks(ranks))
-            print(
-                f"model {self._group.model}: {host.label} joins with ranks {list(ranks)}",
-                flush=True,
-            )
-            return host
+    def _admit(self, link: Link) -> Peer | None:
+        """Who it is that came; None for an unexpected connection, which is told so."""
+        try:
+            hello = link.receive(_HELLO)
+        except ServerError as error:
+            refusal = str(error)
+        else:
+            if isinstance(hello, RankHello) and hello.rank in self._ranks:
+                rank = self._ranks[hello.rank]
+                if rank.link is None:
+                    rank.joins(link, hello)
+                    link.send(RankSetup(self._settings))
+                    return rank
+            if isinstance(hello, NodeHello) and self._awaits(hello):
+                return self._admit_node(link, hello)
+            refusal = f"unexpected connection from {hello}"
         with suppress(OSError):
-            link.send(Failed(f"nobody is awaited as {hello}"))
+            link.send(Failed(refusal))
         link.close()
         return None
 
+    def _admit_node(self, link: Link, hello: NodeHello) -> NodeHost:
+        ranks = tuple(rank.rank for rank in self._ranks.values() if rank.node == hello.node)
+        host = self._hosts[hello.node] = NodeHost(link, hello, ranks)
+        link.send(StartRanks(ranks))
+        print(f"model {self._group.model}: {host.label} joins with ranks {list(ranks)}", flush=True)
+        return host
+
     def _awaits(self, hello: NodeHello) -> bool:
-        nodes = self._group.place.nodes
+        nodes = self._group.node_rank.nodes
         return hello.nodes == nodes and 0 < hello.node < nodes and hello.node not in self._hosts
 
     def _check(self, patient: bool) -> str | None:
@@ -293,11 +302,11 @@ class WorkerGroup:
             if trouble is not None:
                 return trouble
         try:
-            own = self._progress.beat()
+            own = self._progress.heartbeat()
         except ServerError as error:
             return f"rank 0: {error}"
-        beats = {0: own, **{r.rank: r.beat for r in self._ranks.values()}}
-        stuck = self._watchdog.stuck(beats, self._sent, time.monotonic() - self._sent_at)
+        known = {0: own, **{r.rank: r.heartbeat for r in self._ranks.values()}}
+        stuck = self._watchdog.stuck(known, self._sent, time.monotonic() - self._sent_at)
         names = [self._ranks[number].label if number else "rank 0" for number in stuck]
         found = [f"{name} {what}" for name, what in zip(names, stuck.values(), strict=True)]
         return "; ".join(found) or None

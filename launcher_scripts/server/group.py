@@ -8,7 +8,7 @@ from launcher_scripts.nodes import (
     ATTEMPT_VARIABLE,
     INTERFACE_VARIABLE,
     RENDEZVOUS_VARIABLE,
-    Place,
+    NodeRank,
 )
 from launcher_scripts.settings import DeploySettings
 
@@ -18,9 +18,9 @@ def rendezvous_folder(settings: DeploySettings) -> Path:
     return Path(settings.job_folder or settings.results_dir) / "ranks"
 
 
-def group_env(settings: DeploySettings, place: Place, attempt: int) -> dict[str, str]:
+def group_env(settings: DeploySettings, node_rank: NodeRank, attempt: int) -> dict[str, str]:
     """Variables for the backend: what it needs to know about the other nodes, if there are any."""
-    if place.nodes == 1:
+    if node_rank.nodes == 1:
         return {}
     env = {
         RENDEZVOUS_VARIABLE: str(rendezvous_folder(settings)),

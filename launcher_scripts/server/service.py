@@ -12,7 +12,7 @@ from pathlib import Path
 from launcher_scripts.errors import ServerError, problem
 from launcher_scripts.gateway_settings import example_command
 from launcher_scripts.models.repository import check_repository, is_remote
-from launcher_scripts.nodes import ALONE, Place
+from launcher_scripts.nodes import ALONE, NodeRank
 from launcher_scripts.remains import NAME_PREFIX, remove_remains, temporary_folder
 from launcher_scripts.server.addresses import (
     addresses,
@@ -47,7 +47,7 @@ _SUSPENDED_SECONDS = 2.0  # that a process may be stopped for, by a debugger or 
 _FAILED_SECONDS = 5.0
 
 
-def serve(settings: DeploySettings, place: Place = ALONE) -> None:
+def serve(settings: DeploySettings, node_rank: NodeRank = ALONE) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP.
 
     A server that was ready is started again settings.restarts times, and one that lost a worker
@@ -67,8 +67,8 @@ def serve(settings: DeploySettings, place: Place = ALONE) -> None:
     was_ready = False
     with stop.listening():
         while True:
-            env = group_env(settings, place, restarts)
-            may_start_again = place.nodes == 1 and second_starts < SECOND_STARTS
+            env = group_env(settings, node_rank, restarts)
+            may_start_again = node_rank.nodes == 1 and second_starts < SECOND_STARTS
             run = _Run(settings, installation, stop, ready_files, env, may_start_again)
             try:
                 run.until_stopped()

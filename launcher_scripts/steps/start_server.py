@@ -26,12 +26,12 @@ from launcher_scripts.steps.packages import (
 )
 
 if __name__ == "__main__":
-    check_packages("start_server", "jinja2", "numpy", "torch", "yaml")
+    check_packages("start_server", "jinja2", "msgspec", "numpy", "torch", "yaml")
     note_slow_checksums()
 
 from launcher_scripts.checkpoint.text_models import check_text_models
 from launcher_scripts.engine.rank_host import NodeHost
-from launcher_scripts.nodes import find_place
+from launcher_scripts.nodes import find_node_rank
 from launcher_scripts.server.group import rendezvous_folder
 from launcher_scripts.server.service import serve
 from launcher_scripts.server.stopping import StopRequest
@@ -43,19 +43,24 @@ LAST_WORDS_SECONDS = 1.0
 
 
 def start(settings: DeploySettings) -> None:
-    """Serve, or host ranks for the node that serves; see find_place."""
-    place = find_place(os.environ)
-    if place.nodes > 1:
-        print(f"node {place.node} of {place.nodes}, started by {place.launcher}", flush=True)
-    if place.serves:
+    """Serve, or host ranks for the node that serves; see find_node_rank."""
+    node_rank = find_node_rank(os.environ)
+    if node_rank.nodes > 1:
+        print(
+            f"node {node_rank.node} of {node_rank.nodes}, started by {node_rank.launcher}",
+            flush=True,
+        )
+    if node_rank.serves:
         if settings.gateway is not None:
             check_packages("start_gateway", *GATEWAY_PACKAGES)
         check_text_models(settings.model_repository)
-        serve(settings, place)
+        serve(settings, node_rank)
         return
     stop = StopRequest()
     folder = rendezvous_folder(settings)
-    host = NodeHost(place, [folder], restarts=settings.restarts, patience=settings.ready_timeout)
+    host = NodeHost(
+        node_rank, [folder], restarts=settings.restarts, patience=settings.ready_timeout
+    )
     with stop.listening():
         host.run(lambda: stop.received is not None, settings.stop_timeout)
 

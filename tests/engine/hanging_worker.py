@@ -18,7 +18,7 @@ _receive = ProcessGroupCommunicator.from_previous_stage
 
 
 def _hang(communicator: ProcessGroupCommunicator, size: int) -> None:
-    if communicator.progress.beat().step >= STEP:
+    if communicator.progress.heartbeat().step >= STEP:
         if os.environ[WAY_VARIABLE] == "computing":
             time.sleep(3600)
         with communicator.progress.exchange("all_reduce", size):

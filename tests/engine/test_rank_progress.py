@@ -6,17 +6,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from launcher_scripts.engine.device_steps import DeviceSteps
-from launcher_scripts.engine.progress import (
+from launcher_scripts.engine.heartbeat import (
     COMPILING,
     FIRST_SECONDS,
     OWN_WORK,
     RECORDING,
     Progress,
-    doing,
+    Watchdog,
 )
 from launcher_scripts.engine.step_times import SLOW_LINKS, seconds_per_token
-from launcher_scripts.engine.watchdog import Watchdog
 from launcher_scripts.errors import ServerError
 from launcher_scripts.parallel import Parallelism
 from tests.engine.small_models import small_config
@@ -64,7 +62,7 @@ class RankOnDevice:
         self.clock = clock or Clock()
         self.device = Device()
         self.progress = Progress(self.clock)
-        self.progress.on_device(DeviceSteps(self.device.mark, self.clock), 0.01)
+        self.progress.on_device(self.device.mark, 0.01)
         self.progress.loaded()
 
     def launch(self, *, tokens: int = 0) -> None:
@@ -73,7 +71,7 @@ class RankOnDevice:
         self.progress.end_step()
 
     def state(self) -> tuple[int, int, float]:
-        beat = self.progress.beat()
+        beat = self.progress.heartbeat()
         return beat.launched, beat.finished, beat.held
 
 
@@ -100,13 +98,13 @@ def test_a_device_is_followed_step_by_step():
 def test_a_step_is_allowed_what_it_announces():
     rank = RankOnDevice()
     rank.launch(tokens=100)
-    assert rank.progress.beat().allowed == FIRST_SECONDS + 1.0
+    assert rank.progress.heartbeat().allowed == FIRST_SECONDS + 1.0
     rank.device.finish(1)
     rank.launch(tokens=500)
-    assert rank.progress.beat().allowed == 5.0
+    assert rank.progress.heartbeat().allowed == 5.0
     rank.progress.begin_step()
     rank.progress.expect("decode", 200)
-    assert rank.progress.beat().patience == 2.0
+    assert rank.progress.heartbeat().patience == 2.0
 
 
 def test_what_the_host_does_by_itself_is_announced():
@@ -116,15 +114,15 @@ def test_what_the_host_does_by_itself_is_announced():
     rank.progress.expect("decode", 0)
     rank.clock.now += 2
     with rank.progress.phase(RECORDING):
-        beat = rank.progress.beat()
+        beat = rank.progress.heartbeat()
         assert (beat.phase, beat.quiet, beat.patience) == (RECORDING, 0.0, OWN_WORK[RECORDING])
         rank.progress.compiles()
-        beat = rank.progress.beat()
+        beat = rank.progress.heartbeat()
         assert (beat.phase, beat.patience) == (COMPILING, OWN_WORK[COMPILING])
-        assert doing(beat) == "in step 2, compiling a kernel"
+        assert beat.doing() == "in step 2, compiling a kernel"
         rank.progress.compiled()
-        assert rank.progress.beat().phase == RECORDING
-    beat = rank.progress.beat()
+        assert rank.progress.heartbeat().phase == RECORDING
+    beat = rank.progress.heartbeat()
     assert (beat.phase, beat.quiet, beat.patience) == ("computing", 0.0, 0.0)
     assert (beat.launched, beat.held, beat.allowed) == (1, 2.0, FIRST_SECONDS)
 
@@ -132,9 +130,9 @@ def test_what_the_host_does_by_itself_is_announced():
 def test_kernels_compiled_while_loading_are_part_of_it():
     progress = Progress()
     progress.compiles()
-    assert progress.beat().phase == "loading"
+    assert progress.heartbeat().phase == "loading"
     progress.compiled()
-    assert progress.beat().phase == "loading"
+    assert progress.heartbeat().phase == "loading"
 
 
 def test_a_device_that_fails_is_told():
@@ -142,7 +140,7 @@ def test_a_device_that_fails_is_told():
     rank.launch()
     rank.device.marks[0].broken = True
     with pytest.raises(ServerError, match="its device failed: an illegal memory access"):
-        rank.progress.beat()
+        rank.progress.heartbeat()
 
 
 def test_without_a_device_of_its_own_a_step_ends_when_it_is_computed():
@@ -150,10 +148,10 @@ def test_without_a_device_of_its_own_a_step_ends_when_it_is_computed():
     progress.loaded()
     progress.begin_step()
     progress.expect("prefill", 1000)
-    beat = progress.beat()
+    beat = progress.heartbeat()
     assert (beat.launched, beat.finished, beat.patience) == (0, 0, 0.0)
     progress.end_step()
-    beat = progress.beat()
+    beat = progress.heartbeat()
     assert (beat.launched, beat.finished, beat.held) == (1, 1, 0.0)
 
 
@@ -175,7 +173,7 @@ def test_a_host_s_step_may_take_three_times_what_such_steps_took():
     ]:
         progress.begin_step()
         progress.expect(kind, tokens)
-        alone.append(progress.beat().alone)
+        alone.append(progress.heartbeat().alone)
         clock.now += seconds
         progress.end_step()
     assert alone == pytest.approx([120, 120, 120, 1.2, 120, 3.0, 1.2, 3.0, 2.7])
@@ -191,7 +189,7 @@ def test_the_rank_that_did_not_arrive_is_named_within_5_s(absent: int):
             rank.launch()
             rank.device.finish(step)
         clock.now += 0.1
-        beats = {number: rank.progress.beat() for number, rank in ranks.items()}
+        beats = {number: rank.progress.heartbeat() for number, rank in ranks.items()}
         assert watchdog.stuck(beats, step, 0.1) == {}
     ranks[absent].progress.begin_step()
     ranks[absent].progress.expect("decode", 1)
@@ -199,7 +197,7 @@ def test_the_rank_that_did_not_arrive_is_named_within_5_s(absent: int):
     start = clock.now
     while not named and clock.now < start + 10:
         clock.now += 0.5
-        beats = {number: rank.progress.beat() for number, rank in ranks.items()}
+        beats = {number: rank.progress.heartbeat() for number, rank in ranks.items()}
         named = watchdog.stuck(beats, 11, clock.now - start)
     assert 3.0 < clock.now - start < 5.0
     assert named == {absent: "hangs computing step 11, for 4 s"}

@@ -12,16 +12,30 @@ from pathlib import Path
 
 import pytest
 
+from launcher_scripts.engine import workers
 from launcher_scripts.engine.engine import Engine, EngineSettings
+from launcher_scripts.engine.heartbeat import Heartbeat, Progress
+from launcher_scripts.engine.links import Link, connect
+from launcher_scripts.engine.loading import RankSetup
+from launcher_scripts.engine.messages import (
+    Decoder,
+    Failed,
+    Message,
+    NodeHello,
+    RankHello,
+    encode,
+)
 from launcher_scripts.engine.node_group import NodeGroup
+from launcher_scripts.engine.plan import Plan
 from launcher_scripts.engine.rendezvous import (
-    Invitation,
-    Publication,
-    find_invitations,
+    RendezvousFile,
+    RendezvousInfo,
+    find_rendezvous,
     rendezvous_folders,
 )
+from launcher_scripts.engine.workers import WorkerGroup
 from launcher_scripts.errors import ServerError
-from launcher_scripts.nodes import Place
+from launcher_scripts.nodes import NodeRank
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.protocol import GenerateRequest
 from tests.engine.small_models import engine_for, random_tensors, write_checkpoint
@@ -33,11 +47,11 @@ from pathlib import Path
 from launcher_scripts.engine import rank_processes
 from launcher_scripts.engine.rank_host import NodeHost
 from launcher_scripts.errors import ServerError
-from launcher_scripts.nodes import Place
+from launcher_scripts.nodes import NodeRank
 
 rank_processes.WORKER = os.environ.get("TEST_WORKER", rank_processes.WORKER)
 node, nodes, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-host = NodeHost(Place(node, nodes, "a test", "run-1"), [folder], patience=30.0)
+host = NodeHost(NodeRank(node, nodes, "a test", "run-1"), [folder], patience=30.0)
 try:
     host.run(lambda: False, 5.0)
 except ServerError as error:
@@ -86,8 +100,8 @@ def group(tmp_path: Path):
         settings = EngineSettings(
             folder, parallelism=Parallelism(tp, pp), device="cpu", max_batch_size=4, **more
         )
-        place = Place(0, count, "a test", "run-1")
-        engines.append(Engine.load(settings, NodeGroup(place, "tiny", (tmp_path / "ranks",))))
+        node_rank = NodeRank(0, count, "a test", "run-1")
+        engines.append(Engine.load(settings, NodeGroup(node_rank, "tiny", (tmp_path / "ranks",))))
         return engines[-1], nodes
 
     yield start
@@ -177,10 +191,80 @@ def test_a_rank_that_hangs_while_its_beat_goes_on(
         engine.submit(long_request()).result(120)
 
 
+@pytest.fixture
+def join(tmp_path: Path):
+    """A WorkerGroup of three nodes with a rank each, and who comes to it with the token.
+
+    join(hello) -> link; join.workers: the group; join.lost: what it took for a failure
+    """
+    settings = EngineSettings(tmp_path, parallelism=Parallelism(3), device="cpu", nodes=3)
+    folders = (tmp_path / "ranks",)
+    group = NodeGroup(NodeRank(0, 3, "a test", "run-1"), "tiny", folders)
+    links: list[Link] = []
+    lost: list[ServerError] = []
+
+    def come(hello: Message) -> Link:
+        (info,) = find_rendezvous(folders, "run-1").values()
+        links.append(connect(info.addresses, info.port, bytes.fromhex(info.token), 60))
+        links[-1].send(hello)
+        return links[-1]
+
+    come.workers = WorkerGroup(settings, group, Progress(), lost.append)
+    come.lost = lost
+    yield come
+    come.workers.close()
+    for link in links:
+        link.close()
+
+
+@pytest.mark.parametrize(
+    ("hello", "refusal"),
+    [
+        (RankHello(0, 1, "n"), "unexpected connection from RankHello(rank=0"),
+        (RankHello(3, 1, "n"), "unexpected connection from RankHello(rank=3"),
+        (NodeHello(0, 3, 1, "n"), "unexpected connection from NodeHello(node=0, nodes=3"),
+        (NodeHello(3, 3, 1, "n"), "unexpected connection from NodeHello(node=3, nodes=3"),
+        (NodeHello(1, 2, 1, "n"), "unexpected connection from NodeHello(node=1, nodes=2"),
+        (Heartbeat(), "expected a message of type RankHello, NodeHello: "),
+    ],
+)
+def test_an_unexpected_process_is_turned_away(join, hello: Message, refusal: str):
+    link = join(hello)
+    assert link.receive(Decoder(Failed)).reason.startswith(refusal)
+    with pytest.raises(EOFError):
+        link.receive(Decoder(Failed))
+    assert join.lost == []
+
+
+def test_a_second_process_for_a_rank_is_turned_away(join):
+    first = join(RankHello(1, 1, "n"))
+    assert isinstance(first.receive(Decoder(RankSetup)), RankSetup)
+    second = join(RankHello(1, 2, "n"))
+    assert "unexpected connection" in second.receive(Decoder(Failed)).reason
+    assert join.lost == []
+
+
+def test_a_plan_is_encoded_once_for_all_ranks(join, monkeypatch):
+    links = [join(RankHello(rank, rank, "n")) for rank in (1, 2)]
+    for link in links:
+        link.receive(Decoder(RankSetup))
+    encoded: list[Message] = []
+
+    def counted(message: Message) -> bytes:
+        encoded.append(message)
+        return encode(message)
+
+    monkeypatch.setattr(workers, "encode", counted)
+    plan = Plan(decode=(0, 3), longest=17)
+    join.workers.send(plan)
+    assert [link.receive(Decoder(Plan)) for link in links] == [plan, plan]
+    assert encoded == [plan]
+
+
 def test_nobody_joins(tmp_path: Path):
     folder = write_checkpoint(tmp_path / "2-gpu", GPT2, random_tensors(GPT2), 2)
     settings = EngineSettings(folder, parallelism=Parallelism(2), device="cpu", start_timeout=2.0)
-    group = NodeGroup(Place(0, 2, "a test", "run-1"), "tiny", (tmp_path / "ranks",))
+    group = NodeGroup(NodeRank(0, 2, "a test", "run-1"), "tiny", (tmp_path / "ranks",))
     with pytest.raises(ServerError, match=r"not within 2 s: never joined: rank 1 on node 1"):
         Engine.load(settings, group)
     assert list((tmp_path / "ranks").iterdir()) == []
@@ -189,12 +273,12 @@ def test_nobody_joins(tmp_path: Path):
 def test_rank_0_is_found_where_it_could_write(tmp_path: Path):
     folders = rendezvous_folders({"HOME": str(tmp_path / "home")}, tmp_path / "model")
     (tmp_path / "model").write_text("no folder")
-    invitation = Invitation("tiny", ("10.0.0.1", "n1"), 4321, "aa", 1)
-    publication = Publication(folders, "run-1", invitation)
-    assert list(find_invitations(folders, "run-1").values()) == [invitation]
-    assert find_invitations(folders, "run-10") == {}
-    publication.withdraw()
-    assert find_invitations(folders, "run-1") == {}
+    info = RendezvousInfo("tiny", ("10.0.0.1", "n1"), 4321, "aa", 1)
+    file = RendezvousFile(folders, "run-1", info)
+    assert list(find_rendezvous(folders, "run-1").values()) == [info]
+    assert find_rendezvous(folders, "run-10") == {}
+    file.withdraw()
+    assert find_rendezvous(folders, "run-1") == {}
     assert not (tmp_path / "home" / ".launcher").exists()
     assert rendezvous_folders({"LAUNCHER_RENDEZVOUS": "/a"}, tmp_path) == (Path("/a"),)
 
@@ -204,10 +288,10 @@ def test_no_folder_takes_the_address(tmp_path: Path):
     with pytest.raises(
         ServerError, match=r"no folder to tell the other nodes.*LAUNCHER_RENDEZVOUS"
     ):
-        Publication([tmp_path / "file" / "x"], "run-1", Invitation("tiny", (), 1, "aa"))
+        RendezvousFile([tmp_path / "file" / "x"], "run-1", RendezvousInfo("tiny", (), 1, "aa"))
 
 
 def test_a_damaged_or_foreign_file_is_no_invitation(tmp_path: Path):
     (tmp_path / "ranks-run-1-a.json").write_text("{")
     (tmp_path / "ranks-run-1-b.json").write_text(json.dumps({"addresses": [], "extra": 1}))
-    assert find_invitations([tmp_path], "run-1") == {}
+    assert find_rendezvous([tmp_path], "run-1") == {}

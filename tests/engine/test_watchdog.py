@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher_scripts.engine.messages import Beat
-from launcher_scripts.engine.progress import ALONE_SECONDS
-from launcher_scripts.engine.watchdog import Watchdog
+from launcher_scripts.engine.heartbeat import ALONE_SECONDS, Heartbeat, Watchdog
 from launcher_scripts.parallel import Parallelism
 
 TP2 = Parallelism(2, 1)
@@ -15,7 +13,7 @@ LONG, SHORT = 30.0, 0.5
 
 
 def beat(phase, ticks, quiet=LONG, step=7, **more):
-    return Beat(step, phase, ticks, quiet, **{"alone": ALONE_SECONDS, **more})
+    return Heartbeat(step, phase, ticks, quiet, **{"alone": ALONE_SECONDS, **more})
 
 
 # sizes, the beats of ranks 0 and 1, whether the step was sent long ago, who is stuck
@@ -86,7 +84,7 @@ def test_who_is_stuck(name):
 
 def on_device(phase, launched, finished, held=LONG, *, quiet=LONG, step=7, **more):
     steps = {"launched": launched, "finished": finished, "held": held}
-    return Beat(step, phase, 0, quiet, alone=ALONE_SECONDS, **steps, **more)
+    return Heartbeat(step, phase, 0, quiet, alone=ALONE_SECONDS, **steps, **more)
 
 
 # Of ranks whose devices finish what their hosts launch: the beats of ranks 0 and 1, who is stuck.

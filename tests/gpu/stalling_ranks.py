@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from launcher_scripts.engine import rank_processes
-from launcher_scripts.engine.progress import OWN_WORK, RECORDING
+from launcher_scripts.engine.heartbeat import OWN_WORK, RECORDING
 from launcher_scripts.engine.runner import Runner
 from launcher_scripts.engine.worker import main as worker_main
 from launcher_scripts.errors import ServerError

@@ -97,7 +97,7 @@ class TritonPythonModel:
             self._contract = served_contract(settings.model_type, sessions=idle is not None)
             self._conversion = CONVERSIONS[settings.model_type]
             group = node_group(os.environ, args["model_name"], Path(args["model_repository"]))
-            if not group.place.serves:
+            if not group.node_rank.serves:
                 host_ranks(group, settings.checkpoint_dir, settings.start_timeout)
                 return
             self._engine = Engine.load(settings, group)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from launcher_scripts.engine.node_group import NodeGroup
 from launcher_scripts.engine.rank_host import POLL_SECONDS, RankHost
-from launcher_scripts.engine.rendezvous import ADVICE, find_invitations, rendezvous_folders
+from launcher_scripts.engine.rendezvous import ADVICE, find_rendezvous, rendezvous_folders
 from launcher_scripts.errors import ServerError, problem
-from launcher_scripts.nodes import ATTEMPT_VARIABLE, INTERFACE_VARIABLE, find_place
+from launcher_scripts.nodes import ATTEMPT_VARIABLE, INTERFACE_VARIABLE, find_node_rank
 
 ANSWER_SECONDS = 1.0  # that clients get to be told of a failure
 STUB = b"triton_python_backend_stub"  # its arguments: the model's file, a region's name, ...
@@ -31,7 +31,7 @@ def node_group(env: Mapping[str, str], model: str, model_dir: Path) -> NodeGroup
     Raises ServerError where the environment contradicts itself.
     """
     return NodeGroup(
-        find_place(env),
+        find_node_rank(env),
         model,
         rendezvous_folders(env, model_dir),
         env.get(INTERFACE_VARIABLE),
@@ -44,8 +44,8 @@ def host_ranks(group: NodeGroup, checkpoint_dir: Path, patience: float) -> None:
 
     Raises ServerError when node 0 is not found within `patience` seconds, or is lost.
     """
-    place = group.place
-    where = f"node {place.node} of {place.nodes} (started by {place.launcher})"
+    node_rank = group.node_rank
+    where = f"node {node_rank.node} of {node_rank.nodes} (started by {node_rank.launcher})"
     print(f"{where}: node 0 serves model {group.model}; this server only hosts ranks", flush=True)
     reason = _find(group, checkpoint_dir, patience).run()
     if reason is not None:
@@ -91,11 +91,11 @@ def _find(group: NodeGroup, checkpoint_dir: Path, patience: float) -> RankHost:
     deadline = time.monotonic() + patience
     said = "nothing"
     while time.monotonic() < deadline:
-        for invitation in find_invitations(group.folders, group.place.run).values():
-            if invitation.model != group.model:
+        for info in find_rendezvous(group.folders, group.node_rank.run).values():
+            if info.model != group.model:
                 continue
             try:
-                return RankHost(group.place, invitation, checkpoint_dir)
+                return RankHost(group.node_rank, info, checkpoint_dir)
             except (ServerError, OSError) as error:
                 said = str(error)
         time.sleep(POLL_SECONDS)
