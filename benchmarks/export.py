@@ -3,7 +3,7 @@
     python3 benchmarks/export.py [--case gpt] [--layers 24] [--folder /fast/disk] [--save]
 
 Makes a checkpoint of a real shape (export_sources.py; `gpt` with 24 layers is the 345M GPT, 1.4 GB
-in fp32), then alternates `cp` and exports to fp32 and to fp16, each into a fresh folder with the
+in fp32), then alternates `cp` and exports to every type, each into a fresh folder with the
 source in the page cache and the disk settled before. Prints medians, minima, ratios to `cp` and
 the peak memory of the export's process tree (proportional set size, sampled); mapped pages of the
 source count, so `private` is what the export holds itself. --save keeps all runs, with the machine,
@@ -34,7 +34,7 @@ from export_sources import SOURCES, BenchmarkSource
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 SAMPLE_SECONDS = 0.02
-TARGETS = {"fp32": 2.0, "fp16": 3.0}
+TARGETS = {"fp32": 2.0, "fp16": 3.0, "bf16": 2.0}
 
 
 @dataclass
@@ -111,11 +111,11 @@ def save(
 def measure(
     source: BenchmarkSource, folder: Path, arguments: argparse.Namespace
 ) -> list[Measurement]:
-    """cp, fp32 and fp16 in turn, so that a noisy machine disturbs all of them.
+    """`cp` and every type in turn, so that a noisy machine disturbs all of them.
 
     Memory is sampled in a run of its own: looking at a process takes time of its processors.
     """
-    rows = [Measurement("cp"), Measurement("fp32"), Measurement("fp16")]
+    rows = [Measurement(name) for name in ("cp", *TARGETS)]
     for number in range(arguments.runs + 1):
         for row in rows:
             target = folder / "target"
