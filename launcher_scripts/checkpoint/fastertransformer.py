@@ -43,7 +43,7 @@ from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, WeightSpec
 from launcher_scripts.models.ini_text import FILE_NAME as INI_NAME
 
-# At most, by one call: for 2 MiB, Linux looks for as much memory in one place, which takes up to ten
+# At most, by one call: for 2 MiB, Linux looks for as much memory in one place, which may take ten
 # times as long as to write.
 _WRITE_BYTES = 1 << 18
 DTYPES = {"fp32": np.dtype("<f4"), "fp16": np.dtype("<f2"), "bf16": BFLOAT16}

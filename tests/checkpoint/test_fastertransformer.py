@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher_scripts.checkpoint import manifest
+from launcher_scripts.checkpoint import fastertransformer, manifest
 from launcher_scripts.checkpoint.config_ini import format_config, read_config
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint, FTWriter, weight_files
 from launcher_scripts.checkpoint.manifest import read_manifest
@@ -363,9 +363,7 @@ def test_a_digest_whose_package_is_missing_is_no_damage(
         FTCheckpoint.open(folder)
 
 
-def test_a_file_is_written_by_small_calls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_written_by_small_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux takes ten times as long for 2 MiB in one call as for 2 MiB in eight."""
     sizes: list[int] = []
     write = os.write
