@@ -138,6 +138,7 @@ CORES = {
     "bridge031_llama31_a": "checkpoint",
     "bridge_qwen2moe_a": "checkpoint",
     "mcore014_mixtral_a": "checkpoint",
+    "mcore016_shared_a": "checkpoint",
     "mcore019_qwen3_nonhomog_a": "checkpoint",
     "nemo253_llama31_a": "checkpoint",
     "nemo2_window_a": "checkpoint/model",
