@@ -364,7 +364,7 @@ def test_a_digest_whose_package_is_missing_is_no_damage(
 
 
 def test_a_file_is_written_by_small_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux takes ten times as long for 2 MiB in one call as for 2 MiB in eight."""
+    """A virtual machine may take ten times as long for 2 MiB in one call as in eight."""
     sizes: list[int] = []
     write = os.write
 
