@@ -1,6 +1,6 @@
 """How long exports take, beside `cp` of the same bytes in the same run, and how much memory.
 
-    python3 benchmarks/export.py [--case gpt] [--layers 24] [--folder /fast/disk] [--save]
+    python3 benchmarks/export.py [--case gpt] [--layers 24] [--types fp16] [--folder /fast/disk]
 
 Makes a checkpoint of a real shape (export_sources.py; `gpt` with 24 layers is the 345M GPT, 1.4 GB
 in fp32), then alternates `cp` and exports to every type, each into a fresh folder with the
@@ -52,6 +52,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=SOURCES, default="gpt")
     parser.add_argument("--layers", type=int, default=24, help="of each stack")
+    parser.add_argument("--types", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--tp-size", type=int, default=8)
     parser.add_argument("--processes", type=int, default=16)
@@ -115,7 +116,7 @@ def measure(
 
     Memory is sampled in a run of its own: looking at a process takes time of its processors.
     """
-    rows = [Measurement(name) for name in ("cp", *TARGETS)]
+    rows = [Measurement(name) for name in ("cp", *arguments.types)]
     for number in range(arguments.runs + 1):
         for row in rows:
             target = folder / "target"

@@ -43,8 +43,8 @@ from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, WeightSpec
 from launcher_scripts.models.ini_text import FILE_NAME as INI_NAME
 
-# At most, by one call: for 2 MiB, Linux takes memory in one block. A virtual machine that gives free
-# blocks of that size back to its host must get it from there, which takes ten times as long.
+# At most, by one call: for 2 MiB, Linux takes memory in one block. A virtual machine that gives
+# free blocks of that size back to its host must get it from there, which takes ten times as long.
 _WRITE_BYTES = 1 << 18
 DTYPES = {"fp32": np.dtype("<f4"), "fp16": np.dtype("<f2"), "bf16": BFLOAT16}
 
