@@ -72,7 +72,7 @@ def mixture(
     inner = kernels.mlp_up(hidden, shared.up, shared.gate, activation)
     result = kernels.project(inner, shared.down).float()
     if shared.scale is not None:
-        result *= kernels.project(hidden, shared.scale).float().sigmoid()
+        result = result * kernels.project(hidden, shared.scale).float().sigmoid()
     return out + result
 
 
