@@ -1,9 +1,9 @@
 """How long exports take, beside `cp` of the same bytes in the same run, and how much memory.
 
-    python3 benchmarks/export.py [--case gpt] [--layers 24] [--folder /fast/disk] [--save]
+    python3 benchmarks/export.py [--case gpt] [--layers 24] [--types fp16] [--folder /fast/disk]
 
 Makes a checkpoint of a real shape (export_sources.py; `gpt` with 24 layers is the 345M GPT, 1.4 GB
-in fp32), then alternates `cp` and exports to fp32 and to fp16, each into a fresh folder with the
+in fp32), then alternates `cp` and exports to every type, each into a fresh folder with the
 source in the page cache and the disk settled before. Prints medians, minima, ratios to `cp` and
 the peak memory of the export's process tree (proportional set size, sampled); mapped pages of the
 source count, so `private` is what the export holds itself. --save keeps all runs, with the machine,
@@ -34,7 +34,7 @@ from export_sources import SOURCES, BenchmarkSource
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 SAMPLE_SECONDS = 0.02
-TARGETS = {"fp32": 2.0, "fp16": 3.0}
+TARGETS = {"fp32": 2.0, "fp16": 3.0, "bf16": 2.0}
 
 
 @dataclass
@@ -52,6 +52,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=SOURCES, default="gpt")
     parser.add_argument("--layers", type=int, default=24, help="of each stack")
+    parser.add_argument("--types", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--tp-size", type=int, default=8)
     parser.add_argument("--processes", type=int, default=16)
@@ -111,11 +112,11 @@ def save(
 def measure(
     source: BenchmarkSource, folder: Path, arguments: argparse.Namespace
 ) -> list[Measurement]:
-    """cp, fp32 and fp16 in turn, so that a noisy machine disturbs all of them.
+    """`cp` and every type in turn, so that a noisy machine disturbs all of them.
 
     Memory is sampled in a run of its own: looking at a process takes time of its processors.
     """
-    rows = [Measurement("cp"), Measurement("fp32"), Measurement("fp16")]
+    rows = [Measurement(name) for name in ("cp", *arguments.types)]
     for number in range(arguments.runs + 1):
         for row in rows:
             target = folder / "target"

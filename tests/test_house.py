@@ -139,9 +139,11 @@ DOORS = {
         "launcher_scripts/backends/fastertransformer/",
         "launcher_scripts/evaluation/transformers_model.py",
         "launcher_scripts/evaluation/nemo_model.py",
+        "launcher_scripts/evaluation/core_model.py",
         "launcher_scripts/checkpoint/sinusoidal_positions.py",
     ),
     "transformers": ("launcher_scripts/evaluation/transformers_model.py",),
+    "megatron": ("launcher_scripts/evaluation/core_model.py",),
     "nemo": ("launcher_scripts/evaluation/nemo_model.py",),
     "pytorch_lightning": ("launcher_scripts/evaluation/nemo_model.py",),
 }

@@ -54,6 +54,7 @@ EXTENSION_FIELDS = (
     "experts_per_token",
     "normalized_experts",
     "shared_expert_size",
+    "shared_expert_gate",
     "tied_embeddings",
     "pad_id",
 )

@@ -50,7 +50,9 @@ def read_experts(raw: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
         "shared_expert_size": "moe_shared_expert_intermediate_size",
     }
     said = {field: size(raw, key, problems) for field, key in sizes.items() if raw.get(key)}
-    return fields | said
+    gated = flag(raw, "moe_shared_expert_gate", False)
+    ungated = {"shared_expert_gate": False} if "shared_expert_size" in said and not gated else {}
+    return fields | said | ungated
 
 
 def _refuse(raw: Mapping[str, Any], problems: Problems) -> None:
@@ -69,7 +71,3 @@ def _refuse(raw: Mapping[str, Any], problems: Problems) -> None:
     if any(mark != 1 for mark in marks):
         what = "moe_layer_freq is not supported: every layer has experts, or none has"
         problems.add(what, got=frequency, choices=[1])
-    gated = flag(raw, "moe_shared_expert_gate", False)
-    if raw.get("moe_shared_expert_intermediate_size") and not gated:
-        what = "shared experts without a gate (moe_shared_expert_gate) are not supported"
-        problems.add(what, got=False, choices=[True])

@@ -7,6 +7,8 @@ rounding to nearest even gives.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from launcher_scripts.checkpoint.workspace import Workspace
@@ -20,6 +22,8 @@ _U2, _U4 = np.dtype("<u2"), np.dtype("<u4")
 # Fields of float32's bits, shifted left by one to be rid of the sign.
 _SMALLEST_NORMAL_HALF = np.uint32(113 << 24)  # 2^-14
 _TOO_LARGE_HALF = np.uint32(0x477FF000 << 1)  # 65520, which rounds to infinity
+# Values that are converted at a time: what that takes fits the processor's second cache.
+_CHUNK = 1 << 16
 # float32's exponents begin 112 below float16's.
 _HALF_BIAS = np.uint16((112 << 10) & 0xFFFF)
 
@@ -43,13 +47,51 @@ def converted(
     """
     if values.dtype == dtype:
         return values
-    values = widened(values)
-    if dtype == BFLOAT16:
-        return to_bfloat16(values, workspace)
-    if dtype == np.float16 and values.dtype == np.float32:
-        return to_float16(values, workspace)
+    memory = workspace or Workspace()
+    found = memory.array("converted", values.shape, dtype)
+    source, target = plain(values.reshape(-1)), plain(found.reshape(-1))
+    cast = _CASTS.get((values.dtype, dtype), _cast)
+    for first in range(0, source.size, _CHUNK):
+        cast(source[first : first + _CHUNK], target[first : first + _CHUNK], memory)
+    return found
+
+
+def _widen_bfloat16(bits: np.ndarray, target: np.ndarray, _memory: Workspace) -> None:
+    np.left_shift(bits, 16, out=target.view("<u4"), dtype=_U4)
+
+
+def _bfloat16_to_float16(bits: np.ndarray, target: np.ndarray, _memory: Workspace) -> None:
+    np.take(_bfloat16_as_float16(), bits, out=target, mode="wrap")  # "raise" would copy
+
+
+def _float32_to_float16(values: np.ndarray, target: np.ndarray, memory: Workspace) -> None:
+    target[...] = to_float16(values, memory)
+
+
+def _to_bfloat16(values: np.ndarray, target: np.ndarray, memory: Workspace) -> None:
+    target[...] = to_bfloat16(values, memory).view("<u2")
+
+
+def _cast(values: np.ndarray, target: np.ndarray, _memory: Workspace) -> None:
     with np.errstate(over="ignore"):
-        return values.astype(dtype, copy=False)
+        np.copyto(target, values, casting="same_kind")
+
+
+@cache
+def _bfloat16_as_float16() -> np.ndarray:
+    """The float16 next to every bfloat16, by its bits."""
+    every = np.arange(1 << 16, dtype=_U2).view(BFLOAT16)
+    with np.errstate(over="ignore"):
+        return widened(every).astype("<f2")
+
+
+# (from, to) -> what converts contiguous values, bfloat16 as its bits, in `memory`.
+_CASTS = {
+    (BFLOAT16, np.dtype("<f4")): _widen_bfloat16,
+    (BFLOAT16, np.dtype("<f2")): _bfloat16_to_float16,
+    (np.dtype("<f4"), np.dtype("<f2")): _float32_to_float16,
+    **{(dtype, BFLOAT16): _to_bfloat16 for dtype in FLOATS if dtype != BFLOAT16},
+}
 
 
 def to_float16(values: np.ndarray, workspace: Workspace | None = None) -> np.ndarray:

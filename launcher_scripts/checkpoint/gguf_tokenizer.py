@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from launcher_scripts.checkpoint.gguf_byte_pairs import byte_pairs
-from launcher_scripts.checkpoint.gguf_pieces import pieces
+from launcher_scripts.checkpoint.gguf_pieces import CHARSMAP, pieces, unigram
 from launcher_scripts.checkpoint.gguf_pre_tokenizers import PRE_TOKENIZERS
 from launcher_scripts.errors import CheckpointError, Problems, problem
 from launcher_scripts.models.nemo_tokenizer import ADVICE
@@ -33,7 +33,9 @@ UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 MODELS: dict[str, tuple[Callable[[Mapping[str, Any]], Tokenizer], dict[str, type]]] = {
     "gpt2": (byte_pairs, {"merges": str}),
     "llama": (pieces, {"scores": float}),
+    "t5": (unigram, {"scores": float}),
 }
+_SENTENCEPIECE = ("llama", "t5")
 _ROLES = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -115,9 +117,11 @@ def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 def _adds(metadata: Mapping[str, Any], end: str) -> bool:
     """Whether a text gets the start ("bos") or the end ("eos") token, by llama.cpp's defaults."""
-    usual = end == "bos" and (
-        metadata["model"] == "llama" or PRE_TOKENIZERS[metadata["pre"]].starts
-    )
+    usual = {
+        "gpt2": lambda: end == "bos" and PRE_TOKENIZERS[metadata["pre"]].starts,
+        "llama": lambda: end == "bos",
+        "t5": lambda: end == "eos",
+    }[metadata["model"]]()
     return metadata.get(f"add_{end}_token", usual) is True and f"{end}_token_id" in metadata
 
 
@@ -167,6 +171,13 @@ def _check(metadata: Mapping[str, Any]) -> None:
         problems.add("the GGUF tokenizer's tokens are not unique", got=f"{unique} of {count}")
     if model == "llama" and metadata.get("remove_extra_whitespaces"):
         problems.add(f"{PREFIX}remove_extra_whitespaces is not supported", got=True, change=ADVICE)
+    charsmap = metadata.get(CHARSMAP) or []
+    if not isinstance(charsmap, list) or not all(
+        type(value) is int and -128 <= value < 256 for value in charsmap
+    ):
+        problems.add(f"{PREFIX}{CHARSMAP} is no list of bytes")
+    if model == "llama" and charsmap:
+        problems.add(f"{PREFIX}{CHARSMAP} is not supported", change=ADVICE)
     for key in ("token_type", "scores"):
         if key in lists and len(metadata[key]) != count:
             problems.add(
@@ -181,7 +192,7 @@ def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
     from tokenizers import AddedToken
 
     kinds = metadata["token_type"]
-    special = (CONTROL, UNKNOWN) if metadata["model"] == "llama" else (CONTROL,)
+    special = (CONTROL, UNKNOWN) if metadata["model"] in _SENTENCEPIECE else (CONTROL,)
     pairs = list(zip(metadata["tokens"], kinds, strict=True))
     # The file does not say that Phi-3's take the white space after them; llama.cpp tells Phi-3 by
     # its name, too.

@@ -63,6 +63,7 @@ class MegatronCoreCheckpoint(WholeTensors):
     root:     the folder of the tensors in the archive, "" or ending in `/`
     tool:     what wrote it
     args:     Megatron-LM's arguments, {} of another tool
+    options:  what the training says, under the names of the core's configuration
     config:   the hyperparameters; token ids still the defaults
     dialects: dialects of the weight table, the first that has a row wins
     adapters: adapters that were saved together with the model
@@ -74,6 +75,7 @@ class MegatronCoreCheckpoint(WholeTensors):
     root: str
     tool: str
     args: Mapping[str, Any]
+    options: CoreOptions
     config: ModelConfig
     dialects: tuple[str, ...]
     tensors: Mapping[str, SourceTensor]
@@ -108,7 +110,7 @@ class MegatronCoreCheckpoint(WholeTensors):
             gpt = core_options.read_gpt(options)
             config, dialects = gpt.config(tensors[TABLE].shape[0]), gpt.dialects(tensors)
         notes = options.check_keys()
-        found = cls(archive, root, tool, args, config, dialects, tensors, notes)
+        found = cls(archive, root, tool, args, options, config, dialects, tensors, notes)
         return replace(found, adapters=found.own_adapters(own)) if own else found
 
     def own_adapters(self, tensors: Mapping[str, SourceTensor]) -> tuple[Adapter, ...]:

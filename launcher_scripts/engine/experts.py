@@ -16,12 +16,13 @@ COPY_COST = 3  # what a copied weight costs: it is read, written and read again
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """An MLP that every token goes through, weighed by sigmoid(scale(x)); gate as in MLP."""
+    """An MLP that every token goes through, weighed by sigmoid(scale(x)) where that is there; gate
+    as in MLP."""
 
     up: Linear
     gate: Linear
     down: Linear
-    scale: Linear
+    scale: Linear | None
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,10 @@ def mixture(
         return out
     shared = experts.shared
     inner = kernels.mlp_up(hidden, shared.up, shared.gate, activation)
-    weight = kernels.project(hidden, shared.scale).float().sigmoid()
-    return out + weight * kernels.project(inner, shared.down).float()
+    result = kernels.project(inner, shared.down).float()
+    if shared.scale is not None:
+        result = result * kernels.project(hidden, shared.scale).float().sigmoid()
+    return out + result
 
 
 def _route(kernels: ModuleType, hidden: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:

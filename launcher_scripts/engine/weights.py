@@ -271,7 +271,9 @@ class WeightLoader:
 
         shared = None
         if config.shared_expert_size is not None:
-            scale = self._linear("layers.*.mlp.shared_expert_gate", layer)
+            scale = None
+            if config.shared_expert_gate is not False:
+                scale = self._linear("layers.*.mlp.shared_expert_gate", layer)
             shared = SharedExpert(*self._mlp("layers.*.mlp.shared_expert", layer), scale)
         return Experts(
             self._linear("layers.*.mlp.router", layer),

@@ -62,7 +62,8 @@ class GPTConfig(LearnedPartSizes):
 
     With num_experts every layer has so many MLPs of ffn_size, of which a token goes through
     experts_per_token, whose weights sum to 1 with normalized_experts; with shared_expert_size it
-    has one more, which every token goes through (see engine/experts.py).
+    has one more, which every token goes through, weighed by a gate unless shared_expert_gate is
+    False (see engine/experts.py).
     """
 
     vocab_size: int
@@ -113,6 +114,7 @@ class GPTConfig(LearnedPartSizes):
     experts_per_token: int | None = None
     normalized_experts: bool | None = None
     shared_expert_size: int | None = None
+    shared_expert_gate: bool | None = None
     tied_embeddings: bool = True
     start_id: int = 50256
     end_id: int = 50256
@@ -311,7 +313,8 @@ def _layer(config: GPTConfig) -> list[WeightSpec]:
     specs.append(_spec("layers.*.mlp.router.weight", ("hidden_size", "num_experts")))
     if config.shared_expert_size is not None:
         specs += _mlp(config, "layers.*.mlp.shared_expert", "shared_expert_size")
-        specs.append(_spec("layers.*.mlp.shared_expert_gate.weight", ("hidden_size", "1")))
+        if config.shared_expert_gate is not False:
+            specs.append(_spec("layers.*.mlp.shared_expert_gate.weight", ("hidden_size", "1")))
     for expert in range(config.num_experts):
         specs += _mlp(config, f"layers.*.mlp.experts.{expert}")
     return specs

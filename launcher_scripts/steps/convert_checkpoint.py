@@ -71,7 +71,7 @@ FLAGS = FlagTable(
         "training_checkpoint": Flag("which one of a training's folder", metavar="last|best|NAME"),
         "verify": Flag(
             "rebuild every tensor from the written files and compare with the source; where "
-            "transformers is installed, its logits too"
+            "transformers (for Megatron-LM core's, megatron-core) is installed, its logits too"
         ),
         "allow_nonfinite": Flag("export NaN and infinite weights as they are"),
     },

@@ -8,18 +8,24 @@ wrong base of the rotary positions, a key that nobody read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from launcher_scripts.checkpoint.archive import Archive
+from launcher_scripts.checkpoint.export import open_source
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
 from launcher_scripts.checkpoint.forecast import weight_bytes
+from launcher_scripts.checkpoint.megatron_core import MegatronCoreCheckpoint
+from launcher_scripts.checkpoint.plan import float32
 from launcher_scripts.errors import CheckpointError, ConfigError, problem
+from launcher_scripts.evaluation.core_model import CoreModel
 from launcher_scripts.evaluation.transformers_model import TransformersModel
+from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.protocol import GenerateRequest
 from launcher_scripts.settings import ExportSettings
@@ -35,8 +41,37 @@ ROUNDED_TOLERANCES = {"fp32": TOLERANCE, "fp16": 1.25e-3, "bf16": 1e-2}
 COMBINING = re.compile("_scaled|_projected")
 SECONDS = 3600.0
 CGROUPS = Path("/sys/fs/cgroup")
-# Format of the source -> what opens it.
-REFERENCES: dict[str, Callable[[Path], TransformersModel]] = {"huggingface": TransformersModel}
+
+
+class Reference(Protocol):
+    """What computes the logits of a source."""
+
+    name: str
+
+    def round_weights(self, data_type: str) -> None: ...
+
+    def logits(
+        self, ids: Sequence[int], decoder_ids: Sequence[int] = ()
+    ) -> NDArray[np.float32]: ...
+
+
+def _core_model(path: Path) -> CoreModel:
+    checkpoint: Any = open_source(Archive(path))
+    if not isinstance(checkpoint, MegatronCoreCheckpoint) or checkpoint.adapters:
+        raise ConfigError("the core alone does not have the learned parts")
+    if not isinstance(checkpoint.config, GPTConfig):
+        raise ConfigError("an encoder-decoder of Megatron-LM core has no reference")
+    tensors = checkpoint.tensors.items()
+    return CoreModel(
+        dict(checkpoint.options.raw), ((name, float32(tensor.read())) for name, tensor in tensors)
+    )
+
+
+# Format of the source -> the packages that its reference needs, and what opens it.
+REFERENCES: dict[str, tuple[tuple[str, ...], Callable[[Path], Reference]]] = {
+    "huggingface": (("torch", "transformers"), TransformersModel),
+    "megatron_core": (("torch", "megatron"), _core_model),
+}
 
 
 def compare(folder: Path, settings: ExportSettings) -> dict[str, Any]:
@@ -53,11 +88,11 @@ def compare(folder: Path, settings: ExportSettings) -> dict[str, Any]:
     config: Any = checkpoint.config
     ids, decoder_ids = _prompt(config)
     try:
-        reference = REFERENCES[source["format"]](Path(source["path"]))
+        reference = REFERENCES[source["format"]][1](Path(source["path"]))
+        reference.round_weights(checkpoint.weight_data_type)
+        expected = reference.logits(ids, decoder_ids)
     except ConfigError as error:
         return _said({"skipped": str(error)})
-    reference.round_weights(checkpoint.weight_data_type)
-    expected = reference.logits(ids, decoder_ids)
     name = reference.name
     del reference
     try:
@@ -100,7 +135,8 @@ def _obstacle(checkpoint: FTCheckpoint, source: Any, settings: ExportSettings) -
         return "the source alone does not have the learned parts"
     if getattr(checkpoint.config, "encoder_only", False):
         return "an encoder alone has no logits"
-    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    packages, _ = REFERENCES[source["format"]]
+    missing = [name for name in packages if find_spec(name) is None]
     if missing:
         return f"this Python has no {' and '.join(missing)}"
     needed, free = weight_bytes(checkpoint.config, checkpoint.tp_size, "fp32"), _free_memory()

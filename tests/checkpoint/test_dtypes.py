@@ -6,7 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher_scripts.checkpoint.dtypes import BFLOAT16, to_bfloat16, to_float16, widened
+from launcher_scripts.checkpoint.dtypes import (
+    BFLOAT16,
+    converted,
+    to_bfloat16,
+    to_float16,
+    widened,
+)
 
 EDGES = [0x00000000, 0x80000000, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0xFF7FFFFF]  # 0, inf, largest
 TIES = [0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0xBF808000, 0x00008000, 0x00018000]
@@ -68,3 +74,26 @@ def test_every_half_and_what_is_between(most: float) -> None:
 def test_any_bits_as_half(bits: list[int]) -> None:
     values = np.array(bits, "<u4").view("<f4")
     assert np.array_equal(to_float16(values).view("<u2"), values.astype("<f2").view("<u2"))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize("target", ["<f2", "<f4"])
+def test_every_bfloat16(target: str) -> None:
+    """Twice as many values as are converted at a time."""
+    bits = np.tile(np.arange(1 << 16, dtype="<u2"), 2).reshape(2, -1)
+    values = (bits.astype("<u4") << 16).view("<f4")
+    found = converted(bits.view(BFLOAT16), np.dtype(target))
+    expected = values.astype(target)
+    assert found.shape == expected.shape
+    assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("source", ["<f2", "<f4", "<f8"])
+@pytest.mark.parametrize("target", [np.dtype("<f2"), np.dtype("<f4"), BFLOAT16])
+def test_more_values_than_are_converted_at_a_time(source: str, target: np.dtype) -> None:
+    values = np.random.default_rng(0).normal(size=(3, 50_000)).astype(source)
+    if target == BFLOAT16:
+        expected = rounded_by_torch(values.astype("<f4"))
+    else:
+        expected = values.astype(target)
+    assert converted(values, target).tobytes() == expected.tobytes()

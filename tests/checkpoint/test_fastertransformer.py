@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher_scripts.checkpoint import manifest
+from launcher_scripts.checkpoint import fastertransformer, manifest
 from launcher_scripts.checkpoint.config_ini import format_config, read_config
 from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint, FTWriter, weight_files
 from launcher_scripts.checkpoint.manifest import read_manifest
@@ -361,3 +361,20 @@ def test_a_digest_whose_package_is_missing_is_no_damage(
     monkeypatch.delitem(manifest.DIGESTS, "blake3")
     with pytest.raises(CheckpointError, match="needs the package blake3, which is missing"):
         FTCheckpoint.open(folder)
+
+
+def test_a_file_is_written_by_small_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual machine may take ten times as long for 2 MiB in one call as in eight."""
+    sizes: list[int] = []
+    write = os.write
+
+    def counting(descriptor: int, data: memoryview) -> int:
+        sizes.append(len(data))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", counting)
+    content = bytes(range(256)) * 4097
+    with (tmp_path / "file").open("xb", buffering=0) as out:
+        fastertransformer._write_all(out.fileno(), memoryview(content))
+    assert (tmp_path / "file").read_bytes() == content
+    assert max(sizes) == 1 << 18

@@ -11,6 +11,7 @@ import pytest
 import transformers
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import Tokenizer
+from transformers.utils import sentencepiece_model_pb2_new
 
 from launcher_scripts.checkpoint.gguf_tokenizer import build_tokenizer
 
@@ -97,6 +98,48 @@ def test_as_sentencepiece_does(corpus: list[str], prefixed: bool, spaces: str) -
         assert ids(tokenizer, text) == theirs.encode(text), text
         assert tokenizer.decode(theirs.encode(text)) == theirs.decode(theirs.encode(text))
     assert ids(tokenizer, "a<tool>").count(theirs.piece_to_id("<tool>")) == 1
+
+
+@pytest.mark.parametrize("bytewise", [True, False])
+@pytest.mark.parametrize(
+    ("rule", "trimmed", "prefixed"),
+    [("nmt_nfkc", True, True), ("identity", True, False), ("nfkc", False, True)],
+)
+def test_a_unigram_model_is_as_sentencepieces(
+    corpus: list[str], rule: str, trimmed: bool, prefixed: bool, bytewise: bool
+) -> None:
+    """bytewise: whether what is unknown becomes its bytes"""
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(corpus),
+        model_writer=model,
+        model_type="unigram",
+        vocab_size=900,
+        byte_fallback=bytewise,
+        normalization_rule_name=rule,
+        remove_extra_whitespaces=trimmed,
+        add_dummy_prefix=prefixed,
+        user_defined_symbols=["<tool>"],
+        bos_id=-1,
+        minloglevel=2,
+    )
+    theirs = SentencePieceProcessor(model_proto=model.getvalue())
+    proto = sentencepiece_model_pb2_new.ModelProto.FromString(model.getvalue())
+    metadata = metadata_of(theirs) | {
+        "model": "t5",
+        "add_space_prefix": prefixed,
+        "remove_extra_whitespaces": trimmed,
+        "precompiled_charsmap": list(proto.normalizer_spec.precompiled_charsmap),
+    }
+    del metadata["bos_token_id"]
+    tokenizer = build_tokenizer(metadata)
+    for text in [*TEXTS, *corpus]:
+        expected = theirs.encode(text)
+        assert ids(tokenizer, text) == expected, text
+        if theirs.unk_id() not in expected:
+            assert tokenizer.decode(expected) == theirs.decode(expected)
+    assert ids(tokenizer, "a<tool>").count(theirs.piece_to_id("<tool>")) == 1
+    assert tokenizer.encode("a").ids[-1] == theirs.eos_id()
 
 
 def metadata_of(processor: SentencePieceProcessor) -> dict[str, Any]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint import huggingface
+from launcher_scripts.checkpoint import core_options, huggingface
 from launcher_scripts.checkpoint.export import export
 from launcher_scripts.errors import CheckpointError
-from launcher_scripts.evaluation import transformers_model
+from launcher_scripts.evaluation import core_model, transformers_model
 from launcher_scripts.parallel import Parallelism
 from launcher_scripts.settings import ExportSettings, TokenizerSettings
 from launcher_scripts.steps import twin
@@ -131,6 +132,94 @@ def test_without_a_reference_the_note_says_why(
     reason = "no reference computes checkpoints of nemo"
     assert said(settings) == {"skipped": reason}
     assert f"note: no twin was compared: {reason}" in capsys.readouterr().out
+
+
+CORES = {
+    "bridge031_llama31_a": "checkpoint",
+    "bridge_qwen2moe_a": "checkpoint",
+    "mcore014_mixtral_a": "checkpoint",
+    "mcore016_shared_a": "checkpoint",
+    "mcore019_qwen3_nonhomog_a": "checkpoint",
+    "nemo253_llama31_a": "checkpoint",
+    "nemo2_window_a": "checkpoint/model",
+}
+
+
+@pytest.fixture
+def core() -> None:
+    """Megatron-LM core, which a machine may lack, and no more warnings than it must give."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("megatron.core", reason="pip install megatron-core")
+
+
+@pytest.mark.usefixtures("core")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CORES)
+def test_a_model_of_the_core_has_its_twins_logits(
+    tmp_path: Path, data_dir: Path, name: str
+) -> None:
+    settings = settings_for(data_dir / "core" / name / CORES[name], tmp_path, "bf16", 2)
+    convert(settings)
+    found = said(settings)
+    assert "Megatron-LM core" in found["reference"]
+    assert found["largest_difference"] <= 1e-5 * found["largest_logit"]
+
+
+@pytest.mark.usefixtures("core")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "wrong", [{"rotary_scaling_factor": 4.0}, {"norm_eps": 1e-3}, {"rotary_base": 20000.0}]
+)
+def test_a_wrong_hyperparameter_of_the_core_is_caught(
+    tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
+) -> None:
+    read = core_options.read_gpt
+
+    def read_wrongly(options: Any) -> Any:
+        right = read(options)
+        return replace(right, fields={**right.fields, **wrong})
+
+    monkeypatch.setattr(core_options, "read_gpt", read_wrongly)
+    settings = settings_for(data_dir / "core/bridge031_llama31_a/checkpoint", tmp_path)
+    with pytest.raises(CheckpointError, match="computes other logits than Megatron-LM core"):
+        convert(settings)
+
+
+def test_without_the_core_the_note_says_so(
+    tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(twin, "find_spec", lambda name: name != "megatron" or None)
+    settings = settings_for(data_dir / "core/nemo2_window_a/checkpoint/model", tmp_path)
+    convert(settings)
+    assert said(settings) == {"skipped": "this Python has no megatron"}
+
+
+def test_an_encoder_decoder_of_the_core_has_no_twin(
+    tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(twin, "find_spec", lambda _: True)
+    settings = replace(
+        settings_for(data_dir / "core/mcore016_t5_relative_a/checkpoint", tmp_path),
+        tokenizer=TokenizerSettings("none", start_id=1, end_id=2, pad_id=0),
+    )
+    convert(settings)
+    reason = "an encoder-decoder of Megatron-LM core has no reference"
+    assert said(settings) == {"skipped": reason}
+
+
+@pytest.mark.parametrize(
+    ("values", "reasons"),
+    [
+        ({"scale_factor": 32.0, "low_freq_factor": 1.0, "old_context_len": 8192}, []),
+        ({"high_freq_factor": 2.0}, ["high_freq_factor 2.0"]),
+        ({"_target_": "nemo.collections.llm.GemmaConfig2B"}, ["a class of Gemma"]),
+    ],
+)
+def test_what_a_tool_changes_outside_of_the_core(
+    values: dict[str, Any], reasons: list[str]
+) -> None:
+    assert core_model.unsupported_reasons(values) == reasons
 
 
 def test_a_model_that_transformers_would_fill_with_random_weights_has_no_twin(

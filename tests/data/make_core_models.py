@@ -1,9 +1,10 @@
-"""Make tests/data/core/{mcore014_mixtral,bridge_qwen2moe,nemo2_window}_a: tiny random models that
-Megatron-LM core saved and computed the logits of, on the CPU.
+"""Make tests/data/core/{mcore014_mixtral,mcore016_shared,bridge_qwen2moe,nemo2_window}_a: tiny
+random models that Megatron-LM core saved and computed the logits of, on the CPU.
 
     python3 tests/data/make_core_models.py mixtral      # with megatron-core 0.14.0 and torch 2.13
     python3 tests/data/make_core_models.py qwen2moe     # 0.16.1
     python3 tests/data/make_core_models.py window       # 0.16.1
+    python3 tests/data/make_core_models.py shared       # 0.16.1
 
 Put in by hand: what Megatron-LM, Megatron Bridge and NeMo 2 say of a model around the core's own
 tensors; the name of the norm before experts that Transformer Engine's layer specification has
@@ -67,6 +68,7 @@ QWEN = {
     "moe_router_pre_softmax": True,
     "moe_layer_freq": [1, 1],
 }
+SHARED = {"moe_ffn_hidden_size": 12, "moe_shared_expert_intermediate_size": 20}
 WINDOW = {"num_layers": 4, "window_size": [4, 0], "window_attn_skip_freq": 2, "softmax_scale": 0.3}
 
 
@@ -137,6 +139,7 @@ Save = Callable[[Path, GPTModel, TransformerConfig], None]
 MODELS: dict[str, tuple[str, dict[str, Any], Save]] = {
     "mixtral": ("mcore014_mixtral_a", EXPERTS, as_megatron),
     "qwen2moe": ("bridge_qwen2moe_a", EXPERTS | QWEN, as_bridge),
+    "shared": ("mcore016_shared_a", EXPERTS | SHARED, as_megatron),
     "window": ("nemo2_window_a", WINDOW, as_nemo),
 }
 

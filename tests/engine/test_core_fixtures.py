@@ -37,6 +37,7 @@ FIXTURES = {
         "normalized_experts": True,
         "ffn_size": 24,
     },
+    "mcore016_shared_a": {"shared_expert_size": 20, "shared_expert_gate": False},
     "mcore016_t5_relative_a": {"position_embedding": "relative", "num_buckets": 32},
     "mcore019_gpt_learned_tp2pp2_a": {"position_embedding": "learned"},
     "mcore019_llama31_tp2pp2_a": {"rotary_scaling": "llama3"},

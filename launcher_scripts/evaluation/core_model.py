@@ -1,0 +1,223 @@
+"""The only door to Megatron-LM core: a GPT that it saved, run by its own model on the CPU.
+
+The model is built of what the training said, with the layers that need no other package, and gets
+its tensors by name. No code of the checkpoint runs, and nothing of it is unpickled here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launcher_scripts.errors import ConfigError, problem
+
+# The core's fields that decide what a GPT computes; those of the training are left.
+FIELDS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "ffn_hidden_size",
+    "gated_linear_unit",
+    "bias_activation_fusion",
+    "normalization",
+    "layernorm_epsilon",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "softmax_scale",
+    "window_size",
+    "window_attn_skip_freq",
+)
+# Of a mixture of experts, besides.
+EXPERT_FIELDS = (
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+)
+# GPTModel's own, beside its configuration.
+MODEL_FIELDS = (
+    "position_embedding_type",
+    "rotary_percent",
+    "rotary_base",
+    "rope_scaling",
+    "seq_len_interpolation_factor",
+    "share_embeddings_and_output_weights",
+)
+# What the CPU needs, without a part in what is computed.
+UNFUSED = {
+    "use_cpu_initialization": True,
+    "perform_initialization": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "masked_softmax_fusion": False,
+    "persist_layer_norm": False,
+    "gradient_accumulation_fusion": False,
+    "moe_token_dispatcher_type": "allgather",
+}
+# What Llama 3.1's scaling of rotary positions is in the core, besides its factor.
+SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "old_context_len": 8192}
+# Parts of names: as Transformer Engine's layers have them, and as those here.
+_NAMES = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    (".mlp.experts.experts.", ".mlp.experts.local_experts."),
+)
+TABLE = "embedding.word_embeddings.weight"
+
+
+class CoreModel:
+    """Computes logits."""
+
+    def __init__(
+        self, said: Mapping[str, Any], tensors: Iterable[tuple[str, NDArray[np.float32]]]
+    ) -> None:
+        """Raises ConfigError when the core is not there or cannot be what the training said.
+
+        said:    the fields of the core's configuration and model
+        tensors: by the names that the core has saved them under, layers and experts apart
+        """
+        try:
+            import megatron.core
+            import torch
+        except ImportError as error:
+            raise ConfigError(problem(f"the reference needs the package {error.name}")) from error
+        if reasons := unsupported_reasons(said):
+            raise ConfigError(f"the core alone does not compute it: {', '.join(reasons)}")
+        self._torch = torch
+        self.name = f"Megatron-LM core {megatron.core.__version__}, float32"
+        state = {_local_name(name): values for name, values in tensors}
+        if said.get("layernorm_zero_centered_gamma"):
+            state = {
+                name: values + 1 if name.endswith("norm.weight") else values
+                for name, values in state.items()
+            }
+        with _on_cpu():
+            self._model = _build(said, len(state[TABLE])).eval()
+            self._model.load_state_dict(
+                {name: torch.from_numpy(values) for name, values in state.items()}, strict=False
+            )
+        lacking = sorted(
+            name
+            for name, values in self._model.state_dict().items()
+            if name not in state and isinstance(values, torch.Tensor)
+        )
+        if lacking:
+            raise ConfigError(problem("the core's model has other tensors", got=lacking[:3]))
+
+    def round_weights(self, data_type: str) -> None:
+        """Give every weight the value that it has in files of `data_type`; one way."""
+        dtype = {"fp16": self._torch.float16, "bf16": self._torch.bfloat16}.get(data_type)
+        if dtype is not None:
+            for weight in self._model.parameters():
+                weight.data.copy_(weight.data.to(dtype))
+
+    def logits(self, ids: Sequence[int], _decoder_ids: Sequence[int] = ()) -> NDArray[np.float32]:
+        """float32 [tokens, vocab] at every position of the prompt."""
+        torch = self._torch
+        tokens = torch.tensor([list(ids)])
+        with _on_cpu(), torch.no_grad():
+            found = self._model(tokens, torch.arange(len(ids))[None], None)[0]
+        return found.float().numpy()
+
+
+def unsupported_reasons(said: Mapping[str, Any]) -> list[str]:
+    """What a tool changes outside of the core's own model."""
+    changed = [
+        f"{name} {said[name]}"
+        for name, usual in SCALING.items()
+        if said.get(name) not in (None, usual)
+    ]
+    return changed + (["a class of Gemma"] if "Gemma" in str(said.get("_target_")) else [])
+
+
+def _local_name(name: str) -> str:
+    for theirs, ours in _NAMES:
+        name = name.replace(theirs, ours)
+    return name
+
+
+def _build(said: Mapping[str, Any], vocab_size: int) -> Any:
+    """The core's model, its weights of any value."""
+    import torch.nn.functional as F
+    from megatron.core.activations import squared_relu
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    activations = {
+        "gelu": F.gelu,
+        "openai_gelu": F.gelu,
+        "silu": F.silu,
+        "relu": F.relu,
+        "squared_relu": squared_relu,
+    }
+    experts = said.get("num_moe_experts") or said.get("num_experts")  # the second is Megatron-LM's
+    names = FIELDS + (EXPERT_FIELDS if experts else ())
+    fields = {name: said[name] for name in names if said.get(name) is not None}
+    name = str(said.get("activation_func") or "gelu")
+    if name == "openai_gelu":
+        # The fused kernel's form. Elsewhere the fused kernels differ by the order of sums alone.
+        name, fields["bias_activation_fusion"] = "gelu", True
+    elif name != "gelu":
+        fields["bias_activation_fusion"] = False
+    config = TransformerConfig(
+        **fields, **UNFUSED, num_moe_experts=experts or None, activation_func=activations[name]
+    )
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    more = {name: said[name] for name in MODEL_FIELDS if said.get(name) is not None}
+    length = int(said.get("max_position_embeddings") or said.get("seq_length") or 0)
+    # Megatron-LM's models have the core's factor, whatever its arguments say.
+    if said.get("scale_factor") is not None:
+        more["rope_scaling_factor"] = said["scale_factor"]
+    return GPTModel(config, spec, vocab_size=vocab_size, max_sequence_length=length, **more)
+
+
+@contextlib.contextmanager
+def _on_cpu() -> Iterator[None]:
+    """A group of one process, and stand-ins for what the core asks of CUDA.
+
+    What the core raises becomes a ConfigError.
+    """
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import moe_utils
+
+    ones = torch.ones
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        parallel_state.initialize_model_parallel()
+        with (
+            mock.patch.object(torch, "ones", lambda *sizes, **more: ones(*sizes, **_host(more))),
+            mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+            mock.patch.object(torch.cuda, "synchronize", lambda: None),
+            mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext()),
+            # A name that exists with Transformer Engine alone.
+            mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
+        ):
+            yield
+    except Exception as error:  # the core raises everything there is
+        what = f"the core cannot compute the model: {type(error).__name__}: {error}"
+        raise ConfigError(what) from error
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def _host(options: dict[str, Any]) -> dict[str, Any]:
+    return {**options, "device": "cpu"} if "device" in options else options
