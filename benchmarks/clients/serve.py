@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher_scripts.steps.quickstart import CHECKOUT, MODEL_NAME, gguf_file
+from launcher_scripts.steps.quickstart import CHECKOUT, MODEL_NAME, gguf_file, quote
 
 T5_NAME = "translator"
 
@@ -41,15 +41,15 @@ def export(folder: Path, name: str, checkpoint: Path, *more: str) -> list[str]:
     return [
         *launcher("export", folder),
         f"export.run.model_train_name={name}",
-        f"export.run.results_dir='{folder}/export_{name}'",
-        f"export.model.checkpoint_path='{checkpoint}'",
+        f"export.run.results_dir={quote(folder / f'export_{name}')}",
+        f"export.model.checkpoint_path={quote(checkpoint)}",
         "export.model.tensor_model_parallel_size=1",
         "export.model.weight_data_type=fp32",
         "export.model.overwrite=True",
         "export.triton_deployment.data_type=fp32",
         "export.triton_deployment.max_batch_size=16",
         "export.triton_deployment.decoupled=True",
-        f"export.triton_deployment.triton_model_dir='{folder}/repository/{name}'",
+        f"export.triton_deployment.triton_model_dir={quote(folder / 'repository' / name)}",
         *more,
     ]
 
@@ -57,8 +57,8 @@ def export(folder: Path, name: str, checkpoint: Path, *more: str) -> list[str]:
 def deploy(folder: Path, port: int) -> list[str]:
     return [
         *launcher("deploy", folder),
-        f"deploy.model_repository='{folder}/repository'",
-        f"deploy.run.results_dir='{folder}/deploy'",
+        f"deploy.model_repository={quote(folder / 'repository')}",
+        f"deploy.run.results_dir={quote(folder / 'deploy')}",
         "deploy.server.device=cpu",
         *(f"deploy.server.{kind}_port=0" for kind in ("http", "grpc", "metrics")),
         f"deploy.gateway.port={port}",
@@ -68,7 +68,7 @@ def deploy(folder: Path, port: int) -> list[str]:
 def launcher(stage: str, folder: Path) -> list[str]:
     """The launcher's command line for one stage on this machine."""
     main_py = str(CHECKOUT / "main.py")
-    common = (f"stages=[{stage}]", "cluster_type=interactive", f"base_results_dir='{folder}'")
+    common = (f"stages=[{stage}]", "cluster_type=interactive", f"base_results_dir={quote(folder)}")
     return [sys.executable, main_py, *common]
 
 
