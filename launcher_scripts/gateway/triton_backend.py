@@ -6,6 +6,7 @@ one increment. Every row has a gRPC call of its own, so that giving it up is can
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -30,6 +31,8 @@ from launcher_scripts.security import ClientTls
 NO_END_ID = (1 << 31) - 1
 # What the token model writes before its errors in a stream, where Triton gives them no status.
 _ERROR_CODES = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL")
+# What gRPC itself says of a call whose connection breaks while the request is written.
+_LOST_CALL = "Internal error from Core"
 _READY_SECONDS = 5.0
 # gRPC itself would wait up to two minutes before it looks for a server again.
 _CHANNEL = [
@@ -159,9 +162,10 @@ class TritonBackend:
                     increment = row.increment(arrays)
                     if row.finished:
                         # Whoever gets this asks for no more: a call that is about to end must not
-                        # look as if it were given up.
-                        async for _ in responses:
-                            pass
+                        # look as if it were given up. Nor does its row need the server any more.
+                        with contextlib.suppress(ServerFailure, grpc.RpcError):
+                            async for _ in responses:
+                                pass
                     yield increment
         except (ServerFailure, grpc.RpcError) as error:
             raise self._failure(error, request) from error
@@ -222,7 +226,7 @@ class TritonBackend:
             return timed_out(request.timeout)
         if "INVALID_ARG" in status:
             return bad_request(message)
-        if "UNAVAILABLE" in status:
+        if "UNAVAILABLE" in status or _LOST_CALL in message:
             return ServerLost(f"the server takes no requests now: {message}")
         if "CANCELLED" in status:
             return ServerLost(f"the server gave the request up: {message}")

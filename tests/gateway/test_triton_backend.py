@@ -256,6 +256,7 @@ def test_models_of_an_earlier_export_are_named(
         ("StatusCode.UNAVAILABLE", "the request's timeout is over", 504),
         ("StatusCode.CANCELLED", "the client cancelled the request", 503),
         ("StatusCode.INTERNAL", "a rank died", 500),
+        ("StatusCode.INTERNAL", "Internal error from Core", 503),
     ],
 )
 def test_the_servers_errors_have_their_status(
@@ -294,6 +295,13 @@ def test_a_call_that_has_its_last_token_ends_by_itself() -> None:
 
     asyncio.run(until_finished())
     assert server.ended
+
+
+def test_a_whole_answer_is_one_though_the_server_dies_after_it() -> None:
+    last = news((5, 3, 0, True, [5, 6, 7, 10, 2]))
+    engine, _ = backend(last, InferenceServerException("Stream removed", "StatusCode.UNAVAILABLE"))
+    (increment,) = generate(engine)
+    assert increment.finished
 
 
 def test_an_answer_that_breaks_off_is_no_answer() -> None:
