@@ -1,6 +1,6 @@
 """lm-eval's LAMBADA through a gateway before a served SmolLM2, item by item as transformers.
 
-    pip install lm_eval tenacity aiohttp requests    # in an environment of its own
+    pip install -r benchmarks/clients/requirements.txt    # in an environment of its own
     python3 -m benchmarks.clients.lm_eval_lambada http://127.0.0.1:8080 smollm2_135m
 
 Serve the model that the quickstart writes (docs/quickstart.md), in fp32, and start a gateway
@@ -16,16 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent
-CHECKOUT = FOLDER.parents[1]
+from benchmarks.clients.lm_eval_runs import CHECKOUT, gateway_model, samples_of
+
 REFERENCE = CHECKOUT / "launcher_scripts/evaluation/data/smollm2_lambada_first200_reference.json"
 TASK = "lambada_local"
 TOLERANCE = 1e-2
@@ -39,42 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrent", type=int, default=4, help="requests at a time")
     parser.add_argument("--limit", type=int, default=200, help="of the items")
     arguments = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        command = lm_eval(arguments, Path(folder))
-        subprocess.run(command, cwd=CHECKOUT, env=offline(), check=True)
-        (samples,) = Path(folder).rglob(f"samples_{TASK}_*.jsonl")
-        served = read_samples(samples)
+    model = gateway_model(arguments.address, arguments.model, arguments.concurrent)
+    served = items_of(samples_of(TASK, *model, arguments.limit))
     reference = read_reference()[: arguments.limit]
     differing = compare(served, reference)
     print("\n".join([*differing, *table(served, reference)]))
     return 1 if differing else 0
 
 
-def lm_eval(arguments: argparse.Namespace, output: Path) -> list[str]:
-    """The command of this environment's lm-eval."""
-    model = {
-        "model": arguments.model,
-        "base_url": arguments.address.rstrip("/") + "/v1/completions",
-        "tokenizer_backend": "remote",
-        "num_concurrent": arguments.concurrent,
-    }
-    return [
-        *(sys.executable, "-m", "lm_eval", "run", "--model", "local-completions"),
-        *("--model_args", ",".join(f"{name}={value}" for name, value in model.items())),
-        *("--include_path", str(FOLDER), "--tasks", TASK, "--limit", str(arguments.limit)),
-        *("--output_path", str(output), "--log_samples"),
-    ]
-
-
-def offline() -> dict[str, str]:
-    """The environment; the data set is a local file, and nothing is to be asked of a hub."""
-    return {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-
-
-def read_samples(path: Path) -> list[Item]:
-    """lm-eval's judgement of every item, in the items' order."""
-    samples = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    samples.sort(key=lambda sample: sample["doc_id"])
+def items_of(samples: Sequence[dict[str, Any]]) -> list[Item]:
+    """lm-eval's judgement of every item."""
     return [(bool(sample["acc"]), float(sample["perplexity"])) for sample in samples]
 
 

@@ -21,7 +21,7 @@ from launcher_scripts import metric_names as names
 from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.api_errors import ApiError, bad_request
 from launcher_scripts.gateway.completions import Answering, Chat, Completion, Limits
-from launcher_scripts.gateway.door import Door, Keys, Life, left, read_body, refusal
+from launcher_scripts.gateway.door import Door, Keys, Life, read_body, refusal
 from launcher_scripts.gateway.generation import Record
 from launcher_scripts.gateway.log_probs import token_names
 from launcher_scripts.gateway.metrics import Metrics
@@ -178,7 +178,10 @@ class Gateway:
     async def _generate(
         self, request: Request, make: Callable[[Record], Awaitable[Answering]]
     ) -> Response:
-        """The answer of what `make` makes of the request's Record."""
+        """The answer of what `make` makes of the request's Record.
+
+        Raises ClientDisconnect when nobody waits for it any more.
+        """
         record: Record = request.state.record
         self.life.enter()
         stays = False
@@ -191,8 +194,6 @@ class Gateway:
             first = await _unless_left(request, anext(events))
             stays = True
             return EventResponse(first, events, self.life)
-        except ClientDisconnect:
-            return left()
         finally:
             if not stays:
                 self.life.leave()
@@ -301,5 +302,7 @@ def make_app(
         exception_handlers={HTTPException: _no_route},
         lifespan=lifespan,
     )
+    # A redirect would name the address and the scheme that this process sees, not the proxy's.
+    app.router.redirect_slashes = False
     app.state.gateway = gateway
     return app

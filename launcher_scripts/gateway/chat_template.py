@@ -18,10 +18,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from launcher_scripts.gateway.api_errors import bad_request
+from launcher_scripts.gateway.api_errors import ApiError, bad_request
 
 # Stands at the end of a message that is to be continued; the text is cut there.
 _MARK = "\ue000the-end-of-what-is-continued\ue000"
+_PROBE = "a part of a message"
 DEFAULT = "default"
 WITH_TOOLS = "tool_use"
 
@@ -53,6 +54,7 @@ class ChatTemplate:
             raise ValueError(f"line {error.lineno}: {error.message}") from error
         self.text = templates.get(DEFAULT, next(iter(templates.values())))
         self._special_tokens = dict(special_tokens)
+        self.takes_parts = self._takes_parts()
 
     def render(
         self,
@@ -86,6 +88,17 @@ class ChatTemplate:
             message = f"the chat template cannot render this: {type(error).__name__}: {error}"
             raise bad_request(message, "messages") from error
         return _until_mark(text) if continue_final_message else text
+
+    def _takes_parts(self) -> bool:
+        """Whether a message's content may be a list of parts, rather than one text."""
+        message = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
+        try:
+            text = self.render([message])
+        except ApiError:
+            return False
+        # One that knows texts alone would write the list as Python or JSON does.
+        quoted = (f"{quote}{_PROBE}{quote}" for quote in "'\"")
+        return _PROBE in text and not any(each in text for each in quoted)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

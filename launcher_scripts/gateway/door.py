@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -115,6 +115,10 @@ class Door:
             await self._app(scope, receive, tagged)
         except ApiError as error:
             await refusal(error)(scope, receive, tagged)
+        except ClientDisconnect:
+            if not status:
+                left = ApiError(_LEFT, "the client closed the connection", code="client_left")
+                await refusal(left)(scope, receive, tagged)
         except Exception:
             LOG.exception("request_id=%s failed", request_id)
             if status:  # half of an answer is out; the connection is closed
@@ -169,11 +173,6 @@ async def read_body(request: Request, most: int) -> dict[str, Any]:
 def refusal(error: ApiError) -> JSONResponse:
     """The error as a response."""
     return JSONResponse(error.body(), error.status, headers=error.headers)
-
-
-def left() -> JSONResponse:
-    """For a client that has gone."""
-    return refusal(ApiError(_LEFT, "the client closed the connection", code="client_left"))
 
 
 def _digest(key: str) -> bytes:

@@ -78,8 +78,11 @@ class ServedModel:
                     "continue_final_message",
                 )
             chat = chat.model_copy(update={"add_generation_prompt": False})
+        messages = [message.model_dump(exclude_unset=True) for message in chat.messages]
+        if not self.template.takes_parts:
+            messages = [_with_one_text(message) for message in messages]
         return self.template.render(
-            [message.model_dump(exclude_unset=True) for message in chat.messages],
+            messages,
             tools=chat.tools,
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
@@ -97,6 +100,14 @@ class ServedModel:
             "parent": None,
             "max_model_len": self.max_len,
         }
+
+
+def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The message, the parts of its content as lines of one text."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": "\n".join(part["text"] for part in content)}
 
 
 class Models:

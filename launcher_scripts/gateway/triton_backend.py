@@ -6,6 +6,7 @@ one increment. Every row has a gRPC call of its own, so that giving it up is can
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -28,8 +29,10 @@ from launcher_scripts.security import ClientTls
 
 # An id that no vocabulary has, for rows that no token ends.
 NO_END_ID = (1 << 31) - 1
-# Triton 24.08 and later give errors of a stream their own status with this.
-_HEADERS = {"triton_grpc_error": "true"}
+# What the token model writes before its errors in a stream, where Triton gives them no status.
+_ERROR_CODES = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL")
+# What gRPC itself says of a call whose connection breaks while the request is written.
+_LOST_CALL = "Internal error from Core"
 _READY_SECONDS = 5.0
 # gRPC itself would wait up to two minutes before it looks for a server again.
 _CHANNEL = [
@@ -92,7 +95,7 @@ class TritonServer:
     ) -> dict[str, Any]:
         """The answer of a model that gives one."""
         answer = await self._client.infer(
-            model, _inputs(tensors), outputs=_outputs(outputs), headers=_HEADERS, **more
+            model, _inputs(tensors), outputs=_outputs(outputs), **more
         )
         return _arrays(answer)
 
@@ -109,7 +112,7 @@ class TritonServer:
                 **more,
             }
 
-        responses = self._client.stream_infer(once(), headers=_HEADERS)
+        responses = self._client.stream_infer(once())
         try:
             async for result, error in responses:
                 if error is not None:
@@ -154,8 +157,16 @@ class TritonBackend:
                 self._server.stream(self._name, tensors, row.outputs, **more)
             ) as responses:
                 async for arrays in responses:
-                    if arrays:
-                        yield row.increment(arrays)
+                    if not arrays:
+                        continue
+                    increment = row.increment(arrays)
+                    if row.finished:
+                        # Whoever gets this asks for no more: a call that is about to end must not
+                        # look as if it were given up. Nor does its row need the server any more.
+                        with contextlib.suppress(ServerFailure, grpc.RpcError):
+                            async for _ in responses:
+                                pass
+                    yield increment
         except (ServerFailure, grpc.RpcError) as error:
             raise self._failure(error, request) from error
         if not row.finished:
@@ -205,13 +216,17 @@ class TritonBackend:
         """What the transport's error means for the client."""
         if isinstance(error, ServerFailure):
             status, message = str(error.status()), str(error.message())
+            if error.status() is None:  # what the token model does not name is Triton's own
+                code, colon, rest = message.partition(": ")
+                named = colon and code in _ERROR_CODES
+                status, message = (code, rest) if named else ("UNAVAILABLE", message)
         else:
             status, message = str(error.code()), str(error.details())
         if request.timeout is not None and "timeout is over" in message:
             return timed_out(request.timeout)
-        if "INVALID_ARGUMENT" in status:
+        if "INVALID_ARG" in status:
             return bad_request(message)
-        if "UNAVAILABLE" in status:
+        if "UNAVAILABLE" in status or _LOST_CALL in message:
             return ServerLost(f"the server takes no requests now: {message}")
         if "CANCELLED" in status:
             return ServerLost(f"the server gave the request up: {message}")

@@ -93,22 +93,22 @@ def command(checkpoint: Path, results_dir: Path) -> list[str]:
         str(CHECKOUT / "main.py"),
         "stages=[export,deploy,evaluate]",
         "cluster_type=interactive",
-        f"base_results_dir={_quote(results_dir)}",
+        f"base_results_dir={quote(results_dir)}",
         f"export.run.model_train_name={MODEL_NAME}",
-        f"export.run.results_dir={_quote(results_dir / 'export')}",
-        f"export.model.checkpoint_path={_quote(checkpoint)}",
+        f"export.run.results_dir={quote(results_dir / 'export')}",
+        f"export.model.checkpoint_path={quote(checkpoint)}",
         "export.model.tensor_model_parallel_size=2",
         "export.model.weight_data_type=fp32",
         "export.model.overwrite=True",
         "export.triton_deployment.data_type=fp32",
         "export.triton_deployment.max_batch_size=8",
-        f"deploy.run.results_dir={_quote(results_dir / 'deploy')}",
+        f"deploy.run.results_dir={quote(results_dir / 'deploy')}",
         f"deploy.server.device={device()}",
         "deploy.server.host=127.0.0.1",
         "deploy.server.http_port=0",
         "deploy.server.grpc_port=0",
         "deploy.server.metrics_port=0",
-        f"evaluate.run.results_dir={_quote(results_dir / 'evaluate')}",
+        f"evaluate.run.results_dir={quote(results_dir / 'evaluate')}",
         "evaluate.benchmark.lengths=[[60,20]]",
         "evaluate.benchmark.requests=3",
         "evaluate.benchmark.warmup=1",
@@ -126,7 +126,7 @@ def device() -> str:
     return "auto" if len(gpus) >= 2 else "cpu"
 
 
-def _quote(path: Path) -> str:
+def quote(path: Path) -> str:
     """A path as a value on Hydra's command line, where a backslash counts only before a quote."""
     escaped = re.sub(
         r"(\\*)('|$)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), str(path)

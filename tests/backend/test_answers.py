@@ -54,7 +54,7 @@ class Sender(Request):
     def send(self, response: Any, flags: Any = None) -> None:
         self.asked.set()
         assert self.taking.wait(30)
-        if response.error is None:
+        if not response.has_error():
             self.log.append((self, int(response.tensors["count"][0])))
         super().send(response, flags)
 

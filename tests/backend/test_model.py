@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import gc
 import importlib
 import json
@@ -45,18 +46,33 @@ class Tensor:
         return name, torch.utils.dlpack.from_dlpack(capsule)
 
 
-class TritonError(Exception):
-    INVALID_ARG, INTERNAL = "invalid", "internal"
-    CANCELLED, UNAVAILABLE = "cancelled", "unavailable"
+Code = enum.Enum("Code", ["INVALID_ARG", "INTERNAL", "CANCELLED", "UNAVAILABLE"])
 
-    def __init__(self, message: str, code: str) -> None:
+
+class TritonError(Exception):
+    INVALID_ARG, INTERNAL = Code.INVALID_ARG, Code.INTERNAL
+    CANCELLED, UNAVAILABLE = Code.CANCELLED, Code.UNAVAILABLE
+
+    def __init__(self, message: str, code: Code) -> None:
         super().__init__(message)
-        self.code = code
+        self._code = code
+
+    def code(self) -> Code:
+        return self._code
+
+    def message(self) -> str:
+        return str(self)
 
 
 class Response:
     def __init__(self, tensors=(), error=None) -> None:
-        self.tensors, self.error = dict(tensors), error
+        self.tensors, self._error = dict(tensors), error
+
+    def has_error(self) -> bool:
+        return self._error is not None
+
+    def error(self) -> TritonError:
+        return self._error
 
 
 class Request:
@@ -201,8 +217,8 @@ def test_requests_are_answered_each_on_its_own(backend, tmp_path, monkeypatch):
     ]
     for one, text in ((bad_row, "outside of the vocabulary"), (bad_tensor, "input_lengths")):
         assert len(one.answers) == 1
-        assert text in str(one.answers[0].error)
-        assert one.answers[0].error.code == "invalid"
+        assert text in str(one.answers[0].error())
+        assert one.answers[0].error().code() is Code.INVALID_ARG
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -427,8 +443,12 @@ def test_a_row_that_cannot_run_ends_its_request(streaming_model):
     asked = request([[3, 4], [99, 0]], [2, 1], [[60], [2]])
     streaming_model.execute([asked])
     assert asked.answered.wait(120)
-    assert "outside of the vocabulary" in str(asked.answers[-1].error)
-    assert all(answer.error is None for answer in asked.answers[:-1])
+    error = asked.answers[-1].error()
+    assert "outside of the vocabulary" in str(error)
+    # Of a stream's errors Triton gives clients the text alone.
+    assert str(error).startswith("INVALID_ARG: ")
+    assert error.code() is Code.INVALID_ARG
+    assert all(not answer.has_error() for answer in asked.answers[:-1])
 
 
 def test_a_client_that_left_is_generated_for_no_longer(streaming_model):
@@ -439,7 +459,7 @@ def test_a_client_that_left_is_generated_for_no_longer(streaming_model):
     before = [GAUGES.get(key, 0) for key in (given_up, cancelled)]
     streaming_model.execute([asked])
     assert asked.answered.wait(120)
-    assert asked.answers[-1].error.code == "cancelled"
+    assert asked.answers[-1].error().code() is Code.CANCELLED
     assert [GAUGES[given_up], GAUGES[cancelled]] == [before[0] + 1, before[1] + 1]
 
 
@@ -448,8 +468,8 @@ def test_a_request_takes_no_longer_than_its_timeout(streaming_model):
     asked.microseconds, other.microseconds = 1, 60_000_000
     streaming_model.execute([asked, other])
     assert asked.answered.wait(120) and other.answered.wait(120)
-    assert asked.answers[-1].error.code == "unavailable"
-    assert all(answer.error is None for answer in other.answers)
+    assert asked.answers[-1].error().code() is Code.UNAVAILABLE
+    assert all(not answer.has_error() for answer in other.answers)
 
 
 def test_what_cannot_be_answered_is_an_error_of_its_own(streaming_model, monkeypatch):
@@ -461,7 +481,7 @@ def test_what_cannot_be_answered_is_an_error_of_its_own(streaming_model, monkeyp
     asked = request([[3, 4]], [2], [[4]])
     streaming_model.execute([asked])
     assert asked.answered.wait(120)
-    assert asked.answers[-1].error.code == "internal"
+    assert asked.answers[-1].error().code() is Code.INTERNAL
     monkeypatch.undo()
     again = request([[3, 4]], [2], [[4]])
     streaming_model.execute([again])
@@ -476,9 +496,9 @@ def test_a_request_that_would_wait_behind_too_many_is_refused(streaming_model, m
     two, one = request([[3, 4], [5, 6]], [2, 2], [[2], [2]]), request([[3, 4]], [2], [[2]])
     streaming_model.execute([two, one])
     assert two.answered.wait(120) and one.answered.wait(120)
-    assert two.answers[-1].error.code == "unavailable"
-    assert "got '3 and 2 of this request'; choices: at most 4" in str(two.answers[-1].error)
-    assert all(answer.error is None for answer in one.answers)
+    assert two.answers[-1].error().code() is Code.UNAVAILABLE
+    assert "got '3 and 2 of this request'; choices: at most 4" in str(two.answers[-1].error())
+    assert all(not answer.has_error() for answer in one.answers)
 
 
 def test_one_request_may_be_larger_than_what_may_wait(streaming_model):
@@ -486,7 +506,7 @@ def test_one_request_may_be_larger_than_what_may_wait(streaming_model):
     asked = request([[3, 4]] * 3, [2] * 3, [[2]] * 3)
     streaming_model.execute([asked])
     assert asked.answered.wait(120)
-    assert all(answer.error is None for answer in asked.answers)
+    assert all(not answer.has_error() for answer in asked.answers)
 
 
 def test_an_error_of_one_request_leaves_the_others(streaming_model, monkeypatch):
@@ -494,5 +514,5 @@ def test_an_error_of_one_request_leaves_the_others(streaming_model, monkeypatch)
     monkeypatch.setattr(broken, "timeout", lambda: 1 / 0)
     streaming_model.execute([broken, good])
     assert broken.answered.wait(120) and good.answered.wait(120)
-    assert broken.answers[-1].error.code == "internal"
-    assert all(answer.error is None for answer in good.answers)
+    assert broken.answers[-1].error().code() is Code.INTERNAL
+    assert all(not answer.has_error() for answer in good.answers)

@@ -60,7 +60,7 @@ def test_responses_are_returned_in_order_where_there_are_no_senders(model: Any) 
     wanted = [generate(engine, ids, n) for ids, n in (((3, 4, 5), 9), ((6, 7), 1), ((8, 9), 2))]
     engine.close()
     assert long.tensors["output_ids"].tolist() == [[[3, 4, 5, *wanted[0]]]]
-    assert isinstance(wrong, Response) and "input_lengths" in str(wrong.error)
+    assert isinstance(wrong, Response) and "input_lengths" in str(wrong.error())
     assert short.tensors["sequence_length"].tolist() == [[3], [4]]
     assert short.tensors["output_ids"][1, 0].tolist() == [8, 9, *wanted[2]]
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from launcher_scripts.gateway.chat_template import ChatTemplate
 from tests.gateway.fakes import CHATML, GPT2, FakeBackend, client_of, served
 from tests.gateway.test_completions import IDS, WORDS, events
 
@@ -49,13 +50,32 @@ def test_the_templates_own_start_token_is_not_doubled() -> None:
 
 def test_parts_of_text_are_a_text_to_the_template() -> None:
     template = "{{ messages[0].content | map(attribute='text') | join('+') }}"
-    from launcher_scripts.gateway.chat_template import ChatTemplate
-
     backend = FakeBackend()
     client = chat_client(backend, template=ChatTemplate({"default": template}, {}))
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}]})
     assert GPT2.decode(backend.requests[0].prompt_ids) == "one+two"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}",
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+        "{% for m in messages %}<{{ m.role }}>{{ m.content | tojson | trim('\"') }}{% endfor %}",
+    ],
+)
+def test_parts_are_one_text_for_a_template_that_knows_texts_alone(template: str) -> None:
+    backend = FakeBackend()
+    client = chat_client(backend, template=ChatTemplate({"default": template}, {}))
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [{"role": "user", "content": parts}, {"role": "user", "content": " the"}]
+    answer = client.post("/v1/chat/completions", json={"messages": messages})
+    assert answer.status_code == 200, answer.text
+    expected = "<user>one\ntwo<user> the"
+    if "tojson" in template:
+        expected = expected.replace("\n", "\\n")
+    assert GPT2.decode(backend.requests[0].prompt_ids) == expected
 
 
 def test_a_chat_that_does_not_say_how_long_is_bounded() -> None:
@@ -113,8 +133,6 @@ def test_a_streamed_chat_begins_with_its_role() -> None:
 
 
 def test_tools_are_the_templates() -> None:
-    from launcher_scripts.gateway.chat_template import ChatTemplate
-
     backend = FakeBackend()
     template = ChatTemplate({"default": "{{ tools | tojson if tools else 'none' }}"}, {})
     client = chat_client(backend, template=template)

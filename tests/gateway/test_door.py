@@ -21,14 +21,20 @@ BODY = {"prompt": "Hello", "max_tokens": 40}
 
 
 class Connection:
-    """One request to the application whose client may leave before its answer."""
+    """One request to the application whose client may leave before its answer.
 
-    def __init__(self, app: Starlette, body: dict[str, Any], client: str = "10.0.0.1") -> None:
+    whole: False: more of the body is to come, and never does
+    """
+
+    def __init__(
+        self, app: Starlette, body: dict[str, Any], client: str = "10.0.0.1", whole: bool = True
+    ) -> None:
         self.status: int | None = None
         self.content = b""
         self.begun = asyncio.Event()
         self._left = asyncio.Event()
         self._sent = False
+        self._whole = whole
         self._body = json.dumps(body).encode()
         scope = {
             "type": "http",
@@ -53,7 +59,7 @@ class Connection:
     async def _receive(self) -> dict[str, Any]:
         if not self._sent:
             self._sent = True
-            return {"type": "http.request", "body": self._body, "more_body": False}
+            return {"type": "http.request", "body": self._body, "more_body": not self._whole}
         await self._left.wait()
         return {"type": "http.disconnect"}
 
@@ -181,6 +187,30 @@ def test_a_client_that_leaves_frees_its_rows(streams: bool) -> None:
         assert app.state.gateway.life.working == 0
 
     asyncio.run(leave())
+
+
+def test_a_client_may_leave_before_its_body_is_there(caplog: pytest.LogCaptureFixture) -> None:
+    """That is no failure of the gateway."""
+    caplog.set_level(logging.INFO)
+    app = make_app([served(FakeBackend())])
+
+    async def run() -> None:
+        connection = Connection(app, BODY, whole=False)
+        connection.leave()
+        await connection.task
+        assert connection.status == 499
+
+    asyncio.run(run())
+    assert [record.levelname for record in caplog.records if record.name == "gateway"] == ["INFO"]
+    counted = 'launcher_gateway_requests_total{route="/v1/completions",status="499"} 1.0'
+    assert counted in app.state.gateway.metrics.response().body.decode()
+
+
+def test_a_path_with_a_slash_too_many_is_no_redirect() -> None:
+    """Behind a proxy it would lead to another address, or to no TLS."""
+    answer = client_of(served(FakeBackend())).post("/v1/completions/", json=BODY)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "not_found"
 
 
 @pytest.mark.parametrize("streams", [False, True])

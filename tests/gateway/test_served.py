@@ -8,6 +8,8 @@ import json
 import re
 import shutil
 import subprocess
+import sys
+import textwrap
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -285,13 +287,17 @@ def test_text_follows_what_it_has_to_be(client: Any) -> None:
         client.completions.create(**asked, prompt="a", extra_body={"guided_regex": "("})
 
 
-def test_errors_are_those_of_openais_client(served: RunningGateway, client: Any) -> None:
+def test_errors_are_those_of_openais_client(
+    served: RunningGateway, server: RunningStep, client: Any
+) -> None:
     with pytest.raises(openai.NotFoundError, match="no model 'other'"):
         client.completions.create(model="other", prompt="a")
     for model in ("tiny", "plain"):
         for streams in (False, True):
             with pytest.raises(openai.BadRequestError, match="outside of the vocabulary"):
                 client.completions.create(model=model, prompt=[490, 491], stream=streams)
+    # Triton notes what has made it die after some hundred refused streams.
+    assert "HandleCancellation" not in server.out
     with pytest.raises(openai.APIStatusError, match=r"within 0\.2 s") as late:
         client.completions.create(
             model="tiny",
@@ -328,6 +334,48 @@ def test_a_client_that_leaves_frees_the_cache(
         wait_for(lambda: cache_tokens_used(server, model) > 0, 60)
         asking.kill()
     wait_for(lambda: cache_tokens_used(server, model) == 0, 60)
+
+
+def closes_its_stream(client: Any, asked: dict[str, Any]) -> None:
+    with client.completions.create(**asked, stream=True) as events:
+        next(iter(events))
+
+
+def waits_too_shortly(client: Any, asked: dict[str, Any]) -> None:
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.5).completions.create(**asked)
+
+
+def is_cancelled(client: Any, asked: dict[str, Any]) -> None:
+    async def ask() -> None:
+        async with openai.AsyncOpenAI(base_url=client.base_url, api_key=KEY) as other:
+            await asyncio.wait_for(other.completions.create(**asked), 0.5)
+
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(ask())
+
+
+@pytest.mark.parametrize("leaves", [closes_its_stream, waits_too_shortly, is_cancelled])
+def test_openais_client_frees_the_cache(client: Any, server: RunningStep, leaves: Any) -> None:
+    more = {"ignore_eos": True}
+    leaves(client, {"model": "tiny", "prompt": "a", "max_tokens": 4000, "extra_body": more})
+    wait_for(lambda: cache_tokens_used(server, "tiny") == 0, 60)
+
+
+def test_there_are_no_embeddings(client: Any) -> None:
+    with pytest.raises(openai.NotFoundError, match="none of the models gives embeddings"):
+        client.embeddings.create(model="tiny", input="a")
+
+
+def test_the_documents_program(served: RunningGateway) -> None:
+    text = (CHECKOUT / "docs" / "gateway.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"^((?:    (?:from|client|print).*\n)+)", text, re.MULTILINE)
+    program = textwrap.dedent(program).replace("http://127.0.0.1:8080", served.address)
+    program = program.replace('api_key="none"', f'api_key="{KEY}"')
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip()
 
 
 def doc_commands() -> list[str]:

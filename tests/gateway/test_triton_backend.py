@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ class FakeServer:
         self.tensors: dict[str, Any] = {}
         self.more: dict[str, Any] = {}
         self.outputs: list[str] = []
+        self.ended = False  # the call, by itself
 
     def _take(self, tensors: Any, outputs: Any, more: Any) -> None:
         self.tensors, self.outputs, self.more = dict(tensors), list(outputs), more
@@ -48,6 +50,7 @@ class FakeServer:
             if isinstance(response, Exception):
                 raise response
             yield response
+        self.ended = True
 
 
 def backend(
@@ -253,17 +256,52 @@ def test_models_of_an_earlier_export_are_named(
         ("StatusCode.UNAVAILABLE", "the request's timeout is over", 504),
         ("StatusCode.CANCELLED", "the client cancelled the request", 503),
         ("StatusCode.INTERNAL", "a rank died", 500),
+        ("StatusCode.INTERNAL", "Internal error from Core", 503),
     ],
 )
 def test_the_servers_errors_have_their_status(
     streams: bool, status: str, message: str, expected: int
 ) -> None:
-    engine, _ = backend(InferenceServerException(message, status), streams=streams)
+    error = InferenceServerException(message, status)
+    if streams:  # the text is all that comes; the token model writes the code before it
+        code = status.partition(".")[2].replace("INVALID_ARGUMENT", "INVALID_ARG")
+        error = InferenceServerException(f"{code}: {message}")
+    engine, _ = backend(error, streams=streams)
     with pytest.raises(ApiError) as failed:
         generate(engine, replace(ROW, timeout=9.0))
     assert failed.value.status == expected
+    assert "INVALID_ARG:" not in failed.value.message
     assert ("Retry-After" in failed.value.headers) == (expected == 503)
     assert isinstance(failed.value, ServerLost) == (expected == 503)
+
+
+def test_what_triton_itself_says_in_a_stream_is_that_it_takes_no_request() -> None:
+    engine, _ = backend(InferenceServerException("Server is stopping: no new requests"))
+    with pytest.raises(ServerLost, match="Server is stopping: no new requests"):
+        generate(engine)
+
+
+def test_a_call_that_has_its_last_token_ends_by_itself() -> None:
+    """Its end and its cancellation at the same time have made servers die."""
+    last = news((5, 3, 0, True, [5, 6, 7, 10, 2]))
+    engine, server = backend(news((4, 3, 0, False, [5, 6, 7, 10])), last, {})
+
+    async def until_finished() -> None:
+        async with aclosing(engine.generate(ROW)) as increments:
+            async for increment in increments:
+                assert server.ended == increment.finished
+                if increment.finished:
+                    return
+
+    asyncio.run(until_finished())
+    assert server.ended
+
+
+def test_a_whole_answer_is_one_though_the_server_dies_after_it() -> None:
+    last = news((5, 3, 0, True, [5, 6, 7, 10, 2]))
+    engine, _ = backend(last, InferenceServerException("Stream removed", "StatusCode.UNAVAILABLE"))
+    (increment,) = generate(engine)
+    assert increment.finished
 
 
 def test_an_answer_that_breaks_off_is_no_answer() -> None:

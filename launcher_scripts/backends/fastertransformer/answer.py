@@ -278,6 +278,27 @@ def reason_of(error: BaseException) -> str:
     return REFUSED if refused else FAILED
 
 
+class StreamSender:
+    """A response sender whose errors begin with their code, as in `INVALID_ARG: ...`.
+
+    A stream of Triton's says the text of an error alone. Its streams that end with a status, which
+    clients ask for with the header triton_grpc_error, make the server die after some errors.
+    """
+
+    def __init__(self, sender: Any) -> None:
+        self._sender = sender
+
+    def send(self, response: Any = None, flags: int = 0) -> None:
+        if response is not None and response.has_error():
+            error = response.error()
+            code = error.code().name
+            response = failure(f"{code}: {error.message()}", code)
+        self._sender.send(response, flags=flags)
+
+    def is_cancelled(self) -> bool:
+        return bool(self._sender.is_cancelled())
+
+
 def send_last(sender: Any, response: Any) -> None:
     """The last response of a request."""
     sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)

@@ -21,6 +21,7 @@ import triton_python_backend_utils as pb_utils
 
 from launcher_scripts.backends.fastertransformer.answer import (
     Answer,
+    StreamSender,
     error_response,
     reason_of,
     send_last,
@@ -120,7 +121,7 @@ class TritonPythonModel:
         """Hand every request's rows to the engine; answers follow through response senders."""
         senders = [response_sender(request) for request in requests]
         for request, own_sender in zip(requests, senders, strict=True):
-            sender = own_sender
+            sender = StreamSender(own_sender) if self._streams else own_sender
             try:
                 if (errand := errand_of(request)) is not None:
                     channel = self._channels.to(errand.channel)

@@ -1,0 +1,84 @@
+"""What clients are tried against, and what they should get."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PROMPT = "The capital of France is"
+QUESTION = "What is the capital of France?"
+SENTENCE = "Two dogs play in the snow."
+TOKENS = 12
+MESSAGES = [{"role": "user", "content": QUESTION}]
+
+# What is asked, and what tries it: it returns a few words about the result, or raises.
+Trial = tuple[str, Callable[[], str]]
+
+
+class WrongAnswer(Exception):
+    """A client did not get what plain HTTP gets."""
+
+
+@dataclass
+class Target:
+    """A gateway with SmolLM2, and with a T5 or None.
+
+    tokenizer: the folder of SmolLM2's, for clients that count tokens themselves
+    """
+
+    address: str  # http://host:port
+    model: str
+    t5: str | None
+    tokenizer: Path
+    completion: str = field(init=False)
+    chat: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        asked = {"model": self.model, "max_tokens": TOKENS, "temperature": 0}
+        text = self.ask("/v1/completions", {**asked, "prompt": PROMPT})
+        self.completion = str(text["choices"][0]["text"])
+        chat = self.ask("/v1/chat/completions", {**asked, "messages": MESSAGES})
+        self.chat = str(chat["choices"][0]["message"]["content"])
+
+    @property
+    def openai(self) -> str:
+        """The base address of OpenAI's routes."""
+        return f"{self.address}/v1"
+
+    def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer by plain HTTP. Raises WrongAnswer for an error."""
+        request = urllib.request.Request(self.address + path, json.dumps(body).encode())
+        try:
+            with urllib.request.urlopen(request, timeout=600) as answer:
+                return dict(json.load(answer))
+        except urllib.error.HTTPError as error:
+            raise WrongAnswer(error.read().decode()) from error
+
+    def rows_running(self) -> float:
+        """The gateway's gauge of rows that the server was given."""
+        with urllib.request.urlopen(f"{self.address}/metrics") as answer:
+            text = answer.read().decode()
+        found = re.search(r"^launcher_gateway_rows_running ([\d.]+)$", text, re.MULTILINE)
+        if found is None:
+            raise WrongAnswer("the gateway has no gauge of running rows")
+        return float(found[1])
+
+
+def same(got: str, expected: str) -> str:
+    """`got`, which has to be what plain HTTP gets. Raises WrongAnswer."""
+    if got != expected:
+        raise WrongAnswer(f"got {got!r}, expected {expected!r}")
+    return f"as plain HTTP: {expected[:30]!r}"
+
+
+def check(right: object, got: object) -> str:
+    """`got`, in words. Raises WrongAnswer unless it is `right`."""
+    if not right:
+        raise WrongAnswer(f"got {got!r}")
+    return str(got)
