@@ -38,6 +38,8 @@ _CHANNEL = [
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
 _NEWS_HEAD = 4
+# What a server says that is being stopped: in a stream, without a status.
+_ENDING = ("has no available versions", "Server is stopping", "Server not ready")
 # Tensor of the token model -> the request's parameter, for models that lack it.
 _PARAMETERS = {
     "frequency_penalty": "frequency_penalty",
@@ -211,7 +213,7 @@ class TritonBackend:
             return timed_out(request.timeout)
         if "INVALID_ARGUMENT" in status:
             return bad_request(message)
-        if "UNAVAILABLE" in status:
+        if "UNAVAILABLE" in status or any(words in message for words in _ENDING):
             return ServerLost(f"the server takes no requests now: {message}")
         if "CANCELLED" in status:
             return ServerLost(f"the server gave the request up: {message}")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from launcher_scripts.settings import ExportSettings
-from tests.gateway.processes import RunningGateway, gateway
+from tests.gateway.processes import RunningGateway, gateway_job
 from tests.server.processes import RunningStep, running, wait_for
 from tests.server.repositories import export, text_config
 
@@ -117,11 +117,13 @@ def test_a_server_that_is_killed_takes_no_request_with_it_that_had_not_begun(
                 asyncio.create_task(streamed(client, TOKENS, begun)) for _ in range(CLIENTS // 2)
             ]
             await until(lambda: servers(started)[address]["running"] >= CLIENTS // 4)
+            await until(lambda: all(each["cache_use"] for each in servers(started).values()))
             os.kill(victim, signal.SIGKILL)
             return [await asyncio.gather(*each) for each in (first, texts, streams)]
 
-    with gateway(tmp_path / "run", "--ready", str(tmp_path / "results")) as started:
-        assert len(healthy(started)) == 3
+    with gateway_job(tmp_path / "run", tmp_path / "results", restarts=1) as started:
+        started.wait_until_ready()
+        wait_for(lambda: len(healthy(started)) == 3, 60)
         first, texts, streams = asyncio.run(load(started))
         assert None in first
         assert len({*first, None}) == 2

@@ -14,6 +14,7 @@ openai = f"http://127.0.0.1:{settings['gateway']['port']}/v1"
 
 
 def stop(*_: object) -> None:
+    ready_file.unlink()
     print("gateway stopped in order", flush=True)
     sys.exit(0)
 
@@ -22,6 +23,5 @@ signal.signal(signal.SIGTERM, stop)
 partial = ready_file.with_suffix(".partial")
 partial.write_text(json.dumps({"openai": openai, "job": {"folder": settings["job_folder"]}}))
 partial.replace(ready_file)
-print(f"gateway before {settings['ready']}", flush=True)
 while True:
     time.sleep(0.05)
