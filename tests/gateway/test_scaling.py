@@ -100,7 +100,9 @@ async def load(address: str, change: Callable[[list[str]], None]) -> list[str]:
             else:
                 texts.append(answer.choices[0].text)
 
-    async with openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=address, api_key="none", max_retries=0, timeout=600
+    ) as client:
         asking = [asyncio.create_task(ask(client, number % 2 > 0)) for number in range(CLIENTS)]
         changing = asyncio.create_task(asyncio.to_thread(change, texts))
         await asyncio.wait({*asking, changing}, return_when=asyncio.FIRST_COMPLETED)

@@ -108,7 +108,7 @@ def test_a_server_that_is_killed_takes_no_request_with_it_that_had_not_begun(
     async def load(started: RunningGateway) -> list[list[str | None]]:
         begun: list[None] = []
         async with openai.AsyncOpenAI(
-            base_url=started.facts["openai"], api_key="none", max_retries=0
+            base_url=started.facts["openai"], api_key="none", max_retries=0, timeout=600
         ) as client:
             first = [asyncio.create_task(streamed(client, LONG, begun)) for _ in range(FIRST)]
             await until(lambda: len(begun) == FIRST)
@@ -139,7 +139,7 @@ def test_a_server_that_is_killed_takes_no_request_with_it_that_had_not_begun(
 
             async def more() -> list[str]:
                 async with openai.AsyncOpenAI(
-                    base_url=started.facts["openai"], api_key="none", max_retries=0
+                    base_url=started.facts["openai"], api_key="none", max_retries=0, timeout=600
                 ) as client:
                     found = [asyncio.create_task(whole(client)) for _ in range(6)]
                     await until(lambda: servers(started)[new]["running"] == 2)
