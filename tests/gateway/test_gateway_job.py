@@ -53,6 +53,11 @@ def complete(started: RunningGateway, tokens: int = 3) -> str:
         return json.load(answer)["choices"][0]["text"]
 
 
+def cache_use(started: RunningGateway) -> float | None:
+    with urllib.request.urlopen(f"{started.address}/servers") as answer:
+        return json.load(answer)["servers"][0]["cache_use"]
+
+
 def child_of(started: RunningGateway) -> int:
     pid = started.process.pid
     (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -77,6 +82,7 @@ def test_a_gateway_that_is_killed_comes_back_at_the_same_address(
         assert started.facts["models"] == ["tiny"]
         assert ready_of(tmp_path)["job"]["folder"] == str(tmp_path)
         text, child = complete(started), child_of(started)
+        wait_for(lambda: cache_use(started) == 0.0, 60)  # None before somebody has looked
         os.kill(child, signal.SIGKILL)
         wait_for(lambda: not Path(f"/proc/{child}").exists() and answers(started), 120)
         assert complete(started) == text
