@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from launcher_scripts.errors import ConfigError, Problems
 from launcher_scripts.security import ClientTls
@@ -76,12 +78,15 @@ class GatewaySettings:
 
 @dataclass(frozen=True)
 class DeployedGateway:
-    """The gateway that a server has beside it; for what is not said here see GatewaySettings.
+    """The gateway of a deployment; for what is not said here see GatewaySettings.
 
+    key:      of the configuration, where this is said
     port:     None: there is no gateway; 0: a free one
     host:     None: the server's own
     grpc_tls: whom it trusts where the server's gRPC speaks TLS
     """
+
+    key: ClassVar[str] = "deploy.gateway"
 
     port: int | None = None
     host: str | None = None
@@ -103,7 +108,7 @@ class DeployedGateway:
         problems = Problems("the settings of the gateway")
         if self.port is not None and not 0 <= self.port < 65536:
             choices = ("null (no gateway)", "0 (a free one)", "1-65535")
-            change = "deploy.gateway.port"
+            change = f"{self.key}.port"
             problems.add("port is not a valid port", got=self.port, choices=choices, change=change)
         for name, least in (
             ("max_running", 1),
@@ -111,15 +116,15 @@ class DeployedGateway:
             ("max_body", 1),
             ("chat_tokens", 1),
         ):
-            key = f"deploy.gateway.{name}"
+            key = f"{self.key}.{name}"
             problems.check_at_least(name, getattr(self, name), least, key)
         if (self.tls_certificate is None) != (self.tls_key is None):
-            keys = "deploy.gateway.tls_certificate, deploy.gateway.tls_key"
+            keys = f"{self.key}.tls_certificate, {self.key}.tls_key"
             problems.add("a certificate needs its key", change=keys)
         problems.raise_if_any(ConfigError)
 
     def files(self) -> dict[str, str]:
-        """Key below deploy.gateway -> file that must be there."""
+        """Key below `key` -> file that must be there."""
         tls = self.grpc_tls
         files = {
             "api_keys": self.api_keys,
@@ -132,14 +137,24 @@ class DeployedGateway:
         }
         return {key: path for key, path in files.items() if path}
 
-    def settings(self, ready: str, host: str, port: int, drain_timeout: float) -> GatewaySettings:
-        """The gateway before the server of the ready file."""
+    def settings(
+        self,
+        ready: Sequence[str],
+        host: str,
+        port: int,
+        *,
+        drain_timeout: float,
+        ready_timeout: float = GatewaySettings.ready_timeout,
+        tokenizer_dir: str | None = None,
+    ) -> GatewaySettings:
+        """The gateway before the servers of the ready files."""
         tls = self.grpc_tls
         return GatewaySettings(
-            ready=(ready,),
+            ready=tuple(ready),
             host=host,
             port=port,
             models=self.models,
+            tokenizer_dir=tokenizer_dir,
             chat_template=self.chat_template,
             api_keys=self.api_keys,
             max_running=self.max_running,
@@ -148,6 +163,7 @@ class DeployedGateway:
             max_model_len=self.max_model_len,
             chat_tokens=self.chat_tokens,
             request_timeout=self.request_timeout,
+            ready_timeout=ready_timeout,
             drain_timeout=drain_timeout,
             cors_origins=self.cors_origins,
             tls_certificate=self.tls_certificate,

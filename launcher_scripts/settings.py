@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml
 
@@ -172,6 +172,8 @@ class DeploySettings:
     gateway: OpenAI's interface beside the server; None: there is none.
     """
 
+    stage: ClassVar[str] = "deploy"
+
     model_repository: str
     results_dir: str
     http_port: int = 8000
@@ -229,6 +231,44 @@ class DeploySettings:
 
 
 @dataclass(frozen=True)
+class GatewayJobSettings:
+    """One gateway before all servers of `ready`, as a job of its own. Times in seconds.
+
+    ready: ready files of the servers, or the folders that hold them. host and public_host are as
+    in DeploySettings. ready_timeout: how long to wait until each of `ready` has a server.
+    stop_timeout: for running requests, once it is stopped. restarts: how often a gateway that was
+    ready may be started again. tokenizer_dir: see GatewaySettings.
+    """
+
+    stage: ClassVar[str] = "gateway"
+
+    ready: tuple[str, ...]
+    results_dir: str
+    gateway: DeployedGateway
+    host: str | None = LOOPBACK
+    public_host: str | None = None
+    tokenizer_dir: str | None = None
+    ready_timeout: float = 1800.0
+    stop_timeout: float = 30.0
+    restarts: int = 0
+    job_folder: str | None = None
+
+    def __post_init__(self) -> None:
+        problems = Problems("the settings of the gateway's job")
+        if not self.ready:
+            problems.add("no server is named", change="gateway.ready")
+        for name in ("ready_timeout", "stop_timeout"):
+            problems.check_at_least(name, getattr(self, name), 0, f"gateway.{name}")
+        problems.check_at_least("restarts", self.restarts, 0, "deploy.restarts")
+        problems.raise_if_any(ConfigError)
+
+    @property
+    def ready_file(self) -> Path:
+        """Written when the gateway answers: openai as http://host:port/v1, and models."""
+        return Path(self.results_dir) / "ready.json"
+
+
+@dataclass(frozen=True)
 class EvaluateSettings:
     """Measure the model served at the address in `ready_file`; reports go to results_dir.
 
@@ -259,7 +299,7 @@ class EvaluateSettings:
         problems.raise_if_any(ConfigError)
 
 
-Settings = TypeVar("Settings", ExportSettings, DeploySettings, EvaluateSettings)
+Settings = TypeVar("Settings", ExportSettings, DeploySettings, GatewayJobSettings, EvaluateSettings)
 
 
 def settings_text(settings: Any) -> str:

@@ -3,10 +3,12 @@
 from stages.deploy import Deploy
 from stages.evaluate import Evaluate
 from stages.export import Export
+from stages.gateway import Gateway
 from stages.stage import Stage
 
 STAGES: dict[str, type[Stage]] = {
     "export": Export,
     "deploy": Deploy,
+    "gateway": Gateway,
     "evaluate": Evaluate,
 }

@@ -20,7 +20,7 @@ from launcher_scripts.parallel import Parallelism
 from launcher_scripts.security import LOOPBACK, ServerSecurity
 from launcher_scripts.settings import DeploySettings
 from stages.export import Export
-from stages.gateway import check_gateway, gateway_with_absolute_files
+from stages.gateway_files import check_gateway, gateway_with_absolute_files
 from stages.paths import absolute
 from stages.protection import check_files, with_absolute_files
 from stages.stage import Launch, Stage
@@ -62,6 +62,7 @@ class DeployBlock:
     run: DeployRun
     model_repository: str
     replicas: int
+    first_replica: int | None
     restarts: int | None
     gateway: DeployedGateway
     server: Server
@@ -71,6 +72,7 @@ class Deploy(Stage):
     name = "deploy"
     block_type = DeployBlock
     modules = ("start_server",)
+    mpi = True
 
     def __init__(self, launch: Launch) -> None:
         super().__init__(launch)
@@ -86,6 +88,7 @@ class Deploy(Stage):
         return DeploySettings(
             model_repository=self.block.model_repository if self.remote else str(self.repository),
             results_dir=str(self.results_dir),
+            replica=None if self.replicas else self.block.first_replica,
             restarts=self.restarts,
             gateway=self.gateway,
             **server,
@@ -102,10 +105,18 @@ class Deploy(Stage):
         return with_absolute_files(self.block.server.security)
 
     @property
+    def brings(self) -> tuple[str, ...]:
+        """Replicas share a gateway; those that join them later find it there."""
+        wanted = self.block.gateway.port is not None and self.block.first_replica is None
+        return ("gateway",) if wanted and self.replicas else ()
+
+    @property
     def gateway(self) -> DeployedGateway | None:
-        """The gateway beside the server; None: there is none."""
-        block = self.block.gateway
-        return None if block.port is None else gateway_with_absolute_files(block)
+        """The gateway beside the server; None: there is none, or one in a job of its own."""
+        block, alone = self.block.gateway, not self.replicas and self.block.first_replica is None
+        if block.port is None or not alone or "gateway" in self.launch.stages:
+            return None
+        return gateway_with_absolute_files(block)
 
     def job_settings(self, folder: JobFolder, server: Job | None) -> DeploySettings:  # noqa: ARG002
         return replace(self.settings, job_folder=str(folder.root))
@@ -152,6 +163,10 @@ class Deploy(Stage):
     def replicas(self) -> int:
         """How many tasks the array of jobs has; 0: no array."""
         return self.block.replicas if self.block.replicas > 1 else 0
+
+    @property
+    def first_replica(self) -> int:
+        return self.block.first_replica or 0
 
     def resources(self) -> Resources:
         """One server per node, on as many nodes as hold every rank."""
@@ -204,7 +219,7 @@ class Deploy(Stage):
         self._check_replicas()
         check_files(checks, self.security)
         if self.gateway is not None:
-            check_gateway(checks, self.gateway, self.security)
+            check_gateway(checks, self.gateway, self.security, DeployedGateway.key)
         if self.remote:
             self._check_remote()
         elif not self.models:
@@ -222,7 +237,10 @@ class Deploy(Stage):
 
     def _check_replicas(self) -> None:
         checks, most, key = self.launch.checks, self.launch.cluster.max_replicas, "deploy.replicas"
-        count, server = self.block.replicas, self.block.server
+        count, first, server = self.block.replicas, self.block.first_replica, self.block.server
+        if first is not None and first < 0:
+            change = "deploy.first_replica"
+            checks.problems.add("replicas are numbered from 0", got=first, change=change)
         if count < 1:
             checks.problems.add("replicas must be at least 1", got=count, change=key)
         elif most is not None and count > most:
@@ -232,14 +250,12 @@ class Deploy(Stage):
                 change=f"{key} or cluster_type",
             )
             return
-        openai = self.block.gateway.port
-        ports = (server.http_port, server.grpc_port, server.metrics_port, openai or 0)
+        ports = (server.http_port, server.grpc_port, server.metrics_port)
         if count > 1 and any(ports) and not self.launch.cluster.whole_nodes:
             checks.problems.add(
                 "replicas that share a node need ports of their own",
                 got=ports,
-                change="deploy.server.*_port, deploy.gateway.port (0: a free one), or "
-                "cluster.exclusive",
+                change="deploy.server.*_port (0: a free one), or cluster.exclusive",
             )
 
     def _check_remote(self) -> None:

@@ -214,6 +214,7 @@ class Evaluate(Stage):
             checks.problems.add("gpus_per_node must be at least 0", got=gpus, change=key)
         self._check_tls()
         self._check_tasks()
+        self._check_numbers()
         if "deploy" not in self.launch.stages:
             what = "the ready file of a running server (stages=[deploy,evaluate] starts one)"
             checks.exists(what, settings.ready_file, "evaluate.ready_file")
@@ -243,6 +244,16 @@ class Evaluate(Stage):
                 got=model.model_type,
                 choices=("evaluate=t5/translation", "evaluate=t5/summarization", "..."),
                 change="evaluate, or evaluate.tasks.lambada=null",
+            )
+
+    def _check_numbers(self) -> None:
+        """The replicas that an evaluation asks are those from 0 on."""
+        first = Deploy(self.launch).block.first_replica
+        if "deploy" in self.launch.stages and first is not None:
+            self.launch.checks.problems.add(
+                "replicas that join a deployment are not evaluated alone",
+                got=list(self.launch.stages),
+                change="stages, or deploy.first_replica",
             )
 
     @property

@@ -1,45 +1,97 @@
-"""What the login side finds out about the gateway beside a server."""
+"""Gateway: OpenAI's interface before servers that run already, until it is stopped."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
 
-from launcher_scripts.gateway_settings import PRIVATE_FILES, DeployedGateway
-from launcher_scripts.security import ServerSecurity
-from stages.checks import Checks
+from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
+from launcher_scripts.gateway_settings import DeployedGateway
+from launcher_scripts.settings import GatewayJobSettings
+from stages.deploy import CLEANUP_SECONDS, Deploy
+from stages.gateway_files import check_gateway, gateway_with_absolute_files
 from stages.paths import absolute
+from stages.stage import Launch, Stage
 
-_KEY = "deploy.gateway"
+
+@dataclass(frozen=True)
+class GatewayRun:
+    name: str
+    time_limit: str
+    results_dir: str
+    gpus_per_node: int | None
 
 
-def gateway_with_absolute_files(gateway: DeployedGateway) -> DeployedGateway:
-    """The same with files that do not depend on the working directory."""
+@dataclass(frozen=True, kw_only=True)
+class GatewayBlock(DeployedGateway):
+    """The `gateway` block of the configuration."""
 
-    def whole(path: str | None) -> str | None:
-        return None if path is None else absolute(path)
+    key: ClassVar[str] = "gateway"
 
-    tls = gateway.grpc_tls
-    if tls is not None:
-        tls = replace(
-            tls, ca=absolute(tls.ca), certificate=whole(tls.certificate), key=whole(tls.key)
+    run: GatewayRun
+    ready: tuple[str, ...]
+    ready_timeout: float
+    stop_timeout: float
+    public_host: str | None
+    tokenizer_dir: str | None
+
+
+class Gateway(Stage):
+    name = "gateway"
+    block_type = GatewayBlock
+    modules = ("run_gateway",)
+
+    def __init__(self, launch: Launch) -> None:
+        super().__init__(launch)
+        self.block: GatewayBlock
+        self._deploy = Deploy(launch)
+
+    @cached_property
+    def settings(self) -> GatewayJobSettings:
+        block = self.block
+        folder = block.tokenizer_dir
+        return GatewayJobSettings(
+            ready=tuple(map(absolute, block.ready)),
+            results_dir=str(self.results_dir),
+            gateway=gateway_with_absolute_files(block),
+            host=block.host or self._deploy.settings.host,
+            public_host=block.public_host,
+            tokenizer_dir=None if folder is None else absolute(folder),
+            ready_timeout=block.ready_timeout,
+            stop_timeout=block.stop_timeout,
+            restarts=self._deploy.restarts,
         )
-    return replace(
-        gateway,
-        api_keys=whole(gateway.api_keys),
-        chat_template=whole(gateway.chat_template),
-        tls_certificate=whole(gateway.tls_certificate),
-        tls_key=whole(gateway.tls_key),
-        grpc_tls=tls,
-    )
 
+    def job_settings(self, folder: JobFolder, server: Job | None) -> GatewayJobSettings:  # noqa: ARG002
+        return replace(self.settings, job_folder=str(folder.root))
 
-def check_gateway(checks: Checks, gateway: DeployedGateway, server: ServerSecurity) -> None:
-    """Its files are there, those that are secret are private, and it speaks as its server does."""
-    for name, path in gateway.files().items():
-        check = checks.private if name in PRIVATE_FILES else checks.exists
-        check(f"{name} of the gateway", path, f"{_KEY}.{name}")
-    if server.grpc_tls is not None and gateway.grpc_tls is None:
-        checks.problems.add(
-            "the server's gRPC speaks TLS",
-            change=f"{_KEY}.grpc_tls={{ca: FILE}}, whose certificates the gateway trusts",
-        )
+    def resources(self) -> Resources:
+        """It needs no GPU: it must not wait for those that its servers hold."""
+        run = self.block.run
+        return Resources(time_limit=run.time_limit, gpus_per_node=run.gpus_per_node)
+
+    def service(self) -> Service:
+        settings, stop_timeout = self.settings, self.settings.stop_timeout + CLEANUP_SECONDS
+        if self.in_container:
+            stop_timeout += self.launch.cluster.removal_seconds
+        return Service(settings.ready_file, settings.ready_timeout, stop_timeout)
+
+    def paths(self) -> list[Path]:
+        """With the model repository, where the gateway finds the tokenizer."""
+        settings, deploy = self.settings, self._deploy
+        own = [settings.tokenizer_dir] if settings.tokenizer_dir is not None else []
+        files = map(Path, [*settings.ready, *own, *settings.gateway.files().values()])
+        return [*files, *([] if deploy.remote else [deploy.repository])]
+
+    def check_own(self) -> None:
+        checks, settings, deploy = self.launch.checks, self.settings, self._deploy
+        check_gateway(checks, settings.gateway, deploy.security, self.name)
+        if settings.tokenizer_dir is not None:
+            what = "the folder of tokenizer files"
+            checks.exists(what, settings.tokenizer_dir, "gateway.tokenizer_dir")
+        if "deploy" not in self.launch.stages:
+            what = "a server's ready file, or their folder (stages=[deploy,gateway] starts one)"
+            for place in settings.ready:
+                checks.exists(what, place, "gateway.ready")

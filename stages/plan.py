@@ -34,10 +34,11 @@ class Plan:
             stage = stages.pop(0)
             job = stage.job(folder_of(stage), server)
             if job.service is not None:
-                if stages and self.cluster.hosts_clients and stages[0].joins(job):
-                    client = stages.pop(0)
+                client = next((each for each in stages if each.joins(job)), None)
+                if client is not None and self.cluster.hosts_clients:
+                    stages.remove(client)
                     job = replace(job, client=client.job(folder_of(client), job))
-                server = job
+                server = job if server is None else replace(server, gateway=job)
             yield job
 
     def preview(self) -> str:
@@ -150,10 +151,13 @@ def _in_order(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _checked_stages(launch: Launch) -> tuple[Stage, ...]:
     """The stages of this run; what they find goes to launch.checks, as far as each of them got."""
-    stages = []
-    for name in launch.stages:
+    stages, wanted = [], {*launch.stages}
+    for name, kind in STAGES.items():
+        if name not in wanted:
+            continue
         with launch.checks.problems.collecting():
-            stage = STAGES[name](launch)
+            stage = kind(launch)
+            wanted.update(stage.brings)
             stage.check()
             launch.cluster.render(stage.job(_next_folder(stage)))
             stages.append(stage)

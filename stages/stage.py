@@ -72,11 +72,13 @@ class Stage(ABC):
     name:  in STAGES and in the configuration
     block_type: the dataclass of the stage's block in the configuration
     modules: launcher_scripts.steps.<module> of the commands that the job may run
+    mpi: whether the tasks of a step find each other through the cluster's process manager
     """
 
     name: ClassVar[str]
     block_type: ClassVar[type]
     modules: ClassVar[tuple[str, ...]]
+    mpi: ClassVar[bool] = False
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
@@ -88,6 +90,11 @@ class Stage(ABC):
     @abstractmethod
     def settings(self) -> Any:
         """What the steps of the job read."""
+
+    @property
+    def brings(self) -> tuple[str, ...]:
+        """Names of later stages that this one cannot do without."""
+        return ()
 
     def joins(self, server: Job) -> bool:  # noqa: ARG002
         """Whether the stage's steps run in the job of this server."""
@@ -119,6 +126,11 @@ class Stage(ABC):
     @property
     def replicas(self) -> int:
         """How many tasks the array of jobs has; 0: no array."""
+        return 0
+
+    @property
+    def first_replica(self) -> int:
+        """The number of the first task of the array."""
         return 0
 
     def step_gpus(self) -> int | None:
@@ -205,6 +217,7 @@ class Stage(ABC):
             service=self.service(),
             server=server,
             replicas=self.replicas,
+            first_replica=self.first_replica,
         )
 
     def _step(self, module: str, folder: JobFolder, resources: Resources) -> Step:
@@ -214,7 +227,7 @@ class Stage(ABC):
             argv=(*command, "--settings", str(folder.settings)),
             nodes=resources.nodes,
             tasks_per_node=resources.tasks_per_node,
-            mpi=self.service() is not None,
+            mpi=self.mpi,
             gpus=self.step_gpus(),
         )
 

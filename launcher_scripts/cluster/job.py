@@ -152,7 +152,9 @@ class Job:
     server:       the job of the server that this one talks to
     stops_server: whether that server is stopped when this job ends
     client:       a job that runs beside this service, on the same nodes; its result is the job's
+    gateway:      the job of the gateway that the same command line puts before this server
     replicas:     how many times a service is started, as an array of jobs; 0: once, and no array
+    first_replica: the number of the array's first task
     """
 
     stage: str
@@ -166,7 +168,9 @@ class Job:
     server: Job | None = None
     stops_server: bool = False
     client: Job | None = None
+    gateway: Job | None = None
     replicas: int = 0
+    first_replica: int = 0
 
     def __post_init__(self) -> None:
         problems = Problems(f"the {self.stage} job")
@@ -227,6 +231,7 @@ class Submitted:
             submitted=round(time.time(), 3),
             within=None if self.within is None else str(self.within.folder.root),
             replicas=job.replicas,
+            first_replica=job.first_replica,
         ).write(job.folder.root)
         if job.client is not None:
             client = Submitted(job.client, self.job_id, self.after, within=job)

@@ -31,6 +31,7 @@ class JobRecord:
     stop_timeout: seconds that a service may take to end
     submitted:    time of the submission, in seconds since 1970
     replicas:     how many servers the job is, as tasks of an array; 0: no array
+    first_replica: the number of the first of them
     """
 
     stage: str
@@ -46,6 +47,7 @@ class JobRecord:
     submitted: float = 0.0
     within: str | None = None
     replicas: int = 0
+    first_replica: int = 0
 
     def write(self, folder: Path) -> None:
         write_text(folder / RECORD, json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n")
@@ -66,7 +68,8 @@ class JobRecord:
         """The cluster's id of every replica."""
         if not self.replicas:
             return (self.job_id,)
-        return tuple(f"{self.job_id}_{number}" for number in range(self.replicas))
+        numbers = range(self.first_replica, self.first_replica + self.replicas)
+        return tuple(f"{self.job_id}_{number}" for number in numbers)
 
     def log_file(self, folder: Path, job_id: str) -> Path:
         """The log of one of `ids`."""

@@ -141,7 +141,7 @@ class SlurmCluster(ConfiguredCluster[SlurmOptions]):
     def submit(self, job: Job, after: Submitted | None = None) -> Submitted:
         executor = ScriptExecutor(job, self.options)
         job.write(executor.script())
-        executor.dependency = _dependency(after)
+        executor.dependency = _dependency(job, after)
         self._handing_over = job
         submitted = Submitted(job, _hand_over(executor), after)
         self._submitted.append(submitted)
@@ -245,13 +245,16 @@ def submission_environment() -> dict[str, str]:
         return {**os.environ, **conf}
 
 
-def _dependency(after: Submitted | None) -> str | None:
+def _dependency(job: Job, after: Submitted | None) -> str | None:
     """What sbatch --dependency says: finished jobs must have worked, a service must have started.
 
-    A cancelled job counts as started for Slurm, so what a service waits for is waited for as well.
+    Of an array all tasks must, but for a gateway, which serves with the first of them: the others
+    may find no room. A cancelled job counts as started for Slurm, so what a service waits for is
+    waited for as well.
     """
     conditions = []
     while after is not None:
-        conditions.append(f"{'after' if after.job.service else 'afterok'}:{after.job_id}")
+        first = f"_{after.job.first_replica}" if after.job.replicas and job.service else ""
+        conditions.append(f"{'after' if after.job.service else 'afterok'}:{after.job_id}{first}")
         after = after.after if after.job.service else None
     return ",".join(conditions) or None

@@ -111,13 +111,14 @@ class SlurmOptions(ClusterOptions):
         signal = None
         if job.service is not None:
             signal = f"B:USR1@{math.ceil(job.service.stop_timeout) + _SIGNAL_MARGIN}"
+        first, last = job.first_replica, job.first_replica + job.replicas - 1
         return {
             "job_name": self.job_name_prefix + job.name,
             "nodes": job.resources.nodes,
             "ntasks_per_node": job.resources.tasks_per_node,
             "time": job.resources.time_limit,
             **own,
-            "array": f"0-{job.replicas - 1}" if job.replicas else None,
+            "array": f"{first}-{last}" if job.replicas else None,
             "output": file_pattern(job.folder.log_stem, array=job.replicas > 0),
             "signal": signal,
             "open-mode": "append",

@@ -58,12 +58,13 @@ def check_room(job: Job, options: SlurmOptions, problems: Problems) -> None:
     server, names = job.server, " or ".join(f["PartitionName"] for f in partitions)
     taken = server.resources.nodes * max(1, server.replicas)
     counts = [len(_eligible(options, fields, cluster)) for fields in partitions]
+    within = "evaluate.in_deploy_job=True (the client runs in the deployment's job), "
     problems.add(
         f"the {job.stage} job could never start beside the {server.stage} job, which takes {taken} "
         f"of the {max(counts)} node(s) that both may use in the partition {names} for itself",
-        change="evaluate.in_deploy_job=True (the client runs in the deployment's job), "
-        "cluster.partition, or what the deployment takes of a node (cluster.exclusive=False "
-        "with cluster.mem, cluster.cpus_per_task and cluster.gpus_per_node)",
+        change=f"{within if job.service is None else ''}cluster.partition, or what the deployment "
+        "takes of a node (cluster.exclusive=False with cluster.mem, cluster.cpus_per_task and "
+        "cluster.gpus_per_node)",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import logging
 import math
@@ -15,6 +16,7 @@ from typing import Any
 
 from launcher_scripts.errors import ServerError, problem
 from launcher_scripts.gateway.backend import Backend
+from launcher_scripts.gateway.metrics import cache_use
 from launcher_scripts.gateway.replicas import Replica
 from launcher_scripts.gateway.triton_backend import (
     ServerFailure,
@@ -35,6 +37,7 @@ GENERATING = {"GPT": False, "T5": True, "BART": True}
 _START_SECONDS = 0.2  # between two looks at servers that are not there yet
 _CHECK_SECONDS = 1.0
 _MOST_SECONDS = 16.0  # between two looks at a server that does not come back
+_LOAD_SECONDS = 2.0  # between two looks at a server's metrics, and for the answer
 _LEAST_SECONDS = 0.1  # between a server's failure and the look at it
 
 
@@ -118,7 +121,11 @@ class Fleet:
             self._failed.clear()
             await self.check(time.monotonic())
 
-        await asyncio.gather(_for_ever(files), _for_ever(servers))
+        async def loads() -> None:
+            await asyncio.sleep(_LOAD_SECONDS)
+            await self.look_at_loads()
+
+        await asyncio.gather(_for_ever(files), _for_ever(servers), _for_ever(loads))
 
     async def find(self) -> None:
         """Read the ready files: which servers there are now."""
@@ -142,6 +149,16 @@ class Fleet:
                 await member.server.close()
         members = [each for each in self._members.values() if not each.replica.leaving]
         await asyncio.gather(*(_check(each, now) for each in members if each.next_check <= now))
+
+    async def look_at_loads(self) -> None:
+        """Read how full the servers' caches are. It decides nothing: it is for people to see."""
+
+        async def look(member: Member) -> None:
+            address = member.ready.get("metrics") if member.replica.healthy else None
+            text = "" if address is None else await asyncio.to_thread(_metrics, str(address))
+            member.replica.cache_use = cache_use(text)
+
+        await asyncio.gather(*(look(member) for member in self._members.values()))
 
     async def close(self) -> None:
         """Leave all servers."""
@@ -210,6 +227,18 @@ async def _check(member: Member, now: float) -> None:
         replica.backends = {name: found.backend for name, found in member.found.items()}
         LOG.info("server %s is healthy and serves %s", replica.address, sorted(member.found))
     replica.healthy, member.failures, member.next_check = True, 0, -math.inf
+
+
+def _metrics(address: str) -> str:
+    """What a server tells Prometheus at host:port; nothing where it does not answer."""
+    connection = http.client.HTTPConnection(address, timeout=_LOAD_SECONDS)
+    try:
+        connection.request("GET", "/metrics")
+        return connection.getresponse().read().decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        return ""
+    finally:
+        connection.close()
 
 
 def _ready_paths(place: Path) -> list[Path]:

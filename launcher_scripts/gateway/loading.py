@@ -104,8 +104,8 @@ def _sizes(folder: Path, end_id: int | None) -> tuple[int | None, int | None]:
     if not (folder / FILE_NAME).is_file():
         return None, end_id
     config: Any = read_config(folder).config
-    learned_or_rotary = getattr(config, "position_embedding", None) in ("learned", "rotary")
-    return (config.max_positions if learned_or_rotary else None), config.end_id
+    limited = getattr(config, "position_embedding", None) in ("learned", "rope")
+    return (config.max_positions if limited else None), config.end_id
 
 
 def _template(

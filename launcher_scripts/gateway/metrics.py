@@ -1,4 +1,4 @@
-"""What the gateway tells Prometheus; metric_names says what each metric means."""
+"""What the gateway tells Prometheus, and what servers tell it; metric_names says what is meant."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import Response
 
 from launcher_scripts import metric_names as names
@@ -65,6 +66,23 @@ class Metrics:
             registry=self._registry,
             buckets=metric.buckets,
         )
+
+
+def cache_use(text: str) -> float | None:
+    """The share of a server's caches in use, all its models together, 0 to 1.
+
+    text: its metrics, in Prometheus' text format; None where they do not say
+    """
+    found = {names.CACHE_TOKENS.name: 0.0, names.CACHE_USED.name: 0.0}
+    heads = tuple(f"{name}{{" for name in found)
+    lines = "".join(f"{line}\n" for line in text.splitlines() if line.startswith(heads))
+    try:
+        for family in text_string_to_metric_families(lines):
+            found[family.name] += sum(sample.value for sample in family.samples)
+    except ValueError:
+        return None
+    tokens, used = found.values()
+    return used / tokens if tokens else None
 
 
 def _route(path: str) -> str:

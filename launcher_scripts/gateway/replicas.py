@@ -22,6 +22,7 @@ class Replica:
     running:            rows
     outstanding_tokens: of the running rows: those of the prompts, and those that are asked for and
                         have not come
+    cache_use:          share of its key/value caches that belongs to rows, 0 to 1; None: not known
     on_failure:         called when it has failed a row: from then on it is not healthy
     """
 
@@ -31,6 +32,7 @@ class Replica:
     leaving: bool = False
     running: int = 0
     outstanding_tokens: int = 0
+    cache_use: float | None = None
     last_turn: int = 0
     on_failure: Callable[[], None] = lambda: None
 
@@ -41,6 +43,7 @@ class Replica:
             "healthy": self.healthy and not self.leaving,
             "running": self.running,
             "outstanding_tokens": self.outstanding_tokens,
+            "cache_use": self.cache_use,
             "models": sorted(self.backends),
         }
 

@@ -31,8 +31,6 @@ from launcher_scripts.security import ClientTls
 NO_END_ID = (1 << 31) - 1
 # What the token model writes before its errors in a stream, where Triton gives them no status.
 _ERROR_CODES = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL")
-# What gRPC itself says of a call whose connection breaks while the request is written.
-_LOST_CALL = "Internal error from Core"
 _READY_SECONDS = 5.0
 # gRPC itself would wait up to two minutes before it looks for a server again.
 _CHANNEL = [
@@ -41,6 +39,14 @@ _CHANNEL = [
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
 _NEWS_HEAD = 4
+# What a server says in a stream that is being stopped, without a status; and what gRPC itself says
+# of a call whose connection breaks while the request is written.
+_LOST = (
+    "has no available versions",
+    "Server is stopping",
+    "Server not ready",
+    "Internal error from Core",
+)
 # Tensor of the token model -> the request's parameter, for models that lack it.
 _PARAMETERS = {
     "frequency_penalty": "frequency_penalty",
@@ -226,7 +232,7 @@ class TritonBackend:
             return timed_out(request.timeout)
         if "INVALID_ARG" in status:
             return bad_request(message)
-        if "UNAVAILABLE" in status or _LOST_CALL in message:
+        if "UNAVAILABLE" in status or any(words in message for words in _LOST):
             return ServerLost(f"the server takes no requests now: {message}")
         if "CANCELLED" in status:
             return ServerLost(f"the server gave the request up: {message}")

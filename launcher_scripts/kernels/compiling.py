@@ -83,5 +83,5 @@ def compiling_in(threads: int) -> Iterator[None]:
     """
     from triton import AsyncCompileMode
 
-    with _Compilers(threads) as compilers, AsyncCompileMode(compilers, ignore_errors=True):
+    with _Compilers(threads, "compiler") as compilers, AsyncCompileMode(compilers, ignore_errors=True):
         yield

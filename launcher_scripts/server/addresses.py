@@ -5,19 +5,21 @@ from __future__ import annotations
 import ipaddress
 import socket
 from dataclasses import replace
+from typing import TypeVar
 
 from launcher_scripts.security import LOOPBACK
 from launcher_scripts.server.health import TritonClient
 from launcher_scripts.server.ports import Ports, family_of, gateway_host
-from launcher_scripts.settings import DeploySettings
+from launcher_scripts.settings import DeploySettings, GatewayJobSettings
 
-_EVERY_ADDRESS = ("0.0.0.0", "::", "")
+EVERY_ADDRESS = ("0.0.0.0", "::", "")
+Listening = TypeVar("Listening", DeploySettings, GatewayJobSettings)
 _ELSEWHERE = ("192.0.2.1", 9)  # of a network for documents
 
 
 def local_host(host: str) -> str:
     """The address for this node of what listens on `host`."""
-    return LOOPBACK if host in _EVERY_ADDRESS else host
+    return LOOPBACK if host in EVERY_ADDRESS else host
 
 
 def addresses(settings: DeploySettings, ports: Ports, client: TritonClient) -> dict[str, str]:
@@ -34,10 +36,15 @@ def openai_address(settings: DeploySettings, port: int, client: TritonClient) ->
     host = gateway_host(settings)
     reached = host if host == LOOPBACK else public_host(settings, host, client)
     tls = settings.gateway is not None and settings.gateway.tls_certificate is not None
-    return f"{'https' if tls else 'http'}://{_address(reached, port)}/v1"
+    return openai_url(reached, port, tls=tls)
 
 
-def with_node_address(settings: DeploySettings) -> DeploySettings:
+def openai_url(host: str, port: int, *, tls: bool) -> str:
+    """What clients of OpenAI's call the base URL."""
+    return f"{'https' if tls else 'http'}://{_address(host, port)}/v1"
+
+
+def with_node_address(settings: Listening) -> Listening:
     """The settings with an address to listen on, where they leave it to the node.
 
     It is the one that the node's name stands for, which clients are then given; where that is no
@@ -94,7 +101,7 @@ def public_host(settings: DeploySettings, host: str, client: TritonClient) -> st
     """
     if settings.public_host is not None:
         return settings.public_host
-    if host not in _EVERY_ADDRESS:
+    if host not in EVERY_ADDRESS:
         return host
     name = socket.gethostname()
     return name if replace(client, host=name).ready() else LOOPBACK

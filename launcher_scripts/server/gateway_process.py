@@ -1,4 +1,4 @@
-"""The gateway of a server as a child process: started when the server is ready, ended before it."""
+"""The gateway as a child process, which is started again when it dies."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from launcher_scripts.errors import ServerError
-from launcher_scripts.gateway_settings import DeployedGateway
+from launcher_scripts.gateway_settings import GatewaySettings
 from launcher_scripts.server.process import STATUS_DIR_VARIABLE, ending, prepare_child
 from launcher_scripts.settings import write_settings
 
@@ -27,21 +26,22 @@ _HEARING_SECONDS = 0.5
 class GatewayProcess:
     """The gateway, by the name `gateway` in the job's log; it is started again when it dies.
 
-    It gets its settings and the server's address by files, and carries the mark of the server's
-    processes, so that what ends them ends it.
+    It gets its settings by a file. Beside a server it carries the mark of the server's processes,
+    so that what ends them ends it.
     """
 
     def __init__(
-        self, wanted: DeployedGateway, host: str, port: int, folder: Path, restarts: int
+        self, settings: GatewaySettings, file: Path, restarts: int, status_dir: Path | None = None
     ) -> None:
-        """folder:   the server's own, where `gateway` is made
-        port:     the one to listen on
-        restarts: how often it may be started again
+        """settings:   with the port to listen on
+        file:       where the settings are written
+        restarts:   how often it may be started again
+        status_dir: of the server beside it
         """
-        self.keyed = wanted.api_keys is not None
-        self._host, self._port = host, port
-        self._wanted = wanted
-        self._folder = folder
+        self.keyed = settings.api_keys is not None
+        self.settings = settings
+        self._file = file
+        self._marks = {} if status_dir is None else {STATUS_DIR_VARIABLE: str(status_dir)}
         self._restarts, self._most_restarts = 0, restarts
         self._draining = threading.Event()
         self._process: subprocess.Popen[str] | None = None
@@ -49,17 +49,9 @@ class GatewayProcess:
         self._reader: threading.Thread | None = None
         self.models: list[str] = []  # those it serves, once it answers
 
-    def start(self, server: Mapping[str, Any], drain_timeout: float) -> None:
-        """Start it before the server whose ready file would say `server`.
-
-        drain_timeout: how long running requests may take when it ends, in seconds
-        """
-        folder = self._folder / "gateway"
-        folder.mkdir()
-        ready = folder / "ready.json"
-        ready.write_text(json.dumps(server))
-        wanted = self._wanted.settings(str(ready), self._host, self._port, drain_timeout)
-        write_settings(wanted, folder / "settings.yaml")
+    def start(self) -> None:
+        """Write the settings file and start it."""
+        write_settings(self.settings, self._file)
         self._launch()
 
     def look(self) -> None:
@@ -95,16 +87,12 @@ class GatewayProcess:
             self._reader.join(timeout=5)
 
     def _launch(self) -> None:
-        settings = self._folder / "gateway" / "settings.yaml"
         self._tail.clear()
         paths = dict.fromkeys([str(_CHECKOUT), *(path for path in sys.path if path)])
-        own = {
-            STATUS_DIR_VARIABLE: str(self._folder / "status"),
-            "PYTHONPATH": os.pathsep.join(paths),
-        }
+        own = {**self._marks, "PYTHONPATH": os.pathsep.join(paths)}
         module = "launcher_scripts.steps.start_gateway"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, "--settings", str(settings)],
+            [sys.executable, "-m", module, "--settings", str(self._file)],
             env={**os.environ, **own},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

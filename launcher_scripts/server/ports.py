@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from launcher_scripts.errors import Problems, ServerError
@@ -25,23 +25,31 @@ class Ports:
 
 @contextlib.contextmanager
 def reserved_ports(settings: DeploySettings) -> Iterator[Ports]:
-    """The ports of the server and of its gateway, free ones in place of 0, held until the end of
-    the block.
+    """The ports of the server and of its gateway, as `reserved` gives them."""
+    with reserved(_wanted(settings)) as ports:
+        yield Ports(**ports)
+
+
+@contextlib.contextmanager
+def reserved(wanted: Iterable[tuple[str, str, int, str]]) -> Iterator[dict[str, int]]:
+    """name -> port, a free one in place of 0, held until the end of the block.
+
+    wanted: name, address, number and configuration key of every port
 
     A held port is bound but not listening and marked reusable, so the server can listen on it
     while nobody else is given it. Triton opens its ports only after the models are loaded, which
     may take long. Raises ServerError naming every port that is in use and its key.
     """
-    problems = Problems("the server's ports")
+    problems = Problems("the ports to listen on")
     ports = {}
     with contextlib.ExitStack() as held:
-        for name, host, port in _wanted(settings):
+        for name, host, port, key in wanted:
             try:
                 ports[name] = held.enter_context(_hold(host, port)).getsockname()[1]
             except OSError as error:
-                problems.add(_reason(error), got=port, **_advice(error, name))
+                problems.add(_reason(error), got=port, **_advice(error, key))
         problems.raise_if_any(ServerError)
-        yield Ports(**ports)
+        yield ports
 
 
 def gateway_host(settings: DeploySettings) -> str:
@@ -67,12 +75,13 @@ def family_of(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def _wanted(settings: DeploySettings) -> Iterator[tuple[str, str, int]]:
-    """Name, address and number of every port."""
+def _wanted(settings: DeploySettings) -> Iterator[tuple[str, str, int, str]]:
+    """Name, address, number and configuration key of every port."""
     for name in PORT_NAMES:
-        yield name, settings.hosts[name], getattr(settings, f"{name}_port")
+        port = getattr(settings, f"{name}_port")
+        yield name, settings.hosts[name], port, f"deploy.server.{name}_port"
     if settings.gateway is not None and settings.gateway.port is not None:
-        yield GATEWAY, gateway_host(settings), settings.gateway.port
+        yield GATEWAY, gateway_host(settings), settings.gateway.port, "deploy.gateway.port"
 
 
 def _hold(host: str, port: int) -> socket.socket:
@@ -104,10 +113,7 @@ def _reason(error: OSError) -> str:
     return f"the port cannot be opened: {error.strerror or error}"
 
 
-def _advice(error: OSError, name: str) -> dict[str, str]:
-    block, key = "deploy.server", f"{name}_port"
-    if name == GATEWAY:
-        block, key = "deploy.gateway", "port"
+def _advice(error: OSError, key: str) -> dict[str, str]:
     if error.errno in (errno.EADDRNOTAVAIL, socket.EAI_NONAME):
-        return {"change": f"{block}.host"}
-    return {"change": f"{block}.{key} (0: a free one)"}
+        return {"change": f"{key.rpartition('.')[0]}.host"}
+    return {"change": f"{key} (0: a free one)"}

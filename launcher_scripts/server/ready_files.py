@@ -1,4 +1,4 @@
-"""Where a server says under which address it serves: for others, and in its run's own folder."""
+"""Where a server or a gateway says its address: for others, and in its run's own folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from launcher_scripts.errors import ServerError, problem
 from launcher_scripts.ready_age import STALE_SECONDS, seconds_silent
-from launcher_scripts.settings import DeploySettings
+from launcher_scripts.settings import DeploySettings, GatewayJobSettings
 from launcher_scripts.whole_files import write_whole
 
 RENEW_SECONDS = 5.0
@@ -24,7 +24,9 @@ _POLL_SECONDS = 0.2
 class ReadyFiles:
     """The ready file of the results folder, which one living server has, and this run's own."""
 
-    def __init__(self, settings: DeploySettings) -> None:
+    def __init__(self, settings: DeploySettings | GatewayJobSettings) -> None:
+        self._kind = "server" if settings.stage == "deploy" else settings.stage
+        self._key = f"{settings.stage}.run.results_dir"
         self._shared = settings.ready_file
         folder = settings.job_folder
         self._own = None if folder is None else Path(folder) / self._shared.name
@@ -41,7 +43,7 @@ class ReadyFiles:
             self._shared.unlink(missing_ok=True)
         except OSError as error:
             raise ServerError(
-                problem(f"cannot write the ready file: {error}", change="deploy.run.results_dir")
+                problem(f"cannot write the ready file: {error}", change=self._key)
             ) from error
 
     def write(self, facts: dict[str, Any]) -> None:
@@ -102,7 +104,7 @@ class ReadyFiles:
             return
         if silent is None or silent > STALE_SECONDS or self._shared_is_ours():
             return
-        print(f"{self._shared} names a server: waiting for its next sign of life", flush=True)
+        print(f"{self._shared} names a {self._kind}: waiting for its next sign of life", flush=True)
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while (shown := self._shown()) == first:
             if time.monotonic() > deadline:
@@ -111,9 +113,9 @@ class ReadyFiles:
         if shown:
             raise ServerError(
                 problem(
-                    "another server is alive with this results_dir",
-                    got=f"{shown.get('http')} of {shown.get('job')}",
-                    change="deploy.run.results_dir, or stop that server first",
+                    f"another {self._kind} is alive with this results_dir",
+                    got=f"{shown.get('http') or shown.get('openai')} of {shown.get('job')}",
+                    change=f"{self._key}, or stop that {self._kind} first",
                 )
             )
 

@@ -38,6 +38,7 @@ from launcher_scripts.server.ready_files import RENEW_SECONDS, ReadyFiles, job_f
 from launcher_scripts.server.start_times import Event, process_started, start_table
 from launcher_scripts.server.stopping import StopRequest
 from launcher_scripts.settings import DeploySettings
+from launcher_scripts.whole_files import write_whole
 
 _POLL_SECONDS = 0.2
 # What a server needs to unload its models after its last request, and what one gets that is broken.
@@ -205,10 +206,11 @@ class Service:
         """
         gateway = self._gateway
         if gateway is not None and self._stop.received is None:
-            grpc = addresses(self._settings, self._ports, self._client)["grpc"]
+            found = addresses(self._settings, self._ports, self._client)
             repository = _absolute(self._settings.model_repository)
-            server = {"grpc": grpc, "model_repository": repository}
-            gateway.start(server, self._settings.stop_timeout)
+            server = json.dumps({**found, "model_repository": repository})
+            write_whole(Path(gateway.settings.ready[0]), server)
+            gateway.start()
         while self._stop.received is None:
             if gateway is None or gateway.models:
                 return True
@@ -331,8 +333,13 @@ def _gateway(settings: DeploySettings, ports: Ports, folder: Path) -> GatewayPro
     wanted = settings.gateway
     if wanted is None or ports.gateway is None:
         return None
-    host = gateway_host(settings)
-    return GatewayProcess(wanted, host, ports.gateway, folder, settings.restarts)
+    told = wanted.settings(
+        [str(folder / "gateway-ready.json")],
+        gateway_host(settings),
+        ports.gateway,
+        drain_timeout=settings.stop_timeout,
+    )
+    return GatewayProcess(told, folder / "gateway.yaml", settings.restarts, folder / "status")
 
 
 def _reason(error: ServerError) -> str:

@@ -2,7 +2,8 @@
 
     python3 -m launcher_scripts.steps.start_server --settings <file>.yaml
 
-The file holds DeploySettings; --replica says which of several servers with these settings this is.
+The file holds DeploySettings; --replica says which of several servers with these settings this is,
+where the file does not.
 Text models whose code or tokenizer was altered since the export are refused.
 Being stopped by SIGINT, SIGTERM or SIGHUP is how a service ends:
 exit status 0. A server that does not become ready or dies gives 1.
@@ -72,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given, rest = numbered.parse_known_args(argv)
 
     def body(settings: DeploySettings) -> None:
-        start(replace(settings, replica=given.replica))
+        known = given.replica is None
+        start(settings if known else replace(settings, replica=given.replica))
 
     code = run_step("Serve a model repository until stopped.", DeploySettings, body, rest)
     if code and "SLURM_STEP_ID" in os.environ:

@@ -32,7 +32,8 @@ def main(address: str, file: Path) -> None:
         # The load is asked for every few seconds.
         page.wait_for(
             "document.querySelector('#answer').textContent.length > 100 &&"
-            "Number(document.querySelector('#servers tr')?.cells[2].textContent) > 0"
+            "Number(document.querySelector('#servers tr')?.cells[2].textContent) > 0 &&"
+            "parseFloat(document.querySelector('#servers tr').cells[4].textContent) > 0"
         )
         page.screenshot(file)
 

@@ -1,4 +1,4 @@
-"""The start_gateway step in its own process."""
+"""The steps start_gateway and run_gateway in their own processes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from launcher_scripts.gateway_settings import DeployedGateway
+from launcher_scripts.settings import GatewayJobSettings, write_settings
 from tests.server.processes import CHECKOUT, wait_for
 
 
 class RunningGateway:
     """One gateway; `address` is set once it is ready."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, step: str = "start_gateway") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._out = (folder / "out.txt").open("w+")
         self._err = (folder / "err.txt").open("w+")
-        module = ["-m", "launcher_scripts.steps.start_gateway"]
+        module = ["-m", f"launcher_scripts.steps.{step}"]
         self.process = subprocess.Popen(
             [sys.executable, *module, *arguments],
             cwd=CHECKOUT,
@@ -72,6 +74,26 @@ def gateway(folder: Path, *arguments: str) -> Iterator[RunningGateway]:
     started = RunningGateway(folder, *arguments)
     try:
         started.wait_until_ready()
+        yield started
+    finally:
+        started.close()
+
+
+@contextlib.contextmanager
+def gateway_job(folder: Path, *ready: Path, **more: Any) -> Iterator[RunningGateway]:
+    """The step of a gateway's job, which is not waited for; closed at the end.
+
+    more: further GatewayJobSettings
+    """
+    values = {"gateway": DeployedGateway(port=0), "stop_timeout": 30.0, **more}
+    settings = GatewayJobSettings(
+        tuple(map(str, ready)), str(folder / "results"), job_folder=str(folder), **values
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_settings(settings, folder / "settings.yaml")
+    arguments = ["--settings", str(folder / "settings.yaml")]
+    started = RunningGateway(folder, *arguments, step="run_gateway")
+    try:
         yield started
     finally:
         started.close()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
 import json
-from collections.abc import Awaitable, Callable
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -60,11 +64,13 @@ def fake_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleets, "TritonServer", FakeServer)
 
 
-def start(folder: Path, replica: int | None, address: str, *models: str, age: float = 0) -> None:
+def start(
+    folder: Path, replica: int | None, address: str, *models: str, age: float = 0, **more: str
+) -> None:
     """A server that writes its ready file and answers."""
     path = replica_file(folder / "ready.json", replica)
     alive = (datetime.now(timezone.utc) - timedelta(seconds=age)).isoformat()
-    path.write_text(json.dumps({"grpc": address, "alive_at": alive}))
+    path.write_text(json.dumps({"grpc": address, "alive_at": alive, **more}))
     FakeServer.up[address] = list(models or ("tiny",))
 
 
@@ -263,6 +269,58 @@ def test_watching_goes_on_after_an_error(tmp_path: Path, monkeypatch: pytest.Mon
         watching.cancel()
 
     with_fleet(work, tmp_path)
+
+
+@contextmanager
+def metrics_of_server(text: str) -> Iterator[str]:
+    """host:port of a server that shows `text` as its metrics."""
+
+    class Shown(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Shown) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_the_caches_of_healthy_servers_are_looked_at(tmp_path: Path) -> None:
+    text = """# TYPE launcher_kv_cache_tokens gauge
+launcher_kv_cache_tokens{model="a"} 300
+launcher_kv_cache_tokens{model="b"} 100
+launcher_kv_cache_tokens_used{model="a"} 90
+launcher_kv_cache_tokens_used{model="b"} 10
+launcher_batch_size{model_name="a"} 5
+"""
+
+    async def work(fleet: Fleet) -> None:
+        await fleet.until_found()
+        await fleet.look_at_loads()
+        assert uses(fleet) == {"a:1": 0.25, "b:1": None, "c:1": None, "d:1": None}
+        fleet.replicas[0].healthy = False
+        await fleet.look_at_loads()
+        assert uses(fleet)["a:1"] is None
+
+    def uses(fleet: Fleet) -> dict[str, Any]:
+        return {each["address"]: each["cache_use"] for each in (r.facts() for r in fleet.replicas)}
+
+    with (
+        metrics_of_server(text) as shown,
+        metrics_of_server("nv_cpu_utilization 0.5\n") as without,
+        metrics_of_server('launcher_kv_cache_tokens{model="a} 5\n') as damaged,
+        socket.create_server(("127.0.0.1", 0)) as closing,
+    ):
+        nobody = f"127.0.0.1:{closing.getsockname()[1]}"
+        closing.close()
+        for number, metrics in enumerate((shown, without, damaged, nobody)):
+            start(tmp_path, number, f"{'abcd'[number]}:1", metrics=metrics)
+        with_fleet(work, tmp_path)
 
 
 def test_old_files_bring_no_server_and_take_none_away(tmp_path: Path) -> None:

@@ -46,10 +46,12 @@ def config(name: str, backend: str = "fastertransformer", **parameters: str) -> 
     return {"name": name, "backend": backend, "parameters": values, "input": inputs}
 
 
-@pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(params=["learned"])
+def repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Path:
     """An exported model, and a ready file beside it that says where it is."""
-    settings = export(tmp_path, text_config(max_positions=77))
+    settings = export(tmp_path, text_config(max_positions=77, position_embedding=request.param))
     configs = {
         "tiny": config("tiny", model_type="GPT"),
         "ensemble": config(
@@ -91,6 +93,19 @@ def test_a_model_is_what_its_repository_says(repository: Path, tmp_path: Path) -
     assert not model.encodes
     assert model.template is None
     assert model.token_names == {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    assert repository.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("repository", "positions"),
+    [("learned", 77), ("rope", 77), ("alibi", None)],
+    indirect=["repository"],
+)
+def test_positions_limit_a_model_that_has_so_many(
+    repository: Path, tmp_path: Path, positions: int | None
+) -> None:
+    (model,) = load(tmp_path)
+    assert model.max_len == positions
     assert repository.is_dir()
 
 

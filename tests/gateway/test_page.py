@@ -29,6 +29,7 @@ SERVERS = [
         "healthy": True,
         "running": 3,
         "outstanding_tokens": 1234,
+        "cache_use": 0.3125,
         "models": ["tiny"],
     },
     {
@@ -36,6 +37,7 @@ SERVERS = [
         "healthy": False,
         "running": 0,
         "outstanding_tokens": 0,
+        "cache_use": None,
         "models": ["tiny"],
     },
 ]
@@ -136,8 +138,8 @@ def test_a_person_sees_models_and_servers(page: Browser) -> None:
     assert cells(page, "#models") == [["tiny", "256"], ["base", "not limited by the model"]]
     page.wait_for("!document.querySelector('#servers-section').hidden")
     assert cells(page, "#servers") == [
-        ["10.0.0.1:8001", "healthy", "3", "1234", "tiny"],
-        ["10.0.0.2:8001", "no new work", "0", "0", "tiny"],
+        ["10.0.0.1:8001", "healthy", "3", "1234", "31.3 %", "tiny"],
+        ["10.0.0.2:8001", "no new work", "0", "0", "not known", "tiny"],
     ]
     page.wait_for("!document.querySelector('#rows').hidden")
     assert page.text("#rows") == "rows: 0 running, 0 waiting; 0.0 tokens/s answered"

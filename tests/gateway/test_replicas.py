@@ -203,7 +203,7 @@ def test_operators_see_the_servers() -> None:
     replicas[2].leaving = True
     replicas[2].running, replicas[2].outstanding_tokens = 2, 70
     client = client_of(served(Replicas("tiny", replicas)), replicas=replicas)
-    known = {"running": 0, "outstanding_tokens": 0, "models": ["tiny"]}
+    known = {"running": 0, "outstanding_tokens": 0, "cache_use": None, "models": ["tiny"]}
     assert client.get("/servers").json() == {
         "servers": [
             {"address": "node0:8001", "healthy": True, **known},

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from launcher_scripts.settings import ExportSettings
-from tests.gateway.processes import RunningGateway, gateway
+from tests.gateway.processes import RunningGateway, gateway_job
 from tests.server.processes import RunningStep, running, wait_for
 from tests.server.repositories import export, text_config
 
@@ -108,7 +108,7 @@ def test_a_server_that_is_killed_takes_no_request_with_it_that_had_not_begun(
     async def load(started: RunningGateway) -> list[list[str | None]]:
         begun: list[None] = []
         async with openai.AsyncOpenAI(
-            base_url=started.facts["openai"], api_key="none", max_retries=0
+            base_url=started.facts["openai"], api_key="none", max_retries=0, timeout=600
         ) as client:
             first = [asyncio.create_task(streamed(client, LONG, begun)) for _ in range(FIRST)]
             await until(lambda: len(begun) == FIRST)
@@ -120,8 +120,9 @@ def test_a_server_that_is_killed_takes_no_request_with_it_that_had_not_begun(
             os.kill(victim, signal.SIGKILL)
             return [await asyncio.gather(*each) for each in (first, texts, streams)]
 
-    with gateway(tmp_path / "run", "--ready", str(tmp_path / "results")) as started:
-        assert len(healthy(started)) == 3
+    with gateway_job(tmp_path / "run", tmp_path / "results", restarts=1) as started:
+        started.wait_until_ready()
+        wait_for(lambda: len(healthy(started)) == 3, 60)
         first, texts, streams = asyncio.run(load(started))
         assert None in first
         assert len({*first, None}) == 2
@@ -137,7 +138,7 @@ def test_a_server_that_is_killed_takes_no_request_with_it_that_had_not_begun(
 
             async def more() -> list[str]:
                 async with openai.AsyncOpenAI(
-                    base_url=started.facts["openai"], api_key="none", max_retries=0
+                    base_url=started.facts["openai"], api_key="none", max_retries=0, timeout=600
                 ) as client:
                     found = [asyncio.create_task(whole(client)) for _ in range(6)]
                     await until(lambda: servers(started)[new]["running"] == 2)

@@ -254,13 +254,14 @@ def test_models_of_an_earlier_export_are_named(
         ("StatusCode.INVALID_ARGUMENT", "ids outside of the vocabulary", 400),
         ("StatusCode.UNAVAILABLE", "512 rows are waiting", 503),
         ("StatusCode.UNAVAILABLE", "the request's timeout is over", 504),
+        (None, "Request for unknown model: 'tiny' has no available versions", 503),
         ("StatusCode.CANCELLED", "the client cancelled the request", 503),
         ("StatusCode.INTERNAL", "a rank died", 500),
         ("StatusCode.INTERNAL", "Internal error from Core", 503),
     ],
 )
 def test_the_servers_errors_have_their_status(
-    streams: bool, status: str, message: str, expected: int
+    streams: bool, status: str | None, message: str, expected: int
 ) -> None:
     error = InferenceServerException(message, status)
     if streams:  # the text is all that comes; the token model writes the code before it

@@ -13,7 +13,12 @@ from omegaconf import OmegaConf
 from launcher_scripts.gateway_settings import DeployedGateway
 from launcher_scripts.models.repository import BACKEND_MODEL_TYPES
 from launcher_scripts.schema import build
-from launcher_scripts.settings import DeploySettings, EvaluateSettings, ExportSettings
+from launcher_scripts.settings import (
+    DeploySettings,
+    EvaluateSettings,
+    ExportSettings,
+    GatewayJobSettings,
+)
 from launcher_scripts.task_settings import BenchmarkSettings, GenerationSettings, TaskSettings
 from stages.plan import make_plan
 from tests.login.conftest import Compose, Run
@@ -140,7 +145,13 @@ def test_every_setting_of_the_server_has_a_key(hydra_config: Compose) -> None:
 def test_every_setting_of_the_gateway_has_a_key_and_its_default(hydra_config: Compose) -> None:
     block = hydra_config()["deploy"]["gateway"]
     assert build(DeployedGateway, block, "the block") == DeployedGateway()
-    assert set(block) == {field.name for field in dataclasses.fields(DeployedGateway)}
+    fields = {field.name for field in dataclasses.fields(DeployedGateway)}
+    assert set(block) == fields
+    job = hydra_config("deploy.gateway.max_running=3", "deploy.gateway.port=5")["gateway"]
+    assert {name: job[name] for name in fields} == {**block, "max_running": 3, "port": 5}
+    of_the_job = {field.name for field in dataclasses.fields(GatewayJobSettings)}
+    elsewhere = {"results_dir", "gateway", "restarts", "job_folder"}
+    assert set(job) - {"run"} == fields | of_the_job - elsewhere
 
 
 def test_every_setting_of_the_export_has_a_key(hydra_config: Compose) -> None:

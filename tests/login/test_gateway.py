@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from launcher_scripts.cluster.job import JobFolder
+from launcher_scripts.cluster.record import JobRecord
 from launcher_scripts.errors import ConfigError
 from launcher_scripts.settings import DeploySettings
 from stages.plan import make_plan
-from tests.login.conftest import Compose
+from stages.stage import Stage
+from tests.login.conftest import Compose, Run
 from tests.login.test_golden import BASE
 
 KEY = "deploy.gateway"
@@ -76,7 +81,7 @@ def test_the_gateway_speaks_as_its_server_does(hydra_config: Compose) -> None:
         settings(hydra_config, *tls)
     trusting = settings(hydra_config, *tls, f"++{KEY}.grpc_tls.ca=/ca.pem").gateway
     assert trusting is not None
-    made = trusting.settings("/r/ready.json", "n1", 9, 30.0)
+    made = trusting.settings(["/r/ready.json"], "n1", 9, drain_timeout=30.0)
     assert (made.server_ca, made.ready, made.host, made.port) == (
         "/ca.pem",
         ("/r/ready.json",),
@@ -88,6 +93,106 @@ def test_the_gateway_speaks_as_its_server_does(hydra_config: Compose) -> None:
 def test_replicas_that_share_a_node_need_free_ports(hydra_config: Compose) -> None:
     free = [f"deploy.server.{name}_port=0" for name in ("http", "grpc", "metrics")]
     shared = (*free, "cluster_type=bcm", "cluster.exclusive=False", "deploy.replicas=2")
-    with pytest.raises(ConfigError, match=r"ports of their own.*deploy.gateway.port"):
-        settings(hydra_config, *shared, f"{KEY}.port=8080")
-    assert settings(hydra_config, *shared, f"{KEY}.port=0").gateway is not None
+    with pytest.raises(ConfigError, match=r"ports of their own.*deploy.server.\*_port"):
+        settings(hydra_config, *shared, "deploy.server.http_port=8000")
+    assert settings(hydra_config, *shared, f"{KEY}.port=8080").gateway is None
+
+
+def stages_of(hydra_config: Compose, *given: str) -> dict[str, Stage]:
+    plan = make_plan(hydra_config(*BASE, *given))
+    return {stage.name: stage for stage in plan.stages}
+
+
+def test_replicas_have_one_gateway_in_a_job_of_its_own(hydra_config: Compose) -> None:
+    given = ("stages=[deploy]", "deploy.replicas=2", f"{KEY}.port=8080", f"{KEY}.max_running=3")
+    stages = stages_of(hydra_config, *given)
+    assert list(stages) == ["deploy", "gateway"]
+    assert stages["deploy"].settings.gateway is None
+    told = stages["gateway"].settings
+    assert told.ready == (stages["deploy"].settings.results_dir,)
+    assert (told.gateway.port, told.gateway.max_running, told.host, told.restarts) == (
+        *(8080, 3),
+        *(None, 3),
+    )
+    assert list(stages_of(hydra_config, *given, f"{KEY}.port=null")) == ["deploy"]
+
+
+def test_the_gateway_starts_with_the_first_replica(
+    run: Run, arguments: list[str], calls: Path, tmp_path: Path
+) -> None:
+    given = ("deploy.replicas=2", "deploy.gateway.port=8080")
+    result = run("stages=[export,deploy]", *arguments, *given)
+    assert result.returncode == 0, result.stderr
+    _, _, gateway = calls.read_text().splitlines()
+    assert gateway.startswith("--dependency=after:102_0,afterok:101 --kill-on-invalid-dep=yes /")
+    folder = tmp_path / "the results/tiny/gateway_tp2_pp1_fp16_fp16"
+    record = json.loads((folder / "jobs/001/job.json").read_text())
+    assert (record["stage"], record["ready_file"]) == ("gateway", str(folder / "ready.json"))
+
+
+def test_replicas_that_join_others_find_their_gateway_there(hydra_config: Compose) -> None:
+    given = ("stages=[deploy]", f"{KEY}.port=8080", "deploy.first_replica=3")
+    stages = stages_of(hydra_config, *given, "deploy.replicas=2")
+    assert list(stages) == ["deploy"]
+    job = stages["deploy"].job(JobFolder(Path("/jobs/1"), "more"))
+    plan = make_plan(hydra_config(*BASE, *given, "deploy.replicas=2"))
+    assert "#SBATCH --array=3-4\n" in plan.cluster.render(job)
+    assert job.settings.replica is None
+    record = JobRecord("deploy", "more", "bcm", "7", None, "s", "x", "log-more_7.out")
+    record = replace(record, ready_file="/r/ready.json", replicas=2, first_replica=3)
+    assert record.ids() == ("7_3", "7_4")
+    assert record.ready_path("7_4") == Path("/r/ready-4.json")
+
+
+@pytest.mark.parametrize("cluster", ["bcm", "bcp", "interactive"])
+def test_one_server_may_join_on_every_cluster(hydra_config: Compose, cluster: str) -> None:
+    given = (f"cluster_type={cluster}", "deploy.first_replica=1", f"{KEY}.port=0")
+    stages = stages_of(hydra_config, "stages=[deploy]", *given)
+    found = stages["deploy"].settings
+    assert (found.replica, found.ready_file.name, found.gateway) == (1, "ready-1.json", None)
+    job = stages["deploy"].job(JobFolder(Path("/jobs/1"), "more"))
+    assert job.service is not None
+    assert (job.replicas, job.service.ready_file) == (0, found.ready_file)
+
+
+def test_numbers_of_replicas_are_checked(hydra_config: Compose) -> None:
+    with pytest.raises(ConfigError, match=r"numbered from 0; got -1; change deploy.first_replica"):
+        stages_of(hydra_config, "stages=[deploy]", "deploy.first_replica=-1")
+    with pytest.raises(ConfigError, match=r"not evaluated alone.*deploy.first_replica"):
+        stages_of(hydra_config, "stages=[deploy,evaluate]", "deploy.first_replica=0")
+
+
+@pytest.mark.parametrize("cluster", ["bcm", "bcp", "interactive"])
+def test_a_gateway_alone_stands_before_servers_that_run(
+    hydra_config: Compose, cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ("stages=[gateway]", f"cluster_type={cluster}", "container=/images/x.sqsh")
+    stages = stages_of(hydra_config, *given, "gateway.ready=[a/ready.json,/b]", "gateway.port=80")
+    told = stages["gateway"].settings
+    assert told.ready == (f"{tmp_path}/a/ready.json", "/b")
+    assert (told.gateway.port, told.gateway.key) == (80, "deploy.gateway")
+    assert told.host == (None if cluster != "interactive" else "127.0.0.1")
+    plan = make_plan(hydra_config(*BASE, *given, "gateway.ready=[a/ready.json,/b]"))
+    assert sum("change gateway.ready" in each for each in plan.absent) == 2
+    host = stages_of(hydra_config, *given, "deploy.server.host=0.0.0.0")["gateway"].settings.host
+    assert host == "0.0.0.0"
+
+
+def test_what_is_wrong_with_a_gateway_alone(hydra_config: Compose) -> None:
+    for given, says in {
+        "gateway.port=70000": r"got 70000; .*change gateway.port",
+        "gateway.ready=[]": r"no server is named; change gateway.ready",
+        "gateway.stop_timeout=-1": r"change gateway.stop_timeout",
+        "gateway.api_keys=/no/keys": r"api_keys of the gateway is not there.*gateway.api_keys",
+    }.items():
+        plan_of = (*BASE, "stages=[gateway]", "dry_run=False", given)
+        with pytest.raises(ConfigError, match=says):
+            make_plan(hydra_config(*plan_of))
+
+
+def test_a_server_whose_gateway_is_a_job_has_none_beside_it(hydra_config: Compose) -> None:
+    given = ("stages=[deploy,gateway]", "cluster_type=interactive", f"{KEY}.port=8080")
+    stages = stages_of(hydra_config, *given)
+    assert stages["deploy"].settings.gateway is None
+    assert stages["gateway"].settings.gateway.port == 8080

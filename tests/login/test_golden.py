@@ -29,6 +29,7 @@ BASE = (
     "export.model.tensor_model_parallel_size=2",
     "cluster.python=python3",
 )
+ALL_STAGES = f"stages=[{','.join(STAGES)}]"
 CASES = {
     "bcm": (),
     "bcp": (),
@@ -60,7 +61,7 @@ def test_script_and_settings(
     hydra_config: Compose, data_dir: Path, request: pytest.FixtureRequest, case: str, stage: str
 ) -> None:
     chosen = () if "cluster_type=bcm" in CASES[case] else (f"cluster_type={case}",)
-    plan = make_plan(hydra_config(*BASE, *chosen, *CASES[case]))
+    plan = make_plan(hydra_config(*BASE, ALL_STAGES, *chosen, *CASES[case]))
     member = next(member for member in plan.stages if member.name == stage)
     job = member.job(JobFolder(FOLDER, member.block.run.name))
     texts = {

@@ -29,7 +29,7 @@ CASES = {
     "bcm_in_deploy_job": (TOGETHER,),
     "bcm_enroot": (ENROOT, IMAGE, "container_mounts=[/models:/models:ro+nosuid]"),
     "bcm_enroot_registry": (ENROOT, REGISTRY, TOGETHER, "cluster.mpi=pmi2"),
-    "bcm_replicas": (IMAGE, "deploy.replicas=2"),
+    "bcm_replicas": (IMAGE, "deploy.replicas=2", "deploy.gateway.port=8080"),
     "bcp_mpi": ("cluster_type=bcp", "cluster.array_type=mpi", "deploy.run.nodes=2"),
     "bcm_host": ("cluster.container_runtime=none", IMAGE, "cluster.mpi=none"),
 }

@@ -213,6 +213,36 @@ def test_evaluation_has_a_server_beside_it(run: Run, arguments: list[str], tmp_p
     assert "server stopped in order" in log
 
 
+def test_a_gateway_beside_its_server_ends_before_it(start: Start, tmp_path: Path) -> None:
+    process = start("stages=[export,deploy,gateway]", "gateway.port=8080")
+    output = read_until(process, "gateway job gateway_tiny is ready")
+    process.terminate()
+    output += process.communicate(timeout=240)[0]
+    assert process.returncode == 0, output
+    assert output.index("deploy job deploy_tiny is ready") < output.index("gateway: gateway_tiny")
+    assert "gateway stopped in order" in output
+    (log,) = (deploy_folder(tmp_path) / "jobs/001").glob("log-*")
+    assert "server stopped in order" in log.read_text()
+    assert_ended((deploy_folder(tmp_path) / "pids").read_text())
+
+
+def test_a_gateway_beside_a_server_that_dies_ends_with_it(
+    run: Run, arguments: list[str], tmp_path: Path
+) -> None:
+    stages = ("stages=[export,deploy,gateway]", LOCAL, *arguments)
+    result = run(*stages, SERVER="dies_later")
+    assert result.returncode == 1
+    assert "the deploy job deploy_tiny ended with exit code 9" in result.stderr
+    assert not list(tmp_path.glob("the results/tiny/gateway_*/ready.json"))
+
+
+def test_an_evaluation_asks_the_server_behind_a_gateway(run: Run, arguments: list[str]) -> None:
+    stages = ("stages=[export,deploy,gateway,evaluate]", LOCAL, *arguments)
+    result = run(*stages, EVALUATE_SECONDS="0.5")
+    assert result.returncode == 0, result.stderr
+    assert 'measuring at {"http": "127.0.0.1:8000", ' in result.stdout
+
+
 def test_a_ready_file_of_an_earlier_run_does_not_count(
     run: Run, arguments: list[str], tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""A server on two nodes of a real Slurm with a gateway beside rank 0, and their common end."""
+"""Gateways on a real Slurm: beside rank 0 of two nodes, and one before replicas."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import json
 import re
 import shutil
 import subprocess
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.server.processes import wait_for
 from tests.slurm.cluster import TestCluster
 from tests.slurm.processes import read
+from tests.slurm.serving import TP2
+from tests.slurm.submitting import Submit
 
 pytestmark = [
     pytest.mark.slow,
@@ -48,3 +52,44 @@ def test_the_gateway_is_on_the_first_node_and_ends_with_the_job(
     assert "gateway: draining: 0 requests are running" in log
     assert "is killed" not in log
     assert not served.ready_file.exists()
+
+
+def asked(openai: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(f"{openai.removesuffix('/v1')}{path}", data) as answer:
+        return json.load(answer)
+
+
+def test_replicas_have_one_address_which_outlives_each_of_them(
+    slurm: TestCluster, launch: Submit
+) -> None:
+    shared = ("cluster.exclusive=False", "cluster.mem=1000", "cluster.gpus_per_node=2")
+    launch("stages=[export,deploy]", *TP2, *shared, "deploy.replicas=2", "deploy.gateway.port=0")
+    deployed, gateway = launch.record("deploy"), launch.record("gateway")
+    ready = gateway["folder"].parent.parent / "ready.json"
+    wait_for(ready.exists, 300)
+    openai = json.loads(ready.read_text())["openai"]
+
+    def healthy() -> set[str]:
+        return {s["address"] for s in asked(openai, "/servers")["servers"] if s["healthy"]}
+
+    def address(number: int) -> str:
+        path = deployed["folder"].parent.parent / f"ready-{number}.json"
+        return str(json.loads(path.read_text())["grpc"])
+
+    wait_for(lambda: len(healthy()) == 2, 300)
+    body = {"prompt": "Once", "max_tokens": 3}
+    assert asked(openai, "/v1/completions", body)["usage"]["completion_tokens"] == 3
+    slurm.run("scancel", f"{deployed['job_id']}_0")
+    wait_for(lambda: healthy() == {address(1)}, 120)
+    assert asked(openai, "/v1/completions", body)["usage"]["completion_tokens"] == 3
+    # A replica that is submitted while it runs.
+    launch("stages=[deploy]", *TP2, *shared, "deploy.first_replica=0", "deploy.gateway.port=0")
+    wait_for(lambda: len(healthy()) == 2, 300)
+    assert healthy() == {address(0), address(1)}
+    assert json.loads(ready.read_text())["openai"] == openai
+    slurm.run("scancel", gateway["job_id"])
+    assert slurm.wait(gateway["job_id"])["JobState"] == "CANCELLED"
+    assert "gateway: draining: 0 requests are running" in launch.log("gateway")
+    assert not ready.exists()
+    slurm.cancel_all()

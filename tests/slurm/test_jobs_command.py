@@ -61,6 +61,49 @@ def test_replicas_are_an_array_of_jobs_that_one_evaluation_asks(
     assert jobs("logs", "deploy_tiny").stdout.count("server stopped in order") == 2
 
 
+def test_the_gateway_of_replicas_is_a_job_that_ends_with_the_evaluation(
+    slurm: TestCluster, submit: Submit, jobs: Jobs
+) -> None:
+    free = [f"deploy.server.{name}_port=0" for name in ("http", "grpc", "metrics")]
+    shared = ["cluster.exclusive=False", "cluster.mem=100", "deploy.replicas=2", *free]
+    submit(*submit.measured, *shared, "deploy.gateway.port=8090", EVALUATE_WAITS="60")
+    assert ended(slurm, submit, "evaluate") == ("COMPLETED", "0:0"), submit.log("evaluate")
+    assert ended(slurm, submit, "gateway") == ("COMPLETED", "0:0"), submit.log("gateway")
+    assert "gateway stopped in order" in submit.log("gateway")
+    assert jobs("logs", "deploy_tiny").stdout.count("server stopped in order") == 2
+
+
+def test_a_gateway_is_stopped_alone_and_started_again_before_the_same_servers(
+    slurm: TestCluster, submit: Submit, jobs: Jobs
+) -> None:
+    free = [f"deploy.server.{name}_port=0" for name in ("http", "grpc", "metrics")]
+    shared = ["cluster.exclusive=False", "cluster.mem=100", "cluster.gpus_per_node=1", *free]
+    submit(*submit.served, "deploy.replicas=2", *shared, "deploy.gateway.port=8090")
+    deployed = submit.record("deploy")["folder"].parent.parent
+    for number in (0, 1):
+        wait_for(deployed / f"ready-{number}.json")
+    wait_for(submit.record("gateway")["folder"].parent.parent / "ready.json")
+    (seen,) = statuses(jobs, "gateway_tiny")
+    assert seen["status"] == "READY"
+    assert seen["endpoints"] == {"openai": "http://127.0.0.1:8090/v1"}
+    assert "http://127.0.0.1:8090/v1" in jobs("status", "gateway_tiny").stdout
+    assert jobs("stop", "gateway_tiny").returncode == 0
+    assert {item["state"] for item in statuses(jobs, "deploy_tiny")} == {"RUNNING"}
+    submit("stages=[gateway]", "gateway.port=8091", *shared)
+    second = submit.record("gateway", 2)
+    wait_for(second["folder"].parent.parent / "ready.json")
+    assert f"ready:\n- {deployed}\n" in (second["folder"] / second["settings"]).read_text()
+    # A replica that joins them, and one that leaves.
+    submit(*submit.served, "deploy.first_replica=2", *shared)
+    wait_for(deployed / "ready-2.json")
+    assert jobs("stop", f"{submit.record('deploy')['job_id']}_0").returncode == 0
+    (joined,) = statuses(jobs, f"{submit.record('deploy', 2)['folder']}")
+    assert joined["state"] == "RUNNING"
+    folders = [str(submit.record(*job)["folder"]) for job in (("deploy", 1), ("deploy", 2))]
+    assert jobs("stop", *folders, "gateway_tiny").returncode == 0
+    assert slurm.job_processes() == []
+
+
 def test_one_replica_is_stopped_and_the_others_go_on(
     slurm: TestCluster, submit: Submit, jobs: Jobs
 ) -> None:

@@ -29,12 +29,15 @@ server_state() {
         echo UNKNOWN
     fi
 }
+# The gateway before the servers is stopped with them.
+gateway=$(cat /mount/results/jobs/gateway/job_id)
 signal_server() {
     if [ "$1" = KILL ]; then
-        scancel --quiet "$server" || true
+        scancel --quiet "$server" "$gateway" || true
     else
-        scancel --quiet --signal="$1" "$server" || true
+        scancel --quiet --signal="$1" "$server" "$gateway" || true
     fi
+    scancel --quiet --state=PENDING "$gateway" || true
 }
 living='^(RUNNING|PENDING|CONFIGURING|COMPLETING|SUSPENDED|REQUEUED|UNKNOWN)$'
 server_lives() {

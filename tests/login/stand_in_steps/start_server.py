@@ -14,7 +14,9 @@ from pathlib import Path
 import yaml
 
 settings = yaml.safe_load(Path(sys.argv[sys.argv.index("--settings") + 1]).read_text())
-number = f"-{sys.argv[sys.argv.index('--replica') + 1]}" if "--replica" in sys.argv else ""
+known = settings["replica"]
+replica = sys.argv[sys.argv.index("--replica") + 1] if "--replica" in sys.argv else known
+number = "" if replica is None else f"-{replica}"
 ready_file = Path(settings["results_dir"]) / f"ready{number}.json"
 ready = {"http": "127.0.0.1:8000", "job": {"folder": settings["job_folder"]}}
 behaviour = os.environ.get("SERVER", "")

@@ -1,0 +1,84 @@
+"""A gateway in a job of its own, from start to end: one before all servers of a deployment."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+from launcher_scripts.gateway_settings import example_command
+from launcher_scripts.server.addresses import EVERY_ADDRESS, openai_url, with_node_address
+from launcher_scripts.server.gateway_process import GatewayProcess
+from launcher_scripts.server.ports import GATEWAY, reserved
+from launcher_scripts.server.ready_files import RENEW_SECONDS, ReadyFiles
+from launcher_scripts.server.stopping import StopRequest
+from launcher_scripts.settings import GatewayJobSettings
+
+_POLL_SECONDS = 0.2
+
+
+def serve_gateway(settings: GatewayJobSettings) -> None:
+    """Serve until SIGINT, SIGTERM or SIGHUP, and answer what is running then.
+
+    The ready file has the address once the gateway answers. Raises ServerError with the end of its
+    log when it cannot start, and when it dies once more than settings.restarts.
+    """
+    settings = with_node_address(settings)
+    host = str(settings.host)
+    ready_files = ReadyFiles(settings)
+    ready_files.prepare()
+    stop = StopRequest()
+    wanted = (GATEWAY, host, settings.gateway.port or 0, f"{settings.stage}.port")
+    with stop.listening(), reserved([wanted]) as ports:
+        process = _process(settings, host, ports[GATEWAY])
+        try:
+            process.start()
+            while stop.received is None and not process.models:
+                process.look()
+                time.sleep(_POLL_SECONDS)
+            if process.models:
+                _announce(settings, _url(settings, host, ports[GATEWAY]), process, ready_files)
+            renewed = time.monotonic()
+            while stop.received is None:
+                process.look()
+                if time.monotonic() - renewed > RENEW_SECONDS:
+                    ready_files.renew()
+                    renewed = time.monotonic()
+                time.sleep(_POLL_SECONDS)
+            print(f"stopping the gateway: {stop.name}", flush=True)
+        finally:
+            ready_files.remove()
+            process.stop(settings.stop_timeout)
+
+
+def _process(settings: GatewayJobSettings, host: str, port: int) -> GatewayProcess:
+    told = settings.gateway.settings(
+        settings.ready,
+        host,
+        port,
+        drain_timeout=settings.stop_timeout,
+        ready_timeout=settings.ready_timeout,
+        tokenizer_dir=settings.tokenizer_dir,
+    )
+    folder = Path(settings.job_folder or settings.results_dir)
+    return GatewayProcess(told, folder / "gateway.yaml", settings.restarts)
+
+
+def _url(settings: GatewayJobSettings, host: str, port: int) -> str:
+    """The address as clients are told it."""
+    public = socket.gethostname() if host in EVERY_ADDRESS else host
+    tls = settings.gateway.tls_certificate is not None
+    return openai_url(settings.public_host or public, port, tls=tls)
+
+
+def _announce(
+    settings: GatewayJobSettings, url: str, process: GatewayProcess, ready_files: ReadyFiles
+) -> None:
+    job = {"folder": settings.job_folder, "id": os.environ.get("SLURM_JOB_ID")}
+    facts = {"openai": url, "models": process.models, "ready": settings.ready, "job": job}
+    ready_files.write(facts)
+    print(f"ready: {json.dumps(facts)}", flush=True)
+    command = example_command(url, process.models[0], keyed=process.keyed)
+    print(f"try: {command}", flush=True)

@@ -1,0 +1,133 @@
+"""A gateway in a job of its own: its address, and how it lives, dies and ends."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher_scripts.gateway_settings import DeployedGateway
+from tests.gateway.processes import RunningGateway, gateway_job
+from tests.server.processes import RunningStep, running, wait_for
+from tests.server.repositories import export, text_config
+
+needs_server = pytest.mark.skipif(
+    importlib.util.find_spec("pytriton") is None,
+    reason="the pip-installable tritonserver is not there",
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStep]:
+    folder = tmp_path_factory.mktemp("server")
+    exported = export(folder, text_config(max_positions=4096), name="tiny", decoupled=True)
+    with running(folder / "job", Path(exported.model_repository), replica=0) as step:
+        step.wait_until_ready()
+        yield step
+
+
+def results(server: RunningStep) -> Path:
+    return Path(server.settings.results_dir)
+
+
+def ready_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "results" / "ready.json").read_text())
+
+
+def complete(started: RunningGateway, tokens: int = 3) -> str:
+    body = {"prompt": "Once", "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+    asked = urllib.request.Request(
+        f"{started.facts['openai']}/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        return json.load(answer)["choices"][0]["text"]
+
+
+def cache_use(started: RunningGateway) -> float | None:
+    with urllib.request.urlopen(f"{started.address}/servers") as answer:
+        return json.load(answer)["servers"][0]["cache_use"]
+
+
+def child_of(started: RunningGateway) -> int:
+    pid = started.process.pid
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
+
+
+def answers(started: RunningGateway) -> bool:
+    try:
+        with urllib.request.urlopen(f"{started.address}/ready", timeout=10) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+@needs_server
+def test_a_gateway_that_is_killed_comes_back_at_the_same_address(
+    server: RunningStep, tmp_path: Path
+) -> None:
+    with gateway_job(tmp_path, results(server), restarts=1) as started:
+        started.wait_until_ready()
+        assert ready_of(tmp_path).items() >= started.facts.items()
+        assert started.facts["models"] == ["tiny"]
+        assert ready_of(tmp_path)["job"]["folder"] == str(tmp_path)
+        text, child = complete(started), child_of(started)
+        wait_for(lambda: cache_use(started) == 0.0, 60)  # None before somebody has looked
+        os.kill(child, signal.SIGKILL)
+        wait_for(lambda: not Path(f"/proc/{child}").exists() and answers(started), 120)
+        assert complete(started) == text
+        assert "restart 1 of 1 of the gateway" in started.out
+        os.kill(child_of(started), signal.SIGKILL)
+        assert started.process.wait(60) == 1
+        assert "was killed by SIGKILL" in started.err
+        assert not (tmp_path / "results" / "ready.json").exists()
+
+
+@needs_server
+def test_it_ends_in_order_and_its_servers_go_on(server: RunningStep, tmp_path: Path) -> None:
+    with gateway_job(tmp_path, results(server)) as started:
+        started.wait_until_ready()
+        with gateway_job(tmp_path, results(server)) as second:
+            assert second.process.wait(60) == 1
+            assert "another gateway is alive with this results_dir" in second.err
+            assert "change gateway.run.results_dir, or stop that gateway first" in second.err
+        assert complete(started)
+        assert started.stop() == 0, started.err
+        assert "gateway: draining: 0 requests are running" in started.out
+        assert not (tmp_path / "results" / "ready.json").exists()
+        assert not answers(started)
+    assert not server.ended()
+
+
+def test_a_port_in_use_is_found_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        wanted = DeployedGateway(port=port)
+        with gateway_job(tmp_path, tmp_path / "servers", gateway=wanted) as started:
+            assert started.process.wait(60) == 1
+            assert f"got {port}; change gateway.port (0: a free one)" in started.err
+
+
+def test_servers_that_do_not_come_are_named(tmp_path: Path) -> None:
+    (tmp_path / "servers").mkdir()
+    with gateway_job(tmp_path, tmp_path / "servers", ready_timeout=0.5, restarts=3) as started:
+        assert started.process.wait(60) == 1
+        assert "servers has no ready.json or ready-[0-9]*.json" in started.err
+        assert "restart" not in started.out
+
+
+def test_it_may_be_stopped_while_it_waits_for_its_servers(tmp_path: Path) -> None:
+    (tmp_path / "servers").mkdir()
+    with gateway_job(tmp_path, tmp_path / "servers") as started:
+        wait_for(lambda: (tmp_path / "gateway.yaml").exists(), 60)
+        assert started.stop() == 0, started.err

@@ -1,0 +1,13 @@
+#!/bin/bash
+# gateway: gateway_gpt3_126m
+
+# The first command that fails ends the job, and its exit code is the job's.
+set -euo pipefail
+
+export PYTHONPATH=/opt/NeMo-Megatron-Launcher
+export PYTHONUNBUFFERED=1
+export TRANSFORMERS_OFFLINE=1
+cd /mount/results/gpt3_126m/jobs/001
+
+# Step 1 of 1: run_gateway
+exec python3 -m launcher_scripts.steps.run_gateway --settings /mount/results/gpt3_126m/jobs/001/gateway_gpt3_126m_hydra.yaml
