@@ -25,7 +25,7 @@ try:
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from launcher_scripts.errors import ConfigError, LauncherError
+    from launcher_scripts.common.errors import ConfigError, LauncherError
     from stages.choices import check_choices, check_grammar, check_keys
     from stages.plan import Plan, make_plan
 except ModuleNotFoundError as missing:

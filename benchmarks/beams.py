@@ -25,10 +25,10 @@ import transformers
 from transformers import T5ForConditionalGeneration
 
 from benchmarks.int8_accuracy import exported
+from launcher_scripts.common.tokenizer import load_tokenizer
+from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.engine.weights import DTYPES
-from launcher_scripts.protocol import GenerateRequest, SamplingParameters
-from launcher_scripts.tokenizer import load_tokenizer
+from launcher_scripts.engine.model.weights import DTYPES
 
 MOST_TOKENS = 64
 MOST_PIECES = 62

@@ -11,9 +11,9 @@ import numpy as np
 from ctranslate2.specs import common_spec, model_spec, transformer_spec
 
 from benchmarks.repositories import random_bits
+from launcher_scripts.contract.protocol import GenerateRequest
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
-from launcher_scripts.protocol import GenerateRequest
 
 # How requests of different lengths can be run together: one batch until its longest row ends, one
 # that rows leave, and several at the same time.

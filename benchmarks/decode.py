@@ -30,16 +30,16 @@ from benchmarks.generate import (
 )
 from benchmarks.shapes import CONFIGS
 from benchmarks.steps import step_ms
-from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.engine.core.plan import PrefillPart, RowStart
+from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.engine.layers import Segment
-from launcher_scripts.engine.loading import assemble_runner, prepare_process
-from launcher_scripts.engine.plan import PrefillPart, RowStart
-from launcher_scripts.engine.prompt_batch import Nowhere, PackedPrompts, unpacked
-from launcher_scripts.engine.runner import Runner
+from launcher_scripts.engine.model.layers import Segment
+from launcher_scripts.engine.runner.loading import assemble_runner, prepare_process
+from launcher_scripts.engine.runner.prompt_batch import Nowhere, PackedPrompts, unpacked
+from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
-from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 
 GPT_CASES = ((1, 80), (1, 1024), (8, 80), (32, 80))
 T5_CASES = ((1, 40, 200), (32, 64, 128))  # rows, context, source

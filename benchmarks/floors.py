@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.shapes import Case
-from launcher_scripts.checkpoint.fastertransformer import weight_files
+from launcher_scripts.checkpoint.fastertransformer.folder import weight_files
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 

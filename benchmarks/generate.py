@@ -25,18 +25,18 @@ from torch.nn import functional
 
 from benchmarks.plain_torch import PlainTorchGPT
 from benchmarks.shapes import SHAPES
-from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.engine.families import engine_family
-from launcher_scripts.engine.loading import assemble_runner, prepare_process
-from launcher_scripts.engine.t5_weights import T5Weights
-from launcher_scripts.engine.weights import GPTWeights
+from launcher_scripts.engine.model.families import engine_family
+from launcher_scripts.engine.model.t5_weights import T5Weights
+from launcher_scripts.engine.model.weights import GPTWeights
+from launcher_scripts.engine.runner.loading import assemble_runner, prepare_process
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.kernels.operands import Linear
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.protocol import GenerateRequest
 
 DEVICE = torch.device("cuda", 0)
 LENGTHS = ((60, 20), (200, 200))

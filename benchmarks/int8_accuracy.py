@@ -22,14 +22,14 @@ import numpy as np
 import sacrebleu
 import torch
 
-from launcher_scripts.checkpoint.export import export
+from launcher_scripts.checkpoint.convert.export import export
+from launcher_scripts.common.tokenizer import load_tokenizer
+from launcher_scripts.config.settings import ExportSettings
+from launcher_scripts.contract.protocol import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.engine.loading import load_weights, open_checkpoint
+from launcher_scripts.engine.runner.loading import load_weights, open_checkpoint
 from launcher_scripts.evaluation.tasks import lambada
-from launcher_scripts.protocol import GenerateRequest
-from launcher_scripts.settings import ExportSettings
 from launcher_scripts.steps.quickstart import gguf_file
-from launcher_scripts.tokenizer import load_tokenizer
 
 CONFIGURATIONS = (("fp32", 0), ("fp32", 1), ("bf16", 0), ("bf16", 1))
 LAMBADA_ITEMS = Path(lambada.__file__).parents[1] / "data" / "lambada_first200.jsonl"

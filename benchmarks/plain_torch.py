@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from launcher_scripts.engine.weights import GPTWeights, LayerWeights
+from launcher_scripts.engine.model.weights import GPTWeights, LayerWeights
 from launcher_scripts.kernels.operands import Norm
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from launcher_scripts.checkpoint.fastertransformer import FTWriter, WeightFile, weight_files
-from launcher_scripts.checkpoint.model_repository import ModelRepository
-from launcher_scripts.checkpoint.random_checkpoint import is_gain
+from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, WeightFile, weight_files
+from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.checkpoint.sources.random_checkpoint import is_gain
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.settings import ExportSettings, TokenizerSettings
 
 BLOCK = 1 << 22  # numbers; larger tensors repeat them
 

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.shapes import Case
+from launcher_scripts.config.settings import DeploySettings, write_settings
+from launcher_scripts.contract.protocol import GenerateRequest
 from launcher_scripts.evaluation.client import Client
-from launcher_scripts.protocol import GenerateRequest
-from launcher_scripts.settings import DeploySettings, write_settings
 
 INPUTS, OUTPUTS = (32, 512), (16, 256)  # tokens of the mixed requests
 START_SECONDS = 240

@@ -6,11 +6,11 @@ import statistics
 
 import torch
 
-from launcher_scripts.engine.graphs import bucket_bounds
-from launcher_scripts.engine.plan import Bounds, RowStart
-from launcher_scripts.engine.runner import Runner
-from launcher_scripts.engine.sampler import sampling_batch
-from launcher_scripts.protocol import SamplingParameters
+from launcher_scripts.contract.protocol import SamplingParameters
+from launcher_scripts.engine.core.plan import Bounds, RowStart
+from launcher_scripts.engine.core.sampler import sampling_batch
+from launcher_scripts.engine.runner.graphs import bucket_bounds
+from launcher_scripts.engine.runner.runner import Runner
 
 STEPS = 8
 

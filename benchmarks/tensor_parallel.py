@@ -28,16 +28,16 @@ from benchmarks.generate import (
 )
 from benchmarks.shapes import SHAPES
 from benchmarks.steps import step_ms
-from launcher_scripts.engine.communicator import (
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.engine.distributed.communicator import (
     Communicator,
     ProcessGroupCommunicator,
     join_store,
     open_store,
 )
-from launcher_scripts.engine.interfaces import LOOPBACK
-from launcher_scripts.engine.loading import assemble_runner, prepare_process
-from launcher_scripts.engine.symmetric_memory import BUFFER_BYTES, Route, SymmetricSums
-from launcher_scripts.parallel import Parallelism
+from launcher_scripts.engine.distributed.interfaces import LOOPBACK
+from launcher_scripts.engine.distributed.symmetric_memory import BUFFER_BYTES, Route, SymmetricSums
+from launcher_scripts.engine.runner.loading import assemble_runner, prepare_process
 
 TIMEOUT = 300.0
 CONTEXT = 80

@@ -1,4 +1,4 @@
-"""Find the tiles of a decode step's products on this device; see launcher_scripts/kernels/tiles.py.
+"""Find the tiles of a decode step's products on this device; see kernels/cuda/tiles.py.
 
     python3 -m benchmarks.tune --out tiles.json [--sizes 768:3072:64:12 ...] [--gated] [--ranks 2]
 
@@ -27,14 +27,14 @@ import torch
 from benchmarks.generate import DEVICE, engine_settings, random_weights, release
 from benchmarks.shapes import MODERN, VOCABULARY, t5
 from benchmarks.steps import step_ms
-from launcher_scripts.engine.communicator import Communicator
-from launcher_scripts.engine.loading import assemble_runner, prepare_process
-from launcher_scripts.engine.runner import Runner
-from launcher_scripts.kernels import tiles
-from launcher_scripts.kernels.tiles import PAIRED, TABLE, DotTile, RowTile
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.runner.loading import assemble_runner, prepare_process
+from launcher_scripts.engine.runner.runner import Runner
+from launcher_scripts.kernels.cuda import tiles
+from launcher_scripts.kernels.cuda.tiles import PAIRED, TABLE, DotTile, RowTile
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
-from launcher_scripts.parallel import Parallelism
 
 SIZES = ("768:3072:64:12", "2048:8192:128:16", "4096:16384:128:32", "6144:24576:128:48")
 STEP_BYTES = 1 << 30  # of layers: many times the second cache, so that weights come from memory

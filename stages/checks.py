@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from launcher_scripts.errors import Problems
-from launcher_scripts.security import too_open
+from launcher_scripts.common.errors import Problems
+from launcher_scripts.config.security import too_open
 from stages.mounts import Mount, host_path
 
 _TIME_LIMIT = re.compile(r"\d+(:\d+(:\d+)?)?|\d+-\d+(:\d+(:\d+)?)?")

@@ -17,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from launcher_scripts.errors import ConfigError, Problems
+from launcher_scripts.common.errors import ConfigError, Problems
 
 _CHOICE = re.compile(r"(?P<group>\w+)(?:@[\w.]+)?=(?P<choice>[\w.\-/]*)")
 _WITHOUT_VALUE = ("-m", "--multirun", "--resolve", "-h", "--help", "--hydra-help")

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
-from launcher_scripts.errors import CheckpointError, ConfigError
-from launcher_scripts.gateway_settings import DeployedGateway
+from launcher_scripts.common.errors import CheckpointError, ConfigError
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.gateway import DeployedGateway
+from launcher_scripts.config.security import LOOPBACK, ServerSecurity
+from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.models.repository import (
     BACKEND_MODEL_TYPES,
     ServedModel,
     is_remote,
     served_models,
 )
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.security import LOOPBACK, ServerSecurity
-from launcher_scripts.settings import DeploySettings
 from stages.export import Export
 from stages.gateway_files import check_gateway, gateway_with_absolute_files
 from stages.paths import absolute

@@ -8,12 +8,12 @@ from functools import cached_property
 from pathlib import Path
 
 from launcher_scripts.cluster.job import Job, JobFolder, Resources
-from launcher_scripts.contracts import CONTRACTS
-from launcher_scripts.errors import ConfigError, Problems, problem
+from launcher_scripts.common.errors import ConfigError, Problems, problem
+from launcher_scripts.config.security import ClientTls
+from launcher_scripts.config.settings import EvaluateSettings
+from launcher_scripts.config.tasks import BenchmarkSettings, GenerationSettings, TaskSettings
+from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.models.repository import ServedModel
-from launcher_scripts.security import ClientTls
-from launcher_scripts.settings import EvaluateSettings
-from launcher_scripts.task_settings import BenchmarkSettings, GenerationSettings, TaskSettings
 from stages.deploy import Deploy
 from stages.paths import absolute
 from stages.stage import Launch, Stage

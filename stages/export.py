@@ -9,7 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.errors import CheckpointError, ConfigError, problem
+from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.schema import build
+from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
 from launcher_scripts.models.nemo_config import (
     NemoSizes,
     find_checkpoint,
@@ -18,9 +21,6 @@ from launcher_scripts.models.nemo_config import (
 )
 from launcher_scripts.models.nemo_tokenizer import check_tokenizer
 from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, TEXT_MODELS, check_int8_mode
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.schema import build
-from launcher_scripts.settings import ExportSettings, TokenizerSettings
 from stages.paths import absolute
 from stages.stage import Launch, Stage
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from launcher_scripts.gateway_settings import PRIVATE_FILES, DeployedGateway
-from launcher_scripts.security import ServerSecurity
+from launcher_scripts.config.gateway import PRIVATE_FILES, DeployedGateway
+from launcher_scripts.config.security import ServerSecurity
 from stages.checks import Checks
 from stages.paths import absolute
 

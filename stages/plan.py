@@ -9,9 +9,9 @@ from typing import Any
 from launcher_scripts.cluster import CLUSTERS
 from launcher_scripts.cluster.cluster import Cluster
 from launcher_scripts.cluster.job import Job, JobFolder, Submitted
-from launcher_scripts.errors import ClusterError, ConfigError, Problems, lookup
-from launcher_scripts.schema import build
-from launcher_scripts.stop_signals import Interruption
+from launcher_scripts.common.errors import ClusterError, ConfigError, Problems, lookup
+from launcher_scripts.common.processes import Interruption
+from launcher_scripts.config.schema import build
 from stages import STAGES
 from stages.checks import Checks
 from stages.stage import Launch, LauncherConfig, Stage

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from launcher_scripts.security import ServerSecurity
+from launcher_scripts.config.security import ServerSecurity
 from stages.checks import Checks
 from stages.paths import absolute
 

@@ -20,8 +20,8 @@ from launcher_scripts.cluster.job import (
     Service,
     Step,
 )
-from launcher_scripts.overlay import FILE_NAME
-from launcher_scripts.schema import build
+from launcher_scripts.common.overlay import FILE_NAME
+from launcher_scripts.config.schema import build
 from stages.checks import Checks
 from stages.mounts import Mount, mounts_for
 from stages.paths import absolute

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from launcher_scripts.cluster import CLUSTERS
-from launcher_scripts.task_settings import TASK_NAMES
+from launcher_scripts.config.tasks import TASK_NAMES
 from stages import STAGES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,89 +35,35 @@ TEXTS = sorted(
 FILE_LINES = 500
 FUNCTION_LINES = 60
 
-FLOOR = frozenset(
-    {
-        "errors",
-        "gateway_settings",
-        "schema",
-        "parallel",
-        "nodes",
-        "overlay",
-        "models",
-        "protocol",
-        "ready_age",
-        "contracts",
-        "contracts_agm",
-        "contracts_sessions",
-        "contracts_text",
-        "metric_names",
-        "remains",
-        "render",
-        "replicas",
-        "security",
-        "settings",
-        "stop_signals",
-        "task_settings",
-        "untrusted",
-        "whole_files",
-    }
-)
+FLOOR = frozenset({"common", "config", "contract", "models"})
 # room -> the rooms that it may import besides itself
 MAY_IMPORT = {
-    "main": {"stages", "errors"},
+    "main": {"stages", "common"},
     "stages": {"cluster"} | FLOOR,
-    "cluster": FLOOR,
+    "cluster": {"common", "config"},
     "jobs": {"cluster"} | FLOOR,
-    "errors": set(),
-    "schema": {"errors"},
-    "parallel": {"errors"},
-    "gateway_settings": {"errors", "security"},
-    "nodes": {"errors"},
-    "metric_names": set(),
-    "overlay": set(),
-    "protocol": {"errors"},
-    "contracts": {"contracts_agm", "contracts_text", "protocol", "errors"},
-    "contracts_agm": {"protocol"},
-    "contracts_sessions": {"contracts", "contracts_text", "protocol", "errors"},
-    "contracts_text": {"protocol", "text_names"},
-    "render": {"errors"},
-    "models": {"errors", "parallel", "untrusted"},
-    "ready_age": set(),
-    "remains": set(),
-    "replicas": set(),
-    "security": {"errors"},
-    "settings": {
-        "errors",
-        "gateway_settings",
-        "parallel",
-        "replicas",
-        "schema",
-        "security",
-        "task_settings",
-        "whole_files",
-    },
-    "stop_signals": set(),
-    "task_settings": {"errors"},
-    "text_deltas": set(),
-    "text_names": set(),
-    "tokenizer": set(),
-    "untrusted": set(),
-    "whole_files": set(),
-    "checkpoint": FLOOR | {"text_deltas", "text_names", "tokenizer"},
-    "kernels": {"errors", "parallel"},
+    "common": set(),
+    "config": {"common"},
+    "contract": {"common"},
+    "models": {"common"},
+    "checkpoint": FLOOR,
+    "checkpoint.formats": {"common"},
+    "kernels": {"common"},
     "engine": {"kernels", "checkpoint"} | FLOOR,
-    "backends": {"engine", "checkpoint", "tokenizer"} | FLOOR,
+    "backends": {"engine", "checkpoint"} | FLOOR,
     "server": FLOOR,
     "clients": FLOOR,
-    "evaluation": {"clients", "tokenizer"} | FLOOR,
-    "gateway": {"checkpoint", "clients", "text_deltas", "tokenizer"} | FLOOR,
-    "steps": {"server", "gateway", "engine", "evaluation", "checkpoint", "tokenizer"} | FLOOR,
+    "evaluation": {"clients"} | FLOOR,
+    "gateway": {"checkpoint", "clients"} | FLOOR,
+    "steps": {"server", "gateway", "engine", "evaluation", "checkpoint"} | FLOOR,
     "launcher_scripts.main": set(),
 }
+# Modules that are copied beside the text models of a repository, so they import nothing of ours.
+COPIED = ("common.tokenizer", "common.text_deltas", "contract.text_names")
 # dependency -> the only places that may import it
 DOORS = {
     "submitit": ("launcher_scripts/cluster/slurm.py",),
-    "jinja2": ("launcher_scripts/render.py", "launcher_scripts/gateway/chat_template.py"),
+    "jinja2": ("launcher_scripts/common/rendering.py", "launcher_scripts/gateway/chat_template.py"),
     "hydra": ("main.py", "stages/"),
     "omegaconf": ("main.py", "stages/"),
     "triton_python_backend_utils": ("launcher_scripts/backends/",),
@@ -140,7 +86,7 @@ DOORS = {
         "launcher_scripts/evaluation/transformers_model.py",
         "launcher_scripts/evaluation/nemo_model.py",
         "launcher_scripts/evaluation/core_model.py",
-        "launcher_scripts/checkpoint/sinusoidal_positions.py",
+        "launcher_scripts/checkpoint/sources/sinusoidal_positions.py",
     ),
     "transformers": ("launcher_scripts/evaluation/transformers_model.py",),
     "megatron": ("launcher_scripts/evaluation/core_model.py",),
@@ -179,8 +125,9 @@ def room(module: str) -> str:
     """The room that one of our modules belongs to."""
     if module == "launcher_scripts.main":
         return module
-    parts = module.split(".")
-    return parts[1] if parts[0] == "launcher_scripts" and len(parts) > 1 else parts[0]
+    parts = module.removeprefix("launcher_scripts.").split(".")
+    inner = ".".join(parts[:2])
+    return inner if inner in MAY_IMPORT else parts[0]
 
 
 def ours(module: str) -> bool:
@@ -196,7 +143,14 @@ def test_rooms_import_only_their_neighbours(path: Path) -> None:
     for module in filter(ours, imported(path)):
         other = room(module)
         allowed = MAY_IMPORT[own] | {own, "launcher_scripts"}
+        if "checkpoint" in allowed:
+            allowed = allowed | {"checkpoint.formats"}
         assert other in allowed, f"{path} may not import {module}"
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_what_is_copied_stands_alone(name: str) -> None:
+    assert not any(map(ours, imported(MODULES[f"launcher_scripts.{name}"])))
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=str)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.metric_names import GATEWAY_METRICS, MODEL_METRICS
+from launcher_scripts.contract.metric_names import GATEWAY_METRICS, MODEL_METRICS
 
 DOCS = Path(__file__).parents[1] / "docs"
 METRICS = (*MODEL_METRICS, *GATEWAY_METRICS)

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from launcher_scripts.errors import ServerError
-from launcher_scripts.nodes import ALONE, NodeRank, find_node_rank
-from launcher_scripts.parallel import Parallelism
+from launcher_scripts.common.errors import ServerError
+from launcher_scripts.common.hosts import ALONE, NodeRank, find_node_rank
+from launcher_scripts.common.parallelism import Parallelism
 
 SRUN = {
     "SLURM_JOB_ID": "42",

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts import remains
+from launcher_scripts.common import cleanup as remains
 
 SERVER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from launcher_scripts.remains import Claim
+from launcher_scripts.common.cleanup import Claim
 
 folder, shared_memory = Path(sys.argv[1]), Path(sys.argv[2])
 folder.mkdir()

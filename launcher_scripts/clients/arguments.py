@@ -10,8 +10,8 @@ from pathlib import Path
 from launcher_scripts.clients.connection import CONNECTIONS
 from launcher_scripts.clients.models import DEFAULT_MODEL
 from launcher_scripts.clients.remote import RemoteServer
-from launcher_scripts.errors import ConfigError, LauncherError, Problems
-from launcher_scripts.security import ClientTls
+from launcher_scripts.common.errors import ConfigError, LauncherError, Problems
+from launcher_scripts.config.security import ClientTls
 
 DEFAULT_ADDRESSES = {"http": "localhost:8000", "grpc": "localhost:8001"}
 TLS_FILES = {

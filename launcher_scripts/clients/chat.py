@@ -20,7 +20,7 @@ from launcher_scripts.clients.end_to_end_test import column, generating_contract
 from launcher_scripts.clients.models import Models, find_models
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.clients.tensors import rows_of
-from launcher_scripts.errors import ConfigError, ServerError, problem
+from launcher_scripts.common.errors import ConfigError, ServerError, problem
 
 HINT = "/quit ends, /new forgets the conversation, Ctrl-C stops an answer"
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.errors import ServerError, problem
-from launcher_scripts.security import ClientTls
+from launcher_scripts.common.errors import ServerError, problem
+from launcher_scripts.config.security import ClientTls
 
 MOST_IN_FLIGHT = 256
 # Logits outgrow the usual limits, and the server is no one's to reach through a proxy.

@@ -22,8 +22,8 @@ from launcher_scripts.clients.issue_request import readable
 from launcher_scripts.clients.models import Models, find_models
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.clients.tensors import sampling_tensors
-from launcher_scripts.contracts import CONTRACTS, Contract
-from launcher_scripts.errors import ConfigError, problem
+from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.contract.contracts import CONTRACTS, Contract
 
 SENTENCES = (
     "The harbour was quiet when the last ferry",

@@ -29,7 +29,7 @@ from launcher_scripts.clients.tensors import (
     rows_of,
     sampling_tensors,
 )
-from launcher_scripts.errors import ServerError, problem
+from launcher_scripts.common.errors import ServerError, problem
 
 REQUESTS = 10
 WARM_UP_REQUESTS = 2

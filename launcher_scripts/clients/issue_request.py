@@ -34,7 +34,7 @@ from launcher_scripts.clients.arguments import (
 from launcher_scripts.clients.connection import BFLOAT16, NUMPY_TYPES, SequenceStep, Tensors
 from launcher_scripts.clients.models import find_models
 from launcher_scripts.clients.remote import RemoteServer
-from launcher_scripts.errors import ConfigError, Problems, ServerError, problem
+from launcher_scripts.common.errors import ConfigError, Problems, ServerError, problem
 
 DEFAULT_CONFIG = {
     "protocol": "http",

@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher_scripts.clients.connection import SequenceStep, Tensors
 from launcher_scripts.clients.remote import RemoteServer
-from launcher_scripts.errors import ConfigError, problem
+from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.models.repository import TEXT_MODELS
 
 DEFAULT_MODEL = "fastertransformer"

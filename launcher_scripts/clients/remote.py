@@ -11,8 +11,8 @@ from launcher_scripts.clients.connection import (
     Tensors,
     failure_facts,
 )
-from launcher_scripts.errors import LauncherError, ServerError, lookup, problem
-from launcher_scripts.security import ClientTls
+from launcher_scripts.common.errors import LauncherError, ServerError, lookup, problem
+from launcher_scripts.config.security import ClientTls
 
 
 class RemoteServer:

@@ -9,7 +9,7 @@ import numpy as np
 
 from launcher_scripts.clients.connection import SequenceStep, Tensors
 from launcher_scripts.clients.models import Models
-from launcher_scripts.errors import ConfigError, Problems, problem
+from launcher_scripts.common.errors import ConfigError, Problems, problem
 
 
 def steps(flags: argparse.Namespace) -> Iterator[SequenceStep]:

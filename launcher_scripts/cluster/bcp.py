@@ -14,8 +14,8 @@ from typing import ClassVar
 from launcher_scripts.cluster.foreground import ForegroundCluster
 from launcher_scripts.cluster.job import Job
 from launcher_scripts.cluster.options import ClusterOptions
-from launcher_scripts.errors import Problems
-from launcher_scripts.render import render
+from launcher_scripts.common.errors import Problems
+from launcher_scripts.common.rendering import render
 
 ARRAY_TYPES = ("pytorch", "mpi")
 # The number of nodes of the BCP job that this process runs in.

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 from launcher_scripts.cluster.job import Job, Submitted
 from launcher_scripts.cluster.record import JobRecord
 from launcher_scripts.cluster.state import JobState
-from launcher_scripts.errors import Problems
+from launcher_scripts.common.errors import Problems
 
 
 class Cluster(Protocol):

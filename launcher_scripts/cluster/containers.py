@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from launcher_scripts.cluster.job import Job
-from launcher_scripts.errors import ConfigError, Problems
+from launcher_scripts.common.errors import ConfigError, Problems
 
 # Characters that a mount cannot have, and why.
 _REFUSED = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher_scripts.cluster.containers import is_file, registry_name
-from launcher_scripts.errors import ConfigError, problem
+from launcher_scripts.common.errors import ConfigError, problem
 
 _MOUNT_FLAGS = "none:x-create=auto,rbind"
 

@@ -19,8 +19,8 @@ from launcher_scripts.cluster.options import ConfiguredCluster, Options
 from launcher_scripts.cluster.process import POLL_SECONDS, Process, ServiceProcess, adopt_orphans
 from launcher_scripts.cluster.record import JobRecord
 from launcher_scripts.cluster.state import JobState
-from launcher_scripts.errors import ClusterError, ServerError
-from launcher_scripts.stop_signals import stop_signals
+from launcher_scripts.common.errors import ClusterError, ServerError
+from launcher_scripts.common.processes import stop_signals
 
 
 class Stopped(ClusterError):

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.cluster.record import RECORD, JobRecord, write_text
-from launcher_scripts.errors import ClusterError, ConfigError, Problems, problem
-from launcher_scripts.settings import settings_text
+from launcher_scripts.common.errors import ClusterError, ConfigError, Problems, problem
+from launcher_scripts.config.settings import settings_text
 
 _LONGEST_NAME = 200  # names of files end in the job's id and more, and have 255 bytes
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

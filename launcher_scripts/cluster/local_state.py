@@ -13,9 +13,9 @@ from pathlib import Path
 
 from launcher_scripts.cluster.record import read_end, read_json, write_end, write_text
 from launcher_scripts.cluster.state import UNKNOWN, JobState, wait_for
-from launcher_scripts.errors import ClusterError, ConfigError
-from launcher_scripts.schema import build
-from launcher_scripts.stop_signals import STOP_SIGNALS
+from launcher_scripts.common.errors import ClusterError, ConfigError
+from launcher_scripts.common.processes import STOP_SIGNALS
+from launcher_scripts.config.schema import build
 
 PROCESS = "process.json"
 _KILL_SECONDS = 5.0

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-from launcher_scripts.errors import ConfigError, Problems
-from launcher_scripts.schema import build
+from launcher_scripts.common.errors import ConfigError, Problems
+from launcher_scripts.config.schema import build
 
 
 @dataclass(frozen=True, kw_only=True)

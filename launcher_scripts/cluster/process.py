@@ -18,7 +18,7 @@ from collections.abc import Callable
 from launcher_scripts.cluster.job import Service, Submitted
 from launcher_scripts.cluster.local_state import note_end, note_process
 from launcher_scripts.cluster.record import read_json
-from launcher_scripts.errors import ClusterError
+from launcher_scripts.common.errors import ClusterError
 
 POLL_SECONDS = 0.05
 _GROUP_SECONDS = 5.0

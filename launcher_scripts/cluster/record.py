@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.cluster.state import JobState
-from launcher_scripts.errors import ClusterError, ConfigError
-from launcher_scripts.replicas import replica_file
-from launcher_scripts.schema import build
-from launcher_scripts.whole_files import write_whole
+from launcher_scripts.common.atomic_write import write_whole
+from launcher_scripts.common.errors import ClusterError, ConfigError
+from launcher_scripts.common.replicas import replica_file
+from launcher_scripts.config.schema import build
 
 RECORD = "job.json"
 

@@ -21,7 +21,7 @@ from launcher_scripts.cluster.slurm_options import SlurmOptions
 from launcher_scripts.cluster.slurm_room import check_room
 from launcher_scripts.cluster.slurm_script import slurm_script
 from launcher_scripts.cluster.state import JobState, wait_for
-from launcher_scripts.errors import ClusterError, Problems, problem
+from launcher_scripts.common.errors import ClusterError, Problems, problem
 
 _CANCEL_SECONDS = 30.0
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher_scripts.cluster.job import Job
 from launcher_scripts.cluster.options import ClusterOptions
-from launcher_scripts.errors import ConfigError, Problems, problem
+from launcher_scripts.common.errors import ConfigError, Problems, problem
 
 _OWN_KEYS = (
     *("type", "job_name_prefix", "mpi", "srun_args", "python", "requeue"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launcher_scripts.cluster.job import Resources
 from launcher_scripts.cluster.state import FORGOTTEN, UNKNOWN, JobState
-from launcher_scripts.errors import Problems, problem
+from launcher_scripts.common.errors import Problems, problem
 
 _TIMEOUT = 30.0
 _UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "N/A")

@@ -10,7 +10,7 @@ from typing import Any
 from launcher_scripts.cluster import slurm_queue
 from launcher_scripts.cluster.job import Job
 from launcher_scripts.cluster.slurm_options import SlurmOptions
-from launcher_scripts.errors import Problems
+from launcher_scripts.common.errors import Problems
 
 _GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d+)")
 _MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}

@@ -11,7 +11,7 @@ from launcher_scripts.cluster.enroot import EnrootImage, enroot_mount
 from launcher_scripts.cluster.job import Job, Step
 from launcher_scripts.cluster.slurm_options import SlurmOptions, file_pattern
 from launcher_scripts.cluster.variables import Variables
-from launcher_scripts.render import render
+from launcher_scripts.common.rendering import render
 
 # How often a client's job asks for the state of its server's job.
 _CHECK_SECONDS = 5

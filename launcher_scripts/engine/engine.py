@@ -10,9 +10,24 @@ from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from launcher_scripts.engine.guide import Guide
-from launcher_scripts.engine.heartbeat import DEVICE
-from launcher_scripts.engine.loading import (
+from launcher_scripts.common.errors import RequestError, ServerError
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.engine.core.guide import Guide
+from launcher_scripts.engine.core.pending import Pending
+from launcher_scripts.engine.core.plan import Plan
+from launcher_scripts.engine.core.requests import check_request, parts, warm_up_request
+from launcher_scripts.engine.core.results import StepResult
+from launcher_scripts.engine.core.row import Progress, Row
+from launcher_scripts.engine.core.scheduler import Scheduler
+from launcher_scripts.engine.core.session import Session, prompt_in_session
+from launcher_scripts.engine.core.statistics import Statistics
+from launcher_scripts.engine.distributed.heartbeat import DEVICE
+from launcher_scripts.engine.distributed.messages import RankInfo
+from launcher_scripts.engine.distributed.node_group import ONE_NODE, NodeGroup
+from launcher_scripts.engine.distributed.ranks import NAMING_SECONDS, Ranks
+from launcher_scripts.engine.model.network import Network
+from launcher_scripts.engine.runner.kernel_precompiler import KernelPrecompiler
+from launcher_scripts.engine.runner.loading import (
     PREFILL_TOKENS,
     EngineSettings,
     assemble_runner,
@@ -21,25 +36,10 @@ from launcher_scripts.engine.loading import (
     prepare_process,
     rank_device,
 )
-from launcher_scripts.engine.messages import RankInfo
-from launcher_scripts.engine.network import Network
-from launcher_scripts.engine.node_group import ONE_NODE, NodeGroup
-from launcher_scripts.engine.pending import Pending
-from launcher_scripts.engine.plan import Plan
-from launcher_scripts.engine.precompile import KernelPrecompiler
-from launcher_scripts.engine.ranks import NAMING_SECONDS, Ranks
-from launcher_scripts.engine.recording import Recording, device_memory
-from launcher_scripts.engine.requests import check_request, parts, warm_up_request
-from launcher_scripts.engine.results import StepResult
-from launcher_scripts.engine.row import Progress, Row
-from launcher_scripts.engine.runner import Runner
-from launcher_scripts.engine.scheduler import Scheduler
-from launcher_scripts.engine.session import Session, prompt_in_session
-from launcher_scripts.engine.statistics import Statistics
-from launcher_scripts.engine.timeline import Timeline
-from launcher_scripts.errors import RequestError, ServerError
+from launcher_scripts.engine.runner.recording import Recording, device_memory
+from launcher_scripts.engine.runner.runner import Runner
+from launcher_scripts.engine.runner.timeline import Timeline
 from launcher_scripts.models.family import ModelConfig
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
 STEPS_AHEAD = {"cpu": 0, "cuda": 1}
 STOP_SECONDS = 20.0

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from launcher_scripts.clients.connection import MOST_IN_FLIGHT
 from launcher_scripts.clients.models import find_models, parameter
 from launcher_scripts.clients.remote import RemoteServer
-from launcher_scripts.contracts import CONTRACTS
-from launcher_scripts.errors import ConfigError, lookup, problem
+from launcher_scripts.common.errors import ConfigError, lookup, problem
+from launcher_scripts.config.security import ClientTls
+from launcher_scripts.contract.contracts import CONTRACTS
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.spread import SpreadServer
 from launcher_scripts.evaluation.tensors import output_names, request_tensors, row_outputs
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest
-from launcher_scripts.security import ClientTls
 
 
 class Client:

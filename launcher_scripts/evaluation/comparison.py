@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.errors import ConfigError, problem
+from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.nemo_model import NemoModel
 from launcher_scripts.evaluation.pace import TimedModel
 from launcher_scripts.evaluation.tasks.task import (
@@ -21,7 +22,6 @@ from launcher_scripts.evaluation.tasks.task import (
     TaskResult,
 )
 from launcher_scripts.evaluation.transformers_model import TransformersModel
-from launcher_scripts.task_settings import TaskSettings
 
 # What two answers to one item are compared by, where the item has it.
 ANSWER_KEYS = ("prediction", "correct")

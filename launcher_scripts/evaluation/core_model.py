@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.errors import ConfigError, problem
+from launcher_scripts.common.errors import ConfigError, problem
 
 # The core's fields that decide what a GPT computes; those of the training are left.
 FIELDS = (

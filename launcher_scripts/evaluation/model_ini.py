@@ -5,9 +5,9 @@ from __future__ import annotations
 import configparser
 from pathlib import Path
 
-from launcher_scripts.errors import ConfigError, problem
+from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.common.untrusted import read_plain
 from launcher_scripts.models.ini_text import FILE_NAME, parse_ini
-from launcher_scripts.untrusted import read_plain
 
 
 def read_model_ini(folder: Path) -> configparser.RawConfigParser:

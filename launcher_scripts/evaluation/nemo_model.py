@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.errors import ConfigError, problem
+from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.tasks.task import REFERENCE_KEY
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
 
 class NemoModel:

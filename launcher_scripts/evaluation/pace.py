@@ -9,8 +9,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.tasks.task import Model, Pace
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
 Answer = TypeVar("Answer")
 

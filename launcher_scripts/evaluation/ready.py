@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.errors import ServerError, problem
+from launcher_scripts.common.errors import ServerError, problem
+from launcher_scripts.common.ready_age import STALE_SECONDS, seconds_silent
+from launcher_scripts.common.replicas import replica_files
+from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.client import Client
-from launcher_scripts.ready_age import STALE_SECONDS, seconds_silent
-from launcher_scripts.replicas import replica_files
-from launcher_scripts.settings import EvaluateSettings
 
 POLL_SECONDS = 0.2
 PROBE_SECONDS = 10.0  # how long a server may take to say that it is ready

@@ -19,14 +19,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.errors import ConfigError, problem
+from launcher_scripts.common.atomic_write import write_whole
+from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.common.rendering import render
+from launcher_scripts.config.settings import EvaluateSettings
+from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.evaluation import plots
 from launcher_scripts.evaluation.speed import SpeedRow
 from launcher_scripts.evaluation.tasks.task import TaskResult
-from launcher_scripts.render import render
-from launcher_scripts.settings import EvaluateSettings
-from launcher_scripts.task_settings import BenchmarkSettings, TaskSettings
-from launcher_scripts.whole_files import write_whole
 
 SCHEMA = 1
 CLIENT_PACKAGES = ("tritonclient", "numpy")

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from launcher_scripts.errors import ConfigError, ServerError, problem
+from launcher_scripts.common.errors import ConfigError, ServerError, problem
+from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer
+from launcher_scripts.config.tasks import BenchmarkSettings
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.evaluation.model_ini import read_model_ini
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
-from launcher_scripts.task_settings import BenchmarkSettings
-from launcher_scripts.tokenizer import TokenizerError, load_tokenizer
 
 Generate = Callable[[Sequence[GenerateRequest]], list[GenerateOutput]]
 

@@ -14,9 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.clients.connection import NUMPY_TYPES
-from launcher_scripts.contracts import CONTRACTS
-from launcher_scripts.errors import RequestError, lookup, problem
-from launcher_scripts.protocol import Beam, GenerateOutput, GenerateRequest, ModelLogProbs, Tensor
+from launcher_scripts.common.errors import RequestError, lookup, problem
+from launcher_scripts.contract.contracts import CONTRACTS
+from launcher_scripts.contract.protocol import (
+    Beam,
+    GenerateOutput,
+    GenerateRequest,
+    ModelLogProbs,
+    Tensor,
+)
 
 NO_TOKEN = (1 << 32) - 1  # fills up decoder_input_ids
 

@@ -17,7 +17,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from launcher_scripts import metric_names as names
+from launcher_scripts.common.tokenizer import is_of_library
+from launcher_scripts.contract import metric_names as names
 from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.api_errors import ApiError, bad_request
 from launcher_scripts.gateway.completions import Answering, Chat, Completion, Limits
@@ -36,7 +37,6 @@ from launcher_scripts.gateway.schemas import (
     validated,
 )
 from launcher_scripts.gateway.served_model import Models, ServedModel
-from launcher_scripts.tokenizer import is_of_library
 
 VERSION = "0.1.0"
 Result = TypeVar("Result")

@@ -14,7 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.errors import ServerError, problem
+from launcher_scripts.common.errors import ServerError, problem
+from launcher_scripts.common.ready_age import STALE_SECONDS, seconds_silent
+from launcher_scripts.config.gateway import GatewaySettings
+from launcher_scripts.config.security import ClientTls
 from launcher_scripts.gateway.backend import Backend
 from launcher_scripts.gateway.metrics import cache_use
 from launcher_scripts.gateway.replicas import Replica
@@ -24,10 +27,7 @@ from launcher_scripts.gateway.triton_backend import (
     TritonServer,
     parameters_of,
 )
-from launcher_scripts.gateway_settings import GatewaySettings
 from launcher_scripts.models.repository import is_remote, served_models
-from launcher_scripts.ready_age import STALE_SECONDS, seconds_silent
-from launcher_scripts.security import ClientTls
 
 LOG = logging.getLogger("gateway")
 # ready.json of a server alone, ready-0.json, ready-1.json, ... of replicas

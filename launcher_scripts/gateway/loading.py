@@ -6,17 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.checkpoint.config_ini import read_config
-from launcher_scripts.errors import CheckpointError, ConfigError, Problems, problem
-from launcher_scripts.gateway.backend import Backend
-from launcher_scripts.gateway.chat_template import DEFAULT, ChatTemplate
-from launcher_scripts.gateway.fleet import GENERATING, Fleet, Found
-from launcher_scripts.gateway.replicas import Replicas
-from launcher_scripts.gateway.served_model import ServedModel
-from launcher_scripts.gateway.triton_backend import parameters_of
-from launcher_scripts.gateway_settings import GatewaySettings
-from launcher_scripts.models.ini_text import FILE_NAME
-from launcher_scripts.tokenizer import (
+from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
+from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems, problem
+from launcher_scripts.common.tokenizer import (
     COMPANION_FILES,
     GENERATION_FILE,
     OPTIONAL_FILES,
@@ -25,7 +17,15 @@ from launcher_scripts.tokenizer import (
     chat_templates,
     load_tokenizer,
 )
-from launcher_scripts.untrusted import parse_json, read_plain
+from launcher_scripts.common.untrusted import parse_json, read_plain
+from launcher_scripts.config.gateway import GatewaySettings
+from launcher_scripts.gateway.backend import Backend
+from launcher_scripts.gateway.chat_template import DEFAULT, ChatTemplate
+from launcher_scripts.gateway.fleet import GENERATING, Fleet, Found
+from launcher_scripts.gateway.replicas import Replicas
+from launcher_scripts.gateway.served_model import ServedModel
+from launcher_scripts.gateway.triton_backend import parameters_of
+from launcher_scripts.models.ini_text import FILE_NAME
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from launcher_scripts.common.tokenizer import Tokenizer
 from launcher_scripts.gateway.row_text import LogProbEntry
-from launcher_scripts.tokenizer import Tokenizer
 
 # JSON has no infinity.
 LEAST = -9999.0

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from launcher_scripts.common.tokenizer import Tokenizer
 from launcher_scripts.gateway.api_errors import ApiError, bad_request
 from launcher_scripts.gateway.backend import Backend
 from launcher_scripts.gateway.chat_template import ChatTemplate
 from launcher_scripts.gateway.schemas import ChatPrompt
 from launcher_scripts.gateway.token_texts import TextMaker
-from launcher_scripts.tokenizer import Tokenizer
 
 _LONG_TEXT = 1 << 14  # characters, of which a tokenizer takes some milliseconds
 

@@ -16,14 +16,14 @@ from types import FrameType
 import uvicorn
 import uvloop
 
-from launcher_scripts.errors import Problems, ServerError, problem
+from launcher_scripts.common.errors import Problems, ServerError, problem
+from launcher_scripts.config.gateway import GatewaySettings, example_command
+from launcher_scripts.config.security import read_secrets
 from launcher_scripts.gateway.app import AppSettings, Gateway, make_app
 from launcher_scripts.gateway.door import Keys
 from launcher_scripts.gateway.fleet import Fleet
 from launcher_scripts.gateway.loading import load_models
 from launcher_scripts.gateway.served_model import ServedModel
-from launcher_scripts.gateway_settings import GatewaySettings, example_command
-from launcher_scripts.security import read_secrets
 
 _BACKLOG = 2048
 _LAST_SECONDS = 5  # for connections that are still open when all answers are out

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Protocol
 
-from launcher_scripts.text_deltas import GrowingText
-from launcher_scripts.tokenizer import Tokenizer
+from launcher_scripts.common.text_deltas import GrowingText
+from launcher_scripts.common.tokenizer import Tokenizer
 
 # How many tokens of the prompt the first generated ones are decoded with.
 _CONTEXT = 32

@@ -17,6 +17,7 @@ import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException as ServerFailure
 
 from launcher_scripts.clients.connection import GRPC_ARGUMENTS, NUMPY_TYPES
+from launcher_scripts.config.security import ClientTls
 from launcher_scripts.gateway.api_errors import (
     ApiError,
     ServerLost,
@@ -25,7 +26,6 @@ from launcher_scripts.gateway.api_errors import (
     unsupported,
 )
 from launcher_scripts.gateway.backend import Increment, RowRequest, TokenLogProb
-from launcher_scripts.security import ClientTls
 
 # An id that no vocabulary has, for rows that no token ends.
 NO_END_ID = (1 << 31) - 1

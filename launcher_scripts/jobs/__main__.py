@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher_scripts.errors import LauncherError
+from launcher_scripts.common.errors import LauncherError
 from launcher_scripts.jobs.commands import COMMANDS, Request
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"

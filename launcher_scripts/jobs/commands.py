@@ -12,7 +12,8 @@ from typing import Any
 
 from launcher_scripts.cluster import CLUSTERS
 from launcher_scripts.cluster.state import FORGOTTEN
-from launcher_scripts.errors import lookup
+from launcher_scripts.common.cleanup import remove_remains
+from launcher_scripts.common.errors import lookup
 from launcher_scripts.jobs.folders import (
     KnownJob,
     NoSuchJob,
@@ -22,7 +23,6 @@ from launcher_scripts.jobs.folders import (
 from launcher_scripts.jobs.logs import follow_logs, log_files, print_logs, tail
 from launcher_scripts.jobs.status import FAILED, NOBODY_KNOWS, NOT_YET, Status, look
 from launcher_scripts.jobs.tables import LIST_COLUMNS, STATUS_COLUMNS, coloured, plain
-from launcher_scripts.remains import remove_remains
 
 TIMED_OUT = 124  # as timeout(1) says it
 _WAIT_SECONDS = 0.5

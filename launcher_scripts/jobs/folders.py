@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launcher_scripts.cluster import CLUSTERS
 from launcher_scripts.cluster.record import RECORD, JobRecord
-from launcher_scripts.errors import LauncherError, lookup, problem
+from launcher_scripts.common.errors import LauncherError, lookup, problem
 
 # How deep below the results job folders lie: <model>/<stage>/jobs/<run>, or less.
 _PATTERNS = tuple(f"{above}jobs/*/{RECORD}" for above in ("", "*/", "*/*/", "*/*/*/"))

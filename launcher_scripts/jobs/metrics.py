@@ -6,7 +6,7 @@ import http.client
 import re
 from dataclasses import dataclass
 
-from launcher_scripts import metric_names as names
+from launcher_scripts.contract import metric_names as names
 
 _SECONDS = 2.0
 _SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")

@@ -13,7 +13,7 @@ from launcher_scripts.cluster import CLUSTERS
 from launcher_scripts.cluster.record import read_end, read_json, write_end
 from launcher_scripts.cluster.slurm_queue import BLOCKING_REASONS
 from launcher_scripts.cluster.state import FORGOTTEN, UNKNOWN, JobState
-from launcher_scripts.errors import ClusterError, lookup
+from launcher_scripts.common.errors import ClusterError, lookup
 from launcher_scripts.jobs.folders import KnownJob
 from launcher_scripts.jobs.metrics import Load, is_ready, load
 

@@ -9,11 +9,11 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-from launcher_scripts.kernels.compiling import settle_keys
+from launcher_scripts.kernels.cuda.compiling import settle_keys
 
 KERNELS = {
     "cpu": "launcher_scripts.kernels.reference",
-    "cuda": "launcher_scripts.kernels.fused",
+    "cuda": "launcher_scripts.kernels.cuda.fused",
 }
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from launcher_scripts.errors import CheckpointError, Problems
+from launcher_scripts.common.errors import CheckpointError, Problems
+from launcher_scripts.common.parallelism import divisors
 from launcher_scripts.models.family import Partition, Source, WeightSpec, check_numbers
-from launcher_scripts.parallel import divisors
 
 NORM_PLACEMENTS = ("pre", "post")
 ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Protocol
 
-from launcher_scripts.errors import Problems
+from launcher_scripts.common.errors import Problems
 
 # What a hyperparameter that is no whole number may be, so that float32 holds it and its inverse.
 REALS = (1e-30, 1e30)
@@ -37,7 +37,8 @@ class Source:
     """Where a weight comes from in one source dialect.
 
     `keys` name the source tensors (`*` stands for the layer number); `layout` names the function
-    of checkpoint/layouts.py that turns them into the stored form. Several rows may read one key.
+    of checkpoint/convert/layouts.py that turns them into the stored form. Several rows may read
+    one key.
     """
 
     keys: tuple[str, ...]

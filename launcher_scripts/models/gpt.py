@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 
-from launcher_scripts.errors import CheckpointError, Problems
+from launcher_scripts.common.errors import CheckpointError, Problems
+from launcher_scripts.common.parallelism import divisors
 from launcher_scripts.models import gpt_dialects, learned_parts
 from launcher_scripts.models.family import Partition, WeightSpec, check_numbers
 from launcher_scripts.models.learned_parts import NO_PARTS, LearnedParts, LearnedPartSizes
-from launcher_scripts.parallel import divisors
 
 POSITION_EMBEDDINGS = ("learned", "rope", "alibi", "none")
 NORMALIZATIONS = ("layernorm", "rmsnorm")
@@ -44,7 +44,7 @@ class GPTConfig(LearnedPartSizes):
     head_size is independent of hidden_size / num_heads. `activation` "gelu" is the tanh form,
     "gelu_erf" the exact one; with `gated` the MLP is act(x W) * (x W2). rotary positions turn the
     first head_size * rotary_percentage dimensions by halves, at speeds that rotary_scaling changes
-    (see engine/rotary.py). alibi_scale multiplies the ALiBi bias, alibi_layer_scaling by the
+    (see engine/model/rotary.py). alibi_scale multiplies the ALiBi bias, alibi_layer_scaling by the
     1-based layer number (NeMo's apply_query_key_layer_scaling). attention_bias is of queries, keys
     and values, and of the output projection unless attention_dense_bias says otherwise. With
     qk_norm the heads' queries and keys are normalized before they turn, by a norm of the model's
@@ -63,7 +63,7 @@ class GPTConfig(LearnedPartSizes):
     With num_experts every layer has so many MLPs of ffn_size, of which a token goes through
     experts_per_token, whose weights sum to 1 with normalized_experts; with shared_expert_size it
     has one more, which every token goes through, weighed by a gate unless shared_expert_gate is
-    False (see engine/experts.py).
+    False (see engine/model/experts.py).
     """
 
     vocab_size: int

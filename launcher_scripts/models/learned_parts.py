@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from launcher_scripts.errors import CheckpointError, problem
+from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.models.family import Partition, Source, WeightSpec
 
 # The dialect of the rows below.

@@ -13,10 +13,9 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.errors import CheckpointError
-from launcher_scripts.models.ini_text import parse_ini
-from launcher_scripts.parallel import divisors
-from launcher_scripts.untrusted import (
+from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.common.parallelism import divisors
+from launcher_scripts.common.untrusted import (
     MOST_YAML_BYTES,
     open_plain,
     open_tar,
@@ -24,6 +23,7 @@ from launcher_scripts.untrusted import (
     read_plain,
     tar_members,
 )
+from launcher_scripts.models.ini_text import parse_ini
 
 CONFIG_NAME = "model_config.yaml"
 

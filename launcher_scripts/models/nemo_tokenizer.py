@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from launcher_scripts.errors import CheckpointError, problem
+from launcher_scripts.common.errors import CheckpointError, problem
+from launcher_scripts.common.untrusted import open_plain, open_tar, tar_members
 from launcher_scripts.models.nemo_config import read_config
-from launcher_scripts.untrusted import open_plain, open_tar, tar_members
 
 KEY = "export.model.tokenizer"
 ADVICE = f"{KEY}: name the files (model, or vocab_file and merge_file), or none"

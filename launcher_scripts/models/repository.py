@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher_scripts.errors import CheckpointError, ConfigError, ServerError, problem
-from launcher_scripts.parallel import Parallelism
+from launcher_scripts.common.errors import CheckpointError, ConfigError, ServerError, problem
+from launcher_scripts.common.parallelism import Parallelism
 
 _BACKEND = re.compile(r'\bbackend\s*:\s*"fastertransformer"')
 _PARAMETER = re.compile(

@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from launcher_scripts.errors import CheckpointError, Problems
+from launcher_scripts.common.errors import CheckpointError, Problems
+from launcher_scripts.common.parallelism import divisors
 from launcher_scripts.models.family import check_numbers
 from launcher_scripts.models.learned_parts import NO_PARTS, LearnedParts, LearnedPartSizes
-from launcher_scripts.parallel import divisors
 
 POSITION_EMBEDDINGS = ("relative", "learned", "rope")
 NORMALIZATIONS = ("layernorm", "rmsnorm")
@@ -80,7 +80,7 @@ class T5Config(LearnedPartSizes):
     full_attention_layers: str | None = None
     parts: LearnedParts = NO_PARTS
 
-    # What engine/rotary.py asks of a model, besides.
+    # What engine/model/rotary.py asks of a model, besides.
     rotary_local_base = rotary_scaling = rotary_attention_factor = None
     rotary_interpolation_factor = 1.0
 

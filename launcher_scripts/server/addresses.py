@@ -7,10 +7,10 @@ import socket
 from dataclasses import replace
 from typing import TypeVar
 
-from launcher_scripts.security import LOOPBACK
+from launcher_scripts.config.security import LOOPBACK
+from launcher_scripts.config.settings import DeploySettings, GatewayJobSettings
 from launcher_scripts.server.health import TritonClient
 from launcher_scripts.server.ports import Ports, family_of, gateway_host
-from launcher_scripts.settings import DeploySettings, GatewayJobSettings
 
 EVERY_ADDRESS = ("0.0.0.0", "::", "")
 Listening = TypeVar("Listening", DeploySettings, GatewayJobSettings)

@@ -12,10 +12,10 @@ from collections import deque
 from pathlib import Path
 from typing import IO
 
-from launcher_scripts.errors import ServerError
-from launcher_scripts.gateway_settings import GatewaySettings
+from launcher_scripts.common.errors import ServerError
+from launcher_scripts.config.gateway import GatewaySettings
+from launcher_scripts.config.settings import write_settings
 from launcher_scripts.server.process import STATUS_DIR_VARIABLE, ending, prepare_child
-from launcher_scripts.settings import write_settings
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _READY, _COMMAND, _DRAINING = "ready: ", "try: ", "draining: "  # how lines of its log begin

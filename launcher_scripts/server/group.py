@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launcher_scripts.nodes import (
+from launcher_scripts.common.hosts import (
     ATTEMPT_VARIABLE,
     INTERFACE_VARIABLE,
     RENDEZVOUS_VARIABLE,
     NodeRank,
 )
-from launcher_scripts.settings import DeploySettings
+from launcher_scripts.config.settings import DeploySettings
 
 
 def rendezvous_folder(settings: DeploySettings) -> Path:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.errors import ServerError
+from launcher_scripts.common.errors import ServerError
 
 OUR_BACKEND_NAME = "fastertransformer"
 _REQUEST_SECONDS = 10.0

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher_scripts.errors import ServerError, problem
-from launcher_scripts.overlay import find_overlay
+from launcher_scripts.common.errors import ServerError, problem
+from launcher_scripts.common.overlay import find_overlay
 from launcher_scripts.server.text_numpy import check_numpy_dir
 
 CHECKOUT = Path(__file__).resolve().parents[2]

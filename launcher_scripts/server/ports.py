@@ -8,8 +8,8 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from launcher_scripts.errors import Problems, ServerError
-from launcher_scripts.settings import DeploySettings
+from launcher_scripts.common.errors import Problems, ServerError
+from launcher_scripts.config.settings import DeploySettings
 
 PORT_NAMES = ("http", "grpc", "metrics")
 GATEWAY = "gateway"

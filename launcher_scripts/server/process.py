@@ -17,16 +17,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO
 
-from launcher_scripts.errors import ServerError
+from launcher_scripts.common.cleanup import Claim, is_word
+from launcher_scripts.common.errors import ServerError
+from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.models.repository import is_remote
-from launcher_scripts.remains import Claim, is_word
 from launcher_scripts.server.installation import Installation
 from launcher_scripts.server.limits import server_limits, set_limits
 from launcher_scripts.server.lost_workers import is_sign
 from launcher_scripts.server.ports import Ports
 from launcher_scripts.server.protection import Protection
 from launcher_scripts.server.text_numpy import prefer_numpy
-from launcher_scripts.settings import DeploySettings
 
 STATUS_DIR_VARIABLE = "LAUNCHER_STATUS_DIR"
 DEVICE_VARIABLE = "LAUNCHER_DEVICE"

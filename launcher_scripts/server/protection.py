@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from launcher_scripts.security import ServerSecurity, read_secrets
+from launcher_scripts.config.security import ServerSecurity, read_secrets
 
 TOKEN_HEADER = "launcher-admin"
 # In the secrets file: a token that people know; without it, it is one that nobody does.

@@ -11,10 +11,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.errors import ServerError, problem
-from launcher_scripts.ready_age import STALE_SECONDS, seconds_silent
-from launcher_scripts.settings import DeploySettings, GatewayJobSettings
-from launcher_scripts.whole_files import write_whole
+from launcher_scripts.common.atomic_write import write_whole
+from launcher_scripts.common.errors import ServerError, problem
+from launcher_scripts.common.ready_age import STALE_SECONDS, seconds_silent
+from launcher_scripts.config.settings import DeploySettings, GatewayJobSettings
 
 RENEW_SECONDS = 5.0
 _PATIENCE_SECONDS = 2.5 * RENEW_SECONDS

@@ -9,11 +9,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from launcher_scripts.errors import ServerError, problem
-from launcher_scripts.gateway_settings import example_command
+from launcher_scripts.common.atomic_write import write_whole
+from launcher_scripts.common.cleanup import NAME_PREFIX, remove_remains, temporary_folder
+from launcher_scripts.common.errors import ServerError, problem
+from launcher_scripts.common.hosts import ALONE, NodeRank
+from launcher_scripts.config.gateway import example_command
+from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.models.repository import check_repository, is_remote
-from launcher_scripts.nodes import ALONE, NodeRank
-from launcher_scripts.remains import NAME_PREFIX, remove_remains, temporary_folder
 from launcher_scripts.server.addresses import (
     addresses,
     local_host,
@@ -37,8 +39,6 @@ from launcher_scripts.server.protection import Protection
 from launcher_scripts.server.ready_files import RENEW_SECONDS, ReadyFiles, job_facts
 from launcher_scripts.server.start_times import Event, process_started, start_table
 from launcher_scripts.server.stopping import StopRequest
-from launcher_scripts.settings import DeploySettings
-from launcher_scripts.whole_files import write_whole
 
 _POLL_SECONDS = 0.2
 # What a server needs to unload its models after its last request, and what one gets that is broken.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
-from launcher_scripts.stop_signals import stop_signals
+from launcher_scripts.common.processes import stop_signals
 
 
 @dataclass

@@ -11,7 +11,7 @@ import sysconfig
 from importlib.metadata import distributions
 from pathlib import Path
 
-from launcher_scripts.errors import ServerError, problem
+from launcher_scripts.common.errors import ServerError, problem
 
 CHANGE = (
     "deploy.server.numpy_dir: a folder filled by the server's Python with "

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from launcher_scripts.errors import LauncherError, ServerError, problem
-from launcher_scripts.overlay import find_overlay
-from launcher_scripts.remains import is_word, temporary_folder
+from launcher_scripts.common.cleanup import is_word, temporary_folder
+from launcher_scripts.common.errors import LauncherError, ServerError, problem
+from launcher_scripts.common.overlay import find_overlay
 from launcher_scripts.server.installation import (
     CHECKOUT,
     OUR_BACKEND,

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from launcher_scripts.errors import LauncherError
-from launcher_scripts.settings import Settings, read_settings
+from launcher_scripts.common.errors import LauncherError
+from launcher_scripts.config.settings import Settings, read_settings
 from launcher_scripts.steps.flags import FlagTable
 
 _PR_SET_PDEATHSIG = 1

@@ -17,8 +17,8 @@ if __name__ == "__main__":
     check_packages("convert_checkpoint", "numpy", "yaml")
     note_slow_checksums()
 
-from launcher_scripts.checkpoint.export import export
-from launcher_scripts.settings import SOURCES, WEIGHT_DATA_TYPES, ExportSettings
+from launcher_scripts.checkpoint.convert.export import export
+from launcher_scripts.config.settings import SOURCES, WEIGHT_DATA_TYPES, ExportSettings
 from launcher_scripts.steps.command import run_step
 from launcher_scripts.steps.flags import Flag, FlagTable, Values
 from launcher_scripts.steps.twin import compare

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launcher_scripts.settings import Settings, build_settings
+from launcher_scripts.config.settings import Settings, build_settings
 
 Values = dict[str, Any]
 _WORDS = {str: "TEXT", int: "N", float: "N"}

@@ -11,16 +11,16 @@ from launcher_scripts.steps.packages import check_packages
 if __name__ == "__main__":
     check_packages("measure_accuracy", "jinja2", "matplotlib", "numpy", "tritonclient", "yaml")
 
-from launcher_scripts.errors import ConfigError, lookup, problem
+from launcher_scripts.common.errors import ConfigError, lookup, problem
+from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer
+from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.comparison import compared, open_reference, timed
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import PACKAGES, TASKS
 from launcher_scripts.evaluation.tasks.task import Asked, Progress
-from launcher_scripts.settings import EvaluateSettings
 from launcher_scripts.steps.command import run_step
-from launcher_scripts.tokenizer import TokenizerError, load_tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,16 +15,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher_scripts.errors import LauncherError, lookup
+from launcher_scripts.common.errors import LauncherError, lookup
+from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer
+from launcher_scripts.config.settings import EvaluateSettings, read_settings
 from launcher_scripts.evaluation.comparison import timed
 from launcher_scripts.evaluation.nemo_model import NemoModel
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import TASKS
 from launcher_scripts.evaluation.tasks.task import Asked
-from launcher_scripts.settings import EvaluateSettings, read_settings
 from launcher_scripts.steps.measure_accuracy import log_progress
-from launcher_scripts.tokenizer import TokenizerError, load_tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,12 +11,12 @@ from launcher_scripts.steps.packages import check_packages
 if __name__ == "__main__":
     check_packages("measure_speed", "jinja2", "matplotlib", "numpy", "tritonclient", "yaml")
 
-from launcher_scripts.errors import ConfigError, problem
+from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.speed import check_batch_sizes, read_vocab_size, sweep
 from launcher_scripts.evaluation.tables import speed_table
-from launcher_scripts.settings import EvaluateSettings
 from launcher_scripts.steps.command import run_step
 
 

@@ -6,7 +6,7 @@ It is read by Pythons that are too old for the rest: standard library only, no n
 import sys
 from importlib.util import find_spec
 
-from launcher_scripts.overlay import COMMAND, find_overlay
+from launcher_scripts.common.overlay import COMMAND, find_overlay
 
 OLDEST = (3, 10)
 # What the gateway needs.

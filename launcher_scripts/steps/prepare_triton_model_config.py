@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher_scripts.checkpoint.export import check_parallelism
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
-from launcher_scripts.checkpoint.model_repository import ModelRepository
-from launcher_scripts.checkpoint.served_types import fitting_model_types
-from launcher_scripts.errors import ConfigError, lookup, problem
+from launcher_scripts.checkpoint.convert.export import check_parallelism
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.checkpoint.repository.served_types import fitting_model_types
+from launcher_scripts.common.errors import ConfigError, lookup, problem
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.settings import DATA_TYPES, ExportSettings, TokenizerSettings
 from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, config_parameters
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.settings import DATA_TYPES, ExportSettings, TokenizerSettings
 from launcher_scripts.steps.command import run_step
 from launcher_scripts.steps.flags import Flag, FlagTable
 

@@ -24,10 +24,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from launcher_scripts.checkpoint.gguf_llama import GGUFLlama, nemo_config
-from launcher_scripts.checkpoint.gguf_tokenizer import build_tokenizer
-from launcher_scripts.checkpoint.nemo_writer import artifact_name, stack_layers, write_nemo
-from launcher_scripts.errors import ConfigError, LauncherError, ServerError
+from launcher_scripts.checkpoint.sources.gguf_llama import GGUFLlama, nemo_config
+from launcher_scripts.checkpoint.sources.gguf_tokenizer import build_tokenizer
+from launcher_scripts.checkpoint.sources.nemo_writer import artifact_name, stack_layers, write_nemo
+from launcher_scripts.common.errors import ConfigError, LauncherError, ServerError
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 REFERENCE = CHECKOUT / "launcher_scripts/evaluation/data/smollm2_lambada_first200_reference.json"

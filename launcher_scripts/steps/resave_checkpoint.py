@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher_scripts.errors import CheckpointError, LauncherError, problem
+from launcher_scripts.common.errors import CheckpointError, LauncherError, problem
 from launcher_scripts.evaluation.nemo_model import NemoModel
 
 

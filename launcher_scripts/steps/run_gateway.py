@@ -16,8 +16,8 @@ from launcher_scripts.steps.packages import GATEWAY_PACKAGES, check_packages
 if __name__ == "__main__":
     check_packages("run_gateway", "yaml", *GATEWAY_PACKAGES)
 
+from launcher_scripts.config.settings import GatewayJobSettings
 from launcher_scripts.server.gateway_job import serve_gateway
-from launcher_scripts.settings import GatewayJobSettings
 from launcher_scripts.steps.command import run_step
 
 

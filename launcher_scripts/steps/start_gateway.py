@@ -15,8 +15,8 @@ from launcher_scripts.steps.packages import GATEWAY_PACKAGES, check_packages
 if __name__ == "__main__":
     check_packages("start_gateway", *GATEWAY_PACKAGES)
 
+from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.gateway.service import serve
-from launcher_scripts.gateway_settings import GatewaySettings
 from launcher_scripts.steps.command import run_step
 from launcher_scripts.steps.flags import Flag, FlagTable
 

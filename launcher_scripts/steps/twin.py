@@ -16,19 +16,19 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.archive import Archive
-from launcher_scripts.checkpoint.export import open_source
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
-from launcher_scripts.checkpoint.forecast import weight_bytes
-from launcher_scripts.checkpoint.megatron_core import MegatronCoreCheckpoint
-from launcher_scripts.checkpoint.plan import float32
-from launcher_scripts.errors import CheckpointError, ConfigError, problem
+from launcher_scripts.checkpoint.convert.export import open_source
+from launcher_scripts.checkpoint.convert.forecast import weight_bytes
+from launcher_scripts.checkpoint.convert.plan import float32
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.sources.megatron_core import MegatronCoreCheckpoint
+from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.settings import ExportSettings
+from launcher_scripts.contract.protocol import GenerateRequest
 from launcher_scripts.evaluation.core_model import CoreModel
 from launcher_scripts.evaluation.transformers_model import TransformersModel
 from launcher_scripts.models.gpt import GPTConfig
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.protocol import GenerateRequest
-from launcher_scripts.settings import ExportSettings
 
 PROMPT_TOKENS = 16
 DECODER_TOKENS = 8

@@ -13,21 +13,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher_scripts.checkpoint.config_ini import format_config
-from launcher_scripts.checkpoint.export import export
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
-from launcher_scripts.checkpoint.model_repository import model_config, refuse_existing
-from launcher_scripts.errors import ConfigError, Problems
+from launcher_scripts.checkpoint.convert.export import export
+from launcher_scripts.checkpoint.fastertransformer.config_ini import format_config
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.repository.model_repository import model_config, refuse_existing
+from launcher_scripts.common.atomic_write import write_whole
+from launcher_scripts.common.errors import ConfigError, Problems
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.settings import DATA_TYPES, ExportSettings, TokenizerSettings
 from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.ini_text import FILE_NAME
 from launcher_scripts.models.t5 import T5Config
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.settings import DATA_TYPES, ExportSettings, TokenizerSettings
 from launcher_scripts.steps.command import run_step
 from launcher_scripts.steps.flags import Flag, FlagTable
-from launcher_scripts.whole_files import write_whole
 
 MODEL = "fastertransformer"
 GPT = GPTConfig(

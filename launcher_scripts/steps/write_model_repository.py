@@ -15,8 +15,8 @@ from launcher_scripts.steps.packages import check_packages
 if __name__ == "__main__":
     check_packages("write_model_repository", "jinja2", "numpy", "yaml")
 
-from launcher_scripts.checkpoint.model_repository import ModelRepository
-from launcher_scripts.settings import ExportSettings
+from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.steps.command import run_step
 
 

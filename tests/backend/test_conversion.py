@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from launcher_scripts.backends.fastertransformer.conversion import to_requests, to_tensors
-from launcher_scripts.errors import RequestError
-from launcher_scripts.protocol import (
+from launcher_scripts.common.errors import RequestError
+from launcher_scripts.contract.protocol import (
     GPT_INPUTS,
     GPT_OUTPUTS,
     Beam,

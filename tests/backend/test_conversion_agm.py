@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from launcher_scripts.backends.fastertransformer.conversion_agm import to_requests, to_tensors
-from launcher_scripts.contracts import CONTRACTS
-from launcher_scripts.errors import RequestError
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
+from launcher_scripts.common.errors import RequestError
+from launcher_scripts.contract.contracts import CONTRACTS
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest, SamplingParameters
 
 WANTED = frozenset(tensor.name for tensor in CONTRACTS["Agm"].outputs)
 DTYPES = {"INT32": torch.int32, "FP32": torch.float32}

@@ -13,9 +13,14 @@ from launcher_scripts.backends.fastertransformer.conversion_t5 import (
     to_tensors,
 )
 from launcher_scripts.backends.fastertransformer.conversions import CONVERSIONS
-from launcher_scripts.contracts import CONTRACTS
-from launcher_scripts.errors import RequestError
-from launcher_scripts.protocol import Beam, GenerateOutput, GenerateRequest, SamplingParameters
+from launcher_scripts.common.errors import RequestError
+from launcher_scripts.contract.contracts import CONTRACTS
+from launcher_scripts.contract.protocol import (
+    Beam,
+    GenerateOutput,
+    GenerateRequest,
+    SamplingParameters,
+)
 
 WANTED = frozenset(tensor.name for tensor in CONTRACTS["T5"].outputs)
 

@@ -25,8 +25,8 @@ from launcher_scripts.backends.fastertransformer.forwarded import (
 )
 from launcher_scripts.backends.text.text_channel import Channel as TextChannel
 from launcher_scripts.backends.text.text_channel import Message
-from launcher_scripts.errors import RequestError
-from launcher_scripts.protocol import GenerateOutput
+from launcher_scripts.common.errors import RequestError
+from launcher_scripts.contract.protocol import GenerateOutput
 from tests.server.processes import wait_for
 
 

@@ -15,11 +15,11 @@ import torch
 
 from launcher_scripts.backends.fastertransformer.conversions import CONVERSIONS
 from launcher_scripts.backends.fastertransformer.guidance import Guidance
-from launcher_scripts.engine.guide import Guide
-from launcher_scripts.errors import RequestError
+from launcher_scripts.common.errors import RequestError
+from launcher_scripts.common.tokenizer import Tokenizer, load_tokenizer
+from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.engine.core.guide import Guide
 from launcher_scripts.evaluation.tensors import request_tensors
-from launcher_scripts.protocol import GenerateRequest
-from launcher_scripts.tokenizer import Tokenizer, load_tokenizer
 from tests.engine.small_models import small_config
 
 needs_llguidance = pytest.mark.skipif(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from launcher_scripts.backends.fastertransformer import conversion, conversion_t5
-from launcher_scripts.errors import RequestError
-from launcher_scripts.protocol import GPT_OUTPUTS, GenerateOutput, GenerateRequest
+from launcher_scripts.common.errors import RequestError
+from launcher_scripts.contract.protocol import GPT_OUTPUTS, GenerateOutput, GenerateRequest
 
 START = 100
 WANTED = frozenset(tensor.name for tensor in GPT_OUTPUTS)

@@ -19,10 +19,10 @@ import torch
 
 from launcher_scripts.backends.fastertransformer.parameters import engine_settings
 from launcher_scripts.backends.fastertransformer.sessions import idle_seconds
-from launcher_scripts.contracts_sessions import served_contract
-from launcher_scripts.errors import ConfigError
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.contract.sessions import served_contract
 from tests.engine.small_models import (
     engine_for,
     generate,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from launcher_scripts.backends.fastertransformer.conversions import CONVERSIONS, Shape
-from launcher_scripts.contracts import CONTRACTS
-from launcher_scripts.errors import RequestError
-from launcher_scripts.protocol import (
+from launcher_scripts.common.errors import RequestError
+from launcher_scripts.contract.contracts import CONTRACTS
+from launcher_scripts.contract.protocol import (
     Beam,
     GenerateOutput,
     GenerateRequest,

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.repositories import RandomModel
 from benchmarks.shapes import TINY
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint, weight_files
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint, weight_files
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.errors import LauncherError
-from launcher_scripts.settings import TokenizerSettings
+from launcher_scripts.common.errors import LauncherError
+from launcher_scripts.config.settings import TokenizerSettings
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.golden_cases import digests, found_digests
 from tests.checkpoint.test_fixtures import SAME as SAME_GPT

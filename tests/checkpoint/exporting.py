@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint.export import export
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
-from launcher_scripts.errors import LauncherError
+from launcher_scripts.checkpoint.convert.export import export
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.common.errors import LauncherError
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
 from launcher_scripts.models import family_of
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.settings import ExportSettings, TokenizerSettings
 from tests.checkpoint.reference_weights import StoredWeights
 
 

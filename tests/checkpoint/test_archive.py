@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher_scripts.checkpoint.archive import Archive
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.common.errors import CheckpointError
 
 CONTENT = bytes(range(256)) * 100
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from launcher_scripts.errors import CheckpointError
-from launcher_scripts.settings import TokenizerSettings
+from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.config.settings import TokenizerSettings
 from tests.checkpoint.exporting import export_folder, refused_export
 from tests.checkpoint.tiny_models import DECODERS
 

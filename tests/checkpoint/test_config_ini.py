@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint import config_ini
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.checkpoint.fastertransformer import config_ini
+from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.models import FAMILIES, family_of
 from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.bart import BartConfig

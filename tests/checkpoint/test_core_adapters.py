@@ -17,9 +17,9 @@ import torch
 import yaml
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
 
-from launcher_scripts.checkpoint.core_adapters import PeftSettings, adapter_of
-from launcher_scripts.checkpoint.source_tensor import Piece, SourceTensor
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.checkpoint.formats.source_tensor import Piece, SourceTensor
+from launcher_scripts.checkpoint.sources.core_adapters import PeftSettings, adapter_of
+from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder, open_weights, refused_export
 from tests.checkpoint.peft_maker import PeftMaker
 from tests.checkpoint.tiny_models import LLAMA, TinyModel

@@ -19,9 +19,9 @@ import torch
 import yaml
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
 
-from launcher_scripts.checkpoint.archive import Archive
-from launcher_scripts.checkpoint.distributed import read_tensors
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.distributed import read_tensors
+from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder, refused_export
 
 STEP = "bridge_qwen2moe_a/checkpoint/iter_0000000"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.settings import ExportSettings, read_settings, write_settings
+from launcher_scripts.config.settings import ExportSettings, read_settings, write_settings
 from launcher_scripts.steps import convert_checkpoint
 from launcher_scripts.steps.flags import fields
 from tests.checkpoint.exporting import export_folder

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher_scripts.checkpoint.dtypes import (
+from launcher_scripts.checkpoint.formats.dtypes import (
     BFLOAT16,
     converted,
     to_bfloat16,

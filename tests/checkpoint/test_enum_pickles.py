@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint_maker import Variant, make_nemo, rebuilt, small_config
 

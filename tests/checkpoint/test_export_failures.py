@@ -18,12 +18,12 @@ import pytest
 import torch
 import yaml
 
-from launcher_scripts.checkpoint import export as export_module
-from launcher_scripts.checkpoint import write_tasks
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
-from launcher_scripts.errors import CheckpointError, ConfigError, LauncherError
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.settings import ExportSettings, TokenizerSettings
+from launcher_scripts.checkpoint.convert import export as export_module
+from launcher_scripts.checkpoint.convert import write_tasks
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.common.errors import CheckpointError, ConfigError, LauncherError
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
 from launcher_scripts.steps import convert_checkpoint
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.test_torch_file import Evil

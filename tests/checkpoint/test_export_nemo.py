@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint_maker import Variant, make_nemo, rebuilt, small_config
 

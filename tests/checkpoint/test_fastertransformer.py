@@ -15,12 +15,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher_scripts.checkpoint import fastertransformer, manifest
-from launcher_scripts.checkpoint.config_ini import format_config, read_config
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint, FTWriter, weight_files
-from launcher_scripts.checkpoint.manifest import read_manifest
-from launcher_scripts.checkpoint.reshard import rank_columns, whole_blocks
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.checkpoint.convert import manifest
+from launcher_scripts.checkpoint.convert.manifest import read_manifest
+from launcher_scripts.checkpoint.convert.reshard import rank_columns, whole_blocks
+from launcher_scripts.checkpoint.fastertransformer import folder as fastertransformer
+from launcher_scripts.checkpoint.fastertransformer.config_ini import format_config, read_config
+from launcher_scripts.checkpoint.fastertransformer.folder import (
+    FTCheckpoint,
+    FTWriter,
+    weight_files,
+)
+from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.models.gpt import GPTConfig, weights
 from tests.checkpoint_maker import Variant, make_nemo, rebuilt, small_config
 
@@ -311,8 +316,8 @@ import sys
 from pathlib import Path
 
 sys.modules["blake3"] = sys.modules["zlib_ng"] = None
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.steps.convert_checkpoint import main
 
 folder, source, target = sys.argv[1:]

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint_maker import rebuilt
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.checkpoint.archive import Archive
-from launcher_scripts.checkpoint.export import open_source
-from launcher_scripts.checkpoint.forecast import Forecast
-from launcher_scripts.checkpoint.plan import make_plan
+from launcher_scripts.checkpoint.convert.export import open_source
+from launcher_scripts.checkpoint.convert.forecast import Forecast
+from launcher_scripts.checkpoint.convert.plan import make_plan
+from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.models import family_of
 from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS
 

@@ -11,12 +11,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
-from launcher_scripts.checkpoint.model_repository import ModelRepository
-from launcher_scripts.checkpoint.text_models import encoding_parameters
-from launcher_scripts.errors import CheckpointError
-from launcher_scripts.settings import ExportSettings, TokenizerSettings
-from launcher_scripts.tokenizer import chat_templates, load_tokenizer, tokenizer_files
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.checkpoint.repository.text_models import encoding_parameters
+from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.common.tokenizer import chat_templates, load_tokenizer, tokenizer_files
+from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS
 

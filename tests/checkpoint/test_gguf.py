@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
-from launcher_scripts.errors import CheckpointError
-from launcher_scripts.settings import TokenizerSettings
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.common.tokenizer import load_tokenizer
+from launcher_scripts.config.settings import TokenizerSettings
 from launcher_scripts.steps.quickstart import gguf_file
-from launcher_scripts.tokenizer import load_tokenizer
 from tests.checkpoint import reference_forward_gpt
 from tests.checkpoint.exporting import export_folder, open_weights
 from tests.checkpoint.tiny_models import LLAMA, TinyModel

@@ -13,10 +13,10 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from launcher_scripts.checkpoint.gguf_fields import Fields
-from launcher_scripts.checkpoint.gguf_file import open_gguf
-from launcher_scripts.checkpoint.gguf_rope import rope_parameters
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.checkpoint.formats.gguf_fields import Fields
+from launcher_scripts.checkpoint.formats.gguf_file import open_gguf
+from launcher_scripts.checkpoint.sources.gguf_rope import rope_parameters
+from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder, refused_export
 
 SOURCE = Path(__file__).parents[1] / "data" / "gguf" / "llama.gguf"

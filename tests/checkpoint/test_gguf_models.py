@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from launcher_scripts.contract.protocol import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.protocol import GenerateRequest
 from tests.checkpoint.exporting import export_folder
 
 FOLDER = Path(__file__).parents[1] / "data" / "gguf"

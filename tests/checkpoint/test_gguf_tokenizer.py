@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import transformers
 
-from launcher_scripts.checkpoint.gguf_tokenizer import (
+from launcher_scripts.checkpoint.sources.gguf_tokenizer import (
     build_tokenizer,
     special_tokens,
     tokenizer_files,
     tokenizer_metadata,
 )
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.common.errors import CheckpointError
 
 LAMBADA = (
     Path(__file__).parents[2] / "launcher_scripts" / "evaluation" / "data"

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from launcher_scripts.checkpoint.gguf_architectures import ARCHITECTURES
-from launcher_scripts.checkpoint.gguf_file import open_gguf, read_tensor, readable_types
-from launcher_scripts.checkpoint.gguf_pre_tokenizers import PRE_TOKENIZERS
-from launcher_scripts.checkpoint.gguf_tokenizer import MODELS
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.checkpoint.formats.gguf_file import open_gguf, read_tensor, readable_types
+from launcher_scripts.checkpoint.sources.gguf_architectures import ARCHITECTURES
+from launcher_scripts.checkpoint.sources.gguf_pre_tokenizers import PRE_TOKENIZERS
+from launcher_scripts.checkpoint.sources.gguf_tokenizer import MODELS
+from launcher_scripts.common.errors import CheckpointError
 
 UNREADABLE = {"Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64", "Q1_0"}
 ROWS, COLUMNS = 3, 512

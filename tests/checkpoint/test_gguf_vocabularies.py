@@ -13,7 +13,7 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import Tokenizer
 from transformers.utils import sentencepiece_model_pb2_new
 
-from launcher_scripts.checkpoint.gguf_tokenizer import build_tokenizer
+from launcher_scripts.checkpoint.sources.gguf_tokenizer import build_tokenizer
 
 FILE = Path(__file__).parents[1] / "data" / "gguf" / "vocabularies.json"
 VOCABULARIES: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))

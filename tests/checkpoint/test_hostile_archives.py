@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher_scripts.checkpoint.archive import Archive
-from launcher_scripts.errors import CheckpointError, LauncherError
+from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.common.errors import CheckpointError, LauncherError
+from launcher_scripts.config.settings import TokenizerSettings
 from launcher_scripts.models.nemo_config import find_checkpoint, read_sizes
-from launcher_scripts.settings import TokenizerSettings
 from tests.checkpoint.exporting import refused_export
 from tests.checkpoint.small_memory import small_memory
 from tests.checkpoint.test_archive import write_tar

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
-from launcher_scripts.checkpoint.journal import FILE_NAME as JOURNAL
-from launcher_scripts.checkpoint.journal import Journal
-from launcher_scripts.errors import CheckpointError
-from launcher_scripts.whole_files import write_whole
+from launcher_scripts.checkpoint.convert.journal import FILE_NAME as JOURNAL
+from launcher_scripts.checkpoint.convert.journal import Journal
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.common.atomic_write import write_whole
+from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.small_memory import small_memory
 from tests.checkpoint_maker import make_nemo, small_config

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from launcher_scripts.checkpoint import pickles, torch_file
-from launcher_scripts.checkpoint.archive import Archive, Region
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.checkpoint.formats import pickles, torch_file
+from launcher_scripts.checkpoint.formats.archive import Archive, Region
+from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.small_memory import small_memory
 from tests.checkpoint.test_torch_file import region_of, rewritten, saved
 

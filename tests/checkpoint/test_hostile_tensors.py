@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
-from launcher_scripts.checkpoint.source_tensor import Piece, SourceTensor
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.checkpoint.formats.source_tensor import Piece, SourceTensor
+from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.exporting import refused_export
 from tests.checkpoint.small_memory import small_memory
 from tests.checkpoint.tiny_models import DECODERS

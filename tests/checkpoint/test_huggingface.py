@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import T5EncoderModel
 
-from launcher_scripts.errors import CheckpointError, ConfigError
+from launcher_scripts.common.errors import CheckpointError, ConfigError
 from tests.checkpoint import reference_forward_bart, reference_forward_gpt, reference_forward_t5
 from tests.checkpoint.exporting import export_folder, open_weights, refused_export
 from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS, UNTIED_DECODERS

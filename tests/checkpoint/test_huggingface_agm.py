@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder, open_weights
 from tests.checkpoint.reference_forward_bart import agm_logits
 

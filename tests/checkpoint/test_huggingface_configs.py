@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint import huggingface_configs as configs
-from launcher_scripts.checkpoint import huggingface_decoders as decoders
-from launcher_scripts.checkpoint.huggingface import architecture
-from launcher_scripts.checkpoint.huggingface_raw import RawConfig
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.checkpoint.sources import huggingface_configs as configs
+from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
+from launcher_scripts.checkpoint.sources.huggingface import architecture
+from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
+from launcher_scripts.common.errors import CheckpointError
 
 T5_KEYS = ("shared.weight", "decoder.block.0.layer.0.SelfAttention.q.weight")
 T5 = {

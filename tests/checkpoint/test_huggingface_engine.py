@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from launcher_scripts.contract.protocol import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.protocol import GenerateRequest
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS
 

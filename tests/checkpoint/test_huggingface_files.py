@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from launcher_scripts.checkpoint import safetensors_file, torch_file
-from launcher_scripts.checkpoint.archive import Archive
-from launcher_scripts.checkpoint.dtypes import BFLOAT16, widened
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.checkpoint.formats import safetensors_file, torch_file
+from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, widened
+from launcher_scripts.common.errors import CheckpointError
 
 torch.manual_seed(3)
 TENSORS = {

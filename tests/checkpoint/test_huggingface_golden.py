@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from transformers.models.xglm.modeling_xglm import XGLMSinusoidalPositionalEmbedding
 
-from launcher_scripts.checkpoint.sinusoidal_positions import sinusoidal_positions
+from launcher_scripts.checkpoint.sources.sinusoidal_positions import sinusoidal_positions
 from launcher_scripts.models.gpt import GPTConfig
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.golden_cases import differing_keys, digests, found_digests

@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
 
-from launcher_scripts.checkpoint.huggingface import ARCHITECTURES, architecture
-from launcher_scripts.checkpoint.huggingface_keys import IRRELEVANT, OFF, check_keys
-from launcher_scripts.checkpoint.huggingface_raw import ACTIVATIONS, RawConfig
-from launcher_scripts.errors import CheckpointError
-from launcher_scripts.settings import TokenizerSettings
+from launcher_scripts.checkpoint.sources.huggingface import ARCHITECTURES, architecture
+from launcher_scripts.checkpoint.sources.huggingface_keys import IRRELEVANT, OFF, check_keys
+from launcher_scripts.checkpoint.sources.huggingface_raw import ACTIVATIONS, RawConfig
+from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.config.settings import TokenizerSettings
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.tiny_models import LLAMA
 

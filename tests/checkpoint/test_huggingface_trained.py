@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
-from launcher_scripts.settings import TokenizerSettings
-from launcher_scripts.tokenizer import load_tokenizer
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.common.tokenizer import load_tokenizer
+from launcher_scripts.config.settings import TokenizerSettings
 from tests.checkpoint.exporting import export_folder, open_weights
 from tests.checkpoint.reference_forward_t5 import greedy
 from tests.checkpoint.reference_weights import Cached

@@ -9,8 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint import reference_forward_gpt
 from tests.checkpoint.exporting import export_folder, open_weights
 from tests.checkpoint.golden_cases import differing_keys, digests, found_digests

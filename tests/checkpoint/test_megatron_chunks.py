@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.megatron_maker import Maker
 

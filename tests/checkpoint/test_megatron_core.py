@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.checkpoint.archive import Archive
-from launcher_scripts.checkpoint.core_options import of_arguments, of_bridge, of_nemo2, read_gpt
-from launcher_scripts.checkpoint.export import open_source
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.checkpoint.convert.export import open_source
+from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.sources.core_options import (
+    of_arguments,
+    of_bridge,
+    of_nemo2,
+    read_gpt,
+)
+from launcher_scripts.common.errors import CheckpointError
 
 NEMO2 = "nemo253_llama31_a/checkpoint/model--step=10-consumed_samples=40.0-last"
 ARGUMENTS = {

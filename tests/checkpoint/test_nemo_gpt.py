@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint.nemo_gpt import NemoGPT, nemo_version, read_gpt
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.checkpoint.sources.nemo_gpt import NemoGPT, nemo_version, read_gpt
+from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.models.gpt import GPTConfig
 
 LEAST = {

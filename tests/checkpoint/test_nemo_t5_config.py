@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import sentencepiece
 
-from launcher_scripts.checkpoint.nemo_t5 import NemoT5, read_t5, t5_token_ids
-from launcher_scripts.checkpoint.tokenizer_files import TokenIds
+from launcher_scripts.checkpoint.repository.tokenizer_files import TokenIds
+from launcher_scripts.checkpoint.sources.nemo_t5 import NemoT5, read_t5, t5_token_ids
+from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.models.t5 import T5Config
-from launcher_scripts.tokenizer import load_tokenizer
 
 LEAST = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 

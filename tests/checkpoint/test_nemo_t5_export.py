@@ -11,10 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.config.settings import TokenizerSettings
 from launcher_scripts.models.t5_weights import weights
-from launcher_scripts.settings import TokenizerSettings
 from tests.checkpoint.exporting import export_folder, open_weights
 from tests.checkpoint.golden_cases import differing_keys, digests, found_digests
 from tests.checkpoint.reference_forward_t5 import logits

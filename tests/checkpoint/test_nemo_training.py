@@ -11,9 +11,9 @@ import pytest
 import torch
 import yaml
 
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
-from launcher_scripts.errors import LauncherError
-from launcher_scripts.settings import TokenizerSettings
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.common.errors import LauncherError
+from launcher_scripts.config.settings import TokenizerSettings
 from tests.checkpoint.exporting import export_folder, open_weights, refused_export
 from tests.checkpoint.reference_forward_gpt import logits
 from tests.checkpoint.test_torch_file import Evil

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.checkpoint import config_ini
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
-from launcher_scripts.checkpoint.model_repository import ModelRepository
+from launcher_scripts.checkpoint.fastertransformer import config_ini
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
 from launcher_scripts.models.repository import config_parameters, served_models
 from launcher_scripts.steps import convert_checkpoint, write_example_models
 from launcher_scripts.steps import prepare_triton_model_config as prepare

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher_scripts.checkpoint.config_ini import format_config
+from launcher_scripts.checkpoint.fastertransformer.config_ini import format_config
+from launcher_scripts.common.errors import CheckpointError, ConfigError
+from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.errors import CheckpointError, ConfigError
 from launcher_scripts.models.family import ModelConfig
-from launcher_scripts.settings import ExportSettings
 from tests.checkpoint.exporting import export_folder, open_weights, refused_export
 from tests.engine.small_agm import agm_config
 from tests.engine.small_bart import bart_config

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher_scripts.checkpoint import write_tasks
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint, FTWriter, WeightFile
-from launcher_scripts.checkpoint.journal import FILE_NAME, Journal
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.checkpoint.convert import write_tasks
+from launcher_scripts.checkpoint.convert.journal import FILE_NAME, Journal
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint, FTWriter, WeightFile
+from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.test_export_failures import edited
 from tests.checkpoint_maker import Variant, make_nemo, rebuilt, small_config

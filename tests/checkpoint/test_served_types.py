@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint.served_types import backend_model_type
-from launcher_scripts.contracts import CONTRACTS
-from launcher_scripts.errors import ConfigError
+from launcher_scripts.checkpoint.repository.served_types import backend_model_type
+from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.models.repository import BACKEND_MODEL_TYPES
 from tests.checkpoint.exporting import export_folder, refused_export
 from tests.checkpoint.t5_maker import small_t5

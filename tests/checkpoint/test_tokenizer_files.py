@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
-from launcher_scripts.errors import CheckpointError
-from launcher_scripts.settings import TokenizerSettings
-from launcher_scripts.tokenizer import load_tokenizer
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.common.tokenizer import load_tokenizer
+from launcher_scripts.config.settings import TokenizerSettings
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint_maker import Variant, make_nemo, small_config
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from launcher_scripts.checkpoint import torch_file
-from launcher_scripts.checkpoint.archive import Archive, Region
-from launcher_scripts.checkpoint.dtypes import BFLOAT16, widened
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.checkpoint.formats import torch_file
+from launcher_scripts.checkpoint.formats.archive import Archive, Region
+from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, widened
+from launcher_scripts.common.errors import CheckpointError
 
 
 def region_of(content: bytes, folder: Path) -> Region:

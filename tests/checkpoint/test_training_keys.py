@@ -10,13 +10,18 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint import core_options, nemo, nemo_gpt
-from launcher_scripts.checkpoint.archive import Archive
-from launcher_scripts.checkpoint.core_options import of_arguments, of_bridge, of_nemo2, read_gpt
-from launcher_scripts.checkpoint.export import open_source
-from launcher_scripts.checkpoint.hints import Hints
-from launcher_scripts.checkpoint.training_keys import IRRELEVANT, Asked, check_keys
-from launcher_scripts.errors import CheckpointError, Problems
+from launcher_scripts.checkpoint.convert.export import open_source
+from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.sources import core_options, nemo, nemo_gpt
+from launcher_scripts.checkpoint.sources.core_options import (
+    of_arguments,
+    of_bridge,
+    of_nemo2,
+    read_gpt,
+)
+from launcher_scripts.checkpoint.sources.hints import Hints
+from launcher_scripts.checkpoint.sources.training_keys import IRRELEVANT, Asked, check_keys
+from launcher_scripts.common.errors import CheckpointError, Problems
 from tests.checkpoint.test_megatron_core import ARGUMENTS
 from tests.checkpoint_maker import Variant, make_nemo, small_config
 

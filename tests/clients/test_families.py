@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from launcher_scripts import clients
-from launcher_scripts.checkpoint.fastertransformer import FTWriter, weight_files
-from launcher_scripts.checkpoint.model_repository import ModelRepository
+from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, weight_files
+from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
 from launcher_scripts.clients.__main__ import main
 from launcher_scripts.clients.end_to_end_test import column
 from launcher_scripts.clients.models import find_models
 from launcher_scripts.clients.remote import RemoteServer
-from launcher_scripts.tokenizer import load_tokenizer
+from launcher_scripts.common.tokenizer import load_tokenizer
 from tests.engine.small_agm import agm_config, agm_tensors
 from tests.server import test_t5 as t5
 from tests.server.processes import running

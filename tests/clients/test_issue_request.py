@@ -11,8 +11,8 @@ import pytest
 
 from launcher_scripts import clients
 from launcher_scripts.clients import connection, issue_request
-from launcher_scripts.contracts import CONTRACTS
-from launcher_scripts.errors import ConfigError, ServerError
+from launcher_scripts.common.errors import ConfigError, ServerError
+from launcher_scripts.contract.contracts import CONTRACTS
 from tests.evaluation.fake_server import FakeServer
 
 SAMPLES = sorted((Path(clients.__file__).parent / "requests").glob("*.json"))

@@ -20,9 +20,9 @@ from launcher_scripts.clients import CLIENTS
 from launcher_scripts.clients.__main__ import main
 from launcher_scripts.clients.end_to_end_test import SENTENCES
 from launcher_scripts.clients.tensors import PROMPTS, prompt_ids
+from launcher_scripts.common.tokenizer import Tokenizer, load_tokenizer
+from launcher_scripts.contract.protocol import GenerateRequest
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.protocol import GenerateRequest
-from launcher_scripts.tokenizer import Tokenizer, load_tokenizer
 from tests.engine.small_models import engine_for, random_tensors
 from tests.server.processes import running
 from tests.server.repositories import TOKENIZERS, VOCAB_SIZE, export, text_config

@@ -18,7 +18,7 @@ from typing import Any
 import gguf
 from tokenizers.pre_tokenizers import ByteLevel
 
-from launcher_scripts.checkpoint.gguf_tokenizer import tokenizer_metadata
+from launcher_scripts.checkpoint.sources.gguf_tokenizer import tokenizer_metadata
 
 TARGET = Path(__file__).with_name("gguf") / "vocabularies.json"
 BYTE_PAIRS = (

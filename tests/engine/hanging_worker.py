@@ -8,8 +8,8 @@ import time
 
 from torch import Tensor
 
-from launcher_scripts.engine.communicator import ProcessGroupCommunicator
-from launcher_scripts.engine.worker import main
+from launcher_scripts.engine.distributed.communicator import ProcessGroupCommunicator
+from launcher_scripts.engine.distributed.worker import main
 
 WAY_VARIABLE = "TEST_HANGS_WHILE"
 STEP = 20

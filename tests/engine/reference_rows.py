@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from launcher_scripts.engine.sampler import uniforms
-from launcher_scripts.protocol import GenerateRequest
+from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.engine.core.sampler import uniforms
 
 Text = tuple[int, ...]
 LogitsAfter = Callable[[Text], torch.Tensor]

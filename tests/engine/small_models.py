@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from launcher_scripts.checkpoint.fastertransformer import FTWriter, weight_files
-from launcher_scripts.engine.communicator import Communicator
+from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, weight_files
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.engine.families import engine_family
-from launcher_scripts.engine.loading import Launches, assemble_runner
-from launcher_scripts.engine.runner import Runner
-from launcher_scripts.engine.weights import DTYPES, Stored
+from launcher_scripts.engine.model.families import engine_family
+from launcher_scripts.engine.model.weights import DTYPES, Stored
+from launcher_scripts.engine.runner.loading import Launches, assemble_runner
+from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, Partition, WeightSpec
 from launcher_scripts.models.gpt import GPTConfig
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 
 NOWHERE = Path("unused")
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.models.t5 import T5Config
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest
 from tests.checkpoint import reference_forward_t5
 from tests.engine.small_models import random_tensors
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.engine.loading import open_checkpoint
-from launcher_scripts.errors import ConfigError
+from launcher_scripts.engine.runner.loading import open_checkpoint
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.test_huggingface_agm import IDS, forward, make
 from tests.engine.small_agm import agm_config, agm_tensors, plain_greedy, plain_logits

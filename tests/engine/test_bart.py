@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from launcher_scripts.common.errors import RequestError
+from launcher_scripts.contract.protocol import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.errors import RequestError
 from launcher_scripts.models.bart import BartConfig
-from launcher_scripts.protocol import GenerateRequest
 from tests.checkpoint.exporting import export_folder
 from tests.engine.small_bart import bart_config, plain_greedy, plain_logits
 from tests.engine.small_models import engine_for, load_engine, random_tensors

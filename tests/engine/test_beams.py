@@ -12,11 +12,11 @@ from contextlib import suppress
 import pytest
 import torch
 
-from launcher_scripts.engine.beam_search import BeamSearch
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest, SamplingParameters
+from launcher_scripts.engine.core.beam_search import BeamSearch
+from launcher_scripts.engine.core.hypotheses import Hypotheses
+from launcher_scripts.engine.core.results import Candidate
 from launcher_scripts.engine.engine import STEPS_AHEAD, Engine
-from launcher_scripts.engine.hypotheses import Hypotheses
-from launcher_scripts.engine.results import Candidate
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
 from tests.engine.reference_beams import Settings, Text, search
 from tests.engine.small_agm import agm_config, agm_tensors
 from tests.engine.small_models import (
@@ -158,7 +158,7 @@ def test_as_on_a_device(engine, monkeypatch):
     rows = mixed_requests()
     wanted = [texts(engine.submit(row).result(60)) for row in rows]
     monkeypatch.setitem(STEPS_AHEAD, "cpu", 1)
-    monkeypatch.setattr("launcher_scripts.engine.kv_cache.looking_is_free", lambda _: False)
+    monkeypatch.setattr("launcher_scripts.engine.core.kv_cache.looking_is_free", lambda _: False)
     settings, runner = runner_for(GPT, random_tensors(GPT), max_batch_size=16)
     monkeypatch.setattr(runner, "_graphs", EagerGraphs())
     monkeypatch.setattr(runner._batches, "_max_rows", 16)
@@ -251,14 +251,14 @@ def test_progress_holds_the_best_hypotheses_so_far(engine):
 
 
 def test_prompts_longer_than_a_step_are_shared_by_all_hypotheses(monkeypatch):
-    from launcher_scripts.engine.loading import PREFILL_TOKENS
+    from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 
     whole = engine_for(GPT, random_tensors(GPT))
     prompt = tuple(range(60))
     wanted = texts(run(whole, prompt, 8, 5))
     whole.close()
     monkeypatch.setitem(PREFILL_TOKENS, "cpu", 7)
-    monkeypatch.setattr("launcher_scripts.engine.kv_cache.COPIED_TOKENS", 16)
+    monkeypatch.setattr("launcher_scripts.engine.core.kv_cache.COPIED_TOKENS", 16)
     pieces = engine_for(GPT, random_tensors(GPT))
     assert texts(run(pieces, prompt, 8, 5)) == wanted
     pieces.close()
@@ -278,7 +278,7 @@ def test_tokens_that_all_hypotheses_share_are_not_copied(monkeypatch):
     engine = engine_for(config, random_tensors(config))
     got = texts(run(engine, PROMPT, 80, 4))
     less, copied[:] = sum(copied), []
-    monkeypatch.setattr("launcher_scripts.engine.hypotheses.LOOK_BACK", 0)
+    monkeypatch.setattr("launcher_scripts.engine.core.hypotheses.LOOK_BACK", 0)
     assert texts(run(engine, PROMPT, 80, 4)) == got
     engine.close()
     assert sum(copied) == sum(range(1, 79))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.models.family import ModelConfig
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
 from tests.engine.small_models import engine_for, load_engine, random_tensors, small_config
 from tests.engine.small_t5 import SOURCE, VARIANTS, t5_config, t5_tensors
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel, StoppingCriteria, T5ForConditionalGeneration
 
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
-from launcher_scripts.settings import TokenizerSettings
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS
 from tests.engine.test_t5_transformers import items

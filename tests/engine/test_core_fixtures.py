@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.checkpoint.config_ini import read_config
-from launcher_scripts.checkpoint.export import export
+from launcher_scripts.checkpoint.convert.export import export
+from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.settings import ExportSettings, TokenizerSettings
 from tests.engine.test_nemo_fixtures import TOLERANCE
 from tests.engine.test_nemo_fixtures import logits_of as gpt_logits
 from tests.engine.test_nemo_t5_fixtures import logits_of as t5_logits

@@ -7,17 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from launcher_scripts.engine.communicator import Communicator
-from launcher_scripts.engine.decode_step import obstacles
-from launcher_scripts.engine.symmetric_memory import (
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.distributed.symmetric_memory import (
     BUFFER_BYTES,
     ONE_SHOT_BYTES,
     Route,
     choose_route,
     obstacle,
 )
+from launcher_scripts.engine.model.decode_step import obstacles
 from launcher_scripts.kernels.reference_ranks import largest_of_ranks
-from launcher_scripts.parallel import Parallelism
 from tests.engine.small_models import engine_for, random_tensors, small_config
 
 

@@ -9,9 +9,9 @@ from concurrent.futures import wait
 import pytest
 import torch
 
-from launcher_scripts.engine.session import Session
+from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.engine.core.session import Session
 from launcher_scripts.kernels import reference
-from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 from tests.engine.small_models import engine_for, load_engine, random_tensors, small_config
 from tests.engine.small_t5 import NEMO, t5_config, t5_tensors
 

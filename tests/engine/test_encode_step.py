@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launcher_scripts.engine import encode_step
-from launcher_scripts.engine.communicator import Communicator
-from launcher_scripts.engine.encode_step import (
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.model import encode_step
+from launcher_scripts.engine.model.encode_step import (
     Sources,
     bucket_tokens,
     encode_obstacles,
     pack,
 )
-from launcher_scripts.engine.layers import Segment
-from launcher_scripts.parallel import Parallelism
+from launcher_scripts.engine.model.layers import Segment
 from tests.engine.small_models import engine_for
 from tests.engine.small_t5 import VARIANTS, t5_config, t5_tensors
 

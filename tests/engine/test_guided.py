@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from launcher_scripts.common.errors import RequestError
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine import engine as engine_module
+from launcher_scripts.engine.core.requests import check_request
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.engine.requests import check_request
-from launcher_scripts.errors import RequestError
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
 from tests.checkpoint import reference_forward_gpt
 from tests.engine.small_models import engine_for, load_engine, random_tensors, run, small_config
 from tests.engine.small_t5 import NEMO, SOURCE, Plain, t5_config, t5_tensors

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.engine.engine import EngineSettings
-from launcher_scripts.errors import ConfigError
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.operands import Linear
 from launcher_scripts.kernels.quantization import quantized

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.contract.protocol import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.protocol import GenerateRequest
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.tiny_models import LATER_DECODERS
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from launcher_scripts.common.errors import RequestError
+from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.errors import RequestError
 from launcher_scripts.models.learned_parts import LearnedParts, PromptTask
-from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 from tests.checkpoint import reference_forward_gpt, reference_forward_t5
 from tests.engine.small_models import engine_for, load_engine, random_tensors, small_config
 from tests.engine.small_t5 import DECODER, NEMO, as_encoder, t5_config, t5_tensors

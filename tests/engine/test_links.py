@@ -14,8 +14,9 @@ from queue import SimpleQueue
 
 import pytest
 
-from launcher_scripts.engine import links
-from launcher_scripts.engine.interfaces import (
+from launcher_scripts.common.errors import ServerError
+from launcher_scripts.engine.distributed import links
+from launcher_scripts.engine.distributed.interfaces import (
     EVERY,
     LOOPBACK,
     interface_addresses,
@@ -23,9 +24,8 @@ from launcher_scripts.engine.interfaces import (
     listening_address,
     published_addresses,
 )
-from launcher_scripts.engine.links import Link, Listener, connect
-from launcher_scripts.engine.messages import Decoder, Failed, Stop
-from launcher_scripts.errors import ServerError
+from launcher_scripts.engine.distributed.links import Link, Listener, connect
+from launcher_scripts.engine.distributed.messages import Decoder, Failed, Stop
 
 TOKEN = b"t" * 32
 MESSAGES = Decoder(Failed, Stop)

@@ -13,9 +13,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher_scripts.engine.heartbeat import Heartbeat
-from launcher_scripts.engine.loading import EngineSettings, RankSetup
-from launcher_scripts.engine.messages import (
+from launcher_scripts.common.errors import ServerError
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.contract.protocol import SamplingParameters
+from launcher_scripts.engine.core.plan import (
+    Move,
+    Plan,
+    PrefillPart,
+    RowStart,
+    StepShape,
+    TokenMask,
+)
+from launcher_scripts.engine.distributed.heartbeat import Heartbeat
+from launcher_scripts.engine.distributed.messages import (
     Decoder,
     Failed,
     Message,
@@ -24,10 +34,7 @@ from launcher_scripts.engine.messages import (
     Stop,
     encode,
 )
-from launcher_scripts.engine.plan import Move, Plan, PrefillPart, RowStart, StepShape, TokenMask
-from launcher_scripts.errors import ServerError
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.protocol import SamplingParameters
+from launcher_scripts.engine.runner.loading import EngineSettings, RankSetup
 
 ROW = RowStart(
     slot=3,
@@ -141,9 +148,9 @@ def test_bytes_of_something_else_are_refused(data: bytes) -> None:
 
 SMALL_MEMORY = """
 import resource
-from launcher_scripts.engine.heartbeat import Heartbeat
-from launcher_scripts.engine.messages import Decoder, Failed, StartRanks
-from launcher_scripts.errors import ServerError
+from launcher_scripts.engine.distributed.heartbeat import Heartbeat
+from launcher_scripts.engine.distributed.messages import Decoder, Failed, StartRanks
+from launcher_scripts.common.errors import ServerError
 
 resource.setrlimit(resource.RLIMIT_DATA, (1 << 28, 1 << 28))
 decoder = Decoder(StartRanks, Failed, Heartbeat)

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from launcher_scripts.engine import context_results
-from launcher_scripts.engine.engine import Engine
-from launcher_scripts.engine.loading import PREFILL_TOKENS
-from launcher_scripts.engine.session import Session
-from launcher_scripts.models.learned_parts import LearnedParts, PromptTask
-from launcher_scripts.protocol import (
+from launcher_scripts.contract.protocol import (
     GenerateOutput,
     GenerateRequest,
     ModelLogProbs,
     SamplingParameters,
 )
+from launcher_scripts.engine.core import context_results
+from launcher_scripts.engine.core.session import Session
+from launcher_scripts.engine.engine import Engine
+from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
+from launcher_scripts.models.learned_parts import LearnedParts, PromptTask
 from tests.checkpoint import reference_forward_gpt
 from tests.engine.small_bart import bart_config, plain_logits
 from tests.engine.small_models import (

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from launcher_scripts.checkpoint.export import export
+from launcher_scripts.checkpoint.convert.export import export
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
+from launcher_scripts.contract.protocol import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.protocol import GenerateRequest
-from launcher_scripts.settings import ExportSettings, TokenizerSettings
 
 NOT_PLAIN_GPT = re.compile("ptl|ptuning|ia3|adapter|peft")
 TOLERANCE = 2e-4

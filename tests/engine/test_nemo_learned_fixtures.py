@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.contract.protocol import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.protocol import GenerateRequest
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.test_learned_nemo import FIXTURES, IA3, PROMPT
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import NoRepeatNGramLogitsProcessor
 
-from launcher_scripts.engine.logit_processing import processing
-from launcher_scripts.engine.plan import RowStart
-from launcher_scripts.engine.row_state import RowStates
-from launcher_scripts.protocol import SamplingParameters
+from launcher_scripts.contract.protocol import SamplingParameters
+from launcher_scripts.engine.core.logit_processing import processing
+from launcher_scripts.engine.core.plan import RowStart
+from launcher_scripts.engine.core.row_state import RowStates
 from tests.engine.small_models import engine_for, generate, random_tensors, small_config
 
 CPU = torch.device("cpu")

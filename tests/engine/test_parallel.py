@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from launcher_scripts.common.errors import CheckpointError, ConfigError, ServerError
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.engine.loading import open_checkpoint
-from launcher_scripts.errors import CheckpointError, ConfigError, ServerError
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.engine.runner.loading import open_checkpoint
 from tests.engine.small_models import (
     context_logits,
     engine_for,
@@ -125,8 +125,8 @@ SUSPENDED = """
 import sys
 from pathlib import Path
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.protocol import GenerateRequest
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.contract.protocol import GenerateRequest
 settings = EngineSettings(
     Path(sys.argv[1]), parallelism=Parallelism(2), device="cpu", stall_timeout=1.0
 )
@@ -170,7 +170,7 @@ def test_ranks_end_with_their_parent(tmp_path: Path):
         "import sys, time\n"
         "from pathlib import Path\n"
         "from launcher_scripts.engine.engine import Engine, EngineSettings\n"
-        "from launcher_scripts.parallel import Parallelism\n"
+        "from launcher_scripts.common.parallelism import Parallelism\n"
         "engine = Engine.load(EngineSettings(Path(sys.argv[1]), parallelism=Parallelism(2),\n"
         "                                    device='cpu'))\n"
         "print(engine.ranks[1].pid, flush=True)\n"

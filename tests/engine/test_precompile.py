@@ -15,18 +15,23 @@ import torch
 from triton import knobs
 
 from benchmarks.shapes import CONFIGS
+from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.engine import engine as engine_module
-from launcher_scripts.engine import precompile
+from launcher_scripts.engine.core.plan import Plan
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.engine.loading import EngineSettings, Launches
-from launcher_scripts.engine.plan import Plan
-from launcher_scripts.engine.precompile import EagerGraphs, KernelPrecompiler, traced_runner
-from launcher_scripts.engine.runner import Runner
-from launcher_scripts.engine.timeline import Timeline
-from launcher_scripts.kernels import device_traits, kernels_for
-from launcher_scripts.kernels.device_traits import traits_of
+from launcher_scripts.engine.runner import kernel_precompiler as precompile
+from launcher_scripts.engine.runner.kernel_precompiler import (
+    EagerGraphs,
+    KernelPrecompiler,
+    traced_runner,
+)
+from launcher_scripts.engine.runner.loading import EngineSettings, Launches
+from launcher_scripts.engine.runner.runner import Runner
+from launcher_scripts.engine.runner.timeline import Timeline
+from launcher_scripts.kernels import kernels_for
+from launcher_scripts.kernels.cuda import device_traits
+from launcher_scripts.kernels.cuda.device_traits import traits_of
 from launcher_scripts.models.family import ModelConfig
-from launcher_scripts.parallel import Parallelism
 from tests.engine.small_agm import agm_config
 from tests.engine.small_bart import bart_config
 from tests.engine.small_models import (

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.engine.core.plan import PrefillPart, RowStart
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.engine.loading import PREFILL_TOKENS
-from launcher_scripts.engine.plan import PrefillPart, RowStart
-from launcher_scripts.engine.prompt_batch import (
+from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
+from launcher_scripts.engine.runner.prompt_batch import (
     ROW_BUCKETS,
     TOKEN_BUCKETS,
     Nowhere,
@@ -18,7 +19,6 @@ from launcher_scripts.engine.prompt_batch import (
     Sizes,
     unpacked,
 )
-from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 from tests.engine.small_models import random_tensors, runner_for, small_config
 
 CONFIG = small_config(end_id=67, max_positions=200)

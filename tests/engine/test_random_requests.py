@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
 from tests.checkpoint import reference_forward_gpt
 from tests.engine.reference_rows import Expected, Row, Text
 from tests.engine.small_models import engine_for, random_tensors, small_config

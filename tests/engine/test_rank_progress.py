@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from launcher_scripts.engine.heartbeat import (
+from launcher_scripts.common.errors import ServerError
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.engine.distributed.heartbeat import (
     COMPILING,
     FIRST_SECONDS,
     OWN_WORK,
@@ -14,9 +16,7 @@ from launcher_scripts.engine.heartbeat import (
     Progress,
     Watchdog,
 )
-from launcher_scripts.engine.step_times import SLOW_LINKS, seconds_per_token
-from launcher_scripts.errors import ServerError
-from launcher_scripts.parallel import Parallelism
+from launcher_scripts.engine.distributed.step_times import SLOW_LINKS, seconds_per_token
 from tests.engine.small_models import small_config
 
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Hashable
 import pytest
 import torch
 
-from launcher_scripts.engine import recording
+from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.engine.core.plan import Bounds, Plan
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.engine.families import engine_family
-from launcher_scripts.engine.graphs import bucket_rows, step_shapes
-from launcher_scripts.engine.plan import Bounds, Plan
-from launcher_scripts.engine.recording import Recording
-from launcher_scripts.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.engine.model.families import engine_family
+from launcher_scripts.engine.runner import recording
+from launcher_scripts.engine.runner.graphs import bucket_rows, step_shapes
+from launcher_scripts.engine.runner.recording import Recording
 from tests.engine.small_models import random_tensors, runner_for, small_config
 from tests.engine.small_t5 import t5_config, t5_tensors
 

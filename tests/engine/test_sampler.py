@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper
 
-from launcher_scripts.engine.plan import RowStart
-from launcher_scripts.engine.row_state import RowStates
-from launcher_scripts.engine.sampler import Sampled, sample, sampling_batch, uniforms
-from launcher_scripts.protocol import SamplingParameters
+from launcher_scripts.contract.protocol import SamplingParameters
+from launcher_scripts.engine.core.plan import RowStart
+from launcher_scripts.engine.core.row_state import RowStates
+from launcher_scripts.engine.core.sampler import Sampled, sample, sampling_batch, uniforms
 
 CPU = torch.device("cpu")
 PROMPT = (3, 1, 4)

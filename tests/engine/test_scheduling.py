@@ -10,15 +10,15 @@ from concurrent.futures import Future, wait
 import pytest
 import torch
 
-from launcher_scripts.engine.kv_cache import ExtentAllocator, bytes_per_token, plan_capacity
-from launcher_scripts.engine.loading import PREFILL_TOKENS
-from launcher_scripts.engine.plan import Plan
-from launcher_scripts.engine.results import StepResult, TokenResult
-from launcher_scripts.engine.row import Row
-from launcher_scripts.engine.scheduler import Scheduler
-from launcher_scripts.errors import ServerError
+from launcher_scripts.common.errors import ServerError
+from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.engine.core.kv_cache import ExtentAllocator, bytes_per_token, plan_capacity
+from launcher_scripts.engine.core.plan import Plan
+from launcher_scripts.engine.core.results import StepResult, TokenResult
+from launcher_scripts.engine.core.row import Row
+from launcher_scripts.engine.core.scheduler import Scheduler
+from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 from launcher_scripts.kernels.operands import Heads
-from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 from tests.engine.small_models import (
     context_logits,
     engine_for,

@@ -9,15 +9,15 @@ from concurrent.futures import wait
 import pytest
 import torch
 
-from launcher_scripts.engine.decoder import Decoder
+from launcher_scripts.common.errors import RequestError
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest, SamplingParameters
+from launcher_scripts.engine.core.row import Snapshot
+from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.engine.loading import PREFILL_TOKENS
-from launcher_scripts.engine.row import Snapshot
-from launcher_scripts.engine.session import Session
-from launcher_scripts.errors import RequestError
+from launcher_scripts.engine.model.decoder import Decoder
+from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.operands import LayerCache
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
 from tests.engine.small_models import (
     engine_for,
     random_tensors,

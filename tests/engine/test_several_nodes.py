@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.engine import workers
-from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.engine.heartbeat import Heartbeat, Progress
-from launcher_scripts.engine.links import Link, connect
-from launcher_scripts.engine.loading import RankSetup
-from launcher_scripts.engine.messages import (
+from launcher_scripts.common.errors import ServerError
+from launcher_scripts.common.hosts import NodeRank
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.engine.core.plan import Plan
+from launcher_scripts.engine.distributed import workers
+from launcher_scripts.engine.distributed.heartbeat import Heartbeat, Progress
+from launcher_scripts.engine.distributed.links import Link, connect
+from launcher_scripts.engine.distributed.messages import (
     Decoder,
     Failed,
     Message,
@@ -25,29 +28,26 @@ from launcher_scripts.engine.messages import (
     RankHello,
     encode,
 )
-from launcher_scripts.engine.node_group import NodeGroup
-from launcher_scripts.engine.plan import Plan
-from launcher_scripts.engine.rendezvous import (
+from launcher_scripts.engine.distributed.node_group import NodeGroup
+from launcher_scripts.engine.distributed.rendezvous import (
     RendezvousFile,
     RendezvousInfo,
     find_rendezvous,
     rendezvous_folders,
 )
-from launcher_scripts.engine.workers import WorkerGroup
-from launcher_scripts.errors import ServerError
-from launcher_scripts.nodes import NodeRank
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.protocol import GenerateRequest
+from launcher_scripts.engine.distributed.workers import WorkerGroup
+from launcher_scripts.engine.engine import Engine, EngineSettings
+from launcher_scripts.engine.runner.loading import RankSetup
 from tests.engine.small_models import engine_for, random_tensors, write_checkpoint
 from tests.engine.test_parallel import GPT2, IDS, long_request, wait_until_gone
 
 HOST = """
 import os, sys
 from pathlib import Path
-from launcher_scripts.engine import rank_processes
-from launcher_scripts.engine.rank_host import NodeHost
-from launcher_scripts.errors import ServerError
-from launcher_scripts.nodes import NodeRank
+from launcher_scripts.engine.distributed import rank_processes
+from launcher_scripts.engine.distributed.rank_host import NodeHost
+from launcher_scripts.common.errors import ServerError
+from launcher_scripts.common.hosts import NodeRank
 
 rank_processes.WORKER = os.environ.get("TEST_WORKER", rank_processes.WORKER)
 node, nodes, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])

@@ -8,13 +8,13 @@ from concurrent.futures import Future
 
 import pytest
 
-from launcher_scripts import metric_names as names
+from launcher_scripts.contract import metric_names as names
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest, SamplingParameters
+from launcher_scripts.engine.core.results import StepResult, TokenResult
+from launcher_scripts.engine.core.row import Row
+from launcher_scripts.engine.core.scheduler import Scheduler
+from launcher_scripts.engine.core.statistics import Histogram, Statistics
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.engine.results import StepResult, TokenResult
-from launcher_scripts.engine.row import Row
-from launcher_scripts.engine.scheduler import Scheduler
-from launcher_scripts.engine.statistics import Histogram, Statistics
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
 from tests.engine import small_t5
 from tests.engine.small_models import engine_for, random_tensors, small_config
 
@@ -60,7 +60,7 @@ def test_wider_buckets_are_shown_first() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that stands still; its only element is the time, in seconds."""
     now = [100.0]
-    monkeypatch.setattr("launcher_scripts.engine.scheduler.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("launcher_scripts.engine.core.scheduler.time.perf_counter", lambda: now[0])
     return now
 
 

@@ -16,16 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher_scripts.engine.communicator import (
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.engine.distributed.communicator import (
     ProcessGroupCommunicator,
     join_store,
     open_store,
 )
+from launcher_scripts.engine.distributed.interfaces import LOOPBACK
+from launcher_scripts.engine.distributed.listeners import drop_connections, listening_ports
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.engine.interfaces import LOOPBACK
-from launcher_scripts.engine.listeners import drop_connections, listening_ports
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.protocol import GenerateRequest
 from tests.engine.small_models import load_engine, random_tensors, small_config
 
 CONFIG = small_config(num_layers=2)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.errors import ConfigError
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 from tests.engine.small_models import engine_for, load_engine, write_checkpoint
 from tests.engine.small_t5 import (
     DECODER,

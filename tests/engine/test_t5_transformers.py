@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.tokenizer import load_tokenizer
+from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.contract.protocol import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.protocol import GenerateRequest
-from launcher_scripts.settings import TokenizerSettings
-from launcher_scripts.tokenizer import load_tokenizer
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.tiny_models import ENCODER_DECODERS
 from tests.engine.small_models import generate

@@ -12,12 +12,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
-from launcher_scripts.checkpoint.text_models import encoding_parameters
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.repository.text_models import encoding_parameters
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.contract.protocol import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.protocol import GenerateRequest
-from launcher_scripts.settings import TokenizerSettings
 from tests.checkpoint.exporting import export_folder, refused_export
 from tests.checkpoint.tiny_models import T5GEMMA, TinyModel
 from tests.engine.small_models import generate

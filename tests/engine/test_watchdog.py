@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from launcher_scripts.engine.heartbeat import ALONE_SECONDS, Heartbeat, Watchdog
-from launcher_scripts.parallel import Parallelism
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.engine.distributed.heartbeat import ALONE_SECONDS, Heartbeat, Watchdog
 
 TP2 = Parallelism(2, 1)
 PP2 = Parallelism(1, 2)

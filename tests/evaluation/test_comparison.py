@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.errors import ConfigError
+from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.config.tasks import TaskSettings
+from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
 from launcher_scripts.evaluation.comparison import compare, compared, open_reference
 from launcher_scripts.evaluation.report import html
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks.task import Metric, TaskResult
 from launcher_scripts.evaluation.transformers_model import TransformersModel
-from launcher_scripts.protocol import GenerateRequest, SamplingParameters
-from launcher_scripts.task_settings import TaskSettings
 from tests.evaluation.text_tasks import asked, no_progress
 
 

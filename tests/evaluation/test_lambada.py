@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher_scripts.errors import ConfigError, ServerError
+from launcher_scripts.common.errors import ConfigError, ServerError
+from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.tasks import TASKS, lambada
 from launcher_scripts.evaluation.tasks.lambada import Item, ItemResult
 from launcher_scripts.evaluation.tasks.task import Asked
-from launcher_scripts.task_settings import TaskSettings
 from tests.evaluation.fake_server import FAVOUR, VOCAB, logits_after
 
 ROOT = Path(__file__).parents[2]

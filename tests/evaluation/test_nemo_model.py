@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher_scripts.checkpoint.manifest import read_manifest
-from launcher_scripts.errors import ConfigError
+from launcher_scripts.checkpoint.convert.manifest import read_manifest
+from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.comparison import compare, open_reference, read_report
 from launcher_scripts.steps import convert_checkpoint, resave_checkpoint
-from launcher_scripts.task_settings import TaskSettings
 from tests.whole_job import WORDS, run_whole_job
 
 FIXTURE = "fixtures/nemo/gpt_gpt2bpe_learned_nemo1.23.0/model.nemo"

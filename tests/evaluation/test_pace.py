@@ -6,13 +6,13 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from launcher_scripts.config.tasks import GenerationSettings, TaskSettings
+from launcher_scripts.contract.protocol import GenerateRequest
 from launcher_scripts.evaluation.comparison import compare, read_report, timed
 from launcher_scripts.evaluation.pace import TimedModel
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import TASKS
 from launcher_scripts.evaluation.tasks.task import Pace
-from launcher_scripts.protocol import GenerateRequest
-from launcher_scripts.task_settings import GenerationSettings, TaskSettings
 from tests.evaluation.test_comparison import result
 from tests.evaluation.text_tasks import Prepared, Words, asked, no_progress
 

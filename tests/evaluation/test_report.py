@@ -7,14 +7,14 @@ import re
 
 import pytest
 
-from launcher_scripts.errors import ConfigError
+from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.config.settings import EvaluateSettings
+from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.evaluation import plots
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.speed import SpeedRow
 from launcher_scripts.evaluation.tables import speed_table, task_table
 from launcher_scripts.evaluation.tasks.task import Metric, TaskResult
-from launcher_scripts.settings import EvaluateSettings
-from launcher_scripts.task_settings import BenchmarkSettings, TaskSettings
 
 READY = {
     "http": "node1:8000",

@@ -7,18 +7,18 @@ import json
 import numpy as np
 import pytest
 
-from launcher_scripts.checkpoint.model_repository import ModelRepository
-from launcher_scripts.evaluation.ready import connect
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.protocol import GenerateRequest, SamplingParameters
-from launcher_scripts.settings import (
+from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.settings import (
     EvaluateSettings,
     ExportSettings,
     TokenizerSettings,
     write_settings,
 )
+from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
+from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.steps import measure_accuracy, measure_speed
-from launcher_scripts.task_settings import BenchmarkSettings, TaskSettings
 from tests.server.processes import running
 
 pytest.importorskip("torch")

@@ -5,15 +5,15 @@ import json
 import numpy as np
 import pytest
 
-from launcher_scripts.errors import ConfigError, ServerError
+from launcher_scripts.common.errors import ConfigError, ServerError
+from launcher_scripts.config.tasks import BenchmarkSettings
+from launcher_scripts.contract.protocol import GenerateOutput
 from launcher_scripts.evaluation.speed import (
     check_batch_sizes,
     random_rows,
     read_vocab_size,
     sweep,
 )
-from launcher_scripts.protocol import GenerateOutput
-from launcher_scripts.task_settings import BenchmarkSettings
 
 SETTINGS = BenchmarkSettings(batch_sizes=(1, 4), lengths=((3, 2), (5, 6)), requests=4, warmup=1)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.settings import EvaluateSettings, write_settings
+from launcher_scripts.config.settings import EvaluateSettings, write_settings
+from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.steps import measure_accuracy, measure_speed
-from launcher_scripts.task_settings import BenchmarkSettings, TaskSettings
 from tests.evaluation.fake_server import VOCAB, FakeServer
 
 ROOT = Path(__file__).parents[2]

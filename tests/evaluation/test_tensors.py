@@ -7,7 +7,8 @@ import pytest
 from torch import from_numpy
 
 from launcher_scripts.backends.fastertransformer import conversion_agm
-from launcher_scripts.errors import RequestError
+from launcher_scripts.common.errors import RequestError
+from launcher_scripts.contract.protocol import GPT_INPUTS, Beam, GenerateRequest, SamplingParameters
 from launcher_scripts.evaluation import tensors
 from launcher_scripts.evaluation.tensors import (
     output_names,
@@ -15,7 +16,6 @@ from launcher_scripts.evaluation.tensors import (
     row_outputs,
     word_lists,
 )
-from launcher_scripts.protocol import GPT_INPUTS, Beam, GenerateRequest, SamplingParameters
 
 # A value other than the contract's default for every field of a request.
 SAMPLING = SamplingParameters(

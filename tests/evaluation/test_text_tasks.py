@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.errors import ConfigError, ServerError
+from launcher_scripts.common.errors import ConfigError, ServerError
+from launcher_scripts.config.tasks import GenerationSettings, TaskSettings
+from launcher_scripts.contract.protocol import GenerateOutput
 from launcher_scripts.evaluation.tasks import (
     TASKS,
     boolq,
@@ -20,8 +22,6 @@ from launcher_scripts.evaluation.tasks import (
     summarization,
     translation,
 )
-from launcher_scripts.protocol import GenerateOutput
-from launcher_scripts.task_settings import GenerationSettings, TaskSettings
 from tests.evaluation.text_tasks import asked, no_progress
 
 ARTICLE = "The river rose. Two bridges were closed."

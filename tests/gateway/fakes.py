@@ -10,13 +10,13 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
+from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.gateway.app import AppSettings, make_app
 from launcher_scripts.gateway.backend import Backend, Increment, RowRequest, TokenLogProb
 from launcher_scripts.gateway.chat_template import ChatTemplate
 from launcher_scripts.gateway.door import Keys
 from launcher_scripts.gateway.replicas import Replica
 from launcher_scripts.gateway.served_model import ServedModel
-from launcher_scripts.tokenizer import load_tokenizer
 
 TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"
 GPT2 = load_tokenizer(TOKENIZERS / "gpt2bpe")

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.gateway_settings import DeployedGateway
-from launcher_scripts.settings import GatewayJobSettings, write_settings
+from launcher_scripts.config.gateway import DeployedGateway
+from launcher_scripts.config.settings import GatewayJobSettings, write_settings
 from tests.server.processes import CHECKOUT, wait_for
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from launcher_scripts.errors import ServerError
+from launcher_scripts.common.errors import ServerError
+from launcher_scripts.common.replicas import replica_file
+from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.gateway import fleet as fleets
 from launcher_scripts.gateway.fleet import Fleet
-from launcher_scripts.gateway_settings import GatewaySettings
-from launcher_scripts.replicas import replica_file
 
 CONFIG: dict[str, Any] = {"backend": "fastertransformer", "input": []}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.gateway_settings import DeployedGateway
+from launcher_scripts.config.gateway import DeployedGateway
 from tests.gateway.processes import RunningGateway, gateway_job
 from tests.server.processes import RunningStep, running, wait_for
 from tests.server.repositories import export, text_config

@@ -6,7 +6,7 @@ from typing import Any
 
 from prometheus_client import parser
 
-from launcher_scripts.metric_names import GATEWAY_METRICS, HISTOGRAM
+from launcher_scripts.contract.metric_names import GATEWAY_METRICS, HISTOGRAM
 from tests.gateway.fakes import FakeBackend, client_of, served
 
 

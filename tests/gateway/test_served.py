@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher_scripts.security import ServerSecurity, ServerTls
-from launcher_scripts.tokenizer import load_tokenizer
+from launcher_scripts.common.tokenizer import load_tokenizer
+from launcher_scripts.config.security import ServerSecurity, ServerTls
 from tests.gateway.fakes import CHATML
 from tests.gateway.processes import RunningGateway, gateway
 from tests.server import test_t5 as t5

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts import metric_names as names
+from launcher_scripts.contract import metric_names as names
 from tests.gateway.fakes import CHATML
 from tests.gateway.fuzzing import Fuzzed, Fuzzer, send
 from tests.gateway.processes import RunningGateway, gateway

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.settings import ExportSettings
+from launcher_scripts.config.settings import ExportSettings
 from tests.gateway.processes import RunningGateway, gateway_job
 from tests.server.processes import RunningStep, running, wait_for
 from tests.server.repositories import export, text_config

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from launcher_scripts.contracts import CONTRACTS
+from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.gateway.api_errors import ApiError, ServerLost
 from launcher_scripts.gateway.backend import Increment, RowRequest, TokenLogProb
 from launcher_scripts.gateway.triton_backend import NO_END_ID, TritonBackend

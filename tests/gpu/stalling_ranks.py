@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from launcher_scripts.engine import rank_processes
-from launcher_scripts.engine.heartbeat import OWN_WORK, RECORDING
-from launcher_scripts.engine.runner import Runner
-from launcher_scripts.engine.worker import main as worker_main
-from launcher_scripts.errors import ServerError
-from launcher_scripts.protocol import GenerateRequest
+from launcher_scripts.common.errors import ServerError
+from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.engine.distributed import rank_processes
+from launcher_scripts.engine.distributed.heartbeat import OWN_WORK, RECORDING
+from launcher_scripts.engine.distributed.worker import main as worker_main
+from launcher_scripts.engine.runner.runner import Runner
 from tests.engine.small_models import load_engine, random_tensors
 from tests.gpu.test_engine import wider
 

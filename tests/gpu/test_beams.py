@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.models.family import ModelConfig
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest, SamplingParameters
 from tests.engine.small_models import engine_for, load_engine, random_tensors
 from tests.engine.small_t5 import VARIANTS
 from tests.gpu import test_engine, test_t5

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from launcher_scripts.contract.protocol import GenerateRequest
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.models.learned_parts import LearnedParts, PromptTask
-from launcher_scripts.protocol import GenerateRequest
 from tests.engine.small_agm import agm_config, agm_tensors
 from tests.engine.small_bart import bart_config
 from tests.engine.small_models import engine_for, random_tensors, small_config

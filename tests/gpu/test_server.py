@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.checkpoint.model_repository import ModelRepository
-from launcher_scripts.errors import ServerError
-from launcher_scripts.server.installation import find_installation
-from launcher_scripts.settings import (
+from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.common.errors import ServerError
+from launcher_scripts.config.settings import (
     DeploySettings,
     ExportSettings,
     TokenizerSettings,
     write_settings,
 )
+from launcher_scripts.server.installation import find_installation
 from tests.engine.small_models import (
     context_logits,
     engine_for,

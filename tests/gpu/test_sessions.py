@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.engine.session import Session
-from launcher_scripts.protocol import GenerateRequest, SamplingParameters
 from tests.engine.small_models import engine_for, random_tensors
 from tests.gpu.test_engine import wider
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launcher_scripts.engine.graphs import bucket_bounds
-from launcher_scripts.engine.plan import Bounds, RowStart
-from launcher_scripts.engine.sampler import sampling_batch
+from launcher_scripts.contract.protocol import SamplingParameters
+from launcher_scripts.engine.core.plan import Bounds, RowStart
+from launcher_scripts.engine.core.sampler import sampling_batch
+from launcher_scripts.engine.runner.graphs import bucket_bounds
 from launcher_scripts.kernels import kernels_for, reference
-from launcher_scripts.protocol import SamplingParameters
 from tests.engine.small_models import random_tensors, runner_for, small_config
 from tests.gpu.test_t5 import VARIANTS, calm_tensors, wider
 

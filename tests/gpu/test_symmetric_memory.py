@@ -7,16 +7,20 @@ import multiprocessing
 import pytest
 import torch
 
-from launcher_scripts.engine.communicator import (
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.engine.distributed.communicator import (
     ProcessGroupCommunicator,
     join_store,
     open_store,
 )
-from launcher_scripts.engine.interfaces import LOOPBACK
-from launcher_scripts.engine.symmetric_memory import BUFFER_BYTES, ONE_SHOT_BYTES, choose_route
+from launcher_scripts.engine.distributed.interfaces import LOOPBACK
+from launcher_scripts.engine.distributed.symmetric_memory import (
+    BUFFER_BYTES,
+    ONE_SHOT_BYTES,
+    choose_route,
+)
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.kernels.operands import Linear, Norm
-from launcher_scripts.parallel import Parallelism
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from launcher_scripts.engine.plan import Plan
-from launcher_scripts.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.engine.core.plan import Plan
 from tests.engine.small_models import engine_for, generate, runner_for
 from tests.engine.small_t5 import (
     VARIANTS,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.cluster.record import JobRecord
-from launcher_scripts.errors import LauncherError
+from launcher_scripts.common.errors import LauncherError
 from launcher_scripts.jobs.folders import NoSuchJob, choose_jobs, find_jobs, read_jobs
 from launcher_scripts.jobs.status import look
 

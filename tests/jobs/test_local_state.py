@@ -12,7 +12,7 @@ import pytest
 
 from launcher_scripts.cluster import local_state
 from launcher_scripts.cluster.local_state import PROCESS, ask_to_end, end_group, note_process
-from launcher_scripts.errors import ClusterError
+from launcher_scripts.common.errors import ClusterError
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from launcher_scripts.cluster.job import Resources
 from launcher_scripts.cluster.slurm_queue import check_partition, job_state, slurm_seconds
 from launcher_scripts.cluster.state import JobState
-from launcher_scripts.errors import Problems
+from launcher_scripts.common.errors import Problems
 
 SHOWN = (
     "JobId=7 JobName=a b JobState={state} Reason={reason} Dependency=(null) Requeue=0 Restarts=2 "

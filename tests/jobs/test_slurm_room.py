@@ -10,7 +10,7 @@ import pytest
 from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
 from launcher_scripts.cluster.slurm_options import SlurmOptions
 from launcher_scripts.cluster.slurm_room import check_room
-from launcher_scripts.errors import Problems
+from launcher_scripts.common.errors import Problems
 
 # Prints what a cluster with two kinds of partitions says: two nodes, and one of them.
 SCONTROL = """#!/bin/bash

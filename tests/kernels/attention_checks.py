@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launcher_scripts.kernels import fused_rows
-from launcher_scripts.kernels.attention_shapes import AttentionShape, attention_shape
+from launcher_scripts.kernels.cuda import fused_rows
+from launcher_scripts.kernels.cuda.attention_shapes import AttentionShape, attention_shape
 from launcher_scripts.kernels.operands import Heads
 from tests.kernels import kernel_checks as checks
 from tests.kernels.kernel_checks import (

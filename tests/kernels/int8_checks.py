@@ -7,8 +7,9 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from launcher_scripts.kernels import fused, inbox_products, reference  # noqa: E402
-from launcher_scripts.kernels.dot_products import split_digits  # noqa: E402
+from launcher_scripts.kernels import reference  # noqa: E402
+from launcher_scripts.kernels.cuda import fused, inbox_products  # noqa: E402
+from launcher_scripts.kernels.cuda.dot_products import split_digits  # noqa: E402
 from launcher_scripts.kernels.operands import Heads, Linear, Norm, StepRows  # noqa: E402
 from launcher_scripts.kernels.quantization import quantized  # noqa: E402
 from tests.kernels import kernel_checks  # noqa: E402

@@ -10,14 +10,10 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from launcher_scripts.engine.layers import alibi_slopes  # noqa: E402
-from launcher_scripts.kernels import (  # noqa: E402
-    attention_shapes,
-    dot_products,
-    fused,
-    inbox_products,
-    reference,
-)
+from launcher_scripts.engine.model.layers import alibi_slopes  # noqa: E402
+from launcher_scripts.kernels import reference  # noqa: E402
+from launcher_scripts.kernels.cuda import attention_shapes, dot_products, fused, inbox_products  # noqa: E402
+from launcher_scripts.kernels.cuda.tiles import DotTile  # noqa: E402
 from launcher_scripts.kernels.operands import (  # noqa: E402
     EmbeddingTables,
     Heads,
@@ -32,7 +28,6 @@ from launcher_scripts.kernels.operands import (  # noqa: E402
     StepRows,
     span_blocks,
 )
-from launcher_scripts.kernels.tiles import DotTile  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -17,7 +17,8 @@ from benchmarks.norm_errors import (  # noqa: E402
     WEIGHTS,
     Bench,
 )
-from launcher_scripts.kernels import fused, inbox_products, reference  # noqa: E402
+from launcher_scripts.kernels import reference  # noqa: E402
+from launcher_scripts.kernels.cuda import fused, inbox_products  # noqa: E402
 from launcher_scripts.kernels.operands import Hidden, Linear  # noqa: E402
 from tests.kernels import kernel_checks  # noqa: E402
 from tests.kernels.kernel_checks import DEVICE, INTERPRETED, make_inboxes  # noqa: E402

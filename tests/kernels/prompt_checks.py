@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from launcher_scripts.engine.layers import alibi_slopes
+from launcher_scripts.engine.model.layers import alibi_slopes
 from launcher_scripts.kernels.operands import Heads, PromptSpans, RelativeBias
 from tests.kernels.kernel_checks import (
     DEVICE,

@@ -8,11 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launcher_scripts.engine.decoder import Decoder
-from launcher_scripts.engine.plan import Bounds, PrefillPart, RowStart
-from launcher_scripts.engine.prompt_batch import Nowhere, PackedPrompts, unpacked
-from launcher_scripts.engine.sampler import sampling_batch
-from launcher_scripts.protocol import SamplingParameters
+from launcher_scripts.contract.protocol import SamplingParameters
+from launcher_scripts.engine.core.plan import Bounds, PrefillPart, RowStart
+from launcher_scripts.engine.core.sampler import sampling_batch
+from launcher_scripts.engine.model.decoder import Decoder
+from launcher_scripts.engine.runner.prompt_batch import Nowhere, PackedPrompts, unpacked
 from tests.engine.small_models import random_tensors, runner_for, small_config
 from tests.kernels.kernel_checks import (
     assert_close,

@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from launcher_scripts.kernels import (  # noqa: E402
+from launcher_scripts.kernels.cuda import (  # noqa: E402
     attention_kernels,
     dot_kernels,
     gemv_heads_kernel,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher_scripts.kernels.tiles import DotTile, part, table
+from launcher_scripts.kernels.cuda.tiles import DotTile, part, table
 
 HOPPER = 227 * 1024
 AMPERE_CARD = 99 * 1024

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.errors import ConfigError
+from launcher_scripts.common.errors import ConfigError
 from stages.plan import make_plan
 from tests.login.conftest import Compose, Run
 from tests.login.test_golden import BASE

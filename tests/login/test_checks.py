@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.errors import ConfigError
+from launcher_scripts.common.errors import ConfigError
 from stages.plan import Plan
 from tests.login.conftest import write_nemo
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.errors import ConfigError
+from launcher_scripts.common.errors import ConfigError
 from stages.choices import check_choices, check_grammar
 
 

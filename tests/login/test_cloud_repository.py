@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.errors import ConfigError
-from launcher_scripts.settings import settings_text
+from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.config.settings import settings_text
 from stages.plan import Plan
 
 Planner = Callable[..., Plan]

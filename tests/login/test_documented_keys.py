@@ -10,16 +10,16 @@ import yaml
 from hydra import compose
 from omegaconf import OmegaConf
 
-from launcher_scripts.gateway_settings import DeployedGateway
-from launcher_scripts.models.repository import BACKEND_MODEL_TYPES
-from launcher_scripts.schema import build
-from launcher_scripts.settings import (
+from launcher_scripts.config.gateway import DeployedGateway
+from launcher_scripts.config.schema import build
+from launcher_scripts.config.settings import (
     DeploySettings,
     EvaluateSettings,
     ExportSettings,
     GatewayJobSettings,
 )
-from launcher_scripts.task_settings import BenchmarkSettings, GenerationSettings, TaskSettings
+from launcher_scripts.config.tasks import BenchmarkSettings, GenerationSettings, TaskSettings
+from launcher_scripts.models.repository import BACKEND_MODEL_TYPES
 from stages.plan import make_plan
 from tests.login.conftest import Compose, Run
 

@@ -10,8 +10,8 @@ import pytest
 
 from launcher_scripts.cluster.job import JobFolder
 from launcher_scripts.cluster.record import JobRecord
-from launcher_scripts.errors import ConfigError
-from launcher_scripts.settings import DeploySettings
+from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.config.settings import DeploySettings
 from stages.plan import make_plan
 from stages.stage import Stage
 from tests.login.conftest import Compose, Run

@@ -13,7 +13,7 @@ import pytest
 
 from launcher_scripts.cluster import CLUSTERS
 from launcher_scripts.cluster.job import JobFolder
-from launcher_scripts.settings import settings_text
+from launcher_scripts.config.settings import settings_text
 from stages import STAGES
 from stages.plan import make_plan
 from tests.login.conftest import Compose

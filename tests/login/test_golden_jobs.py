@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.cluster.job import JobFolder
-from launcher_scripts.errors import ConfigError
-from launcher_scripts.settings import settings_text
+from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.config.settings import settings_text
 from stages.plan import make_plan
 from stages.stage import Stage
 from tests.login.conftest import Compose

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.cluster.foreground import StopRequest
-from launcher_scripts.whole_files import write_whole
+from launcher_scripts.common.atomic_write import write_whole
 from tests.login.conftest import Run
 
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.stop_signals import Interruption
+from launcher_scripts.common.processes import Interruption
 
 # Runs in the launcher: a signal comes at an import, while a finalizer runs.
 AT_AN_IMPORT = """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.cluster.job import Job, JobFolder
-from launcher_scripts.errors import ClusterError, ConfigError
+from launcher_scripts.common.errors import ClusterError, ConfigError
 
 
 def test_next_creates_nothing_and_reserve_what_it_says(tmp_path: Path) -> None:

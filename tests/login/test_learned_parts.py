@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.errors import ConfigError
+from launcher_scripts.common.errors import ConfigError
 from stages.plan import Plan
 
 LOCAL = "cluster_type=interactive"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.models import nemo_tokenizer
 from launcher_scripts.models.nemo_config import NemoSizes, find_checkpoint, read_sizes
 from tests.login.conftest import write_nemo

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.errors import ConfigError
+from launcher_scripts.common.errors import ConfigError
 from stages.plan import make_plan
 from tests.login.conftest import Compose
 from tests.login.test_golden import BASE

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.errors import ConfigError, problem
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.schema import build
-from launcher_scripts.settings import (
+from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.schema import build
+from launcher_scripts.config.settings import (
     DeploySettings,
     EvaluateSettings,
     ExportSettings,
@@ -20,7 +20,7 @@ from launcher_scripts.settings import (
     read_settings,
     write_settings,
 )
-from launcher_scripts.task_settings import BenchmarkSettings, TaskSettings
+from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 
 from launcher_scripts.cluster.job import JobFolder
 from launcher_scripts.cluster.slurm_options import SlurmOptions
-from launcher_scripts.errors import ConfigError
+from launcher_scripts.common.errors import ConfigError
 from stages.plan import make_plan
 from tests.login.conftest import Compose, Run
 

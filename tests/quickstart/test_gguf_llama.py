@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher_scripts.checkpoint.gguf_llama import GGUFLlama, nemo_config
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.checkpoint.sources.gguf_llama import GGUFLlama, nemo_config
+from launcher_scripts.common.errors import CheckpointError
 from tests.quickstart.tiny_gguf import (
     HEAD,
     HEADS,

@@ -14,13 +14,13 @@ import pytest
 import torch
 import yaml
 
-from launcher_scripts.checkpoint.nemo_writer import (
+from launcher_scripts.checkpoint.sources.nemo_writer import (
     Weight,
     artifact_name,
     stack_layers,
     write_nemo,
 )
-from launcher_scripts.errors import CheckpointError
+from launcher_scripts.common.errors import CheckpointError
 from tests.quickstart.make_layout import layout, read_members
 
 FIXTURE = Path("fixtures") / "nemo" / "mcore_gpt_rope_swiglu_gqa_nemo1.23.0" / "model.nemo"
@@ -188,7 +188,7 @@ def test_artifact_names_are_nemos() -> None:
 
 
 def test_the_configuration_has_the_keys_that_nemo_writes(genuine: dict[str, Any]) -> None:
-    from launcher_scripts.checkpoint.gguf_llama import CONFIG
+    from launcher_scripts.checkpoint.sources.gguf_llama import CONFIG
 
     ours = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     # NeMo 1.23 reads rotary_base and writes it only where it was given.

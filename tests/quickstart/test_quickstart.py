@@ -14,7 +14,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from launcher_scripts.checkpoint.gguf_llama import GGUFLlama
+from launcher_scripts.checkpoint.sources.gguf_llama import GGUFLlama
 from launcher_scripts.steps import quickstart
 
 METRICS = {"perplexity": {"value": 2.0}, "last_token_accuracy": {"value": 0.5}}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from launcher_scripts.checkpoint.export import export
-from launcher_scripts.checkpoint.fastertransformer import FTCheckpoint
+from launcher_scripts.checkpoint.convert.export import export
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.tokenizer import load_tokenizer
+from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.models.gpt import weights as gpt_weights
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.settings import ExportSettings
 from launcher_scripts.steps import quickstart
-from launcher_scripts.tokenizer import load_tokenizer
 from tests.quickstart.tiny_gguf import (
     FFN,
     HEAD,

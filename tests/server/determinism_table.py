@@ -22,10 +22,10 @@ import numpy as np
 from launcher_scripts.clients.connection import Tensors
 from launcher_scripts.clients.models import Models, find_models
 from launcher_scripts.clients.remote import RemoteServer
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.settings import ExportSettings, TokenizerSettings, write_settings
+from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
 from launcher_scripts.evaluation.tensors import request_tensors, row_outputs
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.protocol import GenerateRequest, SamplingParameters
-from launcher_scripts.settings import ExportSettings, TokenizerSettings, write_settings
 from launcher_scripts.steps import convert_checkpoint, write_model_repository
 from tests.server.processes import running
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from launcher_scripts.checkpoint.config_ini import read_config
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.settings import ExportSettings, TokenizerSettings, write_settings
+from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.settings import ExportSettings, TokenizerSettings, write_settings
 from launcher_scripts.steps import convert_checkpoint, write_model_repository
 from tests.server.processes import running
 from tests.server.requests import Client, ids_request

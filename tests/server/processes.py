@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.settings import DeploySettings, write_settings
+from launcher_scripts.config.settings import DeploySettings, write_settings
 
 MARK = "LAUNCHER_TEST_MARK"
 CHECKOUT = Path(__file__).resolve().parents[2]

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from launcher_scripts.checkpoint.fastertransformer import FTWriter, weight_files
-from launcher_scripts.checkpoint.model_repository import ModelRepository
+from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, weight_files
+from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.models.gpt import GPTConfig
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.settings import ExportSettings
 from tests.engine.small_models import random_tensors, rank_part, small_config
 
 TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.server import addresses
 from launcher_scripts.server.addresses import with_node_address
-from launcher_scripts.settings import DeploySettings
 
 UNSAID = DeploySettings("repository", "results", host=None)
 

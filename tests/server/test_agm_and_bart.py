@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from launcher_scripts.checkpoint.fastertransformer import FTWriter, weight_files
-from launcher_scripts.checkpoint.model_repository import ModelRepository
-from launcher_scripts.settings import EvaluateSettings, write_settings
+from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, weight_files
+from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.common.tokenizer import load_tokenizer
+from launcher_scripts.config.settings import EvaluateSettings, write_settings
+from launcher_scripts.config.tasks import BenchmarkSettings, GenerationSettings, TaskSettings
 from launcher_scripts.steps import measure_accuracy, measure_speed
-from launcher_scripts.task_settings import BenchmarkSettings, GenerationSettings, TaskSettings
-from launcher_scripts.tokenizer import load_tokenizer
 from tests.engine.small_agm import agm_config, agm_tensors, plain_greedy, plain_logits
 from tests.engine.small_bart import bart_config
 from tests.engine.small_bart import plain_greedy as bart_greedy

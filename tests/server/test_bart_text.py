@@ -20,12 +20,12 @@ from transformers import (
 )
 from tritonclient.utils import InferenceServerException
 
-from launcher_scripts.checkpoint.config_ini import read_config
-from launcher_scripts.checkpoint.export import export
-from launcher_scripts.checkpoint.model_repository import ModelRepository
-from launcher_scripts.settings import EvaluateSettings, write_settings
+from launcher_scripts.checkpoint.convert.export import export
+from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
+from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.config.settings import EvaluateSettings, write_settings
+from launcher_scripts.config.tasks import GenerationSettings, TaskSettings
 from launcher_scripts.steps import measure_accuracy
-from launcher_scripts.task_settings import GenerationSettings, TaskSettings
 from tests.server.processes import running
 from tests.server.repositories import export_settings
 from tests.server.requests import Client, text_rows

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from launcher_scripts.contract.protocol import GenerateRequest
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.protocol import GenerateRequest
 from tests.engine.small_models import engine_for, random_tensors
 from tests.server.processes import running
 from tests.server.repositories import export, text_config

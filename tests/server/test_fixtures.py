@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher_scripts.parallel import Parallelism
+from launcher_scripts.common.parallelism import Parallelism
 from tests.server.fixture_table import (
     DIVISIONS,
     FIXTURES,

@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from launcher_scripts.gateway_settings import DeployedGateway
+from launcher_scripts.common.tokenizer import load_tokenizer
+from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.jobs.metrics import load
-from launcher_scripts.tokenizer import load_tokenizer
 from tests.server.processes import RunningStep, running, wait_for
 from tests.server.repositories import TOKENIZERS, export, text_config
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.errors import ServerError
+from launcher_scripts.common.errors import ServerError
+from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.server.health import ModelStatus, TritonClient, failures, read_statuses
 from launcher_scripts.server.ports import PORT_NAMES, ports_in_use, reserved_ports
-from launcher_scripts.settings import DeploySettings
 
 
 def write(folder: Path, model: str, value: Any) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.errors import ServerError
+from launcher_scripts.common.errors import ServerError
 from launcher_scripts.server import installation
 from launcher_scripts.server.installation import OUR_BACKEND, STUB, find_installation
 from launcher_scripts.server.text_numpy import prefer_numpy

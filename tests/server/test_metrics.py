@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import parser
 from tritonclient.utils import InferenceServerException
 
-from launcher_scripts import metric_names as names
+from launcher_scripts.contract import metric_names as names
 from launcher_scripts.jobs.metrics import load
 from tests.server.processes import running, wait_for
 from tests.server.repositories import END_ID, export

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint.model_repository import ModelRepository
-from launcher_scripts.checkpoint.text_models import check_text_models
-from launcher_scripts.errors import CheckpointError, ConfigError, LauncherError
+from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.checkpoint.repository.text_models import check_text_models
+from launcher_scripts.common.errors import CheckpointError, ConfigError, LauncherError
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.settings import DeploySettings, TokenizerSettings, write_settings
+from launcher_scripts.contract.protocol import GPT_INPUTS, GPT_OUTPUTS
+from launcher_scripts.contract.text_names import SAME_AS
 from launcher_scripts.models.repository import served_models
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.protocol import GPT_INPUTS, GPT_OUTPUTS
-from launcher_scripts.settings import DeploySettings, TokenizerSettings, write_settings
 from launcher_scripts.steps import start_server, write_model_repository
-from launcher_scripts.text_names import SAME_AS
 from tests.server.repositories import export, export_settings, text_config, write_weights
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "model_repository"

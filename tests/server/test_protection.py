@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.errors import ConfigError, ServerError
-from launcher_scripts.security import (
+from launcher_scripts.common.errors import ConfigError, ServerError
+from launcher_scripts.config.security import (
     ClientTls,
     ServerSecurity,
     ServerTls,

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.errors import ServerError
+from launcher_scripts.common.errors import ServerError
+from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.server import ready_files
 from launcher_scripts.server.ready_files import ReadyFiles
-from launcher_scripts.settings import DeploySettings
 
 FACTS = {"http": "n1:8000", "job": {"folder": "/jobs/1"}}
 OTHERS = {"http": "n2:8000", "job": {"folder": "/jobs/2"}}

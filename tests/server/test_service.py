@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.remains import remove_remains
+from launcher_scripts.common.cleanup import remove_remains
 from tests.server.processes import CHECKOUT, RunningStep, running, wait_for
 
 pytestmark = pytest.mark.skipif(

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from launcher_scripts.common.tokenizer import load_tokenizer
+from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.protocol import GenerateRequest, SamplingParameters
-from launcher_scripts.tokenizer import load_tokenizer
 from tests.engine.small_models import engine_for, random_tensors
 from tests.server.processes import running, wait_for
 from tests.server.repositories import END_ID, TOKENIZERS, export, text_config

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from launcher_scripts.common.tokenizer import load_tokenizer
+from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.engine.session import Session
-from launcher_scripts.protocol import GenerateRequest, SamplingParameters
-from launcher_scripts.tokenizer import load_tokenizer
 from tests.engine.small_models import engine_for, random_tensors
 from tests.server.processes import running
 from tests.server.repositories import TOKENIZERS, export, text_config

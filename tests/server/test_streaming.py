@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from launcher_scripts.tokenizer import load_tokenizer
+from launcher_scripts.common.tokenizer import load_tokenizer
 from tests.server import test_t5 as t5
 from tests.server.processes import running, wait_for
 from tests.server.repositories import END_ID, TOKENIZERS, export, text_config

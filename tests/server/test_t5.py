@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from launcher_scripts.checkpoint.fastertransformer import FTWriter, weight_files
-from launcher_scripts.checkpoint.model_repository import ModelRepository
-from launcher_scripts.contracts import CONTRACTS
-from launcher_scripts.errors import ConfigError
+from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, weight_files
+from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.tokenizer import load_tokenizer
+from launcher_scripts.config.settings import ExportSettings
+from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.models.t5 import T5Config
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.settings import ExportSettings
-from launcher_scripts.tokenizer import load_tokenizer
 from tests.engine.reference_beams import Settings, search
 from tests.engine.small_models import rank_part
 from tests.engine.small_t5 import NEMO, Plain, t5_config, t5_tensors

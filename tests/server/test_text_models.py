@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from launcher_scripts import backends
-from launcher_scripts.tokenizer import load_tokenizer
+from launcher_scripts.common.tokenizer import load_tokenizer
 from tests.server.repositories import TOKENIZERS
 
 ROOM = Path(backends.__file__).parent

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher_scripts.parallel import Parallelism
-from launcher_scripts.settings import ExportSettings, write_settings
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.tokenizer import load_tokenizer
+from launcher_scripts.config.settings import ExportSettings, write_settings
 from launcher_scripts.steps import convert_checkpoint, write_model_repository
-from launcher_scripts.tokenizer import load_tokenizer
 from tests.server.processes import running
 from tests.server.requests import Client, text_rows
 

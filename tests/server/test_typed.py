@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.errors import ServerError
+from launcher_scripts.common.errors import ServerError
 from launcher_scripts.server import typed
 from launcher_scripts.server.installation import OUR_PROGRAMS, Installation, find_installation
 

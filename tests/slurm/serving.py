@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.parallel import Parallelism
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.settings import ExportSettings, write_settings
 from launcher_scripts.server.health import TritonClient
-from launcher_scripts.settings import ExportSettings, write_settings
 from launcher_scripts.steps import convert_checkpoint, write_model_repository
 from launcher_scripts.steps.quickstart import write_nemo_file
 from tests.login.conftest import Run

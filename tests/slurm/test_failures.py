@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.settings import DeploySettings, write_settings
+from launcher_scripts.config.settings import DeploySettings, write_settings
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
 from tests.slurm.processes import alive, read, step_daemon
@@ -81,7 +81,7 @@ def test_a_server_outlives_a_node_s_daemon_that_comes_back(
 
 STEP = """
 import sys, time
-from launcher_scripts.settings import DeploySettings
+from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.steps.command import run_step
 
 def serve(settings):

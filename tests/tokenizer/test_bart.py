@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.tokenizer import TokenizerError, load_tokenizer
+from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer
 from tests.tokenizer.bart_tokenizers import TEXTS, bart, mbart, mbart50, pieces, save_pieces
 
 MULTILINGUAL = {"mbart": mbart, "mbart50": mbart50}

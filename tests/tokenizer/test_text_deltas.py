@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.text_deltas import (
+from launcher_scripts.common.text_deltas import (
     CONTEXT,
     REPLACEMENT,
     WINDOW,
     GrowingText,
     RowText,
 )
-from launcher_scripts.tokenizer import load_tokenizer
+from launcher_scripts.common.tokenizer import load_tokenizer
 
 TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"
 TEXT = "Grüße, 漢字 and  two blanks; 🙂🙂 the quick\nbrown fox é"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts import tokenizer as tokenizer_module
-from launcher_scripts.tokenizer import TokenizerError, load_tokenizer, tokenizer_files
+from launcher_scripts.common import tokenizer as tokenizer_module
+from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer, tokenizer_files
 
 DATA = Path(__file__).parents[1] / "data" / "tokenizers"
 SENTENCE = "The quick brown fox jumps over the lazy dog."
@@ -148,7 +148,7 @@ def test_every_byte_has_its_character() -> None:
     """GPT-2's table, as the library has it: what it decodes to is the byte."""
     from tokenizers.decoders import ByteLevel
 
-    from launcher_scripts.tokenizer import _byte_characters
+    from launcher_scripts.common.tokenizer import _byte_characters
 
     table = _byte_characters()
     assert sorted(table.values()) == list(range(256))

@@ -17,11 +17,11 @@ from launcher_scripts.backends.fastertransformer.forwarded import news
 from launcher_scripts.backends.fastertransformer.row_values import beam_axis
 from launcher_scripts.backends.older_servers import failure
 from launcher_scripts.backends.text_parameters import ParameterError
-from launcher_scripts.engine.row import Progress, Snapshot
-from launcher_scripts.engine.session import Session
-from launcher_scripts.errors import BusyError, RequestError
-from launcher_scripts.metric_names import CANCELLED, FAILED, REFUSED
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.common.errors import BusyError, RequestError
+from launcher_scripts.contract.metric_names import CANCELLED, FAILED, REFUSED
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.engine.core.row import Progress, Snapshot
+from launcher_scripts.engine.core.session import Session
 
 Submit = Callable[..., "Future[GenerateOutput]"]
 ToTensors = Callable[[Sequence[GenerateOutput]], dict[str, torch.Tensor]]

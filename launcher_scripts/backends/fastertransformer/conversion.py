@@ -20,8 +20,8 @@ from launcher_scripts.backends.fastertransformer.row_values import (
     trimmed,
     write_ids,
 )
-from launcher_scripts.engine.prompts import real_ids
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.engine.core.prompts import real_ids
 
 
 def to_requests(tensors: Mapping[str, Tensor]) -> list[GenerateRequest]:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from launcher_scripts.backends.fastertransformer import conversion
 from launcher_scripts.backends.fastertransformer.row_values import row_values, token_ids, trimmed
-from launcher_scripts.errors import Problems, RequestError
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.common.errors import Problems, RequestError
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest
 
 
 def to_requests(tensors: Mapping[str, Tensor]) -> list[GenerateRequest]:

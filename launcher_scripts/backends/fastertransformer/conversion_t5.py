@@ -19,8 +19,8 @@ from launcher_scripts.backends.fastertransformer.row_values import (
     trimmed,
     write_ids,
 )
-from launcher_scripts.errors import RequestError, problem
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.common.errors import RequestError, problem
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest
 
 NO_TOKEN = (1 << 32) - 1
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.backends.fastertransformer import conversion, conversion_agm, conversion_t5
-from launcher_scripts.engine.prompts import real_ids
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.engine.core.prompts import real_ids
 
 Answers = Sequence[GenerateOutput]
 Requests = Sequence[GenerateRequest]

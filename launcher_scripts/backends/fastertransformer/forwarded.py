@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 import torch
 
-from launcher_scripts.errors import RequestError
-from launcher_scripts.protocol import GenerateOutput
+from launcher_scripts.common.errors import RequestError
+from launcher_scripts.contract.protocol import GenerateOutput
 
 FINAL = 1  # Triton's flag of a last response
 # What the id of such a request begins with; then its key, the channel, and 1 where it streams.

@@ -11,15 +11,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.engine.guide import Guide
-from launcher_scripts.errors import RequestError, problem
-from launcher_scripts.models.family import ModelConfig
-from launcher_scripts.tokenizer import (
+from launcher_scripts.common.errors import RequestError, problem
+from launcher_scripts.common.tokenizer import (
     SentencePieceTokenizer,
     Tokenizer,
     TokenizerError,
     load_tokenizer,
 )
+from launcher_scripts.engine.core.guide import Guide
+from launcher_scripts.models.family import ModelConfig
 
 
 def _json_schema(value: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from launcher_scripts.errors import Problems
+from launcher_scripts.common.errors import Problems
 
 TASKS, IA3 = "prompt_learning_task_name_ids", "ia3_tasks"
 EMBEDDING, LENGTHS, TYPE = (

@@ -54,14 +54,20 @@ from launcher_scripts.backends.text_parameters import (
     parameter_values,
     seconds_allowed,
 )
-from launcher_scripts.contracts_sessions import served_contract
+from launcher_scripts.common.errors import (
+    BusyError,
+    LauncherError,
+    RequestError,
+    ServerError,
+    problem,
+)
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest, Tensor
+from launcher_scripts.contract.sessions import served_contract
+from launcher_scripts.engine.core.prompts import prompt_start_id
+from launcher_scripts.engine.core.row import Progress
+from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.engine.prompts import prompt_start_id
-from launcher_scripts.engine.row import Progress
-from launcher_scripts.engine.session import Session
-from launcher_scripts.engine.weights import DTYPES
-from launcher_scripts.errors import BusyError, LauncherError, RequestError, ServerError, problem
-from launcher_scripts.protocol import GenerateOutput, GenerateRequest, Tensor
+from launcher_scripts.engine.model.weights import DTYPES
 
 _TYPES = {
     "BOOL": torch.bool,

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor
 
 from launcher_scripts.backends.fastertransformer.row_values import beam_axis
-from launcher_scripts.protocol import GenerateOutput, ModelLogProbs
+from launcher_scripts.contract.protocol import GenerateOutput, ModelLogProbs
 
 # tensor of the contract -> field of ModelLogProbs
 _GENERATED = {

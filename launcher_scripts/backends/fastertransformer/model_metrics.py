@@ -14,9 +14,9 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from launcher_scripts import metric_names as names
+from launcher_scripts.contract import metric_names as names
+from launcher_scripts.engine.core.statistics import Sample
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.engine.statistics import Sample
 
 _SECONDS = 1.0
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.contracts import CONTRACTS
+from launcher_scripts.common.errors import ConfigError, Problems
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.contract.contracts import CONTRACTS
+from launcher_scripts.engine.core.requests import MOST_BEAMS
 from launcher_scripts.engine.engine import EngineSettings
-from launcher_scripts.engine.requests import MOST_BEAMS
-from launcher_scripts.errors import ConfigError, Problems
 from launcher_scripts.models.repository import checkpoint_folder
-from launcher_scripts.parallel import Parallelism
 
 WHERE = "parameters in config.pbtxt"
 SERVERS_OWN = {"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"}  # of its Python backend

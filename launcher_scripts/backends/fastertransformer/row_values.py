@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.backends.fastertransformer.learned_values import learned_values
-from launcher_scripts.contracts import CONTRACTS
-from launcher_scripts.errors import Problems, RequestError, problem
-from launcher_scripts.protocol import (
+from launcher_scripts.common.errors import Problems, RequestError, problem
+from launcher_scripts.contract.contracts import CONTRACTS
+from launcher_scripts.contract.protocol import (
     GUIDED_GRAMMAR,
     GenerateOutput,
     GenerateRequest,

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
+from launcher_scripts.common.errors import ConfigError, Problems, RequestError
+from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.engine.core.prompts import prompt_start_id, real_ids
+from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.engine.prompts import prompt_start_id, real_ids
-from launcher_scripts.engine.session import Session
-from launcher_scripts.errors import ConfigError, Problems, RequestError
-from launcher_scripts.protocol import GenerateRequest
 
 # Triton frees a sequence's place when it has been idle; ours goes a little later.
 IDLE_MARGIN_SECONDS = 1.0

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from launcher_scripts.engine.messages import RankInfo
-from launcher_scripts.whole_files import write_whole
+from launcher_scripts.common.atomic_write import write_whole
+from launcher_scripts.engine.distributed.messages import RankInfo
 
 STATUS_DIR_VARIABLE = "LAUNCHER_STATUS_DIR"
 DEVICE_VARIABLE = "LAUNCHER_DEVICE"

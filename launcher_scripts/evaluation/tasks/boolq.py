@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher_scripts.errors import Problems
+from launcher_scripts.common.errors import Problems
+from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.tasks.prompts import (
     answers,
     numbered,
@@ -25,7 +26,6 @@ from launcher_scripts.evaluation.tasks.prompts import (
     require_items,
 )
 from launcher_scripts.evaluation.tasks.task import Asked, Metric, Progress, TaskResult, fraction
-from launcher_scripts.task_settings import TaskSettings
 
 TEMPLATE = "Passage: {passage}\nQuestion: {question}\nAnswer:"
 WORDS = {"yes": True, "true": True, "no": False, "false": False}

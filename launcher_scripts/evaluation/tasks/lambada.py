@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.errors import ConfigError, Problems, ServerError
+from launcher_scripts.common.errors import ConfigError, Problems, ServerError
+from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.model_ini import read_model_ini
 from launcher_scripts.evaluation.tasks.prompts import numbered, read_lines
 from launcher_scripts.evaluation.tasks.task import (
@@ -32,7 +33,6 @@ from launcher_scripts.evaluation.tasks.task import (
     fraction,
     mean_95,
 )
-from launcher_scripts.task_settings import TaskSettings
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher_scripts.errors import ConfigError, Problems, ServerError, problem
+from launcher_scripts.common.errors import ConfigError, Problems, ServerError, problem
+from launcher_scripts.config.tasks import GenerationSettings, TaskSettings
+from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
 from launcher_scripts.evaluation.model_ini import read_model_ini
 from launcher_scripts.evaluation.tasks.task import Asked, Progress
-from launcher_scripts.protocol import GenerateRequest, SamplingParameters
-from launcher_scripts.task_settings import GenerationSettings, TaskSettings
 
 _FIELD = re.compile(r"\{(\w+)\}")
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.errors import ConfigError, Problems, problem
+from launcher_scripts.common.errors import ConfigError, Problems, problem
+from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.tasks.prompts import answers, prompts_of, require_items
 from launcher_scripts.evaluation.tasks.task import (
     Asked,
@@ -28,7 +29,6 @@ from launcher_scripts.evaluation.tasks.task import (
     average,
     fraction,
 )
-from launcher_scripts.task_settings import TaskSettings
 
 TEMPLATE = "Context: {context}\n\nQuestion: {question}\n\nAnswer:"
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.errors import ConfigError, Problems, problem
+from launcher_scripts.common.errors import ConfigError, Problems, problem
+from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.tasks.prompts import answers, prompts_of, require_items
 from launcher_scripts.evaluation.tasks.task import Asked, Metric, Progress, TaskResult, average
-from launcher_scripts.task_settings import TaskSettings
 
 TEMPLATE = "summarize: {article}"
 COLUMNS = ("id", "article", "highlights")

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launcher_scripts.errors import ConfigError, problem
+from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.tasks.prompts import answers, prompts_of, read_lines
 from launcher_scripts.evaluation.tasks.task import Asked, Metric, Progress, TaskResult
-from launcher_scripts.task_settings import TaskSettings
 
 TEMPLATE = "{source}"
 RESAMPLES = 1000  # of the items, for the 95 % interval

@@ -1,0 +1,241 @@
+"""From a source checkpoint to FasterTransformer's shards: check, plan, then write."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.checkpoint import SOURCES
+from launcher_scripts.checkpoint.convert.forecast import Forecast, weight_bytes
+from launcher_scripts.checkpoint.convert.journal import identity
+from launcher_scripts.checkpoint.convert.manifest import TOOL_VERSION
+from launcher_scripts.checkpoint.convert.output_folder import partial_folder, refuse_existing
+from launcher_scripts.checkpoint.convert.plan import SourceCheckpoint, make_plan
+from launcher_scripts.checkpoint.convert.progress import Progress
+from launcher_scripts.checkpoint.convert.unfit import refuse_unfit
+from launcher_scripts.checkpoint.convert.verification import verify_export
+from launcher_scripts.checkpoint.convert.write_tasks import write_all
+from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter
+from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.repository import tokenizer_files
+from launcher_scripts.checkpoint.repository.served_types import backend_model_type
+from launcher_scripts.checkpoint.sources import huggingface_peft, nemo_training
+from launcher_scripts.checkpoint.sources.hints import Hints
+from launcher_scripts.checkpoint.sources.learned import with_learned_parts
+from launcher_scripts.common.errors import (
+    CheckpointError,
+    ConfigError,
+    LauncherError,
+    Problems,
+    lookup,
+    problem,
+)
+from launcher_scripts.config.settings import ExportSettings
+from launcher_scripts.models import family_of
+from launcher_scripts.models.family import ModelConfig
+
+# Compares an exported folder with its source in another way; what the manifest says about it.
+Twin = Callable[[Path, ExportSettings], Mapping[str, Any]]
+
+
+def export(settings: ExportSettings, twin: Twin | None = None) -> Path:
+    """Write settings.checkpoint_dir; returns it.
+
+    twin: called with the verified folder where settings.verify asks for it
+    Raises CheckpointError or ConfigError. On any error nothing is left, neither under the final
+    name nor a partial folder; an interruption leaves the partial folder, and a repeated run
+    finishes what is missing.
+    """
+    target = settings.checkpoint_dir
+    refuse_existing(target, settings.overwrite)
+    with _reading(settings.checkpoint_path):
+        path, wanted = _located(settings)
+        archive = Archive(path, scratch=_existing_parent(target))
+        hints = Hints(settings.num_attention_heads, settings.encoder_only, wanted)
+        base = open_source(archive, settings.source, hints)
+        learned = with_learned_parts(base, settings, _existing_parent(target))
+        checkpoint: SourceCheckpoint = learned or base
+        files = tokenizer_files.collect(settings.tokenizer, checkpoint.tokenizer_files)
+        notes = (*checkpoint.notes, *tokenizer_files.missing_files(files))
+        for note in notes:
+            print(f"note: {note}", flush=True)
+        config = _with_token_ids(settings, checkpoint, files)
+        if learned:
+            config = learned.with_start_id(config)
+        if settings.model_type:
+            backend_model_type(settings.model_type, config)
+        check_parallelism(settings, config)
+        tasks = make_plan(checkpoint, family_of(config).weights(config), f"the checkpoint {path}")
+        if learned:
+            tasks = learned.fold(tasks)
+    total = _check_space(settings, config, target)
+    source, free = checkpoint.describe()["format"], _free_space(target)
+    print(Forecast.of(source, family_of(config).name, tasks, total, free), flush=True)
+    writer = FTWriter(
+        target,
+        config,
+        settings.parallelism.tp_size,
+        settings.weight_data_type,
+        source=checkpoint.describe() | ({"notes": list(notes)} if notes else {}),
+        overwrite=settings.overwrite,
+        name=_name(settings, checkpoint, config, path),
+    )
+    with writer:
+        for name, content in (files | checkpoint.extra_files()).items():
+            writer.copy(content, name)
+        progress = Progress(f"exporting {path.name}", total)
+        unfit = write_all(tasks, writer, archive, progress, settings)
+        progress.close()
+        refuse_unfit(tasks, unfit, f"the weights of {path}")
+        writer.seal()
+        if settings.verify:
+            verify_export(writer.partial, tasks, settings.processes)
+            print(f"verified {len(tasks)} tensors against {path}", flush=True)
+            if twin is not None:
+                writer.annotate("twin", twin(writer.partial, settings))
+    return target
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Whatever no reader has foreseen in a checkpoint is an error of that checkpoint."""
+    try:
+        yield
+    except LauncherError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"the checkpoint {path} is damaged: {reason}") from error
+
+
+def _located(settings: ExportSettings) -> tuple[Path, str]:
+    """The checkpoint that is meant, and which one of a training's."""
+    path = Path(settings.checkpoint_path)
+    if not path.exists():
+        raise ConfigError(
+            problem(
+                "the checkpoint does not exist",
+                got=str(path),
+                change="export.model.checkpoint_path",
+            )
+        )
+    return nemo_training.locate(path, settings.training_checkpoint)
+
+
+def _with_token_ids(
+    settings: ExportSettings, checkpoint: SourceCheckpoint, files: Mapping[str, bytes]
+) -> Any:
+    return tokenizer_files.with_token_ids(
+        checkpoint.config,
+        settings.tokenizer,
+        files,
+        known=checkpoint.knows_token_ids,
+        rule=checkpoint.token_rule,
+    )
+
+
+def _name(
+    settings: ExportSettings, checkpoint: SourceCheckpoint, config: ModelConfig, path: Path
+) -> str:
+    """What this export is, so that a later one can go on with its files."""
+    values = {
+        "source": checkpoint.describe(),
+        "config": repr(config),
+        "tp_size": settings.parallelism.tp_size,
+        "weight_data_type": settings.weight_data_type,
+        "ia3_in_place": settings.ia3_in_place,
+        "allow_nonfinite": settings.allow_nonfinite,
+        "tool": TOOL_VERSION,
+    }
+    parts = (
+        *settings.prompt_checkpoints,
+        *settings.ia3_checkpoints,
+        *settings.adapter_checkpoints,
+    )
+    return identity(values, [path, *map(Path, parts)])
+
+
+def open_source(
+    archive: Archive, name: str = "auto", hints: Hints | None = None
+) -> SourceCheckpoint:
+    """The checkpoint, read by the source called `name`; by default by the one that knows it.
+
+    A hint that contradicts the checkpoint is a CheckpointError.
+    """
+    hints = hints or Hints()
+    if name == "auto":
+        found = (key for key, source in SOURCES.items() if source.matches(archive))
+        name = next(found, "")
+        if not name:
+            lacking = nemo_training.without_sizes(archive) or _adapter_alone(archive)
+            text = f"{archive.path} is in no known format{': ' if lacking else ''}{lacking}"
+            raise CheckpointError(
+                problem(text, choices=sorted(SOURCES), change="export.model.checkpoint_path")
+            )
+        print(f"found a checkpoint of {name}", flush=True)
+    checkpoint = lookup(SOURCES, name, "export.model.source").open(archive, hints)
+    heads = checkpoint.config.num_heads
+    if hints.num_heads not in (None, heads):
+        raise CheckpointError(
+            problem(
+                "the checkpoint has another number of attention heads",
+                got=hints.num_heads,
+                choices=[heads],
+                change="export.model.num_attention_heads",
+            )
+        )
+    return checkpoint
+
+
+def _adapter_alone(archive: Archive) -> str:
+    """What to say of an adapter in the place of its base; nothing of other checkpoints."""
+    if huggingface_peft.CONFIG_NAME not in archive.names():
+        return ""
+    return "it is an adapter: name it in export.model.adapter_checkpoints, and its base here"
+
+
+def check_parallelism(settings: ExportSettings, config: ModelConfig) -> None:
+    """Raises ConfigError when the model cannot be divided as asked."""
+    problems = Problems("the export settings")
+    tp_size, pp_size = settings.parallelism.tp_size, settings.parallelism.pp_size
+    if tp_size not in config.tp_sizes():
+        problems.add(
+            f"tensor_model_parallel_size must divide {config.num_heads} attention heads and an "
+            f"MLP of {config.ffn_size}",
+            got=tp_size,
+            choices=config.tp_sizes(),
+            change="export.model.tensor_model_parallel_size",
+        )
+    if pp_size > config.num_layers:
+        problems.add(
+            "pipeline_model_parallel_size is larger than the number of layers",
+            got=pp_size,
+            choices=[f"1 to {config.num_layers}"],
+            change="export.triton_deployment.pipeline_model_parallel_size",
+        )
+    problems.raise_if_any(ConfigError)
+
+
+def _check_space(settings: ExportSettings, config: ModelConfig, target: Path) -> int:
+    """Bytes of all files to write, which must fit the disk."""
+    total = weight_bytes(config, settings.parallelism.tp_size, settings.weight_data_type)
+    free = _free_space(target)
+    if total > free:
+        raise CheckpointError(
+            problem(f"{target} needs {total} bytes", got=f"{free} bytes free on that disk")
+        )
+    return total
+
+
+def _free_space(target: Path) -> int:
+    """Bytes of the disk, and of what an interrupted run left, which is used or removed."""
+    partial = partial_folder(target)
+    left = sum(file.lstat().st_size for file in partial.iterdir()) if partial.is_dir() else 0
+    return shutil.disk_usage(_existing_parent(target)).free + left
+
+
+def _existing_parent(target: Path) -> Path:
+    return next(path for path in target.absolute().parents if path.is_dir())

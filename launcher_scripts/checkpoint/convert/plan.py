@@ -1,0 +1,285 @@
+"""What an export will do, settled before anything is written.
+
+Every row of the weight table claims its source tensors. A required row whose tensors are not
+there, a source tensor no row claims, and a shape that does not fit are all reported at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from launcher_scripts.checkpoint.convert.layouts import LAYOUTS, Layout
+from launcher_scripts.checkpoint.convert.reshard import Blocks, whole_blocks
+from launcher_scripts.checkpoint.formats.dtypes import FLOATS, dtype_name, widened
+from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.formats.workspace import Workspace
+from launcher_scripts.checkpoint.repository.tokenizer_files import TokenRule
+from launcher_scripts.common.errors import CheckpointError, Problems, lookup
+from launcher_scripts.models.family import ModelConfig, Partition, Source, WeightSpec
+
+# The dialect of tensors that have the table's own names and are as stored.
+STORED = "stored"
+_SHOWN = 20
+
+
+class SourceCheckpoint(Protocol):
+    """What a reader of some format offers to the export."""
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def dialects(self) -> tuple[str, ...]: ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know about the model."""
+        ...
+
+    @property
+    def knows_token_ids(self) -> bool:
+        """Whether start, end and pad id of `config` are the model's own, not defaults."""
+        ...
+
+    @property
+    def token_rule(self) -> TokenRule | None:
+        """The ids the model was trained with, given its tokenizer; None: the tokenizer's own."""
+        ...
+
+    def stored_name(self, name: str) -> str:
+        """What the checkpoint's files call a tensor, for errors."""
+        ...
+
+    @property
+    def adapters(self) -> Sequence[Any]:
+        """Adapters (merging.Adapter) that were saved together with their base."""
+        ...
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """Exported name -> content of the checkpoint's own tokenizer; an error if it has none."""
+        ...
+
+    def extra_files(self) -> dict[str, bytes]:
+        """Name -> content of other files to put beside the weights."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What the manifest records about the source."""
+        ...
+
+    def names(self) -> set[str]: ...
+
+    def find(self, name: str, partition: Partition, sections: int = 1) -> SourceTensor | None: ...
+
+
+class Change(Protocol):
+    """What learning left for a stored tensor, applied when that is read."""
+
+    def apply(self, blocks: Blocks) -> Blocks:
+        """The blocks (see reshard.py), changed in float32."""
+        ...
+
+    def sources(self) -> Iterable[tuple[str, SourceTensor]]:
+        """What it is made of, by names for errors."""
+        ...
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A vector that multiplies a stored tensor: one block of its columns, or its rows.
+
+    block: which block of the columns (see reshard.py); None: the rows
+    """
+
+    vector: SourceTensor
+    block: int | None
+
+    def sources(self) -> Iterable[tuple[str, SourceTensor]]:
+        return [("a vector of IA3", self.vector)]
+
+    def apply(self, blocks: Blocks) -> Blocks:
+        """The blocks, scaled in float32."""
+        values = widened(self.vector.read()).astype(np.float32)
+        if self.block is None:
+            return [[float32(unit) * values[:, None] for unit in block] for block in blocks]
+        scaled, start = [], 0
+        for unit in blocks[self.block]:
+            stop = start + unit.shape[-1]
+            scaled.append(float32(unit) * values[start:stop])
+            start = stop
+        # Columns that stand side by side in one file have one type.
+        return [
+            scaled if number == self.block else [float32(unit) for unit in block]
+            for number, block in enumerate(blocks)
+        ]
+
+
+def float32(values: np.ndarray) -> np.ndarray:
+    """Floats of any type as float32; the same array where they are."""
+    return widened(values).astype(np.float32, copy=False)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One tensor to export: a row of the table, its layer, and the source tensors it is made of.
+
+    keys:    the names of these in the source
+    changes: what learning left for the stored form, in order
+    """
+
+    spec: WeightSpec
+    layer: int | None
+    config: ModelConfig
+    layout: Layout
+    keys: tuple[str, ...]
+    tensors: tuple[SourceTensor, ...]
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.spec.tensor_name(self.layer)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def views(self) -> Iterator[np.ndarray]:
+        """What the source's files hold of the tensor."""
+        for tensor in self.tensors:
+            for piece in tensor.pieces:
+                yield piece.values
+
+    def blocks(self, workspace: Workspace | None = None) -> Blocks:
+        """The stored form, still whole, as views of the source where possible.
+
+        workspace: memory for tensors that the source has in pieces
+        """
+        tensors = enumerate(self.tensors)
+        blocks = self._applied([tensor.read(workspace, f"source {n}") for n, tensor in tensors])
+        for change in self.changes:
+            blocks = change.apply(blocks)
+        return blocks
+
+    def check(self, problems: Problems) -> None:
+        """Note source tensors that are no floats, and a stored form of another shape."""
+        for tensor in self.tensors:
+            if tensor.dtype not in FLOATS:
+                problems.add(f"{self.name} is made of {dtype_name(tensor.dtype)} values")
+                return
+        # The layout is tried on arrays of the same shapes that take no memory.
+        hollow = [np.broadcast_to(np.zeros((), t.dtype), t.shape) for t in self.tensors]
+        expected = self.spec.shape_on(self.config, 1)
+        try:
+            blocks = self._applied(hollow)
+            sizes = [sum(unit.shape[-1] for unit in block) for block in blocks]
+            found = (*blocks[0][0].shape[:-1], sum(sizes))
+        except (ValueError, IndexError) as error:
+            found = (str(error),)
+        if found != expected:
+            problems.add(
+                f"{self.name} has another shape than the hyperparameters say",
+                got=[tensor.shape for tensor in self.tensors],
+                choices=[f"what makes {expected}"],
+            )
+
+    def _applied(self, values: Sequence[np.ndarray]) -> Blocks:
+        return stored_blocks(self.layout, values, self.spec, self.config)
+
+
+def stored_blocks(
+    layout: Layout, values: Sequence[np.ndarray], spec: WeightSpec, config: ModelConfig
+) -> Blocks:
+    """The stored form of the source tensors of one row, which lie as `layout` says."""
+    result = layout.apply(values, config)
+    return whole_blocks(spec, config, result) if isinstance(result, np.ndarray) else result
+
+
+def make_plan(checkpoint: SourceCheckpoint, specs: Iterable[WeightSpec], origin: str) -> list[Task]:
+    """One task per tensor to write.
+
+    origin: what the checkpoint is, for errors
+    Raises CheckpointError with every tensor that is missing, unclaimed or of a wrong shape.
+    """
+    specs = list(specs)
+    names = checkpoint.names()
+    problems = Problems(origin)
+    _note_impossible_depth(specs, checkpoint.config, names, problems)
+    tasks: list[Task] = []
+    claimed: set[str] = set()
+    unread: list[str] = []
+    for spec in specs:
+        source = source_of(spec, checkpoint.dialects)
+        if source is None:
+            unread += [spec.name] if spec.required else []
+            continue
+        for layer in spec.layer_numbers(checkpoint.config):
+            task, keys = _task(checkpoint, spec, layer, source, problems)
+            claimed.update(keys)
+            if task is not None:
+                task.check(problems)
+                tasks.append(task)
+    for name in unread:
+        problems.add(f"{'/'.join(checkpoint.dialects)} has no row for {name}")
+    _note_unclaimed({checkpoint.stored_name(name) for name in names - claimed}, problems)
+    problems.raise_if_any(CheckpointError)
+    return tasks
+
+
+def _note_impossible_depth(
+    specs: Sequence[WeightSpec], config: ModelConfig, names: set[str], problems: Problems
+) -> None:
+    """Raise at once where there are fewer tensors than layers: a list of all that is missing
+    would fill the memory."""
+    for key in {spec.layers for spec in specs if spec.per_layer}:
+        if getattr(config, key) > len(names):
+            problems.add(
+                f"{key} is more than there are tensors",
+                got=getattr(config, key),
+                choices=[f"at most {len(names)}"],
+            )
+    problems.raise_if_any(CheckpointError)
+
+
+def source_of(spec: WeightSpec, dialects: Sequence[str]) -> Source | None:
+    """Where a row finds its tensors: the first of the dialects that says so."""
+    if STORED in dialects:
+        return Source((spec.name,))
+    return next((spec.sources[name] for name in dialects if name in spec.sources), None)
+
+
+def _task(
+    checkpoint: SourceCheckpoint,
+    spec: WeightSpec,
+    layer: int | None,
+    source: Source,
+    problems: Problems,
+) -> tuple[Task | None, list[str]]:
+    layout = lookup(LAYOUTS, source.layout, "layout")
+    keys = [key if layer is None else key.replace("*", str(layer)) for key in source.keys]
+    stored = tuple(checkpoint.stored_name(key) for key in keys)
+    found = []
+    for key in keys:
+        try:
+            partition = Partition.REPLICATED if layout.whole else spec.partition
+            found.append(checkpoint.find(key, partition, layout.sections))
+        except CheckpointError as error:
+            problems.add(f"{key}: {error}")
+            return None, keys
+    missing = [name for name, tensor in zip(stored, found, strict=True) if tensor is None]
+    if missing and (spec.required or len(missing) < len(keys)):
+        problems.add(f"{', '.join(missing)} is missing")
+    if missing:
+        return None, keys
+    tensors = tuple(tensor for tensor in found if tensor is not None)
+    return Task(spec, layer, checkpoint.config, layout, stored, tensors), keys
+
+
+def _note_unclaimed(names: set[str], problems: Problems) -> None:
+    for name in sorted(names)[:_SHOWN]:
+        problems.add(f"{name} is a tensor this model should not have")
+    if len(names) > _SHOWN:
+        problems.add(f"and {len(names) - _SHOWN} more tensors it should not have")

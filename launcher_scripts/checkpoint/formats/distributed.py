@@ -1,0 +1,261 @@
+"""Megatron-LM core's distributed checkpoints: one folder of global tensors, in two backends.
+
+zarr:       a folder per tensor with `.zarray` (zarr version 2) and one raw file per chunk
+torch_dist: `.metadata`, a pickle that says which part of which tensor lies at which place of
+            which `.distcp` file; each part is a torch.save file
+
+Layers of one kind are stacked along a leading axis, and a layer's experts along the next one; here
+every one is a tensor of its own again, under the name it has where the core does not stack.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from itertools import pairwise, product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from launcher_scripts.checkpoint.formats import pickles, torch_file
+from launcher_scripts.checkpoint.formats.archive import Archive, Region
+from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16
+from launcher_scripts.checkpoint.formats.pickles import Record
+from launcher_scripts.checkpoint.formats.source_tensor import Piece, SourceTensor
+from launcher_scripts.common.errors import CheckpointError, Problems, lookup, problem
+from launcher_scripts.common.untrusted import parse_json
+
+METADATA = "metadata.json"
+EXTRA_STATE = "_extra_state"
+_SHOWN = 20
+# More than any model has.
+_MOST_LAYERS = 1 << 14
+_MOST_TENSORS = 1 << 18
+# A training's checkpoint also holds its optimizers' tensors; of several there is a chain.
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+
+_LAYERS = re.compile(r"(?P<stem>(?:.*\.)?layers\.)(?P<rest>\D.*)")
+_EXPERTS = re.compile(r"(?P<stem>(?:.*\.)?layers\.\d+\.mlp\.experts\.experts\.)(?P<rest>\D.*)")
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+
+
+class Stored(NamedTuple):
+    """What a distributed checkpoint holds.
+
+    find_object: name -> the torch.save file of an object that is no tensor; None without such
+    """
+
+    tensors: dict[str, SourceTensor]
+    find_object: Callable[[str], Region | None]
+
+
+def read_tensors(archive: Archive, folder: str) -> dict[str, SourceTensor]:
+    """The tensors alone, by name; see read_stored."""
+    return read_stored(archive, folder).tensors
+
+
+def read_stored(archive: Archive, folder: str) -> Stored:
+    """What the distributed checkpoint below `folder` (which ends in `/`) holds.
+
+    Raises CheckpointError for an unknown backend and for missing or damaged parts.
+    """
+    try:
+        metadata = parse_json(archive.read(folder + METADATA))
+        backend = str(metadata["sharded_backend"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}{METADATA} of {archive.path} is damaged") from error
+    read = lookup(_BACKENDS, backend, "sharded_backend")
+    stored = read(archive, folder)
+    layers = _unstacked(stored.tensors, _LAYERS, "layers")
+    return stored._replace(tensors=_unstacked(layers, _EXPERTS, "experts"))
+
+
+def _unstacked(
+    tensors: Mapping[str, SourceTensor], stack: re.Pattern[str], what: str
+) -> dict[str, SourceTensor]:
+    """Tensors whose names match `stack` as one for each place on their first axis."""
+    found: dict[str, SourceTensor] = {}
+    for name, tensor in tensors.items():
+        match = stack.fullmatch(name)
+        if match is None or not tensor.shape:
+            found[name] = tensor
+            continue
+        most = min(_MOST_LAYERS, _MOST_TENSORS - len(found))
+        if tensor.shape[0] > most:
+            raise CheckpointError(
+                problem(
+                    f"{name} has more {what} than a model can have",
+                    got=tensor.shape[0],
+                    choices=[f"at most {most}"],
+                )
+            )
+        for place in range(tensor.shape[0]):
+            found[f"{match['stem']}{place}.{match['rest']}"] = tensor.layer(place)
+    return found
+
+
+def _read_zarr(archive: Archive, folder: str) -> Stored:
+    suffix = "/.zarray"
+    problems = Problems(f"the distributed checkpoint {archive.path}")
+    names = set(archive.names())
+    found = {}
+    for path in sorted(names):
+        if not (path.startswith(folder) and path.endswith(suffix)):
+            continue
+        name = path[len(folder) : -len(suffix)]
+        if _OPTIMIZER.match(name):
+            continue
+        try:
+            found[name] = _zarr_tensor(archive, path, name, names, problems)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            problems.add(f"{path} is damaged: {error}")
+    problems.raise_if_any(CheckpointError)
+    return Stored(found, lambda _: None)
+
+
+def _zarr_tensor(
+    archive: Archive, path: str, name: str, names: set[str], problems: Problems
+) -> SourceTensor:
+    values = parse_json(archive.read(path))
+    shape, chunks = tuple(values["shape"]), tuple(values["chunks"])
+    for key, plain in (("compressor", None), ("filters", None), ("order", "C")):
+        if values.get(key) != plain:
+            raise ValueError(f"{key} {values[key]!r} is not supported, only {plain!r}")
+    whole = all(type(number) is int for number in (*shape, *chunks))
+    if not whole or len(shape) != len(chunks) or min((*shape, 0)) < 0 or min((*chunks, 1)) < 1:
+        raise ValueError(f"impossible chunks {chunks} of shape {shape}")
+    if values["dtype"] not in _ZARR_DTYPES:
+        raise ValueError(problem("unknown dtype", got=values["dtype"], choices=_ZARR_DTYPES))
+    dtype = _ZARR_DTYPES[values["dtype"]]
+    separator = values.get("dimension_separator", ".")
+    if separator not in (".", "/"):
+        raise ValueError(problem("unknown dimension_separator", got=separator, choices="./"))
+    counts = [-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True)]
+    if math.prod(counts) > len(names):
+        raise ValueError(f"its shape {shape} needs {math.prod(counts)} chunks of {chunks}")
+    pieces = []
+    for index in product(*map(range, counts)):
+        if len(problems.messages) > _SHOWN:
+            break
+        file = path.removesuffix(".zarray") + (separator.join(map(str, index)) or "0")
+        if file not in names:
+            problems.add("a chunk is missing", got=file)
+            continue
+        region = archive.region(file)
+        if region.size != math.prod(chunks) * dtype.itemsize:
+            problems.add("a chunk has another size", got=f"{file}: {region.size} bytes")
+            continue
+        chunk_values = region.array(dtype, math.prod(chunks)).reshape(chunks)
+        start = tuple(i * chunk for i, chunk in zip(index, chunks, strict=True))
+        inside = tuple(slice(0, size - at) for size, at in zip(shape, start, strict=True))
+        pieces.append(Piece(start, chunk_values[inside]))
+    if problems.messages:
+        return SourceTensor(shape, dtype, ())
+    return SourceTensor.of_pieces(shape, pieces, name)
+
+
+# zarr's names of the types; numpy has no bfloat16.
+_ZARR_DTYPES = {dtype.str: dtype for dtype in torch_file.STORAGES.values() if dtype != BFLOAT16}
+_ZARR_DTYPES["bfloat16"] = BFLOAT16
+
+
+def _read_torch_dist(archive: Archive, folder: str) -> Stored:
+    path = f"{folder}.metadata"
+    origin = f"{path} of {archive.path}"
+    metadata = pickles.load(archive.read(path), origin, _METADATA_GLOBALS)
+    pieces: dict[str, list[Piece]] = {}
+    objects: dict[str, Any] = {}
+    try:
+        shapes = {
+            name: tuple(entry["size"])
+            for name, entry in metadata["state_dict_metadata"].items()
+            if isinstance(entry, _TensorEntry) and not _OPTIMIZER.match(name)
+        }
+        _refuse_shared_places(metadata["storage_data"], origin)
+        for index, place in metadata["storage_data"].items():
+            name = index["fqn"]
+            if name in shapes and EXTRA_STATE not in name:
+                start = index["offset"] if index["offset"] is not None else (0,) * len(shapes[name])
+                values = _stored_part(archive, folder, place, name)
+                pieces.setdefault(name, []).append(Piece(tuple(start), values))
+            elif name not in shapes:
+                objects[name] = place
+        missing = sorted(name for name in shapes.keys() - pieces.keys() if EXTRA_STATE not in name)
+        if missing:
+            raise CheckpointError(problem(f"{origin} says no place for some tensors", got=missing))
+        tensors = {
+            name: SourceTensor.of_pieces(shapes[name], parts, name)
+            for name, parts in pieces.items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{origin} is damaged: {error!r}") from error
+
+    def find_object(name: str) -> Region | None:
+        return _stored(archive, folder, objects[name], name) if name in objects else None
+
+    return Stored(tensors, find_object)
+
+
+def _refuse_shared_places(storage_data: Mapping[Any, Any], origin: str) -> None:
+    """Two parts of tensors in one place would be the same values twice."""
+    places = sorted(
+        (str(place["relative_path"]), int(place["offset"]), int(place["length"]), index["fqn"])
+        for index, place in storage_data.items()
+    )
+    for (file, first, size, name), (other, start, _, second) in pairwise(places):
+        if file == other and start < first + size:
+            raise CheckpointError(f"{origin} puts {name} and {second} in one place of {file}")
+
+
+def _stored_part(archive: Archive, folder: str, place: Any, name: str) -> np.ndarray:
+    origin = f"{name} in {folder}{place['relative_path']}"
+    values = torch_file.load(_stored(archive, folder, place, name), origin)
+    if not isinstance(values, np.ndarray):
+        raise CheckpointError(f"{origin} is no tensor")
+    return values
+
+
+def _stored(archive: Archive, folder: str, place: Any, name: str) -> Region:
+    if place.get("transform_descriptors"):
+        raise CheckpointError(f"{name} is stored compressed or encrypted, which is not supported")
+    file = folder + str(place["relative_path"])
+    return archive.region(file).part(int(place["offset"]), int(place["length"]))
+
+
+_BACKENDS = {"zarr": _read_zarr, "torch_dist": _read_torch_dist}
+
+
+class _TensorEntry(Record):
+    """torch's TensorStorageMetadata: `size`, the whole shape."""
+
+
+class _Index(Record):
+    """torch's MetadataIndex: `fqn`, `offset`. Is a key, so it is hashed as the object it is."""
+
+
+_METADATA_GLOBALS: pickles.Globals = {
+    (_METADATA_MODULE, "Metadata"): Record,
+    (_METADATA_MODULE, "TensorStorageMetadata"): _TensorEntry,
+    (_METADATA_MODULE, "BytesStorageMetadata"): Record,
+    (_METADATA_MODULE, "ChunkStorageMetadata"): Record,
+    (_METADATA_MODULE, "TensorProperties"): Record,
+    (_METADATA_MODULE, "MetadataIndex"): _Index,
+    (_METADATA_MODULE, "StorageMeta"): Record,
+    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): Record,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
+    # The plans of those who saved, which say nothing of the tensors.
+    ("torch.distributed.checkpoint.planner", "SavePlan"): Record,
+    ("torch.distributed.checkpoint.planner", "WriteItem"): Record,
+    ("torch.distributed.checkpoint.planner", "WriteItemType"): pickles.Opaque,
+    ("torch.distributed.checkpoint.planner", "TensorWriteData"): Record,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): Record,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Record,
+    # How Python 3.11.0 to 3.11.3 pickle the member of an enumeration.
+    ("builtins", "getattr"): pickles.Opaque,
+    ("torch.serialization", "_get_layout"): pickles.Opaque,
+    ("torch", "Size"): torch_file.shape_of,
+    ("pathlib", "PosixPath"): pickles.Opaque,
+    ("pathlib", "PurePosixPath"): pickles.Opaque,
+    **{("torch", name): dtype for name, dtype in torch_file.TORCH_DTYPES.items()},
+}

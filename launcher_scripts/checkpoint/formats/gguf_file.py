@@ -1,0 +1,106 @@
+"""gguf's reader of files, with bounds: it takes the lengths and places in a file as they come.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import (
+    GGML_QUANT_SIZES,
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFValueType,
+    ReaderTensor,
+    dequantize,
+)
+
+from launcher_scripts.common.errors import CheckpointError, problem
+
+# Items of all arrays of a file. The largest vocabularies have a few 100,000 tokens and merges, and
+# every item becomes an object of its own.
+_MOST_ITEMS = 1 << 22
+
+
+class _BoundedReader(GGUFReader):
+    """A GGUF file in which nothing is larger than the file, and no two tensors share a place."""
+
+    _items_left = _MOST_ITEMS
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        if end > len(self.data):
+            raise ValueError(f"it ends at byte {len(self.data)}, and a value of it at byte {end}")
+        return super()._get(int(offset), dtype, count, override_order)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if GGUFValueType(raw_type) == GGUFValueType.ARRAY:
+            if GGUFValueType(self._get(orig_offs, np.uint32)[0]) == GGUFValueType.ARRAY:
+                raise ValueError("it has arrays of arrays")
+            self._items_left -= int(self._get(orig_offs + 4, np.uint64)[0])
+            if self._items_left < 0:
+                raise ValueError(f"its arrays have more than {_MOST_ITEMS} items")
+        return super()._get_field_parts(orig_offs, raw_type)
+
+    def _build_tensors(self, start_offs: int, fields: Any) -> None:
+        if self.byte_order != "I":
+            raise ValueError("its numbers are of the other byte order")
+        _check_types(fields)
+        super()._build_tensors(start_offs, fields)
+        end = start_offs
+        for tensor in sorted(self.tensors, key=lambda tensor: tensor.data_offset):
+            if tensor.data_offset < end:
+                raise ValueError(f"{tensor.name} lies in another tensor or in the header")
+            end = tensor.data_offset + tensor.n_bytes
+
+
+def readable_types() -> dict[int, str]:
+    """Number -> name of every type of tensors whose values gguf can give back."""
+    found = {}
+    for kind, (_, size) in GGML_QUANT_SIZES.items():
+        try:
+            dequantize(np.zeros(size, np.uint8), kind)
+        except NotImplementedError:
+            continue
+        found[int(kind)] = kind.name
+    return found
+
+
+def read_tensor(tensor: ReaderTensor, index: int | None = None) -> np.ndarray:
+    """The values as float32, rows as output features: a view of the file where it has them so.
+
+    index: the one that is wanted along the first axis; default: all
+    """
+    data = tensor.data if index is None else tensor.data[index]
+    return dequantize(data, tensor.tensor_type).astype(np.float32, copy=False)
+
+
+def _check_types(fields: Any) -> None:
+    """Raise ValueError for tensors of types that cannot be read, the first of each by its name."""
+    first: dict[int, str] = {}
+    for field in fields:
+        _, name, _, _, kind, _ = field.parts
+        first.setdefault(int(kind[0]), str(bytes(name), "utf-8"))
+    readable = readable_types()
+    names = {int(kind): kind.name for kind in GGMLQuantizationType}
+    got = [
+        f"{tensor}: {names.get(kind, f'type {kind}')}"
+        for kind, tensor in first.items()
+        if kind not in readable
+    ]
+    if got:
+        raise ValueError(
+            problem("it has tensors of types that are not read", got=got, choices=readable.values())
+        )
+
+
+def open_gguf(path: Path) -> GGUFReader:
+    """The file, whose tensors can all be read. Raises CheckpointError."""
+    try:
+        with np.errstate(over="raise"):
+            return _BoundedReader(path)
+    except Exception as error:  # the reader checks little, so anything may go wrong in it
+        raise CheckpointError(f"cannot read {path} as a GGUF file: {error}") from error

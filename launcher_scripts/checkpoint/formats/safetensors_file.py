@@ -1,0 +1,83 @@
+"""Read .safetensors files in place: an 8-byte little-endian header size, a JSON header, the data.
+
+Format: https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+import numpy as np
+
+from launcher_scripts.checkpoint.formats.archive import Region
+from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16
+from launcher_scripts.common.errors import CheckpointError, problem
+from launcher_scripts.common.untrusted import parse_json
+
+DTYPES = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": BFLOAT16,
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+_SIZE = struct.Struct("<Q")
+
+
+def load(region: Region, origin: str) -> dict[str, np.ndarray]:
+    """Name -> read-only view of the mapped file.
+
+    Raises CheckpointError when the header is damaged, a dtype unknown, or the file cut short or
+    longer than its tensors.
+    """
+    if region.size < _SIZE.size:
+        raise CheckpointError(f"{origin} is no safetensors file, or was cut short")
+    (size,) = _SIZE.unpack(region.part(0, _SIZE.size).bytes())
+    if size > region.size - _SIZE.size:
+        raise CheckpointError(f"{origin} is no safetensors file, or was cut short")
+    try:
+        header = parse_json(region.part(_SIZE.size, size).bytes())
+        header.pop("__metadata__", None)
+        start = _SIZE.size + size
+        data = region.part(start, region.size - start)
+        found = {name: _tensor(data, name, entry, origin) for name, entry in header.items()}
+        places = sorted(tuple(entry["data_offsets"]) for entry in header.values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"the header of {origin} is damaged: {error}") from error
+    end = 0
+    for first, last in [*places, (data.size, data.size)]:  # the format allows no holes
+        if first != end:
+            raise CheckpointError(
+                problem(
+                    f"the header of {origin} does not fit its data",
+                    got=f"a tensor or the end at byte {first}",
+                    choices=[f"byte {end}, where the tensors before it end"],
+                )
+            )
+        end = last
+    return found
+
+
+def _tensor(data: Region, name: str, entry: dict[str, Any], origin: str) -> np.ndarray:
+    dtype, shape = entry["dtype"], tuple(entry["shape"])
+    first, last = entry["data_offsets"]
+    if not all(type(number) is int for number in (*shape, first, last)):
+        raise ValueError(f"{name} has sizes that are no whole numbers")
+    if dtype not in DTYPES:
+        raise CheckpointError(
+            problem(f"{name} of {origin} has an unknown dtype", got=dtype, choices=DTYPES)
+        )
+    count = math.prod(shape)
+    fits = 0 <= first <= last <= data.size and min(shape, default=0) >= 0
+    if not fits or last - first != count * DTYPES[dtype].itemsize:
+        raise CheckpointError(
+            problem(f"{origin} was cut short or damaged at {name}", got=f"{data.size} bytes")
+        )
+    return data.part(first, last - first).array(DTYPES[dtype], count).reshape(shape)

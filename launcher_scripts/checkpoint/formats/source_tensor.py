@@ -1,0 +1,144 @@
+"""A tensor of a source checkpoint, whole, however many pieces it is stored in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from launcher_scripts.checkpoint.formats.dtypes import plain
+from launcher_scripts.checkpoint.formats.workspace import Workspace
+from launcher_scripts.common.errors import CheckpointError, problem
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor: where it starts, and its values (a view of the checkpoint)."""
+
+    start: tuple[int, ...]
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """Pieces that fill `shape` completely and without overlap; all have one dtype."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def whole(cls, values: np.ndarray) -> SourceTensor:
+        return cls(values.shape, values.dtype, (Piece((0,) * values.ndim, values),))
+
+    @classmethod
+    def of_pieces(cls, shape: tuple[int, ...], pieces: Sequence[Piece], name: str) -> SourceTensor:
+        """Checks that the pieces fill `shape`, each place once."""
+        dtypes = {piece.values.dtype for piece in pieces}
+        if len(dtypes) != 1:
+            raise CheckpointError(problem(f"{name} is stored in {len(dtypes)} data types"))
+        count = 0
+        for piece in pieces:
+            inside = len(piece.start) == piece.values.ndim == len(shape) and all(
+                start >= 0 and start + size <= most
+                for start, size, most in zip(piece.start, piece.values.shape, shape, strict=True)
+            )
+            if not inside:
+                raise CheckpointError(problem(f"a piece of {name} lies outside of it", got=shape))
+            count += piece.values.size
+        if count != math.prod(shape) or _overlap(pieces):
+            raise CheckpointError(f"the pieces of {name} do not fill its shape {shape} exactly")
+        return cls(tuple(shape), dtypes.pop(), tuple(pieces))
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, workspace: Workspace | None = None, name: str = "whole") -> np.ndarray:
+        """The values: a view of the checkpoint where one piece holds all, else a copy.
+
+        workspace: memory for the copy, which is called `name` there
+        """
+        if len(self.pieces) == 1:
+            return self.pieces[0].values
+        whole = (workspace or Workspace()).array(name, self.shape, self.dtype)
+        for piece in self.pieces:
+            box = tuple(
+                slice(start, start + size)
+                for start, size in zip(piece.start, piece.values.shape, strict=True)
+            )
+            plain(whole)[box] = plain(piece.values)
+        return whole
+
+    def layer(self, number: int) -> SourceTensor:
+        """One place on the first axis, which counts layers or experts."""
+        pieces = tuple(
+            Piece(piece.start[1:], piece.values[number - piece.start[0]])
+            for piece in self.pieces
+            if piece.start[0] <= number < piece.start[0] + len(piece.values)
+        )
+        return SourceTensor(self.shape[1:], self.dtype, pieces)
+
+
+def _overlap(pieces: Sequence[Piece]) -> bool:
+    """Whether two pieces share a place. They are compared with those that they meet on the axis
+    that tells most of them apart."""
+    boxes = [
+        [(start, start + size) for start, size in zip(piece.start, piece.values.shape, strict=True)]
+        for piece in pieces
+        if piece.values.size
+    ]
+    if not boxes or not boxes[0]:
+        return len(boxes) > 1
+    axis = max(range(len(boxes[0])), key=lambda axis: len({box[axis] for box in boxes}))
+    met: list[list[tuple[int, int]]] = []
+    for box in sorted(boxes, key=lambda box: box[axis]):
+        met = [other for other in met if other[axis][1] > box[axis][0]]
+        if any(
+            all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)) for other in met
+        ):
+            return True
+        met.append(box)
+    return False
+
+
+def concatenated(tensors: Sequence[SourceTensor], axis: int, sections: int = 1) -> SourceTensor:
+    """Shards of tensor-parallel ranks side by side, `sections` stacked matrices each.
+
+    Every shard holds its part of every section; the result holds the sections one after another.
+    """
+    if len(tensors) == 1:
+        return tensors[0]
+    shapes = {tuple(np.delete(tensor.shape, axis)) for tensor in tensors}
+    dtypes = {tensor.dtype for tensor in tensors}
+    uneven = any(tensor.shape[axis] % sections for tensor in tensors)
+    if len(shapes) != 1 or len(dtypes) != 1 or uneven:
+        raise CheckpointError(
+            problem("shards do not fit together", got=[tensor.shape for tensor in tensors])
+        )
+    pieces: list[Piece] = []
+    place = 0
+    for section in range(sections):
+        for tensor in tensors:
+            size = tensor.shape[axis] // sections
+            for piece in tensor.pieces:
+                pieces += _moved(piece, axis, section * size, size, place)
+            place += size
+    shape = list(tensors[0].shape)
+    shape[axis] = place
+    return SourceTensor(tuple(shape), tensors[0].dtype, tuple(pieces))
+
+
+def _moved(piece: Piece, axis: int, start: int, size: int, place: int) -> list[Piece]:
+    """The part of a piece between start and start + size on `axis`, as if that began at place."""
+    first = max(start, piece.start[axis])
+    last = min(start + size, piece.start[axis] + piece.values.shape[axis])
+    if first >= last:
+        return []
+    box = [slice(None)] * piece.values.ndim
+    box[axis] = slice(first - piece.start[axis], last - piece.start[axis])
+    target = list(piece.start)
+    target[axis] = place + first - start
+    return [Piece(tuple(target), piece.values[tuple(box)])]

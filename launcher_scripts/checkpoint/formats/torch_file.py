@@ -1,0 +1,219 @@
+"""Files of torch.save, read in place and without torch.
+
+Since torch 1.6 such a file is a zip archive of uncompressed entries: `<root>/data.pkl` describes
+the object, and `<root>/data/<key>` holds the bytes of one storage. Files from before are
+torch_legacy's. Every tensor becomes a read-only view of the file. bfloat16, which numpy lacks, is
+carried as the dtype BFLOAT16. What the archive knows of its bytes (CRC-32) is noted beside the
+region, for whoever reads them (see checksums.py).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import zipfile
+from collections import ChainMap
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from launcher_scripts.checkpoint.formats import pickles, torch_legacy
+from launcher_scripts.checkpoint.formats.archive import Region
+from launcher_scripts.checkpoint.formats.checksums import Checksum
+from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16
+from launcher_scripts.common.errors import CheckpointError, problem
+
+STORAGES = {
+    "DoubleStorage": np.dtype("<f8"),
+    "FloatStorage": np.dtype("<f4"),
+    "HalfStorage": np.dtype("<f2"),
+    "BFloat16Storage": BFLOAT16,
+    "LongStorage": np.dtype("<i8"),
+    "IntStorage": np.dtype("<i4"),
+    "ShortStorage": np.dtype("<i2"),
+    "CharStorage": np.dtype("i1"),
+    "ByteStorage": np.dtype("u1"),
+    "UntypedStorage": np.dtype("u1"),
+    "BoolStorage": np.dtype("?"),
+}
+TORCH_DTYPES = {
+    "float64": np.dtype("<f8"),
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": BFLOAT16,
+    "int64": np.dtype("<i8"),
+    "int32": np.dtype("<i4"),
+    "int16": np.dtype("<i2"),
+    "int8": np.dtype("i1"),
+    "uint8": np.dtype("u1"),
+    "bool": np.dtype("?"),
+}
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+
+
+def load(region: Region, origin: str, allowed: pickles.Globals | None = None) -> Any:
+    """The object in a torch.save file; tensors are read-only arrays on the mapped file.
+
+    allowed: what else may stand in the file, as pickles.load wants it
+
+    Raises CheckpointError when the file is damaged, compressed, or asks for anything but tensors
+    and plain containers.
+    """
+    names = ChainMap(_GLOBALS, {} if allowed is None else allowed)
+    magic = torch_legacy.MAGIC
+    if region.size >= len(magic) and region.part(0, len(magic)).bytes() == magic:
+        return torch_legacy.load(region, origin, names)
+    return _TorchFile(region, origin).load(names)
+
+
+class _TorchFile:
+    def __init__(self, region: Region, origin: str) -> None:
+        self._region = region
+        self._origin = origin
+        try:
+            with zipfile.ZipFile(_RegionFile(region)) as file:
+                self._entries = {entry.filename: entry for entry in file.infolist()}
+                if len(self._entries) < len(file.infolist()):
+                    raise CheckpointError(f"{origin} is damaged: two entries have one name")
+        except (
+            zipfile.BadZipFile,
+            NotImplementedError,
+            OSError,
+            ValueError,
+            struct.error,
+        ) as error:
+            raise CheckpointError(f"{origin} is damaged or was cut short: {error}") from error
+        _refuse_overlaps(self._entries.values(), origin)
+        roots = [name.removesuffix("data.pkl") for name in self._entries if _is_root(name)]
+        if len(roots) != 1:
+            raise CheckpointError(f"{origin} is no file of torch.save")
+        self._root = roots[0]
+        # torch can leave checksums out (set_crc32_options), and then writes zeros everywhere.
+        self._checked = any(entry.CRC for entry in self._entries.values())
+
+    def load(self, names: pickles.Globals) -> Any:
+        if f"{self._root}byteorder" in self._entries:
+            order = self._content("byteorder")
+            if order != b"little":
+                raise CheckpointError(
+                    problem(f"{self._origin}: unknown byte order", got=order, choices=["little"])
+                )
+        return pickles.load(self._content("data.pkl"), self._origin, names, self._storage)
+
+    def _content(self, name: str) -> bytes:
+        """The bytes of one small entry, compared with their checksum."""
+        region = self._entry(name)
+        region.checksums.check(region.offset, region.offset + region.size, name)
+        return region.bytes()
+
+    def _entry(self, name: str) -> Region:
+        """The bytes of one entry, in place; what is known of them is noted."""
+        entry = self._entries.get(self._root + name)
+        if entry is None:
+            raise CheckpointError(f"{self._origin} is damaged: it lacks {name}")
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+            raise CheckpointError(f"{self._origin}: {name} is compressed, which torch never does")
+        header = self._region.part(entry.header_offset, _LOCAL_HEADER.size).bytes()
+        magic, name_size, extra_size = _LOCAL_HEADER.unpack(header)
+        if magic != b"PK\x03\x04":
+            raise CheckpointError(f"{self._origin} is damaged at {name}")
+        start = entry.header_offset + _LOCAL_HEADER.size + name_size + extra_size
+        found = self._region.part(start, entry.file_size)
+        if self._checked:
+            noted = Checksum(found.offset, found.size, entry.CRC, self._origin)
+            found.checksums.add(noted)
+        return found
+
+    def _storage(self, pid: Any) -> np.ndarray:
+        """The flat array a persistent id ("storage", type, key, location, numel) stands for."""
+        _, dtype, key, _, count = torch_legacy.checked_id(pid, self._origin)
+        return self._entry(f"data/{key}").array(dtype, int(count))
+
+
+class _RegionFile(io.RawIOBase):
+    """A region as a seekable file, for zipfile."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._region.size}
+        self._position = base[whence] + offset
+        if self._position < 0:
+            raise ValueError("a position before the start")
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._region.size - self._position, 0)
+        size = left if size is None or size < 0 else min(size, left)
+        data = self._region.part(min(self._position, self._region.size), size).bytes()
+        self._position += size
+        return data
+
+
+def _refuse_overlaps(entries: Iterable[zipfile.ZipInfo], origin: str) -> None:
+    """Two entries that lie in one place would be two tensors of the same bytes."""
+    end = 0
+    for entry in sorted(entries, key=lambda entry: entry.header_offset):
+        if entry.header_offset < end:
+            raise CheckpointError(f"{origin} is damaged: {entry.filename} lies in another entry")
+        end = entry.header_offset + _LOCAL_HEADER.size + entry.compress_size
+
+
+def _is_root(name: str) -> bool:
+    return name == "data.pkl" or (name.endswith("/data.pkl") and name.count("/") == 1)
+
+
+def rebuild_tensor(
+    storage: np.ndarray, offset: int, size: Iterable[int], stride: Iterable[int], *_: object
+) -> np.ndarray:
+    """torch._utils._rebuild_tensor_v2 on a numpy array: a view, its bounds checked."""
+    shape, steps = tuple(size), tuple(stride)
+    if storage.ndim != 1 or not storage.flags.c_contiguous:
+        raise CheckpointError("a tensor is said to be the storage of another")
+    if len(shape) != len(steps) or any(number < 0 for number in (*shape, *steps, offset)):
+        raise CheckpointError(problem("a tensor has an impossible shape", got=(shape, steps)))
+    last = offset + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+    if 0 in shape:
+        return np.empty(shape, storage.dtype)
+    if last >= storage.size or math.prod(shape) > storage.size:
+        raise CheckpointError(problem("a tensor is larger than its storage", got=(shape, steps)))
+    return np.lib.stride_tricks.as_strided(
+        storage[offset:],
+        shape,
+        [step * storage.itemsize for step in steps],
+        writeable=False,
+    )
+
+
+def _rebuild_parameter(data: np.ndarray, *_: object) -> np.ndarray:
+    return data
+
+
+def shape_of(numbers: Iterable[int] = ()) -> tuple[int, ...]:
+    """torch.Size."""
+    return tuple(numbers)
+
+
+_GLOBALS: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor_v2"): rebuild_tensor,
+    ("torch._utils", "_rebuild_tensor"): rebuild_tensor,
+    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("torch", "Size"): shape_of,
+    ("torch", "device"): pickles.Opaque,
+    ("torch.storage", "UntypedStorage"): STORAGES["UntypedStorage"],
+    **{("torch", name): dtype for name, dtype in STORAGES.items()},
+    **{("torch", name): dtype for name, dtype in TORCH_DTYPES.items()},
+}

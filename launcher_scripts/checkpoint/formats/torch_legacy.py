@@ -1,0 +1,124 @@
+"""Files that torch.save wrote before version 1.6, read in place and without torch.
+
+Such a file is a row of pickles, a magic number, the protocol version, a description of the
+machine, the object and the keys of its storages, and then one storage after the other: the number
+of elements in 8 bytes and the elements. Older checkpoints of Hugging Face and Megatron-LM's 345M
+release have this form.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from launcher_scripts.checkpoint.formats import pickles
+from launcher_scripts.checkpoint.formats.archive import Region
+from launcher_scripts.common.errors import CheckpointError, problem
+
+MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+PROTOCOL = 1001
+_COUNT = struct.Struct("<q")
+# pickletools needs a file; the pickles before the storages are small beside them.
+_DESCRIPTION_BYTES = 1 << 26
+
+
+def load(region: Region, origin: str, allowed: pickles.Globals) -> Any:
+    """The object in the file; tensors are read-only arrays on the mapped file.
+
+    The object refers to storages by key only, and where a storage lies is known once the keys
+    behind the object are read. So the pickles are found first and the object is built last.
+    """
+    head = region.part(0, min(region.size, _DESCRIPTION_BYTES)).bytes()
+    spans = _spans(head, origin, count=5)
+    protocol = pickles.load(head[slice(*spans[1])], origin, {})
+    machine = pickles.load(head[slice(*spans[2])], origin, {})
+    little = isinstance(machine, dict) and machine.get("little_endian") is True
+    if protocol != PROTOCOL or not little:
+        raise CheckpointError(
+            problem(f"{origin}: unknown protocol", got=(protocol, machine), choices=[PROTOCOL])
+        )
+    content = head[slice(*spans[3])]
+    dtypes: dict[str, np.dtype] = {}
+
+    def note(pid: Any) -> np.ndarray:
+        _, dtype, key, *_ = checked_id(pid, origin)
+        dtypes[str(key)] = dtype
+        return np.empty(0, dtype)
+
+    pickles.load(content, origin, _Hollow(allowed), note)
+    keys = pickles.load(head[slice(*spans[4])], origin, {})
+    if not isinstance(keys, list) or not all(isinstance(key, (str, int)) for key in keys):
+        raise CheckpointError(f"{origin} is damaged: it does not list its storages")
+    storages = _storages(region, spans[4][1], map(str, keys), dtypes, origin)
+    return pickles.load(content, origin, allowed, lambda pid: _part(storages, pid, origin))
+
+
+class _Hollow(Mapping[tuple[str, str], Any]):
+    """The names of a first pass, in which nothing is built: functions do nothing, dtypes stay."""
+
+    def __init__(self, allowed: pickles.Globals) -> None:
+        self._allowed = allowed
+
+    def __getitem__(self, name: tuple[str, str]) -> Any:
+        value = self._allowed[name]
+        return value if isinstance(value, np.dtype | type) else pickles.Opaque
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(self._allowed)
+
+    def __len__(self) -> int:
+        return len(self._allowed)
+
+
+def _spans(data: bytes, origin: str, count: int) -> list[tuple[int, int]]:
+    """Where the first `count` pickles of `data` start and end; nothing is executed."""
+    spans, start = [], 0
+    try:
+        for _ in range(count):
+            stop = start
+            for opcode, _, position in pickletools.genops(data[start:]):
+                if opcode.name == "STOP":
+                    stop = start + position + 1
+            spans.append((start, stop))
+            start = stop
+    except Exception as error:
+        raise CheckpointError(f"{origin} is damaged: {error}") from error
+    return spans
+
+
+def _storages(
+    region: Region, start: int, keys: Iterable[str], dtypes: dict[str, np.dtype], origin: str
+) -> dict[str, np.ndarray]:
+    """Key -> flat array, read from where the storages begin."""
+    found = {}
+    for key in keys:
+        if key not in dtypes:
+            raise CheckpointError(f"{origin} is damaged: storage {key} belongs to no tensor")
+        (count,) = _COUNT.unpack(region.part(start, _COUNT.size).bytes())
+        size = count * dtypes[key].itemsize
+        found[key] = region.part(start + _COUNT.size, size).array(dtypes[key], count)
+        start += _COUNT.size + size
+    return found
+
+
+def checked_id(pid: Any, origin: str) -> tuple[Any, ...]:
+    """The persistent id ("storage", dtype, key, location, count, ...) of a storage."""
+    kind, dtype, key, *rest = pid
+    found = (kind, pickles.meaning(dtype), key, *rest)
+    if kind != "storage" or not isinstance(found[1], np.dtype) or not isinstance(key, (str, int)):
+        raise CheckpointError(f"{origin} refers to something that is no storage")
+    return found
+
+
+def _part(storages: dict[str, np.ndarray], pid: Any, origin: str) -> np.ndarray:
+    """A storage, or the part of one that a view (key, offset, count) names."""
+    _, _, key, _, _, *view = checked_id(pid, origin)
+    storage = storages[str(key)]
+    if view and view[0] is not None:
+        _, offset, count = view[0]
+        return storage[offset : offset + count]
+    return storage

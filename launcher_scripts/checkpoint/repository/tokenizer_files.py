@@ -1,0 +1,272 @@
+"""The tokenizer that goes with an exported checkpoint: its files, and its start, end and pad ids.
+
+The checkpoint's own files lie in its archive, where model_config.yaml names them. NeMo's
+resharding script loses them, so a configuration can name others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.common.errors import CheckpointError, Problems, problem
+from launcher_scripts.common.tokenizer import (
+    CHAT_TEMPLATE_FILES,
+    COMPANION_FILES,
+    GENERATION_FILE,
+    OPTIONAL_FILES,
+    Tokenizer,
+    TokenizerError,
+    chat_templates,
+    load_tokenizer,
+)
+from launcher_scripts.common.untrusted import parse_json, read_plain
+from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.models.nemo_tokenizer import (
+    ADVICE,
+    FILE_SETS,
+    KEY,
+    ROLES,
+    find_name,
+    named_files,
+)
+
+_TEMPLATE_FOLDER = "additional_chat_templates/"
+# All but that of an mBART.
+_PLAIN_SETS, FAIRSEQ_SETS = FILE_SETS[:-1], FILE_SETS[-1:]
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Special ids; None where there is no such token."""
+
+    start_id: int | None
+    end_id: int | None
+    pad_id: int | None
+
+
+# What a checkpoint may know better than its tokenizer: which ids the model was trained with.
+TokenRule = Callable[[Tokenizer], TokenIds]
+# (value in the configuration, what such a file is usually called) -> name and content
+Find = Callable[[str, str], tuple[str, bytes] | None]
+
+
+def collect(
+    settings: TokenizerSettings, own_files: Callable[[], dict[str, bytes]]
+) -> dict[str, bytes]:
+    """Exported name -> content of the tokenizer's files; {} for `none`.
+
+    own_files: gives those of the checkpoint
+    Raises CheckpointError, naming the key that helps, when the files are not to be had.
+    """
+    if settings.source == "none":
+        return {}
+    return _named_files(settings) if settings.source == "files" else own_files()
+
+
+def with_token_ids(
+    config: Any,
+    settings: TokenizerSettings,
+    files: Mapping[str, bytes],
+    *,
+    known: bool = False,
+    rule: TokenRule | None = None,
+) -> Any:
+    """`config` with the tokenizer's start, end and pad ids, or those the settings say.
+
+    Without a tokenizer the defaults stay, which are GPT-2's as in FasterTransformer's converter.
+    A tokenizer without a start token starts with its end token, as GPT-2's does.
+
+    known: config has the model's own ids, and only the settings may change them
+    rule:  the ids that the model was trained with, given the tokenizer; default: the tokenizer's
+    Raises CheckpointError for a tokenizer that does not fit the model.
+    """
+    tokenizer = _loaded(files) if files else None
+    said = None
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, config.vocab_size)
+    if tokenizer is not None and not known:
+        said = (rule or _own_ids)(tokenizer)
+    end_id = _first(settings.end_id, said and said.end_id)
+    start_id = _first(settings.start_id, said and said.start_id, None if known else end_id)
+    if said is not None and end_id is None:
+        raise CheckpointError(
+            problem("the tokenizer has no token that ends a sequence", change=f"{KEY}.end_id")
+        )
+    return dataclasses.replace(
+        config,
+        start_id=_first(start_id, config.start_id),
+        end_id=_first(end_id, config.end_id),
+        pad_id=_first(settings.pad_id, said and said.pad_id, config.pad_id),
+    )
+
+
+def missing_files(files: Mapping[str, bytes]) -> tuple[str, ...]:
+    """Notes on what a tokenizer does not bring along; () for a model without one.
+
+    Raises CheckpointError for files that are damaged.
+    """
+    if not files:
+        return ()
+    try:
+        templates = chat_templates(files)
+        parse_json(files.get(GENERATION_FILE, b"{}"))
+    except ValueError as error:
+        raise CheckpointError(f"the tokenizer's files are damaged: {error}") from error
+    missing = {"chat template": not templates, GENERATION_FILE: GENERATION_FILE not in files}
+    return tuple(f"the checkpoint has no {name}" for name, there in missing.items() if there)
+
+
+def with_templates(files: dict[str, bytes], archive: Archive, folder: str) -> dict[str, bytes]:
+    """`files` with the chat templates of a subfolder, in tokenizer_config.json.
+
+    An exported folder has no subfolders. transformers reads the list there as well, but only
+    without a chat_template.jinja, whose content moves there.
+    """
+    names = [name for name in archive.names() if name.startswith(folder)]
+    further = {
+        PurePosixPath(name).stem: archive.read(name).decode("utf-8")
+        for name in names
+        if name.endswith(".jinja")
+    }
+    if not further:
+        return files
+    said = parse_json(files.get(OPTIONAL_FILES[1], b"{}"))
+    templates = chat_templates(files) | further
+    said["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    content = json.dumps(said, ensure_ascii=False, indent=2).encode()
+    kept = {name: files[name] for name in files if name not in CHAT_TEMPLATE_FILES}
+    return kept | {OPTIONAL_FILES[1]: content}
+
+
+def check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
+    """Refuse a tokenizer with ids that the model has no row for; rows without a token are padding.
+
+    rows: of the embedding table
+    """
+    if tokenizer.vocab_size > rows:
+        raise CheckpointError(
+            problem(
+                f"the tokenizer has more tokens than the model's {rows}",
+                got=tokenizer.vocab_size,
+                change=ADVICE,
+            )
+        )
+
+
+def _own_ids(tokenizer: Tokenizer) -> TokenIds:
+    return TokenIds(tokenizer.start_id, tokenizer.end_id, tokenizer.pad_id)
+
+
+def _first(*values: int | None) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _loaded(files: Mapping[str, bytes]) -> Tokenizer:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file, content in files.items():
+            (folder / file).write_bytes(content)
+        try:
+            tokenizer = load_tokenizer(folder)
+        except TokenizerError as error:
+            reason = str(error).replace(str(folder), "the checkpoint")
+            raise CheckpointError(problem(reason, change=ADVICE)) from error
+    if not tokenizer.vocab_size:
+        raise CheckpointError(
+            problem("the tokenizer has no tokens", got=sorted(files), change=ADVICE)
+        )
+    return tokenizer
+
+
+def _named_files(settings: TokenizerSettings) -> dict[str, bytes]:
+    problems = Problems("the tokenizer's files")
+    files: dict[str, bytes] = {}
+    for role, (stem, _) in ROLES.items():
+        name = getattr(settings, role)
+        if not name:
+            continue
+        path = Path(name)
+        try:
+            files[stem + path.suffix] = read_plain(path)
+        except OSError as error:
+            problems.add(f"cannot read it: {error.strerror}", got=name, change=f"{KEY}.{role}")
+            continue
+        for companion in COMPANION_FILES:
+            beside = path.with_name(companion)
+            if path.name == "tokenizer.json" and beside.is_file():
+                files[companion] = beside.read_bytes()
+    if not files and not problems.messages:
+        problems.add("no file is named", change=ADVICE)
+    problems.raise_if_any(CheckpointError)
+    return files
+
+
+def nemo_files(raw: Mapping[str, Any], origin: Path, find: Find) -> dict[str, bytes]:
+    """The files that section `tokenizer` names.
+
+    raw:    model_config.yaml
+    origin: the checkpoint, for errors
+    find:   gets such a file, see archived and beside
+    """
+    files = {
+        ROLES[role][0] + PurePosixPath(name).suffix: content
+        for role, (name, content) in named_files(raw, origin, find).items()
+    }
+    special = raw["tokenizer"].get("special_tokens")
+    if "tokenizer.json" in files and isinstance(special, dict):
+        files[OPTIONAL_FILES[0]] = json.dumps(special).encode()
+    return files
+
+
+def archived(archive: Archive, root: str, value: str, pattern: str) -> tuple[str, bytes] | None:
+    """The member below `root` meant by `value`, lost ones by their kind: name and content.
+
+    Never a file outside of the archive.
+    """
+    names = [name.removeprefix(root) for name in archive.names() if name.startswith(root)]
+    name = find_name(names, value, pattern)
+    return None if name is None else (root + name, archive.read(root + name))
+
+
+def beside(folder: Path, value: str, _pattern: str) -> tuple[str, bytes] | None:
+    """The file that a training's hyperparameters in `folder` name: where it was, or beside them."""
+    for path in (folder / value, folder / PurePosixPath(value).name):
+        if path.is_file():
+            return path.name, path.read_bytes()
+    return None
+
+
+def has_plain(archive: Archive, root: str) -> bool:
+    """Whether plain_files finds a tokenizer in that folder."""
+    names = archive.names()
+    return any(all(root + name in names for name in wanted) for wanted in _PLAIN_SETS)
+
+
+def plain_files(
+    archive: Archive, root: str = "", more: Sequence[Mapping[str, str]] = ()
+) -> dict[str, bytes]:
+    """The files of a Hugging Face or Megatron-LM folder, by their usual names below `root`.
+
+    more: sets that the model may have, too
+    """
+    names, sets = archive.names(), (*_PLAIN_SETS, *more)
+    for wanted in sets:
+        if all(root + name in names for name in wanted):
+            files = {exported: archive.read(root + name) for name, exported in wanted.items()}
+            companions = [name for name in COMPANION_FILES if root + name in names]
+            files |= {name: archive.read(root + name) for name in companions}
+            return with_templates(files, archive, root + _TEMPLATE_FOLDER)
+    raise CheckpointError(
+        problem(
+            f"{archive.path} holds no tokenizer",
+            choices=[" + ".join(wanted) for wanted in sets],
+            change=ADVICE,
+        )
+    )

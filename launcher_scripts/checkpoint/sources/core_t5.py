@@ -1,0 +1,136 @@
+"""A T5 of Megatron-LM core: its tensors under the names of NeMo's T5, and its hyperparameters.
+
+The core stores the same matrices as NeMo's classic T5, rows in the same order, under names of its
+own and with the norms beside the projections that follow them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.sources.core_options import (
+    ACTIVATIONS,
+    CORE_ALONE,
+    NORMALIZATIONS,
+    CoreOptions,
+    activation_of,
+    nemo_dialects,
+    refuse_unknown,
+)
+from launcher_scripts.checkpoint.sources.nemo_options import flag, real, size
+from launcher_scripts.common.errors import CheckpointError, Problems
+from launcher_scripts.models.t5 import T5Config
+
+TABLE = "encoder_embedding.word_embeddings.weight"
+_RELATIVE = "encoder_relative_position_embedding.relative_position_embedding.weight"
+Named = TypeVar("Named")
+_LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+)")
+# What is stored twice: the first name stays.
+_COPIES = ("position_embeddings.weight", "output_layer.bias")
+_NAMES = {
+    "embedding.word_embeddings.weight": TABLE,
+    "embedding.position_embeddings.weight": "encoder_embedding.position_embeddings.weight",
+    "encoder_relative_pos_emb.relative_attention_bias.weight": _RELATIVE,
+    "decoder_relative_pos_emb.relative_attention_bias.weight": _RELATIVE.replace("en", "de", 1),
+    "lm_head.output_layer.bias": "tokens_head.bias",
+    "output_layer.weight": "tokens_head.weight",
+}
+# Within a layer, longer ones first.
+_PARTS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.linear_qkv.": "self_attention.query_key_value.",
+    "self_attention.linear_proj.": "self_attention.dense.",
+    "pre_cross_attn_layernorm.": "post_attention_layernorm.",
+    "cross_attention.linear_q.": "inter_attention.query.",
+    "cross_attention.linear_kv.": "inter_attention.key_value.",
+    "cross_attention.linear_proj.": "inter_attention.dense.",
+    "mlp.linear_fc1.": "mlp.dense_h_to_4h.",
+    "mlp.linear_fc2.": "mlp.dense_4h_to_h.",
+}
+_MLP_NORM = "mlp.linear_fc1.layer_norm_"
+_MLP_NORMS = {"encoder": "post_attention_layernorm.", "decoder": "post_inter_attention_layernorm."}
+
+
+def is_t5(names: Mapping[str, Any]) -> bool:
+    """Whether there is an encoder."""
+    return any(name.startswith("encoder.layers.") for name in names)
+
+
+def renamed(tensors: Mapping[str, Named]) -> dict[str, Named]:
+    """The tensors under NeMo's names, without what is stored twice."""
+    return {_renamed(name): tensor for name, tensor in tensors.items() if name not in _COPIES}
+
+
+def _renamed(name: str) -> str:
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        final = re.sub(r"^(encoder|decoder)\.final_layernorm\.", r"\1.model.final_layernorm.", name)
+        return _NAMES.get(name, final)
+    side, layer, part = match.groups()
+    for core, nemo in {_MLP_NORM: _MLP_NORMS[side], **_PARTS}.items():
+        if part.startswith(core):
+            part = nemo + part.removeprefix(core)
+            break
+    return f"{side}.model.layers.{layer}.{part}"
+
+
+def read_t5(
+    options: CoreOptions, tensors: Mapping[str, SourceTensor]
+) -> tuple[T5Config, tuple[str, ...]]:
+    """Hyperparameters, and dialects of the weight table, of tensors under NeMo's names.
+
+    How deep both stacks are and which positions they have is read off the tensors: trainings swap
+    the two counts. Raises CheckpointError with everything that cannot be represented.
+    """
+    raw, problems = options.raw, Problems(options.origin)
+    refuse_unknown(raw, problems, CORE_ALONE)
+    heads, hidden = size(raw, "num_attention_heads", problems), size(raw, "hidden_size", problems)
+    activation = str(raw.get("activation_func") or "gelu")
+    normalization = str(raw.get("normalization") or "LayerNorm")
+    for name, value, choices in (
+        ("normalization", normalization, NORMALIZATIONS),
+        ("activation_func", activation, ACTIVATIONS),
+        ("num_query_groups", raw.get("num_query_groups") or heads, (heads,)),
+    ):
+        if value not in choices:
+            problems.add(f"{name} is not supported", got=value, choices=choices)
+    head_size = size(raw, "kv_channels", problems, max(hidden // heads, 1))
+    gated = flag(raw, "gated_linear_unit", False)
+    learned = tensors.get("encoder_embedding.position_embeddings.weight")
+    relative = {} if _RELATIVE not in tensors else _buckets(raw, tensors[_RELATIVE], problems)
+    problems.raise_if_any(CheckpointError)
+    config = T5Config(
+        vocab_size=tensors[TABLE].shape[0],
+        num_layers=_depth(tensors, "encoder"),
+        num_decoder_layers=_depth(tensors, "decoder"),
+        hidden_size=hidden,
+        num_heads=heads,
+        head_size=head_size,
+        ffn_size=size(raw, "ffn_hidden_size", problems, 4 * hidden),
+        position_embedding="relative" if relative else "learned",
+        max_positions=512 if learned is None else learned.shape[0],
+        **relative,
+        normalization=NORMALIZATIONS[normalization],
+        norm_eps=real(raw, "layernorm_epsilon", 1e-5, problems),
+        activation=activation_of(raw, activation),
+        gated=gated,
+        bias=flag(raw, "add_bias_linear", True),
+        attention_scale=head_size**-0.5,
+        logits_bias="tokens_head.bias" in tensors,
+        tied_embeddings=options.tied_embeddings,
+    )
+    return config, nemo_dialects(gated, options.plus_one)
+
+
+def _buckets(raw: Mapping[str, Any], table: SourceTensor, problems: Problems) -> dict[str, int]:
+    """Of a table [buckets, heads]."""
+    distance = size(raw, "relative_attention_max_distance", problems, 128)
+    return {"num_buckets": table.shape[0], "max_distance": distance}
+
+
+def _depth(tensors: Mapping[str, SourceTensor], side: str) -> int:
+    found = (re.match(rf"{side}\.model\.layers\.(\d+)\.", name) for name in tensors)
+    return 1 + max((int(match[1]) for match in found if match), default=-1)

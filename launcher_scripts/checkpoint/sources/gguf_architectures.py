@@ -1,0 +1,429 @@
+"""GGUF's architectures in terms of Hugging Face's: one row each.
+
+Names are those of gguf's tensor_mapping; what a row says besides, and which tensors are changed, is
+as in llama.cpp's conversion/ and src/models/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import Any
+
+import numpy as np
+
+from launcher_scripts.checkpoint.formats.gguf_fields import Fields
+from launcher_scripts.checkpoint.sources import gguf_restored as restored
+from launcher_scripts.checkpoint.sources.gguf_restored import Restored
+from launcher_scripts.checkpoint.sources.gguf_rope import rope_parameters
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a row's `config` gets: the fields, and the tensors' names and shapes.
+
+    shapes:  name -> shape, rows first
+    factors: the tensors that divide rotary frequencies
+    """
+
+    fields: Fields
+    shapes: Mapping[str, tuple[int, ...]]
+    factors: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class GGUFArchitecture:
+    """A row of ARCHITECTURES.
+
+    model_type: of Hugging Face
+    config:     Model -> what is left to say in config.json
+    names:      tensor without its last part -> Hugging Face's, without "model." or "transformer."
+    restored:   tensor (with or without its last part) -> what undoes llama.cpp's changes
+    renamed:    Model -> names that differ in this one
+    experts:    the row instead of this one for a file with experts
+    """
+
+    model_type: str
+    config: Callable[[Model], dict[str, Any]]
+    names: Mapping[str, str]
+    restored: Mapping[str, Restored] = field(default_factory=dict)
+    renamed: Callable[[Model], Mapping[str, str]] = lambda _: {}
+    experts: GGUFArchitecture | None = None
+
+
+def _common(model: Model) -> dict[str, Any]:
+    """What every model says."""
+    fields = model.fields
+    hidden, heads = fields.size("embedding_length"), fields.size("attention.head_count")
+    table = model.shapes.get("token_embd.weight", (1,))
+    if fields.get("vocab_size", table[0]) != table[0]:
+        fields.problems.add("vocab_size is not the rows of token_embd.weight", got=table)
+    return {
+        "vocab_size": int(table[0]),
+        "num_hidden_layers": fields.size("block_count"),
+        "hidden_size": hidden,
+        "intermediate_size": fields.size("feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.size("attention.head_count_kv", heads),
+        "max_position_embeddings": fields.size("context_length"),
+        "tie_word_embeddings": "output.weight" not in model.shapes,
+    }
+
+
+def _rotary(model: Model) -> dict[str, Any]:
+    """What models with rotary positions say."""
+    fields = model.fields
+    common = _common(model)
+    usual = max(common["hidden_size"] // common["num_attention_heads"], 1)
+    size = fields.size("attention.key_length", usual)
+    if fields.size("attention.value_length", size) != size:
+        fields.problems.add("attention.value_length is not attention.key_length", got=size)
+    rotary = fields.size("rope.dimension_count", size)
+    heads, groups = common["num_attention_heads"], common["num_key_value_heads"]
+    rows = {
+        "attn_q": heads * size,
+        "attn_k": groups * size,
+        "attn_qkv": (heads + 2 * groups) * size,
+    }
+    shapes = {name: model.shapes.get(f"blk.0.{name}.weight") for name in rows}
+    found = {name: shape[0] for name, shape in shapes.items() if shape}
+    if rotary > size or found != {name: rows[name] for name in found or rows}:
+        fields.problems.add(
+            "the heads do not fit the tensors",
+            got={"heads": (heads, groups), "size": size, "rotary": rotary, "rows": found},
+        )
+        rotary = size = 1
+    rope = rope_parameters(fields, rotary, model.factors)
+    return {
+        **common,
+        "head_dim": size,
+        "rope_parameters": {**rope, "partial_rotary_factor": rotary / size},
+    }
+
+
+def _llama(model: Model) -> dict[str, Any]:
+    return {
+        **_rotary(model),
+        "hidden_act": "silu",
+        "rms_norm_eps": model.fields.real("attention.layer_norm_rms_epsilon"),
+        "attention_bias": "blk.0.attn_q.bias" in model.shapes,
+        "mlp_bias": "blk.0.ffn_up.bias" in model.shapes,
+    }
+
+
+def _mixtral(model: Model) -> dict[str, Any]:
+    return {**_llama(model), **_experts(model), "num_local_experts": _count(model)}
+
+
+def _qwen2moe(model: Model) -> dict[str, Any]:
+    shared = model.shapes.get("blk.0.ffn_gate_shexp.weight", (1,))
+    return {
+        **_qwen3moe(model),
+        "norm_topk_prob": False,
+        "qkv_bias": "blk.0.attn_q.bias" in model.shapes,
+        "shared_expert_intermediate_size": model.fields.size(
+            "expert_shared_feed_forward_length", shared[0]
+        ),
+    }
+
+
+def _qwen3moe(model: Model) -> dict[str, Any]:
+    return {
+        **_llama(model),
+        **_experts(model),
+        "num_experts": _count(model),
+        "norm_topk_prob": True,
+    }
+
+
+def _count(model: Model) -> int:
+    return model.fields.size("expert_count")
+
+
+def _experts(model: Model) -> dict[str, Any]:
+    """What models with experts say."""
+    stacked = model.shapes.get("blk.0.ffn_gate_exps.weight", (1, 1, 1))
+    if len(stacked) != 3 or 0 in stacked or stacked[0] != _count(model):
+        model.fields.problems.add("expert_count does not fit ffn_gate_exps", got=stacked)
+        return {}
+    return {
+        "num_experts_per_tok": model.fields.size("expert_used_count"),
+        "moe_intermediate_size": model.fields.size("expert_feed_forward_length", stacked[1]),
+    }
+
+
+def _gemma(model: Model) -> dict[str, Any]:
+    return {**_llama(model), "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _gemma2(model: Model) -> dict[str, Any]:
+    fields = model.fields
+    gemma = _gemma(model)
+    return {
+        **gemma,
+        "query_pre_attn_scalar": _attention_size(gemma, layers_of_27b=46),
+        "sliding_window": fields.size("attention.sliding_window", 4096),
+        "attn_logit_softcapping": fields.real("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": fields.real("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(model: Model) -> dict[str, Any]:
+    """Layers with a window rotate by a base of their own, unscaled."""
+    fields = model.fields
+    gemma = _gemma(model)
+    pattern = fields.get("attention.sliding_window_pattern", 6)
+    if isinstance(pattern, list):
+        kinds = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
+        layers: dict[str, Any] = {"layer_types": kinds}
+    else:
+        layers = {"sliding_window_pattern": pattern}
+    local = {"rope_theta": fields.real("rope.freq_base_swa", 10000.0)}
+    return {
+        **gemma,
+        **layers,
+        "query_pre_attn_scalar": _attention_size(gemma, layers_of_27b=62),
+        "sliding_window": fields.get("attention.sliding_window", 0) or None,
+        "final_logit_softcapping": fields.real("final_logit_softcapping", 0.0),
+        "rope_parameters": {
+            "full_attention": gemma["rope_parameters"],
+            "sliding_attention": local,
+        },
+    }
+
+
+def _attention_size(gemma: dict[str, Any], layers_of_27b: int) -> int:
+    """What scores are divided by the root of; llama.cpp knows the largest by its depth."""
+    if gemma["num_hidden_layers"] == layers_of_27b:
+        return max(int(gemma["hidden_size"] // gemma["num_attention_heads"]), 1)
+    return int(gemma["head_dim"])
+
+
+def _phi3(model: Model) -> dict[str, Any]:
+    llama = _llama(model)
+    return {
+        **llama,
+        "original_max_position_embeddings": llama["rope_parameters"][
+            "original_max_position_embeddings"
+        ],
+        "sliding_window": model.fields.get("attention.sliding_window", 0) or None,
+    }
+
+
+def _granite(model: Model) -> dict[str, Any]:
+    """A multiplier that is 0 is none."""
+    fields = model.fields
+    llama = _llama(model)
+    if fields.get("rope.scaling.finetuned", True) is not True:
+        fields.problems.add("a granite without rotary positions is not supported")
+    return {
+        **llama,
+        "attention_multiplier": fields.real("attention.scale", 0.0) or 1 / sqrt(llama["head_dim"]),
+        "embedding_multiplier": fields.real("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": fields.real("residual_scale", 0.0) or 1.0,
+        "logits_scaling": fields.real("logit_scale"),
+    }
+
+
+def _layer_norms(model: Model, key: str, activation: str) -> dict[str, Any]:
+    """A model with layer norms and an MLP without gate.  key: of the norms' epsilon"""
+    model.fields.get("attention.layer_norm_rms_epsilon", None)  # the converter's double of it
+    return {
+        **_rotary(model),
+        "hidden_act": activation,
+        key: model.fields.real("attention.layer_norm_epsilon"),
+        "attention_bias": "blk.0.attn_output.bias" in model.shapes,
+        "mlp_bias": "blk.0.ffn_up.bias" in model.shapes,
+    }
+
+
+def _starcoder2(model: Model) -> dict[str, Any]:
+    said = _layer_norms(model, "norm_epsilon", "gelu_pytorch_tanh")
+    return {**said, "use_bias": said["attention_bias"]}
+
+
+def _nemotron(model: Model) -> dict[str, Any]:
+    return _layer_norms(model, "norm_eps", "relu2")
+
+
+def _gptneox(model: Model) -> dict[str, Any]:
+    return {
+        **_layer_norms(model, "layer_norm_eps", "gelu"),
+        "use_parallel_residual": model.fields.get("use_parallel_residual"),
+    }
+
+
+def _falcon(model: Model) -> dict[str, Any]:
+    rotary = _rotary(model)
+    groups = rotary["num_key_value_heads"]
+    return {
+        **rotary,
+        "layer_norm_epsilon": model.fields.real("attention.layer_norm_epsilon"),
+        "num_kv_heads": groups,
+        "ffn_hidden_size": rotary["intermediate_size"],
+        "multi_query": groups == 1,
+        "new_decoder_architecture": groups > 1,
+    }
+
+
+def _falcon_names(model: Model) -> dict[str, str]:
+    """Where attention and MLP have a norm each, the first in the file is the MLP's."""
+    if "blk.0.attn_norm_2.weight" not in model.shapes:
+        return {}
+    return {"blk.*.attn_norm": "h.*.ln_mlp", "blk.*.attn_norm_2": "h.*.ln_attn"}
+
+
+def _gpt2(model: Model) -> dict[str, Any]:
+    common = _common(model)
+    return {
+        **common,
+        "n_inner": common["intermediate_size"],
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": model.fields.real("attention.layer_norm_epsilon"),
+    }
+
+
+def _bloom(model: Model) -> dict[str, Any]:
+    common = _common(model)
+    if common["intermediate_size"] != 4 * common["hidden_size"]:
+        model.fields.problems.add(
+            "feed_forward_length of a BLOOM is four times embedding_length",
+            got=common["intermediate_size"],
+        )
+    return {
+        **common,
+        "n_head": common["num_attention_heads"],
+        "seq_length": common["max_position_embeddings"],
+        "layer_norm_epsilon": model.fields.real("attention.layer_norm_epsilon"),
+    }
+
+
+_LLAMA_NAMES = {
+    "token_embd": "embed_tokens",
+    "output": "lm_head",
+    "output_norm": "norm",
+    "blk.*.attn_norm": "layers.*.input_layernorm",
+    "blk.*.attn_q": "layers.*.self_attn.q_proj",
+    "blk.*.attn_k": "layers.*.self_attn.k_proj",
+    "blk.*.attn_v": "layers.*.self_attn.v_proj",
+    "blk.*.attn_q_norm": "layers.*.self_attn.q_norm",
+    "blk.*.attn_k_norm": "layers.*.self_attn.k_norm",
+    "blk.*.attn_output": "layers.*.self_attn.o_proj",
+    "blk.*.ffn_norm": "layers.*.post_attention_layernorm",
+    "blk.*.ffn_gate": "layers.*.mlp.gate_proj",
+    "blk.*.ffn_up": "layers.*.mlp.up_proj",
+    "blk.*.ffn_down": "layers.*.mlp.down_proj",
+}
+_GEMMA2_NAMES = {
+    **_LLAMA_NAMES,
+    "blk.*.post_attention_norm": "layers.*.post_attention_layernorm",
+    "blk.*.ffn_norm": "layers.*.pre_feedforward_layernorm",
+    "blk.*.post_ffw_norm": "layers.*.post_feedforward_layernorm",
+}
+_PHI3_NAMES = {
+    **_LLAMA_NAMES,
+    "blk.*.attn_qkv": "layers.*.self_attn.qkv_proj",
+    "blk.*.ffn_up": "layers.*.mlp.gate_up_proj",
+}
+_STARCODER2_NAMES = {
+    **_LLAMA_NAMES,
+    "blk.*.ffn_up": "layers.*.mlp.c_fc",
+    "blk.*.ffn_down": "layers.*.mlp.c_proj",
+}
+_EXPERTS = {"gate": "w1", "down": "w2", "up": "w3"}
+_MIXTRAL_NAMES = {
+    **_LLAMA_NAMES,
+    "blk.*.ffn_gate_inp": "layers.*.block_sparse_moe.gate",
+    **{
+        f"blk.*.ffn_{part}_exps": f"layers.*.block_sparse_moe.experts.#.{name}"
+        for part, name in _EXPERTS.items()
+    },
+}
+_QWEN_MOE_NAMES = {
+    **_LLAMA_NAMES,
+    "blk.*.ffn_gate_inp": "layers.*.mlp.gate",
+    "blk.*.ffn_gate_inp_shexp": "layers.*.mlp.shared_expert_gate",
+    **{f"blk.*.ffn_{part}_exps": f"layers.*.mlp.experts.#.{part}_proj" for part in _EXPERTS},
+    **{f"blk.*.ffn_{part}_shexp": f"layers.*.mlp.shared_expert.{part}_proj" for part in _EXPERTS},
+}
+_HALVES = {"blk.*.attn_q": restored.QUERY_HALVES, "blk.*.attn_k": restored.KEY_HALVES}
+
+_GPT2_NAMES = {
+    "token_embd": "wte",
+    "position_embd": "wpe",
+    "output": "lm_head",
+    "output_norm": "ln_f",
+    "blk.*.attn_norm": "h.*.ln_1",
+    "blk.*.attn_qkv": "h.*.attn.c_attn",
+    "blk.*.attn_output": "h.*.attn.c_proj",
+    "blk.*.ffn_norm": "h.*.ln_2",
+    "blk.*.ffn_up": "h.*.mlp.c_fc",
+    "blk.*.ffn_down": "h.*.mlp.c_proj",
+}
+
+_BLOOM_NAMES = {
+    "token_embd": "word_embeddings",
+    "token_embd_norm": "word_embeddings_layernorm",
+    "output": "lm_head",
+    "output_norm": "ln_f",
+    "blk.*.attn_norm": "h.*.input_layernorm",
+    "blk.*.attn_qkv": "h.*.self_attention.query_key_value",
+    "blk.*.attn_output": "h.*.self_attention.dense",
+    "blk.*.ffn_norm": "h.*.post_attention_layernorm",
+    "blk.*.ffn_up": "h.*.mlp.dense_h_to_4h",
+    "blk.*.ffn_down": "h.*.mlp.dense_4h_to_h",
+}
+
+_GPTNEOX_NAMES = {
+    "token_embd": "embed_in",
+    "output": "lm_head",
+    "output_norm": "final_layer_norm",
+    "blk.*.attn_norm": "layers.*.input_layernorm",
+    "blk.*.attn_qkv": "layers.*.attention.query_key_value",
+    "blk.*.attn_output": "layers.*.attention.dense",
+    "blk.*.ffn_norm": "layers.*.post_attention_layernorm",
+    "blk.*.ffn_up": "layers.*.mlp.dense_h_to_4h",
+    "blk.*.ffn_down": "layers.*.mlp.dense_4h_to_h",
+}
+
+# The converter adds one to the scales of norms that count from one.
+_CENTRED = {
+    f"{name}.weight": restored.LESS_ONE
+    for name in (
+        "output_norm",
+        *(f"blk.*.{part}_norm" for part in ("attn", "ffn", "post_attention", "post_ffw")),
+        *(f"blk.*.attn_{part}_norm" for part in "qk"),
+    )
+}
+_GROUPED = {"blk.*.attn_qkv": restored.GROUPED}
+
+_MIXTRAL = GGUFArchitecture("mixtral", _mixtral, _MIXTRAL_NAMES, _HALVES)
+_ONE_ROW = {"blk.*.ffn_gate_inp_shexp": restored.ONE_ROW}
+
+ARCHITECTURES: dict[str, GGUFArchitecture] = {
+    "llama": GGUFArchitecture("llama", _llama, _LLAMA_NAMES, _HALVES, experts=_MIXTRAL),
+    "qwen2": GGUFArchitecture("qwen2", _llama, _LLAMA_NAMES),
+    "qwen2moe": GGUFArchitecture("qwen2_moe", _qwen2moe, _QWEN_MOE_NAMES, _ONE_ROW),
+    "qwen3moe": GGUFArchitecture("qwen3_moe", _qwen3moe, _QWEN_MOE_NAMES),
+    "qwen3": GGUFArchitecture("qwen3", _llama, _LLAMA_NAMES),
+    "gpt2": GGUFArchitecture(
+        "gpt2",
+        _gpt2,
+        _GPT2_NAMES,
+        {
+            f"blk.*.{name}.weight": restored.TRANSPOSED
+            for name in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
+        },
+    ),
+    "bloom": GGUFArchitecture("bloom", _bloom, _BLOOM_NAMES, _GROUPED),
+    "gemma": GGUFArchitecture("gemma", _gemma, _LLAMA_NAMES, _CENTRED),
+    "gemma2": GGUFArchitecture("gemma2", _gemma2, _GEMMA2_NAMES, _CENTRED),
+    "gemma3": GGUFArchitecture("gemma3_text", _gemma3, _GEMMA2_NAMES, _CENTRED),
+    "phi3": GGUFArchitecture("phi3", _phi3, _PHI3_NAMES),
+    "granite": GGUFArchitecture("granite", _granite, _LLAMA_NAMES, _HALVES),
+    "starcoder2": GGUFArchitecture("starcoder2", _starcoder2, _STARCODER2_NAMES),
+    "nemotron": GGUFArchitecture("nemotron", _nemotron, _LLAMA_NAMES, _CENTRED),
+    "gptneox": GGUFArchitecture("gpt_neox", _gptneox, _GPTNEOX_NAMES, _GROUPED),
+    "falcon": GGUFArchitecture("falcon", _falcon, _BLOOM_NAMES, _GROUPED, _falcon_names),
+}

@@ -1,0 +1,363 @@
+"""Hugging Face folders: config.json and weights as safetensors or torch files, sharded or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from launcher_scripts.checkpoint.formats import safetensors_file, torch_file
+from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.dtypes import plain
+from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.repository import tokenizer_files
+from launcher_scripts.checkpoint.sources import huggingface_configs as configs
+from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
+from launcher_scripts.checkpoint.sources.hints import Hints
+from launcher_scripts.checkpoint.sources.huggingface_configs import has_decoder
+from launcher_scripts.checkpoint.sources.huggingface_keys import check_keys, generation_keys
+from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
+from launcher_scripts.checkpoint.sources.source_checkpoint import WholeTensors
+from launcher_scripts.common.errors import CheckpointError, Problems, problem
+from launcher_scripts.common.untrusted import parse_json
+from launcher_scripts.models.family import ModelConfig
+
+CONFIG_NAME = "config.json"
+GENERATION_NAME = "generation_config.json"
+# What counts of it: the token that texts begin with, which left config.json.
+GENERATION_KEYS = ("forced_bos_token_id",)
+DECODER = ("decoder.", "lm_head.")
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+PREFIXES = ("transformer.", "model.", "gpt_neox.")
+_COMPARED_ROWS = 1024
+# Endings of names that are no weights; the last ones lie in the first T5s and BARTs, unused.
+BUFFERS = (
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+    "rotary_emb.inv_freq",
+    "embed_positions.weights",
+    "embed_positions._float_tensor",
+    "position_ids",
+    ".EncDecAttention.relative_attention_bias.weight",
+    "coder.version",
+)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A row of ARCHITECTURES.
+
+    family:   the row of FAMILIES
+    read:     RawConfig -> hyperparameters
+    dialect:  the dialect of the weight table
+    tied:     name of a tensor -> names it may be stored under instead, or again
+    variants: RawConfig -> what the names of variants add to the dialect's, first choice first
+    inherits: dialects that say what the row's own do not
+    ties:     what tie_word_embeddings is where config.json does not say it
+    """
+
+    family: str
+    read: Callable[[RawConfig], ModelConfig]
+    dialect: str
+    tied: Mapping[str, tuple[str, ...]]
+    variants: Callable[[RawConfig], Sequence[str]] = lambda _: ()
+    inherits: tuple[str, ...] = ()
+    ties: bool = True
+
+
+_HEAD = "lm_head.weight"
+
+
+def _has_own_head(raw: RawConfig, ties: bool) -> bool:
+    """Whether config.json promises an output table beside the input's; a T5's encoder has none."""
+    if raw.raw["model_type"] in ("t5", "mt5", "umt5", "t5gemma") and not has_decoder(raw):
+        return False
+    return not raw.flag("tie_word_embeddings", ties)
+
+
+def _scaled(raw: RawConfig) -> list[str]:
+    return ["_scaled"] if raw.flag("scale_embedding", raw.raw["model_type"] != "bart") else []
+
+
+def _scaled_or_untied(raw: RawConfig) -> list[str]:
+    return [*_scaled(raw), *(["_untied"] if _HEAD in raw.keys else [])]
+
+
+def _projected_or_untied(raw: RawConfig) -> list[str]:
+    projected = "_projected" if "decoder.project_in.weight" in raw.keys else ""
+    return [f"{projected}_untied", projected] if _HEAD in raw.keys else [projected]
+
+
+def _falcon_norms(raw: RawConfig) -> list[str]:
+    if "h.0.ln_attn.weight" in raw.keys:
+        return ["_two_norms"]
+    return ["_one_norm"] if raw.flag("parallel_attn", True) else []
+
+
+def _llama(
+    read: Callable[[RawConfig], ModelConfig], dialect: str = "llama", *, ties: bool = False
+) -> Architecture:
+    """The row of a model type that descends from Llama."""
+    tied = {"embed_tokens.weight": (_HEAD,)}
+    return Architecture("gpt", read, dialect, tied, inherits=("llama",), ties=ties)
+
+
+_SHARED = {"shared.weight": ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", _HEAD)}
+
+ARCHITECTURES = {
+    "gpt2": Architecture("gpt", configs.gpt2, "gpt2", {"wte.weight": (_HEAD,)}),
+    "bloom": Architecture("gpt", configs.bloom, "bloom", {"word_embeddings.weight": (_HEAD,)}),
+    "opt": Architecture(
+        "gpt", configs.opt, "opt", {"decoder.embed_tokens.weight": (_HEAD,)}, _projected_or_untied
+    ),
+    "xglm": Architecture(
+        "gpt", configs.xglm, "xglm", {"embed_tokens.weight": (_HEAD,)}, _scaled_or_untied
+    ),
+    "llama": _llama(decoders.llama),
+    "mistral": _llama(decoders.mistral),
+    "qwen2": _llama(decoders.qwen2),
+    "qwen3": _llama(decoders.qwen3),
+    "gemma": _llama(decoders.gemma, ties=True),
+    "gemma2": _llama(decoders.gemma2, "gemma2", ties=True),
+    "gemma3_text": _llama(decoders.gemma3, "gemma2", ties=True),
+    "phi3": _llama(decoders.phi3, "phi3"),
+    "granite": _llama(decoders.granite),
+    "starcoder2": _llama(decoders.starcoder2, "starcoder2", ties=True),
+    "nemotron": _llama(decoders.nemotron, "nemotron"),
+    "mixtral": _llama(decoders.mixtral, "mixtral"),
+    "qwen2_moe": _llama(decoders.qwen2_moe, "qwen_moe"),
+    "qwen3_moe": _llama(decoders.qwen3_moe, "qwen_moe"),
+    "gpt_neox": Architecture(
+        "gpt",
+        decoders.gpt_neox,
+        "gpt_neox",
+        {_HEAD: ("embed_out.weight",), "embed_in.weight": (_HEAD,)},
+        ties=False,
+    ),
+    "gptj": Architecture("gpt", decoders.gptj, "gptj", {"wte.weight": (_HEAD,)}, ties=False),
+    "falcon": Architecture(
+        "gpt",
+        decoders.falcon,
+        "falcon",
+        {"word_embeddings.weight": (_HEAD,)},
+        _falcon_norms,
+        ("bloom",),
+    ),
+    "t5": Architecture("t5", configs.t5, "huggingface", _SHARED),
+    "mt5": Architecture("t5", configs.t5, "huggingface", _SHARED),
+    "umt5": Architecture("t5", configs.umt5, "huggingface", _SHARED),
+    "t5gemma": Architecture(
+        "t5",
+        configs.t5gemma,
+        "t5gemma",
+        {_HEAD: ("lm_head.out_proj.weight",), "decoder.embed_tokens.weight": (_HEAD,)},
+    ),
+    "bart": Architecture("bart", configs.bart, "bart", _SHARED, _scaled),
+    "mbart": Architecture("bart", configs.bart, "bart", _SHARED, _scaled),
+    "agm": Architecture(
+        "agm",
+        configs.agm,
+        "agm",
+        {"shared.weight": ("decoder.embed_tokens.weight", "lm_head.decoder.weight")},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class HuggingFaceCheckpoint(WholeTensors):
+    """An opened folder.
+
+    raw:      config.json
+    dialects: dialects of the weight table, the first that has a row wins
+    tensors:  name without prefix -> tensor
+    """
+
+    format: ClassVar[str] = "huggingface"
+
+    archive: Archive
+    raw: Mapping[str, Any]
+    config: ModelConfig
+    dialects: tuple[str, ...]
+    tensors: Mapping[str, SourceTensor]
+    notes: tuple[str, ...] = ()
+    root: str = ""
+
+    @classmethod
+    def matches(cls, archive: Archive) -> bool:
+        """Whether the folder looks like one of transformers."""
+        return CONFIG_NAME in archive.names()
+
+    @classmethod
+    def open(cls, archive: Archive, hints: Hints) -> HuggingFaceCheckpoint:
+        """Raises CheckpointError for what is damaged, incomplete or not supported."""
+        raw = _with_model_type(read_mapping(archive, CONFIG_NAME))
+        row = architecture(raw, archive.path / CONFIG_NAME)
+        tensors = _read_weights(archive)
+        if hints.encoder_only:
+            tensors = {
+                name: tensor for name, tensor in tensors.items() if not name.startswith(DECODER)
+            }
+        heads = {_HEAD, *row.tied.get(_HEAD, ())}
+        headless = not heads & tensors.keys() and not hints.encoder_only
+        _untied(tensors, row.tied)
+        said = raw | _generation(archive)
+        values = RawConfig(said, tensors.keys(), archive.path / CONFIG_NAME)
+        if headless and _has_own_head(values, row.ties):
+            values.problems.add(f"{_HEAD} is missing, and tie_word_embeddings is false")
+        variants = (row.dialect + variant for variant in row.variants(values))
+        dialects = (*variants, row.dialect, *row.inherits)
+        try:
+            config = row.read(values)
+        except CheckpointError:
+            check_keys(values)
+            values.problems.raise_if_any(CheckpointError)
+            raise
+        notes = check_keys(values)
+        _check_heads(config, tensors, values.problems)
+        values.problems.raise_if_any(CheckpointError)
+        return cls(archive, raw, config, dialects, tensors, notes)
+
+    @property
+    def knows_token_ids(self) -> bool:
+        """config.json has them."""
+        return True
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """Exported name -> content of the checkpoint's own tokenizer, and generation_config.json.
+
+        Before transformers 4.26 its values stood in config.json.
+        """
+        said = generation_keys(self.raw)
+        own = {tokenizer_files.GENERATION_FILE: json.dumps(said, indent=2).encode()} if said else {}
+        more = tokenizer_files.FAIRSEQ_SETS if self.raw.get("model_type") == "mbart" else ()
+        return own | tokenizer_files.plain_files(self.archive, more=more)
+
+    def details(self) -> dict[str, Any]:
+        """What the manifest records besides path, format and dialects."""
+        return {key: self.raw.get(key) for key in ("model_type", "transformers_version")}
+
+
+def architecture(raw: Mapping[str, Any], path: Path) -> Architecture:
+    """The row for a raw config.json. Agm calls itself bart, but has keys of its own."""
+    agm = "mup_scale" in raw or "position_bias_per_layer" in raw
+    name = "agm" if agm else raw.get("model_type")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise CheckpointError(
+            problem(f"{path}: unknown model_type", got=name, choices=sorted(ARCHITECTURES))
+        )
+    return ARCHITECTURES[name]
+
+
+def _check_heads(config: Any, tensors: Mapping[str, SourceTensor], problems: Problems) -> None:
+    """Note a number of key/value heads that the first layer's keys do not have."""
+    keys = tensors.get("layers.0.self_attn.k_proj.weight")
+    heads = getattr(config, "num_kv_heads", None)
+    if keys is not None and heads and keys.shape[0] != heads * config.head_size:
+        fits, left = divmod(keys.shape[0], config.head_size)
+        problems.add(
+            f"num_key_value_heads does not fit k_proj.weight of {keys.shape[0]} rows "
+            f"in heads of {config.head_size}",
+            got=heads,
+            choices=[] if left else [fits],
+        )
+
+
+def _with_model_type(raw: dict[str, Any]) -> dict[str, Any]:
+    """config.json with its model_type, which the published umT5s only say by their class."""
+    classes = raw.get("architectures")
+    if "model_type" in raw or not isinstance(classes, list):
+        return raw
+    umt5 = any(str(name).startswith("UMT5") for name in classes)
+    return raw | {"model_type": "umt5"} if umt5 else raw
+
+
+def _generation(archive: Archive) -> dict[str, Any]:
+    """What generation_config.json, if there is one, says of GENERATION_KEYS."""
+    if GENERATION_NAME not in archive.names():
+        return {}
+    said = read_mapping(archive, GENERATION_NAME)
+    return {key: said[key] for key in GENERATION_KEYS if key in said}
+
+
+def read_mapping(archive: Archive, name: str) -> dict[str, Any]:
+    """A JSON file of a folder. Raises CheckpointError for one that is damaged or no mapping."""
+    try:
+        raw = parse_json(archive.read(name))
+    except ValueError as error:
+        raise CheckpointError(f"{name} of {archive.path} is damaged: {error}") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{name} of {archive.path} holds no mapping")
+    return raw
+
+
+def _weight_files(archive: Archive) -> list[str]:
+    """The files that hold the weights, safetensors first; all missing shards are one error."""
+    names = set(archive.names())
+    for name in WEIGHT_FILES:
+        if f"{name}.index.json" in names:
+            return _shards(archive, f"{name}.index.json")
+        if name in names:
+            return [name]
+    choices = [*WEIGHT_FILES, *(f"{name}.index.json" for name in WEIGHT_FILES)]
+    raise CheckpointError(problem(f"{archive.path} holds no weights", choices=choices))
+
+
+def _shards(archive: Archive, index: str) -> list[str]:
+    try:
+        found = sorted(set(parse_json(archive.read(index))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} of {archive.path} is damaged: {error!r}") from error
+    problems = Problems(f"{index} of {archive.path}")
+    for name in found:
+        if name not in archive.names():
+            problems.add("a shard is missing", got=name)
+    problems.raise_if_any(CheckpointError)
+    return found
+
+
+def _read_weights(archive: Archive) -> dict[str, SourceTensor]:
+    """Name without prefix -> tensor, of all files; buffers are left out."""
+    tensors: dict[str, SourceTensor] = {}
+    for file in _weight_files(archive):
+        load = safetensors_file.load if file.endswith(".safetensors") else torch_file.load
+        origin = f"{file} of {archive.path}"
+        loaded = load(archive.region(file), origin)
+        if not isinstance(loaded, dict) or not any(
+            isinstance(values, np.ndarray) for values in loaded.values()
+        ):
+            raise CheckpointError(f"{origin} holds no state dict")
+        for key, values in loaded.items():
+            name = next((str(key).removeprefix(p) for p in PREFIXES if str(key).startswith(p)), key)
+            if isinstance(values, np.ndarray) and not str(name).endswith(BUFFERS):
+                tensors[str(name)] = SourceTensor.whole(values)
+    return tensors
+
+
+def _untied(tensors: dict[str, SourceTensor], tied: Mapping[str, tuple[str, ...]]) -> None:
+    """Keep tied tensors once, under their usual name, whatever name the checkpoint gave them."""
+    for name, others in tied.items():
+        for other in others:
+            if other in tensors and name not in tensors:
+                tensors[name] = tensors[other]
+            if other in tensors and _equal(tensors[other], tensors[name]):
+                del tensors[other]
+
+
+def _equal(one: SourceTensor, other: SourceTensor) -> bool:
+    """Whether two tensors hold the same values; one storage is told without reading it."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    first, second = plain(one.read()), plain(other.read())
+    if first.__array_interface__["data"] == second.__array_interface__["data"]:
+        return True
+    rows = range(0, len(first), _COMPARED_ROWS)
+    return all(
+        np.array_equal(first[row : row + _COMPARED_ROWS], second[row : row + _COMPARED_ROWS])
+        for row in rows
+    )

@@ -1,0 +1,296 @@
+"""What a Hugging Face config.json says, as the project's hyperparameters.
+
+One function per model type. Each gets the raw file, not what a version of transformers makes of
+it: version 5 reports every T5 as tied, and keeps whether logits are scaled under another key.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launcher_scripts.checkpoint.sources.huggingface_raw import ACTIVATIONS, RawConfig
+from launcher_scripts.models.agm import AgmConfig
+from launcher_scripts.models.bart import BartConfig
+from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.t5 import T5Config
+
+
+def gpt2(raw: RawConfig) -> GPTConfig:
+    hidden, heads = raw.size("n_embd", "hidden_size"), raw.size("n_head", "num_attention_heads")
+    for name, value in (
+        ("scale_attn_weights", True),
+        ("scale_attn_by_inverse_layer_idx", False),
+        ("add_cross_attention", False),
+    ):
+        raw.only(name, value)
+    return GPTConfig(
+        vocab_size=raw.size("vocab_size"),
+        num_layers=raw.size("n_layer", "num_hidden_layers"),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_size=raw.head_size(hidden, heads),
+        ffn_size=raw.size("n_inner", default=4 * hidden),
+        max_positions=raw.size("n_positions", "n_ctx", "max_position_embeddings"),
+        norm_eps=raw.real("layer_norm_epsilon", default=1e-5),
+        activation=raw.activation("activation_function", "gelu_new"),
+        tied_embeddings="lm_head.weight" not in raw.keys,
+        start_id=raw.token("bos_token_id", 50256),
+        end_id=raw.token("eos_token_id", 50256),
+        pad_id=raw.token("pad_token_id", None),
+    )
+
+
+def bloom(raw: RawConfig) -> GPTConfig:
+    hidden, heads = raw.size("hidden_size", "n_embed"), raw.size("n_head", "num_attention_heads")
+    raw.only("apply_residual_connection_post_layernorm", False)
+    return GPTConfig(
+        vocab_size=raw.size("vocab_size"),
+        num_layers=raw.size("n_layer", "num_hidden_layers"),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_size=raw.head_size(hidden, heads),
+        ffn_size=4 * hidden,
+        max_positions=raw.size("seq_length", default=2048),
+        position_embedding="alibi",
+        norm_eps=raw.real("layer_norm_epsilon", default=1e-5),
+        embedding_norm=True,
+        tied_embeddings="lm_head.weight" not in raw.keys,
+        start_id=raw.token("bos_token_id", 1),
+        end_id=raw.token("eos_token_id", 2),
+        pad_id=raw.token("pad_token_id", 3),
+    )
+
+
+def opt(raw: RawConfig) -> GPTConfig:
+    hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
+    bias = raw.flag("enable_bias", default=True)
+    raw.only("layer_norm_elementwise_affine", True)
+    raw.unused("word_embed_proj_dim", "_remove_final_layer_norm")  # the tensors say it
+    return GPTConfig(
+        vocab_size=raw.size("vocab_size"),
+        num_layers=raw.size("num_hidden_layers"),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_size=raw.head_size(hidden, heads),
+        ffn_size=raw.size("ffn_dim"),
+        max_positions=raw.size("max_position_embeddings"),
+        norm_placement="pre" if raw.flag("do_layer_norm_before", default=True) else "post",
+        final_norm="decoder.final_layer_norm.weight" in raw.keys,
+        activation=raw.activation("activation_function", "relu"),
+        attention_bias=bias,
+        mlp_bias=bias,
+        tied_embeddings=False,
+        start_id=raw.token("bos_token_id", 2),
+        end_id=raw.token("eos_token_id", 2),
+        pad_id=raw.token("pad_token_id", 1),
+    )
+
+
+def xglm(raw: RawConfig) -> GPTConfig:
+    hidden, heads = raw.size("d_model"), raw.size("attention_heads", "num_attention_heads")
+    raw.only("add_cross_attention", False)
+    return GPTConfig(
+        vocab_size=raw.size("vocab_size"),
+        num_layers=raw.size("num_layers", "num_hidden_layers"),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_size=raw.head_size(hidden, heads),
+        ffn_size=raw.size("ffn_dim"),
+        max_positions=raw.size("max_position_embeddings"),
+        activation=raw.activation("activation_function", "gelu"),
+        tied_embeddings=False,
+        start_id=raw.token("decoder_start_token_id", 2),
+        end_id=raw.token("eos_token_id", 2),
+        pad_id=raw.token("pad_token_id", 1),
+    )
+
+
+def has_decoder(raw: RawConfig) -> bool:
+    """Whether a T5's checkpoint holds more than its encoder."""
+    return any(key.startswith(("decoder.block.", "decoder.layers.")) for key in raw.keys)
+
+
+def t5(raw: RawConfig, **fields: Any) -> T5Config:
+    """fields: what a model type that descends from it says otherwise."""
+    encoder_only = not has_decoder(raw)
+    layers = raw.size("num_layers")
+    gated, _, activation = raw.text("feed_forward_proj", default="relu").rpartition("-")
+    if gated not in ("", "gated") or activation not in ACTIVATIONS:
+        raw.problems.add("unknown feed_forward_proj", got=raw("feed_forward_proj"))
+    if activation == "gelu" and gated:
+        activation = "gelu_new"  # transformers calls the tanh form of v1.1 gated-gelu
+    # The multilingual T5 never scales; for the others absence means the original, scaled T5.
+    scaled = raw.flag("scale_decoder_outputs", raw.flag("tie_word_embeddings", True))
+    if raw.raw.get("model_type") == "mt5":
+        scaled = False
+    # feed_forward_proj rules, and so do the tensors of an encoder alone.
+    raw.unused("dense_act_fn", "is_gated_act", "n_positions", "num_decoder_layers")
+    return T5Config(
+        vocab_size=raw.size("vocab_size"),
+        num_layers=layers,
+        hidden_size=raw.size("d_model"),
+        num_heads=raw.size("num_heads"),
+        head_size=raw.size("d_kv"),
+        ffn_size=raw.size("d_ff"),
+        num_decoder_layers=0 if encoder_only else raw.size("num_decoder_layers", default=layers),
+        num_buckets=raw.size("relative_attention_num_buckets", default=32),
+        max_distance=raw.size("relative_attention_max_distance", default=128),
+        norm_eps=raw.real("layer_norm_epsilon", default=1e-6),
+        activation=ACTIVATIONS.get(activation, "relu"),
+        gated=bool(gated),
+        logits_scale=raw.size("d_model") ** -0.5 if scaled else 1.0,
+        tied_embeddings="lm_head.weight" not in raw.keys,
+        encoder_only=encoder_only,
+        start_id=raw.token("decoder_start_token_id", raw.token("pad_token_id", 0)),
+        end_id=raw.token("eos_token_id", 1),
+        pad_id=raw.token("pad_token_id", 0),
+        **fields,
+    )
+
+
+def umt5(raw: RawConfig) -> T5Config:
+    return t5(raw, relative_bias_per_layer=True)
+
+
+_SAME_OF_STACKS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim"),
+    *("num_key_value_heads", "rms_norm_eps", "hidden_activation", "query_pre_attn_scalar"),
+    *("sliding_window", "attn_logit_softcapping", "rope_parameters", "rope_theta", "rope_scaling"),
+    *("attention_bias", "max_position_embeddings"),
+)
+
+
+def t5gemma(raw: RawConfig) -> T5Config:
+    encoder, decoder = raw.section("encoder"), raw.section("decoder")
+    for name in _SAME_OF_STACKS:
+        if encoder.raw.get(name) != decoder.raw.get(name):
+            what = f"{name} of encoder and decoder must be the same"
+            raw.problems.add(what, got=(encoder.raw.get(name), decoder.raw.get(name)))
+    encoder.unused(*_SAME_OF_STACKS, "final_logit_softcapping")  # it has no logits
+    decoder.only("cross_attention_hidden_size", encoder.raw.get("hidden_size"))
+    for stack in (encoder, decoder):
+        for switch in ("attention_bias", "use_bidirectional_attention"):
+            stack.only(switch, False)
+    raw.unused("vocab_size")  # it repeats the decoder's
+    rope = decoder.section("rope_parameters", "rope_scaling")
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind != "default":
+        raw.problems.add("unknown rope_type", got=kind, choices=("default",))
+    hidden, heads = decoder.size("hidden_size"), decoder.size("num_attention_heads")
+    window = decoder("sliding_window", default=None)
+    encoder_only = not has_decoder(raw)
+    return T5Config(
+        vocab_size=decoder.size("vocab_size"),
+        num_layers=encoder.size("num_hidden_layers"),
+        hidden_size=hidden,
+        num_heads=heads,
+        head_size=decoder.size("head_dim", default=hidden // heads),
+        ffn_size=decoder.size("intermediate_size"),
+        num_decoder_layers=0 if encoder_only else decoder.size("num_hidden_layers"),
+        position_embedding="rope",
+        max_positions=decoder.size("max_position_embeddings"),
+        norm_eps=decoder.real("rms_norm_eps", default=1e-6),
+        activation=decoder.activation("hidden_activation", "gelu_pytorch_tanh"),
+        gated=True,
+        attention_scale=decoder.size("query_pre_attn_scalar", default=256) ** -0.5,
+        tied_embeddings="lm_head.weight" not in raw.keys,
+        shared_embeddings="decoder.embed_tokens.weight" not in raw.keys,
+        encoder_only=encoder_only,
+        start_id=raw.token("decoder_start_token_id", decoder.token("bos_token_id", 2)),
+        end_id=decoder.token("eos_token_id", 1),
+        pad_id=decoder.token("pad_token_id", 0),
+        num_kv_heads=decoder.size("num_key_value_heads", default=heads),
+        rotary_base=rope.real("rope_theta", decoder.real("rope_theta", 10000.0)),
+        sandwich_norms=True,
+        zero_centered_norm=True,
+        embedding_scale=hidden**0.5,
+        attention_softcap=decoder("attn_logit_softcapping", default=None),
+        logits_softcap=decoder("final_logit_softcapping", default=None),
+        sliding_window=window,
+        full_attention_layers=_full_layers(encoder, decoder) if window else None,
+    )
+
+
+def _full_layers(encoder: RawConfig, decoder: RawConfig) -> str:
+    """The numbers of the layers without a window, which both stacks must agree on."""
+    stacks = [
+        stack("layer_types", default=["sliding_attention", "full_attention"] * 500)
+        for stack in (encoder, decoder)
+    ]
+    kinds = max(stacks, key=len)
+    for name, each in zip(("encoder", "decoder"), stacks, strict=True):
+        if each != kinds[: len(each)] or not set(each) <= {"sliding_attention", "full_attention"}:
+            encoder.problems.add(f"layer_types of the {name} are not supported", got=each)
+    most = max(stack.size("num_hidden_layers") for stack in (encoder, decoder))
+    full = [number for number, kind in enumerate(kinds[:most]) if kind == "full_attention"]
+    return ",".join(map(str, full))
+
+
+def bart(raw: RawConfig) -> BartConfig:
+    multilingual = raw.raw.get("model_type") == "mbart"
+    for name, value in (
+        ("normalize_before", multilingual),
+        ("add_final_layer_norm", multilingual),
+        ("normalize_embedding", True),
+        ("static_position_embeddings", False),
+        ("extra_pos_embeddings", 2),
+    ):
+        raw.only(name, value)
+    raw.unused("num_hidden_layers")  # it repeats encoder_layers
+    forced = None
+    if raw.flag("force_bos_token_to_be_generated", default=False):  # the first BARTs' name for it
+        forced = raw.token("bos_token_id", 0)
+    return BartConfig(
+        vocab_size=raw.size("vocab_size"),
+        num_layers=raw.size("encoder_layers"),
+        hidden_size=raw.size("d_model"),
+        num_heads=raw.size("encoder_attention_heads"),
+        ffn_size=raw.size("encoder_ffn_dim"),
+        num_decoder_layers=raw.size("decoder_layers"),
+        num_decoder_heads=raw.size("decoder_attention_heads"),
+        decoder_ffn_size=raw.size("decoder_ffn_dim"),
+        max_positions=raw.size("max_position_embeddings"),
+        norm_placement="pre" if multilingual else "post",
+        activation=raw.activation("activation_function", "gelu"),
+        logits_bias="final_logits_bias" in raw.keys,
+        tied_embeddings="lm_head.weight" not in raw.keys,
+        start_id=raw.token("decoder_start_token_id", 2),
+        end_id=raw.token("eos_token_id", 2),
+        pad_id=raw.token("pad_token_id", 1),
+        forced_bos_id=raw.token("forced_bos_token_id", forced),
+    )
+
+
+def agm(raw: RawConfig) -> AgmConfig:
+    hidden, heads = raw.size("d_model"), raw.size("decoder_attention_heads")
+    for name, value in (
+        ("position_bias_per_layer", True),
+        ("use_alibi_position_embedding", False),
+        ("scale_embedding", False),
+        ("embed_dim", None),
+    ):
+        raw.only(name, value)
+    scale = 1.0
+    if raw.flag("scale_attention", default=True):
+        size = raw.head_size(hidden, heads)
+        scale = 8 / size if raw.flag("mup_scale", default=True) else size**-0.5
+    return AgmConfig(
+        vocab_size=raw.size("vocab_size"),
+        num_layers=raw.size("decoder_layers"),
+        hidden_size=hidden,
+        num_heads=heads,
+        ffn_size=raw.size("decoder_ffn_dim"),
+        num_buckets=raw.size("relative_attention_num_buckets", default=32),
+        max_distance=raw.size("relative_attention_max_distance", default=128),
+        attention_scale=scale,
+        activation=raw.activation("activation_function", "gelu"),
+        logits_bias="final_logits_bias" in raw.keys,
+        tied_embeddings="lm_head.decoder.weight" not in raw.keys,
+        start_id=raw.token("bos_token_id", 0),
+        end_id=raw.token("eos_token_id", 2),
+        pad_id=raw.token("pad_token_id", 1),
+    )

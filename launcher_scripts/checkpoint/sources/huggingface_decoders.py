@@ -1,0 +1,307 @@
+"""What the config.json of a Hugging Face decoder with rotary positions says, as a GPTConfig.
+
+One function per model type, as in huggingface_configs.py. Defaults are those of transformers' own
+config classes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
+from launcher_scripts.checkpoint.sources.huggingface_rope import Fields, rope, rope_of, windows
+from launcher_scripts.models.gpt import GPTConfig
+
+_HEAD = "lm_head.weight"
+
+
+def _decoder(raw: RawConfig, **fields: Any) -> GPTConfig:
+    """A Llama.  fields: what a model type that descends from it says otherwise"""
+    hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
+    head_size = raw.size("head_dim", default=max(hidden // heads, 1))
+    said: Fields = {
+        "vocab_size": raw.size("vocab_size"),
+        "num_layers": raw.size("num_hidden_layers"),
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": raw.size("num_key_value_heads", default=heads),
+        "head_size": head_size,
+        "ffn_size": raw.size("intermediate_size"),
+        "max_positions": raw.size("max_position_embeddings"),
+        "normalization": "rmsnorm",
+        "gated": True,
+        "tied_embeddings": _HEAD not in raw.keys,
+        "start_id": raw.token("bos_token_id", 1),
+        "end_id": raw.token("eos_token_id", 2),
+        "pad_id": raw.token("pad_token_id", None),
+        **fields,
+    }
+    readers = {
+        "position_embedding": lambda: rope(raw, head_size),
+        "norm_eps": lambda: {"norm_eps": raw.real("rms_norm_eps", 1e-6)},
+        "activation": lambda: {"activation": raw.activation("hidden_act", "silu")},
+        "attention_bias": lambda: {"attention_bias": raw.flag("attention_bias", False)},
+        "mlp_bias": lambda: {"mlp_bias": raw.flag("mlp_bias", False)},
+    }
+    for name, read in readers.items():
+        if name not in fields:
+            said.update(read())
+    return GPTConfig(**said)
+
+
+def llama(raw: RawConfig) -> GPTConfig:
+    raw.only("sliding_window", None)
+    raw.only("layer_types", ["full_attention"] * raw.size("num_hidden_layers"))
+    return _decoder(raw)
+
+
+def mistral(raw: RawConfig) -> GPTConfig:
+    return _decoder(raw, **windows(raw))
+
+
+def qwen2(raw: RawConfig) -> GPTConfig:
+    return _decoder(raw, attention_bias=True, attention_dense_bias=False, **_qwen_windows(raw))
+
+
+def qwen3(raw: RawConfig) -> GPTConfig:
+    return _decoder(raw, qk_norm=True, **_qwen_windows(raw))
+
+
+def _qwen_windows(raw: RawConfig) -> Fields:
+    """The first max_window_layers layers have no window, and only if use_sliding_window."""
+    if not raw.flag("use_sliding_window", False):
+        raw.unused("sliding_window", "max_window_layers", "layer_types")
+        return {}
+    first = raw.size("max_window_layers", default=raw.size("num_hidden_layers"))
+    return windows(raw, lambda layer: layer < first)
+
+
+def gemma(raw: RawConfig, **fields: Any) -> GPTConfig:
+    """Gemma 1; its MLP is the tanh form of GELU whatever the older key `hidden_act` says."""
+    raw.only("use_bidirectional_attention", False)
+    old = raw.text("hidden_act", "gelu_pytorch_tanh")
+    activation = raw.activation("hidden_activation", "gelu_pytorch_tanh" if old == "gelu" else old)
+    return _decoder(
+        raw,
+        zero_centered_norm=True,
+        embedding_scale=math.sqrt(raw.size("hidden_size")),
+        activation=activation,
+        **fields,
+    )
+
+
+def gemma2(raw: RawConfig) -> GPTConfig:
+    return gemma(raw, **_gemma2(raw), **windows(raw, lambda layer: layer % 2 == 1))
+
+
+def gemma3(raw: RawConfig) -> GPTConfig:
+    """Gemma 3's text model: layers with a window turn by a base of their own."""
+    head_size = raw.size("head_dim", default=256)
+    said = raw.section("rope_parameters")
+    if said.raw.keys() & {"full_attention", "sliding_attention"}:
+        turns = rope_of(raw, said.section("full_attention"), head_size, rope_theta=1e6)
+        local = said.section("sliding_attention")
+        local.only("rope_type", "default")
+        local_base = local.real("rope_theta", 10000.0)
+    else:
+        turns = rope(raw, head_size, rope_theta=1e6)
+        local_base = raw.real("rope_local_base_freq", 10000.0)
+    pattern = raw.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    return gemma(
+        raw,
+        qk_norm=True,
+        rotary_local_base=local_base,
+        **turns,
+        **_gemma2(raw),
+        **windows(raw, lambda layer: (layer + 1) % pattern == 0),
+    )
+
+
+def _gemma2(raw: RawConfig) -> Fields:
+    """What Gemma 2 and 3 have beyond Gemma 1."""
+    raw.unused("sliding_window_size")  # the first name of sliding_window, which transformers reads
+    return {
+        "norm_placement": "sandwich",
+        "softmax_scale": raw.size("query_pre_attn_scalar", default=256) ** -0.5,
+        "attention_softcap": raw.real("attn_logit_softcapping", 0.0) or None,
+        "logits_softcap": raw.real("final_logit_softcapping", 0.0) or None,
+    }
+
+
+def phi3(raw: RawConfig) -> GPTConfig:
+    raw.only("attention_bias", False)
+    return _decoder(raw, attention_bias=False, mlp_bias=False, **windows(raw))
+
+
+def granite(raw: RawConfig) -> GPTConfig:
+    """Granite multiplies what its branches add by residual_multiplier.
+
+    Hidden states divided by that number are the same to every norm whose epsilon is divided by its
+    square, so only the embeddings' scale and the epsilon change.
+    """
+    residual = raw.real("residual_multiplier", 1.0) or 1.0
+    return _decoder(
+        raw,
+        embedding_scale=raw.real("embedding_multiplier", 1.0) / residual,
+        norm_eps=raw.real("rms_norm_eps", 1e-6) / residual**2,
+        softmax_scale=raw.real("attention_multiplier", 1.0),
+        logits_scale=1 / (raw.real("logits_scaling", 1.0) or 1.0),
+    )
+
+
+def starcoder2(raw: RawConfig) -> GPTConfig:
+    bias = raw.flag("use_bias", True)
+    for name, value in (
+        ("mlp_type", "default"),
+        ("norm_type", "layer_norm"),
+        ("scale_attn_weights", True),
+    ):
+        raw.only(name, value)
+    raw.unused("layer_norm_epsilon")  # norm_epsilon rules
+    return _decoder(
+        raw,
+        normalization="layernorm",
+        norm_eps=raw.real("norm_epsilon", 1e-5),
+        activation=raw.activation("hidden_act", "gelu_pytorch_tanh"),
+        gated=False,
+        attention_bias=bias,
+        mlp_bias=bias,
+        **windows(raw),
+    )
+
+
+def nemotron(raw: RawConfig) -> GPTConfig:
+    head_size = raw.size(
+        "head_dim", default=max(raw.size("hidden_size") // raw.size("num_attention_heads"), 1)
+    )
+    return _decoder(
+        raw,
+        normalization="layernorm",
+        zero_centered_norm=True,
+        norm_eps=raw.real("norm_eps", 1e-5),
+        activation=raw.activation("hidden_act", "relu2"),
+        gated=False,
+        **rope(raw, head_size, partial_rotary_factor=0.5),
+    )
+
+
+def mixtral(raw: RawConfig) -> GPTConfig:
+    return _decoder(
+        raw,
+        num_experts=raw.size("num_local_experts"),
+        experts_per_token=raw.size("num_experts_per_tok"),
+        normalized_experts=True,
+        **windows(raw),
+    )
+
+
+def qwen2_moe(raw: RawConfig) -> GPTConfig:
+    return _decoder(
+        raw,
+        attention_bias=raw.flag("qkv_bias", True),
+        attention_dense_bias=False,
+        shared_expert_size=raw.size("shared_expert_intermediate_size"),
+        **_qwen_experts(raw),
+        **_qwen_windows(raw),
+    )
+
+
+def qwen3_moe(raw: RawConfig) -> GPTConfig:
+    return _decoder(raw, qk_norm=True, **_qwen_experts(raw), **_qwen_windows(raw))
+
+
+def _qwen_experts(raw: RawConfig) -> Fields:
+    """Layers without experts among those with them are not supported."""
+    raw.only("decoder_sparse_step", 1)
+    if raw("mlp_only_layers", default=[]):
+        raw.only("mlp_only_layers", [])
+    return {
+        "ffn_size": raw.size("moe_intermediate_size"),
+        "num_experts": raw.size("num_experts", "num_local_experts"),
+        "experts_per_token": raw.size("num_experts_per_tok"),
+        "normalized_experts": raw.flag("norm_topk_prob", False),
+    }
+
+
+def gpt_neox(raw: RawConfig) -> GPTConfig:
+    head_size = raw.head_size(raw.size("hidden_size"), raw.size("num_attention_heads"))
+    base, share = raw.real("rotary_emb_base", 10000.0), raw.real("rotary_pct", 0.25)
+    return _decoder(
+        raw,
+        normalization="layernorm",
+        norm_eps=raw.real("layer_norm_eps", 1e-5),
+        activation=raw.activation("hidden_act", "gelu"),
+        gated=False,
+        parallel_residual=raw.flag("use_parallel_residual", True) or None,
+        attention_bias=raw.flag("attention_bias", True),
+        mlp_bias=True,
+        start_id=raw.token("bos_token_id", 0),
+        **rope(raw, head_size, rope_theta=base, partial_rotary_factor=share),
+    )
+
+
+def gptj(raw: RawConfig) -> GPTConfig:
+    """GPT-J: one norm for attention and MLP, which read the same hidden states."""
+    for name in ("rotary", "scale_attn_weights"):
+        raw.only(name, True)
+    hidden, heads = raw.size("n_embd", "hidden_size"), raw.size("n_head", "num_attention_heads")
+    head_size = raw.head_size(hidden, heads)
+    return GPTConfig(
+        vocab_size=raw.size("vocab_size"),
+        num_layers=raw.size("n_layer", "num_hidden_layers"),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_size=head_size,
+        ffn_size=raw.size("n_inner", default=4 * hidden),
+        max_positions=raw.size("n_positions", "max_position_embeddings"),
+        position_embedding="rope",
+        rotary_percentage=raw.size("rotary_dim", default=head_size) / head_size,
+        norm_eps=raw.real("layer_norm_epsilon", 1e-5),
+        activation=raw.activation("activation_function", "gelu_new"),
+        attention_bias=False,
+        parallel_residual=True,
+        logits_bias=True if "lm_head.bias" in raw.keys else None,
+        tied_embeddings=_HEAD not in raw.keys,
+        start_id=raw.token("bos_token_id", 50256),
+        end_id=raw.token("eos_token_id", 50256),
+        pad_id=raw.token("pad_token_id", None),
+    )
+
+
+def falcon(raw: RawConfig) -> GPTConfig:
+    heads, hidden = raw.size("num_attention_heads", "n_head"), raw.size("hidden_size")
+    head_size = raw.head_size(hidden, heads)
+    positions = rope(raw, head_size)
+    if raw.flag("alibi", False):  # added to scores before they are divided by the root
+        positions = {"position_embedding": "alibi", "alibi_scale": head_size**-0.5}
+    groups = raw.size("num_kv_heads", "n_head_kv", default=heads)
+    new = raw.flag("new_decoder_architecture", False)
+    if raw.flag("multi_query", True) and not new:
+        groups = 1
+    bias = raw.flag("bias", False)
+    raw.only("apply_residual_connection_post_layernorm", False)
+    raw.unused("num_ln_in_parallel_attn")  # the tensors say it
+    if new:
+        raw.only("parallel_attn", True)
+    return GPTConfig(
+        vocab_size=raw.size("vocab_size"),
+        num_layers=raw.size("num_hidden_layers", "n_layer"),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=groups,
+        head_size=head_size,
+        ffn_size=raw.size("ffn_hidden_size", default=4 * hidden),
+        max_positions=raw.size("max_position_embeddings", default=2048),
+        norm_eps=raw.real("layer_norm_epsilon", 1e-5),
+        activation=raw.activation("activation", "gelu"),
+        attention_bias=bias,
+        mlp_bias=bias,
+        parallel_residual=raw.flag("parallel_attn", True) or None,
+        tied_embeddings=_HEAD not in raw.keys,
+        start_id=raw.token("bos_token_id", 11),
+        end_id=raw.token("eos_token_id", 11),
+        pad_id=raw.token("pad_token_id", None),
+        **positions,
+    )

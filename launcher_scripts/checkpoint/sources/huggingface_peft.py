@@ -1,0 +1,344 @@
+"""Adapters of Hugging Face PEFT: `adapter_config.json` and `adapter_model.safetensors` or `.bin`.
+
+The tensors are named as the modules of transformers that they are for
+(https://huggingface.co/docs/peft/developer_guides/checkpoint).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launcher_scripts.checkpoint.convert.plan import SourceCheckpoint, float32
+from launcher_scripts.checkpoint.formats import safetensors_file, torch_file
+from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.sources.huggingface import ARCHITECTURES, PREFIXES, read_mapping
+from launcher_scripts.checkpoint.sources.merging import Adapter, Added, Learned, LowRank, Replaced
+from launcher_scripts.common.errors import CheckpointError, Problems, problem
+from launcher_scripts.models import family_of
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+_STEM = "base_model.model."
+_LORA = re.compile(
+    r"(?P<module>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|magnitude_vector)"
+    r"(?:\.default)?(?:\.(?P<kind>weight|bias))?"
+)
+_TOKENS = re.compile(r"(?P<module>.+)\.token_adapter\.trainable_tokens_delta")
+_WHOLE = re.compile(
+    r"(?P<module>.+?)(?:\.base_layer|\.modules_to_save(?:\.default)?)?\.(?P<kind>weight|bias)"
+)
+_READ = frozenset(
+    {
+        "alpha_pattern",
+        "bias",
+        "ensure_weight_tying",
+        "exclude_modules",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_alpha",
+        "lora_bias",
+        "modules_to_save",
+        "peft_type",
+        "r",
+        "rank_pattern",
+        "target_modules",
+        "trainable_token_indices",
+        "use_dora",
+        "use_rslora",
+    }
+)
+# Without a part in what the trained model computes. fan_in_fan_out follows the module's class.
+_IRRELEVANT = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "corda_config",
+        "eva_config",
+        "fan_in_fan_out",
+        "inference_mode",
+        "loftq_config",
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "task_type",
+        "velora_config",
+    }
+)
+# Those that leave the base as it is; the others take something out of it first.
+_INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """adapter_config.json."""
+
+    raw: Mapping[str, Any]
+    problems: Problems
+
+    def number(self, value: Any, name: str) -> float:
+        if type(value) in (int, float) and value > 0:
+            return float(value)
+        self.problems.add(f"{name} must be a positive number", got=value)
+        return 1.0
+
+    def patterned(self, name: str, default: str, module: str) -> float:
+        """What a pattern says of a module; the default where none does."""
+        for pattern, value in (self.raw.get(name) or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return self.number(value, f"{name} of {pattern}")
+        return self.number(self.raw.get(default, 8), default)
+
+    def scale(self, module: str, rank: int) -> float:
+        """What multiplies LoRA of a module with matrices of this rank."""
+        said = self.patterned("rank_pattern", "r", module)
+        if said != rank:
+            self.problems.add(f"LoRA of {module} has another rank", got=rank, choices=[said])
+        alpha = self.patterned("alpha_pattern", "lora_alpha", module)
+        return alpha / (math.sqrt(said) if self.raw.get("use_rslora") else said)
+
+    def targets(self, module: str, linear: bool) -> bool | None:
+        """Whether LoRA was learned for a module, by its whole name."""
+        wanted = self.raw.get("target_modules")
+        excluded = self.raw.get("exclude_modules")
+        saved = self.raw.get("modules_to_save") or []
+        if wanted is None:
+            return None
+        if excluded and _is_named(module, excluded):
+            return False
+        if any(re.match(rf"(^|.*\.){name}($|\..*)", module) for name in saved):
+            return False
+        if wanted == "all-linear":
+            return linear and "relative_attention_bias" not in module
+        return _is_named(module, wanted) and (
+            isinstance(wanted, str) or module in wanted or self._selects_layer(module)
+        )
+
+    def _selects_layer(self, module: str) -> bool:
+        layers = self.raw.get("layers_to_transform")
+        if layers is None or layers == []:
+            return True
+        patterns = self.raw.get("layers_pattern") or [r"[^.]*"]
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            match = re.match(rf".*?\.{pattern}\.(\d+)\.", module)
+            if match:
+                return int(match[1]) in ([layers] if isinstance(layers, int) else layers)
+        return False
+
+    def token_rows(self, module: str) -> tuple[int, ...]:
+        """The tokens whose rows of a table were trained, in the order of the rows."""
+        found = self.raw.get("trainable_token_indices")
+        if isinstance(found, Mapping):
+            found = next((rows for name, rows in found.items() if _is_named(module, [name])), None)
+        if not isinstance(found, list) or not all(type(row) is int for row in found):
+            self.problems.add("trainable_token_indices must be a list of token ids", got=found)
+            return ()
+        return tuple(found)
+
+
+def _is_named(module: str, names: Any) -> bool:
+    """As PEFT compares: a text is a pattern of the whole name, a list holds its last parts."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+@dataclass
+class _Parts:
+    """Of the tensors of one file: module -> part of LoRA -> tensor; what was trained whole."""
+
+    loras: dict[str, dict[str, SourceTensor]] = field(default_factory=dict)
+    tokens: dict[str, SourceTensor] = field(default_factory=dict)
+    whole: dict[str, SourceTensor] = field(default_factory=dict)
+
+
+def matches(path: Path) -> bool:
+    """Whether a folder is an adapter of PEFT."""
+    return (path / CONFIG_NAME).is_file()
+
+
+def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
+    """The adapter, for `base`, of whose modules it may have those that transformers names.
+
+    Raises CheckpointError for what is damaged or not supported, all of it at once.
+    """
+    archive = Archive(path)
+    problems = Problems(f"the adapter {path}")
+    settings = _Settings(read_mapping(archive, CONFIG_NAME), problems)
+    _refuse_unknown(settings.raw, problems)
+    _check_types(settings.raw, problems)
+    problems.raise_if_any(CheckpointError)
+    parts = _sorted(_read_tensors(archive), problems)
+    learned: dict[str, tuple[Learned, ...]] = {}
+    modules: dict[str, str] = {}
+    for name, tensor in parts.whole.items():
+        learned[_stripped(name)] = (Replaced(tensor),)
+    for module, tensor in parts.tokens.items():
+        name = f"{_stripped(module)}.weight"
+        rows = settings.token_rows(module)
+        learned[name] = (*learned.get(name, ()), Replaced(tensor, rows))
+    for module, sides in parts.loras.items():
+        modules[_stripped(module)] = module
+        for name, value in _lora(_stripped(module), module, sides, settings).items():
+            learned[name] = (*learned.get(name, ()), value)
+    _check_saved(settings, parts, problems)
+    ties = bool(settings.raw.get("ensure_weight_tying")) or _drop_copies(learned, base)
+    problems.raise_if_any(CheckpointError)
+    prefixes = {full.removesuffix(name) for name, full in modules.items()}
+
+    def targets(module: str, linear: bool) -> bool | None:
+        names = [modules[module]] if module in modules else [p + module for p in prefixes]
+        found = [settings.targets(name, linear) for name in names]
+        return None if None in found else any(found)
+
+    return Adapter(path, learned, _dialects(base), targets, ties)
+
+
+def _refuse_unknown(raw: Mapping[str, Any], problems: Problems) -> None:
+    """Note what would change the model in ways that merging does not know."""
+    for key, value, choices in (
+        ("peft_type", raw.get("peft_type"), ("LORA",)),
+        ("bias", raw.get("bias", "none"), ("none", "all", "lora_only")),
+        ("init_lora_weights", raw.get("init_lora_weights", True), _INITIALISATIONS),
+    ):
+        if value not in choices:
+            problems.add(f"{key} is not supported", got=value, choices=choices)
+    for key in sorted(raw.keys() - _READ - _IRRELEVANT):
+        if raw[key] not in (None, False, "", [], {}):
+            problems.add(f"{key} is not supported", got=raw[key], choices=[None])
+
+
+def _check_types(raw: Mapping[str, Any], problems: Problems) -> None:
+    """Note names and patterns that are none."""
+    for key in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
+        found = raw.get(key) or []
+        patterns = [found] if isinstance(found, str) else found
+        if not isinstance(patterns, list) or not all(map(_is_pattern, patterns)):
+            problems.add(f"{key} must be a pattern, or a list of names", got=found)
+    for key in ("rank_pattern", "alpha_pattern"):
+        found = raw.get(key) or {}
+        if not isinstance(found, Mapping) or not all(map(_is_pattern, found)):
+            problems.add(f"{key} must be a mapping of patterns", got=found)
+    layers = raw.get("layers_to_transform")
+    found = layers if isinstance(layers, list) else [layers]
+    if layers is not None and not all(type(number) is int for number in found):
+        problems.add("layers_to_transform must be numbers of layers", got=layers)
+
+
+def _is_pattern(value: object) -> bool:
+    try:
+        return isinstance(value, str) and re.compile(value) is not None
+    except re.error:
+        return False
+
+
+def _read_tensors(archive: Archive) -> dict[str, SourceTensor]:
+    """Name, as in transformers' model, -> tensor."""
+    file = next((name for name in WEIGHT_FILES if name in archive.names()), None)
+    if file is None:
+        raise CheckpointError(problem(f"{archive.path} holds no weights", choices=WEIGHT_FILES))
+    origin = f"{file} of {archive.path}"
+    load = safetensors_file.load if file.endswith(".safetensors") else torch_file.load
+    loaded = load(archive.region(file), origin)
+    if not isinstance(loaded, dict) or not all(
+        isinstance(values, np.ndarray) for values in loaded.values()
+    ):
+        raise CheckpointError(f"{origin} holds no state dict")
+    for name, values in loaded.items():
+        archive.check(values, name)
+    return {
+        str(name).removeprefix(_STEM): SourceTensor.whole(values) for name, values in loaded.items()
+    }
+
+
+def _sorted(tensors: Mapping[str, SourceTensor], problems: Problems) -> _Parts:
+    parts = _Parts()
+    for name, tensor in tensors.items():
+        if lora := _LORA.fullmatch(name):
+            side = lora["part"] + ("_bias" if lora["kind"] == "bias" else "")
+            parts.loras.setdefault(lora["module"], {})[side] = tensor
+        elif tokens := _TOKENS.fullmatch(name):
+            parts.tokens[tokens["module"]] = tensor
+        elif whole := _WHOLE.fullmatch(name):
+            parts.whole[f"{whole['module']}.{whole['kind']}"] = tensor
+        else:
+            problems.add(f"{name} is no part that is known")
+    return parts
+
+
+def _stripped(name: str) -> str:
+    """A name as the weight table has it, without the common prefix."""
+    return next((name.removeprefix(p) for p in PREFIXES if name.startswith(p)), name)
+
+
+def _lora(
+    name: str, module: str, sides: Mapping[str, SourceTensor], settings: _Settings
+) -> dict[str, Learned]:
+    """What was learned for a linear layer or a table, by the names of its tensors."""
+    embedding = "embedding_A" in sides
+    down, up = ("embedding_A", "embedding_B") if embedding else ("A", "B")
+    wanted = {down, up} | ({"magnitude_vector"} if settings.raw.get("use_dora") else set())
+    if settings.raw.get("lora_bias") and not embedding:
+        wanted.add("B_bias")
+    if sides.keys() != wanted:
+        settings.problems.add(
+            f"LoRA of {module} is not complete", got=sorted(sides), choices=sorted(wanted)
+        )
+        return {}
+    rank = sides[down].shape[0] if sides[down].shape else 0
+    scale = settings.scale(module, rank)
+    magnitude = sides.get("magnitude_vector")
+    found: dict[str, Learned] = {
+        f"{name}.weight": LowRank(sides[down], sides[up], scale, magnitude, embedding)
+    }
+    if "B_bias" in sides:
+        found[f"{name}.bias"] = Added(sides["B_bias"], scale)
+    return found
+
+
+def _check_saved(settings: _Settings, parts: _Parts, problems: Problems) -> None:
+    """Note what the configuration says was trained, and the file does not hold."""
+    for name in settings.raw.get("modules_to_save") or []:
+        if not any(re.match(rf"(^|.*\.){name}(\..*)", tensor) for tensor in parts.whole):
+            problems.add(f"modules_to_save names {name}, which is not in the file")
+    if settings.raw.get("trainable_token_indices") and not parts.tokens:
+        problems.add("trainable_token_indices: the tokens' rows are not in the file")
+    bias = settings.raw.get("bias", "none")
+    if bias != "none" and not any(name.endswith(".bias") for name in parts.whole):
+        problems.add("the biases were trained and are not in the file", got=f"bias: {bias}")
+
+
+def _drop_copies(learned: dict[str, tuple[Learned, ...]], base: SourceCheckpoint) -> bool:
+    """Keep tables that the base ties once; whether there were two, equal."""
+    found = False
+    if not getattr(base.config, "tied_embeddings", False):
+        return False
+    tied = [pair for row in ARCHITECTURES.values() for pair in row.tied.items()]
+    for name, other in {(name, other) for name, others in tied for other in others}:
+        pair = (*learned.get(name, ()), *learned.get(other, ()))
+        tables = [float32(each.values.read()) for each in pair if isinstance(each, Replaced)]
+        if len(tables) == 2 and np.array_equal(*tables):
+            del learned[other]
+            found = True
+    return found
+
+
+def _dialects(base: SourceCheckpoint) -> Sequence[Sequence[str]]:
+    """How transformers may name the base's modules."""
+    family = family_of(base.config).name
+    rows = [row for row in ARCHITECTURES.values() if row.family == family]
+    if any(row.dialect in base.dialects for row in rows):
+        return [base.dialects]
+    return list(dict.fromkeys((row.dialect, *row.inherits) for row in rows))

@@ -1,0 +1,168 @@
+"""Rotary positions and attention windows of a Hugging Face config.json, as GPTConfig's fields.
+
+Scalings that are a number per pair of dimensions are stored as such: YaRN (Peng et al. 2023) as
+`rotary_factors`, LongRoPE (Ding et al. 2024) as these and `rotary_long_factors`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
+
+_NAMES = {"su": "longrope"}
+Fields = dict[str, Any]
+
+
+def rope(raw: RawConfig, head_size: int, **defaults: float) -> Fields:
+    """The fields of `rope_parameters`, called `rope_scaling` before transformers 5.
+
+    defaults: rope_theta and partial_rotary_factor where the file does not say them
+    """
+    return rope_of(raw, raw.section("rope_parameters", "rope_scaling"), head_size, **defaults)
+
+
+def rope_of(
+    raw: RawConfig,
+    section: RawConfig,
+    head_size: int,
+    *,
+    rope_theta: float = 10000.0,
+    partial_rotary_factor: float = 1.0,
+) -> Fields:
+    """See rope.  section: the mapping that holds them"""
+    kind = section.text("rope_type", section.text("type", "default"))
+    kind = _NAMES.get(kind, kind)
+    if kind == "yarn" and section("long_factor", default=None):
+        kind = "longrope"  # the first Phi-3 called it so
+    share = section.real(
+        "partial_rotary_factor", raw.real("partial_rotary_factor", partial_rotary_factor)
+    )
+    raw.only("rope_interleaved", False)
+    raw.only("use_mrope", False)
+    raw.unused("original_max_position_embeddings")  # but by the scalings that ask for it
+    fields: Fields = {
+        "position_embedding": "rope",
+        "rotary_base": section.real("rope_theta", raw.real("rope_theta", rope_theta)),
+        "rotary_percentage": share,
+    }
+    if kind == "default":
+        return fields
+    if kind not in _SCALINGS:
+        raw.problems.add("unknown rope_type", got=kind, choices=("default", *_SCALINGS))
+        return fields
+    pairs = max(int(head_size * share) // 2, 1)
+    return {**fields, **_SCALINGS[kind](raw, section, pairs, fields["rotary_base"])}
+
+
+def windows(raw: RawConfig, full: Callable[[int], bool] = lambda _: False) -> Fields:
+    """The fields of `sliding_window`.
+
+    full: whether a layer attends to all tokens where `layer_types` does not say it
+    """
+    window = raw("sliding_window", default=None)
+    layers = range(raw.size("num_hidden_layers"))
+    kinds = raw("layer_types", default=None)
+    if kinds is None:
+        kinds = ["full_attention" if full(layer) else "sliding_attention" for layer in layers]
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != len(layers) or not set(kinds) <= set(known):
+        raw.problems.add("layer_types must name every layer's attention", got=kinds, choices=known)
+        return {}
+    whole = [layer for layer in layers if kinds[layer] == "full_attention"]
+    if window is None or len(whole) == len(layers):
+        return {}
+    named = ",".join(map(str, whole)) or None
+    return {"sliding_window": raw.size("sliding_window"), "full_attention_layers": named}
+
+
+def _linear(_raw: RawConfig, section: RawConfig, _pairs: int, _base: float) -> Fields:
+    return {"rotary_interpolation_factor": section.real("factor", 1.0)}
+
+
+def _llama3(raw: RawConfig, section: RawConfig, _pairs: int, _base: float) -> Fields:
+    return {
+        "rotary_scaling": "llama3",
+        "rotary_scaling_factor": section.real("factor", 0.0),
+        "rotary_low_frequency_factor": section.real("low_freq_factor", 0.0),
+        "rotary_high_frequency_factor": section.real("high_freq_factor", 0.0),
+        "rotary_original_positions": _original(raw, section),
+    }
+
+
+def _dynamic(raw: RawConfig, section: RawConfig, _pairs: int, _base: float) -> Fields:
+    return {
+        "rotary_scaling": "dynamic",
+        "rotary_scaling_factor": section.real("factor", 1.0),
+        "rotary_original_positions": raw.size("max_position_embeddings"),
+    }
+
+
+def _yarn(raw: RawConfig, section: RawConfig, pairs: int, base: float) -> Fields:
+    original = _original(raw, section)
+    factor = section.real("factor", raw.size("max_position_embeddings") / original)
+
+    def place(turns: float) -> float:
+        """The pair, as a fraction, that turns so often within the original positions."""
+        return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(base)
+
+    low = place(section.real("beta_fast", 32.0) or 32.0)
+    high = place(section.real("beta_slow", 1.0) or 1.0)
+    if section.flag("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    if low == high:
+        high += 0.001
+    slowed = [min(max((pair - low) / (high - low), 0.0), 1.0) for pair in range(pairs)]
+    factors = [1 / (share / factor + 1 - share) for share in slowed]
+    return {
+        "rotary_scaling": "factors",
+        "rotary_factors": _text(factors),
+        "rotary_attention_factor": _yarn_attention_factor(section, factor),
+    }
+
+
+def _yarn_attention_factor(section: RawConfig, factor: float) -> float:
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    said = section.real("attention_factor", 0.0)
+    one, other = section.real("mscale", 0.0), section.real("mscale_all_dim", 0.0)
+    if said:
+        return said
+    return scale(one) / scale(other) if one and other else scale(1.0)
+
+
+def _longrope(raw: RawConfig, section: RawConfig, pairs: int, _base: float) -> Fields:
+    original, longest = _original(raw, section), raw.size("max_position_embeddings")
+    short, long = (section.numbers(name, pairs) for name in ("short_factor", "long_factor"))
+    factor = section.real("factor", longest / original)
+    scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+    return {
+        "rotary_scaling": "longrope",
+        "rotary_factors": _text(short),
+        "rotary_long_factors": _text(long),
+        "rotary_original_positions": original,
+        "rotary_attention_factor": section.real("attention_factor", scale),
+    }
+
+
+def _original(raw: RawConfig, section: RawConfig) -> int:
+    """The positions before they were stretched; Phi-3 says them outside of the section."""
+    name = "original_max_position_embeddings"
+    return raw.size(name, default=section.size(name, default=raw.size("max_position_embeddings")))
+
+
+def _text(numbers: list[float]) -> str:
+    return ",".join(repr(float(number)) for number in numbers)
+
+
+_SCALINGS = {
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

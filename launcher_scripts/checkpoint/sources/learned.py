@@ -1,0 +1,220 @@
+"""A source checkpoint together with the parts that were learned on top of it.
+
+To the export it looks like any other source: NeMo's LoRA changes the tensors that are found, prompt
+tables, IA3 vectors and adapters are further tensors, for the rows that models/learned_parts.py
+adds to the weight table. Adapters of other tools change the stored form of the weights
+(merging.py), and so does IA3 that is folded in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.checkpoint.convert.plan import Scale, SourceCheckpoint, Task
+from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.distributed import METADATA
+from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.repository.tokenizer_files import TokenRule
+from launcher_scripts.checkpoint.sources import core_peft, huggingface_peft
+from launcher_scripts.checkpoint.sources.learned_collect import (
+    COLLECT,
+    Collected,
+    check_folded,
+    found_parts,
+    opened,
+)
+from launcher_scripts.checkpoint.sources.lora import LoRA, MergedTensor
+from launcher_scripts.checkpoint.sources.merging import Adapter
+from launcher_scripts.checkpoint.sources.nemo_files import config_files
+from launcher_scripts.checkpoint.sources.shards import Shards, find_whole
+from launcher_scripts.common.errors import CheckpointError, LauncherError, Problems, problem
+from launcher_scripts.config.settings import ExportSettings
+from launcher_scripts.models import family_of
+from launcher_scripts.models.family import Partition
+from launcher_scripts.models.learned_parts import (
+    DIALECT,
+    IA3Site,
+    ia3_keys,
+    ia3_sites,
+)
+from launcher_scripts.models.nemo_config import CONFIG_NAME as NEMO_CONFIG
+
+FAMILIES = ("gpt", "t5")
+
+
+@dataclass(frozen=True)
+class LearnedCheckpoint:
+    """`base` with its learned parts; a SourceCheckpoint itself.
+
+    config:          base's hyperparameters with the parts in
+    shards:          the rows of the parts, under their own names
+    loras:           name of one of base's tensors -> what is merged into it
+    adapters:        adapters of other makers, to be merged
+    folded:          name of a vector, behind its task's number -> shards, to be folded in
+    sources:         kind of part -> its checkpoints, in order
+    starts_with_pad: prompts were trained with a decoder that starts with the padding token
+    """
+
+    base: SourceCheckpoint
+    config: Any
+    shards: Shards
+    loras: Mapping[str, Sequence[LoRA]]
+    folded: Shards
+    notes: tuple[str, ...]
+    sources: Mapping[str, Sequence[str]]
+    starts_with_pad: bool = False
+    adapters: Sequence[Adapter] = ()
+
+    @property
+    def dialects(self) -> tuple[str, ...]:
+        return (DIALECT, *self.base.dialects)
+
+    @property
+    def knows_token_ids(self) -> bool:
+        return self.base.knows_token_ids
+
+    @property
+    def token_rule(self) -> TokenRule | None:
+        return self.base.token_rule
+
+    def stored_name(self, name: str) -> str:
+        return self.base.stored_name(name)
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        return self.base.tokenizer_files()
+
+    def extra_files(self) -> dict[str, bytes]:
+        return self.base.extra_files()
+
+    def describe(self) -> dict[str, Any]:
+        """What the manifest records about the source."""
+        return {**self.base.describe(), "learned_parts": dict(self.sources)}
+
+    def names(self) -> set[str]:
+        return self.base.names() | set(self.shards)
+
+    def find(self, name: str, partition: Partition, sections: int = 1) -> SourceTensor | None:
+        """As SourceCheckpoint.find; a tensor with LoRA is merged when it is read."""
+        if name in self.shards:
+            return find_whole(self.shards, name, partition, sections)
+        found = self.base.find(name, partition, sections)
+        for lora in self.loras.get(name, ()):
+            if found is not None:
+                found = MergedTensor.of(found, lora.whole(partition, sections), name)
+        return found
+
+    def fold(self, tasks: Iterable[Task]) -> list[Task]:
+        """The tasks, with the adapters merged, and scaled by the IA3 vectors that are folded in.
+
+        Raises CheckpointError with all of an adapter that does not fit the base.
+        """
+        found = list(tasks)
+        for adapter in self.adapters:
+            found = adapter.merged(found)
+        return self._scaled(found) if self.folded else found
+
+    def _scaled(self, tasks: Iterable[Task]) -> list[Task]:
+        family = family_of(self.config).name
+        sites: dict[str, list[IA3Site]] = {}
+        for site in ia3_sites(family):
+            sites.setdefault(f"{site.target}.weight", []).append(site)
+            if site.block is not None:
+                sites.setdefault(f"{site.target}.bias", []).append(site)
+        return [
+            dataclasses.replace(
+                task,
+                changes=(
+                    *task.changes,
+                    *(
+                        scale
+                        for site in sites.get(task.spec.name, ())
+                        for scale in self._scales(site, task)
+                    ),
+                ),
+            )
+            for task in tasks
+        ]
+
+    def _scales(self, site: IA3Site, task: Task) -> list[Scale]:
+        layer = str(task.layer)
+        wanted = [key.replace("*", layer) for key in ia3_keys(site, len(self.sources["ia3"]))]
+        vectors = [find_whole(self.folded, key, Partition.COLUMN_PARALLEL, 1) for key in wanted]
+        return [Scale(vector, site.block) for vector in vectors if vector is not None]
+
+    def with_start_id(self, config: Any) -> Any:
+        """The config with the decoder start that the prompts were trained with."""
+        if not self.starts_with_pad or config.pad_id is None:
+            return config
+        return dataclasses.replace(config, start_id=config.pad_id)
+
+
+def with_learned_parts(
+    base: SourceCheckpoint, settings: ExportSettings, scratch: Path | None = None
+) -> LearnedCheckpoint | None:
+    """`base` with the parts the settings name; None without any.
+
+    Raises CheckpointError with everything that does not fit the base or each other.
+    """
+    lists = {
+        "prompt": settings.prompt_checkpoints,
+        "ia3": settings.ia3_checkpoints,
+        "adapter": settings.adapter_checkpoints,
+    }
+    if not any(lists.values()) and not base.adapters:
+        return None
+    problems = Problems("the learned parts")
+    family = family_of(base.config).name
+    if family not in FAMILIES:
+        problems.add("this family takes no learned parts", got=family, choices=FAMILIES)
+        problems.raise_if_any(CheckpointError)
+    found = Collected(adapters=list(base.adapters))
+    for kind, paths in lists.items():
+        for number, path in enumerate(paths):
+            try:
+                if kind == "adapter" and (adapter := _read_adapter(Path(path), base)):
+                    found.adapters.append(adapter)
+                    continue
+                part = opened(Path(path), kind, family, scratch)
+                COLLECT[kind](part, number, found, base, settings.ia3_in_place)
+            except LauncherError as error:
+                problems.merge(error)
+    parts = found_parts(found, base, lists, settings.ia3_in_place, problems)
+    config = dataclasses.replace(base.config, parts=parts)
+    check_folded(found, config, family, len(settings.ia3_checkpoints), problems)
+    missing = sorted(set(found.loras) - base.names())
+    if missing:
+        problems.add("LoRA is for tensors that the base does not have", got=missing[:3])
+    problems.raise_if_any(CheckpointError)
+    return LearnedCheckpoint(
+        base,
+        config,
+        found.shards,
+        found.loras,
+        found.folded,
+        (*base.notes, *found.notes, *(note for each in found.adapters for note in each.notes)),
+        {kind: list(paths) for kind, paths in lists.items()},
+        found.starts_with_pad,
+        found.adapters,
+    )
+
+
+def _read_adapter(path: Path, base: SourceCheckpoint) -> Adapter | None:
+    """An adapter of another maker than NeMo 1; None for what is none."""
+    found = next((each for each in (huggingface_peft, core_peft) if each.matches(path)), None)
+    if found is None:
+        if path.is_dir() and not config_files(Archive(path)):
+            files = (
+                f"{huggingface_peft.CONFIG_NAME} (Hugging Face PEFT)",
+                f"{METADATA} and .metadata (NeMo 2, Megatron Bridge)",
+                f"{NEMO_CONFIG} (NeMo 1)",
+            )
+            raise CheckpointError(problem(f"{path} holds no adapter that is known", choices=files))
+        return None
+    try:
+        return found.read_adapter(path, base)
+    except LauncherError as error:
+        raise CheckpointError(str(error)) from error  # one message, which names the adapter

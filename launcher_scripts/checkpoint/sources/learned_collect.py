@@ -1,0 +1,211 @@
+"""What the checkpoints of learned parts hold together, and whether it fits the base."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.checkpoint.convert.plan import SourceCheckpoint
+from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.sources.lora import LoRA
+from launcher_scripts.checkpoint.sources.merging import Adapter
+from launcher_scripts.checkpoint.sources.nemo_options import section
+from launcher_scripts.checkpoint.sources.nemo_parts import PartFile, read_parts, selects_layers
+from launcher_scripts.checkpoint.sources.prompt_tables import read_tables
+from launcher_scripts.common.errors import CheckpointError, Problems, problem
+from launcher_scripts.models import family_of
+from launcher_scripts.models.learned_parts import LearnedParts, PromptTask, ia3_keys, ia3_sites
+
+KEYS = {
+    "prompt": "export.model.prompt_checkpoints",
+    "ia3": "export.model.ia3_checkpoints",
+    "adapter": "export.model.adapter_checkpoints",
+}
+
+
+@dataclass
+class Collected:
+    """What all checkpoints of parts hold together, in order.
+
+    inserted: NeMo's checkpoints of adapters that stay modules of their own
+    adapters: what is merged into the stored form
+    """
+
+    shards: dict[str, tuple[SourceTensor, ...]] = field(default_factory=dict)
+    loras: dict[str, list[LoRA]] = field(default_factory=dict)
+    folded: dict[str, tuple[SourceTensor, ...]] = field(default_factory=dict)
+    tasks: list[PromptTask] = field(default_factory=list)
+    inserted: list[PartFile] = field(default_factory=list)
+    adapters: list[Adapter] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    starts_with_pad: bool = False
+
+
+def opened(path: Path, kind: str, family: str, scratch: Path | None) -> PartFile:
+    if not path.exists():
+        raise CheckpointError(
+            problem("the checkpoint does not exist", got=str(path), change=KEYS[kind])
+        )
+    part = read_parts(path, scratch)
+    problems = Problems(str(path))
+    others = sorted(part.kinds - {kind})
+    if not part.kinds:
+        problems.add("it holds no learned parts", change=KEYS[kind])
+    if others:
+        shown = sorted(part.others)[:3] if "prompt" in others else others
+        problems.add(f"it holds what does not belong into {KEYS[kind]}", got=shown)
+    if part.family not in (None, family):
+        problems.add(
+            "its parts are of another family than the base", got=part.family, choices=[family]
+        )
+    problems.raise_if_any(CheckpointError)
+    return part
+
+
+def _collect_prompts(
+    part: PartFile, _number: int, found: Collected, base: SourceCheckpoint, _in_place: bool
+) -> None:
+    problems = Problems(str(part.path))
+    for task, table in read_tables(part, len(found.tasks)).items():
+        if task in {known.name for known in found.tasks}:
+            problems.add("two checkpoints have a task of this name", got=task)
+        found.tasks.append(PromptTask(task, table.shape[0]))
+        found.shards[f"prompt_table.{task}.weight"] = (table,)
+    data = part.raw.get("data")
+    starts = isinstance(data, Mapping) and data.get("decoder_starts_with_pad")
+    if starts and family_of(base.config).name == "t5":
+        found.starts_with_pad = True
+    problems.raise_if_any(CheckpointError)
+
+
+def _collect_ia3(
+    part: PartFile, number: int, found: Collected, _base: SourceCheckpoint, in_place: bool
+) -> None:
+    target = found.folded if in_place else found.shards
+    target.update({f"{number}:{name}": shards for name, shards in part.ia3.items()})
+
+
+def _collect_adapters(
+    part: PartFile, _number: int, found: Collected, base: SourceCheckpoint, _in_place: bool
+) -> None:
+    problems = Problems(str(part.path))
+    if part.adapters:
+        found.inserted.append(part)
+        found.shards.update(part.adapters)
+    for name, sides in part.loras.items():
+        if set(sides) != {"in", "out"}:
+            problems.add(f"LoRA of {name} is incomplete", got=sorted(sides), choices=["in", "out"])
+            continue
+        found.loras.setdefault(name, []).append(LoRA(sides["in"], sides["out"], lora_scale(part)))
+    _check_layers(part, base, problems)
+    found.notes += part.notes
+    problems.raise_if_any(CheckpointError)
+
+
+def _check_layers(part: PartFile, base: SourceCheckpoint, problems: Problems) -> None:
+    """LoRA that is there for one layer is there for all that the base has, or says otherwise."""
+    if selects_layers(part.raw):
+        return
+    numbered = re.compile(r"(.+\.layers\.)\d+(\..+)")
+    kinds = {match.expand(r"\1*\2") for name in part.loras if (match := numbered.fullmatch(name))}
+    for name in sorted(base.names()):
+        match = numbered.fullmatch(name)
+        if match and match.expand(r"\1*\2") in kinds and name not in part.loras:
+            problems.add(f"LoRA of {name} is missing")
+
+
+COLLECT: dict[str, Callable[[PartFile, int, Collected, SourceCheckpoint, bool], None]] = {
+    "prompt": _collect_prompts,
+    "ia3": _collect_ia3,
+    "adapter": _collect_adapters,
+}
+
+
+def lora_scale(part: PartFile) -> float:
+    """alpha / rank where the configuration has an alpha (NeMo 2.0), else 1."""
+    tuning = section(section(part.raw, "peft"), "lora_tuning")
+    alpha, rank = tuning.get("alpha"), tuning.get("adapter_dim")
+    try:
+        return 1.0 if alpha is None or not rank else float(alpha) / float(rank)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            problem(f"{part.path}: alpha and adapter_dim must be numbers", got=(alpha, rank))
+        ) from error
+
+
+def found_parts(
+    found: Collected,
+    base: SourceCheckpoint,
+    lists: Mapping[str, Sequence[str]],
+    in_place: bool,
+    problems: Problems,
+) -> LearnedParts:
+    if len(found.inserted) > 1:
+        problems.add(
+            "a model takes one set of adapters",
+            got=[part.path.name for part in found.inserted],
+            change=KEYS["adapter"],
+        )
+    values: dict[str, Any] = {}
+    if found.tasks:
+        values |= {
+            "prompt_tasks": tuple(found.tasks),
+            "prompt_start_id": base.config.vocab_size,
+        }
+    if lists["ia3"]:
+        values |= {"ia3_adapted": True} if in_place else {"ia3_num_tasks": len(lists["ia3"])}
+    for part in found.inserted[:1]:
+        values |= _adapter_values(part, problems)
+    return LearnedParts(**values)
+
+
+def _adapter_values(part: PartFile, problems: Problems) -> dict[str, Any]:
+    """Size and place of the adapters; what their configuration says that is not supported."""
+    tuning = section(section(part.raw, "peft") or part.raw, "adapter_tuning")
+    kind = tuning.get("type", "parallel_adapter")
+    for key, value, choices in (
+        ("type", kind, ("linear_adapter", "parallel_adapter")),
+        ("norm_type", tuning.get("norm_type"), (None, "mixedfusedlayernorm", "layernorm")),
+        ("norm_position", tuning.get("norm_position"), (None, "pre", "post")),
+        ("weight_tying", tuning.get("weight_tying"), (None, False)),
+    ):
+        if value not in choices:
+            problems.add(f"adapter_tuning.{key} is not supported", got=value, choices=choices)
+    wide = next(
+        (shards for name, shards in part.adapters.items() if name.endswith("wi.weight")), ()
+    )
+    size = sum(shard.shape[0] for shard in wide if shard.shape)
+    if not size:
+        problems.add(f"the adapters of {part.path} have no matrices")
+    return {
+        "adapter_size": size,
+        "adapter_norm_position": tuning.get("norm_position") or "pre",
+    }
+
+
+def check_folded(
+    found: Collected, config: Any, family: str, count: int, problems: Problems
+) -> None:
+    """Every vector to be folded in is there, has its size, and is known."""
+    if not found.folded:
+        return
+    expected: dict[str, int] = {}
+    decoder = family == "t5" and not config.encoder_only
+    for site in ia3_sites(family, decoder):
+        layers = (
+            config.num_decoder_layers if site.name.startswith("decoder.") else config.num_layers
+        )
+        for key in ia3_keys(site, count):
+            size = int(getattr(config, site.axis))
+            expected |= {key.replace("*", str(layer)): size for layer in range(layers)}
+    for key in sorted(expected.keys() - found.folded.keys()):
+        problems.add(f"{key} is missing")
+    for key in sorted(found.folded.keys() - expected.keys()):
+        problems.add(f"{key} is a vector this model should not have")
+    for key in expected.keys() & found.folded.keys():
+        size = sum(shard.shape[0] for shard in found.folded[key])
+        if size != expected[key]:
+            problems.add(f"{key} has another size", got=size, choices=[expected[key]])

@@ -1,0 +1,265 @@
+"""Megatron-LM GPT checkpoints: `model_optim_rng.pt` per rank, of every checkpoint version.
+
+Names are those of NeMo's classic GPTs, which descend from these: the weight table's dialect is
+"nemo", and only the order of query, key and value differs between the versions. Models of
+Megatron-LM core (`--ckpt-format torch`) have the core's names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, takewhile
+from pathlib import PurePosixPath
+from typing import Any, ClassVar
+
+import numpy as np
+
+from launcher_scripts.checkpoint.formats import pickles, torch_file
+from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.repository import tokenizer_files
+from launcher_scripts.checkpoint.sources.core_experts import NO_EXPERTS
+from launcher_scripts.checkpoint.sources.core_options import of_arguments, read_gpt
+from launcher_scripts.checkpoint.sources.hints import Hints
+from launcher_scripts.checkpoint.sources.megatron_args import MegatronArgs, read_args
+from launcher_scripts.checkpoint.sources.shards import (
+    Shards,
+    StateDict,
+    merged_stages,
+    rank_files,
+)
+from launcher_scripts.checkpoint.sources.source_checkpoint import TensorShards
+from launcher_scripts.common.errors import CheckpointError, problem
+from launcher_scripts.models.gpt import GPTConfig
+
+WEIGHTS_NAME = "model_optim_rng.pt"
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+TABLE = "embedding.word_embeddings.weight"
+
+_FOLDERS = (
+    re.compile(r"mp_rank_(?P<tp>\d+)/" + re.escape(WEIGHTS_NAME)),
+    re.compile(r"mp_rank_(?P<tp>\d+)_(?P<pp>\d+)/" + re.escape(WEIGHTS_NAME)),
+    re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)/" + re.escape(WEIGHTS_NAME)),
+    re.compile(re.escape(WEIGHTS_NAME)),
+)
+# checkpoint_version -> the dialect that differs from "nemo" by the order of the rows of query, key
+# and value (Megatron-LM, fix_query_key_value_ordering).
+_VERSIONS = {0: ("nemo_legacy",), 1: ("megatron_innermost",), 2: (), 3: ()}
+# The last stage's copy of a tied table, and heads that generate nothing.
+_IGNORED = ("word_embeddings_for_head", "lm_head.", "rotary_pos_emb.", "_extra_state")
+# Modules whose objects may lie beside the weights; they are never looked at.
+_INERT_MODULES = ("megatron", "numpy", "apex", "deepspeed", "transformer_engine", "torch.optim")
+
+
+@dataclass(frozen=True)
+class MegatronCheckpoint(TensorShards):
+    """An opened checkpoint.
+
+    version:  how the rows of query, key and value are ordered
+    args:     the training's arguments, {} where the checkpoint has none
+    config:   the hyperparameters; token ids still GPTConfig's defaults
+    dialects: dialects of the weight table, the first that has a row wins
+    shards:   name -> the tensor on every tensor-parallel rank
+    """
+
+    format: ClassVar[str] = "megatron"
+
+    archive: Archive
+    root: str
+    version: float
+    args: Mapping[str, Any]
+    config: GPTConfig
+    dialects: tuple[str, ...]
+    shards: Shards
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def matches(cls, archive: Archive) -> bool:
+        """Whether the folder looks like Megatron-LM's."""
+        return any(PurePosixPath(name).name == WEIGHTS_NAME for name in archive.names())
+
+    @classmethod
+    def open(cls, archive: Archive, hints: Hints) -> MegatronCheckpoint:
+        """Raises CheckpointError for what is damaged, incomplete or not supported."""
+        root = _root(archive)
+        choices = [f"mp_rank_00/{WEIGHTS_NAME}", f"mp_rank_00_000/{WEIGHTS_NAME}"]
+        files = rank_files(archive, root, _FOLDERS, choices)
+        loaded = [[_load(archive, name) for name in ranks] for ranks in files]
+        first = loaded[0][0]
+        version = first.get("checkpoint_version") or 0
+        if not isinstance(version, (int, float)) or int(version) not in _VERSIONS:
+            raise CheckpointError(
+                problem(f"{archive.path}: unknown version", got=version, choices=_VERSIONS)
+            )
+        args = first["args"].state if isinstance(first.get("args"), Namespace) else {}
+        shards = merged_stages(_stages(archive, files, loaded, args))
+        if TABLE not in shards:
+            raise CheckpointError(problem(f"{archive.path} lacks the word embeddings", got=TABLE))
+        origin = f"the checkpoint {archive.path}"
+        if any(".linear_qkv." in name for name in shards):
+            said = _core_settings(args, shards, origin)
+        else:
+            said = read_args(args, shards, hints, origin)
+        dialects = (*_VERSIONS[int(version)], *said.dialects)
+        return cls(archive, root, float(version), args, said.config, dialects, shards, said.notes)
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """Exported name -> content of a tokenizer that lies in the checkpoint's folder."""
+        return tokenizer_files.plain_files(self.archive)
+
+    def extra_files(self) -> dict[str, bytes]:
+        """args.txt: a line `name:value` per training argument."""
+        return training_arguments(self.args)
+
+    def details(self) -> dict[str, Any]:
+        """What the manifest records besides path, format and dialects."""
+        return {"checkpoint_version": self.version}
+
+
+def _core_settings(
+    args: Mapping[str, Any], shards: dict[str, tuple[SourceTensor, ...]], origin: str
+) -> MegatronArgs:
+    """Of a model of Megatron-LM core; what a tied one stores twice leaves `shards`."""
+    options = of_arguments(args, origin)
+    gpt = read_gpt(options, NO_EXPERTS)
+    if gpt.fields["tied_embeddings"]:
+        shards.pop("output_layer.weight", None)
+    config = gpt.config(sum(part.shape[0] for part in shards[TABLE]))
+    return MegatronArgs(config, gpt.dialects(shards), options.check_keys())
+
+
+def training_arguments(args: Mapping[str, Any]) -> dict[str, bytes]:
+    """args.txt with the arguments that are plain values; no file without any."""
+    plain = (str, int, float, bool, list, tuple, type(None))
+    said = {name: value for name, value in args.items() if isinstance(value, plain)}
+    text = "".join(f"{name}:{value}\n" for name, value in said.items())
+    return {"args.txt": text.encode()} if text else {}
+
+
+def _root(archive: Archive) -> str:
+    """The folder of the ranks: the one the tracker file names, or the only one there is."""
+    roots = set()
+    for name in archive.names():
+        path = PurePosixPath(name)
+        if path.name == WEIGHTS_NAME:
+            in_rank = re.match(r"(mp|tp)_rank_\d", path.parent.name)
+            root = path.parent.parent if in_rank else path.parent
+            roots.add("" if root == PurePosixPath(".") else f"{root}/")
+    return the_latest(archive, roots)
+
+
+def the_latest(archive: Archive, roots: set[str]) -> str:
+    """Of folders ("" or ending in `/`) that hold a checkpoint each, the one that the tracker file
+    names, or the only one there is."""
+    if len(roots) > 1 and TRACKER_NAME in archive.names():
+        step = archive.read(TRACKER_NAME).decode(errors="replace").strip()
+        latest = f"{step}/" if step == "release" else f"iter_{step:0>7}/"
+        if latest in roots:
+            return latest
+    if len(roots) != 1:
+        raise CheckpointError(
+            problem(
+                f"{archive.path} must hold one checkpoint",
+                got=sorted(roots) or "none",
+                change="export.model.checkpoint_path, naming one of them",
+            )
+        )
+    return roots.pop()
+
+
+class Namespace(pickles.Record):
+    """argparse.Namespace: the training's arguments."""
+
+
+class _Inert(Mapping[tuple[str, str], Any]):
+    """Names of _INERT_MODULES: whatever is called, nothing is imported and nothing happens."""
+
+    def __getitem__(self, name: tuple[str, str]) -> Any:
+        if name == ("argparse", "Namespace"):
+            return Namespace
+        if name[0].split(".")[0] in _INERT_MODULES or name[0].startswith(_INERT_MODULES):
+            return pickles.Opaque
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def _load(archive: Archive, name: str) -> Mapping[str, Any]:
+    origin = f"{name} of {archive.path}"
+    loaded = torch_file.load(archive.region(name), origin, _Inert())
+    if not isinstance(loaded, dict) or not _models(loaded):
+        raise CheckpointError(f"{origin} holds no model")
+    return loaded
+
+
+def _models(loaded: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What one rank holds: its model, or `model0`, `model1`, ... of its virtual stages, up to the
+    first that is missing."""
+    names = ["model"] if "model" in loaded else (f"model{number}" for number in count())
+    found = (loaded.get(name) for name in names)
+    return list(takewhile(lambda model: isinstance(model, dict), found))
+
+
+def _stages(
+    archive: Archive,
+    files: Sequence[Sequence[str]],
+    loaded: Sequence[Sequence[Mapping[str, Any]]],
+    args: Mapping[str, Any],
+) -> list[list[StateDict]]:
+    """The state dicts in the order of the layers they hold, [stage of a chunk][rank].
+
+    The first chunks of all pipeline stages come first, then the second ones: so do the layers,
+    however many of them a chunk holds (Megatron-LM core, get_transformer_layer_offset).
+    """
+    stages = [[_models(rank) for rank in stage] for stage in loaded]
+    counts = {len(chunks) for stage in stages for chunks in stage}
+    said = args.get("virtual_pipeline_model_parallel_size") or max(counts)
+    if counts != {said}:
+        raise CheckpointError(
+            problem(
+                f"{archive.path} does not hold its virtual pipeline stages",
+                got=sorted(counts),
+                choices=[said],
+            )
+        )
+    return [
+        [
+            _tensors(chunks[number], f"{file} of {archive.path}")
+            for chunks, file in zip(stage, names, strict=True)
+        ]
+        for number in range(said)
+        for stage, names in zip(stages, files, strict=True)
+    ]
+
+
+def _tensors(model: Mapping[str, Any], origin: str) -> StateDict:
+    """Name -> tensor, with the names of NeMo's classic GPTs."""
+    if not isinstance(model.get("language_model", model), dict):
+        raise CheckpointError(f"{origin} holds no language model")
+    found = {}
+    for name, values in _flat(model.get("language_model", model)):
+        name = re.sub(r"^transformer\.", "encoder.", name)
+        name = re.sub(r"(layers\.\d+)\.attention\.", r"\1.self_attention.", name)
+        if name.startswith(_IGNORED) or name.endswith(_IGNORED):
+            continue
+        if not isinstance(values, np.ndarray):
+            raise CheckpointError(
+                problem(f"{origin} holds something other than weights", got=f"{name}: {values!r}")
+            )
+        found[name] = SourceTensor.whole(values)
+    return found
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Names of nested dictionaries, joined by dots."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,0 +1,150 @@
+"""model_config.yaml of a NeMo GPT: its hyperparameters and the dialect of its weights.
+
+Absent keys take NeMo's own defaults. What changed between NeMo's releases is told apart by
+`nemo_version`; a file without one is from before 1.18.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launcher_scripts.checkpoint.sources.nemo_options import (
+    ACTIVATIONS,
+    NORMALIZATIONS,
+    choice,
+    flag,
+    gelu,
+    nemo_version,
+    real,
+    size,
+)
+from launcher_scripts.common.errors import CheckpointError, Problems
+
+# Classic GPTs honour megatron_legacy and know ALiBi since this release.
+LEGACY_AND_ALIBI_SINCE = (1, 20)
+
+POSITIONS = {"learned_absolute": "learned", "rope": "rope", "alibi": "alibi", "none": "none"}
+BLOCK_TYPES = {"pre_ln": "pre", "post_ln": "post"}
+
+# Keys whose other values change the network in ways this project does not know, with the only
+# values it does know (None: absent or null).
+_KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
+    "headscale": (None, False),
+    "normalize_attention_scores": (None, True),
+    "attention_type": (None, "multihead"),
+    "num_moe_experts": (None, 0, 1),
+    "qk_layernorm": (None, False),
+    "rotary_interleaved": (None, False),
+    "scale_positional_embedding": (None, False),
+    "window_size": (None,),
+}
+
+
+@dataclass(frozen=True)
+class NemoGPT:
+    """What a model_config.yaml says.
+
+    fields:   GPTConfig's fields but vocab_size (the table's rows) and the token ids
+    dialects: dialects of the weight table, the first that has a row wins
+    notes:    what a user should know about the model, if anything
+    """
+
+    fields: Mapping[str, Any]
+    dialects: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def read_gpt(raw: Mapping[str, Any], *, core: bool, local_norms: bool) -> NemoGPT:
+    """Translate `raw`.
+
+    core:        the weights are Megatron-LM core's
+    local_norms: the core's norms are modules of their own
+    Raises CheckpointError with everything that is missing or cannot be represented.
+    """
+    problems = Problems("model_config.yaml")
+    _refuse_unknown(raw, problems, core)
+    function, gated = choice(raw, "activation", "gelu", ACTIVATIONS, problems)
+    positions = str(choice(raw, "position_embedding_type", "learned_absolute", POSITIONS, problems))
+    placement = choice(raw, "transformer_block_type", "pre_ln", BLOCK_TYPES, problems)
+    normalization = str(raw.get("normalization") or "layernorm").lower()
+    notes = []
+    if positions == "alibi" and not core and nemo_version(raw) < LEGACY_AND_ALIBI_SINCE:
+        positions = "none"
+        notes.append("this release of NeMo had no ALiBi: the model was trained without positions")
+    heads = size(raw, "num_attention_heads", problems)
+    hidden = size(raw, "hidden_size", problems)
+    bias = flag(raw, "bias", True)
+    length = (
+        "max_position_embeddings" if raw.get("max_position_embeddings") else "encoder_seq_length"
+    )
+    fields = {
+        "num_layers": size(raw, "num_layers", problems),
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": size(raw, "num_query_groups", problems, heads),
+        "head_size": size(raw, "kv_channels", problems, hidden // heads),
+        "ffn_size": size(raw, "ffn_hidden_size", problems, 4 * hidden),
+        "max_positions": size(raw, length, problems),
+        "position_embedding": positions,
+        "rotary_percentage": real(raw, "rotary_percentage", 1.0, problems),
+        "rotary_base": real(raw, "rotary_base", 10000.0, problems),
+        "rotary_interpolation_factor": real(raw, "seq_len_interpolation_factor", 1.0, problems),
+        "alibi_layer_scaling": positions == "alibi"
+        and flag(raw, "apply_query_key_layer_scaling", True),
+        "normalization": choice(raw, "normalization", "layernorm", NORMALIZATIONS, problems),
+        "norm_eps": real(raw, "layernorm_epsilon", 1e-5, problems),
+        "norm_placement": placement,
+        "final_norm": placement == "pre",
+        "activation": gelu(raw) if function == "gelu" else function,
+        "gated": gated,
+        "attention_bias": bias,
+        "mlp_bias": bias,
+        "embedding_scale": hidden**0.5 if flag(raw, "apply_embedding_scaling", False) else None,
+        "tied_embeddings": flag(raw, "share_embeddings_and_output_weights", True),
+    }
+    problems.raise_if_any(CheckpointError)
+    plus_one = normalization == "layernorm1p" or flag(raw, "layernorm_zero_centered_gamma", False)
+    norms = "mcore_local" if local_norms else "mcore"
+    dialects = core_dialects(gated, norms, plus_one) if core else _dialects(raw, plus_one)
+    return NemoGPT(fields, dialects, tuple(notes))
+
+
+def _dialects(raw: Mapping[str, Any], plus_one: bool) -> tuple[str, ...]:
+    """Variants first: a row of theirs goes before the plain dialect's."""
+    found = []
+    if str(raw.get("activation") or "").startswith("fast-"):
+        found.append("nemo_fused_gate")
+    if flag(raw, "megatron_legacy", False) and nemo_version(raw) >= LEGACY_AND_ALIBI_SINCE:
+        found.append("nemo_legacy")
+    if plus_one:
+        found.append("nemo_plus_one")
+    return (*found, "nemo")
+
+
+def core_dialects(gated: bool, norms: str, plus_one: bool) -> tuple[str, ...]:
+    """Of the core's tensors, first choice first; norms: the dialect that says where these are."""
+    found = ["mcore_fused_gate"] if gated else []
+    if plus_one:
+        found.append(f"{norms}_plus_one")
+    if norms != "mcore":
+        found.append(norms)
+    return (*found, "mcore")
+
+
+def _refuse_unknown(raw: Mapping[str, Any], problems: Problems, core: bool) -> None:
+    for key, values in _KNOWN_VALUES.items():
+        if raw.get(key) not in values:
+            problems.add(f"{key} is not supported", got=raw[key], choices=values)
+    groups, heads = raw.get("num_query_groups"), raw.get("num_attention_heads")
+    if not core and groups not in (None, heads):
+        problems.add("num_query_groups needs mcore_gpt", got=groups, choices=[None, heads])
+    if not core and raw.get("transformer_engine"):
+        problems.add("transformer_engine without mcore_gpt is not supported", got=True)
+    if core and raw.get("position_embedding_type") == "alibi":
+        problems.add("mcore_gpt has no ALiBi", got="alibi", choices=["learned_absolute", "rope"])
+    if core and raw.get("transformer_block_type") not in (None, "pre_ln"):
+        problems.add("mcore_gpt has no other blocks than pre_ln", got=raw["transformer_block_type"])
+    if raw.get("add_qkv_bias") and not flag(raw, "bias", True):
+        problems.add("biases of query, key and value alone are not supported", got="add_qkv_bias")

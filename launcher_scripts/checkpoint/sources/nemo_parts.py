@@ -1,0 +1,242 @@
+"""NeMo's checkpoints of learned parts: prompt learning, IA3, adapters and LoRA, without a model.
+
+NeMo 1.18 nests its parts (a dictionary of tensors per module, named `<layer>:<part>`); from 1.19
+on they are flat, behind `adapter_layer`. Here both have the same names: those of the target for
+IA3 and adapters, and for LoRA those of the weights it is for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launcher_scripts.checkpoint.formats import torch_file
+from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.sources.nemo_files import (
+    distributed_tensors,
+    read_config,
+    weight_files,
+)
+from launcher_scripts.checkpoint.sources.shards import merged_stages
+from launcher_scripts.common.errors import CheckpointError, Problems
+from launcher_scripts.models.learned_parts import ATTENTION_ADAPTER, FFN_ADAPTER
+
+_PREFIX = re.compile(
+    r"^(?:model\.(?!layers\.)(?:module\.)?(?:language_model\.)?)?(?:enc_dec_model\.)*"
+)
+_IGNORED = re.compile(r"(.+[./])?_extra_state(/.*)?|(.+\.)?(inv_freq|indices)")
+_LAYER = re.compile(
+    r"(?P<stack>(?P<side>encoder|decoder)\.(?P<t5>model\.)?layers\.\d+)\.(?P<rest>.+)"
+)
+_IA3 = re.compile(
+    r"(?:(?P<module>self_attention|inter_attention|mlp)\.)?(?P<inter>inter_)?"
+    r"(?P<kind>key|value|mlp)_infused_adapter\.scalers"
+)
+_ADAPTER = re.compile(r"adapter_(?P<number>[12])\.(?P<name>.+)")
+_LORA = re.compile(
+    r"(?P<module>self_attention|inter_attention|mlp)\.lora_(?P<kind>\w+)_adapter\."
+    r"linear_(?P<side>in|out)\.weight"
+)
+# Of an adapter: NeMo's name -> the target's; the second kind is whole on every rank.
+_LINEAR_ADAPTER = {
+    "linear_in.weight": "DenseSiluDense.wi.weight",
+    "linear_out.weight": "DenseSiluDense.wo.weight",
+    "layer_norm.weight": "layer_norm.weight",
+    "layer_norm.bias": "layer_norm.bias",
+}
+_WHOLE_ADAPTER = {
+    "module.1.weight": "DenseSiluDense.wi.weight",
+    "module.3.weight": "DenseSiluDense.wo.weight",
+    "module.0.weight": "layer_norm.weight",
+    "module.0.bias": "layer_norm.bias",
+}
+# (module, kind of LoRA) -> the weight it changes, classic and Megatron-LM core.
+_LORA_TARGETS = {
+    ("self_attention", "kqv"): ("query_key_value", "linear_qkv"),
+    ("self_attention", "dense_attention"): ("dense", "linear_proj"),
+    ("inter_attention", "dense_attention"): ("dense", None),
+    ("inter_attention", "q"): ("query", None),
+    ("inter_attention", "kv"): ("key_value", None),
+    ("mlp", "hto4h"): ("dense_h_to_4h", "linear_fc1"),
+    ("mlp", "4htoh"): ("dense_4h_to_h", "linear_fc2"),
+}
+# NeMo's cross attention has this part and never calls it.
+_UNUSED_LORA = ("inter_attention", "kqv")
+
+Shards = dict[str, tuple[SourceTensor, ...]]
+
+
+@dataclass(frozen=True)
+class PartFile:
+    """One checkpoint of learned parts, all names without prefixes.
+
+    raw:      model_config.yaml
+    family:   gpt or t5, None where the names do not tell (prompts of 1.18)
+    ia3:      name of a vector's row, with its layer -> shards
+    adapters: name of an adapter's row, with its layer -> shards
+    loras:    name of a source weight -> {"in": shards, "out": shards}
+    others:   what is none of these (prompt learning)
+    notes:    what a user should know
+    """
+
+    path: Path
+    raw: Mapping[str, Any]
+    family: str | None = None
+    ia3: Shards = field(default_factory=dict)
+    adapters: Shards = field(default_factory=dict)
+    loras: dict[str, dict[str, tuple[SourceTensor, ...]]] = field(default_factory=dict)
+    others: Shards = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> set[str]:
+        """What it holds: ia3, adapter, prompt."""
+        found = {"ia3": self.ia3, "adapter": self.adapters or self.loras, "prompt": self.others}
+        return {kind for kind, tensors in found.items() if tensors}
+
+
+def read_parts(path: Path, scratch: Path | None = None) -> PartFile:
+    """Open a `.nemo` file or an unpacked folder. scratch: see Archive.
+
+    Raises CheckpointError when it is damaged, or is no checkpoint of NeMo's.
+    """
+    archive = Archive(path, scratch)
+    root, raw = read_config(archive)
+    ranks = _read_ranks(archive, root)
+    if len(ranks) > 1 and selects_layers(raw):
+        # Stages count their layers from 0: only full stages tell where the next one begins.
+        raise CheckpointError(
+            f"{path} has parts for some layers only, and several pipeline stages; their layers "
+            "cannot be told apart"
+        )
+    shards = merged_stages(ranks)
+    for name, tensors in shards.items():
+        for tensor in tensors:
+            for piece in tensor.pieces:
+                archive.check(piece.values, name)
+    return _sorted(path, raw, shards)
+
+
+def selects_layers(raw: Mapping[str, Any]) -> bool:
+    """Whether the parts were learned for some layers only (`layer_selection`)."""
+    peft = raw.get("peft")
+    tunings = peft.values() if isinstance(peft, Mapping) else ()
+    return any(isinstance(tuning, Mapping) and tuning.get("layer_selection") for tuning in tunings)
+
+
+def _read_ranks(archive: Archive, root: str) -> list[list[dict[str, SourceTensor]]]:
+    """The flat state dicts, [pipeline stage][tensor-parallel rank]."""
+    tensors = distributed_tensors(archive, root)
+    if tensors is not None:
+        return [[_named(tensors.items())]]
+    ranks = []
+    for names in weight_files(archive, root):
+        stage = []
+        for name in names:
+            origin = f"{name} of {archive.path}"
+            loaded = torch_file.load(archive.region(name), origin)
+            if not isinstance(loaded, dict):
+                raise CheckpointError(f"{origin} holds no state dict")
+            values = _flat(loaded.get("state_dict", loaded))
+            stage.append(_named((key, SourceTensor.whole(value)) for key, value in values))
+        ranks.append(stage)
+    return ranks
+
+
+def _flat(state: Mapping[Any, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of nested dictionaries; names joined by dots."""
+    for key, value in state.items():
+        if isinstance(value, np.ndarray):
+            yield str(key), value
+        elif isinstance(value, Mapping):
+            for name, tensor in _flat(value):
+                yield f"{key}.{name}", tensor
+
+
+def _named(tensors: Any) -> dict[str, SourceTensor]:
+    """Names as classic NeMo 1.18's, all parts of a name separated by dots."""
+    plain = {
+        _PREFIX.sub("", name.replace(":", ".")).replace("adapter_layer.", ""): tensor
+        for name, tensor in tensors
+    }
+    return {name: tensor for name, tensor in plain.items() if not _IGNORED.fullmatch(name)}
+
+
+def _sorted(path: Path, raw: Mapping[str, Any], shards: Shards) -> PartFile:
+    part = PartFile(path, raw)
+    problems = Problems(f"the learned parts {path}")
+    families: set[str] = set()
+    unused = 0
+    for name, tensors in shards.items():
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            part.others[name] = tensors
+            continue
+        families.add("t5" if match["t5"] else "gpt")
+        used = _place(part, match, tensors, problems)
+        unused += not used
+    problems.raise_if_any(CheckpointError)
+    notes = ()
+    if unused:
+        notes = (f"{path.name}: LoRA of cross-attention's query, key and value is never used",)
+    if len(families) > 1:
+        raise CheckpointError(f"{path} holds parts of a GPT and of a T5")
+    family = families.pop() if families else None
+    return PartFile(path, raw, family, part.ia3, part.adapters, part.loras, part.others, notes)
+
+
+def _place(
+    part: PartFile,
+    layer: re.Match[str],
+    tensors: tuple[SourceTensor, ...],
+    problems: Problems,
+) -> bool:
+    """Put one tensor of a layer where it belongs; whether NeMo uses it at all."""
+    rest = layer["rest"]
+    number = layer["stack"].rsplit(".", 1)[1]
+    t5 = bool(layer["t5"])
+    target = f"{layer['side']}.block.{number}" if t5 else f"layers.{number}"
+    ia3, adapter, lora = (pattern.fullmatch(rest) for pattern in (_IA3, _ADAPTER, _LORA))
+    if ia3:
+        name = _t5_ia3(layer["side"], ia3) if t5 else _gpt_ia3(ia3)
+        part.ia3[f"{target}.{name}"] = tensors
+        return True
+    if adapter:
+        stem = f"{target}.{ATTENTION_ADAPTER if adapter['number'] == '1' else FFN_ADAPTER}"
+        for table, kept in ((_LINEAR_ADAPTER, tensors), (_WHOLE_ADAPTER, tensors[:1])):
+            if adapter["name"] in table:
+                part.adapters[f"{stem}.{table[adapter['name']]}"] = kept
+                return True
+    if lora:
+        place = (lora["module"], lora["kind"])
+        if place == _UNUSED_LORA:
+            return False
+        if place in _LORA_TARGETS:
+            # Classic GPTs have their layers below `encoder`.
+            core = layer["side"] == "decoder" and not t5
+            linear = _LORA_TARGETS[place][1 if core else 0]
+            weight = f"{layer['stack']}.{lora['module']}.{linear}.weight"
+            part.loras.setdefault(weight, {})[lora["side"]] = tensors
+            return True
+    problems.add(f"{layer.string} is no part that is known")
+    return True
+
+
+def _gpt_ia3(match: re.Match[str]) -> str:
+    if match["kind"] == "mlp":
+        return "mlp.ia3.weight"
+    return f"attention.{match['kind'][0]}.ia3.weight"
+
+
+def _t5_ia3(side: str, match: re.Match[str]) -> str:
+    if match["kind"] == "mlp":
+        return f"layer.{1 if side == 'encoder' else 2}.DenseReluDense.ia3.weight"
+    cross = match["inter"] or match["module"] == "inter_attention"
+    attention = "layer.1.EncDecAttention" if cross else "layer.0.SelfAttention"
+    return f"{attention}.{match['kind'][0]}.ia3.weight"

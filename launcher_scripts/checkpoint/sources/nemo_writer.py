@@ -1,0 +1,273 @@
+"""Write an mcore GPT as a `.nemo` file, in the layout NeMo 1.23 gives it.
+
+A `.nemo` file is a tar archive: artifacts and model_config.yaml at its root, and below
+model_weights/ a distributed checkpoint of Megatron-LM core 0.5 with its zarr backend. There every
+tensor is a folder: `.zarray` (zarr 2, no compressor) and one raw file per chunk. The layers of a
+stack form one tensor with a leading layer axis, in chunks of one layer; the two halves of a gated
+linear_fc1 (first the activated one) are chunks of their own.
+
+Nothing but one chunk is held in memory, and no torch is needed: the few files that are
+torch.save's are written as the zip archives they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+import re
+import tarfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from launcher_scripts.common.errors import CheckpointError, Problems, problem
+
+WEIGHTS = "model_weights"
+
+METADATA = {
+    "sharded_backend": "zarr",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+# Transformer Engine keeps a state of its own beside each of these; empty outside FP8 training.
+LINEARS = (
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+)
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor of a state dict, read when its turn comes. `read` returns float32 or float16."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+    dtype: str = "<f4"
+
+
+@dataclass(frozen=True)
+class ZarrTensor:
+    """One stored tensor: `chunk` returns the values at an index of the chunk grid."""
+
+    name: str
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    chunk: Callable[[tuple[int, ...]], np.ndarray]
+    dtype: str = "<f4"
+
+    def indices(self) -> Iterator[tuple[int, ...]]:
+        """Every index of the chunk grid, last axis fastest."""
+        sizes = zip(self.shape, self.chunks, strict=True)
+        return product(*(range(-(-size // chunk)) for size, chunk in sizes))
+
+    @property
+    def chunk_bytes(self) -> int:
+        return int(np.prod(self.chunks)) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One file of the archive, its bytes made when they are written."""
+
+    path: str
+    size: int
+    content: Callable[[], bytes | memoryview]
+
+
+def stack_layers(weights: Mapping[str, Weight], *, gated: bool) -> list[ZarrTensor]:
+    """The stored tensors of an unsharded mcore GPT state dict.
+
+    weights: keys without the prefix `model.`, layers as `decoder.layers.<n>.<rest>`
+    gated:   whether linear_fc1 holds two halves
+
+    Raises CheckpointError when layers are missing or their shapes differ.
+    """
+    layers: dict[str, dict[int, Weight]] = {}
+    tensors = []
+    for key, weight in weights.items():
+        match = _LAYER.fullmatch(key)
+        if match:
+            layers.setdefault(match[2], {})[int(match[1])] = weight
+        else:
+            tensors.append(_single(f"model.{key}", weight))
+    _check_layers(layers)
+    for rest, stack in layers.items():
+        tensors.append(_stack(f"model.decoder.layers.{rest}", rest, stack, gated))
+    return tensors
+
+
+def _check_layers(layers: Mapping[str, Mapping[int, Weight]]) -> None:
+    problems = Problems("the state dict")
+    count = 1 + max((max(stack) for stack in layers.values()), default=-1)
+    for rest, stack in layers.items():
+        missing = sorted(set(range(count)) - set(stack))
+        if missing:
+            problems.add(f"decoder.layers.*.{rest} is missing for layers {missing}")
+        kinds = {(weight.shape, weight.dtype) for weight in stack.values()}
+        if len(kinds) > 1:
+            problems.add(f"decoder.layers.*.{rest} differs between layers", got=sorted(kinds))
+    problems.raise_if_any(CheckpointError)
+
+
+def _single(name: str, weight: Weight) -> ZarrTensor:
+    return ZarrTensor(name, weight.shape, weight.shape, lambda _: weight.read(), weight.dtype)
+
+
+def _stack(name: str, rest: str, stack: Mapping[int, Weight], gated: bool) -> ZarrTensor:
+    shape = stack[0].shape
+    halves = 2 if gated and rest in ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias") else 1
+    rows = shape[0] // halves
+
+    def chunk(index: tuple[int, ...]) -> np.ndarray:
+        values = stack[index[0]].read()
+        return values[index[1] * rows : (index[1] + 1) * rows][None]
+
+    return ZarrTensor(name, (len(stack), *shape), (1, rows, *shape[1:]), chunk, stack[0].dtype)
+
+
+def write_nemo(
+    path: Path,
+    config: Mapping[str, Any],
+    tensors: list[ZarrTensor],
+    artifacts: Mapping[str, bytes],
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Write one `.nemo` file, completely or not at all.
+
+    config:    becomes model_config.yaml; its values name artifacts as `nemo:<artifact name>`
+    artifacts: names (of artifact_name) and contents of the files at the archive's root
+
+    Raises CheckpointError when `path` exists and `overwrite` is not asked, or when a chunk is not
+    of the announced size.
+    """
+    if path.exists() and not overwrite:
+        raise CheckpointError(problem("the .nemo file exists already", got=str(path)))
+    members = [
+        _constant("model_config.yaml", yaml.safe_dump(dict(config), sort_keys=False).encode()),
+        *(_constant(name, content) for name, content in artifacts.items()),
+        _constant(f"{WEIGHTS}/metadata.json", json.dumps(METADATA).encode()),
+        _constant(f"{WEIGHTS}/common.pt", _torch_file("common", b"\x80\x02}q\x00.")),
+        *(member for tensor in tensors for member in _tensor_members(tensor)),
+        *_extra_states(int(config["num_layers"])),
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.unlink(missing_ok=True)
+        with tarfile.open(partial, "x", format=tarfile.PAX_FORMAT) as archive:
+            _add_members(archive, members)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def artifact_name(name: str, content: bytes) -> str:
+    """The name of an artifact in the archive: 32 hexadecimal digits before its own name."""
+    return f"{hashlib.sha256(content).hexdigest()[:32]}_{name}"
+
+
+def _constant(path: str, content: bytes) -> _Member:
+    return _Member(path, len(content), lambda: content)
+
+
+def _tensor_members(tensor: ZarrTensor) -> Iterator[_Member]:
+    folder = f"{WEIGHTS}/{tensor.name}"
+    header = {
+        "chunks": list(tensor.chunks),
+        "compressor": None,
+        "dtype": tensor.dtype,
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "shape": list(tensor.shape),
+        "zarr_format": 2,
+    }
+    yield _constant(f"{folder}/.zarray", json.dumps(header, indent=4).encode())
+    for index in tensor.indices():
+        name = ".".join(map(str, index))
+        yield _Member(f"{folder}/{name}", tensor.chunk_bytes, _chunk_reader(tensor, index))
+
+
+def _chunk_reader(tensor: ZarrTensor, index: tuple[int, ...]) -> Callable[[], memoryview]:
+    def read() -> memoryview:
+        values = np.ascontiguousarray(tensor.chunk(index), dtype=tensor.dtype)
+        if values.shape != tensor.chunks:
+            raise CheckpointError(
+                problem(
+                    f"chunk {index} of {tensor.name} has another shape than announced",
+                    got=values.shape,
+                    choices=(tensor.chunks,),
+                )
+            )
+        return memoryview(values).cast("B")
+
+    return read
+
+
+def _extra_states(num_layers: int) -> Iterator[_Member]:
+    """The empty states of Transformer Engine: an io.BytesIO that holds a torch.save of None."""
+    buffer = io.BytesIO(_torch_file("archive", b"\x80\x02N."))
+    buffer.seek(0, io.SEEK_END)
+    for linear in LINEARS:
+        for layer in range(num_layers):
+            name = f"shard_{layer}_{num_layers}"
+            folder = f"{WEIGHTS}/model.decoder.layers.{linear}._extra_state"
+            yield _constant(
+                f"{folder}/{name}.pt", _torch_file(name, pickle.dumps(buffer, protocol=2))
+            )
+
+
+def _torch_file(name: str, pickled: bytes) -> bytes:
+    """What torch.save writes for an object without tensors, whose pickle is given."""
+    identity = str(int.from_bytes(hashlib.sha256(pickled).digest(), "big"))[:40]
+    records = {
+        "data.pkl": pickled,
+        ".format_version": b"1",
+        ".storage_alignment": b"64",
+        "byteorder": b"little",
+        "version": b"3\n",
+        ".data/serialization_id": identity.encode(),
+    }
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for record, content in records.items():
+            archive.writestr(zipfile.ZipInfo(f"{name}/{record}"), content)
+    return buffer.getvalue()
+
+
+def _add_members(archive: tarfile.TarFile, members: list[_Member]) -> None:
+    """Folders and files in the order of tarfile.add: by name, depth first."""
+    now = int(time.time())
+    archive.addfile(_folder(".", now, mode=0o700))
+    known: set[str] = set()
+    for member in sorted(members, key=lambda member: member.path.split("/")):
+        parents = [str(parent) for parent in Path(member.path).parents][-2::-1]
+        for parent in parents:
+            if parent not in known:
+                archive.addfile(_folder(f"./{parent}", now))
+                known.add(parent)
+        info = tarfile.TarInfo(f"./{member.path}")
+        info.size, info.mtime, info.mode = member.size, now, 0o644
+        archive.addfile(info, io.BytesIO(member.content()))
+
+
+def _folder(name: str, now: int, mode: int = 0o755) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.mtime, info.mode = tarfile.DIRTYPE, now, mode
+    return info

@@ -1,0 +1,107 @@
+"""Random weights in the sizes that a config.ini says: a model to measure, without a checkpoint."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from launcher_scripts.checkpoint.convert.plan import STORED
+from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
+from launcher_scripts.checkpoint.formats.archive import INI_SUFFIX, Archive
+from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.formats.workspace import Workspace
+from launcher_scripts.checkpoint.sources.hints import Hints
+from launcher_scripts.checkpoint.sources.source_checkpoint import WholeTensors
+from launcher_scripts.common.errors import CheckpointError, problem
+from launcher_scripts.models import family_of
+from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.ini_text import FILE_NAME
+
+BLOCK = 1 << 22  # values; larger tensors repeat them
+MOST_LAYERS = 10_000
+DEVIATION = 0.02  # keeps activations in fp16's range
+
+
+@dataclass(frozen=True)
+class RandomTensor(SourceTensor):
+    """A tensor whose values follow from its name; reading it makes a float32 array."""
+
+    name: str = ""
+
+    def read(self, _workspace: Workspace | None = None, _name: str = "") -> np.ndarray:
+        random = np.random.default_rng(zlib.crc32(self.name.encode()))
+        count = min(int(np.prod(self.shape)), BLOCK)
+        values = random.standard_normal(count, dtype=np.float32) * np.float32(DEVIATION)
+        return np.resize(values + np.float32(is_gain(self.name)), self.shape)
+
+
+@dataclass(frozen=True)
+class RandomCheckpoint(WholeTensors):
+    """The stored tensors of a model, by their canonical names."""
+
+    format: ClassVar[str] = "random"
+
+    archive: Archive
+    config: ModelConfig
+    tensors: Mapping[str, SourceTensor]
+    dialects: tuple[str, ...] = (STORED,)
+    notes: tuple[str, ...] = ("the weights are random: this model is for measuring speed alone",)
+
+    @classmethod
+    def matches(cls, _archive: Archive) -> bool:
+        """Never: a model has random weights only where that was asked for."""
+        return False
+
+    @classmethod
+    def open(cls, archive: Archive, _hints: Hints) -> RandomCheckpoint:
+        """Raises CheckpointError for what is no config.ini."""
+        if archive.container != INI_SUFFIX or archive.path.name != FILE_NAME:
+            raise CheckpointError(
+                problem(
+                    f"random weights are made from a {FILE_NAME}",
+                    got=str(archive.path),
+                    change="export.model.checkpoint_path",
+                )
+            )
+        config = read_config(archive.path.parent, tp_size=1).config
+        layers = max(config.num_layers, getattr(config, "num_decoder_layers", 0))
+        if layers > MOST_LAYERS:
+            raise CheckpointError(
+                problem(
+                    f"{archive.path} says more layers than any model has",
+                    got=layers,
+                    choices=[f"at most {MOST_LAYERS}"],
+                )
+            )
+        return cls(archive, config, _tensors(config))
+
+    @property
+    def knows_token_ids(self) -> bool:
+        """config.ini says them."""
+        return True
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """Raises CheckpointError: there are none."""
+        raise CheckpointError(
+            problem("a config.ini has no tokenizer", change="export.model.tokenizer=none")
+        )
+
+
+def _tensors(config: ModelConfig) -> dict[str, Any]:
+    """Every required tensor."""
+    tensors = {}
+    for spec in family_of(config).weights(config):
+        shape = spec.shape_on(config, 1)
+        for layer in spec.layer_numbers(config) if spec.required else ():
+            name = spec.tensor_name(layer)
+            tensors[name] = RandomTensor(shape, np.dtype("<f4"), (), name)
+    return tensors
+
+
+def is_gain(name: str) -> bool:
+    """Whether a weight multiplies normalized values, and so is about one."""
+    return "norm" in name and name.endswith("weight")

@@ -1,0 +1,165 @@
+"""Which node of a multi-node server this process is on, from what the launching program left.
+
+A server over several nodes is one process per node, all started the same way by srun, mpirun,
+mpiexec or bcprun. Each of these leaves its own variables in the environment; a row of LAUNCHERS
+says which.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from launcher_scripts.common.errors import Problems, ServerError
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How one launching program numbers its processes.
+
+    rank, size:   variables with this process's number and how many there are
+    per_node:     variable with the number of processes on this node, where there is one
+    node_count:   variable with the number of nodes, where there is one
+    run:          variables that together name this run; "" stands for one that is not set
+    needs:        a variable without which the others do not mean this
+    """
+
+    name: str
+    rank: str
+    size: str
+    run: tuple[str, ...]
+    per_node: str | None = None
+    node_count: str | None = None
+    needs: str | None = None
+
+
+# The innermost first: mpirun may itself run inside a Slurm job.
+LAUNCHERS = (
+    Launcher(
+        "mpirun (Open MPI)",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "NGC_JOB_ID"),
+        per_node="OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        "srun (Slurm)",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+        node_count="SLURM_STEP_NUM_NODES",
+        needs="SLURM_STEP_ID",
+    ),
+    Launcher("mpiexec (PMI)", "PMI_RANK", "PMI_SIZE", ("PMI_JOBID", "HYDI_CONTROL_FD")),
+    Launcher(
+        "bcprun",
+        "RANK",
+        "WORLD_SIZE",
+        ("NGC_JOB_ID", "MASTER_PORT"),
+        per_node="LOCAL_WORLD_SIZE",
+        needs="NGC_JOB_ID",
+    ),
+)
+PMIX_RANK = "PMIX_RANK"
+
+# What the program that starts a server tells the backend inside of it.
+RENDEZVOUS_VARIABLE = "LAUNCHER_RENDEZVOUS"  # the folder where the nodes find rank 0
+INTERFACE_VARIABLE = "LAUNCHER_INTERFACE"  # the network interface between the ranks
+ATTEMPT_VARIABLE = "LAUNCHER_ATTEMPT"  # how often the server was started again before
+HOW = "the command that starts the server: one task per node, as in srun -N 2 -n 2 --mpi=pmix"
+
+
+@dataclass(frozen=True)
+class NodeRank:
+    """This process among those of one server; node 0 serves.
+
+    launcher: what started them
+    run:      names this start of the server, the same on every node
+    """
+
+    node: int = 0
+    nodes: int = 1
+    launcher: str = "nothing"
+    run: str = "alone"
+
+    @property
+    def serves(self) -> bool:
+        return self.node == 0
+
+
+ALONE = NodeRank()
+
+
+def find_node_rank(env: Mapping[str, str]) -> NodeRank:
+    """This process's node rank, from the environment; a process that nothing launched is alone.
+
+    Raises ServerError naming the variables that contradict each other.
+    """
+    found = [row for row in LAUNCHERS if row.rank in env and (not row.needs or row.needs in env)]
+    if not found:
+        return ALONE
+    problems = Problems("the environment of this server's process")
+    row = found[0]
+    rank, size = (_number(env, name, problems) for name in (row.rank, row.size))
+    problems.raise_if_any(ServerError)
+    if not rank < size:
+        problems.add(f"{row.rank} must be below {row.size} = {size}", got=rank, change=HOW)
+    _check_one_per_node(env, row, size, problems)
+    _check_others(env, found, rank, size, problems)
+    problems.raise_if_any(ServerError)
+    if size == 1:
+        return NodeRank(launcher=row.name)
+    run = "-".join(re.sub(r"[^\w.]", "_", env.get(name, "")) for name in row.run)
+    return NodeRank(rank, size, row.name, run)
+
+
+def node_name(env: Mapping[str, str]) -> str:
+    """This node as its cluster calls it."""
+    return env.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _check_one_per_node(
+    env: Mapping[str, str], row: Launcher, size: int, problems: Problems
+) -> None:
+    """A server has all GPUs of its node, so a second one beside it cannot be meant."""
+    if (
+        row.per_node is not None
+        and row.per_node in env
+        and _number(env, row.per_node, problems) > 1
+    ):
+        got = f"{row.per_node}={env[row.per_node]}"
+        problems.add(f"{row.name} started several servers on this node", got=got, change=HOW)
+    if row.node_count is not None and row.node_count in env:
+        nodes = _number(env, row.node_count, problems)
+        if nodes != size:
+            got = f"{row.size}={size}, {row.node_count}={nodes}"
+            problems.add("there must be as many tasks as nodes", got=got, change=HOW)
+
+
+def _check_others(
+    env: Mapping[str, str], found: list[Launcher], rank: int, size: int, problems: Problems
+) -> None:
+    """Two launchers must not disagree: then variables of one have leaked into the other.
+
+    mpirun starts its own helpers through srun, so fewer Slurm tasks than ranks are normal there.
+    """
+    row = found[0]
+    if PMIX_RANK in env and _number(env, PMIX_RANK, problems) != rank:
+        got = f"{row.rank}={rank}, {PMIX_RANK}={env[PMIX_RANK]}"
+        problems.add(f"{row.name} and PMIx number this process differently", got=got, change=HOW)
+    for other in found[1:]:
+        others = _number(env, other.size, problems)
+        if others > size:
+            got = f"{row.size}={size}, {other.size}={others}"
+            what = f"{row.name} and {other.name} started different numbers of processes"
+            problems.add(what, got=got, change=HOW)
+
+
+def _number(env: Mapping[str, str], name: str | None, problems: Problems) -> int:
+    text = env.get(name or "", "")
+    if text.isdecimal():
+        return int(text)
+    problems.add(f"{name} must be a number", got=text or "nothing", change=HOW)
+    return 1

@@ -1,0 +1,59 @@
+"""The only door to jinja2: text files from the templates folder.
+
+Shell text and protobuf text exist only in templates/. Every value passes through one quoting
+filter there: `quote` for the shell, `quote_sbatch` for the lines that sbatch reads itself, `pbtxt`
+for protobuf text format.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
+
+
+def render(template: str, **values: Any) -> str:
+    """The text of templates/<template>; a value that the template lacks is an error."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters["quote"] = quote
+    environment.filters["quote_sbatch"] = quote_sbatch
+    environment.filters["pbtxt"] = pbtxt
+    return environment.get_template(template).render(**values)
+
+
+def quote(value: object) -> str:
+    """`value` as one word of a POSIX shell command."""
+    return shlex.quote(str(value))
+
+
+def quote_sbatch(value: object) -> str:
+    """`value` as one word of a line that starts with #SBATCH.
+
+    As in a shell, except that sbatch takes a backslash for an escape within single quotes, too.
+    """
+    return quote(str(value).replace("\\", "\\\\"))
+
+
+def pbtxt(value: object) -> str:
+    """`value` as a quoted string of protobuf text format.
+
+    Bytes outside printable ASCII are written as octal escapes of their UTF-8 form, which every
+    reader of the format accepts.
+    """
+    plain = {ord('"'): '\\"', ord("\\"): "\\\\", ord("\n"): "\\n", ord("\t"): "\\t"}
+    encoded = str(value).encode("utf-8")
+    escaped = (
+        plain.get(byte) or (chr(byte) if 32 <= byte < 127 else f"\\{byte:03o}") for byte in encoded
+    )
+    return '"' + "".join(escaped) + '"'

@@ -1,0 +1,122 @@
+"""What a server lets whom do: addresses, restricted interfaces, TLS, and where its secrets are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher_scripts.common.errors import ConfigError, Problems, ServerError, problem
+
+# Triton's names of the parts of its interface that can be restricted.
+RESTRICTABLE = (
+    *("health", "metadata", "inference", "shared-memory", "model-config"),
+    *("model-repository", "statistics", "trace", "logging"),
+)
+LOOPBACK = "127.0.0.1"
+_GROUP_OR_OTHERS = 0o077
+
+
+@dataclass(frozen=True)
+class ServerTls:
+    """PEM files of a server whose gRPC speaks TLS. client_ca: clients need a certificate of it."""
+
+    certificate: str
+    key: str
+    client_ca: str | None = None
+
+
+@dataclass(frozen=True)
+class ClientTls:
+    """PEM files of a client: whom it trusts, and its own certificate where the server wants one."""
+
+    ca: str
+    certificate: str | None = None
+    key: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise ConfigError(
+                problem("a certificate needs its key", change="evaluate.grpc_tls.certificate, key")
+            )
+
+
+@dataclass(frozen=True)
+class ServerSecurity:
+    """http_host: address for HTTP and metrics, which Triton cannot encrypt; None: the server's,
+    or this node alone where gRPC speaks TLS
+    restricted_apis: of RESTRICTABLE; they answer only those who send this run's token
+    grpc_tls: None: gRPC is not encrypted
+    secrets_file: lines NAME=value for the server's environment; nobody else may read it
+    """
+
+    http_host: str | None = None
+    restricted_apis: tuple[str, ...] = ("shared-memory", "trace", "logging")
+    grpc_tls: ServerTls | None = None
+    secrets_file: str | None = None
+
+    def __post_init__(self) -> None:
+        problems = Problems("the server's security")
+        for name in self.restricted_apis:
+            if name not in RESTRICTABLE:
+                problems.add(
+                    "no part of Triton's interface",
+                    got=name,
+                    choices=RESTRICTABLE,
+                    change="deploy.server.security.restricted_apis",
+                )
+        problems.raise_if_any(ConfigError)
+
+    def hosts(self, host: str) -> dict[str, str]:
+        """The address that every interface listens on, of a server with the address `host`."""
+        plain = self.http_host or (LOOPBACK if self.grpc_tls else host)
+        return {"http": plain, "grpc": host, "metrics": plain}
+
+    def files(self) -> Mapping[str, str]:
+        """key -> file that must be there."""
+        tls = self.grpc_tls
+        files = {
+            "grpc_tls.certificate": tls and tls.certificate,
+            "grpc_tls.key": tls and tls.key,
+            "grpc_tls.client_ca": tls and tls.client_ca,
+            "secrets_file": self.secrets_file,
+        }
+        return {key: path for key, path in files.items() if path}
+
+    def private_files(self) -> Mapping[str, str]:
+        """Those that nobody but their owner may read."""
+        private = ("grpc_tls.key", "secrets_file")
+        return {key: path for key, path in self.files().items() if key in private}
+
+
+def too_open(path: Path) -> str | None:
+    """Why a file is no place for a secret; None when it is."""
+    mode = path.stat().st_mode & 0o777
+    if mode & _GROUP_OR_OTHERS:
+        return f"others than its owner may use it (mode {mode:03o}): chmod 600"
+    return None
+
+
+def read_secrets(path: Path) -> dict[str, str]:
+    """The variables of a secrets file: lines NAME=value; empty lines and # are skipped.
+
+    Raises ServerError that never shows a value.
+    """
+    problems = Problems(f"the secrets file {path}")
+    variables: dict[str, str] = {}
+    try:
+        reason = too_open(path)
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason, lines = type(error).__name__, []
+    if reason is not None:
+        problems.add(reason, change="deploy.server.security.secrets_file")
+    for number, line in enumerate(lines, start=1):
+        name, equals, value = line.strip().partition("=")
+        if not name or name.startswith("#"):
+            continue
+        if not equals or not name.isidentifier():
+            problems.add(f"line {number} is not NAME=value")
+        variables[name] = value
+    problems.raise_if_any(ServerError)
+    return variables

@@ -1,0 +1,266 @@
+"""The serving contract of every model_type: its tensors, and those of the text models around it.
+
+Names, types and shapes are those of the FasterTransformer backend's gpt, t5 and t5-encoder models;
+rows marked `extension` are this project's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from launcher_scripts.contract.agm import AGM_INPUTS, AGM_OUTPUTS
+from launcher_scripts.contract.protocol import (
+    ENSEMBLE_INPUTS,
+    ENSEMBLE_OUTPUTS,
+    GPT_INPUTS,
+    GPT_OUTPUTS,
+    GUIDED_GRAMMAR,
+    IS_RETURN_PROGRESS,
+    LOG_PROBS,
+    MODEL_LOG_PROBS,
+    NEWS,
+    NOT_IN_ENSEMBLE,
+    NUM_LOG_PROBS,
+    POSTPROCESSING_INPUTS,
+    POSTPROCESSING_OUTPUTS,
+    PREPROCESSING_INPUTS,
+    PREPROCESSING_OUTPUTS,
+    PROGRESS,
+    SAMPLING_EXTENSIONS,
+    Tensor,
+    array,
+    scalar,
+)
+from launcher_scripts.contract.text import LANGUAGES, TextContract, changed, declared
+
+_PROMPT_TABLES = (
+    "prompt_learning_task_name_ids",
+    "request_prompt_embedding",
+    "request_prompt_lengths",
+)
+# What T5 takes under the same names and with the same meaning.
+_T5_SHARED = (
+    "runtime_top_k",
+    "runtime_top_p",
+    "beam_search_diversity_rate",
+    "temperature",
+    "len_penalty",
+    "repetition_penalty",
+    "random_seed",
+    "is_return_log_probs",
+    "beam_width",
+    "start_id",
+    "end_id",
+    "stop_words_list",
+    "bad_words_list",
+    *_PROMPT_TABLES,
+    "top_p_decay",
+    "top_p_min",
+    "top_p_reset_ids",
+    "presence_penalty",
+    "min_length",
+    "no_repeat_ngram_size",
+    *(tensor.name for tensor in (*SAMPLING_EXTENSIONS, GUIDED_GRAMMAR, *NUM_LOG_PROBS)),
+)
+
+_T5_ENCODED = (
+    array("input_ids", "UINT32", (-1,), "the encoder's token ids, right-padded", optional=False),
+    scalar("sequence_length", "UINT32", None, "how many of the row's ids count", optional=False),
+)
+_IA3_TASKS = scalar("ia3_tasks", "INT32", None, "which loaded IA3 adapter to use; -1: none")
+
+T5_INPUTS = (
+    *_T5_ENCODED,
+    scalar("max_output_len", "UINT32", None, "how many tokens to generate", optional=False),
+    *(tensor for tensor in GPT_INPUTS if tensor.name in _T5_SHARED),
+    _IA3_TASKS,
+    array(
+        "decoder_input_ids",
+        "UINT32",
+        (-1,),
+        "what the decoder is given before it generates, start token included; 4294967295 pads",
+        extension=True,
+    ),
+    scalar("is_return_context_logits", "BOOL", False, "return context_logits", extension=True),
+    IS_RETURN_PROGRESS,
+)
+
+T5_OUTPUTS = (
+    array("output_ids", "INT32", (-1, -1), "[beam, time]: generated, end_id, then 0"),
+    array("sequence_length", "INT32", (-1,), "[beam]: generated tokens, the end token included"),
+    *LOG_PROBS,
+    array(
+        "context_logits",
+        "FP32",
+        (-1, -1),
+        "[decoder tokens, vocab]: logits at every position of decoder_input_ids",
+        extension=True,
+    ),
+    *MODEL_LOG_PROBS,
+    *PROGRESS,
+    NEWS,
+)
+
+T5_ENCODER_INPUTS = (
+    *_T5_ENCODED,
+    scalar("is_return_attentions", "BOOL", False, "return output_attentions"),
+    _IA3_TASKS,
+    *(replace(tensor, extension=True) for tensor in GPT_INPUTS if tensor.name in _PROMPT_TABLES),
+)
+
+T5_ENCODER_OUTPUTS = (
+    array("output_hidden_state", "FP32", (-1, -1), "[tokens, hidden]: states of the encoder"),
+    array("output_attentions", "FP32", (-1, -1, -1, -1), "[layers, heads, tokens, tokens]"),
+)
+
+
+_GENERATING = {
+    "bad_words_list": "BAD_WORDS_IDS",
+    "stop_words_list": "STOP_WORDS_IDS",
+    "is_return_progress": "RETURN_PROGRESS",
+}
+
+GPT_TEXT = TextContract(
+    PREPROCESSING_INPUTS,
+    PREPROCESSING_OUTPUTS,
+    POSTPROCESSING_INPUTS,
+    POSTPROCESSING_OUTPUTS,
+    ENSEMBLE_INPUTS,
+    ENSEMBLE_OUTPUTS,
+    {
+        "input_ids": "INPUT_ID",
+        "input_lengths": "REQUEST_INPUT_LEN",
+        "request_output_len": "REQUEST_OUTPUT_LEN",
+        **_GENERATING,
+    },
+    todays_names=True,
+)
+
+
+def _named(tensors: tuple[Tensor, ...], *names: str) -> tuple[Tensor, ...]:
+    return tuple(tensor for tensor in tensors if tensor.name in names)
+
+
+def _without(tensors: tuple[Tensor, ...], *names: str) -> tuple[Tensor, ...]:
+    return tuple(tensor for tensor in tensors if tensor.name not in names)
+
+
+_OUTPUT_LEN = ("REQUEST_OUTPUT_LEN", "INPUT_1")
+_TEXT_INPUTS = ("INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3")
+
+T5_TEXT = TextContract(
+    changed(PREPROCESSING_INPUTS, _OUTPUT_LEN, dims=(1,)),
+    changed(PREPROCESSING_OUTPUTS, _OUTPUT_LEN, dims=(1,)),
+    changed(
+        _without(POSTPROCESSING_INPUTS, "RESPONSE_INPUT_LENGTHS", "text_start"),
+        ("TOKENS_BATCH", "sequence_length"),
+        dtype="INT32",
+    ),
+    changed(POSTPROCESSING_OUTPUTS, ("OUTPUT",), meaning="[beam, 1]: generated text"),
+    (
+        *changed(_named(ENSEMBLE_INPUTS, *_TEXT_INPUTS), _OUTPUT_LEN, dims=(1,)),
+        *(t for t in T5_INPUTS if t.optional and t.name not in NOT_IN_ENSEMBLE),
+    ),
+    (
+        *changed(
+            _named(ENSEMBLE_OUTPUTS, "OUTPUT_0", "OUTPUT_DELTA"),
+            ("OUTPUT_0",),
+            meaning="[beam, 1]: generated text",
+        ),
+        *_named(T5_OUTPUTS, "sequence_length", "cum_log_probs", "output_log_probs"),
+    ),
+    {
+        "input_ids": "INPUT_ID",
+        "sequence_length": "REQUEST_INPUT_LEN",
+        "max_output_len": "REQUEST_OUTPUT_LEN",
+        **_GENERATING,
+    },
+    todays_names=True,
+)
+
+AGM_TEXT = replace(
+    GPT_TEXT,
+    preprocessing_inputs=T5_TEXT.preprocessing_inputs,
+    preprocessing_outputs=T5_TEXT.preprocessing_outputs,
+    postprocessing_inputs=changed(
+        POSTPROCESSING_INPUTS, ("TOKENS_BATCH", "sequence_length"), dtype="INT32"
+    ),
+    ensemble_inputs=(
+        *changed(_named(ENSEMBLE_INPUTS, *_TEXT_INPUTS), _OUTPUT_LEN, dims=(1,)),
+        *(t for t in AGM_INPUTS if t.optional and t.name not in NOT_IN_ENSEMBLE),
+    ),
+    ensemble_outputs=changed(ENSEMBLE_OUTPUTS, ("sequence_length",), dtype="INT32"),
+    model_inputs=T5_TEXT.model_inputs,
+    prompt_counts=True,
+)
+
+T5_ENCODER_TEXT = TextContract(
+    _named(PREPROCESSING_INPUTS, "QUERY"),
+    _named(PREPROCESSING_OUTPUTS, "INPUT_ID", "REQUEST_INPUT_LEN"),
+    (),
+    (),
+    (
+        *_named(ENSEMBLE_INPUTS, "INPUT_0"),
+        *(tensor for tensor in T5_ENCODER_INPUTS if tensor.optional),
+    ),
+    T5_ENCODER_OUTPUTS,
+    {"input_ids": "INPUT_ID", "sequence_length": "REQUEST_INPUT_LEN"},
+)
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a served model takes and gives; a row of CONTRACTS.
+
+    family:       the model family it serves
+    text:         the text models around it
+    encoder_only: only the encoder of an encoder-decoder is loaded
+    batched:      Triton may merge requests, rows of different lengths included
+    """
+
+    family: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    text: TextContract
+    encoder_only: bool = False
+    batched: bool = False
+
+    @property
+    def counts_prompts(self) -> bool:
+        """Whether the number of tokens that a request asks for includes its prompt's."""
+        return self.family == "agm"
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether context_logits are the prompt's; an encoder-decoder's are its output's."""
+        return self.family == "gpt"
+
+    def declared_inputs(self, data_type: str) -> tuple[Tensor, ...]:
+        """The inputs as config.pbtxt declares them for a model that computes in `data_type`."""
+        return declared(self.inputs, data_type)
+
+    def declared_outputs(self, data_type: str) -> tuple[Tensor, ...]:
+        """The outputs as config.pbtxt declares them for a model that computes in `data_type`."""
+        return declared(self.outputs, data_type)
+
+
+BART_INPUTS = tuple(t for t in T5_INPUTS if t.name not in (*_PROMPT_TABLES, "ia3_tasks"))
+_NO_BART = {t.name for t in T5_INPUTS} - {t.name for t in BART_INPUTS}
+BART_TEXT = replace(
+    T5_TEXT, ensemble_inputs=(*_without(T5_TEXT.ensemble_inputs, *_NO_BART), *LANGUAGES)
+)
+
+# model_type in config.pbtxt -> its contract
+CONTRACTS = {
+    "GPT": Contract("gpt", GPT_INPUTS, GPT_OUTPUTS, GPT_TEXT, batched=True),
+    "T5": Contract("t5", T5_INPUTS, T5_OUTPUTS, T5_TEXT),
+    "T5-Encoder": Contract(
+        "t5",
+        T5_ENCODER_INPUTS,
+        T5_ENCODER_OUTPUTS,
+        T5_ENCODER_TEXT,
+        encoder_only=True,
+    ),
+    "Agm": Contract("agm", AGM_INPUTS, AGM_OUTPUTS, AGM_TEXT),
+    "BART": Contract("bart", BART_INPUTS, T5_OUTPUTS, BART_TEXT),
+}

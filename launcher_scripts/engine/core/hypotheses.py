@@ -1,0 +1,111 @@
+"""The hypotheses of one beam search on the host: those that go on, those that have ended.
+
+As in transformers with early_stopping=True, which is what FasterTransformer does for T5: a
+continuation that ends among the W best of its step becomes an ended hypothesis, the search is over
+when there are W of them or at the length asked for, and the best by cumulative log-probability over
+length^len_penalty are the answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launcher_scripts.contract.protocol import Beam
+from launcher_scripts.engine.core.results import Candidate
+
+LOOK_BACK = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Hypothesis:
+    """A text by its last token and the hypothesis it continues.
+
+    total: cumulative log-probability;  score: what ended hypotheses are compared by
+    """
+
+    parent: Hypothesis | None
+    token: int
+    log_prob: float
+    total: float
+    score: float
+
+    def beam(self, *, log_probs: bool) -> Beam:
+        """The whole text, its log-probabilities if asked."""
+        chain = []
+        last: Hypothesis | None = self
+        while last is not None:
+            chain.append(last)
+            last = last.parent
+        chain.reverse()
+        return Beam(
+            tuple(each.token for each in chain),
+            self.total if log_probs else None,
+            tuple(each.log_prob for each in chain) if log_probs else (),
+        )
+
+
+class Hypotheses:
+    """A search of `width` hypotheses over at most `output_len` tokens.
+
+    length: tokens so far
+    shared: how many first tokens all have in common that go on, so far as LOOK_BACK shows it
+    """
+
+    def __init__(self, width: int, len_penalty: float, output_len: int) -> None:
+        self._width = width
+        self._len_penalty = len_penalty
+        self._output_len = output_len
+        self.length = 0
+        self._running: list[Hypothesis | None] = [None] * width
+        self._ended: list[Hypothesis] = []
+        self.shared = 0
+
+    @property
+    def finished(self) -> bool:
+        return len(self._ended) >= self._width or self.length >= self._output_len
+
+    def take(self, candidates: Sequence[Candidate]) -> None:
+        """Add a step's ranking, best first; the device lets the same ones go on."""
+        self.length += 1
+        norm = float(self.length) ** self._len_penalty
+        last = self.length >= self._output_len
+        grown = [
+            Hypothesis(
+                self._running[each.parent],
+                each.token,
+                each.log_prob,
+                each.total,
+                (each.ranking if each.ends else each.total) / norm,
+            )
+            for each in candidates
+        ]
+        for hypothesis, each in zip(grown[: self._width], candidates, strict=False):
+            if last or (each.ends and math.isfinite(each.total)):
+                self._ended.append(hypothesis)
+        self._ended = _best(self._ended, self._width)
+        pairs = sorted(zip(candidates, grown, strict=True), key=lambda pair: pair[0].ends)
+        self._running = [hypothesis for _, hypothesis in pairs[: self._width]]
+        self._find_shared()
+
+    def _find_shared(self) -> None:
+        """Go back from the last tokens to the one that all descend from."""
+        last = set(self._running)
+        for back in range(min(LOOK_BACK, self.length - self.shared)):
+            if len(last) == 1:
+                self.shared = self.length - back
+                return
+            last = {each and each.parent for each in last}
+
+    def best(self) -> list[Hypothesis]:
+        """The W best so far, best first: ended ones, and until the end those that go on."""
+        if self.finished:
+            return self._ended
+        running = [hypothesis for hypothesis in self._running if hypothesis is not None]
+        return _best([*self._ended, *running], self._width)
+
+
+def _best(hypotheses: list[Hypothesis], count: int) -> list[Hypothesis]:
+    """Of equal ones the earlier."""
+    return sorted(hypotheses, key=lambda each: -each.score)[:count]

@@ -1,0 +1,130 @@
+"""Keys and values of every row in flight: one pool of tokens, planned when the model is loaded.
+
+A row owns an extent, a run of consecutive tokens long enough for its prompt and everything it
+may generate, from admission to its end. So memory use is known at load, long and short rows share
+the pool, and a row that was admitted never runs out; one that finds no room waits.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.engine.core.plan import Move
+from launcher_scripts.kernels.operands import Heads, LayerCache
+
+COPIED_TOKENS = 4096
+
+
+class ExtentAllocator:
+    """First-fit allocation of extents among `capacity` tokens; neighbours merge when freed."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._free = [(0, capacity)] if capacity else []  # (start, length), ascending
+
+    @property
+    def free_tokens(self) -> int:
+        return sum(length for _, length in self._free)
+
+    def allocate(self, length: int) -> int | None:
+        """Start of a free extent, now taken; None when no gap is long enough."""
+        for position, (start, gap) in enumerate(self._free):
+            if gap >= length:
+                rest = (start + length, gap - length)
+                self._free[position : position + 1] = [rest] if rest[1] else []
+                return start
+        return None
+
+    def free(self, start: int, length: int) -> None:
+        """Give an extent back."""
+        position = bisect.bisect(self._free, (start, 0))
+        self._free.insert(position, (start, length))
+        for left in (position, position - 1):
+            if 0 <= left < len(self._free) - 1:
+                (first, size), (second, more) = self._free[left : left + 2]
+                if first + size == second:
+                    self._free[left : left + 2] = [(first, size + more)]
+
+
+class KVCache:
+    """The pools of one rank's layers, and the ids of the tokens they hold.
+
+    One more token than `capacity` is kept as a place where padding rows of a step may write.
+    rows: the most rows of a step, with its padding
+    """
+
+    def __init__(
+        self,
+        layers: range,
+        heads: Heads,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        rows: int = 1,
+    ) -> None:
+        self.capacity = capacity
+        arrivals = torch.zeros(rows * heads.num_heads, dtype=torch.int32, device=device)
+        shape = (len(layers), 2, heads.num_kv_heads, capacity + 1, heads.head_size)
+        self._pool = torch.empty(shape, dtype=dtype, device=device)
+        self.layers = {
+            layer: LayerCache(*key_value, arrivals)
+            for layer, key_value in zip(layers, self._pool, strict=True)
+        }
+        self.ids: Tensor = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
+
+    @property
+    def scratch(self) -> int:
+        """The token that belongs to no row."""
+        return self.capacity
+
+    def shift(self, moves: Sequence[Move]) -> None:
+        """Bring what sessions still attend to to the front of their extents."""
+        for move in moves:
+            target = torch.arange(move.start, move.start + move.count, device=self.ids.device)[None]
+            self.copy(target + move.by, target)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy the tokens source [B, T] to target [B, T].
+
+        A column is read before it is written, so its tokens may change places; no token may be in
+        two columns.
+        """
+        columns = max(1, COPIED_TOKENS // max(1, source.shape[0]))
+        for first in range(0, source.shape[1], columns):
+            some = slice(first, first + columns)
+            read, written = source[:, some].flatten(), target[:, some].flatten()
+            if looking_is_free(read.device):  # and most tokens stay where they are
+                moves = read != written
+                read, written = read[moves], written[moves]
+            self._pool.index_copy_(3, written, self._pool.index_select(3, read))
+            self.ids.index_copy_(0, written, self.ids[read])
+
+
+def looking_is_free(device: torch.device) -> bool:
+    """Whether the host can use a tensor's values without waiting for the device."""
+    return device.type == "cpu"
+
+
+def bytes_per_token(layers: range, heads: Heads, dtype: torch.dtype) -> int:
+    """Bytes that one token takes in all layers of a rank, keys and values."""
+    return len(layers) * 2 * heads.num_kv_heads * heads.head_size * dtype.itemsize
+
+
+def plan_capacity(wanted: int, token_bytes: int, memory: int) -> int:
+    """How many tokens the pool holds: as many as wanted, as far as `memory` bytes reach."""
+    return max(0, min(wanted, memory // max(token_bytes, 1)))
+
+
+def available_memory(device: torch.device, share: float) -> int:
+    """Bytes that the cache may take: `share` of what the device has free."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * share)
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(int(fields["MemAvailable"].split()[0]) * 1024 * share)

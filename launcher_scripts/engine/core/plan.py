@@ -1,0 +1,186 @@
+"""What rank 0 decides and every rank carries out: one plan per step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from launcher_scripts.contract.protocol import SamplingParameters
+from launcher_scripts.engine.distributed.messages import Message, Record
+from launcher_scripts.engine.model.learned_parts import NO_TASK, Prompt
+
+
+class RowStart(Record, frozen=True):
+    """A row that joins: its place and everything that decides its tokens.
+
+    slot:   index of the row's state on the device
+    start:  first cache token of the row's prompt and what it generates
+    ids:    prompt, never empty (an empty one has become the start token); of a model with an
+            encoder what the decoder is given
+    source: what the encoder reads, if there is one; its cache tokens lie right before `start`
+    prompt_task, prompt_embedding: the table of the row's virtual tokens, which are negative ids:
+            the number of a loaded one, or [virtual tokens, hidden] of the row's own
+    beams:  slots of the hypotheses of a beam search, `slot` first; none without one
+    guided: a mask of what may come is set for each of the row's tokens
+    stride: cache tokens of each hypothesis, which lie one after the other from `start` on
+    past:   tokens of the row's session in the cache already, from `start` on;  dropped: tokens of
+            it that are no longer there
+    window: how many of the last tokens attention covers; 0: all
+    """
+
+    slot: int
+    start: int
+    ids: tuple[int, ...]
+    end_id: int
+    sampling: SamplingParameters
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    guided: bool = False
+    return_log_probs: bool = False
+    num_log_probs: int = -1
+    num_prompt_log_probs: int = -1
+    return_context_logits: bool = False
+    return_context_embeddings: bool = False
+    source: tuple[int, ...] = ()
+    return_hidden_state: bool = False
+    return_attentions: bool = False
+    prompt_task: int | None = None
+    prompt_embedding: Tensor | None = None
+    ia3_task: int = NO_TASK
+    stop_words: tuple[tuple[int, ...], ...] = ()
+    beams: tuple[int, ...] = ()
+    stride: int = 0
+    past: int = 0
+    dropped: int = 0
+    window: int = 0
+
+    @property
+    def prompt(self) -> Prompt | None:
+        """The table of the row's virtual tokens; its own wins over a loaded one."""
+        return self.prompt_task if self.prompt_embedding is None else self.prompt_embedding
+
+    @property
+    def asks_of_prompt(self) -> bool:
+        """Whether more is wanted of the prompt than what follows it."""
+        scored = self.num_prompt_log_probs >= 0
+        return scored or self.return_context_logits or self.return_context_embeddings
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Slot and first cache token of the row, or of every hypothesis."""
+        slots = self.beams or (self.slot,)
+        return tuple((slot, self.start + self.stride * beam) for beam, slot in enumerate(slots))
+
+    @property
+    def source_start(self) -> int:
+        return self.start - len(self.source)
+
+    @property
+    def prompt_end(self) -> int:
+        """The position after the prompt."""
+        return self.dropped + self.past + len(self.ids)
+
+    @property
+    def most(self) -> int:
+        """How many positions the row may come to have."""
+        return self.dropped + self.past + self.stride
+
+
+class PrefillPart(Record, frozen=True):
+    """The next `count` prompt tokens of a row, after `past` that the cache already holds."""
+
+    slot: int
+    past: int
+    count: int
+
+
+class Move(Record, frozen=True):
+    """Tokens of a session go to the front of its extent: `count` tokens, `by` places.
+
+    slot: the row that runs, if one does;  start: the extent's first cache token
+    """
+
+    slot: int
+    start: int
+    by: int
+    count: int
+
+
+class TokenMask(NamedTuple):
+    """Which ids may come next in a guided row; words as Guide.mask gives them."""
+
+    slot: int
+    words: bytes
+
+
+class Bounds(NamedTuple):
+    """The most cache tokens of any row in a step.
+
+    own:    prompt and generated tokens, the new one included
+    source: the encoder's input; 0 without an encoder
+
+    windows: whether attention of any row covers its last tokens only
+    """
+
+    own: int = 0
+    source: int = 0
+    windows: bool = False
+
+
+class StepShape(Record, frozen=True):
+    """What the kernels of a decode step depend on: how many rows it has, the buckets of its bounds
+    (see graphs.py), and whether every row takes its likeliest token.
+
+    prompt: of a pass over prompts instead, the bucket of its tokens (see prompt_batch.py); where
+            there is an encoder, of its pass over one input (see encode_step.py)
+    """
+
+    rows: int
+    own: int
+    source: int
+    greedy: bool
+    prompt: int = 0
+
+
+class Plan(Message, frozen=True):
+    """One step: rows that join, that are encoded, whose prompts run on, that run one token further.
+
+    beams are the first slots of the beam searches of which every hypothesis runs one token further,
+    beside the rows in `decode`. reorder bounds how many of the last tokens in the cache may differ
+    between hypotheses of the searches that go on after the step. moves come before everything else.
+    windows: whether any row in `decode` has a window. longest and longest_source bound the cache
+    tokens of all of them: prompt and generated ones, the new one included; and those of the
+    encoder's input, where there is one.
+
+    masks: of the guided rows that get a token in the step.
+
+    record: decode steps that are recorded for later; such a plan has nothing else.
+    """
+
+    starts: tuple[RowStart, ...] = ()
+    encode: tuple[int, ...] = ()
+    prefill: tuple[PrefillPart, ...] = ()
+    decode: tuple[int, ...] = ()
+    beams: tuple[int, ...] = ()
+    reorder: int = 0
+    longest: int = 0
+    longest_source: int = 0
+    moves: tuple[Move, ...] = ()
+    windows: bool = False
+    masks: tuple[TokenMask, ...] = ()
+    record: tuple[StepShape, ...] = ()
+
+    def size(self, rows: Mapping[int, RowStart]) -> tuple[tuple[bool, ...], int]:
+        """What kinds of work the step has, and how many tokens; rows: by their slots."""
+        kinds = (self.moves, self.encode, self.prefill, self.decode, self.beams, self.record)
+        tokens = sum(part.count for part in self.prefill) + len(self.decode)
+        tokens += sum(len(rows[slot].source) for slot in self.encode)
+        tokens += sum(len(rows[slot].beams) for slot in self.beams)
+        tokens += sum(shape.prompt or shape.rows for shape in self.record)
+        return tuple(map(bool, kinds)), tokens
+
+    @property
+    def bounds(self) -> Bounds:
+        return Bounds(self.longest, self.longest_source, self.windows)

@@ -1,0 +1,249 @@
+"""Whether the engine can do what a request asks; a wrong one is answered before it is run."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from launcher_scripts.common.errors import Problems, RequestError
+from launcher_scripts.contract.protocol import MOST_LOG_PROBS, GenerateRequest, SamplingParameters
+from launcher_scripts.engine.core.prompts import (
+    check_learned,
+    prompt_start_id,
+    real_ids,
+    with_prompt,
+)
+from launcher_scripts.engine.core.session import Session, check_session, prompt_in_session
+from launcher_scripts.models.bart import BartConfig
+from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.t5 import T5Config
+
+MOST_IDS = 1 << 32
+ENCODER_DECODERS = (T5Config, BartConfig)
+MOST_BEAMS = 64
+MOST_LENGTH_PENALTY = 32  # an exponent that every length still fits
+MOST_PENALTY = 1e15  # what logits stay finite in float32 under, at any temperature
+PENALTIES_EXCLUDE = (
+    "Found ambiguous parameters repetition_penalty and presence_penalty which are mutually "
+    "exclusive. Please provide one of repetition_penalty or presence_penalty."
+)
+
+
+def parts(request: GenerateRequest, config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The request as the model sees it: what the encoder reads, and the (decoder's) prompt.
+
+    Without an encoder there is no source. An empty prompt is the start token alone; an encoder
+    alone has none. Virtual tokens are negative.
+    """
+    start = (config.start_id if request.start_id is None else request.start_id,)
+    if not isinstance(config, ENCODER_DECODERS):
+        return (), with_prompt(request, request.input_ids or start, config)
+    source = with_prompt(request, request.input_ids, config)
+    if config.encoder_only:
+        return source, ()
+    return source, request.decoder_input_ids or start
+
+
+def warm_up_request(config: ModelConfig, cache_tokens: int) -> GenerateRequest:
+    """A few tokens, or one state of an encoder; fits the smallest cache that serves anything."""
+    start = min(config.start_id, config.vocab_size - 1)
+    if isinstance(config, T5Config) and config.encoder_only:
+        return GenerateRequest((start,), output_len=0, return_hidden_state=True)
+    longest = config.max_positions if config.position_embedding == "learned" else cache_tokens
+    length = max(1, min(4, cache_tokens - 1, longest))
+    return GenerateRequest((start,), output_len=length, start_id=start, end_id=config.vocab_size)
+
+
+def check_request(
+    request: GenerateRequest,
+    config: ModelConfig,
+    cache_tokens: int,
+    slots: int,
+    session: Session | None = None,
+) -> None:
+    """Raise one RequestError that names everything wrong with the request.
+
+    cache_tokens, slots: what the engine has for all rows in flight; a beam search takes as many
+    slots as it is wide. session: what the request goes on with
+    """
+    problems = Problems("the request")
+    _check_asked(problems, request, config)
+    check_learned(problems, request, config)
+    _check_ids(problems, request, config)
+    if session is None:
+        _check_lengths(problems, request, config, cache_tokens)
+    else:
+        prompt = len(prompt_in_session(session, request, parts(request, config)[1]))
+        check_session(problems, session, request, prompt, config, cache_tokens)
+    _check_sampling(problems, request.sampling)
+    _check_biases(problems, request, config)
+    _check_log_probs(problems, request, config)
+    _check_beams(problems, request.sampling, slots)
+    problems.raise_if_any(RequestError)
+
+
+def _check_asked(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:
+    """Whether the model has the parts that the request is about."""
+    encodes = isinstance(config, ENCODER_DECODERS)
+    if not encodes and (request.decoder_input_ids or request.return_hidden_state):
+        problems.add("decoder_input_ids and hidden states need a model with an encoder")
+    if not encodes or not config.encoder_only:
+        return
+    if request.output_len or request.decoder_input_ids:
+        problems.add("an encoder alone generates nothing", got=request.output_len)
+    if not request.return_hidden_state:
+        problems.add("an encoder alone answers with its hidden states, which were not asked for")
+
+
+def _check_ids(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:
+    vocabulary = range(config.vocab_size)
+    valid = (f"0-{config.vocab_size - 1}",)
+    source, prompt = parts(request, config)
+    started = not (request.decoder_input_ids if source else request.input_ids)
+    given = {
+        "input_ids": real_ids(request, prompt_start_id(config)),
+        "decoder_input_ids": request.decoder_input_ids,
+        "start_id": prompt[-1:] if started else (),
+    }
+    for name, ids in given.items():
+        wrong = [token for token in ids if token not in vocabulary]
+        if wrong:
+            what = f"{name} is an id" if name == "start_id" else f"{name} has ids"
+            problems.add(f"{what} outside of the vocabulary", got=wrong[:5], choices=valid)
+    if isinstance(config, ENCODER_DECODERS) and not source:
+        problems.add("input_ids is empty, and the encoder needs at least one token")
+    if request.end_id is not None and not 0 <= request.end_id < MOST_IDS:
+        problems.add("end_id is no token id", got=request.end_id)
+    for name, words in (
+        ("bad_words_list", request.bad_words),
+        ("stop_words_list", request.stop_words),
+    ):
+        if any(not word for word in words):
+            problems.add(f"{name} has an empty word")
+        wrong = [token for word in words for token in word if token not in vocabulary]
+        if wrong:
+            problems.add(f"{name} has ids outside of the vocabulary", got=wrong[:5], choices=valid)
+    forbidden = {word[0] for word in request.bad_words if len(word) == 1}
+    if request.sampling.min_length:
+        forbidden.add(config.end_id if request.end_id is None else request.end_id)
+    if forbidden.issuperset(vocabulary):
+        problems.add("bad_words_list forbids every token of the vocabulary")
+
+
+def _check_lengths(
+    problems: Problems, request: GenerateRequest, config: ModelConfig, cache_tokens: int
+) -> None:
+    source, prompt = (len(part) for part in parts(request, config))
+    output_len = request.output_len
+    output = "request_output_len" if isinstance(config, GPTConfig) else "max_output_len"
+    if output_len < 0:
+        problems.add(f"{output} is negative", got=output_len)
+        return
+    needed = prompt + max(output_len - 1, 0)
+    learned = config.position_embedding == "learned"
+    if learned and source > config.max_positions:
+        problems.add(
+            f"input_ids has {source} tokens, and the encoder has {config.max_positions} positions"
+        )
+    if learned and needed > config.max_positions:
+        problems.add(
+            f"the prompt's {prompt} tokens and {output} {output_len} need {needed} "
+            f"positions, and the model has {config.max_positions}"
+        )
+        return
+    width = max(1, request.sampling.beam_width) if output_len else 1
+    total = source + width * needed
+    if total > cache_tokens:
+        before = f"the input's {source} tokens, " if source else ""
+        times = f" and beam_width {width}" if width > 1 else ""
+        problems.add(
+            f"{before}the prompt's {prompt} tokens and {output} {output_len}{times} need "
+            f"{total} tokens in the key/value cache, which holds {cache_tokens}"
+        )
+
+
+def _check_sampling(problems: Problems, sampling: SamplingParameters) -> None:
+    at_least_zero = (
+        "temperature",
+        "top_k",
+        "min_length",
+        "random_seed",
+        "no_repeat_ngram_size",
+    )
+    for name in at_least_zero:
+        _check_range(problems, name, getattr(sampling, name), 0, math.inf)
+    repetition, presence = sampling.repetition_penalty, sampling.presence_penalty
+    _check_range(problems, "repetition_penalty", repetition, 1 / MOST_PENALTY, MOST_PENALTY)
+    _check_range(problems, "presence_penalty", presence, -MOST_PENALTY, MOST_PENALTY)
+    for name in ("frequency_penalty", "output_presence_penalty"):
+        _check_range(problems, name, getattr(sampling, name), -MOST_PENALTY, MOST_PENALTY)
+    _check_range(problems, "min_p", sampling.min_p, 0, 1)
+    _check_range(problems, "runtime_top_p", sampling.top_p, 0, 1)
+    _check_range(problems, "top_p_decay", sampling.top_p_decay, 0, 1, True)
+    _check_range(problems, "top_p_min", sampling.top_p_min, 0, 1)
+    if repetition != 1 and presence != 0:
+        problems.add(PENALTIES_EXCLUDE)
+
+
+def _check_biases(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:
+    ids = [token for token, _ in request.logit_bias]
+    wrong = [token for token in ids if not 0 <= token < config.vocab_size]
+    if wrong:
+        problems.add(
+            "logit_bias_ids has ids outside of the vocabulary",
+            got=wrong[:5],
+            choices=(f"0-{config.vocab_size - 1}",),
+        )
+    twice = [token for token, times in Counter(ids).items() if times > 1]
+    if twice:
+        problems.add("logit_bias_ids has an id more than once", got=twice[:5])
+    for _, value in request.logit_bias:
+        _check_range(problems, "logit_bias_values", value, -MOST_PENALTY, MOST_PENALTY)
+
+
+def _check_log_probs(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:
+    most = min(MOST_LOG_PROBS, config.vocab_size)
+    for name in ("num_log_probs", "num_prompt_log_probs"):
+        _check_range(problems, name, getattr(request, name), -1, most)
+    width = request.sampling.beam_width
+    if request.guided_grammar is not None and width > 1:
+        problems.add("guided_grammar is not for beam searches", got=f"beam_width {width}")
+    if request.num_log_probs >= 0 and width > 1:
+        problems.add(
+            "num_log_probs is not for beam searches; is_return_log_probs is",
+            got=f"beam_width {width}",
+        )
+
+
+def _check_beams(problems: Problems, sampling: SamplingParameters, slots: int) -> None:
+    _check_range(problems, "beam_width", sampling.beam_width, 1, MOST_BEAMS)
+    if slots < sampling.beam_width <= MOST_BEAMS:
+        problems.add(
+            f"a beam search takes beam_width rows, and the engine runs {slots} at a time",
+            got=sampling.beam_width,
+            change="max_batch_size in config.pbtxt",
+        )
+    _check_range(
+        problems, "len_penalty", sampling.len_penalty, -MOST_LENGTH_PENALTY, MOST_LENGTH_PENALTY
+    )
+    rate = sampling.beam_search_diversity_rate
+    _check_range(problems, "beam_search_diversity_rate", rate, -math.inf, math.inf)
+
+
+def _check_range(
+    problems: Problems,
+    name: str,
+    value: float,
+    low: float,
+    high: float,
+    above_low: bool = False,
+) -> None:
+    """A finite number in [low, high], or in (low, high]."""
+    inside = low <= value <= high and not (above_low and value == low)
+    if not (math.isfinite(value) and inside):
+        bracket = "(" if above_low or low == -math.inf else "["
+        end = ")" if high == math.inf else "]"
+        problems.add(
+            f"{name} is out of range", got=value, choices=(f"{bracket}{low:g}, {high:g}{end}",)
+        )

@@ -1,0 +1,166 @@
+"""What a step produces, on its way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.engine.core.log_probs import TokenScores
+from launcher_scripts.engine.core.sampler import Sampled
+
+
+@dataclass(frozen=True)
+class TokenResult:
+    """One token of one row.
+
+    log_probs: (whole vocabulary, candidates), where asked for
+    scores:    by the model's own logits, of one token on the host, where asked for
+    """
+
+    slot: int
+    token: int
+    log_probs: tuple[float, float] | None
+    scores: TokenScores | None = None
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """The encoder's answer for one row: float32 [n, hidden], and [layers, heads, n, n] if asked."""
+
+    slot: int
+    hidden: Tensor
+    attentions: Tensor | None
+
+
+class Candidate(NamedTuple):
+    """A continuation of a hypothesis of a beam search.
+
+    parent: which hypothesis;  ranking: what it is ranked by;  total: cumulative log-probability
+    """
+
+    parent: int
+    token: int
+    ends: bool
+    ranking: float
+    total: float
+    log_prob: float
+
+
+@dataclass(frozen=True)
+class BeamResult:
+    """A step of one beam search: the best continuations, best first."""
+
+    slot: int
+    candidates: list[Candidate]
+
+
+@dataclass
+class StepResult:
+    """What a step produces; reading it waits for the device."""
+
+    tokens: list[TokenCopy] = field(default_factory=list)
+    context_logits: list[tuple[int, Tensor]] = field(default_factory=list)
+    context_embeddings: list[tuple[int, Tensor]] = field(default_factory=list)
+    prompt_scores: list[tuple[int, ScoreCopy]] = field(default_factory=list)
+    encoded: list[EncodedRow] = field(default_factory=list)
+    beams: list[BeamCopy] = field(default_factory=list)
+
+    def read(self) -> list[TokenResult]:
+        return [result for copy in self.tokens for result in copy.read()]
+
+    def read_beams(self) -> list[BeamResult]:
+        return [result for copy in self.beams for result in copy.read()]
+
+
+class ScoreCopy:
+    """Scores on their way to the host."""
+
+    def __init__(self, scores: TokenScores) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._log_probs, self._ids = _to_host(scores.log_probs), _to_host(scores.ids)
+        if scores.ids.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> TokenScores:
+        """In memory of their own, which is not the device's."""
+        if self._event is not None:
+            self._event.synchronize()
+        return TokenScores(self._log_probs.clone(), self._ids.clone())
+
+
+class TokenCopy:
+    """Sampled values on their way to the host.
+
+    scored: which of the slots the sampled scores belong to, by their places in the list
+    """
+
+    def __init__(self, slots: Sequence[int], sampled: Sampled, scored: Sequence[int] = ()) -> None:
+        self._slots = slots
+        self._event: torch.cuda.Event | None = None
+        self._tokens = _to_host(sampled.tokens)
+        self._log_probs = None if sampled.log_probs is None else _to_host(sampled.log_probs)
+        self._scored = scored
+        self._scores = None if sampled.scores is None else ScoreCopy(sampled.scores)
+        if sampled.tokens.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[TokenResult]:
+        if self._event is not None:
+            self._event.synchronize()
+        tokens = self._tokens.tolist()
+        pairs: list[tuple[float, float] | None] = [None] * len(tokens)
+        if self._log_probs is not None:
+            pairs = list(zip(*self._log_probs.tolist(), strict=True))
+        scores: dict[int, TokenScores] = {}
+        if self._scores is not None:
+            read = self._scores.read()
+            columns = zip(read.log_probs.split(1), read.ids.split(1), strict=True)
+            scores = {at: TokenScores(*own) for at, own in zip(self._scored, columns, strict=True)}
+        return [
+            TokenResult(slot, token, pair, scores.get(at))
+            for at, (slot, token, pair) in enumerate(zip(self._slots, tokens, pairs, strict=False))
+        ]
+
+
+class BeamCopy:
+    """Rankings of several searches on their way to the host.
+
+    choices: int64 [3, G, K]: parent, token, whether it ends
+    scores:  float32 [3, G, K]: ranking, total, the token's log-probability
+    """
+
+    def __init__(self, slots: Sequence[int], choices: Tensor, scores: Tensor) -> None:
+        self._slots = slots
+        self._event: torch.cuda.Event | None = None
+        self._choices, self._scores = _to_host(choices), _to_host(scores)
+        if choices.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[BeamResult]:
+        if self._event is not None:
+            self._event.synchronize()
+        columns = zip(*self._choices.tolist(), *self._scores.tolist(), strict=True)
+        return [
+            BeamResult(
+                slot,
+                [
+                    Candidate(parent, token, bool(ends), *scores)
+                    for parent, token, ends, *scores in zip(*column, strict=True)
+                ],
+            )
+            for slot, column in zip(self._slots, columns, strict=True)
+        ]
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -1,0 +1,292 @@
+"""A request on its way through the engine, as the host sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.common.errors import RequestError, problem
+from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest, ModelLogProbs
+from launcher_scripts.engine.core.guide import Guide
+from launcher_scripts.engine.core.hypotheses import Hypotheses, Hypothesis
+from launcher_scripts.engine.core.log_probs import TokenScores, model_log_probs, no_scores
+from launcher_scripts.engine.core.plan import RowStart
+from launcher_scripts.engine.core.results import BeamResult, EncodedRow, TokenResult
+from launcher_scripts.engine.core.session import Session
+from launcher_scripts.engine.model.learned_parts import NO_TASK
+
+UNGUIDED = "guided_grammar and the request's other inputs leave no token that may come"
+
+
+class Snapshot(NamedTuple):
+    """How far a row had come: to be looked at later, by any thread.
+
+    The tokens of a row without a beam search only ever become more, so how many there were is all
+    that is kept. Of a beam search these are the best hypotheses of that step.
+    """
+
+    row: Row
+    tokens: int
+    best: Sequence[Hypothesis] = ()
+
+    def output(self, tokens: int | None = None) -> GenerateOutput:
+        """The row at that time, or as it was when it had no more than `tokens`."""
+        if self.best:
+            return _best_output(self.row, self.best)
+        return _first_tokens(self.row, self.tokens if tokens is None else tokens)
+
+
+Progress = Callable[[Snapshot], None]
+
+
+@dataclass(eq=False)
+class Row:
+    """A request on its way: `launched` counts tokens asked of the device, `tokens` those seen.
+
+    source is what the encoder reads, where there is one; the prompt is then the decoder's, and
+    empty where nothing is to be decoded. start is the cache token after those of the source. A
+    row of several hypotheses has a slot for each, and their cache tokens one after the other. A
+    row of a session lives in the session's extent, after the tokens of the requests before. The
+    guide's masks of the first `masked` tokens have been told to the ranks.
+    on_progress gets a snapshot after every token but the last, which the future brings. came_at,
+    placed_at and newest_at are when it came, got its place and had its newest token, by
+    time.perf_counter; 0: not yet.
+    """
+
+    request: GenerateRequest
+    future: Future[GenerateOutput]
+    prompt: tuple[int, ...]
+    end_id: int
+    source: tuple[int, ...] = ()
+    on_progress: Progress | None = None
+    slots: tuple[int, ...] = ()
+    start: int = -1
+    encoded: bool = False
+    prefilled: int = 0
+    launched: int = 0
+    finished: bool = False
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[tuple[float, float]] = field(default_factory=list)
+    scores: list[TokenScores] = field(default_factory=list)
+    prompt_scores: list[TokenScores] = field(default_factory=list)
+    context_logits: list[Tensor] = field(default_factory=list)
+    context_embeddings: Tensor | None = None
+    answer: EncodedRow | None = None
+    hypotheses: Hypotheses | None = None
+    session: Session | None = None
+    guide: Guide | None = None
+    masked: int = 0
+    error: RequestError | None = None
+    came_at: float = field(default_factory=time.perf_counter)
+    placed_at: float = 0.0
+    newest_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        sampling = self.request.sampling
+        if self.width > 1:
+            self.hypotheses = Hypotheses(self.width, sampling.len_penalty, self.request.output_len)
+
+    @property
+    def slot(self) -> int:
+        return self.slots[0]
+
+    @property
+    def width(self) -> int:
+        """Slots that the row takes."""
+        return self.request.sampling.beam_width if self.request.output_len else 1
+
+    @property
+    def stopped(self) -> bool:
+        """Whether an end token, a stop word or the guide ended the row; of a beam search its best
+        text.
+        """
+        if self.hypotheses is not None:
+            text = self.hypotheses.best()[0].beam(log_probs=False).output_ids
+            return text[-1] == self.end_id or len(text) < self.request.output_len
+        last = self.tokens[-1:]
+        ended = self.guide is not None and self.guide.ended
+        return bool(last) and (ended or last[0] == self.end_id or _ends_in_stop_word(self))
+
+    @property
+    def begins_decoding(self) -> bool:
+        """Whether decoding takes the whole prompt: one token, of which nothing else is asked."""
+        request = self.request
+        asked = request.return_context_logits or request.return_context_embeddings
+        alone = len(self.prompt) == self.width == 1 and request.output_len > 0
+        return bool(self.source) and alone and not asked
+
+    @property
+    def own_capacity(self) -> int:
+        """Cache tokens of each hypothesis; the last token chosen is never fed back."""
+        return len(self.prompt) + max(self.request.output_len - 1, 0)
+
+    @property
+    def capacity(self) -> int:
+        """Cache tokens of the whole row."""
+        return len(self.source) + self.width * self.own_capacity
+
+    @property
+    def extent(self) -> int:
+        """First cache token of the whole row."""
+        return self.start - len(self.source)
+
+    @property
+    def past(self) -> int:
+        """Tokens in the row's extent before its prompt."""
+        return 0 if self.session is None else self.session.cached
+
+    @property
+    def cached(self) -> int:
+        """Tokens in the cache once everything launched has run."""
+        return self.past + self.prefilled + max(self.launched - 1, 0)
+
+    def as_start(self) -> RowStart:
+        request = self.request
+        return RowStart(
+            slot=self.slot,
+            start=self.start,
+            ids=self.prompt,
+            end_id=self.end_id,
+            sampling=request.sampling,
+            bad_words=request.bad_words,
+            logit_bias=request.logit_bias,
+            guided=self.guide is not None,
+            num_log_probs=request.num_log_probs,
+            num_prompt_log_probs=request.num_prompt_log_probs,
+            return_log_probs=request.return_log_probs,
+            return_context_logits=request.return_context_logits,
+            return_context_embeddings=request.return_context_embeddings,
+            source=self.source,
+            return_hidden_state=request.return_hidden_state,
+            return_attentions=request.return_attentions,
+            prompt_task=request.prompt_task,
+            prompt_embedding=request.prompt_embedding,
+            ia3_task=NO_TASK if request.ia3_task is None else request.ia3_task,
+            stop_words=request.stop_words if self.hypotheses else (),
+            beams=self.slots if self.hypotheses else (),
+            stride=self.own_capacity,
+            past=self.past,
+            dropped=0 if self.session is None else self.session.dropped,
+            window=0 if self.session is None else self.session.window,
+        )
+
+
+def take(row: Row, result: TokenResult) -> None:
+    """Add a token and see whether it ends the row: end token, stop word or length."""
+    if row.request.output_len == 0:
+        row.finished = True
+        return
+    row.tokens.append(result.token)
+    if result.log_probs is not None:
+        row.log_probs.append(result.log_probs)
+    if result.scores is not None:
+        row.scores.append(result.scores)
+    if row.guide is not None and not row.guide.accept(result.token):
+        row.error = RequestError(problem(UNGUIDED, got=result.token))
+    row.finished = (
+        row.error is not None
+        or (row.guide is not None and row.guide.ended)
+        or result.token == row.end_id
+        or len(row.tokens) >= row.request.output_len
+        or _ends_in_stop_word(row)
+    )
+
+
+def take_beams(row: Row, result: BeamResult) -> None:
+    """Add a step of the row's beam search and see whether it is over."""
+    if row.hypotheses is not None:
+        row.hypotheses.take(result.candidates)
+        row.finished = row.hypotheses.finished
+
+
+def _ends_in_stop_word(row: Row) -> bool:
+    """Whether the text so far ends in a stop word; a word may begin in the prompt."""
+    if not row.request.stop_words:
+        return False
+    longest = max(map(len, row.request.stop_words))
+    tail = (*row.prompt[-longest:], *row.tokens)[-longest:]
+    return any(tail[-len(word) :] == word for word in row.request.stop_words)
+
+
+def answer(row: Row) -> None:
+    if row.error is not None:
+        with suppress(InvalidStateError):  # cancelled meanwhile
+            row.future.set_exception(row.error)
+        return
+    output = replace(
+        output_so_far(row),
+        context_logits=_context_logits(row) if row.request.return_context_logits else None,
+        hidden_state=None if row.answer is None else row.answer.hidden,
+        attentions=None if row.answer is None else row.answer.attentions,
+    )
+    try:
+        row.future.set_result(output)
+    except InvalidStateError:
+        return  # cancelled meanwhile
+
+
+def output_so_far(row: Row) -> GenerateOutput:
+    """The row's tokens so far; of a beam search the best hypotheses so far."""
+    return snapshot(row).output()
+
+
+def snapshot(row: Row) -> Snapshot:
+    """The row as it is now."""
+    if row.hypotheses is None:
+        return Snapshot(row, len(row.tokens))
+    return Snapshot(row, row.hypotheses.length, row.hypotheses.best())
+
+
+def _best_output(row: Row, hypotheses: Sequence[Hypothesis]) -> GenerateOutput:
+    asked = row.request.return_log_probs
+    beams = tuple(each.beam(log_probs=asked) for each in hypotheses)
+    best = beams[0]
+    return GenerateOutput(
+        best.output_ids,
+        best.cum_log_probs,
+        best.output_log_probs,
+        context_embeddings=row.context_embeddings,
+        prompt_log_probs=_prompt_log_probs(row),
+        beams=beams,
+    )
+
+
+def _first_tokens(row: Row, count: int) -> GenerateOutput:
+    asked, log_probs = row.request.return_log_probs, row.log_probs[:count]
+    number = row.request.num_log_probs
+    return GenerateOutput(
+        output_ids=tuple(row.tokens[:count]),
+        cum_log_probs=sum(whole for whole, _ in log_probs) if asked else None,
+        output_log_probs=tuple(candidates for _, candidates in log_probs) if asked else (),
+        context_embeddings=row.context_embeddings,
+        token_log_probs=model_log_probs(row.scores[:count], number) if number >= 0 else None,
+        prompt_log_probs=_prompt_log_probs(row),
+    )
+
+
+def _callers_first(row: Row) -> int:
+    """The first token of the prompt that is the caller's: the start token of an empty prompt is
+    not, nor is a table of virtual tokens in front, but a decoder's first input.
+    """
+    return 0 if row.source else len(row.prompt) - len(row.request.input_ids)
+
+
+def _context_logits(row: Row) -> Tensor:
+    """Float32 [prompt tokens, vocab]"""
+    return torch.cat(row.context_logits)[_callers_first(row) :]
+
+
+def _prompt_log_probs(row: Row) -> ModelLogProbs | None:
+    """Of the prompt's tokens, the first of which nothing foretells."""
+    count = row.request.num_prompt_log_probs
+    if count < 0:
+        return None
+    first = no_scores(1, count, torch.device("cpu"))
+    return model_log_probs([first, *row.prompt_scores], count, _callers_first(row))

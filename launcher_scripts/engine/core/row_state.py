@@ -1,0 +1,193 @@
+"""The rows in flight as the device sees them: one column per slot, gathered by index each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.engine.core.plan import Move, RowStart, TokenMask
+from launcher_scripts.kernels.operands import RowColumns
+
+NO_TOKEN = -1
+NEVER = -1e9  # added to log-probabilities
+NO_WINDOW = 1 << 40  # longer than any row
+_INTEGERS = (
+    "token",
+    "length",
+    "start",
+    "prompt_length",
+    "source_start",
+    "source_length",
+    "ia3_task",
+    "seed",
+    "end_id",
+    "min_length",
+    "top_k",
+    "no_repeat_ngram_size",
+    "dropped",
+    "window",
+    "most",
+)
+_FLOATS = (
+    "temperature",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "output_presence_penalty",
+    "min_p",
+    "top_p",
+    "initial_top_p",
+    "top_p_decay",
+    "top_p_min",
+    "beam_score",
+)
+
+
+class RowStates:
+    """State of `slots` rows, and of one more slot that padding rows of a step use.
+
+    Every attribute is a vector [slots + 1]. token is the last id chosen, not yet in the cache;
+    length counts the row's tokens in the cache; start is its first cache token. source_length
+    counts the tokens of the encoder's input, from source_start on; ia3_task is the row of the IA3
+    factors. dropped counts the tokens of a session that have left its extent, and window is how
+    many of the last ones attention covers; most is how many positions the row may come to have.
+    beam_score is a hypothesis's cumulative log-probability. masks, int32 [slots + 1, words], has a
+    bit for every id that may come next in a guided row.
+    """
+
+    token: Tensor
+    length: Tensor
+    start: Tensor
+    prompt_length: Tensor
+    source_start: Tensor
+    source_length: Tensor
+    ia3_task: Tensor
+    seed: Tensor
+    end_id: Tensor
+    min_length: Tensor
+    top_k: Tensor
+    no_repeat_ngram_size: Tensor
+    dropped: Tensor
+    window: Tensor
+    most: Tensor
+    reset_id: Tensor
+    temperature: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    output_presence_penalty: Tensor
+    min_p: Tensor
+    top_p: Tensor
+    initial_top_p: Tensor
+    top_p_decay: Tensor
+    top_p_min: Tensor
+    beam_score: Tensor
+    masks: Tensor
+
+    def __init__(self, slots: int, scratch: int, device: torch.device) -> None:
+        self.padding_slot = slots
+        self.device = device
+        self._integers = torch.zeros(
+            len(_INTEGERS) + 1, slots + 1, dtype=torch.int64, device=device
+        )
+        self._floats = torch.ones(len(_FLOATS), slots + 1, device=device)
+        for name, row in zip((*_INTEGERS, "reset_id"), self._integers, strict=True):
+            setattr(self, name, row)
+        for name, row in zip(_FLOATS, self._floats, strict=True):
+            setattr(self, name, row)
+        self.start[slots] = self.source_start[slots] = scratch
+        self.masks = torch.zeros(slots + 1, 0, dtype=torch.int32, device=device)
+
+    @property
+    def columns(self) -> RowColumns:
+        """What a decode step begins with."""
+        return RowColumns(
+            self.token, self.start, self.length, self.source_start, self.source_length
+        )
+
+    def join(self, rows: Sequence[RowStart]) -> None:
+        """Set the state of rows whose prompts are about to run, and of all their hypotheses."""
+        places = [(row, slot, start) for row in rows for slot, start in row.places]
+        slots = torch.tensor([slot for _, slot, _ in places])
+        integers = torch.tensor(
+            [_integers(row, start) for row, _, start in places], dtype=torch.int64
+        ).t()
+        floats = torch.tensor([_floats(row, slot) for row, slot, _ in places]).t()
+        slots = slots.to(self.device, non_blocking=True)
+        self._integers[:, slots] = integers.to(self.device, non_blocking=True)
+        self._floats[:, slots] = floats.to(self.device, non_blocking=True)
+
+    def set_masks(self, masks: Sequence[TokenMask]) -> None:
+        """What may come next in these rows; all masks of a model are of one size."""
+        slots = torch.tensor([mask.slot for mask in masks]).to(self.device, non_blocking=True)
+        words = torch.frombuffer(
+            bytearray(b"".join(mask.words for mask in masks)), dtype=torch.int32
+        ).view(len(masks), -1)
+        if not self.masks.shape[1]:
+            self.masks = self.masks.new_zeros(self.masks.shape[0], words.shape[1])
+        self.masks.index_copy_(0, slots, words.to(self.device, non_blocking=True))
+
+    def slide(self, moves: Sequence[Move]) -> None:
+        """The first tokens of these rows have left the cache."""
+        slots = torch.tensor([move.slot for move in moves]).to(self.device, non_blocking=True)
+        by = torch.tensor([move.by for move in moves]).to(self.device, non_blocking=True)
+        self.length.index_add_(0, slots, by, alpha=-1)
+        self.prompt_length.index_add_(0, slots, by, alpha=-1)
+        self.dropped.index_add_(0, slots, by)
+
+    def set_length(self, slots: Tensor, lengths: Tensor) -> None:
+        """The cache now holds `lengths` tokens of the rows in `slots`."""
+        self.length.index_copy_(0, slots, lengths)
+
+    def advance(self, slots: Tensor) -> None:
+        """One more token of each row is in the cache; padding rows stay empty."""
+        self.length.index_add_(0, slots, (slots != self.padding_slot).long())
+
+
+def _integers(row: RowStart, start: int) -> list[int]:
+    sampling = row.sampling
+    reset = NO_TOKEN if sampling.top_p_reset_id is None else sampling.top_p_reset_id
+    return [
+        row.ids[0] if len(row.ids) == 1 else NO_TOKEN,
+        row.past,
+        start,
+        row.past + len(row.ids),
+        row.source_start,
+        len(row.source),
+        row.ia3_task,
+        _signed(sampling.random_seed),
+        row.end_id,
+        sampling.min_length,
+        sampling.top_k,
+        sampling.no_repeat_ngram_size,
+        row.dropped,
+        row.window or NO_WINDOW,
+        row.most,
+        reset,
+    ]
+
+
+def _floats(row: RowStart, slot: int) -> list[float]:
+    """The first hypothesis alone counts until the search has made others."""
+    sampling = row.sampling
+    return [
+        sampling.temperature,
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        sampling.output_presence_penalty,
+        sampling.min_p,
+        sampling.top_p,
+        sampling.top_p,
+        sampling.top_p_decay,
+        sampling.top_p_min,
+        0.0 if slot == row.slot else NEVER,
+    ]
+
+
+def _signed(seed: int) -> int:
+    """A 64-bit pattern as the signed integer torch has."""
+    seed &= (1 << 64) - 1
+    return seed - (1 << 64) if seed >> 63 else seed

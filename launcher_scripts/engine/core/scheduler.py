@@ -1,0 +1,292 @@
+"""Which rows run in the next step: rows join and leave between steps (in-flight batching)."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from launcher_scripts.engine.core.kv_cache import ExtentAllocator
+from launcher_scripts.engine.core.plan import Move, Plan, PrefillPart, RowStart, TokenMask
+from launcher_scripts.engine.core.results import EncodedRow, StepResult
+from launcher_scripts.engine.core.row import Row, answer, snapshot, take, take_beams
+from launcher_scripts.engine.core.session import Session
+from launcher_scripts.engine.core.statistics import Statistics
+
+# A pass over prompts keeps the rows that decode waiting, however few the prompts are. So where many
+# rows decode, those that come wait for each other: so many steps at most.
+ROWS_PER_STEP_OF_PATIENCE = 4
+MOST_PATIENCE = 8
+
+
+class Scheduler:
+    """Admits rows in the order they came, as slots and cache tokens allow, and ends them.
+
+    slots:          most rows in flight
+    prefill_tokens: most prompt tokens of one step, so that a long prompt cannot hold up the rows
+                    that are generating; and most source tokens, except that a source is never cut
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        cache_tokens: int,
+        prefill_tokens: int,
+        statistics: Statistics | None = None,
+    ) -> None:
+        self._free_slots = list(range(slots))[::-1]
+        self._extents = ExtentAllocator(cache_tokens)
+        self._prefill_tokens = prefill_tokens
+        self._waiting: deque[Row] = deque()
+        self._running: dict[int, Row] = {}
+        self._launched: deque[dict[int, Row]] = deque()
+        self._moves: list[Move] = []
+        self._held = 0
+        self._statistics = Statistics() if statistics is None else statistics
+
+    @property
+    def rows(self) -> list[Row]:
+        """Every row that has not ended."""
+        return [*self._running.values(), *self._waiting]
+
+    @property
+    def rows_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens of the cache that belong to rows and sessions."""
+        return self._extents.capacity - self._extents.free_tokens
+
+    def add(self, row: Row) -> None:
+        self._waiting.append(row)
+
+    def plan(self) -> Plan | None:
+        """The next step, or None when there is nothing to launch."""
+        self._moves = []
+        self._drop_cancelled()
+        starts = [] if self._holds() else self._admit()
+        running = [row for row in self._running.values() if self._decodes(row)]
+        decode = [row for row in running if row.hypotheses is None]
+        beams = [row for row in running if row.hypotheses is not None]
+        encode = self._plan_encode()
+        prefill = self._plan_prefill()
+        if not (encode or prefill or running):
+            return None
+        for row in running:
+            self._make_room(row, 1)
+            row.launched += 1
+        self._launched.append(dict(self._running))
+        prompt_tokens = sum(part.count for part in prefill)
+        prompt_tokens += sum(len(row.source) for row in encode)
+        self._statistics.launch(
+            len(encode) + len(prefill) + len(running), prompt_tokens + len(running)
+        )
+        return Plan(
+            starts=tuple(starts),
+            encode=tuple(row.slot for row in encode),
+            prefill=tuple(prefill),
+            decode=tuple(row.slot for row in decode),
+            beams=tuple(row.slot for row in beams),
+            reorder=max(map(self._reordered, beams), default=0),
+            longest=max((row.cached for row in running), default=0),
+            longest_source=max((len(row.source) for row in running), default=0),
+            moves=tuple(self._moves),
+            windows=any(row.session is not None and row.session.window for row in running),
+            masks=tuple(self._masks()),
+        )
+
+    def apply(self, result: StepResult) -> None:
+        """Take the oldest launched step's tokens; rows that ended answer and leave.
+
+        A slot may have a new row by now: the tokens belong to the rows of the step's launch.
+        """
+        rows = self._launched.popleft()
+        for encoded in result.encoded:
+            self._take_encoded(rows[encoded.slot], encoded)
+        for slot, logits in result.context_logits:
+            rows[slot].context_logits.append(logits)
+        for slot, total in result.context_embeddings:
+            before = rows[slot].context_embeddings
+            rows[slot].context_embeddings = total if before is None else before + total
+        for slot, copy in result.prompt_scores:
+            rows[slot].prompt_scores.append(copy.read())
+        tokens, searches = result.read(), result.read_beams()
+        now = self._statistics.begin_apply()
+        for token in tokens:
+            row = rows[token.slot]
+            if not row.finished:
+                take(row, token)
+                self._go_on(row, now)
+        for beams in searches:
+            row = rows[beams.slot]
+            if not row.finished:
+                take_beams(row, beams)
+                self._go_on(row, now)
+        self._statistics.end_apply()
+
+    def _go_on(self, row: Row, now: float) -> None:
+        """Answer a row that has ended; say how far one has come that goes on."""
+        if row.request.output_len:
+            self._statistics.token(row, now)
+        if row.finished:
+            self._answer(row, now)
+        elif row.on_progress is not None:
+            row.on_progress(snapshot(row))
+
+    def _answer(self, row: Row, now: float) -> None:
+        self._leave(row)
+        if row.error is None and not row.future.cancelled():
+            self._statistics.end(row, now)
+        answer(row)
+
+    def _take_encoded(self, row: Row, encoded: EncodedRow) -> None:
+        """The encoder's answer is the whole one where nothing is decoded."""
+        if row.finished:
+            return
+        row.answer = encoded
+        if not row.prompt:
+            row.finished = True
+            self._answer(row, time.perf_counter())
+
+    def _decodes(self, row: Row) -> bool:
+        if row.guide is not None and row.launched > len(row.tokens):
+            return False  # what may come next depends on a token that has not been seen yet
+        whole_prompt = row.prefilled == len(row.prompt)
+        return whole_prompt and row.launched < row.request.output_len
+
+    def _masks(self) -> Iterator[TokenMask]:
+        """Of the guided rows that get a token in the step that is planned."""
+        for row in self._running.values():
+            if row.guide is not None and row.launched > row.masked:
+                row.masked = row.launched
+                yield TokenMask(row.slot, row.guide.mask())
+
+    def _reordered(self, row: Row) -> int:
+        """How many of the generated tokens in the cache may differ between the hypotheses.
+
+        Those known to be shared a step ago still are: all that go on descend from the same.
+        """
+        if row.hypotheses is None or not self._decodes(row):
+            return 0
+        return row.launched - 1 - row.hypotheses.shared
+
+    def _holds(self) -> bool:
+        """Whether rows that wait do so a step longer, for more of them to join at once."""
+        joining = min(len(self._waiting), len(self._free_slots))
+        decoding = sum(map(self._decodes, self._running.values())) if joining else 0
+        patience = min(decoding // ROWS_PER_STEP_OF_PATIENCE, MOST_PATIENCE)
+        holds = 0 < joining < patience and self._held < patience
+        self._held = self._held + 1 if holds else 0
+        return holds
+
+    def _admit(self) -> list[RowStart]:
+        starts: list[RowStart] = []
+        while self._waiting and self._start(self._waiting[0], starts):
+            self._waiting.popleft()
+        if self._waiting and self._waiting[0].session is not None:
+            # It may wait for the end of a session whose next request stands behind it.
+            for row in list(self._waiting):
+                placed = row.session is not None and row.session.start is not None
+                if placed and self._start(row, starts):
+                    self._waiting.remove(row)
+        return starts
+
+    def _start(self, row: Row, starts: list[RowStart]) -> bool:
+        """Let a row that waits run, if there is room for it."""
+        start = self._place(row) if row.width <= len(self._free_slots) else None
+        if start is None:
+            return False
+        row.slots = tuple(self._free_slots.pop() for _ in range(row.width))
+        row.start = start + len(row.source)
+        self._running[row.slot] = row
+        self._statistics.admit(row, time.perf_counter())
+        self._make_room(row, len(row.prompt))
+        starts.append(row.as_start())
+        return True
+
+    def _place(self, row: Row) -> int | None:
+        """First token of an extent for the row; its session's, which it shares with nobody."""
+        session = row.session
+        if session is None:
+            return self._extents.allocate(row.capacity)
+        if session.start is None:
+            session.start = self._extents.allocate(session.extent_tokens)
+        return session.start
+
+    def _make_room(self, row: Row, tokens: int) -> None:
+        """Let the window of the row's session slide on, if `tokens` more need the place."""
+        if row.session is not None:
+            move = row.session.make_room(row.cached, tokens, row.slot)
+            self._moves += [] if move is None else [move]
+
+    def close_session(self, session: Session) -> None:
+        """Free the session's extent, at once or when its request has ended."""
+        session.closed = True
+        waiting = any(row.session is session for row in self.rows)
+        if session.start is not None and not waiting:
+            self._extents.free(session.start, session.extent_tokens)
+            session.start = None
+
+    def _leave_session(self, row: Row, session: Session) -> None:
+        """The session keeps what the row has brought into the cache."""
+        complete = row.request.output_len == 0 and not row.future.cancelled()
+        if row.tokens or complete:
+            session.take_turn(len(row.prompt), row.tokens, row.end_id)
+        else:
+            session.give_up_turn()
+        if session.closed:
+            self.close_session(session)
+
+    def _plan_encode(self) -> list[Row]:
+        """Rows whose sources the encoder reads now, those of one length side by side."""
+        chosen: list[Row] = []
+        budget = self._prefill_tokens
+        for row in self._running.values():
+            if not row.source or row.encoded:
+                continue
+            if chosen and len(row.source) > budget:
+                break
+            row.encoded = True
+            budget -= len(row.source)
+            chosen.append(row)
+        return sorted(chosen, key=lambda row: len(row.source))
+
+    def _plan_prefill(self) -> list[PrefillPart]:
+        parts = []
+        budget = self._prefill_tokens
+        for row in self._running.values():
+            count = min(len(row.prompt) - row.prefilled, budget)
+            if count <= 0 or (row.source and not row.encoded):
+                continue
+            if row.begins_decoding:
+                row.prefilled = count
+                continue
+            parts.append(PrefillPart(row.slot, row.past + row.prefilled, count))
+            budget -= count
+            row.prefilled += count
+            if row.prefilled == len(row.prompt):
+                row.launched = 1
+        return parts
+
+    def _drop_cancelled(self) -> None:
+        for row in [row for row in self._waiting if row.future.cancelled()]:
+            self._waiting.remove(row)
+            if row.session is not None:
+                self._leave_session(row, row.session)
+        for row in [row for row in self._running.values() if row.future.cancelled()]:
+            row.finished = True
+            self._leave(row)
+
+    def _leave(self, row: Row) -> None:
+        """Give back the row's place.
+
+        Steps already launched may still write there; they run before anything launched later.
+        """
+        del self._running[row.slot]
+        row.on_progress = None
+        self._free_slots += row.slots[::-1]
+        if row.session is None:
+            self._extents.free(row.extent, row.capacity)
+        else:
+            self._leave_session(row, row.session)

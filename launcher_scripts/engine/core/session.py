@@ -1,0 +1,144 @@
+"""A session: keys and values that stay in the cache between requests.
+
+The session owns its extent from its first request until it is closed. Where its memory is shorter
+than the whole session, attention covers the last memory_len tokens, as in FasterTransformer's
+circular cache. The tokens stay in order here: the window slides through an extent twice as long,
+and what it still covers is copied to the front when it reaches the end, once in memory_len tokens.
+So a window is a row like any other to the kernels, and distances (ALiBi) need no care.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launcher_scripts.common.errors import Problems
+from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.engine.core.plan import Move
+from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.gpt import GPTConfig
+
+
+@dataclass(eq=False)
+class Session:
+    """One session; changed by the engine's thread while a request of it runs, else by nobody.
+
+    session_len: most tokens of all its requests and answers
+    memory_len:  how many of the last tokens attention covers
+    start:       first cache token of the extent; None before there was room
+    cached:      tokens in the extent before the request that runs
+    dropped:     tokens that have left the extent
+    pending:     the last token chosen, which is not in the cache yet
+    said:        what the last request generated; None: nothing of it was kept
+    ended:       the end token, after an answer that it ended: the session goes on without it
+    """
+
+    session_len: int
+    memory_len: int
+    start: int | None = None
+    cached: int = 0
+    dropped: int = 0
+    pending: tuple[int, ...] = ()
+    ended: tuple[int, ...] = ()
+    said: tuple[int, ...] | None = None
+    busy: bool = False
+    closed: bool = False
+
+    @property
+    def window(self) -> int:
+        """How many tokens attention covers; 0: all."""
+        return self.memory_len if self.memory_len < self.session_len else 0
+
+    @property
+    def extent_tokens(self) -> int:
+        return min(self.session_len, 2 * self.memory_len)
+
+    @property
+    def positions(self) -> int:
+        """Tokens of the session in or once in the cache."""
+        return self.dropped + self.cached
+
+    def make_room(self, used: int, tokens: int, slot: int) -> Move | None:
+        """Slide to the extent's front if `tokens` more do not fit behind the `used` ones."""
+        if self.start is None or used + tokens <= self.extent_tokens:
+            return None
+        kept = min(used, self.memory_len - 1)
+        self.cached -= used - kept
+        self.dropped += used - kept
+        return Move(slot, self.start, used - kept, kept)
+
+    def take_turn(self, prompt: int, tokens: Sequence[int], end_id: int) -> None:
+        """A request has ended: its prompt and all but the last of its tokens are in the cache."""
+        self.busy = False
+        self.said = tuple(tokens)
+        self.cached += prompt + max(len(tokens) - 1, 0)
+        last = tuple(tokens[-1:])
+        self.pending, self.ended = ((), last) if last == (end_id,) else (last, ())
+
+    def give_up_turn(self) -> None:
+        """A request was cancelled before its first token: as if it had not come.
+
+        Not if it has pushed the tokens before it out of the extent.
+        """
+        self.busy = False
+        self.closed = self.closed or self.cached < 0
+
+
+def prompt_in_session(
+    session: Session, request: GenerateRequest, prompt: tuple[int, ...]
+) -> tuple[int, ...]:
+    """What the request adds to the cache: the token left over from before, and its own prompt.
+
+    A request without ids goes on where the session is, be it after an end token.
+    """
+    if request.input_ids or not session.positions:
+        return (*session.pending, *prompt)
+    return session.pending or session.ended
+
+
+def check_session(
+    problems: Problems,
+    session: Session,
+    request: GenerateRequest,
+    prompt: int,
+    config: ModelConfig,
+    cache_tokens: int,
+) -> None:
+    """Whether the session and the model have room for a request with `prompt` tokens."""
+    if not isinstance(config, GPTConfig):
+        problems.add("only a decoder-only model has sessions")
+    if session.closed:
+        problems.add("the session has ended; begin a new one with START")
+    if session.busy:
+        problems.add("the session's request before this one has not ended")
+    if request.soft_prompt:
+        problems.add("Interactive Generations cannot work with prefix_soft_prompt !")
+    if request.sampling.beam_width != 1:
+        problems.add("a session has one beam", got=request.sampling.beam_width)
+    if not prompt:
+        problems.add("input_ids is empty, and the session has no token to go on from")
+    if session.session_len < 1 or session.memory_len < 1:
+        got = (session.session_len, session.memory_len)
+        problems.add("session_len and memory_len must be at least 1", got=got)
+        return
+    if session.extent_tokens > cache_tokens:
+        problems.add(
+            f"the session needs {session.extent_tokens} tokens in the key/value cache, which holds "
+            f"{cache_tokens}; change session_len or memory_len"
+        )
+    total = session.positions + prompt + request.output_len
+    positions = total - min(request.output_len, 1)  # the last token chosen is never fed back
+    if prompt > session.memory_len:
+        problems.add(
+            f"Memory size too low ({session.memory_len}) vs. input length ({prompt}): memory_len"
+        )
+    if total > session.session_len:
+        problems.add(
+            f"Session size too low ({session.session_len}) vs. total output size ({total}): "
+            "session_len"
+        )
+    if config.position_embedding == "learned" and positions > config.max_positions:
+        problems.add(
+            f"the session would need {positions} positions, and the model has "
+            f"{config.max_positions}"
+        )

@@ -1,0 +1,285 @@
+"""How the ranks of one engine exchange tensors: torch.distributed over gloo or NCCL."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher_scripts.common.errors import ServerError
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.engine.distributed.heartbeat import Progress
+from launcher_scripts.engine.distributed.interfaces import LOOPBACK, interface_towards
+from launcher_scripts.engine.distributed.listeners import drop_connections, listening_ports
+from launcher_scripts.engine.distributed.symmetric_memory import (
+    BUFFER_BYTES,
+    Route,
+    SymmetricSums,
+    choose_route,
+    obstacle,
+)
+from launcher_scripts.kernels.operands import Inboxes
+
+# Which network interface the libraries below open their connections on. Within a node NCCL knows
+# better ways, and finds its own interface to agree on them.
+_LOCAL_VARIABLES = ("GLOO_SOCKET_IFNAME",)
+_INTERFACE_VARIABLES = (*_LOCAL_VARIABLES, "NCCL_SOCKET_IFNAME")
+
+# Newer releases of torch give the operation this name and warn at the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Communicator:
+    """One rank alone: every exchange is the identity."""
+
+    def __init__(
+        self,
+        parallelism: Parallelism = Parallelism(),
+        rank: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        self.parallelism = parallelism
+        self.rank = rank
+        self.tp_rank = parallelism.tp_rank(rank)
+        self.pp_rank = parallelism.pp_rank(rank)
+        self.progress = progress or Progress()
+
+    @property
+    def tp_size(self) -> int:
+        return self.parallelism.tp_size
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.parallelism.pp_size - 1
+
+    def tp_sum(self, tensor: Tensor) -> Tensor:
+        """The sum of `tensor` over the tensor-parallel ranks; may overwrite `tensor`."""
+        return tensor
+
+    @property
+    def inboxes(self) -> Inboxes | None:
+        """Where the tensor-parallel ranks write to each other, if they share memory."""
+        return None
+
+    def tp_concat(self, tensor: Tensor) -> Tensor:
+        """[N, part] of every tensor-parallel rank side by side: [N, part * tp_size]."""
+        return tensor
+
+    def tp_stack(self, tensor: Tensor) -> Tensor:
+        """A few values of every tensor-parallel rank: [...] -> [tp_size, ...]."""
+        return tensor[None]
+
+    def use_peer_memory(self) -> None:
+        """Sum through the GPUs' shared memory where they can, and say so on rank 0."""
+
+    def to_next_stage(self, tensor: Tensor) -> None:
+        """Send to the same tensor-parallel rank of the next pipeline stage."""
+        raise ServerError(f"no pipeline stage follows; {list(tensor.shape)} was to be sent")
+
+    def from_previous_stage(self, tensor: Tensor) -> Tensor:
+        """Fill `tensor` with what the previous pipeline stage sent."""
+        raise ServerError(f"no pipeline stage comes before; {list(tensor.shape)} was expected")
+
+    def from_last_stage(self, tensor: Tensor) -> Tensor:
+        """Fill `tensor` on every pipeline stage with the last stage's values."""
+        return tensor
+
+    def minimum(self, value: int) -> int:
+        """The least `value` over all ranks."""
+        return value
+
+    def close(self) -> None:
+        """Leave the group."""
+
+
+class ProcessGroupCommunicator(Communicator):
+    """Ranks in processes of their own, one group per engine.
+
+    The rendezvous is a TCP store that rank 0 opens on a port the system picks, so two engines on
+    one machine never meet. A process can hold one such group at a time. Connections go through the
+    interface towards `host`, where the store is.
+    """
+
+    def __init__(
+        self,
+        parallelism: Parallelism,
+        rank: int,
+        store: dist.TCPStore,
+        device: torch.device,
+        timeout: float,
+        host: str = LOOPBACK,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__(parallelism, rank, progress)
+        if dist.is_initialized():
+            raise ServerError("this process already runs an engine of several ranks; close it")
+        interface = interface_towards(host)
+        if interface is not None:
+            for name in _LOCAL_VARIABLES if host == LOOPBACK else _INTERFACE_VARIABLES:
+                os.environ.setdefault(name, interface)
+        os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # nobody connects after the meeting
+        limit = timedelta(seconds=timeout)
+        others = listening_ports()
+        cuda = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=dist.PrefixStore("engine", store),
+            rank=rank,
+            world_size=parallelism.world_size,
+            timeout=limit,
+            device_id=device if cuda else None,
+        )
+        self.device = device
+        self._symmetric: SymmetricSums | None = None
+        self.tp_group = self._own_group(
+            [list(parallelism.tp_group(stage)) for stage in range(parallelism.pp_size)]
+        )
+        self._pp_group = self._own_group(
+            [
+                [parallelism.rank(tp_rank, stage) for stage in range(parallelism.pp_size)]
+                for tp_rank in range(parallelism.tp_size)
+            ]
+        )
+        if not cuda:
+            _let_nobody_else_in(listening_ports().keys() - others.keys())
+
+    def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
+        """Every rank creates every group, in the same order, and keeps the one it is in."""
+        created = [dist.new_group(ranks) for ranks in groups]
+        return next(
+            group for group, ranks in zip(created, groups, strict=True) if self.rank in ranks
+        )
+
+    def tp_sum(self, tensor: Tensor) -> Tensor:
+        if self.tp_size == 1:
+            return tensor
+        route = Route.PROCESS_GROUP if self._symmetric is None else choose_route(tensor)
+        if self._symmetric is not None and route is not Route.PROCESS_GROUP:
+            return self._symmetric.sum(tensor, route)
+        if tensor.numel():
+            with self.progress.exchange("all_reduce", tensor.nbytes):
+                dist.all_reduce(tensor, group=self.tp_group)
+        return tensor
+
+    @property
+    def inboxes(self) -> Inboxes | None:
+        return None if self._symmetric is None else self._symmetric.inboxes
+
+    def tp_concat(self, tensor: Tensor) -> Tensor:
+        if self.tp_size == 1:
+            return tensor
+        rows, part = tensor.shape
+        gathered = tensor.new_empty(self.tp_size * rows, part)
+        with self.progress.exchange("all_gather", gathered.nbytes):
+            _all_gather(gathered, tensor.contiguous(), group=self.tp_group)
+        return gathered.view(self.tp_size, rows, part).transpose(0, 1).reshape(rows, -1)
+
+    def tp_stack(self, tensor: Tensor) -> Tensor:
+        padded = tensor.new_zeros(self.tp_size, *tensor.shape)
+        padded[self.tp_rank] = tensor
+        return self.tp_sum(padded)
+
+    def use_peer_memory(self) -> None:
+        if self.tp_size == 1:
+            return
+        reason = obstacle(self._peer_devices())
+        if self._all_agree(reason is None):
+            try:
+                self._symmetric = SymmetricSums(self.tp_group, self.device)
+            except RuntimeError as error:
+                reason = f"sharing memory failed: {error}"
+            if not self._all_agree(reason is None):
+                self._symmetric = None
+        if self.rank == 0:
+            print(f"enable_custom_all_reduce: {self._sums_are_over(reason)}", flush=True)
+
+    def _peer_devices(self) -> list[tuple[str, torch.device]]:
+        """Host, as a digest, and device of every tensor-parallel rank."""
+        host = hashlib.sha256(socket.gethostname().encode()).digest()[:8]
+        cuda = self.device.type == "cuda"
+        mine = [int.from_bytes(host, "big", signed=True), self.device.index or 0, int(cuda)]
+        gathered = self.tp_concat(torch.tensor([mine], dtype=torch.int64, device=self.device))
+        return [
+            (f"{digest:x}", torch.device(f"cuda:{at}") if cuda else torch.device("cpu"))
+            for digest, at, cuda in gathered.view(self.tp_size, len(mine)).tolist()
+        ]
+
+    def _all_agree(self, mine: bool) -> bool:
+        return self.minimum(int(mine)) == 1
+
+    def _sums_are_over(self, reason: str | None) -> str:
+        group = "NCCL" if self.device.type == "cuda" else "gloo"
+        if self._symmetric is None:
+            return f"ranks sum over {group}: {reason or 'another rank cannot share its memory'}"
+        return (
+            f"ranks sum up to {BUFFER_BYTES >> 20} MiB of float32 through each other's memory, "
+            f"and over {group} what is larger"
+        )
+
+    def to_next_stage(self, tensor: Tensor) -> None:
+        to = self.parallelism.rank(self.tp_rank, self.pp_rank + 1)
+        with self.progress.exchange(f"send to rank {to}", tensor.nbytes):
+            dist.send(tensor.contiguous(), to, group=self._pp_group)
+
+    def from_previous_stage(self, tensor: Tensor) -> Tensor:
+        source = self.parallelism.rank(self.tp_rank, self.pp_rank - 1)
+        with self.progress.exchange(f"receive from rank {source}", tensor.nbytes):
+            dist.recv(tensor, source, group=self._pp_group)
+        return tensor
+
+    def from_last_stage(self, tensor: Tensor) -> Tensor:
+        if self.parallelism.pp_size > 1:
+            last = self.parallelism.rank(self.tp_rank, self.parallelism.pp_size - 1)
+            with self.progress.exchange(f"broadcast from rank {last}", tensor.nbytes):
+                dist.broadcast(tensor, last, group=self._pp_group)
+        return tensor
+
+    def minimum(self, value: int) -> int:
+        tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+        return int(tensor.item())
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def close_store(store: dist.TCPStore) -> None:
+    """Let no further rank join the store that this process opened."""
+    _let_nobody_else_in(fd for fd, port in listening_ports().items() if port == store.port)
+
+
+def _let_nobody_else_in(descriptors: Iterable[int]) -> None:
+    try:
+        drop_connections(descriptors)
+    except OSError as error:
+        what = "strangers can connect to this rank's gloo, and take a descriptor each"
+        print(f"{what}: {error}", flush=True)
+
+
+def open_store(host: str, timeout: float) -> dist.TCPStore:
+    """The rendezvous rank 0 opens on the address `host`, on a port that the system chooses."""
+    listener = socket.create_server((host, 0))
+    return dist.TCPStore(
+        LOOPBACK,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def join_store(host: str, port: int, timeout: float) -> dist.TCPStore:
+    """The rendezvous as the other ranks reach it."""
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))

@@ -1,0 +1,343 @@
+"""Heartbeats: every rank tells rank 0 what it is doing, and rank 0 finds one that hangs.
+
+Ranks of one tensor-parallel group do the same work at the same time, so one that has not reached
+an exchange in which the others have waited for seconds is stuck. Pipeline stages rightly wait for
+each other as long as any of them computes. A long prefill is therefore no failure: all compute.
+
+On CUDA the host only launches, so a rank that waits is seen by its device, which does not finish a
+step. Then the ranks that have not launched that step are to blame; where all have, those whose
+devices have not finished it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from launcher_scripts.common.errors import ServerError
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.engine.distributed.messages import Message
+
+HEARTBEAT_SECONDS = 0.5
+LOADING = "loading"
+WAITING = "waiting"
+COMPUTING = "computing"
+COMPILING = "compiling a kernel"
+RECORDING = "recording a graph"
+DEVICE = "waiting for its device"
+# What a rank does by itself while others may wait, and the seconds it may take beyond the usual.
+OWN_WORK = {COMPUTING: 0.0, COMPILING: 120.0, RECORDING: 60.0}
+SLOW_NETWORK = 1e7  # bytes per second that any network of a cluster carries
+# Of the first step of its kind: libraries load their kernels and connect to their peers.
+FIRST_SECONDS = 60.0
+ALONE_SECONDS = 120.0  # of a stage that is alone with work whose length nobody knows
+SLOWER = 3.0  # so many times what it took before, a step may take
+FORGETTING = 0.9  # what a token took at the most loses so much of its weight with every step
+# Seconds in vain, beside what ranks announce. Cores that have much else to do need the longer ones.
+EXCHANGE_SECONDS = {"cpu": 4.0, "cuda": 3.0}
+HEARTBEAT_AGE = 1.0  # what is known of a rank may be so many seconds old
+SKEW = 3.0  # ranks with the same work take at most so many times as long as each other
+
+
+class Heartbeat(Message, frozen=True):
+    """A sign of life, and what a rank is doing. A node's host leaves it empty.
+
+    step:    the latest step that the rank has begun
+    phase:   loading, waiting, computing, or the exchange that it is in
+    ticks:   how many exchanges with other ranks it has begun
+    quiet:   seconds since it last went from one thing to the next
+    stretch: seconds that it computed before its latest exchange
+    patience: seconds that what it is in may rightly take beyond the usual
+    launched: the latest step of which everything has been launched
+    finished: the latest step that the device has finished
+    held:    seconds since the device finished a step, or was given the one it is at; 0: idle
+    allowed: seconds that the step it is at may rightly take beyond the usual
+    alone:   seconds beyond the usual that it may compute while other stages wait for it
+    """
+
+    step: int = 0
+    phase: str = WAITING
+    ticks: int = 0
+    quiet: float = 0.0
+    stretch: float = 0.0
+    patience: float = 0.0
+    launched: int = 0
+    finished: int = 0
+    held: float = 0.0
+    allowed: float = 0.0
+    alone: float = 0.0
+
+    def doing(self) -> str:
+        """In words."""
+        if self.phase == LOADING:
+            return "loading"
+        if self.phase == WAITING:
+            return f"waiting after step {self.step}"
+        if self.phase == COMPUTING:
+            return f"computing step {self.step}"
+        return f"in step {self.step}, {self.phase}"
+
+    def hangs(self) -> str:
+        """In words, of a rank that does not go on."""
+        if self.held > 0 and self.phase in (WAITING, DEVICE):
+            return f"hangs: its device has been at step {self.finished + 1} for {self.held:.0f} s"
+        return f"hangs {self.doing()}, for {self.quiet:.0f} s"
+
+
+class Mark(Protocol):
+    """Something that the device passes behind what was launched before it, as a CUDA event."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it; RuntimeError when the device has failed."""
+
+
+class _Launched(NamedTuple):
+    step: int
+    allowed: float
+    mark: Mark
+    at: float
+
+
+class _Steps:
+    """The steps on one device. The main thread launches, the heartbeats' thread asks."""
+
+    def __init__(self, mark: Callable[[], Mark], clock: Callable[[], float]) -> None:
+        self._mark = mark
+        self._clock = clock
+        self._under_way: deque[_Launched] = deque()
+        self._latest = 0
+        self._finished = 0
+        self._moved = clock()
+
+    def launched(self, step: int, allowed: float) -> None:
+        """Everything of the step has been launched; it may take `allowed` s beyond the usual."""
+        self._under_way.append(_Launched(step, allowed, self._mark(), self._clock()))
+        self._latest = step
+
+    def state(self) -> tuple[int, int, float, float]:
+        """A Heartbeat's launched, finished, held and allowed; ServerError for a failed device."""
+        latest = self._latest
+        try:
+            while self._under_way and self._under_way[0].mark.query():
+                self._finished = self._under_way.popleft().step
+                self._moved = self._clock()
+        except RuntimeError as error:
+            raise ServerError(f"its device failed: {error}") from error
+        if not self._under_way:
+            return latest, latest, 0.0, 0.0
+        at = self._under_way[0]
+        held = self._clock() - max(self._moved, at.at)
+        return max(latest, at.step), self._finished, held, at.allowed
+
+
+class _Now(NamedTuple):
+    """What the rank does since `since`, and the seconds it may rightly take beyond the usual."""
+
+    phase: str
+    patience: float
+    since: float
+
+
+class Progress:
+    """The state of one rank. The main thread writes, the heartbeats' thread reads."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._step = 0
+        self._ended = 0
+        self._ticks = 0
+        self._stretch = 0.0
+        self._allowed = 0.0  # of the step that is being computed
+        self._seconds_per_token = self._base = 0.0
+        self._device: _Steps | None = None
+        self._known: set[Hashable] = set()
+        self._begun = self._alone = 0.0
+        self._tokens: tuple[Hashable, int] | None = None
+        self._rates: dict[Hashable, float] = {}  # seconds that a token of a kind of step took
+        self._interrupted: _Now | None = None
+        self._now = _Now(LOADING, 0.0, clock())
+
+    def on_device(
+        self, mark: Callable[[], Mark], seconds_per_token: float, base: float = 0.0
+    ) -> None:
+        """The host only launches steps, and a device finishes them.
+
+        mark leaves a mark behind everything that was launched until now. A step may take `base`
+        seconds, and so many per token, beyond the usual.
+        """
+        self._device = _Steps(mark, self._clock)
+        self._seconds_per_token, self._base = seconds_per_token, base
+
+    def loaded(self) -> None:
+        self._change(WAITING)
+
+    def begin_step(self) -> None:
+        self._step += 1
+        self._allowed = 0.0
+        self._tokens = None
+        self._alone = 0.0 if self._device is None else ALONE_SECONDS
+        self._begun = self._clock()
+        self._change(COMPUTING)
+
+    def expect(self, kind: Hashable, tokens: int) -> None:
+        """The step that has begun computes so many tokens, in the way that `kind` stands for."""
+        known = kind in self._known
+        self._known.add(kind)
+        if self._device is None:
+            rate = self._rates.get(kind, 0.0)
+            self._alone = SLOWER * rate * tokens if rate else ALONE_SECONDS
+            self._tokens = (kind, max(tokens, 1)) if known else None
+            return
+        first = 0.0 if known else FIRST_SECONDS
+        self._allowed = first + self._base + tokens * self._seconds_per_token
+        self._now = self._now._replace(patience=self._allowed)
+
+    def end_step(self) -> None:
+        if self._device is not None:
+            self._device.launched(self._step, self._allowed)
+        elif self._tokens is not None:
+            kind, tokens = self._tokens
+            rate = (self._clock() - self._begun) / tokens
+            self._rates[kind] = max(rate, FORGETTING * self._rates.get(kind, 0.0))
+        self._ended = self._step
+        self._change(WAITING)
+
+    @contextmanager
+    def exchange(self, name: str, size: int) -> Iterator[None]:
+        """In the block, `size` bytes go between this rank and others, or come from them."""
+        self._stretch = self._clock() - self._now.since
+        self._ticks += 1
+        with self._in(name, self._allowed + size / SLOW_NETWORK):
+            yield
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """In the block, the rank does something of its own: RECORDING, or waits for its DEVICE."""
+        with self._in(name, self._allowed + OWN_WORK.get(name, 0.0)):
+            yield
+
+    def compiles(self) -> None:
+        """A kernel is compiled from now on; while loading that needs no mention."""
+        if self._now.phase != LOADING:
+            self._interrupted = self._now
+            self._change(COMPILING, self._allowed + OWN_WORK[COMPILING])
+
+    def compiled(self) -> None:
+        """The kernel is compiled: the rank goes on with what it did before."""
+        if self._interrupted is not None:
+            self._change(self._interrupted.phase, self._interrupted.patience)
+            self._interrupted = None
+
+    def heartbeat(self) -> Heartbeat:
+        """The state now. Raises ServerError when the device has failed."""
+        phase, patience, since = self._now
+        quiet = self._clock() - since
+        state = (self._step, phase, self._ticks, quiet, self._stretch, patience)
+        if self._device is None:
+            return Heartbeat(*state, self._ended, self._ended, alone=self._alone)
+        return Heartbeat(*state, *self._device.state(), alone=self._alone)
+
+    @contextmanager
+    def _in(self, name: str, patience: float) -> Iterator[None]:
+        before = self._now
+        self._change(name, patience)
+        yield
+        self._change(before.phase, before.patience)
+
+    def _change(self, phase: str, patience: float = 0.0) -> None:
+        self._now = _Now(phase, patience, self._clock())
+
+
+@dataclass(frozen=True)
+class Watchdog:
+    """Judges the ranks of one engine; `patience` is in seconds."""
+
+    parallelism: Parallelism
+    patience: float
+
+    def stuck(self, beats: Mapping[int, Heartbeat], sent: int, since: float) -> dict[int, str]:
+        """rank -> what it hangs in; empty while all is well.
+
+        beats: the latest of every rank
+        sent:  steps that rank 0 has sent out, the last of them `since` seconds ago
+        """
+        if any(beat.phase == LOADING for beat in beats.values()):
+            return {}
+        for find in (self._deaf, self._behind, self._unfinished, self._deadlocked):
+            found = find(beats, sent, since)
+            if found:
+                return {rank: beats[rank].hangs() for rank in found}
+        return {}
+
+    def _deaf(self, beats: Mapping[int, Heartbeat], sent: int, since: float) -> list[int]:
+        """Ranks that do not begin the step they were sent."""
+        return [
+            rank
+            for rank, beat in beats.items()
+            if beat.phase == WAITING and beat.step < sent and min(beat.quiet, since) > self.patience
+        ]
+
+    def _behind(self, beats: Mapping[int, Heartbeat], _sent: int, _since: float) -> list[int]:
+        """Ranks that compute while their peers have long reached the next exchange."""
+        found = []
+        for rank, beat in beats.items():
+            if beat.phase == DEVICE and not beat.held and beat.quiet > ALONE_SECONDS:
+                found.append(rank)  # with what its device has given it
+            if beat.phase not in OWN_WORK:
+                continue
+            ahead = [peer for peer in self._peers(rank, beats) if _is_ahead(peer, beat)]
+            allowed = max([self.patience, *(SKEW * peer.stretch for peer in ahead)])
+            others = [other for other in beats.values() if other.phase not in OWN_WORK]
+            quiet = beat.quiet - beat.patience
+            alone = self.patience + beat.alone
+            if (ahead and quiet > allowed) or (others and quiet > alone):
+                found.append(rank)
+        return found
+
+    def _unfinished(self, beats: Mapping[int, Heartbeat], _sent: int, _since: float) -> list[int]:
+        """Ranks that have not launched a step for which devices wait, or do not finish it."""
+        overdue = [beat for beat in beats.values() if beat.held > self.patience + beat.allowed]
+        if not overdue:
+            return []
+        step = min(beat.finished for beat in overdue) + 1
+        absent = [rank for rank, beat in beats.items() if beat.launched < step]
+        if absent:
+            return [
+                rank for rank in absent if beats[rank].quiet > self.patience + beats[rank].patience
+            ]
+        inside = [rank for rank, beat in beats.items() if beat.finished < step]
+        return inside if all(beats[rank] in overdue for rank in inside) else []
+
+    def _deadlocked(self, beats: Mapping[int, Heartbeat], _sent: int, _since: float) -> list[int]:
+        """Ranks in an exchange that does not end although nobody computes for it any more."""
+        found = []
+        for rank, beat in beats.items():
+            idle = beat.phase in (WAITING, DEVICE, *OWN_WORK)
+            awaited = any(o.phase in OWN_WORK and o.step <= beat.step for o in beats.values())
+            if not idle and not awaited:
+                found.append(rank)
+        overdue = {rank: beats[rank].quiet - self.patience - beats[rank].patience for rank in found}
+        if max(overdue.values(), default=0.0) <= 0:
+            return []
+        found = [rank for rank in found if overdue[rank] > -HEARTBEAT_AGE]
+        least = [
+            rank
+            for rank in found
+            if all(beats[rank].ticks <= peer.ticks for peer in self._peers(rank, beats))
+        ]
+        return least or found
+
+    def _peers(self, rank: int, beats: Mapping[int, Heartbeat]) -> Sequence[Heartbeat]:
+        """The other ranks that share this one's layers."""
+        group = self.parallelism.tp_group(self.parallelism.pp_rank(rank))
+        return [beats[peer] for peer in group if peer != rank and peer in beats]
+
+
+def _is_ahead(peer: Heartbeat, beat: Heartbeat) -> bool:
+    """Whether `peer` has been done with what `beat` computes."""
+    finished = peer.phase == WAITING and peer.step >= beat.step
+    return peer.ticks > beat.ticks or (finished and peer.step > 0)

@@ -1,0 +1,70 @@
+"""Addresses and network interfaces of this node, for connections between nodes (IPv4)."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+
+from launcher_scripts.common.errors import ServerError, problem
+
+LOOPBACK = "127.0.0.1"
+EVERY = "0.0.0.0"
+_SIOCGIFADDR = 0x8915
+_CHANGE = "deploy.server.network_interface (an interface's name or a network as 10.0.0.0/16)"
+
+
+def interface_addresses() -> dict[str, str]:
+    """name -> address of every interface that has one, loopback last."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # it has no address
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return dict(sorted(found.items(), key=lambda item: item[1].startswith("127.")))
+
+
+def listening_address(asked: str | None) -> str:
+    """The address to listen on for other nodes: that of the interface or network asked for.
+
+    Without a wish every address; the connections prove themselves. Raises ServerError where this
+    node has no such interface.
+    """
+    if asked is None:
+        return EVERY
+    addresses = interface_addresses()
+    if asked in addresses:
+        return addresses[asked]
+    try:
+        network = ipaddress.ip_network(asked, strict=False)
+    except ValueError:
+        network = None
+    for address in addresses.values():
+        if network is not None and ipaddress.ip_address(address) in network:
+            return address
+    choices = [f"{name} ({address})" for name, address in addresses.items()]
+    what = f"{socket.gethostname()} has no such network interface"
+    raise ServerError(problem(what, got=asked, choices=choices, change=_CHANGE))
+
+
+def published_addresses(listening: str) -> tuple[str, ...]:
+    """Where others find a socket that listens there, the likeliest first; names come last."""
+    if listening != EVERY:
+        return (listening,)
+    return tuple(dict.fromkeys([*interface_addresses().values(), socket.gethostname()]))
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface over which this node reaches `host`; None where that cannot be told."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        own = probe.getsockname()[0]
+    for name, address in interface_addresses().items():
+        if address == own:
+            return name
+    return None

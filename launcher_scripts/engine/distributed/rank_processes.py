@@ -1,0 +1,112 @@
+"""Processes of ranks on this node: how they are started, how they ended."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+WORKER = "launcher_scripts.engine.distributed.worker"
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """What a rank's process is told through its standard input: whom to speak to, as whom.
+
+    checkpoint_dir: where this node has the shards, when not where rank 0 has them
+    """
+
+    rank: int
+    addresses: tuple[str, ...]
+    port: int
+    token: str
+    checkpoint_dir: str | None = None
+
+
+class RankProcess:
+    """One rank; the thread that starts it must outlive it, since it ends with that thread."""
+
+    def __init__(self, order: RankOrder) -> None:
+        self.rank = order.rank
+        self._process = subprocess.Popen(
+            [own_python(), "-m", WORKER, "--parent", str(os.getpid())],
+            env=own_environment(),
+            stdin=subprocess.PIPE,
+        )
+        # The token is in nobody's command line or environment.
+        with suppress(BrokenPipeError), self._process.stdin as told:
+            told.write(json.dumps(asdict(order)).encode())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def trouble(self) -> str | None:
+        """Why the rank cannot go on; None while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return "is stopped (SIGSTOP)" if is_stopped(self.pid) else None
+        if code < 0:
+            return f"was ended by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def wait(self, timeout: float) -> bool:
+        """Whether the rank ends within `timeout` seconds."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is suspended, by a signal or a debugger."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state in ("T", "t")
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(0)
+
+
+def own_python() -> str:
+    """The interpreter of this process, also where Python is embedded in another program."""
+    if sys.executable and "python" in Path(sys.executable).name:
+        return sys.executable
+    for folder in (sys.prefix, sys.exec_prefix):
+        candidate = Path(folder) / "bin" / "python3"
+        if candidate.exists():
+            return str(candidate)
+    found = shutil.which("python3")
+    if found is None:
+        raise FileNotFoundError("there is no python3 to run the other ranks with")
+    return found
+
+
+def own_environment() -> dict[str, str]:
+    """This process's environment, with the modules it can import."""
+    paths = dict.fromkeys([str(CHECKOUT), *(path for path in sys.path if path)])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -1,0 +1,104 @@
+"""One rank's weights of a BART or mBART, in the terms of a T5's: norms after the sums or before."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from launcher_scripts.engine.model.t5_weights import (
+    CrossLayerWeights,
+    Embedding,
+    EncoderLayerWeights,
+    T5Weights,
+)
+from launcher_scripts.engine.model.weights import WeightLoader
+from launcher_scripts.kernels.operands import Linear, Norm
+from launcher_scripts.models.bart import BartConfig
+
+
+class BartWeightLoader(WeightLoader):
+    """See WeightLoader."""
+
+    config: BartConfig
+
+    def load(self) -> T5Weights:
+        """Everything this rank needs, and nothing else, is read."""
+        config = self.config
+        first = self.pp_rank == 0
+        last = self.pp_rank == self.parallelism.pp_size - 1
+        final = last and self._pre
+        table = self._table("shared.weight") if first else None
+        return T5Weights(
+            config=config,
+            encoder_embedding=self._embedding("encoder", table),
+            encoder_layers={
+                layer: self._encoder_layer(layer) for layer in self._own(config.num_layers)
+            },
+            encoder_norm=self._norm("encoder.layer_norm") if final else None,
+            decoder_embedding=self._embedding("decoder", table),
+            decoder_layers={
+                layer: self._decoder_layer(layer) for layer in self._own(config.num_decoder_layers)
+            },
+            head=self._output() if last else None,
+        )
+
+    @property
+    def _pre(self) -> bool:
+        return self.config.norm_placement == "pre"
+
+    def _embedding(self, side: str, table: Tensor | None) -> Embedding | None:
+        if table is None:
+            return None
+        return Embedding(
+            self.tp_rank * table.shape[0],
+            table,
+            self._tensor(f"{side}.embed_positions.weight", self.dtype),
+            self._norm(f"{side}.layernorm_embedding"),
+        )
+
+    def _encoder_layer(self, layer: int) -> EncoderLayerWeights:
+        stem = "encoder.layers.*"
+        attention = f"{stem}.self_attn"
+        before, after = self._norms(f"{attention}_layer_norm", layer)
+        names = [f"{attention}.{part}_proj" for part in "qkv"]
+        return EncoderLayerWeights(
+            query_key_value=self._joined(names, layer, before),
+            attention_dense=self._linear(f"{attention}.out_proj", layer),
+            attention_norm=after,
+            **self._mlp(stem, layer),
+        )
+
+    def _decoder_layer(self, layer: int) -> CrossLayerWeights:
+        stem = "decoder.layers.*"
+        own, source = f"{stem}.self_attn", f"{stem}.encoder_attn"
+        before, after = self._norms(f"{own}_layer_norm", layer)
+        before_source, after_source = self._norms(f"{source}_layer_norm", layer)
+        keys_and_values = [f"{source}.{part}_proj" for part in "kv"]
+        return CrossLayerWeights(
+            query_key_value=self._linear(f"{own}.qkv", layer, before),
+            attention_dense=self._linear(f"{own}.out_proj", layer),
+            attention_norm=after,
+            source_query=self._linear(f"{source}.q_proj", layer, before_source),
+            source_key_value=self._joined(keys_and_values, layer),
+            source_dense=self._linear(f"{source}.out_proj", layer),
+            source_norm=after_source,
+            **self._mlp(stem, layer),
+        )
+
+    def _norms(self, name: str, layer: int) -> tuple[Norm | None, Norm | None]:
+        """A sublayer's norm as the one before it, or as the one after the sum."""
+        norm = self._norm(name, layer)
+        return (norm, None) if self._pre else (None, norm)
+
+    def _mlp(self, stem: str, layer: int) -> dict[str, Linear | Norm | None]:
+        before, after = self._norms(f"{stem}.final_layer_norm", layer)
+        return {
+            "mlp_up": self._linear(f"{stem}.fc1", layer, before),
+            "mlp_gate": None,
+            "mlp_down": self._linear(f"{stem}.fc2", layer),
+            "mlp_norm": after,
+        }
+
+    def _output(self) -> Linear:
+        bias = self._table("final_logits_bias") if self.config.logits_bias else None
+        norm = self._norm("decoder.layer_norm") if self._pre else None
+        return Linear(self._table("lm_head.weight"), bias, norm)

@@ -1,0 +1,254 @@
+"""The fast way through an encoder: rows of several tokens in, their hidden states out.
+
+The sublayers are those of a decode step (see decode_step.py), but for the attention; what they
+cannot express goes through `Encoder`. A pass reads all that changes from one tensor, so that short
+ones can be recorded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.model.decode_step import MLP, Sublayer, obstacles
+from launcher_scripts.engine.model.embedding import embed
+from launcher_scripts.engine.model.learned_parts import learned_of
+from launcher_scripts.engine.model.t5_weights import T5Weights
+from launcher_scripts.engine.runner.graphs import GraphCache
+from launcher_scripts.kernels.operands import (
+    SPAN_QUERIES,
+    Heads,
+    Hidden,
+    LayerCache,
+    Linear,
+    RelativeBias,
+    Spans,
+    span_blocks,
+)
+
+# Tokens times weights that a device multiplies while its host launches a product and its company.
+LAUNCH_WORK = 12_000_000_000
+SMALLEST_BUCKET, COARSE_BUCKETS = 16, 128
+LONGEST_BEFOREHAND = 512
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What the encoder reads of several rows.
+
+    values: int64 [3 * tokens + 3 * blocks]: ids, their positions, the cache tokens that get their
+            keys and values, and the blocks of their Spans
+    """
+
+    values: Tensor
+    tokens: int
+
+    @property
+    def ids(self) -> Tensor:
+        return self.values[: self.tokens]
+
+    @property
+    def positions(self) -> Tensor:
+        return self.values[self.tokens : 2 * self.tokens]
+
+    @property
+    def slots(self) -> Tensor:
+        return self.values[2 * self.tokens : 3 * self.tokens]
+
+    @property
+    def spans(self) -> Spans:
+        return Spans(self.values[3 * self.tokens :].view(-1, 3))
+
+
+def pack(
+    rows: Sequence[tuple[Sequence[int], int]], padding: int = 0, filled: int | None = None
+) -> list[int]:
+    """Sources.values of rows: ids and first cache token of each.
+
+    filled: how many tokens to fill up to by one more row, with blocks that suffice for any one row
+            of so many, or a power of two;  padding: the cache token of those, which no row has
+    """
+    counts = [len(ids) for ids, _ in rows]
+    more = 0 if filled is None else filled - sum(counts)
+    ids = itertools.chain(*(ids for ids, _ in rows), [0] * more)
+    positions = itertools.chain(*map(range, counts), [0] * more)
+    slots = itertools.chain(
+        *(range(start, start + len(ids)) for ids, start in rows), [padding] * more
+    )
+    blocks = span_blocks([*counts, more])
+    if filled is not None:
+        enough = max(len(blocks), filled // SPAN_QUERIES + 2)
+        blocks += [(0, 0, 0)] * (_power_of_two(enough) - len(blocks))
+    return [*ids, *positions, *slots, *itertools.chain(*blocks)]
+
+
+def bucket_tokens(tokens: int) -> int:
+    """How many tokens a recorded pass of so many has: powers of two, then four to an octave."""
+    if tokens <= COARSE_BUCKETS:
+        return max(SMALLEST_BUCKET, _power_of_two(tokens))
+    step = _power_of_two(tokens) // 8
+    return -(-tokens // step) * step
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class SpanContext:
+    """What the sublayers of one pass share."""
+
+    spans: Spans
+
+
+class SpanAttention(Sublayer):
+    """Attention of rows to all of their own tokens."""
+
+    def __init__(
+        self,
+        first: Linear,
+        last: Linear,
+        kernels: ModuleType,
+        communicator: Communicator,
+        *,
+        heads: Heads,
+        scale: float,
+        bias: RelativeBias | None,
+    ) -> None:
+        super().__init__(first, last, kernels, communicator)
+        self.heads = heads
+        self.scale = scale
+        self.bias = bias
+
+    def branch(self, x: Hidden, context: SpanContext) -> Tensor:
+        qkv = self.kernels.project_hidden(x, self.first)
+        return self.kernels.attend_spans(
+            qkv, self.heads, context.spans, scale=self.scale, relative=self.bias
+        )
+
+
+def encode_obstacles(weights: T5Weights, communicator: Communicator) -> list[str]:
+    """Why a model's inputs cannot go through an EncodeStep; empty where they can."""
+    layers = [*weights.encoder_layers.values(), *weights.decoder_layers.values()]
+    found = obstacles(weights.config, communicator, learned_of(layers))
+    if communicator.tp_size > 1:
+        found.append("ranks add many tokens up in the compute type")
+    return found
+
+
+def encoder_sublayers(
+    weights: T5Weights, heads: Heads, kernels: ModuleType, communicator: Communicator
+) -> list[Sublayer]:
+    """The encoder's layers; heads: of one rank."""
+    config, shared = weights.config, (kernels, communicator)
+    sublayers: list[Sublayer] = []
+    for own in weights.encoder_layers.values():
+        attention = {
+            "heads": heads,
+            "scale": config.attention_scale,
+            "bias": own.relative,
+        }
+        sublayers += [
+            SpanAttention(own.query_key_value, own.attention_dense, *shared, **attention),
+            MLP(own.mlp_up, own.mlp_down, *shared, gate=own.mlp_gate, activation=config.activation),
+        ]
+    return sublayers
+
+
+class EncodeStep:
+    """The encoder of a rank that has all layers, and the keys and values the decoder wants of it.
+
+    longest_recorded: tokens, up to which the host would hold the device up
+    readers: what reads the states, one projection per decoder layer, and the cache for its keys
+             and values;  heads: of the decoder
+    """
+
+    def __init__(
+        self,
+        weights: T5Weights,
+        sublayers: Sequence[Sublayer],
+        readers: Sequence[tuple[Linear, LayerCache]],
+        heads: Heads,
+        kernels: ModuleType,
+        communicator: Communicator,
+    ) -> None:
+        self.sublayers = sublayers
+        self.embedding = weights.encoder_embedding
+        self.last_norm = weights.encoder_norm
+        self.readers = readers
+        self.heads = Heads(0, heads.num_kv_heads, heads.head_size)
+        self.kernels = kernels
+        self.communicator = communicator
+        weights = [linear.weight.numel() for linear in self._linears()]
+        self.longest_recorded = LAUNCH_WORK * len(weights) // sum(weights)
+        self._states: Tensor | None = None
+        self._norms = [*(sublayer.first.norm for sublayer in sublayers), None]
+
+    def forward(self, sources: Sources) -> Tensor:
+        """Hidden states, float32 [tokens, hidden]; the cache holds what the decoder reads."""
+        kernels, dtype = self.kernels, self.embedding.tokens.dtype
+        ids, positions = sources.ids, sources.positions
+        x = embed(self.embedding, ids, positions, kernels, self.communicator)
+        x = kernels.hidden(x, self._norms[0], dtype)
+        context = SpanContext(sources.spans)
+        for sublayer, norm_of_next in zip(self.sublayers, self._norms[1:], strict=True):
+            x = sublayer.forward(x, context, norm_of_next)
+        states = x.exact
+        if self.last_norm is not None:
+            states = kernels.norm(states, self.last_norm, torch.float32)
+        operand, slots = states.to(dtype), sources.slots
+        for linear, cache in self.readers:
+            kernels.store_kv(kernels.project(operand, linear), self.heads, None, slots, cache)
+        return states
+
+    def _linears(self) -> Iterator[Linear]:
+        for sublayer in self.sublayers:
+            yield from (sublayer.first, sublayer.last)
+            gate = getattr(sublayer, "gate", None)
+            if gate is not None:
+                yield gate
+        yield from (linear for linear, _ in self.readers)
+
+    def run(
+        self,
+        rows: Sequence[tuple[Sequence[int], int]],
+        padding: int,
+        device: torch.device,
+        graphs: GraphCache | None,
+    ) -> Tensor:
+        """forward of rows, as in `pack`; short ones on a CUDA graph, filled up with padding."""
+        tokens = sum(len(ids) for ids, _ in rows)
+        filled = bucket_tokens(tokens)
+        if graphs is None or filled > self.longest_recorded:
+            values = torch.tensor(pack(rows)).to(device, non_blocking=True)
+            return self.forward(Sources(values, tokens))
+        values = torch.tensor(pack(rows, padding, filled)).to(device, non_blocking=True)
+        return graphs.run(*self._recorded(values, filled))[:tokens]
+
+    def buckets(self) -> list[int]:
+        """The tokens of passes that are recorded before an input needs them, few first."""
+        most = min(self.longest_recorded, LONGEST_BEFOREHAND)
+        found = {bucket_tokens(tokens) for tokens in range(1, most + 1)}
+        return sorted(bucket for bucket in found if bucket <= most)
+
+    def record(self, filled: int, padding: int, device: torch.device, graphs: GraphCache) -> None:
+        """Have the graph of one input's pass, filled up to a bucket; it is tried out on padding."""
+        values = torch.tensor(pack([], padding, filled)).to(device, non_blocking=True)
+        graphs.record(*self._recorded(values, filled))
+
+    def _recorded(
+        self, values: Tensor, filled: int
+    ) -> tuple[Hashable, Tensor, Callable[[Tensor], Tensor]]:
+        """Arguments of GraphCache.run; the states of all passes are kept in the same place."""
+        if self._states is None:
+            shape = self.longest_recorded, self.embedding.tokens.shape[1]
+            self._states = torch.empty(shape, device=values.device)
+        kept = self._states[:filled]
+        key = ("sources", filled, values.shape[0])
+        return key, values, lambda values: kept.copy_(self.forward(Sources(values, filled)))

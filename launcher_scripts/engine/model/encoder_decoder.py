@@ -1,0 +1,323 @@
+"""A T5 or BART on one rank: an encoder, and a decoder that attends to its own and to the source.
+
+The keys and values of a row's source are computed once per decoder layer and kept in the cache,
+in the tokens right before the row's own.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.engine.core.kv_cache import KVCache
+from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.model.decode_step import (
+    MLP,
+    DecodeStep,
+    SelfAttention,
+    SourceAttention,
+    Sublayer,
+    capped,
+    obstacles,
+)
+from launcher_scripts.engine.model.embedding import embed
+from launcher_scripts.engine.model.encode_step import (
+    EncodeStep,
+    encode_obstacles,
+    encoder_sublayers,
+)
+from launcher_scripts.engine.model.encoder import Encoder, through_stage
+from launcher_scripts.engine.model.heads import decoder_heads, encoder_heads
+from launcher_scripts.engine.model.layers import ParallelLayer, Rows, Segment, Step, new_token_tasks
+from launcher_scripts.engine.model.learned_parts import learned_of, scaled
+from launcher_scripts.engine.model.network import Encoded
+from launcher_scripts.engine.model.rotary import Rotary
+from launcher_scripts.engine.model.t5_weights import CrossLayerWeights, T5Weights
+from launcher_scripts.engine.runner.prompt_batch import PromptBatch
+from launcher_scripts.kernels.operands import EmbeddingTables, Heads, LayerCache, RelativeBias
+from launcher_scripts.models.bart import BartConfig
+from launcher_scripts.models.t5 import T5Config
+
+
+class CrossLayer(ParallelLayer):
+    """Self attention, attention to the source, and MLP, with norms before them."""
+
+    def __init__(
+        self,
+        config: T5Config | BartConfig,
+        layer: int,
+        weights: CrossLayerWeights,
+        cache: LayerCache,
+        heads: Heads,
+        kernels: ModuleType,
+        communicator: Communicator,
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.cache = cache
+        self.heads = heads
+        self.kernels = kernels
+        self.communicator = communicator
+        self.window = config.window(layer)
+
+    def store_source(self, hidden: Tensor, slots: Tensor, tasks: Tensor | None) -> None:
+        """Put keys and values of the encoder's states [N, hidden] at cache tokens slots [N].
+
+        tasks: [N], each state's row of the IA3 factors
+        """
+        ia3 = self.weights.ia3
+        key_value = self.kernels.project(hidden, self.weights.source_key_value)
+        key_value = scaled(key_value, ia3 and ia3.source, tasks)
+        only = Heads(0, self.heads.num_kv_heads, self.heads.head_size)
+        self.kernels.store_kv(key_value, only, None, slots, self.cache)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """x float32 [N, hidden] -> float32 [N, hidden]."""
+        weights, ia3 = self.weights, self.weights.ia3
+        qkv = self.kernels.project(x, weights.query_key_value)  # [N, 3 * heads * size]
+        qkv = scaled(qkv, ia3 and ia3.qkv, step.ia3_tasks)
+        query = self.kernels.store_kv(qkv, self.heads, step.rotary, step.slots, self.cache)
+        attended = self._attend(query, step)
+        x = self.row_parallel(
+            attended,
+            weights.attention_dense,
+            x,
+            weights.attention_adapter,
+            weights.attention_output_norm,
+        )
+        x = self.normed(x, weights.attention_norm)
+        query = self.kernels.project(x, weights.source_query).view(query.shape)
+        attended = self._attend_source(query, step)
+        x = self.row_parallel(attended, weights.source_dense, x, norm=weights.source_output_norm)
+        x = self.normed(x, weights.source_norm)
+        hidden = self.kernels.mlp_up(x, weights.mlp_up, weights.mlp_gate, self.config.activation)
+        hidden = scaled(hidden, ia3 and ia3.mlp, step.ia3_tasks)
+        x = self.row_parallel(
+            hidden, weights.mlp_down, x, weights.mlp_adapter, weights.mlp_output_norm
+        )
+        return self.normed(x, weights.mlp_norm)
+
+    def _attend(self, query: Tensor, step: Step) -> Tensor:
+        scores = self._scores(self.weights.relative)
+        if step.segments is None:
+            return self.kernels.decode_attention(
+                query,
+                self.cache,
+                *step.within(self.window),
+                None,
+                positions=step.positions,
+                **scores,
+            )
+        return self.kernels.prompt_attention(
+            query, self.cache, step.spans, None, window=self.window, **scores
+        )
+
+    def _scores(self, relative: RelativeBias | None) -> dict[str, Any]:
+        """What becomes of q.k."""
+        config = self.config
+        return {
+            "scale": config.decoder_attention_scale,
+            "relative": relative,
+            "softcap": config.attention_softcap,
+        }
+
+    def _attend_source(self, query: Tensor, step: Step) -> Tensor:
+        scores = self._scores(self.weights.source_relative)
+        if step.segments is None:
+            source = step.source
+            return self.kernels.decode_attention(
+                query,
+                self.cache,
+                source.starts,
+                source.lengths,
+                source.longest,
+                None,
+                positions=step.positions,
+                **scores,
+            )
+        parts = query.split([segment.count for segment in step.segments])
+        outputs = []
+        for part, segment in zip(parts, step.segments, strict=True):
+            tokens = slice(segment.start - segment.source, segment.start)
+            key, value = self.cache.keys[None, :, tokens], self.cache.values[None, :, tokens]
+            out = self.kernels.source_attention(
+                part[None], key, value, first=segment.past, **scores
+            )
+            outputs.append(out[0])
+        return torch.cat(outputs)
+
+
+class EncoderDecoder:
+    """The layers of one pipeline stage of both stacks; a Network."""
+
+    def __init__(
+        self,
+        weights: T5Weights,
+        cache: KVCache,
+        kernels: ModuleType,
+        communicator: Communicator,
+        device: torch.device,
+    ) -> None:
+        self.config = weights.config
+        self.weights = weights
+        self.cache = cache
+        self.kernels = kernels
+        self.communicator = communicator
+        self.device = device
+        self.heads = decoder_heads(self.config, communicator.tp_size)
+        of_encoder = encoder_heads(self.config, communicator.tp_size)
+        rope = self.config.position_embedding == "rope"
+        self._rotary = Rotary(self.config, device) if rope else None
+        self._encoder = Encoder(weights, of_encoder, kernels, communicator, device)
+        self._layers = [
+            CrossLayer(
+                self.config,
+                layer,
+                layer_weights,
+                cache.layers[layer],
+                self.heads,
+                kernels,
+                communicator,
+            )
+            for layer, layer_weights in weights.decoder_layers.items()
+        ]
+        self.step_obstacles = obstacles(
+            self.config,
+            communicator,
+            learned_of(weights.decoder_layers.values()),
+        )
+        self.step = None
+        if self._layers and not self.step_obstacles:
+            self.step = self._decode_step()
+        self.replays_prompts = False
+        self.encode_obstacles = encode_obstacles(weights, communicator)
+        self.encode_step = None if self.encode_obstacles else self._encode_step(of_encoder)
+
+    def encode(self, ids: Tensor, segments: tuple[Segment, ...], *, attentions: bool) -> Encoded:
+        """See Network."""
+        encoded = self._encoder.forward(ids, segments, attentions=attentions)
+        if self._layers:
+            spans = [torch.arange(each.start - each.source, each.start) for each in segments]
+            slots = torch.cat(spans).to(self.device, non_blocking=True)
+            tasks = self._encoder.tasks(segments)
+            for layer in self._layers:
+                layer.store_source(encoded.hidden, slots, tasks)
+        return encoded
+
+    def prefill(self, prompts: PromptBatch) -> Tensor:
+        """See Network."""
+        step = Step(
+            slots=prompts.slots,
+            rotary=self._turns(prompts.positions),
+            segments=prompts.segments,
+            spans=prompts.spans,
+            positions=prompts.positions,
+            ia3_tasks=new_token_tasks(self.config, prompts.segments, self.device),
+        )
+        return self._forward(prompts.ids, step)
+
+    def decode(self, ids: Tensor, rows: Rows) -> Tensor:
+        """See Network. Rows that only fill a step up have no source, and attend to themselves."""
+        step = Step(
+            slots=rows.starts + rows.lengths,
+            rotary=self._turns(rows.lengths),
+            starts=rows.starts,
+            lengths=rows.lengths + 1,
+            longest=rows.longest,
+            positions=rows.lengths,
+            source=Rows(rows.source_starts, rows.sources.clamp(min=1), rows.longest_source),
+            ia3_tasks=rows.ia3_tasks,
+        )
+        return self._forward(ids, step)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See Network."""
+        if self.weights.head is None:
+            raise RuntimeError("only the last pipeline stage has an output projection")
+        local = self.kernels.logits(hidden, self.weights.head)
+        logits = self.communicator.tp_concat(local)[:, : self.config.vocab_size]
+        return capped(logits, self.config.logits_softcap)
+
+    def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines of positions [N], for a model that has such."""
+        if self._rotary is None:
+            return None
+        return self._rotary.tables(self.kernels, positions, None)
+
+    def _decode_step(self) -> DecodeStep:
+        weights = self.weights
+        shared = (self.kernels, self.communicator)
+        sublayers: list[Sublayer] = []
+        for layer in self._layers:
+            own = layer.weights
+            attention = {
+                "cache": layer.cache,
+                "heads": self.heads,
+                "scale": self.config.decoder_attention_scale,
+            }
+            sublayers += [
+                SelfAttention(
+                    own.query_key_value,
+                    own.attention_dense,
+                    *shared,
+                    bias=own.relative,
+                    **attention,
+                ),
+                SourceAttention(
+                    own.source_query,
+                    own.source_dense,
+                    *shared,
+                    bias=own.source_relative,
+                    **attention,
+                ),
+                MLP(
+                    own.mlp_up,
+                    own.mlp_down,
+                    *shared,
+                    gate=own.mlp_gate,
+                    activation=self.config.activation,
+                ),
+            ]
+        embedding = weights.decoder_embedding
+        tables = EmbeddingTables(embedding.tokens, embedding.first_id, embedding.positions)
+        return DecodeStep(
+            sublayers,
+            weights.head,
+            tables,
+            embedding.norm,
+            (None, None),
+            self.config.vocab_size,
+            self.cache.ids,
+            *shared,
+        )
+
+    def _encode_step(self, heads: Heads) -> EncodeStep:
+        readers = [(layer.weights.source_key_value, layer.cache) for layer in self._layers]
+        shared = (self.kernels, self.communicator)
+        sublayers = encoder_sublayers(self.weights, heads, *shared)
+        return EncodeStep(self.weights, sublayers, readers, self.heads, *shared)
+
+    def _forward(self, ids: Tensor, step: Step) -> Tensor:
+        self.cache.ids[step.slots] = ids
+
+        def layers(x: Tensor) -> Tensor:
+            for layer in self._layers:
+                x = layer.forward(x, step)
+            return x
+
+        return through_stage(
+            self.communicator,
+            (ids.shape[0], self.config.hidden_size),
+            self.device,
+            lambda: embed(
+                self.weights.decoder_embedding,
+                ids,
+                step.positions,
+                self.kernels,
+                self.communicator,
+            ),
+            layers,
+        )

@@ -1,0 +1,122 @@
+"""What the engine does differently from family to family: one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from launcher_scripts.engine.core.plan import Bounds
+from launcher_scripts.engine.model.agm_weights import AgmWeightLoader
+from launcher_scripts.engine.model.bart_weights import BartWeightLoader
+from launcher_scripts.engine.model.decoder import Decoder
+from launcher_scripts.engine.model.encoder_decoder import EncoderDecoder
+from launcher_scripts.engine.model.heads import decoder_heads, local_heads
+from launcher_scripts.engine.model.network import Network
+from launcher_scripts.engine.model.t5_weights import T5WeightLoader
+from launcher_scripts.engine.model.weights import WeightLoader
+from launcher_scripts.kernels.operands import Heads
+from launcher_scripts.models import family_of
+from launcher_scripts.models.agm import AgmConfig
+from launcher_scripts.models.bart import BartConfig
+from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.t5 import T5Config
+
+# Relative positions have no end; a cache of this many tokens takes inputs much longer than those
+# a model was trained on, also where few rows are to be served.
+LEAST_RELATIVE_TOKENS = 4096
+# Of a row whose model says nothing of lengths.
+RELATIVE_ROW_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class EngineFamily:
+    """A row of FAMILIES.
+
+    loader:        the reader of a rank's weights
+    network:       (weights, cache, kernels, communicator, device) -> the rank's part of the model
+    heads:         (config, tp_size) -> the heads of one rank
+    cached_layers: config -> how many layers keep keys and values
+    depth:         config -> the most pipeline stages there can be
+    row_tokens:    (config, rows) -> cache tokens for `rows` rows of the model's full length
+    longest:       config -> what a decode step reads of a row of that length at most
+    """
+
+    loader: type[WeightLoader]
+    network: Callable[..., Network]
+    heads: Callable[[Any, int], Heads]
+    cached_layers: Callable[[Any], int]
+    depth: Callable[[Any], int]
+    row_tokens: Callable[[Any, int], int]
+    longest: Callable[[Any], Bounds]
+
+
+def _gpt_tokens(config: GPTConfig, rows: int) -> int:
+    return rows * config.max_positions
+
+
+def _t5_tokens(config: T5Config | BartConfig, rows: int) -> int:
+    """As many for the input as for the output."""
+    least = LEAST_RELATIVE_TOKENS if config.position_embedding == "relative" else 0
+    return max(2 * rows * config.max_positions, least)
+
+
+def _agm_tokens(_: AgmConfig, rows: int) -> int:
+    return max(rows * RELATIVE_ROW_TOKENS, LEAST_RELATIVE_TOKENS)
+
+
+def _t5_longest(config: T5Config | BartConfig) -> Bounds:
+    length = 0 if config.encoder_only else config.max_positions
+    return Bounds(length, length)
+
+
+def _t5_depth(config: T5Config | BartConfig) -> int:
+    if config.encoder_only:
+        return config.num_layers
+    return min(config.num_layers, config.num_decoder_layers)
+
+
+FAMILIES = {
+    "gpt": EngineFamily(
+        WeightLoader,
+        Decoder,
+        local_heads,
+        lambda config: config.num_layers,
+        lambda config: config.num_layers,
+        _gpt_tokens,
+        lambda config: Bounds(config.max_positions),
+    ),
+    "t5": EngineFamily(
+        T5WeightLoader,
+        EncoderDecoder,
+        decoder_heads,
+        lambda config: 0 if config.encoder_only else config.num_decoder_layers,
+        _t5_depth,
+        _t5_tokens,
+        _t5_longest,
+    ),
+    "bart": EngineFamily(
+        BartWeightLoader,
+        EncoderDecoder,
+        decoder_heads,
+        lambda config: config.num_decoder_layers,
+        _t5_depth,
+        _t5_tokens,
+        _t5_longest,
+    ),
+    "agm": EngineFamily(
+        AgmWeightLoader,
+        Decoder,
+        local_heads,
+        lambda config: config.num_layers,
+        lambda config: config.num_layers,
+        _agm_tokens,
+        lambda _: Bounds(RELATIVE_ROW_TOKENS),
+    ),
+}
+
+
+def engine_family(config: ModelConfig) -> EngineFamily:
+    """The row of a model that the engine can run."""
+    return FAMILIES[family_of(config).name]

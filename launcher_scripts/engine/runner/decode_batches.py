@@ -1,0 +1,83 @@
+"""What a decode step knows of its rows, made once for as long as the same rows run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.contract.protocol import SamplingParameters
+from launcher_scripts.engine.core.beam_search import BeamBatch, beam_batches
+from launcher_scripts.engine.core.logit_processing import indices
+from launcher_scripts.engine.core.plan import Plan, RowStart
+from launcher_scripts.engine.core.sampler import SamplingBatch, sampling_batch
+from launcher_scripts.engine.runner.graphs import bucket_rows
+
+
+@dataclass(frozen=True)
+class MixedBatch:
+    """A decode step with beam searches: all slots, those of `plain` first, padding last."""
+
+    slots: Tensor
+    plain: SamplingBatch | None
+    beams: tuple[BeamBatch, ...]
+
+
+class DecodeBatches:
+    """The batch of the rows that ran last.
+
+    max_rows: where steps are CUDA graphs, to what buckets of rows are padded at most; else None
+    """
+
+    def __init__(
+        self,
+        rows: Mapping[int, RowStart],
+        max_rows: int | None,
+        padding_slot: int,
+        device: torch.device,
+    ) -> None:
+        self._rows = rows
+        self._max_rows = max_rows
+        self._padding_slot = padding_slot
+        self._device = device
+        self._plain: tuple[tuple[int, ...], SamplingBatch] | None = None
+        self._mixed: tuple[tuple[tuple[int, ...], ...], MixedBatch] | None = None
+
+    def forget(self) -> None:
+        """Other rows may be in the same slots."""
+        self._plain = self._mixed = None
+
+    def plain(self, slots: tuple[int, ...]) -> SamplingBatch:
+        """The sampling of rows without beam searches."""
+        if self._plain is None or self._plain[0] != slots:
+            rows = [self._rows[slot] for slot in slots]
+            rows += [_padding_row(self._padding_slot)] * self._padding(len(rows))
+            self._plain = (slots, sampling_batch(rows, self._device))
+        return self._plain[1]
+
+    def mixed(self, plan: Plan) -> MixedBatch:
+        """The sampling of the rows in `decode`, and the searches beside them."""
+        key = (plan.decode, plan.beams)
+        if self._mixed is None or self._mixed[0] != key:
+            plain = [self._rows[slot] for slot in plan.decode]
+            beams = beam_batches([self._rows[slot] for slot in plan.beams], self._device)
+            count = len(plain) + sum(batch.slots.shape[0] for batch in beams)
+            parts = [
+                indices(plan.decode, self._device),
+                *(batch.slots for batch in beams),
+                indices([self._padding_slot] * self._padding(count), self._device),
+            ]
+            sampling = sampling_batch(plain, self._device) if plain else None
+            self._mixed = (key, MixedBatch(torch.cat(parts), sampling, beams))
+        return self._mixed[1]
+
+    def _padding(self, rows: int) -> int:
+        if self._max_rows is None:
+            return 0
+        return bucket_rows(rows, self._max_rows) - rows
+
+
+def _padding_row(slot: int) -> RowStart:
+    return RowStart(slot=slot, start=0, ids=(0,), end_id=0, sampling=SamplingParameters())

@@ -1,0 +1,125 @@
+"""CUDA graphs of the decode step, one per bucket of batch size and context length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.engine.core.plan import Bounds, StepShape
+from launcher_scripts.engine.distributed.heartbeat import RECORDING, Progress
+
+ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+SMALLEST_CONTEXT = 256
+
+
+def row_buckets(most: int) -> list[int]:
+    """The batch sizes of steps where there are `most` rows at most."""
+    return [*(size for size in ROW_BUCKETS if size < most), most]
+
+
+def bucket_rows(rows: int, most: int) -> int:
+    """The batch size a step of `rows` rows is padded to."""
+    return next(size for size in row_buckets(most) if rows <= size)
+
+
+def bucket_tokens(tokens: int) -> int:
+    """The context length a step's kernels are chosen for: a power of four times 256."""
+    bucket = SMALLEST_CONTEXT
+    while bucket < tokens:
+        bucket *= 4
+    return bucket
+
+
+def token_buckets(longest: int) -> list[int]:
+    """The buckets of all contexts up to `longest` tokens; [0] where there are none."""
+    buckets = [bucket_tokens(1)] if longest else [0]
+    while buckets[-1] < longest:
+        buckets.append(bucket_tokens(buckets[-1] + 1))
+    return buckets
+
+
+def step_shapes(longest: Bounds, most_rows: int) -> list[StepShape]:
+    """All shapes of the decode steps of a model whose rows are as long as `longest`, short contexts
+    first, greedy ones before others, few rows before many."""
+    if not longest.own:
+        return []
+    return [
+        StepShape(rows, own, source, greedy)
+        for own in token_buckets(longest.own)
+        for source in token_buckets(longest.source)
+        for greedy in (True, False)
+        for rows in row_buckets(most_rows)
+    ]
+
+
+def bucket_bounds(bounds: Bounds) -> Bounds:
+    """Both bounds as buckets; a step without sources stays one."""
+    source = bucket_tokens(bounds.source) if bounds.source else 0
+    return bounds._replace(own=bucket_tokens(bounds.own), source=source)
+
+
+@dataclass
+class _Recorded:
+    """graph is None until the shape comes a second time: the first run compiles its kernels."""
+
+    graph: torch.cuda.CUDAGraph | None
+    slots: Tensor
+    source: Tensor | None
+    output: Tensor | None
+
+
+class GraphCache:
+    """Replays a function of the rows' slots; its kernels are launched by the host only once.
+
+    The graphs share one memory pool, because only one runs at a time and its outputs are used
+    before the next.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._recorded: dict[Hashable, _Recorded] = {}
+        self._progress = progress
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def run(
+        self, key: Hashable, slots: Tensor, function: Callable[[Tensor], Tensor | None]
+    ) -> Tensor | None:
+        """function(slots); `key` names everything else its kernels depend on."""
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            self._recorded[key] = _Recorded(None, slots.clone(), None, None)
+            return function(slots)
+        if recorded.source is not slots:
+            recorded.slots.copy_(slots)
+            recorded.source = slots
+        if recorded.graph is None:
+            self._capture(recorded, function)
+        recorded.graph.replay()
+        return recorded.output
+
+    def record(
+        self, key: Hashable, slots: Tensor, function: Callable[[Tensor], Tensor | None]
+    ) -> None:
+        """Have function's graph for `run` before it is needed; function runs with these slots."""
+        if key in self._recorded:
+            return
+        self.run(key, slots, function)
+        self._capture(self._recorded[key], function)
+
+    def _capture(self, recorded: _Recorded, function: Callable[[Tensor], Tensor | None]) -> None:
+        graph = torch.cuda.CUDAGraph()
+        with (
+            self._progress.phase(RECORDING),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            recorded.output = function(recorded.slots)
+        recorded.graph = graph
+
+    def clear(self) -> None:
+        """Forget every graph; a communicator cannot end while a graph holds its operations."""
+        for recorded in self._recorded.values():
+            if recorded.graph is not None:
+                recorded.graph.reset()
+        self._recorded.clear()

@@ -1,0 +1,113 @@
+"""Kernels that are compiled before a server's first steps, while its weights are read."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.engine.core.plan import Plan
+from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.distributed.symmetric_memory import LANE_WORDS
+from launcher_scripts.engine.model.families import engine_family
+from launcher_scripts.engine.model.weights import DTYPES
+from launcher_scripts.engine.runner.loading import EngineSettings, Launches, assemble_runner
+from launcher_scripts.engine.runner.runner import Runner
+from launcher_scripts.engine.runner.timeline import Timeline
+from launcher_scripts.kernels import kernels_for
+from launcher_scripts.kernels.cuda.compiling import compiling_in
+from launcher_scripts.kernels.operands import Inboxes
+from launcher_scripts.models.family import ModelConfig, WeightSpec
+
+META = torch.device("meta")  # torch's tensors without values, which take no memory
+TRACED_LAYERS = 2  # what the second reads, a layer has left; all others are like it
+MOST_THREADS = 8
+
+
+class KernelPrecompiler:
+    """Compiles the kernels of the steps that rank 0 will record, in threads of its process.
+
+    The steps are traced: the model's first layers go through them on the meta device, where a
+    launch only compiles. Kernels stay in the process, and in Triton's cache on the disk for other
+    ranks and later starts.
+    """
+
+    def __init__(self, settings: EngineSettings, config: ModelConfig, device: torch.device) -> None:
+        """Begin at once, where there is anything to compile.  device: of rank 0"""
+        self._settings, self._config = settings, _shortened(config)
+        self._thread: threading.Thread | None = None
+        one_stage = settings.parallelism.pp_size == 1
+        if device.type == "cuda" and one_stage and find_spec("triton") is not None:
+            self._thread = threading.Thread(target=self._run, name="precompiler", daemon=True)
+            self._thread.start()
+
+    def wait(self, timeline: Timeline) -> None:
+        """Return when all kernels are compiled, and note it."""
+        if self._thread is not None:
+            self._thread.join()
+            timeline.note("the first kernels are compiled")
+
+    def _run(self) -> None:
+        cores = len(os.sched_getaffinity(0)) // (2 * self._settings.ranks_per_node)
+        try:
+            with torch.inference_mode(), compiling_in(max(1, min(MOST_THREADS, cores))):
+                runner = traced_runner(self._settings, self._config)
+                runner.execute(Plan(record=tuple(runner.shapes_to_record())))
+        except Exception as error:  # a start without them is slower and nothing else
+            why = f"{type(error).__name__}: {error}"
+            print(f"kernels are compiled when they are needed: {why}", flush=True)
+
+
+class FakeCommunicator(Communicator):
+    """Rank 0 of a tensor-parallel group without the others: their tensors' shapes alone."""
+
+    inboxes: Inboxes | None = None
+
+    def use_peer_memory(self) -> None:
+        """As if all ranks could."""
+        if self.tp_size > 1:
+            self.inboxes = Inboxes(
+                torch.empty(2, self.tp_size, LANE_WORDS, dtype=torch.int64, device=META),
+                torch.empty(self.tp_size, dtype=torch.int64, device=META),
+                torch.empty(LANE_WORDS, dtype=torch.int32, device=META),
+                self.tp_rank,
+            )
+
+    def tp_concat(self, tensor: Tensor) -> Tensor:
+        return tensor.repeat(1, self.tp_size)
+
+    def tp_stack(self, tensor: Tensor) -> Tensor:
+        return tensor.expand(self.tp_size, *tensor.shape)
+
+
+class EagerGraphs:
+    """Stands for the CUDA graphs: a step that is to be recorded is launched."""
+
+    def record(self, _: Hashable, slots: Tensor, function: Callable[[Tensor], Any]) -> None:
+        function(slots)
+
+
+def traced_runner(settings: EngineSettings, config: ModelConfig) -> Runner:
+    """Rank 0 of an engine, on the meta device, with the kernels for GPUs."""
+    parallelism = settings.parallelism
+
+    def read(spec: WeightSpec, _: int | None) -> Tensor:
+        return torch.empty(spec.shape_on(config, parallelism.tp_size), device=META)
+
+    dtype, int8 = DTYPES[settings.data_type], settings.int8_mode == 1
+    loader = engine_family(config).loader(config, parallelism, 0, dtype, META, read, int8=int8)
+    launches = Launches(kernels_for("cuda"), EagerGraphs())
+    return assemble_runner(loader.load(), settings, FakeCommunicator(parallelism), META, launches)
+
+
+def _shortened(config: ModelConfig) -> ModelConfig:
+    """The model with its first layers only."""
+    names = ("num_layers", "num_decoder_layers")
+    counts = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    return replace(config, **{name: min(count, TRACED_LAYERS) for name, count in counts.items()})

@@ -1,0 +1,264 @@
+"""From settings to a runner: the same steps on every rank of an engine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.common.errors import ConfigError, Problems, ServerError, lookup, problem
+from launcher_scripts.common.hosts import node_name
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.contract.contracts import CONTRACTS
+from launcher_scripts.engine.core.kv_cache import (
+    KVCache,
+    available_memory,
+    bytes_per_token,
+    plan_capacity,
+)
+from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.distributed.heartbeat import Progress
+from launcher_scripts.engine.distributed.messages import Message, RankInfo
+from launcher_scripts.engine.distributed.step_times import watch_steps
+from launcher_scripts.engine.model.families import FAMILIES, engine_family
+from launcher_scripts.engine.model.weights import DTYPES
+from launcher_scripts.engine.runner.graphs import GraphCache
+from launcher_scripts.engine.runner.runner import Runner
+from launcher_scripts.kernels import kernels_for
+from launcher_scripts.models import family_of
+from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.repository import check_int8_mode
+
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85, "meta": 1.0}  # meta tensors take none
+THREADS_VARIABLE = "OMP_NUM_THREADS"  # torch itself follows it
+PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is loaded from and how.
+
+    checkpoint_dir:  folder of shards, `<tp_size>-gpu`
+    model_type:      a row of CONTRACTS; None: what the checkpoint is
+    data_type:       compute type: fp32, fp16, bf16; independent of the files' type
+    device:          auto (CUDA where there is one), cpu, cuda
+    max_batch_size:  most rows in flight
+    max_tokens:      most tokens in the key/value cache; None: max_batch_size rows of the model's
+                     full length, as far as memory reaches
+    int8_mode:       1: the layers' matrices are kept as int8, quantized when they are loaded
+    enable_custom_all_reduce: sum over ranks through the GPUs' shared memory where they have it
+    stall_timeout:   seconds without a sign of life after which a rank counts as lost
+    start_timeout:   seconds a rank may take to load
+    """
+
+    checkpoint_dir: Path
+    model_type: str | None = None
+    data_type: str = "fp32"
+    parallelism: Parallelism = Parallelism()
+    device: str = "auto"
+    max_batch_size: int = 64
+    max_tokens: int | None = None
+    int8_mode: int = 0
+    enable_custom_all_reduce: bool = False
+    verify: bool = True
+    stall_timeout: float = 4.0
+    start_timeout: float = 1800.0
+    nodes: int = 1
+
+    def __post_init__(self) -> None:
+        problems = Problems("the engine's settings")
+        if self.data_type not in DTYPES:
+            problems.add(
+                "unknown data_type", got=self.data_type, choices=DTYPES, change="data_type"
+            )
+        if self.device not in ("auto", "cpu", "cuda"):
+            problems.add("unknown device", got=self.device, choices=("auto", "cpu", "cuda"))
+        if self.max_batch_size < 1:
+            problems.add("max_batch_size must be at least 1", got=self.max_batch_size)
+        with problems.collecting():
+            check_int8_mode(self.int8_mode, "int8_mode in config.pbtxt")
+        problems.raise_if_any(ConfigError)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.parallelism.world_size // self.nodes
+
+    def ranks_of_node(self, node: int) -> range:
+        return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
+
+    @property
+    def device_type(self) -> str:
+        if self.device != "auto":
+            return self.device
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class RankSetup(Message, frozen=True):
+    """What a rank is told first."""
+
+    settings: EngineSettings
+
+
+def rank_device(settings: EngineSettings, rank: int) -> torch.device:
+    """The device of one rank: the GPU of its number on its node, or the CPU."""
+    if settings.device_type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ServerError("device cuda was asked for, and this machine shows no CUDA device")
+    here, visible = settings.ranks_per_node, torch.cuda.device_count()
+    if here > visible:
+        raise ServerError(
+            f"tensor_para_size * pipeline_para_size = {settings.parallelism.world_size} ranks on "
+            f"{settings.nodes} node(s) need a GPU each, and {visible} are visible on this node"
+        )
+    return torch.device("cuda", rank % here)
+
+
+def prepare_process(settings: EngineSettings, device: torch.device) -> None:
+    """Set what torch keeps per process: the current GPU, exact float32, a fair share of cores.
+
+    Of the cores this process may use its node's ranks get equal shares, unless the user has said.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+    elif settings.parallelism.world_size > 1 and THREADS_VARIABLE not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // settings.ranks_per_node))
+
+
+def rank_info(rank: int, device: torch.device) -> RankInfo:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    label = f"{device} ({name})" if device.type == "cuda" else "cpu"
+    return RankInfo(rank, os.getpid(), node_name(os.environ), label)
+
+
+def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:
+    """The checkpoint, checked against the parallelism it must serve."""
+    checkpoint = FTCheckpoint.open(Path(settings.checkpoint_dir), verify=verify)
+    family = family_of(checkpoint.config).name
+    if family not in FAMILIES:
+        raise ConfigError(
+            problem(
+                f"the engine cannot run the checkpoint in {checkpoint.folder}",
+                got=f"family {family}",
+                choices=FAMILIES,
+            )
+        )
+    wanted = settings.parallelism
+    if checkpoint.tp_size != wanted.tp_size:
+        raise ConfigError(
+            f"the checkpoint in {checkpoint.folder} is split for tensor_para_size "
+            f"{checkpoint.tp_size}; got {wanted.tp_size}; change tensor_para_size in "
+            f"config.pbtxt, or export again"
+        )
+    checkpoint = replace(checkpoint, config=served_part(checkpoint.config, settings.model_type))
+    depth = engine_family(checkpoint.config).depth(checkpoint.config)
+    if wanted.pp_size > depth:
+        raise ConfigError(
+            f"pipeline_para_size {wanted.pp_size} exceeds the model's "
+            f"{depth} layers; change pipeline_para_size in config.pbtxt"
+        )
+    return checkpoint
+
+
+def served_part(config: Any, model_type: str | None) -> ModelConfig:
+    """What `model_type` serves of a checkpoint: all of it, or an encoder-decoder's encoder."""
+    if model_type is None:
+        return config
+    contract = lookup(CONTRACTS, model_type, "model_type")
+    family = family_of(config).name
+    fitting = [
+        name
+        for name, row in CONTRACTS.items()
+        if row.family == family and (row.encoder_only or not getattr(config, "encoder_only", False))
+    ]
+    if model_type not in fitting:
+        raise ConfigError(
+            problem(
+                f"the checkpoint, of family {family}, cannot be served as this model_type",
+                got=model_type,
+                choices=fitting,
+                change="model_type in config.pbtxt",
+            )
+        )
+    return replace(config, encoder_only=True) if contract.encoder_only else config
+
+
+def load_weights(
+    settings: EngineSettings, checkpoint: FTCheckpoint, rank: int, device: torch.device
+) -> Any:
+    """This rank's weights, as the family's loader gives them, on its device.
+
+    Needs no other rank, so whatever fails, fails alone.
+    """
+    tp_rank = settings.parallelism.tp_rank(rank)
+    loader = engine_family(checkpoint.config).loader(
+        checkpoint.config,
+        settings.parallelism,
+        rank,
+        DTYPES[settings.data_type],
+        device,
+        lambda spec, layer: checkpoint.read(spec, layer, tp_rank),
+        int8=settings.int8_mode == 1,
+    )
+    return loader.load()
+
+
+@dataclass(frozen=True)
+class Launches:
+    """How a rank launches its operations: as those of `kernels`, and whole steps as `graphs`."""
+
+    kernels: ModuleType
+    graphs: GraphCache | None = None
+
+    @classmethod
+    def on(cls, device: torch.device, progress: Progress) -> Launches:
+        """As the device is used."""
+        graphs = GraphCache(progress) if device.type == "cuda" else None
+        return cls(kernels_for(device.type), graphs)
+
+
+def assemble_runner(
+    weights: Any,
+    settings: EngineSettings,
+    communicator: Communicator,
+    device: torch.device,
+    launches: Launches | None = None,
+) -> Runner:
+    """Plan the cache, as all ranks agree, and put the decoder together.
+
+    launches: other than those of the device
+    """
+    launches = launches or Launches.on(device, communicator.progress)
+    config = weights.config
+    if settings.enable_custom_all_reduce:
+        communicator.use_peer_memory()
+    family = engine_family(config)
+    dtype = DTYPES[settings.data_type]
+    heads = family.heads(config, communicator.tp_size)
+    layers = settings.parallelism.layers(family.cached_layers(config), communicator.pp_rank)
+    wanted = settings.max_tokens or family.row_tokens(config, settings.max_batch_size)
+    ranks = 1 if device.type == "cuda" else settings.ranks_per_node
+    capacity = communicator.minimum(
+        plan_capacity(
+            wanted,
+            bytes_per_token(layers, heads, dtype),
+            available_memory(device, MEMORY_SHARE[device.type] / ranks),
+        )
+    )
+    if capacity < 2:
+        raise ServerError("no memory is left for keys and values beside the model's weights")
+    cache = KVCache(layers, heads, capacity, dtype, device, settings.max_batch_size)
+    if device.type == "cuda" and settings.parallelism.world_size > 1:
+        watch_steps(communicator.progress, config, settings.parallelism, settings.nodes)
+    network = family.network(weights, cache, launches.kernels, communicator, device)
+    longest = family.longest(config)
+    rows = settings.max_batch_size
+    return Runner(network, communicator, rows, device, longest, launches.graphs)

@@ -1,0 +1,211 @@
+"""Prompts at work: the new tokens of all rows of a step in one pass, and the first tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.engine.core.beam_search import BeamSearch, beam_batches
+from launcher_scripts.engine.core.context_results import ContextResults
+from launcher_scripts.engine.core.logit_processing import indices
+from launcher_scripts.engine.core.plan import PrefillPart, RowStart, StepShape
+from launcher_scripts.engine.core.results import StepResult, TokenCopy
+from launcher_scripts.engine.core.row_state import RowStates
+from launcher_scripts.engine.core.sampler import Sampled, sampling_batch
+from launcher_scripts.engine.core.token_choice import TokenChoice
+from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.model.layers import Segment
+from launcher_scripts.engine.model.learned_parts import Prompt
+from launcher_scripts.engine.model.network import Network
+from launcher_scripts.engine.runner.graphs import GraphCache
+from launcher_scripts.engine.runner.prompt_batch import (
+    ROW_BUCKETS,
+    TOKEN_BUCKETS,
+    Nowhere,
+    PackedPrompts,
+    Sizes,
+    bucket_sizes,
+    unpacked,
+)
+from launcher_scripts.kernels.operands import PromptSpans
+from launcher_scripts.models.learned_parts import learned_parts_of
+
+
+class Prefill:
+    """Runs prompts on one rank.
+
+    Where steps are CUDA graphs, short prompts are filled up to a bucket and replayed too: launching
+    the layers' kernels one by one takes the host longer than they run.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        communicator: Communicator,
+        states: RowStates,
+        choice: TokenChoice,
+        beams: BeamSearch,
+        graphs: GraphCache | None,
+        device: torch.device,
+    ) -> None:
+        self._network = network
+        self._communicator = communicator
+        self._states = states
+        self._choice = choice
+        self._beams = beams
+        self._graphs = graphs
+        self._device = device
+        self._context = ContextResults(network, communicator, device)
+        self._nowhere = Nowhere(network.cache.scratch, states.padding_slot)
+        self._same_layers = (
+            communicator.parallelism.pp_size == 1
+            and network.replays_prompts
+            and not learned_parts_of(network.config).ia3_num_tasks
+        )
+
+    def run(
+        self, rows: Sequence[RowStart], parts: Sequence[PrefillPart], result: StepResult
+    ) -> None:
+        """Run the parts of the rows' prompts; prompts that end give their first tokens."""
+        prompts = PackedPrompts(rows, parts)
+        sizes = prompts.bucket() if self._replays(rows) else None
+        if sizes is None:
+            self._launch(prompts, result)
+        else:
+            self._replay(prompts, sizes, result)
+
+    def _replays(self, rows: Sequence[RowStart]) -> bool:
+        """Whether nothing about the rows but their numbers decides what is launched."""
+        if self._graphs is None or not self._same_layers:
+            return False
+        return not any(
+            row.window or row.beams or row.prompt is not None or row.asks_of_prompt for row in rows
+        )
+
+    def shapes_to_record(self) -> list[StepShape]:
+        """The passes that requests may need, where they are CUDA graphs; short ones first."""
+        if self._graphs is None or not self._same_layers:
+            return []
+        return [
+            StepShape(rows, 0, 0, greedy, prompt=tokens)
+            for rows in ROW_BUCKETS
+            for greedy in (True, False)
+            for tokens in TOKEN_BUCKETS
+        ]
+
+    def record(self, shape: StepShape) -> None:
+        """Have the graph of such a pass; it is tried out on nobody's tokens."""
+        sizes = bucket_sizes(shape.prompt, shape.rows)
+        prompts = PackedPrompts([], [])
+        packed = prompts.to_device(self._device, self._nowhere, sizes)
+        step = self._step_of(sizes, prompts.spans, greedy=shape.greedy)
+        self._graphs.record(("prompts", sizes, shape.greedy), packed, step)
+
+    def _step_of(
+        self, sizes: Sizes, spans: PromptSpans, *, greedy: bool
+    ) -> Callable[[Tensor], Tensor]:
+        """A pass over a packed batch: the tokens that follow if they are the likeliest, or the
+        logits where prompts end.
+        """
+
+        def step(packed: Tensor) -> Tensor:
+            prompts = unpacked(packed, sizes, spans)
+            hidden = self._network.prefill(prompts)
+            self._states.set_length(prompts.row_slots, prompts.lengths)
+            logits = self._network.logits(hidden[prompts.last])
+            return self._choice.largest(logits, prompts.ended).tokens if greedy else logits
+
+        return step
+
+    def _replay(self, prompts: PackedPrompts, sizes: Sizes, result: StepResult) -> None:
+        """The pass as a CUDA graph, up to the tokens where all rows are greedy, else the logits."""
+        complete = list(prompts.complete.values())
+        batch = sampling_batch(complete, self._device)
+        packed = prompts.to_device(self._device, self._nowhere, sizes)
+        step = self._step_of(sizes, prompts.spans, greedy=batch.greedy)
+        made = self._graphs.run(("prompts", sizes, batch.greedy), packed, step)
+        if not complete:
+            return
+        if batch.greedy:
+            sampled = Sampled(made)
+        else:
+            longest = max(row.past + len(row.ids) for row in complete)
+            sampled = self._choice.choose(made[: len(complete)], batch, longest)
+        slots = [row.slot for row in complete]
+        result.tokens.append(TokenCopy(slots, sampled, batch.scored_rows))
+
+    def _launch(self, prompts: PackedPrompts, result: StepResult) -> None:
+        segments = tuple(
+            Segment(
+                row.start,
+                part.past,
+                part.count,
+                len(row.source),
+                None if row.source else self.prompt_of(row),
+                row.ia3_task,
+                row.dropped,
+                row.window,
+                row.prompt_end,
+                row.most,
+            )
+            for row, part in zip(prompts.rows, prompts.parts, strict=True)
+        )
+        packed = prompts.to_device(self._device, self._nowhere, None)
+        batch = unpacked(packed, prompts.sizes, prompts.spans, segments)
+        hidden = self._network.prefill(batch)
+        self._states.set_length(batch.row_slots, batch.lengths)
+        self._context.add(hidden, prompts.rows, prompts.parts, result)
+        complete = prompts.complete
+        self._first_tokens(
+            hidden, {at: row for at, row in complete.items() if not row.beams}, result
+        )
+        self._first_beams(hidden, {at: row for at, row in complete.items() if row.beams}, result)
+
+    def _first_tokens(
+        self, hidden: Tensor, rows: Mapping[int, RowStart], result: StepResult
+    ) -> None:
+        """The first token of rows whose prompts have run; keys: their last tokens in hidden."""
+        if not rows:
+            return
+        batch = sampling_batch(list(rows.values()), self._device)
+        longest = max(row.past + len(row.ids) for row in rows.values())
+        sampled = self._choice.choose(self._logits_at(hidden, list(rows)), batch, longest)
+        slots = [row.slot for row in rows.values()]
+        result.tokens.append(TokenCopy(slots, sampled, batch.scored_rows))
+
+    def _first_beams(
+        self, hidden: Tensor, rows: Mapping[int, RowStart], result: StepResult
+    ) -> None:
+        """The first tokens of every hypothesis; see `_first_tokens`."""
+        if not rows:
+            return
+        self._beams.start(rows.values())
+        batches = beam_batches(rows.values(), self._device)
+        order = {row.slot: index for index, row in enumerate(rows.values())}
+        logits = self._logits_at(hidden, list(rows))
+        if logits is not None:
+            copies = [
+                order[slot]
+                for batch in batches
+                for slot in batch.searches
+                for _ in range(batch.width)
+            ]
+            logits = logits[indices(copies, self._device)]
+        longest = max(len(row.ids) for row in rows.values())
+        result.beams += self._beams.step(logits, batches, longest, reorder=0)
+
+    def _logits_at(self, hidden: Tensor, places: list[int]) -> Tensor | None:
+        """[len(places), vocab] on the last stage."""
+        if not self._communicator.is_last_stage:
+            return None
+        return self._network.logits(hidden[indices(places, self._device)])
+
+    def prompt_of(self, row: RowStart) -> Prompt | None:
+        """The row's prompt table where it is needed, on the first stage."""
+        if not self._communicator.is_first_stage:
+            return None
+        if isinstance(row.prompt, Tensor):
+            return row.prompt.to(self._device, non_blocking=True)
+        return row.prompt

@@ -1,0 +1,220 @@
+"""One rank at work: carries out plans on its weights, its cache and its rows' state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.engine.core.beam_search import BeamSearch
+from launcher_scripts.engine.core.logit_processing import indices
+from launcher_scripts.engine.core.plan import Bounds, Plan, RowStart, StepShape
+from launcher_scripts.engine.core.results import EncodedRow, StepResult, TokenCopy
+from launcher_scripts.engine.core.row_state import RowStates
+from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch
+from launcher_scripts.engine.core.token_choice import TokenChoice
+from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.model.layers import Rows, Segment
+from launcher_scripts.engine.model.network import Encoded, Network
+from launcher_scripts.engine.runner.decode_batches import DecodeBatches
+from launcher_scripts.engine.runner.graphs import GraphCache, bucket_bounds, step_shapes
+from launcher_scripts.engine.runner.prefill import Prefill
+from launcher_scripts.models.learned_parts import learned_parts_of
+
+FIRST_STEPS = 2  # shapes of decode steps that are recorded before those of inputs
+FIRST_PROMPTS = 4  # shapes that are recorded before those of decode steps
+
+
+class Runner:
+    """Carries out plans. Every rank of an engine gets the same plans in the same order."""
+
+    def __init__(
+        self,
+        decoder: Network,
+        communicator: Communicator,
+        slots: int,
+        device: torch.device,
+        longest: Bounds,
+        graphs: GraphCache | None,
+    ) -> None:
+        """longest: what a decode step reads of a row of the model's full length;  graphs: where
+        steps are kept as such
+        """
+        self.decoder = decoder
+        self._slots, self._longest = slots, longest
+        self.communicator = communicator
+        self.device = device
+        self.states = RowStates(slots, decoder.cache.scratch, device)
+        self._rows: dict[int, RowStart] = {}
+        self.beams = BeamSearch(decoder.cache, communicator, self.states, decoder.config.vocab_size)
+        self._graphs = graphs
+        padded = None if self._graphs is None else slots
+        self._batches = DecodeBatches(self._rows, padded, self.states.padding_slot, device)
+        self._choice = TokenChoice(decoder, communicator, self.states, device)
+        self._prefill = Prefill(
+            decoder, communicator, self.states, self._choice, self.beams, self._graphs, device
+        )
+        self._has_ia3 = learned_parts_of(decoder.config).ia3_num_tasks > 0
+
+    @torch.inference_mode()
+    def execute(self, plan: Plan) -> StepResult:
+        """Launch one step; on CUDA this returns before the device has finished."""
+        result = StepResult()
+        if plan.moves:
+            self.decoder.cache.shift(plan.moves)
+            self.states.slide(plan.moves)
+        if plan.starts:
+            self._rows.update({row.slot: row for row in plan.starts})
+            self.states.join(plan.starts)
+            self._batches.forget()
+        if plan.masks:
+            self.states.set_masks(plan.masks)
+        self.communicator.progress.expect(*plan.size(self._rows))
+        if plan.encode:
+            self._encode(plan.encode, result)
+        if plan.prefill:
+            self._prefill.run(
+                [self._rows[part.slot] for part in plan.prefill], plan.prefill, result
+            )
+        if plan.beams:
+            self._decode_with_beams(plan, result)
+        elif plan.decode:
+            self._decode(plan, result)
+        for shape in plan.record:
+            self._record(shape)
+        return result
+
+    def shapes_to_record(self) -> list[StepShape]:
+        """The steps that requests may need, where steps are CUDA graphs; likely ones first."""
+        if self._graphs is None:
+            return []
+        steps = step_shapes(self._longest, self._slots)
+        if self.decoder.encode_step is not None:
+            buckets = self.decoder.encode_step.buckets()
+            sources = [StepShape(1, 0, 0, greedy=False, prompt=tokens) for tokens in buckets]
+            return [*steps[:FIRST_STEPS], *sources, *steps[FIRST_STEPS:]]
+        prompts = self._prefill.shapes_to_record()
+        first, rest = prompts[:FIRST_PROMPTS], prompts[FIRST_PROMPTS:]
+        return [*first, *steps, *rest]
+
+    def close(self) -> None:
+        """Finish what was launched and leave the other ranks."""
+        if self._graphs is not None:
+            torch.cuda.synchronize(self.device)
+            self._graphs.clear()
+        self.communicator.close()
+
+    def _encode(self, slots: Sequence[int], result: StepResult) -> None:
+        rows = [self._rows[slot] for slot in slots]
+        encoded = self._encoded(rows)
+        if self.communicator.rank != 0:
+            return
+        hidden = encoded.hidden.split([len(row.source) for row in rows])
+        for index, row in enumerate(rows):
+            if row.return_hidden_state:
+                attentions = encoded.attentions[index].cpu() if row.return_attentions else None
+                result.encoded.append(EncodedRow(row.slot, hidden[index].cpu(), attentions))
+
+    def _encoded(self, rows: Sequence[RowStart]) -> Encoded:
+        asked = any(row.return_attentions for row in rows)
+        step = self.decoder.encode_step
+        if step is not None and not asked and all(row.prompt is None for row in rows):
+            sources = [(row.source, row.source_start) for row in rows]
+            padding = self.decoder.cache.scratch
+            return Encoded(step.run(sources, padding, self.device, self._graphs))
+        ids = [token for row in rows for token in row.source]
+        segments = tuple(
+            Segment(row.start, 0, 0, len(row.source), self._prefill.prompt_of(row), row.ia3_task)
+            for row in rows
+        )
+        return self.decoder.encode(indices(ids, self.device), segments, attentions=asked)
+
+    def _decode(self, plan: Plan, result: StepResult) -> None:
+        batch = self._batches.plain(plan.decode)
+        if self._graphs is None:
+            logits = self._forward_step(batch.slots, plan.bounds)
+            sampled = self._choice.choose(logits, batch, plan.bounds.own)
+        else:
+            sampled = self._decode_on_graph(batch, bucket_bounds(plan.bounds))
+        result.tokens.append(TokenCopy(plan.decode, sampled, batch.scored_rows))
+
+    def _decode_on_graph(self, batch: SamplingBatch, bounds: Bounds) -> Sampled:
+        """The step as a CUDA graph: if it is not, recorded when its shape comes a second time."""
+        key = (batch.slots.shape[0], bounds, batch.greedy)
+        found = self._graphs.run(key, batch.slots, self._step_of(bounds, greedy=batch.greedy))
+        return Sampled(found) if batch.greedy else self._choice.choose(found, batch, bounds.own)
+
+    def _record(self, shape: StepShape) -> None:
+        """Have the graph of such steps; it is tried out on padding rows."""
+        if shape.prompt and self.decoder.encode_step is not None:
+            padding = self.decoder.cache.scratch
+            self.decoder.encode_step.record(shape.prompt, padding, self.device, self._graphs)
+            return
+        if shape.prompt:
+            self._prefill.record(shape)
+            return
+        bounds = Bounds(shape.own, shape.source)
+        self._graphs.record(
+            (shape.rows, bounds, shape.greedy),
+            indices([self.states.padding_slot] * shape.rows, self.device),
+            self._step_of(bounds, greedy=shape.greedy),
+        )
+
+    def _step_of(self, bounds: Bounds, *, greedy: bool) -> Callable[[Tensor], Tensor | None]:
+        """A step of the rows in slots [B]: the ids of greedy ones, logits of others."""
+        if greedy:
+            return lambda slots: self.greedy_step(slots, bounds)
+        return lambda slots: self._forward_step(slots, bounds)
+
+    def _decode_with_beams(self, plan: Plan, result: StepResult) -> None:
+        mixed = self._batches.mixed(plan)
+        if self._graphs is None:
+            logits = self._forward_step(mixed.slots, plan.bounds)
+        else:
+            bounds = bucket_bounds(plan.bounds)
+            logits = self._graphs.run(
+                (mixed.slots.shape[0], bounds, False),
+                mixed.slots,
+                lambda slots: self._forward_step(slots, bounds),
+            )
+        plain = len(plan.decode)
+        if mixed.plain is not None:
+            own = None if logits is None else logits[:plain]
+            sampled = self._choice.choose(own, mixed.plain, plan.longest)
+            result.tokens.append(TokenCopy(plan.decode, sampled, mixed.plain.scored_rows))
+        rest = None if logits is None else logits[plain:]
+        result.beams += self.beams.step(rest, mixed.beams, plan.longest, plan.reorder)
+
+    def greedy_step(self, slots: Tensor, bounds: Bounds) -> Tensor:
+        """One token of every row in slots [B], all greedy: the ids, int64 [B]."""
+        step = self.decoder.step
+        if step is None or bounds.windows:
+            return self._choice.largest(self._forward_step(slots, bounds), slots).tokens
+        columns = self.states.columns
+        return step.greedy(step.forward(columns, slots, bounds), columns, slots)
+
+    def _forward_step(self, slots: Tensor, bounds: Bounds) -> Tensor | None:
+        """One token of every row through this stage; logits [B, vocab] on the last one."""
+        states, step = self.states, self.decoder.step
+        if step is not None and not bounds.windows:
+            return step.logits(step.forward(states.columns, slots, bounds))
+        start, length, positions = states.start[slots], states.length[slots], None
+        if bounds.windows:
+            positions = length + states.dropped[slots]
+            outside = (length + 1 - states.window[slots]).clamp(min=0)
+            start, length = start + outside, length - outside
+        rows = Rows(
+            start,
+            length,
+            bounds.own,
+            states.source_length[slots] if bounds.source else None,
+            bounds.source,
+            states.ia3_task[slots] if self._has_ia3 else None,
+            states.source_start[slots] if bounds.source else None,
+            positions,
+            states.most[slots],
+        )
+        hidden = self.decoder.decode(states.token[slots], rows)
+        states.advance(slots)
+        return self.decoder.logits(hidden) if self.communicator.is_last_stage else None

@@ -1,0 +1,131 @@
+"""Queries, keys and values of a step of one row, in the Triton language; see gemv_kernels.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from launcher_scripts.kernels.cuda.folded_norm_kernel import (
+    load_row_stats,
+    norm_terms,
+    normalized,
+)
+from launcher_scripts.kernels.cuda.row_product_kernel import (
+    load_tile,
+    multiply,
+    row_places,
+    scales_of,
+    vector,
+)
+
+
+@triton.jit
+def _features(pairs, SIZE: tl.constexpr, HALF: tl.constexpr):
+    """Heads of the pairs, which pairs of theirs those are, and the two features of each."""
+    pair = pairs % (SIZE // 2)
+    lower = tl.where(pair < HALF, pair, pair + HALF)
+    upper = lower + tl.where(pair < HALF, HALF, SIZE // 2 - HALF)
+    return pairs // (SIZE // 2), pair, lower, upper
+
+
+@triton.jit(do_not_specialize=["pool_tokens"])
+def gemv_heads(
+    x,
+    row_stats,
+    weight,
+    scales,
+    offsets,
+    sums,
+    query,
+    keys,
+    values,
+    starts,
+    positions,
+    cosines,
+    sines,
+    pool_tokens,
+    IN: tl.constexpr,
+    NORM: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    OFFSET: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    EARLY: tl.constexpr,
+    ROLLED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Query, key and value of one token: queries to `query`, the rest to its place in the cache.
+
+    A program owns ROWS pairs of features that rotary positions would turn together (HALF of each
+    head's pairs do turn), so that it can turn them.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    OUT: tl.constexpr = (HEADS + 2 * KV_HEADS) * SIZE
+    pairs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head, pair, lower, upper = _features(pairs, SIZE, HALF)
+    rows = head * SIZE + lower
+    other_rows = head * SIZE + upper
+    columns = tl.arange(0, BLOCK)[None, :]
+    even: tl.constexpr = (OUT // 2) % ROWS == 0
+    whole: tl.constexpr = even and BLOCK <= IN
+    inside = pairs < OUT // 2
+    base = row_places(rows, columns, IN)
+    other_base = row_places(other_rows, columns, IN)
+    tile = load_tile(weight, base, rows, columns, 0, OUT, IN, whole)
+    other_tile = load_tile(weight, other_base, other_rows, columns, 0, OUT, IN, whole)
+    row_scale = scales_of(scales, weight, rows, OUT)
+    other_scale = scales_of(scales, weight, other_rows, OUT)
+    offset = vector(offsets, rows, OUT, OFFSET)
+    other_offset = vector(offsets, other_rows, OUT, OFFSET)
+    row_sums = vector(sums, rows, OUT, NORM == 1)
+    other_sums = vector(sums, other_rows, OUT, NORM == 1)
+    position = tl.load(positions)
+    slot = tl.load(starts) + position
+    if HALF > 0:
+        turns = (pair < HALF) & (head < HEADS + KV_HEADS) & inside
+        cosine = tl.load(cosines + position * HALF + pair, mask=turns, other=1.0)
+        sine = tl.load(sines + position * HALF + pair, mask=turns, other=0.0)
+    if EARLY:
+        gdc_wait()
+    total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
+    low, high = multiply(
+        x,
+        weight,
+        rows,
+        weight,
+        other_rows,
+        tile,
+        other_tile,
+        OUT,
+        IN,
+        True,
+        ROLLED,
+        even,
+        ROWS,
+        BLOCK,
+        EARLY,
+    )
+    mean, scale = norm_terms(total, squares, IN, NORM)
+    low = normalized(low * row_scale, row_sums, mean, scale, NORM) + offset
+    high = normalized(high * other_scale, other_sums, mean, scale, NORM) + other_offset
+    if HALF > 0:
+        low, high = low * cosine - high * sine, high * cosine + low * sine
+    is_key = inside & (head >= HEADS) & (head < HEADS + KV_HEADS)
+    is_value = inside & (head >= HEADS + KV_HEADS)
+    place = (((head - HEADS) % KV_HEADS).to(tl.int64) * pool_tokens + slot) * SIZE
+    _store_pair(query, head * SIZE, lower, upper, low, high, inside & (head < HEADS))
+    _store_pair(keys, place, lower, upper, low, high, is_key)
+    _store_pair(values, place, lower, upper, low, high, is_value)
+
+
+@triton.jit
+def _store_pair(target, place, lower, upper, low, high, present):
+    kind = target.dtype.element_ty
+    tl.store(target + place + lower, low.to(kind), mask=present)
+    tl.store(target + place + upper, high.to(kind), mask=present)

@@ -1,0 +1,229 @@
+"""Attention of one new token per row, with matrix products; for steps of many rows.
+
+The query heads that share keys and values are one side of a product, so these are read once, and
+the arithmetic units are left to the softmax.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from launcher_scripts.kernels.cuda.attention_tile import (
+    capped,
+    load_keys_values,
+    merge_parts,
+    newest_token,
+    part_of,
+    summed,
+)
+from launcher_scripts.kernels.cuda.folded_norm_kernel import look_ahead
+
+
+@triton.jit
+def turned_heads(
+    heads,
+    held,
+    stride,
+    cosines,
+    sines,
+    position,
+    PARTS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`turned` for several heads, whose first features are at heads [M, 1]: float32 [M, BLOCK]."""
+    features = tl.arange(0, BLOCK)[None, :]
+    out = summed(heads + features, stride, held, PARTS)
+    if HALF > 0:
+        turns = features < 2 * HALF
+        upper = features >= HALF
+        partner = tl.where(upper, features - HALF, features + HALF)
+        angle = position * HALF + tl.where(upper, features - HALF, features)
+        other = summed(heads + partner, stride, held & turns, PARTS)
+        cosine = tl.load(cosines + angle, mask=turns, other=1.0)
+        sine = tl.load(sines + angle, mask=turns, other=0.0)
+        out = out * cosine + tl.where(upper, other, -other) * sine
+    return out
+
+
+@triton.jit
+def _reached(distance, reach):
+    """Where a table of biases has a distance."""
+    return tl.minimum(tl.maximum(distance, -reach), reach) + reach
+
+
+@triton.jit
+def _gains(
+    tokens,
+    slope,
+    length,
+    bias,
+    position,
+    reach,
+    last,
+    ALIBI: tl.constexpr,
+    RELATIVE: tl.constexpr,
+):
+    """What scores [M, T] gain by the distance of the tokens [T]; -inf from `last` on."""
+    gains = tl.where(tokens < last, 0.0, -float("inf"))[None, :]
+    if ALIBI:
+        gains = gains + slope[:, None] * (tokens - (length - 1)).to(tl.float32)[None, :]
+    if RELATIVE:
+        place = _reached(tokens - position, reach)
+        gains = gains + tl.load(bias[:, None] + place[None, :])
+    return gains
+
+
+@triton.jit
+def _add_tokens(
+    largest,
+    total,
+    mixed,
+    key,
+    value,
+    query,
+    scale,
+    gains,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    scores = capped(scores, SOFTCAP) + gains
+    top = tl.maximum(largest, tl.max(scores, 1))
+    shrink = tl.exp(largest - top)
+    chances = tl.exp(scores - top[:, None])
+    total = total * shrink + tl.sum(chances, 1)
+    mixed = mixed * shrink[:, None]
+    mixed = tl.dot(chances.to(value.dtype), value, mixed, input_precision=PRECISION)
+    return top, total, mixed
+
+
+@triton.jit(do_not_specialize=["pool_tokens"])
+def attend_grouped(
+    query,
+    keys,
+    values,
+    starts,
+    lengths,
+    slopes,
+    positions,
+    bias,
+    out,
+    partial,
+    weights,
+    arrivals,
+    cosines,
+    sines,
+    row_stats,
+    pool_tokens,
+    scale,
+    reach,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    ALIBI: tl.constexpr,
+    RELATIVE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    EARLY: tl.constexpr,
+    FRESH: tl.constexpr,
+    STORE: tl.constexpr,
+    PARTS: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    STATE: tl.constexpr,
+    STATE_PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program: one row, GROUP query heads (padded to MEMBERS), one of SPLITS parts.
+
+    See attention_kernels.attend; the query is rounded to the type of the keys, and so are the
+    weights of the values.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    if NORM > 0 and tl.program_id(2) == SPLITS:
+        look_ahead(row_stats, tl.program_id(1) == 0, STATE, NORM, STATE_PARTS, EARLY)
+        return
+    row, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + row).to(tl.int32)
+    old, first, last, parts = part_of(length - (1 if FRESH else 0), split, SPLITS, TILE)
+    if first > 0 and first >= old:
+        return
+    pool = (group * pool_tokens.to(tl.int64) + tl.load(starts + row)) * SIZE
+    turn = tl.load(positions + row).to(tl.int32) if RELATIVE or HALF > 0 else 0
+    members, features = tl.arange(0, MEMBERS), tl.arange(0, BLOCK)
+    heads = group * GROUP + tl.minimum(members, GROUP - 1)
+    slope = tl.load(slopes + heads) if ALIBI else 0.0
+    own_bias = bias + heads * (2 * reach + 1) if RELATIVE else 0
+    if EARLY:
+        gdc_wait()
+    beside: tl.constexpr = 2 * (HEADS // GROUP) if STORE else 0
+    asked = query + (row * (HEADS + beside)) * SIZE
+    stride = tl.num_programs(0) * (HEADS + beside) * SIZE
+    held = (features < SIZE)[None, :] & (members < GROUP)[:, None]
+    first_features = asked + heads[:, None] * SIZE
+    exact = turned_heads(first_features, held, stride, cosines, sines, turn, PARTS, HALF, BLOCK)
+    rounded = exact.to(keys.dtype.element_ty)
+    total = tl.zeros([MEMBERS], tl.float32)
+    largest, mixed = total - 1e30, tl.zeros([MEMBERS, BLOCK], tl.float32)
+    if FRESH and split == 0:
+        place = pool + old.to(tl.int64) * SIZE + features
+        key, value = asked + (HEADS + group) * SIZE, asked + (HEADS + HEADS // GROUP + group) * SIZE
+        key, value = newest_token(
+            keys, values, place, key, value, stride, cosines, sines, turn, STORE, PARTS, SIZE, HALF
+        )
+        largest = capped(tl.sum(exact * key[None, :], 1) * scale, SOFTCAP)
+        if RELATIVE:
+            largest += tl.load(own_bias + _reached(old - turn, reach))
+        total += 1.0
+        mixed += value[None, :]
+    for tile in range(first, last, TILE):
+        tokens = tile + tl.arange(0, TILE)
+        gains = _gains(tokens, slope, length, own_bias, turn, reach, last, ALIBI, RELATIVE)
+        key, value = load_keys_values(keys, values, pool, tokens, last, SIZE, BLOCK)
+        largest, total, mixed = _add_tokens(
+            largest, total, mixed, key, value, rounded, scale, gains, SOFTCAP, PRECISION
+        )
+    place = row * HEADS + heads
+    if SPLITS == 1:
+        target = out + place[:, None] * SIZE + features[None, :]
+        tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), mask=held)
+    else:
+        part = place * SPLITS + split
+        tl.store(partial + part[:, None] * SIZE + features[None, :], mixed, mask=held)
+        tl.store(weights + part * 2, largest, mask=members < GROUP)
+        tl.store(weights + part * 2 + 1, total, mask=members < GROUP)
+        pair = row * (HEADS // GROUP) + group
+        _merge_if_last(
+            partial, weights, arrivals, out, pair, parts, GROUP, SIZE, BLOCK, SPLITS, SPLIT_BLOCK
+        )
+
+
+@triton.jit
+def _merge_if_last(
+    partial,
+    weights,
+    arrivals,
+    out,
+    pair,
+    parts,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+):
+    tl.debug_barrier()
+    before = tl.atomic_add(arrivals + pair, 1, sem="acq_rel")
+    if before == parts - 1:
+        for member in tl.static_range(GROUP):
+            head = pair * GROUP + member
+            merge_parts(partial, weights, out, head, parts, SIZE, BLOCK, SPLITS, SPLIT_BLOCK)
+        tl.store(arrivals + pair, 0)

@@ -1,0 +1,152 @@
+"""Attention of the new tokens of several rows over the key/value cache, in the Triton language."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from launcher_scripts.kernels.cuda.attention_tile import capped
+
+
+@triton.jit(do_not_specialize=["pool_tokens"])
+def attend_prompts(
+    query,
+    keys,
+    values,
+    tiles,
+    slopes,
+    bias,
+    out,
+    pool_tokens,
+    scale,
+    reach,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIBI: tl.constexpr,
+    RELATIVE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program: a tile of one row's queries (see PromptSpans.tiles) and one head.
+
+    The softmax runs along with the sum, in float32 and by powers of two (Dao et al. 2022). Keys
+    that all queries of the tile may see need no mask.
+
+    WINDOW: how many tokens a query sees, its own included; 0: all.  SOFTCAP: of scores; 0: none
+    """
+    tile = tiles + tl.program_id(0) * 4
+    count = tl.load(tile + 1).to(tl.int32)
+    head = tl.program_id(1)
+    first = tl.load(tile)
+    start = tl.load(tile + 2)
+    past = tl.load(tile + 3).to(tl.int32)
+    number = tl.arange(0, QUERIES)
+    features = tl.arange(0, BLOCK)
+    asked = (number < tl.abs(count))[:, None] & (features < SIZE)[None, :]
+    place = ((first + number)[:, None] * HEADS + head) * SIZE + features[None, :]
+    if count <= 0:  # these only fill the step up
+        tl.store(out + place, tl.zeros([QUERIES, BLOCK], out.dtype.element_ty), mask=asked)
+        return
+    rows = tl.load(query + place, mask=asked, other=0.0)
+    pool = ((head // GROUP) * pool_tokens.to(tl.int64) + start) * SIZE
+    slope = tl.load(slopes + head) * 1.4426950408889634 if ALIBI else 0.0
+    bias += head * (2 * reach + 1) if RELATIVE else 0
+    largest = tl.full([QUERIES], -1e30, tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    mixed = tl.zeros([QUERIES, BLOCK], tl.float32)
+    seen_by_any = tl.maximum(past + 1 - WINDOW, 0) // TILE * TILE if WINDOW > 0 else 0
+    seen_by_all = seen_by_any if WINDOW > 0 else (past + 1) // TILE * TILE
+    for masked in tl.static_range(2):
+        begin, end = (seen_by_any, seen_by_all) if masked == 0 else (seen_by_all, past + count)
+        for token in range(begin, end, TILE):
+            largest, total, mixed = _add_keys(
+                largest,
+                total,
+                mixed,
+                rows,
+                keys,
+                values,
+                pool,
+                token,
+                past + number,
+                past + count,
+                scale,
+                slope,
+                bias,
+                reach,
+                ALIBI,
+                RELATIVE,
+                WINDOW,
+                SOFTCAP,
+                masked == 1,
+                SIZE,
+                BLOCK,
+                TILE,
+                PRECISION,
+            )
+    if WINDOW > 0:  # rows past the last query may see nothing
+        total = tl.maximum(total, 1e-30)
+    result = mixed / total[:, None]
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=asked)
+
+
+@triton.jit
+def _add_keys(
+    largest,
+    total,
+    mixed,
+    rows,
+    keys,
+    values,
+    pool,
+    token,
+    positions,
+    last,
+    scale,
+    slope,
+    bias,
+    reach,
+    ALIBI: tl.constexpr,
+    RELATIVE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The sums with one tile of keys more; `last`: how many keys there are."""
+    tokens = token + tl.arange(0, TILE)
+    features = tl.arange(0, BLOCK)
+    where = pool + tokens[:, None] * SIZE + features[None, :]
+    held = (features < SIZE)[None, :]
+    if MASKED:
+        held = held & (tokens < last)[:, None]
+    key = tl.load(keys + where, mask=held, other=0.0)
+    scores = tl.dot(rows, tl.trans(key), input_precision=PRECISION) * (scale * 1.4426950408889634)
+    scores = capped(scores, SOFTCAP * 1.4426950408889634)
+    if ALIBI:
+        scores += slope * (tokens[None, :] - positions[:, None]).to(tl.float32)
+    if RELATIVE:
+        distance = tokens[None, :] - positions[:, None]
+        at = tl.minimum(tl.maximum(distance, -reach), reach) + reach
+        scores += tl.load(bias + at) * 1.4426950408889634
+    if MASKED:
+        seen = tokens[None, :] <= positions[:, None]
+        if WINDOW > 0:
+            seen = seen & (tokens[None, :] > positions[:, None] - WINDOW)
+        scores = tl.where(seen, scores, -float("inf"))
+    top = tl.maximum(largest, tl.max(scores, 1))
+    shrink = tl.exp2(largest - top)
+    chances = tl.exp2(scores - top[:, None])
+    total = total * shrink + tl.sum(chances, 1)
+    value = tl.load(values + where, mask=held, other=0.0)
+    mixed = mixed * shrink[:, None]
+    mixed = tl.dot(chances.to(value.dtype), value, mixed, input_precision=PRECISION)
+    return top, total, mixed
