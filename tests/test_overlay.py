@@ -188,7 +188,7 @@ def test_a_python_that_is_too_old(
 
 
 @pytest.mark.parametrize(
-    "file", ["overlay.py", "steps/packages.py", *(f"steps/{step}.py" for step in STEPS)]
+    "file", ["common/overlay.py", "steps/packages.py", *(f"steps/{step}.py" for step in STEPS)]
 )
 def test_an_old_python_reads_what_says_so(checkout: Path, file: str) -> None:
     text = (checkout / "launcher_scripts" / file).read_text(encoding="utf-8")
