@@ -11,6 +11,7 @@ from launcher_scripts.common.overlay import COMMAND, find_overlay
 OLDEST = (3, 10)
 # What the gateway needs.
 GATEWAY_PACKAGES = (
+    "numpy",
     "prometheus_client",
     "pydantic",
     "starlette",
