@@ -54,6 +54,7 @@ SMALL = {
     "norms after the sums": small_config(norm_placement="post"),
     "normed embeddings": small_config(embedding_norm=True),
     "wide heads": small_config(head_size=160, num_heads=2, num_kv_heads=2),
+    "windows": small_config(num_layers=4, sliding_window=8, full_attention_layers="3"),
     "an encoder": t5_config(encoder_only=True),
     "BART": bart_config(),
     "AGM": agm_config(),
@@ -107,6 +108,17 @@ def test_neither_the_number_of_layers_nor_that_of_tokens_matters(
 @pytest.mark.usefixtures("hopper")
 def test_all_kinds_of_models(name: str, data_type: str) -> None:
     assert len(traced(SMALL[name], data_type=data_type, max_batch_size=80)) >= 5
+
+
+@pytest.mark.usefixtures("hopper")
+def test_layers_with_a_window_and_without() -> None:
+    """Two layers stand for all: one of each kind."""
+    kinds = [
+        small_config(num_layers=6, sliding_window=8, full_attention_layers=layers)
+        for layers in ("1", "2,5", None)
+    ]
+    one, other, windows_alone = map(traced, kinds)
+    assert one == other > windows_alone
 
 
 @pytest.mark.usefixtures("hopper")

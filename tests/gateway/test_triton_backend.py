@@ -265,7 +265,7 @@ def test_the_servers_errors_have_their_status(
 ) -> None:
     error = InferenceServerException(message, status)
     if streams:  # the text is all that comes; the token model writes the code before it
-        code = status.partition(".")[2].replace("INVALID_ARGUMENT", "INVALID_ARG")
+        code = (status or "").partition(".")[2].replace("INVALID_ARGUMENT", "INVALID_ARG")
         error = InferenceServerException(f"{code}: {message}")
     engine, _ = backend(error, streams=streams)
     with pytest.raises(ApiError) as failed:

@@ -42,7 +42,7 @@ def ranks_of(folder: Path) -> list[int]:
     return [
         pid
         for pid, entry in processes()
-        if b"engine.worker" in read(entry / "cmdline")
+        if b"engine.distributed.worker" in read(entry / "cmdline")
         and str(folder).encode() in read(entry / "environ")
     ]
 

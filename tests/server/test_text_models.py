@@ -55,7 +55,11 @@ def text_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     utils.TritonModelException = RuntimeError
     utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
     monkeypatch.setitem(sys.modules, utils.__name__, utils)
-    monkeypatch.setattr(sys, "path", [str(ROOM), str(ROOM.parent), *sys.path])
+    monkeypatch.setattr(
+        sys,
+        "path",
+        [str(ROOM), *(str(ROOM.parent / room) for room in ("common", "contract")), *sys.path],
+    )
 
     def load(role: str) -> Any:
         return importlib.import_module(f"launcher_scripts.backends.{role}.model")

@@ -145,7 +145,7 @@ def test_the_documented_command_by_hand(
         (rank,) = (
             pid
             for pid, entry in processes()
-            if b"engine.worker" in read(entry / "cmdline")
+            if b"engine.distributed.worker" in read(entry / "cmdline")
             and str(tmp_path).encode() in read(entry / "environ")
         )
         os.kill(rank, signal.SIGKILL)

@@ -107,7 +107,10 @@ def traced_runner(settings: EngineSettings, config: ModelConfig) -> Runner:
 
 
 def _shortened(config: ModelConfig) -> ModelConfig:
-    """The model with its first layers only."""
+    """The model with its first layers only, one of each kind where some have a window."""
     names = ("num_layers", "num_decoder_layers")
     counts = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    return replace(config, **{name: min(count, TRACED_LAYERS) for name, count in counts.items()})
+    changes: dict[str, Any] = {name: min(count, TRACED_LAYERS) for name, count in counts.items()}
+    if getattr(config, "full_attention_layers", None) and min(counts.values()) > TRACED_LAYERS:
+        changes["full_attention_layers"] = str(TRACED_LAYERS - 1)
+    return replace(config, **changes)
