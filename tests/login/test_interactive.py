@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.cluster.foreground import StopRequest
 from launcher_scripts.common.atomic_write import write_whole
+from launcher_scripts.common.processes import StopRequest
 from tests.login.conftest import Run
 
 Start = Callable[..., "subprocess.Popen[str]"]
