@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO
 
-from launcher_scripts.common.cleanup import Claim, is_word
+from launcher_scripts.common.cleanup import ServerLock, is_word
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.processes import signal_when_parent_dies, start_of
 from launcher_scripts.config.settings import DeploySettings
@@ -70,7 +70,7 @@ class ServerProcess:
         if installation.numpy_dir is not None:
             prefer_numpy(folder, installation.numpy_dir)
         try:
-            self._claim = Claim(folder)
+            self._lock = ServerLock(folder)
         except OSError as error:
             raise ServerError(f"the server needs shared memory: {error}") from error
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -94,7 +94,7 @@ class ServerProcess:
             text=True,
             errors="replace",
             start_new_session=True,
-            pass_fds=self._claim.descriptors,
+            pass_fds=self._lock.descriptors,
             preexec_fn=prepare_child(),
         )
         self._reader = threading.Thread(
@@ -116,7 +116,7 @@ class ServerProcess:
             f"--exit-timeout-secs={max(1, round(settings.stop_timeout))}",
         ]
         if installation.names_memory_apart:
-            prefix = f"shm-region-prefix-name={self._claim.region_prefix}"
+            prefix = f"shm-region-prefix-name={self._lock.region_prefix}"
             arguments.append(f"--backend-config=python,{prefix}")
         for name in ("http", "grpc", "metrics"):
             arguments += [f"--{name}-address={settings.hosts[name]}"]
@@ -178,11 +178,11 @@ class ServerProcess:
                 print(f"the server did not end within {timeout:g} s and is killed", flush=True)
         self._kill_members()
         self._reader.join(timeout=5)
-        self._claim.release()
+        self._lock.release()
 
     def hide_memory(self) -> None:
         """The server is ready: its processes have the memory open that they share."""
-        self._claim.hide_memory()
+        self._lock.hide_memory()
 
     def _kill_members(self) -> None:
         deadline = time.monotonic() + _KILL_SECONDS

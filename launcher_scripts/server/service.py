@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from launcher_scripts.common.atomic_write import write_whole
-from launcher_scripts.common.cleanup import NAME_PREFIX, remove_remains, temporary_folder
+from launcher_scripts.common.atomic_write import atomic_write
+from launcher_scripts.common.cleanup import NAME_PREFIX, remove_leftovers, temporary_folder
 from launcher_scripts.common.errors import ServerError, problem
 from launcher_scripts.common.hosts import ALONE, NodeRank
 from launcher_scripts.common.processes import StopRequest, is_suspended, process_name, start_of
@@ -61,7 +61,7 @@ def serve(settings: DeploySettings, node_rank: NodeRank = ALONE) -> None:
     settings = with_node_address(settings)
     ready_files = ReadyFiles(settings)
     ready_files.prepare()
-    for name in remove_remains():
+    for name in remove_leftovers():
         print(f"removed what the killed server {name} had left on this node", flush=True)
     stop = StopRequest()
     restarts = second_starts = 0
@@ -209,7 +209,7 @@ class Service:
             found = addresses(self._settings, self._ports, self._client)
             repository = _absolute(self._settings.model_repository)
             server = json.dumps({**found, "model_repository": repository})
-            write_whole(Path(gateway.settings.ready[0]), server)
+            atomic_write(Path(gateway.settings.ready[0]), server)
             gateway.start()
         while self._stop.received is None:
             if gateway is None or gateway.models:

@@ -2,7 +2,7 @@
 
 Triton 24.10 does not hand a cancellation on to the requests that a model makes, keeps all their
 responses until the last, loses errors among them, and two threads of a model that read responses
-may lock each other for ever. So such a request is answered at once, with nothing, and what is
+may lock each other indefinitely. So such a request is answered at once, with nothing, and what is
 generated goes over a socket of the text model's, on which cancellations come back.
 """
 
