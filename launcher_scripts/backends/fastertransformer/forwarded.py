@@ -22,7 +22,7 @@ import torch
 
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.common.processes import process_stat
-from launcher_scripts.contract.protocol import GenerateOutput
+from launcher_scripts.contract.requests import GenerateOutput
 
 FINAL = 1  # Triton's flag of a last response
 # What the id of such a request begins with; then its key, the channel, and 1 where it streams.
