@@ -26,7 +26,7 @@ from transformers import T5ForConditionalGeneration
 
 from benchmarks.int8_accuracy import exported
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.model.weights import DTYPES
 

@@ -11,7 +11,7 @@ import numpy as np
 from ctranslate2.specs import common_spec, model_spec, transformer_spec
 
 from benchmarks.repositories import random_bits
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 

@@ -30,7 +30,7 @@ from benchmarks.generate import (
 )
 from benchmarks.shapes import CONFIGS
 from benchmarks.steps import step_ms
-from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.plan import PrefillPart, RowStart
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.engine import Engine

@@ -26,7 +26,7 @@ from torch.nn import functional
 from benchmarks.plain_torch import PlainTorchGPT
 from benchmarks.shapes import SHAPES
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.model.families import engine_family

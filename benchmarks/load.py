@@ -27,7 +27,7 @@ from benchmarks.peers import config_of, peer_lines, reason
 from benchmarks.repositories import RandomModel
 from benchmarks.serving import Server
 from benchmarks.shapes import CONFIGS, TINY
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.evaluation.client import Client
 
 MODEL = "served"

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.shapes import Case
 from launcher_scripts.config.settings import DeploySettings, write_settings
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.evaluation.client import Client
 
 INPUTS, OUTPUTS = (32, 512), (16, 256)  # tokens of the mixed requests

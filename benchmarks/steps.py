@@ -6,7 +6,7 @@ import statistics
 
 import torch
 
-from launcher_scripts.contract.protocol import SamplingParameters
+from launcher_scripts.contract.requests import SamplingParameters
 from launcher_scripts.engine.core.plan import Bounds, RowStart
 from launcher_scripts.engine.core.sampler import sampling_batch
 from launcher_scripts.engine.runner.graphs import bucket_bounds

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from launcher_scripts.clients.connection import NUMPY_TYPES, Tensors
-from launcher_scripts.contract.protocol import GPT_INPUTS
+from launcher_scripts.contract.tensors import GPT_INPUTS
 
 _TYPES = {tensor.name: NUMPY_TYPES[tensor.dtype] for tensor in GPT_INPUTS}
 # Eight prompts of eight ids: common English words in the vocabulary of GPT-2.

@@ -7,20 +7,18 @@ import os
 import signal
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import ClassVar
 
 from launcher_scripts.cluster.job import Job, Service, Submitted
 from launcher_scripts.cluster.local_state import ask_to_end, end_group, process_state
 from launcher_scripts.cluster.options import ConfiguredCluster, Options
-from launcher_scripts.cluster.process import POLL_SECONDS, Process, ServiceProcess, adopt_orphans
+from launcher_scripts.cluster.process import POLL_SECONDS, Process, ServiceProcess
 from launcher_scripts.cluster.record import JobRecord
 from launcher_scripts.cluster.state import JobState
 from launcher_scripts.common.errors import ClusterError, ServerError
-from launcher_scripts.common.processes import stop_signals
+from launcher_scripts.common.processes import StopRequest, adopt_orphans
 
 
 class Stopped(ClusterError):
@@ -29,29 +27,6 @@ class Stopped(ClusterError):
     def __init__(self, received: int) -> None:
         super().__init__(f"stopped by {signal.Signals(received).name}")
         self.exit_code = 128 + received
-
-
-@dataclass
-class StopRequest:
-    """The first signal that asks to stop; a second one asks not to wait for a clean end."""
-
-    received: int | None = None
-    again: bool = False
-
-    def __call__(self, received: int, _frame: FrameType | None) -> None:
-        if self.received is None:
-            self.received = received
-        else:
-            self.again = True
-
-    def hurry(self) -> bool:
-        return self.again
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[StopRequest]:
-        """Note the signals of the block."""
-        with stop_signals(self):
-            yield self
 
 
 class Foreground:
@@ -105,7 +80,7 @@ class Foreground:
         except Stopped as stopped:
             print(f"{stopped}: the {process.name} is ending", flush=True)
         self._services.remove(process)
-        process.stop(process.service.stop_timeout, self._stop.hurry)
+        process.stop(process.service.stop_timeout, lambda: self._stop.again)
         process.show_log()
         _check_exit(process)
 
@@ -113,7 +88,7 @@ class Foreground:
         """End the services, newest first, and give the signal handlers back."""
         while self._services:
             process = self._services.pop()
-            process.stop(process.service.stop_timeout, self._stop.hurry)
+            process.stop(process.service.stop_timeout, lambda: self._stop.again)
         self._exit.close()
 
     def _wait(

@@ -14,14 +14,12 @@ from pathlib import Path
 from launcher_scripts.cluster.record import read_end, read_json, write_end, write_text
 from launcher_scripts.cluster.state import UNKNOWN, JobState, wait_for
 from launcher_scripts.common.errors import ClusterError, ConfigError
-from launcher_scripts.common.processes import STOP_SIGNALS
+from launcher_scripts.common.processes import STOP_SIGNALS, seconds_since, start_of
 from launcher_scripts.config.schema import build
 
 PROCESS = "process.json"
 _KILL_SECONDS = 5.0
 _ASKED_TO_END = tuple(128 + number for number in STOP_SIGNALS)
-_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
-_START_TIME_FIELD = 19  # of /proc/<pid>/stat, counted behind the program's name
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ def note_process(folder: Path, pid: int) -> None:
     tell them from later ones of their numbers.
     """
     launcher, host = os.getpid(), socket.gethostname()
-    noted = NotedProcess(pid, host, _started(pid), launcher, _started(launcher))
+    noted = NotedProcess(pid, host, start_of(pid), launcher, start_of(launcher))
     write_text(folder / PROCESS, json.dumps(asdict(noted)) + "\n")
 
 
@@ -61,7 +59,7 @@ def process_state(folder: Path, job_id: str) -> JobState:
     """
     process = _noted(folder)
     if process is None:
-        if job_id.isdecimal() and _started(int(job_id)) is not None:
+        if job_id.isdecimal() and start_of(int(job_id)) is not None:
             return JobState("PENDING", reason="the launcher has not started it yet")
         return JobState("CANCELLED", 143, reason="the launcher ended before it was started")
     host = process.host
@@ -97,7 +95,7 @@ def _signal(send: Callable[[int, int], None], folder: Path, number: int) -> None
     process = _noted(folder)
     if process is None:
         raise ClusterError(f"{folder} does not say which process its job is")
-    if _started(process.pid) in (None, process.started):
+    if start_of(process.pid) in (None, process.started):
         with contextlib.suppress(ProcessLookupError):
             send(process.pid, number)
 
@@ -118,21 +116,11 @@ def _noted(folder: Path) -> NotedProcess | None:
 
 def _lives(pid: int, started: int | None) -> bool:
     """Whether this very process runs: a process that nobody saw start is not known to."""
-    return started is not None and _started(pid) == started
-
-
-def _started(pid: int) -> int | None:
-    """When a process started, in clock ticks since the machine did; None when it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in ("Z", "X") else int(fields[_START_TIME_FIELD])
+    return started is not None and start_of(pid) == started
 
 
 def _lived(folder: Path) -> int | None:
     process = _noted(folder)
     if process is None or process.started is None:
         return None
-    uptime = float(Path("/proc/uptime").read_text().split()[0])
-    return round(uptime - process.started / _CLOCK_TICKS)
+    return round(seconds_since(process.started))

@@ -7,25 +7,23 @@ job's log; the log of what one waits for is repeated on the terminal.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 from launcher_scripts.cluster.job import Service, Submitted
 from launcher_scripts.cluster.local_state import note_end, note_process
 from launcher_scripts.cluster.record import read_json
 from launcher_scripts.common.errors import ClusterError
+from launcher_scripts.common.processes import signal_when_parent_dies
 
 POLL_SECONDS = 0.05
 _GROUP_SECONDS = 5.0
 _LOG_TAIL_LINES = 20
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-_LIBC = ctypes.CDLL(None)
 
 
 class Process:
@@ -41,7 +39,7 @@ class Process:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=partial(signal_when_parent_dies, signal.SIGTERM),
             )
         self._shown = 0
         self._stopped = False
@@ -136,13 +134,3 @@ def _wait_for(done: Callable[[], bool], seconds: float, hurry: Callable[[], bool
     deadline = time.monotonic() + seconds
     while not (done() or hurry()) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of processes whose own parent in a job dies, so as to see them end."""
-    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def _end_with_parent() -> None:
-    """Ask the kernel to end this process when the launcher dies without a chance to do it."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.cluster.state import JobState
-from launcher_scripts.common.atomic_write import write_whole
+from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ClusterError, ConfigError
-from launcher_scripts.common.replicas import replica_file
+from launcher_scripts.common.ready_file import replica_file
 from launcher_scripts.config.schema import build
 
 RECORD = "job.json"
@@ -118,6 +118,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def write_text(path: Path, text: str) -> None:
     """Write a file of the job folder, whole or not at all."""
     try:
-        write_whole(path, text)
+        atomic_write(path, text)
     except OSError as error:
         raise ClusterError(f"cannot write {path}: {error}") from error

@@ -112,7 +112,7 @@ class SlurmCluster(ConfiguredCluster[SlurmOptions]):
     def test(self, job: Job) -> str | None:
         """What sbatch says to the script without queueing it; None where no Slurm answers.
 
-        Raises ClusterError when it refuses the script, or would queue it for ever.
+        Raises ClusterError when it refuses the script, or would queue it indefinitely.
         """
         if not slurm_queue.answers():
             return None

@@ -16,7 +16,7 @@ _TIMEOUT = 30.0
 _UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "N/A")
 
 FAILED_PREDECESSOR = "DependencyNeverSatisfied"
-# Why a job that waits will wait for ever as it is, and what to change. Slurm's words.
+# Why a job that waits will wait indefinitely as it is, and what to change. Slurm's words.
 BLOCKING_REASONS: Mapping[str, str] = {
     "PartitionTimeLimit": "its time limit is beyond the partition's: run.time_limit of the stage, "
     "or cluster.partition",
@@ -98,7 +98,7 @@ def jobs_of_script(script: Path) -> list[str] | None:
 
 
 def check_partition(name: str | None, resources: Resources, problems: Problems, stage: str) -> None:
-    """Add what keeps a job out of its partition for ever; Slurm would queue it all the same.
+    """Add what keeps a job out of its partition indefinitely; Slurm would queue it all the same.
 
     name: a partition, several with commas, or None for the cluster's default
     """
@@ -220,14 +220,14 @@ def _refusal(fields: Mapping[str, str], resources: Resources, stage: str) -> str
     limited = longest not in ("", *_UNLIMITED)
     if limited and slurm_seconds(resources.time_limit) > slurm_seconds(longest):
         return problem(
-            f"the {stage} job would wait for ever (PartitionTimeLimit): the partition {name} "
+            f"the {stage} job would wait indefinitely (PartitionTimeLimit): the partition {name} "
             f"runs no job longer than {longest}",
             got=resources.time_limit,
             change=f"{stage}.run.time_limit or cluster.partition",
         )
     if most.isdecimal() and resources.nodes > int(most):
         return problem(
-            f"the {stage} job would wait for ever (PartitionNodeLimit): the partition {name} "
+            f"the {stage} job would wait indefinitely (PartitionNodeLimit): the partition {name} "
             f"gives a job at most {most} nodes",
             got=resources.nodes,
             change=f"{stage}.run.nodes or cluster.partition",

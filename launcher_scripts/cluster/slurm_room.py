@@ -1,4 +1,4 @@
-"""Whether a job finds room beside the server it needs: Slurm would let it wait for ever."""
+"""Whether a job finds room beside the server it needs: Slurm would let it wait indefinitely."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def temporary_folder() -> Path:
     return folder if is_word(folder) else Path("/tmp")
 
 
-class Claim:
+class ServerLock:
     """A living server's hold on its folder, and on its name in shared memory."""
 
     def __init__(self, folder: Path, shared_memory: Path = SHARED_MEMORY) -> None:
@@ -68,7 +68,9 @@ class Claim:
             os.close(descriptor)
 
 
-def remove_remains(shared_memory: Path = SHARED_MEMORY, temporary: Path | None = None) -> list[str]:
+def remove_leftovers(
+    shared_memory: Path = SHARED_MEMORY, temporary: Path | None = None
+) -> list[str]:
     """Remove what this user's killed servers have left on this node; returns their names."""
     folders = temporary or temporary_folder()
     removed = {}

@@ -1,4 +1,4 @@
-"""Which node of a multi-node server this process is on, from what the launching program left.
+"""This node: which one of a multi-node server it is, from what the launching program left.
 
 A server over several nodes is one process per node, all started the same way by srun, mpirun,
 mpiexec or bcprun. Each of these leaves its own variables in the environment; a row of LAUNCHERS
@@ -113,6 +113,16 @@ def find_node_rank(env: Mapping[str, str]) -> NodeRank:
         return NodeRank(launcher=row.name)
     run = "-".join(re.sub(r"[^\w.]", "_", env.get(name, "")) for name in row.run)
     return NodeRank(rank, size, row.name, run)
+
+
+def address_towards(host: str) -> str:
+    """The address that this node's packets to `host` carry (IPv4); nothing is sent.
+
+    Raises OSError where there is no way to it.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
 
 
 def node_name(env: Mapping[str, str]) -> str:

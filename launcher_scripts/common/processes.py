@@ -1,13 +1,22 @@
-"""The signals that ask a program to end, for as long as it takes them its own way."""
+"""Processes: the signals that ask this one to end, who dies with whom, and what /proc says."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import signal
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# <sys/prctl.h>
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None)  # loaded before a fork: a forked child should do little
 
 
 class Interruption:
@@ -38,6 +47,30 @@ class Interruption:
             yield
 
 
+@dataclass
+class StopRequest:
+    """Notes the signals that ask to stop: the first one, and whether another one followed."""
+
+    received: int | None = None
+    again: bool = False
+
+    def __call__(self, received: int, _frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = received
+        else:
+            self.again = True
+
+    @property
+    def name(self) -> str:
+        return "nobody asked" if self.received is None else signal.Signals(self.received).name
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        """Note the signals of the block."""
+        with stop_signals(self):
+            yield self
+
+
 @contextlib.contextmanager
 def stop_signals(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     """Have `handler` called for the signals of the block; nohup's wish to ignore SIGHUP stays."""
@@ -49,3 +82,60 @@ def stop_signals(handler: Callable[[int, FrameType | None], object]) -> Iterator
     finally:
         for number, given in before.items():
             signal.signal(number, given)
+
+
+def signal_when_parent_dies(number: int) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends (prctl(2)).
+
+    A parent that has died before is not noticed: who may be late compares os.getppid() afterwards.
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent dies, so as to see them end (prctl(2))."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class ProcessStat:
+    """Fields of /proc/<pid>/stat (proc_pid_stat(5)).
+
+    state:   one letter
+    started: clock ticks between the start of the machine and that of the process
+    """
+
+    state: str
+    parent: int
+    started: int
+
+
+def seconds_since(ticks: int) -> float:
+    """How long ago a process started whose ProcessStat says `ticks`."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def process_stat(pid: int) -> ProcessStat:
+    """Raises OSError when there is no such process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return ProcessStat(fields[0], int(fields[1]), int(fields[19]))
+
+
+def process_name(pid: int) -> str:
+    """The name of its program, cut to 15 characters. Raises OSError as process_stat does."""
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def start_of(pid: int) -> int | None:
+    """When a process started, as in ProcessStat; None when it has ended."""
+    with contextlib.suppress(OSError):
+        stat = process_stat(pid)
+        return None if stat.state in ("Z", "X") else stat.started
+    return None
+
+
+def is_suspended(pid: int) -> bool:
+    """Whether a process was stopped by a signal or a debugger."""
+    with contextlib.suppress(OSError):
+        return process_stat(pid).state in ("T", "t")
+    return False

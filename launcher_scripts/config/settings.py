@@ -13,10 +13,10 @@ from typing import Any, ClassVar, TypeVar
 
 import yaml
 
-from launcher_scripts.common.atomic_write import write_whole
+from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.common.replicas import replica_file
+from launcher_scripts.common.ready_file import replica_file
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.schema import build
 from launcher_scripts.config.security import LOOPBACK, ClientTls, ServerSecurity
@@ -202,7 +202,7 @@ class DeploySettings:
             port = getattr(self, name)
             if not 0 <= port < 65536:
                 problems.add(
-                    f"{name} is no port",
+                    f"{name} is not a valid port",
                     got=port,
                     choices=("0 (a free one)", "1-65535"),
                     change=f"deploy.server.{name}",
@@ -310,7 +310,7 @@ def settings_text(settings: Any) -> str:
 
 def write_settings(settings: Any, path: Path) -> None:
     """Write one stage's settings as YAML, completely or not at all."""
-    write_whole(path, settings_text(settings))
+    atomic_write(path, settings_text(settings))
 
 
 def read_settings(kind: type[Settings], path: Path) -> Settings:

@@ -6,10 +6,11 @@ rows marked `extension` are this project's own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from launcher_scripts.contract.agm import AGM_INPUTS, AGM_OUTPUTS
-from launcher_scripts.contract.protocol import (
+from launcher_scripts.contract.tensors import (
     ENSEMBLE_INPUTS,
     ENSEMBLE_OUTPUTS,
     GPT_INPUTS,
@@ -111,6 +112,35 @@ T5_ENCODER_INPUTS = (
 T5_ENCODER_OUTPUTS = (
     array("output_hidden_state", "FP32", (-1, -1), "[tokens, hidden]: states of the encoder"),
     array("output_attentions", "FP32", (-1, -1, -1, -1), "[layers, heads, tokens, tokens]"),
+)
+
+# What other models take and Agm, of one fork of the FasterTransformer backend, does not.
+_NOT_IN_AGM = (
+    "input_ids",
+    "input_lengths",
+    "request_output_len",
+    "is_return_context_embeddings",
+    "prompt_learning_task_name_ids",
+    "request_prompt_embedding",
+    "request_prompt_lengths",
+    "request_prompt_type",
+    "ia3_tasks",
+)
+AGM_INPUTS = (
+    array("input_ids", "UINT32", (-1,), "prompt token ids, right-padded", optional=False),
+    scalar("sequence_length", "UINT32", None, "prompt length of the row", optional=False),
+    scalar("max_output_len", "UINT32", None, "most tokens, the prompt's included", optional=False),
+    *(tensor for tensor in GPT_INPUTS if tensor.name not in _NOT_IN_AGM),
+)
+
+
+def _agm_output(tensor: Tensor) -> Tensor:
+    dtype = "INT32" if tensor.name in ("output_ids", "sequence_length") else tensor.dtype
+    return array(tensor.name, dtype, tensor.dims, tensor.meaning, extension=tensor.extension)
+
+
+AGM_OUTPUTS = tuple(
+    _agm_output(tensor) for tensor in GPT_OUTPUTS if tensor.name != "context_embeddings"
 )
 
 
@@ -224,6 +254,27 @@ class Contract:
     text: TextContract
     encoder_only: bool = False
     batched: bool = False
+
+    @cached_property
+    def known(self) -> Mapping[str, Tensor]:
+        """Every input by its name."""
+        return {tensor.name: tensor for tensor in self.inputs}
+
+    @property
+    def lengths(self) -> str:
+        """The input that says how many of a row's input_ids count."""
+        return "input_lengths" if "input_lengths" in self.known else "sequence_length"
+
+    @property
+    def output_len(self) -> str | None:
+        """The input that says how many tokens to generate, if the model generates any."""
+        names = ("request_output_len", "max_output_len")
+        return next((name for name in names if name in self.known), None)
+
+    @property
+    def returns_prompts(self) -> bool:
+        """Whether output_ids begin with the prompt."""
+        return any(tensor.name == "response_input_lengths" for tensor in self.outputs)
 
     @property
     def counts_prompts(self) -> bool:

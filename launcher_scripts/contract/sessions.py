@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.contract.contracts import CONTRACTS, Contract
-from launcher_scripts.contract.protocol import Tensor, scalar
+from launcher_scripts.contract.tensors import Tensor, scalar
 from launcher_scripts.contract.text import TextContract
 
 # The sequence batcher's own tensors, which no client sends: INT32 [1, 1].

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from launcher_scripts.contract.protocol import (
+from launcher_scripts.contract.tensors import (
     ENSEMBLE_INPUTS,
     LOG_PROBS,
     Tensor,

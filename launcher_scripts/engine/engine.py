@@ -11,7 +11,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from launcher_scripts.common.errors import RequestError, ServerError
-from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.engine.core.guide import Guide
 from launcher_scripts.engine.core.pending import Pending
 from launcher_scripts.engine.core.plan import Plan

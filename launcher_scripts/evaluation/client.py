@@ -15,7 +15,7 @@ from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.config.security import ClientTls
 from launcher_scripts.contract.contracts import CONTRACTS
-from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.spread import SpreadServer
 from launcher_scripts.evaluation.tensors import output_names, request_tensors, row_outputs
 

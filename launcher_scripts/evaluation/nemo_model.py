@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import ConfigError, problem
-from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.tasks.task import REFERENCE_KEY
 
 

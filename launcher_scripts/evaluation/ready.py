@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.common.errors import ServerError, problem
-from launcher_scripts.common.ready_age import STALE_SECONDS, seconds_silent
-from launcher_scripts.common.replicas import replica_files
+from launcher_scripts.common.ready_file import STALE_SECONDS, replica_files, seconds_silent
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.client import Client
 

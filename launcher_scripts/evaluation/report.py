@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.common.atomic_write import write_whole
+from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.rendering import render
 from launcher_scripts.config.settings import EvaluateSettings
@@ -78,9 +78,9 @@ class Report:
     def _write(self) -> None:
         self.results_dir.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.content, indent=1, ensure_ascii=False, allow_nan=False)
-        write_whole(self.json_file, text + "\n")
+        atomic_write(self.json_file, text + "\n")
         # As it is read: JSON's keys are texts.
-        write_whole(self.html_file, html(json.loads(text)))
+        atomic_write(self.html_file, html(json.loads(text)))
 
 
 def html(content: dict[str, Any]) -> str:

@@ -17,7 +17,11 @@ import numpy as np
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
 from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer
 from launcher_scripts.config.tasks import BenchmarkSettings
-from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import (
+    GenerateOutput,
+    GenerateRequest,
+    SamplingParameters,
+)
 from launcher_scripts.evaluation.model_ini import read_model_ini
 
 Generate = Callable[[Sequence[GenerateRequest]], list[GenerateOutput]]

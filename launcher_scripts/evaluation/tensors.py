@@ -6,8 +6,9 @@ default is left out, so a server of the original understands everything but the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -15,91 +16,30 @@ from numpy.typing import NDArray
 
 from launcher_scripts.clients.connection import NUMPY_TYPES
 from launcher_scripts.common.errors import RequestError, lookup, problem
-from launcher_scripts.contract.contracts import CONTRACTS
-from launcher_scripts.contract.protocol import (
+from launcher_scripts.contract.contracts import CONTRACTS, Contract
+from launcher_scripts.contract.requests import (
+    NO_IA3_TASK,
+    NO_TOKEN,
+    PROMPT_LOG_PROBS,
+    REQUEST_FIELDS,
+    SAMPLING_FIELDS,
+    TOKEN_LOG_PROBS,
+    WORD_FIELDS,
     Beam,
     GenerateOutput,
     GenerateRequest,
     ModelLogProbs,
-    Tensor,
+    PromptType,
 )
-
-NO_TOKEN = (1 << 32) - 1  # fills up decoder_input_ids
-
-_ROW_VALUES: dict[str, Callable[[GenerateRequest], Any]] = {
-    "runtime_top_k": lambda row: row.sampling.top_k,
-    "runtime_top_p": lambda row: row.sampling.top_p,
-    "beam_search_diversity_rate": lambda row: row.sampling.beam_search_diversity_rate,
-    "temperature": lambda row: row.sampling.temperature,
-    "len_penalty": lambda row: row.sampling.len_penalty,
-    "repetition_penalty": lambda row: row.sampling.repetition_penalty,
-    "presence_penalty": lambda row: row.sampling.presence_penalty,
-    "min_length": lambda row: row.sampling.min_length,
-    "random_seed": lambda row: row.sampling.random_seed,
-    "top_p_decay": lambda row: row.sampling.top_p_decay,
-    "top_p_min": lambda row: row.sampling.top_p_min,
-    "top_p_reset_ids": lambda row: row.sampling.top_p_reset_id,
-    "frequency_penalty": lambda row: row.sampling.frequency_penalty,
-    "output_presence_penalty": lambda row: row.sampling.output_presence_penalty,
-    "min_p": lambda row: row.sampling.min_p,
-    "num_log_probs": lambda row: row.num_log_probs,
-    "num_prompt_log_probs": lambda row: row.num_prompt_log_probs,
-    "beam_width": lambda row: row.sampling.beam_width,
-    "no_repeat_ngram_size": lambda row: row.sampling.no_repeat_ngram_size,
-    "prompt_learning_task_name_ids": lambda row: row.prompt_task,
-    "start_id": lambda row: row.start_id,
-    "end_id": lambda row: row.end_id,
-    "is_return_log_probs": lambda row: row.return_log_probs,
-    "is_return_context_logits": lambda row: row.return_context_logits,
-    "is_return_context_embeddings": lambda row: row.return_context_embeddings,
-    "is_return_attentions": lambda row: row.return_attentions,
-}
-
-_ROW_WORDS: dict[str, Callable[[GenerateRequest], tuple[tuple[int, ...], ...]]] = {
-    "bad_words_list": lambda row: row.bad_words,
-    "stop_words_list": lambda row: row.stop_words,
-}
+from launcher_scripts.contract.tensors import Tensor
 
 _DEFAULTS = {
     tensor.name: tensor.default for contract in CONTRACTS.values() for tensor in contract.inputs
 }
-
-# What ModelLogProbs holds of generated tokens, and of the prompt's.
-_GENERATED = ("token_log_probs", "token_ranks", "top_log_prob_ids", "top_log_probs")
-_OF_PROMPT = ("prompt_log_probs", "prompt_ranks", "prompt_top_ids", "prompt_top_log_probs")
-
-# request_prompt_type: embeddings in front of input_ids, or rows that ids of input_ids name.
-SOFT_PROMPT, PROMPT_TABLE = 1, 3
-
-
-@dataclass(frozen=True)
-class Names:
-    """The tensors of a model_type that its rows are made of.
-
-    lengths, output_len: names that the families spell differently
-    known:               every input by its name
-    prompt_returned:     whether output_ids starts with the prompt
-    prompt_counts:       whether output_len includes the prompt's tokens
-    """
-
-    model_type: str
-    lengths: str
-    output_len: str
-    known: Mapping[str, Tensor]
-    prompt_returned: bool
-    prompt_counts: bool
-
-
-def names_of(model_type: str) -> Names:
-    """The names in the contract of `model_type`."""
-    contract = lookup(CONTRACTS, model_type, "model_type")
-    known = {tensor.name: tensor for tensor in contract.inputs}
-    lengths = next(name for name in ("input_lengths", "sequence_length") if name in known)
-    lens = [name for name in ("request_output_len", "max_output_len") if name in known]
-    if not lens:
-        raise RequestError(problem("this model generates no tokens", got=model_type))
-    returned = any(tensor.name == "response_input_lengths" for tensor in contract.outputs)
-    return Names(model_type, lengths, lens[0], known, returned, contract.counts_prompts)
+_VALUES = {
+    **{name: attrgetter(f"sampling.{field}") for name, field in SAMPLING_FIELDS.items()},
+    **{name: attrgetter(field) for name, field in REQUEST_FIELDS.items()},
+}
 
 
 def request_tensors(
@@ -110,22 +50,27 @@ def request_tensors(
     Raises RequestError when some rows leave a value to the checkpoint (None) and others do not,
     and when a row asks for what the contract of its model has no tensor for.
     """
-    names = names_of(model_type)
+    contract = lookup(CONTRACTS, model_type, "model_type")
+    if contract.output_len is None:
+        raise RequestError(problem("this model generates no tokens", got=model_type))
+    require = partial(_require, contract, model_type)
     if any(row.return_hidden_state for row in rows):
-        _require(names, "return_hidden_state")
+        require("return_hidden_state")
     lengths = np.array([[len(row.input_ids)] for row in rows], dtype=np.uint32)  # [B, 1]
     output_lens = np.array([[row.output_len] for row in rows], dtype=np.uint32)
     tensors: dict[str, NDArray[Any]] = {
         "input_ids": _padded([row.input_ids for row in rows], 0),
-        names.lengths: lengths,
-        names.output_len: output_lens + lengths if names.prompt_counts else output_lens,
+        contract.lengths: lengths,
+        contract.output_len: output_lens + lengths if contract.counts_prompts else output_lens,
     }
-    for name, value_of in _ROW_VALUES.items():
-        column = _column(names.known.get(name), name, [value_of(row) for row in rows], names)
-        if column is not None:
-            tensors[name] = column
-    for name, words_of in _ROW_WORDS.items():
-        words = [words_of(row) for row in rows]
+    for name, value_of in _VALUES.items():
+        values = [value_of(row) for row in rows]
+        if all(value == _DEFAULTS[name] for value in values):
+            continue
+        require(name)
+        tensors[name] = _column(contract.known[name], values)
+    for name, field in WORD_FIELDS.items():
+        words = [getattr(row, field) for row in rows]
         if any(words):
             tensors[name] = word_lists(words)
     if any(row.logit_bias for row in rows):
@@ -133,17 +78,17 @@ def request_tensors(
     if any(row.guided_grammar for row in rows):
         tensors["guided_grammar"] = grammar_tensor(rows)
     if any(row.decoder_input_ids for row in rows):
-        _require(names, "decoder_input_ids")
+        require("decoder_input_ids")
         forced = [row.decoder_input_ids for row in rows]
         tensors["decoder_input_ids"] = _padded(forced, NO_TOKEN)
     if any(row.ia3_task is not None for row in rows):
-        _require(names, "ia3_tasks")
-        tasks = [-1 if row.ia3_task is None else row.ia3_task for row in rows]
+        require("ia3_tasks")
+        tasks = [NO_IA3_TASK if row.ia3_task is None else row.ia3_task for row in rows]
         tensors["ia3_tasks"] = np.array(tasks, dtype=np.int32)[:, None]
     if any(row.prompt_embedding is not None for row in rows):
-        _require(names, "request_prompt_embedding")
+        require("request_prompt_embedding")
         own = prompt_tensors(rows)
-        tensors.update({name: array for name, array in own.items() if name in names.known})
+        tensors.update({name: array for name, array in own.items() if name in contract.known})
     return tensors
 
 
@@ -169,7 +114,7 @@ def prompt_tensors(rows: Sequence[GenerateRequest]) -> dict[str, NDArray[Any]]:
         if row.prompt_embedding is not None:
             lengths[index] = len(row.prompt_embedding)
             embeddings[index, : len(row.prompt_embedding)] = row.prompt_embedding
-            types[index] = SOFT_PROMPT if row.soft_prompt else PROMPT_TABLE
+            types[index] = PromptType.SOFT if row.soft_prompt else PromptType.TABLE
     return {
         "request_prompt_embedding": embeddings,
         "request_prompt_lengths": lengths,
@@ -177,27 +122,18 @@ def prompt_tensors(rows: Sequence[GenerateRequest]) -> dict[str, NDArray[Any]]:
     }
 
 
-def _require(names: Names, tensor: str) -> None:
-    if tensor not in names.known:
+def _require(contract: Contract, model_type: str, tensor: str) -> None:
+    if tensor not in contract.known:
         raise RequestError(
-            problem(f"a model of type {names.model_type} has no input for this", got=tensor)
+            problem(f"a model of type {model_type} has no input for this", got=tensor)
         )
 
 
-def _column(
-    tensor: Tensor | None, name: str, values: Sequence[Any], names: Names
-) -> NDArray[Any] | None:
-    """One value per row, [B, 1]; None when all have the contract's default."""
-    if tensor is None:
-        if any(value != _DEFAULTS[name] for value in values):
-            _require(names, name)
-        return None
-    if all(value == tensor.default for value in values):
-        return None
+def _column(tensor: Tensor, values: Sequence[Any]) -> NDArray[Any]:
+    """One value per row, [B, 1]."""
     if any(value is None for value in values):
-        raise RequestError(
-            problem(f"either all rows of a request say {name} or none", got=list(values))
-        )
+        what = f"either all rows of a request say {tensor.name} or none"
+        raise RequestError(problem(what, got=list(values)))
     return np.array(values, dtype=NUMPY_TYPES[tensor.dtype])[:, None]
 
 
@@ -240,7 +176,7 @@ def grammar_tensor(rows: Sequence[GenerateRequest]) -> NDArray[np.uint8]:
 def output_names(rows: Sequence[GenerateRequest], model_type: str = "GPT") -> tuple[str, ...]:
     """The output tensors that these rows need."""
     names = ["output_ids", "sequence_length"]
-    if names_of(model_type).prompt_returned:
+    if lookup(CONTRACTS, model_type, "model_type").returns_prompts:
         names.append("response_input_lengths")
     if any(row.return_log_probs for row in rows):
         names += ["cum_log_probs", "output_log_probs"]
@@ -248,8 +184,8 @@ def output_names(rows: Sequence[GenerateRequest], model_type: str = "GPT") -> tu
         names.append("context_logits")
     if any(row.return_context_embeddings for row in rows):
         names.append("context_embeddings")
-    names += _GENERATED[: _tensors_of(max(row.num_log_probs for row in rows))]
-    names += _OF_PROMPT[: _tensors_of(max(row.num_prompt_log_probs for row in rows))]
+    names += list(TOKEN_LOG_PROBS)[: _tensors_of(max(row.num_log_probs for row in rows))]
+    names += list(PROMPT_LOG_PROBS)[: _tensors_of(max(row.num_prompt_log_probs for row in rows))]
     return tuple(names)
 
 
@@ -265,7 +201,7 @@ def row_outputs(
 
     tensors: output_ids [B, beam, time], sequence_length [B, beam], cum_log_probs [B, beam],
              output_log_probs [B, beam, generated], context_logits [B, longest prompt, vocab],
-             context_embeddings [B, beam, hidden], MODEL_LOG_PROBS of protocol.py,
+             context_embeddings [B, beam, hidden], MODEL_LOG_PROBS of contract/tensors.py,
              response_input_lengths [B, beam] where output_ids starts with the prompt
     """
     outputs = []
@@ -280,18 +216,23 @@ def row_outputs(
             logits = tensors["context_logits"][index, : len(read)]
         if row.return_context_embeddings:
             embeddings = tensors["context_embeddings"][index, 0]
+        best = beams[0]
         outputs.append(
             GenerateOutput(
-                output_ids=beams[0].output_ids,
-                cum_log_probs=beams[0].cum_log_probs,
-                output_log_probs=beams[0].output_log_probs,
+                output_ids=best.output_ids,
+                cum_log_probs=best.cum_log_probs,
+                output_log_probs=best.output_log_probs,
                 context_logits=logits,
                 context_embeddings=embeddings,
                 token_log_probs=_log_probs(
-                    tensors, _GENERATED, (index, 0), len(beams[0].output_ids), row.num_log_probs
+                    tensors,
+                    TOKEN_LOG_PROBS,
+                    (index, 0),
+                    len(best.output_ids),
+                    row.num_log_probs,
                 ),
                 prompt_log_probs=_log_probs(
-                    tensors, _OF_PROMPT, (index,), max(1, len(read)), row.num_prompt_log_probs
+                    tensors, PROMPT_LOG_PROBS, (index,), max(1, len(read)), row.num_prompt_log_probs
                 ),
                 beams=beams if width > 1 else (),
             )
@@ -301,7 +242,7 @@ def row_outputs(
 
 def _log_probs(
     tensors: Mapping[str, NDArray[Any]],
-    names: Sequence[str],
+    fields: Mapping[str, str],
     place: tuple[int, ...],
     tokens: int,
     count: int,
@@ -309,7 +250,9 @@ def _log_probs(
     """Those of the first `tokens` tokens at `place`, with the `count` likeliest; None below 0."""
     if count < 0:
         return None
-    own, ranks, *tops = (tensors[name][place][:tokens] for name in names[: _tensors_of(count)])
+    own, ranks, *tops = (
+        tensors[name][place][:tokens] for name in list(fields)[: _tensors_of(count)]
+    )
     ids, values = tops or (np.zeros((len(own), 0)),) * 2
     return ModelLogProbs(own, ranks, ids[:, :count], values[:, :count])
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.common.errors import ServerError, problem
-from launcher_scripts.common.ready_age import STALE_SECONDS, seconds_silent
+from launcher_scripts.common.ready_file import STALE_SECONDS, seconds_silent
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.config.security import ClientTls
 from launcher_scripts.gateway.backend import Backend

@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher_scripts.cluster import CLUSTERS
 from launcher_scripts.cluster.state import FORGOTTEN
-from launcher_scripts.common.cleanup import remove_remains
+from launcher_scripts.common.cleanup import remove_leftovers
 from launcher_scripts.common.errors import lookup
 from launcher_scripts.jobs.folders import (
     KnownJob,
@@ -183,7 +183,7 @@ def _end(request: Request, how: Callable[[Any], Callable[..., None]]) -> int:
         if not item.state.ended:
             kind = lookup(CLUSTERS, item.job.record.cluster_type, "cluster_type")
             how(kind)(item.job.folder, item.job.record, item.job_id)
-    remove_remains()
+    remove_leftovers()
     statuses = look(jobs, ask_servers=False)
     show(statuses, LIST_COLUMNS, request.as_json)
     return 0 if all(item.state.ended for item in statuses) else 1

@@ -7,6 +7,7 @@ import socket
 from dataclasses import replace
 from typing import TypeVar
 
+from launcher_scripts.common.hosts import address_towards
 from launcher_scripts.config.security import LOOPBACK
 from launcher_scripts.config.settings import DeploySettings, GatewayJobSettings
 from launcher_scripts.server.health import TritonClient
@@ -14,7 +15,7 @@ from launcher_scripts.server.ports import Ports, family_of, gateway_host
 
 EVERY_ADDRESS = ("0.0.0.0", "::", "")
 Listening = TypeVar("Listening", DeploySettings, GatewayJobSettings)
-_ELSEWHERE = ("192.0.2.1", 9)  # of a network for documents
+_ELSEWHERE = "192.0.2.1"  # of a network for documents
 
 
 def local_host(host: str) -> str:
@@ -75,13 +76,11 @@ def _is_reached(address: str) -> bool:
 
 
 def _way_out() -> list[str]:
-    """The address that this node's packets to other networks carry; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(_ELSEWHERE)
-        except OSError:
-            return []
-        address = str(probe.getsockname()[0])
+    """The address that this node's packets to other networks carry."""
+    try:
+        address = address_towards(_ELSEWHERE)
+    except OSError:
+        return []
     return [address] if _is_reached(address) else []
 
 

@@ -8,13 +8,13 @@ import socket
 import time
 from pathlib import Path
 
+from launcher_scripts.common.processes import StopRequest
 from launcher_scripts.config.gateway import example_command
 from launcher_scripts.config.settings import GatewayJobSettings
 from launcher_scripts.server.addresses import EVERY_ADDRESS, openai_url, with_node_address
 from launcher_scripts.server.gateway_process import GatewayProcess
 from launcher_scripts.server.ports import GATEWAY, reserved
 from launcher_scripts.server.ready_files import RENEW_SECONDS, ReadyFiles
-from launcher_scripts.server.stopping import StopRequest
 
 _POLL_SECONDS = 0.2
 

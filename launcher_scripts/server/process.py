@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -17,8 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO
 
-from launcher_scripts.common.cleanup import Claim, is_word
+from launcher_scripts.common.cleanup import ServerLock, is_word
 from launcher_scripts.common.errors import ServerError
+from launcher_scripts.common.processes import signal_when_parent_dies, start_of
 from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.models.repository import is_remote
 from launcher_scripts.server.installation import Installation
@@ -35,7 +35,6 @@ CREDENTIALS_VARIABLE = "TRITON_CLOUD_CREDENTIAL_PATH"
 TAIL_LINES = 60
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 10.0
-_PR_SET_PDEATHSIG = 1
 _MOST_ERRORS = 5
 # An error in Triton's log: level and time, process, place, and the message, mostly in quotes.
 _ERROR_LINE = re.compile(r'E\d{4} [\d:.]+ \d+ \S+\] "?(?P<message>.*?)"?$')
@@ -71,7 +70,7 @@ class ServerProcess:
         if installation.numpy_dir is not None:
             prefer_numpy(folder, installation.numpy_dir)
         try:
-            self._claim = Claim(folder)
+            self._lock = ServerLock(folder)
         except OSError as error:
             raise ServerError(f"the server needs shared memory: {error}") from error
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -95,7 +94,7 @@ class ServerProcess:
             text=True,
             errors="replace",
             start_new_session=True,
-            pass_fds=self._claim.descriptors,
+            pass_fds=self._lock.descriptors,
             preexec_fn=prepare_child(),
         )
         self._reader = threading.Thread(
@@ -117,7 +116,7 @@ class ServerProcess:
             f"--exit-timeout-secs={max(1, round(settings.stop_timeout))}",
         ]
         if installation.names_memory_apart:
-            prefix = f"shm-region-prefix-name={self._claim.region_prefix}"
+            prefix = f"shm-region-prefix-name={self._lock.region_prefix}"
             arguments.append(f"--backend-config=python,{prefix}")
         for name in ("http", "grpc", "metrics"):
             arguments += [f"--{name}-address={settings.hosts[name]}"]
@@ -165,7 +164,7 @@ class ServerProcess:
                 # Processes end while we look, and other users' do not show their environment.
                 with contextlib.suppress(OSError):
                     marked = mark in (entry / "environ").read_bytes().split(b"\0")
-                    if marked and is_alive(int(entry.name)):
+                    if marked and start_of(int(entry.name)) is not None:
                         found.append(int(entry.name))
         return found
 
@@ -179,11 +178,11 @@ class ServerProcess:
                 print(f"the server did not end within {timeout:g} s and is killed", flush=True)
         self._kill_members()
         self._reader.join(timeout=5)
-        self._claim.release()
+        self._lock.release()
 
     def hide_memory(self) -> None:
         """The server is ready: its processes have the memory open that they share."""
-        self._claim.hide_memory()
+        self._lock.hide_memory()
 
     def _kill_members(self) -> None:
         deadline = time.monotonic() + _KILL_SECONDS
@@ -225,34 +224,12 @@ def ending(code: int | None) -> str:
     return f"ended with exit code {code}"
 
 
-def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that only waits to be noticed by its parent does not."""
-    return _state(pid) not in ("", "Z", "X")
-
-
-def is_suspended(pid: int) -> bool:
-    """Whether the process was stopped by a signal or a debugger."""
-    return _state(pid) in ("T", "t")
-
-
-def _state(pid: int) -> str:
-    """The process's state as a letter of /proc; empty when there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
 def prepare_child() -> Callable[[], None]:
-    """What the child runs before the server: its limits, and SIGTERM when this program dies.
-
-    All is looked up here, since a forked child should do little.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
+    """What the child runs before the server: its limits, and SIGTERM when this program dies."""
     limits = server_limits()
 
     def prepare() -> None:
         set_limits(limits)
-        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        signal_when_parent_dies(signal.SIGTERM)
 
     return prepare

@@ -11,9 +11,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.common.atomic_write import write_whole
+from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ServerError, problem
-from launcher_scripts.common.ready_age import STALE_SECONDS, seconds_silent
+from launcher_scripts.common.ready_file import STALE_SECONDS, seconds_silent
 from launcher_scripts.config.settings import DeploySettings, GatewayJobSettings
 
 RENEW_SECONDS = 5.0
@@ -66,7 +66,7 @@ class ReadyFiles:
         text = json.dumps({**self._facts, "alive_at": alive_at}, indent=2) + "\n"
         for path in paths:
             try:
-                write_whole(path, text)
+                atomic_write(path, text)
             except OSError as error:
                 raise ServerError(f"cannot write {path}: {error}") from error
 

@@ -9,10 +9,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from launcher_scripts.common.atomic_write import write_whole
-from launcher_scripts.common.cleanup import NAME_PREFIX, remove_remains, temporary_folder
+from launcher_scripts.common.atomic_write import atomic_write
+from launcher_scripts.common.cleanup import NAME_PREFIX, remove_leftovers, temporary_folder
 from launcher_scripts.common.errors import ServerError, problem
 from launcher_scripts.common.hosts import ALONE, NodeRank
+from launcher_scripts.common.processes import StopRequest, is_suspended, process_name, start_of
 from launcher_scripts.config.gateway import example_command
 from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.models.repository import check_repository, is_remote
@@ -34,11 +35,10 @@ from launcher_scripts.server.health import (
 from launcher_scripts.server.installation import Installation, find_installation
 from launcher_scripts.server.lost_workers import REASON, SECOND_STARTS, WaitingForLost
 from launcher_scripts.server.ports import Ports, gateway_host, ports_in_use, reserved_ports
-from launcher_scripts.server.process import ServerProcess, is_alive, is_suspended
+from launcher_scripts.server.process import ServerProcess
 from launcher_scripts.server.protection import Protection
 from launcher_scripts.server.ready_files import RENEW_SECONDS, ReadyFiles, job_facts
 from launcher_scripts.server.start_times import Event, process_started, start_table
-from launcher_scripts.server.stopping import StopRequest
 
 _POLL_SECONDS = 0.2
 # What a server needs to unload its models after its last request, and what one gets that is broken.
@@ -61,7 +61,7 @@ def serve(settings: DeploySettings, node_rank: NodeRank = ALONE) -> None:
     settings = with_node_address(settings)
     ready_files = ReadyFiles(settings)
     ready_files.prepare()
-    for name in remove_remains():
+    for name in remove_leftovers():
         print(f"removed what the killed server {name} had left on this node", flush=True)
     stop = StopRequest()
     restarts = second_starts = 0
@@ -209,7 +209,7 @@ class Service:
             found = addresses(self._settings, self._ports, self._client)
             repository = _absolute(self._settings.model_repository)
             server = json.dumps({**found, "model_repository": repository})
-            write_whole(Path(gateway.settings.ready[0]), server)
+            atomic_write(Path(gateway.settings.ready[0]), server)
             gateway.start()
         while self._stop.received is None:
             if gateway is None or gateway.models:
@@ -266,7 +266,7 @@ class Service:
 
     def _trouble(self, pid: int) -> str | None:
         """Why a process cannot go on; None while it runs."""
-        if not is_alive(pid):
+        if start_of(pid) is None:
             return "died"
         if not is_suspended(pid):
             self._suspended.pop(pid, None)
@@ -296,8 +296,7 @@ class Service:
         members = self._process.members()
         for pid in members:
             with contextlib.suppress(OSError):
-                name = Path(f"/proc/{pid}/comm").read_text().strip()
-                if name.startswith("triton_python"):
+                if process_name(pid).startswith("triton_python"):
                     watched[pid] = "a worker of Triton's Python backend"
         for status in statuses:
             for rank in status.ranks:

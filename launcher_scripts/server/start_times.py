@@ -6,13 +6,14 @@ import os
 import time
 from collections.abc import Iterable
 
+from launcher_scripts.common.processes import process_stat, seconds_since
+
 Event = tuple[str, float]
 
 
 def process_started() -> float:
     """When this process was started, in seconds since 1970."""
-    ticks = int(_stat_field(21)) / os.sysconf("SC_CLK_TCK")
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks
+    return time.time() - seconds_since(process_stat(os.getpid()).started)
 
 
 def start_table(events: Iterable[Event]) -> str:
@@ -29,9 +30,3 @@ def start_table(events: Iterable[Event]) -> str:
         lines.append(f"{at - first:6.2f}  {at - before:+6.2f}  {what}")
         before = at
     return "\n".join(lines)
-
-
-def _stat_field(index: int) -> str:
-    """A field of /proc/self/stat, counted from 0."""
-    with open("/proc/self/stat", encoding="utf-8") as stat:  # noqa: PTH123
-        return stat.read().rpartition(")")[2].split()[index - 2]

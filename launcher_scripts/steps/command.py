@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import sys
@@ -12,10 +11,9 @@ from pathlib import Path
 from types import FrameType
 
 from launcher_scripts.common.errors import LauncherError
+from launcher_scripts.common.processes import process_name, signal_when_parent_dies
 from launcher_scripts.config.settings import Settings, read_settings
 from launcher_scripts.steps.flags import FlagTable
-
-_PR_SET_PDEATHSIG = 1
 
 
 def run_step(
@@ -75,14 +73,14 @@ def _end_with_parent(settings: Path | None) -> None:
     """
     parent = os.getppid()
     try:
-        name = Path(f"/proc/{parent}/comm").read_text().strip()
+        name = process_name(parent)
         command = os.fsdecode(Path(f"/proc/{parent}/cmdline").read_bytes()).split("\0")
     except OSError:
         return
     folder = None if settings is None else settings.parent
     of_job = any(Path(part).parent == folder and part.endswith(".sh") for part in command)
     if name == "slurmstepd" or of_job:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        signal_when_parent_dies(signal.SIGTERM)
         if os.getppid() != parent:
             raise SystemExit(128 + signal.SIGTERM)
 

@@ -25,7 +25,7 @@ from launcher_scripts.checkpoint.sources.megatron_core import MegatronCoreCheckp
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.settings import ExportSettings
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.evaluation.core_model import CoreModel
 from launcher_scripts.evaluation.transformers_model import TransformersModel
 from launcher_scripts.models.gpt import GPTConfig

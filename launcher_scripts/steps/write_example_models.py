@@ -17,7 +17,7 @@ from launcher_scripts.checkpoint.convert.export import export
 from launcher_scripts.checkpoint.fastertransformer.config_ini import format_config
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.repository.model_repository import model_config, refuse_existing
-from launcher_scripts.common.atomic_write import write_whole
+from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.settings import DATA_TYPES, ExportSettings, TokenizerSettings
@@ -116,11 +116,11 @@ def write(settings: ExampleSettings) -> None:
         config, tp_size = EXAMPLES[name].config, settings.tensor_parallel_size
         sizes = Path(each.checkpoint_path)
         sizes.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(sizes, format_config(config, tp_size, settings.data_type))
+        atomic_write(sizes, format_config(config, tp_size, settings.data_type))
         if settings.random_weights:
             export(each)
         checkpoint = FTCheckpoint(each.checkpoint_dir, config, tp_size, settings.data_type)
-        write_whole(Path(each.triton_model_dir) / "config.pbtxt", model_config(each, checkpoint))
+        atomic_write(Path(each.triton_model_dir) / "config.pbtxt", model_config(each, checkpoint))
         print(f"example {each.model_repository}", flush=True)
 
 

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import (
+    GenerateOutput,
+    GenerateRequest,
+    SamplingParameters,
+)
 from launcher_scripts.engine.core.results import Candidate
 from launcher_scripts.engine.core.row import Row, Snapshot, output_so_far, snapshot
 from tests.backend.test_model import Request, backend  # noqa: F401

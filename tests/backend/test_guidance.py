@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from launcher_scripts.backends.fastertransformer.conversions import CONVERSIONS
 from launcher_scripts.backends.fastertransformer.guidance import Guidance
+from launcher_scripts.backends.fastertransformer.request_tensors import to_requests
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.common.tokenizer import Tokenizer, load_tokenizer
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.contracts import CONTRACTS
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.guide import Guide
 from launcher_scripts.evaluation.tensors import request_tensors
 from tests.engine.small_models import small_config
@@ -189,9 +190,9 @@ def test_grammars_travel_as_bytes(model):
         GenerateRequest((1,), 3),
     ]
     tensors = {name: torch.from_numpy(each) for name, each in request_tensors(rows, model).items()}
-    assert CONVERSIONS[model].to_requests(tensors) == rows
+    assert to_requests(CONTRACTS[model], tensors) == rows
     shared = {**tensors, "guided_grammar": torch.tensor(list(b"{}"), dtype=torch.uint8)}
-    assert [row.guided_grammar for row in CONVERSIONS[model].to_requests(shared)] == ["{}", "{}"]
+    assert [row.guided_grammar for row in to_requests(CONTRACTS[model], shared)] == ["{}", "{}"]
 
 
 @pytest.mark.parametrize(
@@ -207,4 +208,4 @@ def test_a_tensor_that_is_no_text_is_named(given, message):
     tensors = {name: torch.from_numpy(each) for name, each in request_tensors(rows).items()}
     tensors["guided_grammar"] = torch.tensor(given, dtype=torch.uint8)
     with pytest.raises(RequestError, match=message):
-        CONVERSIONS["GPT"].to_requests(tensors)
+        to_requests(CONTRACTS["GPT"], tensors)

@@ -11,7 +11,6 @@ import threading
 import types
 import weakref
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from launcher_scripts.backends.fastertransformer.parameters import engine_settin
 from launcher_scripts.backends.fastertransformer.sessions import idle_seconds
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.contract.sessions import served_contract
 from tests.engine.small_models import (
     engine_for,
@@ -476,8 +475,7 @@ def test_what_cannot_be_answered_is_an_error_of_its_own(streaming_model, monkeyp
     def broken(*_):
         raise ValueError("no such shape")
 
-    conversion = replace(streaming_model._conversion, to_tensors=broken)
-    monkeypatch.setattr(streaming_model, "_conversion", conversion)
+    monkeypatch.setattr(streaming_model, "_to_tensors", broken)
     asked = request([[3, 4]], [2], [[4]])
     streaming_model.execute([asked])
     assert asked.answered.wait(120)

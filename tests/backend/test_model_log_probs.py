@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from launcher_scripts.backends.fastertransformer.conversions import CONVERSIONS, Shape
+from launcher_scripts.backends.fastertransformer.answer_tensors import ANSWER_TENSORS, Shape
+from launcher_scripts.backends.fastertransformer.request_tensors import to_requests
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.contract.contracts import CONTRACTS
-from launcher_scripts.contract.protocol import (
+from launcher_scripts.contract.requests import (
     Beam,
     GenerateOutput,
     GenerateRequest,
@@ -31,13 +32,13 @@ MODELS = list(LENGTHS)
 def requests(model: str, **more: Any) -> list[GenerateRequest]:
     given = {"input_ids": [[5, 6, 7], [8, 9, 0]], **LENGTHS[model]}
     tensors = {name: torch.tensor(values) for name, values in given.items()}
-    return CONVERSIONS[model].to_requests({**tensors, **more})
+    return to_requests(CONTRACTS[model], {**tensors, **more})
 
 
 def to_tensors(model: str, outputs: list[GenerateOutput], *names: str) -> dict[str, torch.Tensor]:
     contract = [tensor.name for tensor in CONTRACTS[model].outputs]
     shape = Shape(3, 66, torch.float32, 67, names or contract)
-    return CONVERSIONS[model].to_tensors(requests(model), outputs, shape)
+    return ANSWER_TENSORS[model](requests(model), outputs, shape)
 
 
 def scores(tokens: int, count: int) -> ModelLogProbs:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from tests.checkpoint.exporting import export_folder
 

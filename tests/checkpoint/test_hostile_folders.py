@@ -14,7 +14,7 @@ import pytest
 from launcher_scripts.checkpoint.convert.journal import FILE_NAME as JOURNAL
 from launcher_scripts.checkpoint.convert.journal import Journal
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.common.atomic_write import write_whole
+from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.small_memory import small_memory
@@ -138,11 +138,11 @@ def test_a_harmful_journal(case: str, tmp_path: Path, other: Path) -> None:
 def test_a_text_file_is_written_through_no_link(tmp_path: Path, other: Path) -> None:
     (tmp_path / "a.partial").symlink_to(other / "file")
     with pytest.raises(OSError):
-        write_whole(tmp_path / "a", "text")
+        atomic_write(tmp_path / "a", "text")
     assert untouched(other)
     (tmp_path / "a.partial").unlink()
     (tmp_path / "a").symlink_to(other / "file")
-    write_whole(tmp_path / "a", "text")
+    atomic_write(tmp_path / "a", "text")
     assert untouched(other)
     assert (tmp_path / "a").read_text() == "text"
 

@@ -21,7 +21,7 @@ from launcher_scripts.clients.__main__ import main
 from launcher_scripts.clients.end_to_end_test import SENTENCES
 from launcher_scripts.clients.tensors import PROMPTS, prompt_ids
 from launcher_scripts.common.tokenizer import Tokenizer, load_tokenizer
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine
 from tests.engine.small_models import engine_for, random_tensors
 from tests.server.processes import running

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.sampler import uniforms
 
 Text = tuple[int, ...]

@@ -10,7 +10,7 @@ import torch
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, weight_files
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.model.families import engine_family

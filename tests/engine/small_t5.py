@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.models.t5 import T5Config
 from tests.checkpoint import reference_forward_t5

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from launcher_scripts.common.errors import RequestError
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.models.bart import BartConfig
 from tests.checkpoint.exporting import export_folder

@@ -12,7 +12,11 @@ from contextlib import suppress
 import pytest
 import torch
 
-from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import (
+    GenerateOutput,
+    GenerateRequest,
+    SamplingParameters,
+)
 from launcher_scripts.engine.core.beam_search import BeamSearch
 from launcher_scripts.engine.core.hypotheses import Hypotheses
 from launcher_scripts.engine.core.results import Candidate

@@ -9,7 +9,7 @@ from concurrent.futures import wait
 import pytest
 import torch
 
-from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.kernels import reference
 from tests.engine.small_models import engine_for, load_engine, random_tensors, small_config

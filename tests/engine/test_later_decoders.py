@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.tiny_models import LATER_DECODERS

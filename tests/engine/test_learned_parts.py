@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from launcher_scripts.common.errors import RequestError
-from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.models.learned_parts import LearnedParts, PromptTask
 from tests.checkpoint import reference_forward_gpt, reference_forward_t5

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.contract.protocol import SamplingParameters
+from launcher_scripts.contract.requests import SamplingParameters
 from launcher_scripts.engine.core.plan import (
     Move,
     Plan,

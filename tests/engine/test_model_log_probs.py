@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from launcher_scripts.contract.protocol import (
+from launcher_scripts.contract.requests import (
     GenerateOutput,
     GenerateRequest,
     ModelLogProbs,

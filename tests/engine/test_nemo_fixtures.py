@@ -15,7 +15,7 @@ import torch
 from launcher_scripts.checkpoint.convert.export import export
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 
 NOT_PLAIN_GPT = re.compile("ptl|ptuning|ia3|adapter|peft")

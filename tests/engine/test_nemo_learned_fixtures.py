@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.test_learned_nemo import FIXTURES, IA3, PROMPT

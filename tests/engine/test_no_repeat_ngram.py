@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import NoRepeatNGramLogitsProcessor
 
-from launcher_scripts.contract.protocol import SamplingParameters
+from launcher_scripts.contract.requests import SamplingParameters
 from launcher_scripts.engine.core.logit_processing import processing
 from launcher_scripts.engine.core.plan import RowStart
 from launcher_scripts.engine.core.row_state import RowStates

@@ -16,7 +16,7 @@ import torch
 
 from launcher_scripts.common.errors import CheckpointError, ConfigError, ServerError
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.runner.loading import open_checkpoint
 from tests.engine.small_models import (
@@ -126,7 +126,7 @@ import sys
 from pathlib import Path
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 settings = EngineSettings(
     Path(sys.argv[1]), parallelism=Parallelism(2), device="cpu", stall_timeout=1.0
 )

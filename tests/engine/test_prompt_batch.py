@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.plan import PrefillPart, RowStart
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 import pytest
 import torch
 
-from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.plan import Bounds, Plan
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.model.families import engine_family

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from launcher_scripts.common.errors import RequestError
-from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.requests import PENALTIES_EXCLUDE, check_request
 from tests.engine.small_models import engine_for, generate, random_tensors, run, small_config
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper
 
-from launcher_scripts.contract.protocol import SamplingParameters
+from launcher_scripts.contract.requests import SamplingParameters
 from launcher_scripts.engine.core.plan import RowStart
 from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.engine.core.sampler import Sampled, sample, sampling_batch, uniforms

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.kv_cache import ExtentAllocator, bytes_per_token, plan_capacity
 from launcher_scripts.engine.core.plan import Plan
 from launcher_scripts.engine.core.results import StepResult, TokenResult

@@ -15,7 +15,7 @@ import pytest
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.hosts import NodeRank
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.plan import Plan
 from launcher_scripts.engine.distributed import workers
 from launcher_scripts.engine.distributed.heartbeat import Heartbeat, Progress

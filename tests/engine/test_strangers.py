@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.distributed.communicator import (
     ProcessGroupCommunicator,
     join_store,

@@ -7,7 +7,7 @@ from concurrent.futures import wait
 
 import pytest
 
-from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.engine.core.row import Snapshot
 from tests.engine.small_models import engine_for, random_tensors, small_config
 from tests.engine.small_t5 import GOOGLE, t5_config, t5_tensors

@@ -9,7 +9,7 @@ import pytest
 
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from tests.engine.small_models import engine_for, load_engine, write_checkpoint
 from tests.engine.small_t5 import (

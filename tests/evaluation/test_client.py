@@ -12,7 +12,7 @@ import pytest
 from launcher_scripts.common.errors import ConfigError, ServerError
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.config.tasks import BenchmarkSettings
-from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.evaluation.client import Client
 from launcher_scripts.evaluation.ready import connect
 from tests.evaluation.fake_server import FAVOUR, VOCAB, FakeServer, logits_after

@@ -11,7 +11,7 @@ import pytest
 
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.config.tasks import TaskSettings
-from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.evaluation.comparison import compare, compared, open_reference
 from launcher_scripts.evaluation.report import html
 from launcher_scripts.evaluation.tables import task_table

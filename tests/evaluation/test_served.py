@@ -16,7 +16,7 @@ from launcher_scripts.config.settings import (
     write_settings,
 )
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
-from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.steps import measure_accuracy, measure_speed
 from tests.server.processes import running

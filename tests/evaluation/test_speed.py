@@ -7,7 +7,7 @@ import pytest
 
 from launcher_scripts.common.errors import ConfigError, ServerError
 from launcher_scripts.config.tasks import BenchmarkSettings
-from launcher_scripts.contract.protocol import GenerateOutput
+from launcher_scripts.contract.requests import GenerateOutput
 from launcher_scripts.evaluation.speed import (
     check_batch_sizes,
     random_rows,

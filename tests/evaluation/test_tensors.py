@@ -6,9 +6,15 @@ import numpy as np
 import pytest
 from torch import from_numpy
 
-from launcher_scripts.backends.fastertransformer import conversion_agm
+from launcher_scripts.backends.fastertransformer.request_tensors import to_requests
 from launcher_scripts.common.errors import RequestError
-from launcher_scripts.contract.protocol import GPT_INPUTS, Beam, GenerateRequest, SamplingParameters
+from launcher_scripts.contract.contracts import CONTRACTS
+from launcher_scripts.contract.requests import (
+    Beam,
+    GenerateRequest,
+    SamplingParameters,
+)
+from launcher_scripts.contract.tensors import GPT_INPUTS
 from launcher_scripts.evaluation import tensors
 from launcher_scripts.evaluation.tensors import (
     output_names,
@@ -91,9 +97,8 @@ def test_what_only_an_encoder_answers_is_refused(field, name):
 
 
 def test_what_a_family_has_no_tensor_for_is_refused(monkeypatch):
-    known = {name: t for name, t in tensors.names_of("T5").known.items() if "prompt" not in name}
-    names = dataclasses.replace(tensors.names_of("T5"), known=known)
-    monkeypatch.setattr(tensors, "names_of", lambda _: names)
+    inputs = tuple(tensor for tensor in CONTRACTS["T5"].inputs if "prompt" not in tensor.name)
+    monkeypatch.setitem(CONTRACTS, "T5", dataclasses.replace(CONTRACTS["T5"], inputs=inputs))
     assert "input_ids" in request_tensors([GenerateRequest((1,), 1)], "T5")
     with pytest.raises(RequestError, match="no input for this; got 'prompt_learning_task"):
         request_tensors([GenerateRequest((1,), 1, prompt_task=0)], "T5")
@@ -271,5 +276,31 @@ def test_an_agms_output_length_counts_the_prompt():
     rows = [GenerateRequest((5, 6, 7), 4), GenerateRequest((8,), 9)]
     sent = request_tensors(rows, "Agm")
     assert sent["max_output_len"].tolist() == [[7], [10]]
-    served = conversion_agm.to_requests({name: from_numpy(sent[name]) for name in sent})
+    served = to_requests(CONTRACTS["Agm"], {name: from_numpy(sent[name]) for name in sent})
     assert [row.output_len for row in served] == [4, 9]
+
+
+PROMPT_TABLE = {"prompt_task": 1, "prompt_embedding": REQUEST.prompt_embedding}
+FIELDS_OF = {
+    "GPT": {"return_context_embeddings": True, "ia3_task": 2, "soft_prompt": True, **PROMPT_TABLE},
+    "T5": {"decoder_input_ids": (0, 7), "ia3_task": 2, **PROMPT_TABLE},
+    "Agm": {},
+    "BART": {"decoder_input_ids": (0,)},
+}
+
+
+@pytest.mark.parametrize("model_type", FIELDS_OF)
+def test_the_server_reads_what_the_client_writes(model_type):
+    nothing = dict.fromkeys((*FIELDS_OF["GPT"], *FIELDS_OF["T5"]))
+    nothing |= {"return_context_embeddings": False, "soft_prompt": False, "decoder_input_ids": ()}
+    row = dataclasses.replace(REQUEST, **nothing | FIELDS_OF[model_type])
+    sent = request_tensors([row, row], model_type)
+    assert sent.keys() <= CONTRACTS[model_type].known.keys()
+    for served in to_requests(CONTRACTS[model_type], {n: from_numpy(v) for n, v in sent.items()}):
+        table = served.prompt_embedding
+        assert (table is None) == (row.prompt_embedding is None)
+        assert table is None or np.array_equal(table.numpy(), row.prompt_embedding)
+        same = dataclasses.replace(served, prompt_embedding=row.prompt_embedding)
+        sampling = dataclasses.asdict(same.sampling)
+        assert sampling == pytest.approx(dataclasses.asdict(SAMPLING))
+        assert dataclasses.replace(same, sampling=SAMPLING) == row

@@ -13,7 +13,7 @@ import pytest
 
 from launcher_scripts.common.errors import ConfigError, ServerError
 from launcher_scripts.config.tasks import GenerationSettings, TaskSettings
-from launcher_scripts.contract.protocol import GenerateOutput
+from launcher_scripts.contract.requests import GenerateOutput
 from launcher_scripts.evaluation.tasks import (
     TASKS,
     boolq,

@@ -17,7 +17,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.common.replicas import replica_file
+from launcher_scripts.common.ready_file import replica_file
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.gateway import fleet as fleets
 from launcher_scripts.gateway.fleet import Fleet

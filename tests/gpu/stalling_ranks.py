@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.distributed import rank_processes
 from launcher_scripts.engine.distributed.heartbeat import OWN_WORK, RECORDING
 from launcher_scripts.engine.distributed.worker import main as worker_main

@@ -7,7 +7,7 @@ from concurrent.futures import wait
 import pytest
 import torch
 
-from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from tests.engine.small_models import (
     context_logits,
     engine_for,

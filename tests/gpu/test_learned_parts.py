@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.models.learned_parts import LearnedParts, PromptTask
 from tests.engine.small_agm import agm_config, agm_tensors

@@ -8,7 +8,7 @@ from concurrent.futures import wait
 import numpy as np
 import pytest
 
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 from tests.engine.small_models import engine_for, generate
 from tests.gpu.test_steps import gpt, t5
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.plan import Plan
 from tests.engine.small_models import engine_for, generate, runner_for
 from tests.engine.small_t5 import (

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.cluster.foreground import StopRequest
-from launcher_scripts.common.atomic_write import write_whole
+from launcher_scripts.common.atomic_write import atomic_write
+from launcher_scripts.common.processes import StopRequest
 from tests.login.conftest import Run
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -264,7 +264,7 @@ def test_another_server_that_renews_its_ready_file_does_not_count(
 
     def renew() -> None:
         while not ended.wait(0.02):
-            write_whole(ready_file, json.dumps({"http": "n1:8000", "job": {"folder": "/other"}}))
+            atomic_write(ready_file, json.dumps({"http": "n1:8000", "job": {"folder": "/other"}}))
 
     other = threading.Thread(target=renew)
     other.start()

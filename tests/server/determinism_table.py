@@ -24,7 +24,7 @@ from launcher_scripts.clients.models import Models, find_models
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.settings import ExportSettings, TokenizerSettings, write_settings
-from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.evaluation.tensors import request_tensors, row_outputs
 from launcher_scripts.steps import convert_checkpoint, write_model_repository
 from tests.server.processes import running

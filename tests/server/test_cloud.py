@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine
 from tests.engine.small_models import engine_for, random_tensors
 from tests.server.processes import running

@@ -15,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
 from launcher_scripts.common.rendering import render
 from launcher_scripts.config.settings import TokenizerSettings
-from launcher_scripts.contract.protocol import GPT_INPUTS, GPT_OUTPUTS
+from launcher_scripts.contract.tensors import GPT_INPUTS, GPT_OUTPUTS
 from launcher_scripts.engine.engine import Engine
 from tests.engine.small_models import engine_for, write_checkpoint
 from tests.engine.test_learned_parts import BOOLQ, CASES, SQUAD, TEXT, Model, gpt, t5

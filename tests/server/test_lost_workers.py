@@ -33,7 +33,7 @@ IS_HELD_UP = """subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()
     ("does", "end"),
     [
         pytest.param(ABORTS_THE_SERVER, "the server was killed by SIGABRT", id="aborted"),
-        pytest.param(IS_HELD_UP, REASON, id="waiting for ever", marks=pytest.mark.slow),
+        pytest.param(IS_HELD_UP, REASON, id="waiting indefinitely", marks=pytest.mark.slow),
     ],
 )
 def test_the_second_start_gets_ready(tmp_path: Path, does: str, end: str) -> None:

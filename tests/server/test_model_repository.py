@@ -20,7 +20,7 @@ from launcher_scripts.checkpoint.repository.text_models import check_text_models
 from launcher_scripts.common.errors import CheckpointError, ConfigError, LauncherError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.settings import DeploySettings, TokenizerSettings, write_settings
-from launcher_scripts.contract.protocol import GPT_INPUTS, GPT_OUTPUTS
+from launcher_scripts.contract.tensors import GPT_INPUTS, GPT_OUTPUTS
 from launcher_scripts.contract.text_names import SAME_AS
 from launcher_scripts.models.repository import served_models
 from launcher_scripts.steps import start_server, write_model_repository

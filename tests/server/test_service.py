@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.common.cleanup import remove_remains
+from launcher_scripts.common.cleanup import remove_leftovers
 from tests.server.processes import CHECKOUT, RunningStep, running, wait_for
 
 pytestmark = pytest.mark.skipif(
@@ -239,7 +239,7 @@ def test_the_server_does_not_outlive_the_step(tmp_path: Path) -> None:
 def test_what_a_killed_server_leaves_is_removed_and_nothing_of_a_living_one(
     tmp_path: Path,
 ) -> None:
-    """Servers of other tests remove remains, too: this test holds them as long as it looks."""
+    """Servers of other tests clean up, too: this test holds them as long as it looks."""
     loading = make_repository(tmp_path / "slow", "time.sleep(600)")
     with running(tmp_path / "killed", loading) as killed:
         wait_for(lambda: killed.shared_memory() != [], 120)
@@ -260,7 +260,7 @@ def test_what_a_killed_server_leaves_is_removed_and_nothing_of_a_living_one(
             assert not folder.exists()
             assert (step.shared_memory(), locks(step)) == ([], [])  # its processes have it open
             living = Path(backends(step)).parent
-            assert living.name not in remove_remains()
+            assert living.name not in remove_leftovers()
             assert (living / "backends").is_dir()
             assert step.stop() == 0
             assert not living.exists()

@@ -14,7 +14,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine
 from tests.engine.small_models import engine_for, random_tensors

@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 from tests.server.processes import wait_for
 from tests.server.repositories import export
 from tests.server.requests import Client, generated, ids_request
-from tests.server.typed import TypedServer
+from tests.server.wrapped_server import WrappedServer
 from tests.slurm.processes import processes, read
 
 pytestmark = pytest.mark.skipif(
@@ -48,21 +48,21 @@ def ranks_of(folder: Path) -> list[int]:
 
 
 @pytest.fixture
-def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TypedServer]]:
+def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[WrappedServer]]:
     """Models of two ranks and of one, in servers on two nodes."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HOME", str(tmp_path))
     export(tmp_path, name="wide", tp=2)
     repository = export(tmp_path, name="narrow", tp=1).model_repository
     servers = [
-        TypedServer(tmp_path / str(node), repository, mpirun_env(node, 2)) for node in range(2)
+        WrappedServer(tmp_path / str(node), repository, mpirun_env(node, 2)) for node in range(2)
     ]
     yield servers
     for server in servers:
         server.kill()
 
 
-def test_models_of_different_sizes_on_two_nodes(two_nodes: list[TypedServer], tmp_path: Path):
+def test_models_of_different_sizes_on_two_nodes(two_nodes: list[WrappedServer], tmp_path: Path):
     first, second = two_nodes
     with Client(first.wait_until_ready(), "http") as client:
         request = ids_request([(5, 6, 7)], 6)
@@ -89,7 +89,7 @@ def test_models_of_different_sizes_on_two_nodes(two_nodes: list[TypedServer], tm
 
 
 @pytest.mark.slow
-def test_a_server_that_is_stopped_lets_the_other_node_end(two_nodes: list[TypedServer]):
+def test_a_server_that_is_stopped_lets_the_other_node_end(two_nodes: list[WrappedServer]):
     first, second = two_nodes
     first.wait_until_ready()
     first.process.terminate()
@@ -104,7 +104,7 @@ def test_mpirun_on_one_node(tmp_path: Path):
     repository = export(tmp_path, tp=2).model_repository
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     launching = ["mpirun", "-n", "1", "--allow-run-as-root"]
-    server = TypedServer(tmp_path, repository, env, launching)
+    server = WrappedServer(tmp_path, repository, env, launching)
     try:
         with Client(server.wait_until_ready(), "http") as client:
             assert len(generated(client.infer("tiny", **ids_request([(5, 6)], 4)))) == 4

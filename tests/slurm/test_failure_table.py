@@ -89,7 +89,7 @@ REFUSED = {
     "wrong partition": (("cluster.partition=absent",), "invalid partition specified: absent"),
     "time limit beyond the partition's": (
         ("cluster.partition=single", "export.run.time_limit=0:30:00"),
-        "the deploy job would wait for ever (PartitionTimeLimit)",
+        "the deploy job would wait indefinitely (PartitionTimeLimit)",
     ),
     "missing image file": (
         ("container=/no/such/image.sqsh", "cluster.container_runtime=pyxis"),

@@ -95,7 +95,7 @@ sys.exit(run_step("", DeploySettings, serve))
 def test_a_step_ends_with_its_killed_step_daemon(
     slurm: TestCluster, tmp_path: Path, checkout: Path
 ) -> None:
-    """Slurm notices nothing, and would leave the step's processes on the node for ever."""
+    """Slurm notices nothing, and would leave the step's processes on the node indefinitely."""
     settings, log = tmp_path / "settings.yaml", tmp_path / "log"
     write_settings(DeploySettings("/models", str(tmp_path)), settings)
     (tmp_path / "step.py").write_text(STEP)

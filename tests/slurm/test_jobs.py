@@ -159,7 +159,7 @@ def test_a_job_that_could_never_start_is_not_queued(slurm: TestCluster, submit: 
     late = ("cluster.partition=single", "export.run.time_limit=0:30:00")
     ran = submit("stages=[export,deploy]", *late, check=False)
     assert ran.returncode == 1
-    assert "the deploy job would wait for ever (PartitionTimeLimit)" in ran.stderr
+    assert "the deploy job would wait indefinitely (PartitionTimeLimit)" in ran.stderr
     assert "longer than 01:00:00; got '1-00:00:00'; change deploy.run.time_limit" in ran.stderr
     assert "the export job" not in ran.stderr
     assert slurm.run("squeue", "--noheader").stdout == ""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.typed import TypedServer
+from tests.server.wrapped_server import WrappedServer
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
 from tests.slurm.processes import processes, read
@@ -134,7 +134,7 @@ def test_the_documented_command_by_hand(
 ) -> None:
     launching = ("srun", "-N", "2", "-n", "2", "--mpi=pmix", "--label", "--kill-on-bad-exit=1")
     env = {**slurm.environment, "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
-    server = TypedServer(tmp_path, repository, env, launching, node="SLURM_PROCID", nodes=2)
+    server = WrappedServer(tmp_path, repository, env, launching, node="SLURM_PROCID", nodes=2)
     try:
         server.wait_until_ready()
         assert not server.ready(1)

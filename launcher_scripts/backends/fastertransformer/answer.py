@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import triton_python_backend_utils as pb_utils
 
+from launcher_scripts.backends.fastertransformer.answer_tensors import beam_axis
 from launcher_scripts.backends.fastertransformer.answers import Answers
 from launcher_scripts.backends.fastertransformer.forwarded import news
-from launcher_scripts.backends.fastertransformer.row_values import beam_axis
 from launcher_scripts.backends.older_servers import failure
 from launcher_scripts.backends.text_parameters import ParameterError
 from launcher_scripts.common.errors import BusyError, RequestError
 from launcher_scripts.contract.metric_names import CANCELLED, FAILED, REFUSED
-from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.engine.core.row import Progress, Snapshot
 from launcher_scripts.engine.core.session import Session
 

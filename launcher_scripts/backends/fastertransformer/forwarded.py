@@ -2,7 +2,7 @@
 
 Triton 24.10 does not hand a cancellation on to the requests that a model makes, keeps all their
 responses until the last, loses errors among them, and two threads of a model that read responses
-may lock each other for ever. So such a request is answered at once, with nothing, and what is
+may lock each other indefinitely. So such a request is answered at once, with nothing, and what is
 generated goes over a socket of the text model's, on which cancellations come back.
 """
 
@@ -15,14 +15,14 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, Protocol
 
 import torch
 
 from launcher_scripts.common.errors import RequestError
-from launcher_scripts.contract.protocol import GenerateOutput
+from launcher_scripts.common.processes import process_stat
+from launcher_scripts.contract.requests import GenerateOutput
 
 FINAL = 1  # Triton's flag of a last response
 # What the id of such a request begins with; then its key, the channel, and 1 where it streams.
@@ -131,8 +131,7 @@ def check_peer(connected: socket.socket) -> None:
     """Raises OSError unless the other end is a child of this process's parent, the server."""
     raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     process, user, _ = _PEER.unpack(raw)
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    if user != os.geteuid() or int(fields[1]) != os.getppid():
+    if user != os.geteuid() or process_stat(process).parent != os.getppid():
         raise PermissionError("it is none of this server's models'")
 
 

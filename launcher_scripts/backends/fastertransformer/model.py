@@ -26,8 +26,8 @@ from launcher_scripts.backends.fastertransformer.answer import (
     reason_of,
     send_last,
 )
+from launcher_scripts.backends.fastertransformer.answer_tensors import ANSWER_TENSORS, Shape
 from launcher_scripts.backends.fastertransformer.answers import Answers
-from launcher_scripts.backends.fastertransformer.conversions import CONVERSIONS, Shape
 from launcher_scripts.backends.fastertransformer.forwarded import (
     Channels,
     ChannelSender,
@@ -41,6 +41,7 @@ from launcher_scripts.backends.fastertransformer.nodes import (
     node_group,
 )
 from launcher_scripts.backends.fastertransformer.parameters import engine_settings
+from launcher_scripts.backends.fastertransformer.request_tensors import to_requests
 from launcher_scripts.backends.fastertransformer.server_watch import ServerWatch
 from launcher_scripts.backends.fastertransformer.sessions import Sessions, idle_seconds
 from launcher_scripts.backends.fastertransformer.status import (
@@ -61,9 +62,10 @@ from launcher_scripts.common.errors import (
     ServerError,
     problem,
 )
-from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest, Tensor
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.contract.sessions import served_contract
-from launcher_scripts.engine.core.prompts import prompt_start_id
+from launcher_scripts.contract.tensors import Tensor
+from launcher_scripts.engine.core.prompts import prompt_start_id, real_ids
 from launcher_scripts.engine.core.row import Progress
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine
@@ -102,7 +104,7 @@ class TritonPythonModel:
                 os.environ.get(DEVICE_VARIABLE, "auto"),
             )
             self._contract = served_contract(settings.model_type, sessions=idle is not None)
-            self._conversion = CONVERSIONS[settings.model_type]
+            self._to_tensors = ANSWER_TENSORS[settings.model_type]
             group = node_group(os.environ, args["model_name"], Path(args["model_repository"]))
             if not group.node_rank.serves:
                 host_ranks(group, settings.checkpoint_dir, settings.start_timeout)
@@ -149,7 +151,7 @@ class TritonPythonModel:
     def _begin(self, request: Any, sender: Any) -> None:
         given = input_tensors(request, self._contract.inputs)
         tensors = with_parameters(request, self._contract.inputs, given)
-        rows = self._conversion.to_requests(tensors)
+        rows = to_requests(self._contract, tensors)
         self._check_room(len(rows))
         answer = self._answer(
             request, sender, rows, tensors, shown=rows, width=tensors["input_ids"].shape[1]
@@ -190,7 +192,7 @@ class TritonPythonModel:
         given = input_tensors(request, self._contract.inputs)
         inner = {name: tensor[0] for name, tensor in given.items()}
         tensors = with_parameters(request, self._contract.inputs, inner)
-        rows = self._conversion.to_requests(tensors)
+        rows = to_requests(self._contract, tensors)
         turn = sessions.begin_turn(
             key, start=bool(control(request, "START")), tensors=tensors, rows=rows
         )
@@ -226,9 +228,9 @@ class TritonPythonModel:
             rows,
             tensors,
             wanted,
-            lambda outputs: self._conversion.to_tensors(shown, outputs, shape),
+            lambda outputs: self._to_tensors(shown, outputs, shape),
             streams=self._streams and (not forwarded or sender.streams),
-            prompts=self._conversion.prompts(shown, shape) if "news" in wanted else (),
+            prompts=self._prompts(shown, shape) if "news" in wanted else (),
             forwarded=forwarded,
             seconds=seconds_allowed(request),
             **more,
@@ -236,6 +238,12 @@ class TritonPythonModel:
         if forwarded:
             sender.opened(answer)
         return answer
+
+    def _prompts(self, rows: Sequence[GenerateRequest], shape: Shape) -> list[Sequence[int]]:
+        """Of each row, what its output_ids begin with."""
+        if not self._contract.returns_prompts:
+            return [()] * len(rows)
+        return [real_ids(row, shape.prompt_start_id) for row in rows]
 
     def _shape(self, width: int, wanted: Collection[str]) -> Shape:
         config, dtype = self._engine.config, DTYPES[self._engine.settings.data_type]

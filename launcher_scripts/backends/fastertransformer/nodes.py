@@ -15,6 +15,7 @@ from pathlib import Path
 
 from launcher_scripts.common.errors import ServerError, problem
 from launcher_scripts.common.hosts import ATTEMPT_VARIABLE, INTERFACE_VARIABLE, find_node_rank
+from launcher_scripts.common.processes import process_name
 from launcher_scripts.engine.distributed.node_group import NodeGroup
 from launcher_scripts.engine.distributed.rank_host import POLL_SECONDS, RankHost
 from launcher_scripts.engine.distributed.rendezvous import (
@@ -71,8 +72,7 @@ def end_server_later(error: ServerError) -> None:
 def end_server(number: int) -> None:
     """Send a signal to the server that this process is a worker of."""
     server = os.getppid()
-    name = Path(f"/proc/{server}/comm").read_text().strip()
-    if name == "tritonserver":
+    if process_name(server) == "tritonserver":
         os.kill(server, number)
 
 

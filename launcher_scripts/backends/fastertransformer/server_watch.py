@@ -12,7 +12,7 @@ POLL_SECONDS = 1.0
 class ServerWatch:
     """Ends this process when its server is gone.
 
-    Triton's stub waits in shared memory for a server that was killed, for ever where the server
+    Triton's stub waits in shared memory for a server that was killed, indefinitely where the server
     held a lock; its ranks, and those of other nodes, would stay with it. The kernel's own signal
     (PR_SET_PDEATHSIG) cannot be used: it comes when the thread that started the stub ends.
     """

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from launcher_scripts.common.errors import ConfigError, Problems, RequestError
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.prompts import prompt_start_id, real_ids
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine

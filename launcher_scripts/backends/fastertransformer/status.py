@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from launcher_scripts.common.atomic_write import write_whole
+from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.engine.distributed.messages import RankInfo
 
 STATUS_DIR_VARIABLE = "LAUNCHER_STATUS_DIR"
@@ -55,7 +55,7 @@ class StatusFile:
             "versions": versions(),
             "timeline": [list(event) for event in timeline],
         }
-        write_whole(self._path, json.dumps(status))
+        atomic_write(self._path, json.dumps(status))
 
 
 def versions() -> dict[str, str]:

@@ -24,7 +24,7 @@ from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.repository.served_types import backend_model_type
 from launcher_scripts.checkpoint.repository.text_models import TOKEN_MODEL, write_text_models
 from launcher_scripts.checkpoint.repository.tokenizer_files import check_vocabulary
-from launcher_scripts.common.atomic_write import write_whole
+from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems, problem
 from launcher_scripts.common.rendering import pbtxt, render
 from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer, tokenizer_files
@@ -78,7 +78,7 @@ class ModelRepository:
                 write_text_models(staging / "new", settings, checkpoint, contract.text, names)
                 for name in names.values():
                     replace_folder(staging / "new" / name, self.root / name, staging / "old")
-            write_whole(model_dir / "config.pbtxt", config)
+            atomic_write(model_dir / "config.pbtxt", config)
         except OSError as error:
             raise CheckpointError(f"cannot write the model repository: {error}") from error
         finally:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launcher_scripts.contract.protocol import Beam
+from launcher_scripts.contract.requests import Beam
 from launcher_scripts.engine.core.results import Candidate
 
 LOOK_BACK = 64

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from launcher_scripts.contract.protocol import ModelLogProbs
+from launcher_scripts.contract.requests import ModelLogProbs
 from launcher_scripts.engine.distributed.communicator import Communicator
 
 

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import Future, InvalidStateError
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.contract.protocol import GenerateOutput
+from launcher_scripts.contract.requests import GenerateOutput
 
 
 class Pending:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from launcher_scripts.contract.protocol import SamplingParameters
+from launcher_scripts.contract.requests import SamplingParameters
 from launcher_scripts.engine.distributed.messages import Message, Record
 from launcher_scripts.engine.model.learned_parts import NO_TASK, Prompt
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launcher_scripts.common.errors import Problems
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.learned_parts import learned_parts_of
 

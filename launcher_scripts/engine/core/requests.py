@@ -6,7 +6,8 @@ import math
 from collections import Counter
 
 from launcher_scripts.common.errors import Problems, RequestError
-from launcher_scripts.contract.protocol import MOST_LOG_PROBS, GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.tensors import MOST_LOG_PROBS
 from launcher_scripts.engine.core.prompts import (
     check_learned,
     prompt_start_id,

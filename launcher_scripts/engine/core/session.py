@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher_scripts.common.errors import Problems
-from launcher_scripts.contract.protocol import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.plan import Move
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig

@@ -8,6 +8,7 @@ import socket
 import struct
 
 from launcher_scripts.common.errors import ServerError, problem
+from launcher_scripts.common.hosts import address_towards
 
 LOOPBACK = "127.0.0.1"
 EVERY = "0.0.0.0"
@@ -61,9 +62,7 @@ def published_addresses(listening: str) -> tuple[str, ...]:
 
 def interface_towards(host: str) -> str | None:
     """The interface over which this node reaches `host`; None where that cannot be told."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        own = probe.getsockname()[0]
+    own = address_towards(host)
     for name, address in interface_addresses().items():
         if address == own:
             return name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
@@ -13,9 +12,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from launcher_scripts.common.processes import is_suspended, signal_when_parent_dies
+
 CHECKOUT = Path(__file__).resolve().parents[3]
 WORKER = "launcher_scripts.engine.distributed.worker"
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RankProcess:
         """Why the rank cannot go on; None while it runs."""
         code = self._process.poll()
         if code is None:
-            return "is stopped (SIGSTOP)" if is_stopped(self.pid) else None
+            return "is stopped (SIGSTOP)" if is_suspended(self.pid) else None
         if code < 0:
             return f"was ended by {signal.Signals(-code).name}"
         return f"ended with exit code {code}"
@@ -75,19 +75,9 @@ class RankProcess:
         self._process.wait()
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process is suspended, by a signal or a debugger."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state in ("T", "t")
-
-
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent ends."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_when_parent_dies(signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(0)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from launcher_scripts.contract.protocol import SamplingParameters
+from launcher_scripts.contract.requests import SamplingParameters
 from launcher_scripts.engine.core.beam_search import BeamBatch, beam_batches
 from launcher_scripts.engine.core.logit_processing import indices
 from launcher_scripts.engine.core.plan import Plan, RowStart

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from launcher_scripts.common.tokenizer import Tokenizer
 from launcher_scripts.config.tasks import TaskSettings
-from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 
 REFERENCE_KEY = "evaluate.tasks.<task>.reference"
 Z_95 = 1.959963984540054  # a normal variable is within this many deviations 95 % of the time

@@ -1,4 +1,4 @@
-"""The serving contract: every tensor once, and the request and answer objects made of them.
+"""The serving contract: every tensor once.
 
 config.pbtxt, the backend and the client read this table, so the three cannot disagree. Names,
 types and shapes are those of the FasterTransformer backend's gpt model (contracts.py has the
@@ -8,7 +8,7 @@ original never see.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -34,6 +34,17 @@ class Tensor:
     default: float | int | bool | None = None
     extension: bool = False
     meaning: str = ""
+
+    def value(self, given: Any) -> Any:
+        """One of the tensor's values, or its default, as Python's type for the dtype; None stays.
+
+        Integers beyond 63 bits may arrive as the signed numbers of the same bits.
+        """
+        if given is None:
+            return None
+        if self.dtype == "UINT64":
+            return int(given) & ((1 << 64) - 1)
+        return {"BOOL": bool, "FP32": float}.get(self.dtype, int)(given)
 
 
 def array(name: str, dtype: str, dims: tuple[int, ...], meaning: str, **more: Any) -> Tensor:
@@ -320,127 +331,3 @@ ENSEMBLE_OUTPUTS = (
     ),
     *(t for t in GPT_OUTPUTS if t.name in ("sequence_length", "cum_log_probs", "output_log_probs")),
 )
-
-
-@dataclass(frozen=True)
-class SamplingParameters:
-    """How one row chooses its tokens; defaults are the contract's."""
-
-    top_k: int = 0
-    top_p: float = 0.0
-    temperature: float = 1.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    output_presence_penalty: float = 0.0
-    min_p: float = 0.0
-    min_length: int = 0
-    random_seed: int = 0
-    top_p_decay: float = 1.0
-    top_p_min: float = 1e-6
-    top_p_reset_id: int | None = None
-    beam_width: int = 1
-    len_penalty: float = 0.0
-    beam_search_diversity_rate: float = 0.0
-    no_repeat_ngram_size: int = 0
-
-
-@dataclass(frozen=True)
-class GenerateRequest:
-    """One row to generate: the same object in the client, the backend and the engine.
-
-    start_id and end_id None mean the checkpoint's. Words are tuples of token ids, logit_bias is
-    pairs of a token id and what is added to its logit. num_log_probs and num_prompt_log_probs ask
-    for the log-probabilities of generated and prompt tokens, and of so many of the likeliest ones
-    at each place; -1: for none. guided_grammar is JSON text that says what the generated text has
-    to be.
-    input_ids is the encoder's input where a model has one; decoder_input_ids is then what the
-    decoder is given before it generates, its start token included (empty: start_id alone).
-    return_hidden_state and return_attentions ask for the encoder's own results.
-
-    prompt_task is the number of a loaded prompt table; prompt_embedding, float [virtual tokens,
-    hidden], is a table of the request's own and wins over it. Ids of input_ids from the model's
-    prompt_start_id on are rows of the table; with soft_prompt the whole table comes in front of
-    input_ids instead. ia3_task is the number of a loaded IA3 adapter; None: the model as it is.
-    """
-
-    input_ids: tuple[int, ...]
-    output_len: int
-    sampling: SamplingParameters = SamplingParameters()
-    start_id: int | None = None
-    end_id: int | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    stop_words: tuple[tuple[int, ...], ...] = ()
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    guided_grammar: str | None = None
-    return_log_probs: bool = False
-    num_log_probs: int = -1
-    num_prompt_log_probs: int = -1
-    return_context_logits: bool = False
-    return_context_embeddings: bool = False
-    decoder_input_ids: tuple[int, ...] = ()
-    return_hidden_state: bool = False
-    return_attentions: bool = False
-    prompt_task: int | None = None
-    prompt_embedding: Any = None
-    soft_prompt: bool = False
-    ia3_task: int | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class ModelLogProbs:
-    """What the model's own logits say of n tokens, in tensors.
-
-    log_probs: float32 [n];  ranks: int32 [n], 1 for the likeliest token
-    top_ids:   int32 [n, K], the likeliest tokens at each place;  top_log_probs: float32 [n, K]
-    """
-
-    log_probs: Any
-    ranks: Any
-    top_ids: Any
-    top_log_probs: Any
-
-
-@dataclass(frozen=True)
-class Beam:
-    """One hypothesis of a beam search; the fields are those of GenerateOutput."""
-
-    output_ids: tuple[int, ...]
-    cum_log_probs: float | None = None
-    output_log_probs: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class GenerateOutput:
-    """What one row became.
-
-    output_ids:       generated ids, an end token included
-    cum_log_probs:    sum of log p over the generated tokens, p over the whole vocabulary after
-                      temperature and penalties; None unless asked for
-    output_log_probs: one value per generated token, as LOG_PROBS says
-    context_logits:   float32 [prompt tokens, vocab], or None; the prompt is the decoder's
-    context_embeddings: float32 [hidden], the sum of the prompt's states before the final norm, or
-                      None
-    hidden_state:     float32 [input tokens, hidden], what the encoder made of them, or None
-    attentions:       float32 [layers, heads, input tokens, input tokens] of the encoder, or None
-    token_log_probs:  ModelLogProbs of output_ids, or None
-    prompt_log_probs: ModelLogProbs of the prompt's tokens, 0 where one has none, or None; the
-                      prompt is the decoder's
-    beams:            the hypotheses of a beam search, best first, whose values are the row's above
-    """
-
-    output_ids: tuple[int, ...]
-    cum_log_probs: float | None = None
-    output_log_probs: tuple[float, ...] = field(default=())
-    context_logits: Any = None
-    context_embeddings: Any = None
-    hidden_state: Any = None
-    attentions: Any = None
-    token_log_probs: ModelLogProbs | None = None
-    prompt_log_probs: ModelLogProbs | None = None
-    beams: tuple[Beam, ...] = ()
-
-    @property
-    def hypotheses(self) -> tuple[Beam, ...]:
-        """All of them, also the only one without a beam search."""
-        return self.beams or (Beam(self.output_ids, self.cum_log_probs, self.output_log_probs),)

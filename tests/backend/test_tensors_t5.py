@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from launcher_scripts.backends.fastertransformer.conversion_t5 import (
-    NO_TOKEN,
-    to_encoder_requests,
-    to_encoder_tensors,
-    to_requests,
-    to_tensors,
+from launcher_scripts.backends.fastertransformer import request_tensors
+from launcher_scripts.backends.fastertransformer.answer_tensors import (
+    ANSWER_TENSORS,
+    Shape,
+    encoder_tensors,
+    t5_tensors,
 )
-from launcher_scripts.backends.fastertransformer.conversions import CONVERSIONS
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.contract.contracts import CONTRACTS
-from launcher_scripts.contract.protocol import (
+from launcher_scripts.contract.requests import (
+    NO_TOKEN,
     Beam,
     GenerateOutput,
     GenerateRequest,
@@ -23,6 +25,11 @@ from launcher_scripts.contract.protocol import (
 )
 
 WANTED = frozenset(tensor.name for tensor in CONTRACTS["T5"].outputs)
+to_requests = partial(request_tensors.to_requests, CONTRACTS["T5"])
+
+
+def shape(end_id: int) -> Shape:
+    return Shape(0, end_id, torch.float32, 0, WANTED)
 
 
 def sent(**more: object) -> dict[str, torch.Tensor]:
@@ -40,7 +47,7 @@ def sent(**more: object) -> dict[str, torch.Tensor]:
 
 
 def test_every_contract_has_a_conversion():
-    assert CONVERSIONS.keys() == CONTRACTS.keys()
+    assert ANSWER_TENSORS.keys() == CONTRACTS.keys()
 
 
 def test_rows_take_defaults_for_what_is_left_out():
@@ -102,7 +109,7 @@ def test_answers_hold_what_was_generated():
     """The row's end id up to the longest row's end, then zeros; no start token."""
     requests = [GenerateRequest((5,), 6), GenerateRequest((5,), 2, end_id=(1 << 32) - 1)]
     outputs = [GenerateOutput((7, 8, 9, 1)), GenerateOutput((4,))]
-    answer = to_tensors(requests, outputs, default_end_id=1, wanted=WANTED)
+    answer = t5_tensors(requests, outputs, shape(end_id=1))
     assert {tensor.dtype for tensor in answer.values()} == {torch.int32}
     assert answer["output_ids"].tolist() == [[[7, 8, 9, 1, 0, 0]], [[4, -1, -1, -1, 0, 0]]]
     assert answer["sequence_length"].tolist() == [[4], [1]]
@@ -117,16 +124,14 @@ def test_answers_carry_what_was_asked_for():
         GenerateOutput((7, 8), -1.5, (-0.5, -1.0)),
         GenerateOutput((4,), context_logits=torch.ones(3, 5)),
     ]
-    answer = to_tensors(requests, outputs, default_end_id=1, wanted=WANTED)
+    answer = t5_tensors(requests, outputs, shape(end_id=1))
     assert answer["cum_log_probs"].tolist() == [[-1.5], [0.0]]
     assert answer["output_log_probs"].tolist() == [[[-0.5, -1.0]], [[0.0, 0.0]]]
     assert answer["context_logits"].sum((1, 2)).tolist() == [0.0, 15.0]
 
 
 def test_nothing_to_generate_still_has_a_column():
-    answer = to_tensors(
-        [GenerateRequest((5,), 0)], [GenerateOutput(())], default_end_id=1, wanted=WANTED
-    )
+    answer = t5_tensors([GenerateRequest((5,), 0)], [GenerateOutput(())], shape(end_id=1))
     assert answer["output_ids"].tolist() == [[[0]]]
     assert answer["sequence_length"].tolist() == [[0]]
 
@@ -134,7 +139,7 @@ def test_nothing_to_generate_still_has_a_column():
 def test_encoder_rows_and_answers():
     tensors = {name: value for name, value in sent().items() if name != "max_output_len"}
     tensors["is_return_attentions"] = torch.tensor([[True], [False]])
-    requests = to_encoder_requests(tensors)
+    requests = request_tensors.to_requests(CONTRACTS["T5-Encoder"], tensors)
     assert requests == [
         GenerateRequest((5, 6, 7, 8), 0, return_hidden_state=True, return_attentions=True),
         GenerateRequest((9, 3), 0, return_hidden_state=True),
@@ -143,7 +148,7 @@ def test_encoder_rows_and_answers():
         GenerateOutput((), hidden_state=torch.ones(4, 3), attentions=torch.ones(2, 5, 4, 4)),
         GenerateOutput((), hidden_state=torch.ones(2, 3)),
     ]
-    answer = to_encoder_tensors(requests, outputs, 4, torch.bfloat16)
+    answer = encoder_tensors(requests, outputs, Shape(4, 1, torch.bfloat16, 0, WANTED))
     assert {tensor.dtype for tensor in answer.values()} == {torch.bfloat16}
     assert answer["output_hidden_state"].sum((1, 2)).tolist() == [12.0, 6.0]
     assert answer["output_attentions"].shape == (2, 2, 5, 4, 4)
@@ -154,7 +159,7 @@ def test_beams_have_zeros_after_their_ends():
     beams = (Beam((1, 2, 3)), Beam((4, 5)))
     requests = [GenerateRequest((5,), 4), GenerateRequest((6,), 4, end_id=7)]
     outputs = [GenerateOutput((1, 2, 3), beams=beams), GenerateOutput((8, 7))]
-    answer = to_tensors(requests, outputs, default_end_id=9, wanted=WANTED)
+    answer = t5_tensors(requests, outputs, shape(end_id=9))
     assert answer["output_ids"].tolist() == [
         [[1, 2, 3, 0], [4, 5, 0, 0]],
         [[8, 7, 7, 0], [0, 0, 0, 0]],

@@ -17,7 +17,7 @@ from tests.slurm.configuration import free_ports
 PORTS = ("http", "grpc", "metrics")
 
 
-class TypedServer:
+class WrappedServer:
     """`<launching command> tritonserver --model-repository ...` for each of `nodes` processes.
 
     With a launching command it is started once, and starts the processes itself. Nodes that are
@@ -47,7 +47,7 @@ class TypedServer:
         script = (
             f'ports=({numbers}); first=$((3 * ({node}))); exec "$@" '
             + " ".join(f"--{name}-port=${{ports[first + {i}]}}" for i, name in enumerate(PORTS))
-            + f" --backend-config=python,shm-region-prefix-name=typed{os.getpid()}_"
+            + f" --backend-config=python,shm-region-prefix-name=wrapped{os.getpid()}_"
         )
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -82,5 +82,5 @@ class TypedServer:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        for region in Path("/dev/shm").glob(f"typed{os.getpid()}_*"):
+        for region in Path("/dev/shm").glob(f"wrapped{os.getpid()}_*"):
             region.unlink(missing_ok=True)

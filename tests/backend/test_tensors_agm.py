@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from launcher_scripts.backends.fastertransformer.conversion_agm import to_requests, to_tensors
+from launcher_scripts.backends.fastertransformer import request_tensors
+from launcher_scripts.backends.fastertransformer.answer_tensors import Shape, agm_tensors
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.contract.contracts import CONTRACTS
-from launcher_scripts.contract.protocol import GenerateOutput, GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import (
+    GenerateOutput,
+    GenerateRequest,
+    SamplingParameters,
+)
 
 WANTED = frozenset(tensor.name for tensor in CONTRACTS["Agm"].outputs)
+to_requests = partial(request_tensors.to_requests, CONTRACTS["Agm"])
 DTYPES = {"INT32": torch.int32, "FP32": torch.float32}
 
 
@@ -36,7 +44,7 @@ def test_the_prompt_counts() -> None:
 def test_answers_hold_prompt_and_output() -> None:
     requests = to_requests(sent(is_return_log_probs=[True, True]))
     outputs = [GenerateOutput((1, 2), -1.0, (-0.5, -0.5)), GenerateOutput((), 0.0, ())]
-    answer = to_tensors(requests, outputs, default_end_id=9, wanted=WANTED)
+    answer = agm_tensors(requests, outputs, Shape(4, 9, torch.float32, 0, WANTED))
     assert answer["output_ids"].tolist() == [[[5, 6, 7, 8, 1, 2, 9]], [[9, 3, 9, 9, 9, 9, 9]]]
     assert answer["sequence_length"].tolist() == [[6], [2]]
     assert answer["response_input_lengths"].tolist() == [[4], [2]]

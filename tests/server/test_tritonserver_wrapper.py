@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.server import typed
+from launcher_scripts.server import tritonserver_wrapper as wrapper
 from launcher_scripts.server.installation import OUR_PROGRAMS, Installation, find_installation
 
 
@@ -43,13 +43,14 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def started(installation: Installation, *argv: str) -> list[str]:
     """What the server is started with."""
     program = (
-        "import sys; from pathlib import Path; from launcher_scripts.server import typed; "
+        "import sys; from pathlib import Path; "
+        "from launcher_scripts.server import tritonserver_wrapper as wrapper; "
         "from launcher_scripts.server.installation import find_installation; "
-        "typed.become(find_installation(sys.argv[1]), sys.argv[2:])"
+        "wrapper.become(find_installation(sys.argv[1]), sys.argv[2:])"
     )
     command = [sys.executable, "-c", program, str(installation.executable), *argv]
     return subprocess.run(
-        command, check=True, capture_output=True, text=True, cwd=typed.CHECKOUT
+        command, check=True, capture_output=True, text=True, cwd=wrapper.CHECKOUT
     ).stdout.splitlines()
 
 
@@ -70,7 +71,7 @@ def test_a_repository_that_triton_s_shell_would_break_is_refused(
     with pytest.raises(
         ServerError, match=r"below a path with blanks .*; change --model-repository"
     ):
-        typed.become(installation, options)
+        wrapper.become(installation, options)
 
 
 def test_what_is_given_is_not_added(installation: Installation, temporary: Path) -> None:
@@ -82,11 +83,11 @@ def test_what_is_given_is_not_added(installation: Installation, temporary: Path)
 def test_the_folder_is_made_once_and_again_when_a_part_is_lost(
     installation: Installation, temporary: Path
 ) -> None:
-    folder = typed.backends_folder(installation)
+    folder = wrapper.backends_folder(installation)
     made = folder.stat().st_ino
-    assert typed.backends_folder(installation) == folder and folder.stat().st_ino == made
+    assert wrapper.backends_folder(installation) == folder and folder.stat().st_ino == made
     (folder / "python" / "libtriton_python.so").unlink()
-    assert typed.backends_folder(installation) == folder
+    assert wrapper.backends_folder(installation) == folder
     assert (folder / "python" / "libtriton_python.so").is_file()
     assert list(temporary.iterdir()) == [folder]
 
@@ -95,14 +96,14 @@ def test_the_folder_is_made_once_and_again_when_a_part_is_lost(
 def test_a_folder_of_somebody_else_is_not_used(
     installation: Installation, temporary: Path, kind: str
 ) -> None:
-    folder = typed.backends_folder(installation)
+    folder = wrapper.backends_folder(installation)
     if kind == "open":
         folder.chmod(0o777)
     else:
         shutil.move(folder, temporary / "elsewhere")
         folder.symlink_to(temporary / "elsewhere")
     with pytest.raises(ServerError, match="somebody else may write to the folder of backends"):
-        typed.backends_folder(installation)
+        wrapper.backends_folder(installation)
 
 
 def test_the_program_does_not_find_itself(

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from launcher_scripts.backends.fastertransformer import conversion, conversion_t5
+from launcher_scripts.backends.fastertransformer.answer_tensors import Shape, gpt_tensors
+from launcher_scripts.backends.fastertransformer.request_tensors import to_requests
 from launcher_scripts.common.errors import RequestError
-from launcher_scripts.contract.protocol import GPT_OUTPUTS, GenerateOutput, GenerateRequest
+from launcher_scripts.contract.contracts import CONTRACTS
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
+from launcher_scripts.contract.tensors import GPT_OUTPUTS
 
 START = 100
 WANTED = frozenset(tensor.name for tensor in GPT_OUTPUTS)
@@ -22,7 +25,7 @@ def gpt(**more: Any) -> list[GenerateRequest]:
         "input_lengths": torch.tensor([[4], [2], [1]]),
         "request_output_len": torch.tensor([[3]] * 3),
     }
-    return conversion.to_requests(tensors | more)
+    return to_requests(CONTRACTS["GPT"], tensors | more)
 
 
 def columns(*values: int) -> torch.Tensor:
@@ -60,10 +63,10 @@ def test_t5_takes_embeddings_without_a_type() -> None:
         "request_prompt_lengths": columns(3, 0),
         "ia3_tasks": columns(1, 0),
     }
-    rows = conversion_t5.to_requests(tensors | {"max_output_len": columns(1, 1)})
+    rows = to_requests(CONTRACTS["T5"], tensors | {"max_output_len": columns(1, 1)})
     assert [row.prompt_embedding is None for row in rows] == [False, True]
     assert not any(row.soft_prompt for row in rows)
-    encoder = conversion_t5.to_encoder_requests(tensors)
+    encoder = to_requests(CONTRACTS["T5-Encoder"], tensors)
     assert [row.ia3_task for row in encoder] == [1, 0]
     assert encoder[0].prompt_embedding.shape == (3, 4)
 
@@ -108,9 +111,7 @@ def test_answers_leave_virtual_tokens_out() -> None:
         GenerateRequest((8,), 2, prompt_embedding=torch.ones(2, 4), soft_prompt=True),
     ]
     outputs = [GenerateOutput((1, 2, 3)), GenerateOutput((4, 5)), GenerateOutput((6,))]
-    answer = conversion.to_tensors(
-        requests, outputs, width=5, default_end_id=0, prompt_start_id=START, wanted=WANTED
-    )
+    answer = gpt_tensors(requests, outputs, Shape(5, 0, torch.float32, START, WANTED))
     assert answer["response_input_lengths"].tolist() == [[2], [1], [1]]
     assert answer["sequence_length"].tolist() == [[5], [3], [2]]
     rows = answer["output_ids"].long().squeeze(1).tolist()

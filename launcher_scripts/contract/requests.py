@@ -1,0 +1,197 @@
+"""A request and its answer: the same objects in the client, the backend and the engine.
+
+The tables say which tensor of the contract is which field, so client and backend cannot disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+# Inputs with one value per row -> field of SamplingParameters.
+SAMPLING_FIELDS = {
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "temperature": "temperature",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "output_presence_penalty": "output_presence_penalty",
+    "min_p": "min_p",
+    "min_length": "min_length",
+    "random_seed": "random_seed",
+    "top_p_decay": "top_p_decay",
+    "top_p_min": "top_p_min",
+    "top_p_reset_ids": "top_p_reset_id",
+    "beam_width": "beam_width",
+    "len_penalty": "len_penalty",
+    "beam_search_diversity_rate": "beam_search_diversity_rate",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+}
+# Inputs with one value per row -> field of GenerateRequest. ia3_tasks is another one: -1 is None.
+REQUEST_FIELDS = {
+    "start_id": "start_id",
+    "end_id": "end_id",
+    "is_return_log_probs": "return_log_probs",
+    "num_log_probs": "num_log_probs",
+    "num_prompt_log_probs": "num_prompt_log_probs",
+    "is_return_context_logits": "return_context_logits",
+    "is_return_context_embeddings": "return_context_embeddings",
+    "is_return_attentions": "return_attentions",
+    "prompt_learning_task_name_ids": "prompt_task",
+}
+NO_IA3_TASK = -1
+# Words lists -> field of GenerateRequest.
+WORD_FIELDS = {"bad_words_list": "bad_words", "stop_words_list": "stop_words"}
+# Outputs -> field of ModelLogProbs: of GenerateOutput.token_log_probs, and of prompt_log_probs.
+TOKEN_LOG_PROBS = {
+    "token_log_probs": "log_probs",
+    "token_ranks": "ranks",
+    "top_log_prob_ids": "top_ids",
+    "top_log_probs": "top_log_probs",
+}
+PROMPT_LOG_PROBS = {
+    "prompt_log_probs": "log_probs",
+    "prompt_ranks": "ranks",
+    "prompt_top_ids": "top_ids",
+    "prompt_top_log_probs": "top_log_probs",
+}
+NO_TOKEN = (1 << 32) - 1  # pads decoder_input_ids
+
+
+class PromptType(IntEnum):
+    """request_prompt_type: what request_prompt_embedding is.
+
+    SOFT:  it comes in front of input_ids
+    TABLE: p-tuning and prompt tuning: ids from prompt_learning_start_id on are its rows
+    """
+
+    NONE = 0
+    SOFT = 1
+    PREFIX = 2
+    TABLE = 3
+
+
+@dataclass(frozen=True)
+class SamplingParameters:
+    """How one row chooses its tokens; defaults are the contract's."""
+
+    top_k: int = 0
+    top_p: float = 0.0
+    temperature: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    output_presence_penalty: float = 0.0
+    min_p: float = 0.0
+    min_length: int = 0
+    random_seed: int = 0
+    top_p_decay: float = 1.0
+    top_p_min: float = 1e-6
+    top_p_reset_id: int | None = None
+    beam_width: int = 1
+    len_penalty: float = 0.0
+    beam_search_diversity_rate: float = 0.0
+    no_repeat_ngram_size: int = 0
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One row to generate: the same object in the client, the backend and the engine.
+
+    start_id and end_id None mean the checkpoint's. Words are tuples of token ids, logit_bias is
+    pairs of a token id and what is added to its logit. num_log_probs and num_prompt_log_probs ask
+    for the log-probabilities of generated and prompt tokens, and of so many of the likeliest ones
+    at each place; -1: for none. guided_grammar is JSON text that says what the generated text has
+    to be.
+    input_ids is the encoder's input where a model has one; decoder_input_ids is then what the
+    decoder is given before it generates, its start token included (empty: start_id alone).
+    return_hidden_state and return_attentions ask for the encoder's own results.
+
+    prompt_task is the number of a loaded prompt table; prompt_embedding, float [virtual tokens,
+    hidden], is a table of the request's own and wins over it. Ids of input_ids from the model's
+    prompt_start_id on are rows of the table; with soft_prompt the whole table comes in front of
+    input_ids instead. ia3_task is the number of a loaded IA3 adapter; None: the model as it is.
+    """
+
+    input_ids: tuple[int, ...]
+    output_len: int
+    sampling: SamplingParameters = SamplingParameters()
+    start_id: int | None = None
+    end_id: int | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    stop_words: tuple[tuple[int, ...], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    guided_grammar: str | None = None
+    return_log_probs: bool = False
+    num_log_probs: int = -1
+    num_prompt_log_probs: int = -1
+    return_context_logits: bool = False
+    return_context_embeddings: bool = False
+    decoder_input_ids: tuple[int, ...] = ()
+    return_hidden_state: bool = False
+    return_attentions: bool = False
+    prompt_task: int | None = None
+    prompt_embedding: Any = None
+    soft_prompt: bool = False
+    ia3_task: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ModelLogProbs:
+    """What the model's own logits say of n tokens, in tensors.
+
+    log_probs: float32 [n];  ranks: int32 [n], 1 for the likeliest token
+    top_ids:   int32 [n, K], the likeliest tokens at each place;  top_log_probs: float32 [n, K]
+    """
+
+    log_probs: Any
+    ranks: Any
+    top_ids: Any
+    top_log_probs: Any
+
+
+@dataclass(frozen=True)
+class Beam:
+    """One hypothesis of a beam search; the fields are those of GenerateOutput."""
+
+    output_ids: tuple[int, ...]
+    cum_log_probs: float | None = None
+    output_log_probs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class GenerateOutput:
+    """What one row became.
+
+    output_ids:       generated ids, an end token included
+    cum_log_probs:    sum of log p over the generated tokens, p over the whole vocabulary after
+                      temperature and penalties; None unless asked for
+    output_log_probs: one value per generated token, as LOG_PROBS says
+    context_logits:   float32 [prompt tokens, vocab], or None; the prompt is the decoder's
+    context_embeddings: float32 [hidden], the sum of the prompt's states before the final norm, or
+                      None
+    hidden_state:     float32 [input tokens, hidden], what the encoder made of them, or None
+    attentions:       float32 [layers, heads, input tokens, input tokens] of the encoder, or None
+    token_log_probs:  ModelLogProbs of output_ids, or None
+    prompt_log_probs: ModelLogProbs of the prompt's tokens, 0 where one has none, or None; the
+                      prompt is the decoder's
+    beams:            the hypotheses of a beam search, best first, whose values are the row's above
+    """
+
+    output_ids: tuple[int, ...]
+    cum_log_probs: float | None = None
+    output_log_probs: tuple[float, ...] = field(default=())
+    context_logits: Any = None
+    context_embeddings: Any = None
+    hidden_state: Any = None
+    attentions: Any = None
+    token_log_probs: ModelLogProbs | None = None
+    prompt_log_probs: ModelLogProbs | None = None
+    beams: tuple[Beam, ...] = ()
+
+    @property
+    def hypotheses(self) -> tuple[Beam, ...]:
+        """All of them, also the only one without a beam search."""
+        return self.beams or (Beam(self.output_ids, self.cum_log_probs, self.output_log_probs),)
