@@ -1,4 +1,4 @@
-"""What attention does with a tile of keys and values, for attention_kernels.py."""
+"""What attention does with a tile of keys and values, for decode_attention.py."""
 
 from __future__ import annotations
 

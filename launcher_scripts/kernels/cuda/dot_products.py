@@ -1,4 +1,4 @@
-"""Products of a weight with a few rows: how operands become launches of dot_kernels.py."""
+"""Products of a weight with a few rows: how operands become launches of dot.py."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import traits_of
-from launcher_scripts.kernels.cuda.digit_kernels import split_rows
-from launcher_scripts.kernels.cuda.dot_kernels import add_and_normalize, dot_rows
+from launcher_scripts.kernels.cuda.dot import add_and_normalize, dot_rows
+from launcher_scripts.kernels.cuda.int8 import split_rows
 from launcher_scripts.kernels.cuda.row_products import (
     ACTIVATION_CODES,
     best_of_parts,

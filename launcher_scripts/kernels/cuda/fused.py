@@ -24,6 +24,7 @@ from launcher_scripts.kernels.cuda.dot_products import (
     dot_product,
     fits,
 )
+from launcher_scripts.kernels.cuda.embedding import begin_rows
 from launcher_scripts.kernels.cuda.fused_products import logits, mlp_up, project, project_add
 from launcher_scripts.kernels.cuda.fused_prompts import prompt_attention
 from launcher_scripts.kernels.cuda.fused_rows import (
@@ -51,7 +52,6 @@ from launcher_scripts.kernels.cuda.row_products import (
     row_product,
     whole_row_parts,
 )
-from launcher_scripts.kernels.cuda.step_kernels import begin_rows
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
     Hidden,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.cuda.compiling import launcher
-from launcher_scripts.kernels.cuda.prompt_kernels import attend_prompts
+from launcher_scripts.kernels.cuda.prompt_attention import attend_prompts
 from launcher_scripts.kernels.operands import (
     QUERIES_PER_TILE,
     WIDEST_PROMPT_HEAD,

@@ -6,11 +6,11 @@ import torch
 import triton
 from torch import Tensor
 
-from launcher_scripts.kernels.cuda.attention_kernels import attend
 from launcher_scripts.kernels.cuda.attention_shapes import AttentionShape, attention_shape
 from launcher_scripts.kernels.cuda.compiling import launcher
-from launcher_scripts.kernels.cuda.grouped_attention_kernels import attend_grouped
-from launcher_scripts.kernels.cuda.row_kernels import (
+from launcher_scripts.kernels.cuda.decode_attention import attend
+from launcher_scripts.kernels.cuda.grouped_attention import attend_grouped
+from launcher_scripts.kernels.cuda.rotary import (
     block_argmax,
     look_up,
     normalize,

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from launcher_scripts.kernels import reference_attention
 from launcher_scripts.kernels.cuda.compiling import launcher
-from launcher_scripts.kernels.cuda.row_kernels import multiply_gate
+from launcher_scripts.kernels.cuda.rotary import multiply_gate
 from launcher_scripts.kernels.cuda.row_products import ACTIVATION_CODES, early
-from launcher_scripts.kernels.cuda.span_kernels import attend_spans as attend_kernel
+from launcher_scripts.kernels.cuda.span_attention import attend_spans as attend_kernel
 from launcher_scripts.kernels.operands import SPAN_QUERIES, Heads, RelativeBias, Spans
 
 SMALLEST_SIDE = 16  # of a matrix product

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from launcher_scripts.kernels.cuda.compiling import launcher
-from launcher_scripts.kernels.cuda.inbox_kernels import (
+from launcher_scripts.kernels.cuda.peer_buffers import (
     add_from_inbox,
     exchange_best,
     gemv_to_inboxes,

@@ -1,4 +1,4 @@
-"""Products of a weight with one row: how operands become launches of gemv_kernels.py."""
+"""Products of a weight with one row: how operands become launches of gemv.py."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import traits_of
-from launcher_scripts.kernels.cuda.gemv_heads_kernel import gemv_heads
-from launcher_scripts.kernels.cuda.gemv_kernels import gemv, gemv_largest
-from launcher_scripts.kernels.cuda.step_kernels import pick_largest
+from launcher_scripts.kernels.cuda.embedding import pick_largest
+from launcher_scripts.kernels.cuda.gemv import gemv, gemv_largest
+from launcher_scripts.kernels.cuda.gemv_heads import gemv_heads
 from launcher_scripts.kernels.cuda.tiles import row_tile
 from launcher_scripts.kernels.operands import (
     FoldedNorm,
@@ -44,7 +44,7 @@ def norm_code(norm: Norm | None) -> int:
 
 
 def empty_stats(parts: int, device: torch.device) -> Tensor:
-    """Statistics of a row made in so many parts; see folded_norm_kernel.py."""
+    """Statistics of a row made in so many parts; see norm.py."""
     return torch.empty(4 + 2 * parts, device=device)
 
 

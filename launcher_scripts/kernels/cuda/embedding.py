@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.cuda.folded_norm_kernel import standardize
+from launcher_scripts.kernels.cuda.norm import standardize
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def begin_rows(
     """One program: one row's token goes to the history and its embedding to `exact`.
 
     PRESCALED, the code of a norm behind: what goes to `rounded` is the operand for that norm (see
-    folded_norm_kernel.py), whose gain is `gain`; its statistics go to row_stats.
+    norm.py), whose gain is `gain`; its statistics go to row_stats.
 
     Nothing later starts before this has ended, so all may read what it writes without waiting.
     """

@@ -1,4 +1,4 @@
-"""A few rows of a weight times a vector: the inside of the kernels in gemv_kernels.py.
+"""A few rows of a weight times a vector: the inside of the kernels in gemv.py.
 
 The weight is read in wide pieces, each once.
 

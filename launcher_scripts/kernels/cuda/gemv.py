@@ -10,20 +10,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.cuda.folded_norm_kernel import (
-    load_expected,
-    load_row_stats,
-    norm_terms,
-    normalized,
-    prescale,
-)
-from launcher_scripts.kernels.cuda.row_product_kernel import (
+from launcher_scripts.kernels.cuda.gemv_tile import (
     activate,
     load_tile,
     multiply,
     row_places,
     scales_of,
     vector,
+)
+from launcher_scripts.kernels.cuda.norm import (
+    load_expected,
+    load_row_stats,
+    norm_terms,
+    normalized,
+    prescale,
 )
 
 
@@ -64,7 +64,7 @@ def gemv(
 ):
     """out = residual + act(W norm(x) + b) * (W2 norm(x) + b2), the parts as the flags say.
 
-    Where there is a norm, x is the operand that folded_norm_kernel.py describes. ROUNDED: the
+    Where there is a norm, x is the operand that norm.py describes. ROUNDED: the
     result goes to `rounded` as well, in its type; with PRESCALED, the code of a norm behind, as the
     operand for that norm, whose gain is `gain`, and its statistics to `new_row_stats`;
     residual_stats say what to expect; part_eps is for that norm.

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.cuda.digit_kernels import dot_digits, load_piece
-from launcher_scripts.kernels.cuda.folded_norm_kernel import standardize
-from launcher_scripts.kernels.cuda.row_product_kernel import activate, scales_of
+from launcher_scripts.kernels.cuda.gemv_tile import activate, scales_of
+from launcher_scripts.kernels.cuda.int8 import dot_digits, load_piece
+from launcher_scripts.kernels.cuda.norm import standardize
 
 
 @triton.jit
@@ -174,7 +174,7 @@ def add_and_normalize(
 ):
     """One program: one row of residual + the sum of parts + offsets, and the same normalized (or,
     with NORM 0, in the operand's type). STATS_PARTS: the only row's is the operand that
-    folded_norm_kernel.py describes, without the norm's bias; its statistics go to row_stats."""
+    norm.py describes, without the norm's bias; its statistics go to row_stats."""
     if EARLY:
         gdc_launch_dependents()
     columns = tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Queries, keys and values of a step of one row, in the Triton language; see gemv_kernels.py."""
+"""Queries, keys and values of a step of one row, in the Triton language; see gemv.py."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.cuda.folded_norm_kernel import (
-    load_row_stats,
-    norm_terms,
-    normalized,
-)
-from launcher_scripts.kernels.cuda.row_product_kernel import (
+from launcher_scripts.kernels.cuda.gemv_tile import (
     load_tile,
     multiply,
     row_places,
     scales_of,
     vector,
+)
+from launcher_scripts.kernels.cuda.norm import (
+    load_row_stats,
+    norm_terms,
+    normalized,
 )
 
 

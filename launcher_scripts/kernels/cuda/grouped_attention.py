@@ -18,7 +18,7 @@ from launcher_scripts.kernels.cuda.attention_tile import (
     part_of,
     summed,
 )
-from launcher_scripts.kernels.cuda.folded_norm_kernel import look_ahead
+from launcher_scripts.kernels.cuda.norm import look_ahead
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def attend_grouped(
 ):
     """One program: one row, GROUP query heads (padded to MEMBERS), one of SPLITS parts.
 
-    See attention_kernels.attend; the query is rounded to the type of the keys, and so are the
+    See decode_attention.attend; the query is rounded to the type of the keys, and so are the
     weights of the values.
     """
     if EARLY:

@@ -17,7 +17,7 @@ from launcher_scripts.kernels.cuda.attention_tile import (
     store_head,
     turned,
 )
-from launcher_scripts.kernels.cuda.folded_norm_kernel import look_ahead
+from launcher_scripts.kernels.cuda.norm import look_ahead
 
 
 @triton.jit

@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.cuda.folded_norm_kernel import load_expected, prescale
-from launcher_scripts.kernels.cuda.row_product_kernel import (
+from launcher_scripts.kernels.cuda.gemv_tile import (
     load_tile,
     multiply,
     row_places,
     scales_of,
     vector,
 )
+from launcher_scripts.kernels.cuda.norm import load_expected, prescale
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -110,7 +110,7 @@ def add_from_inbox(
     """One program: SHARE values of residual + the sum of what all ranks sent + offsets.
 
     `operand` gets them in its type; with PRESCALED, the code of a norm behind, as the operand for
-    that norm (see folded_norm_kernel.py), whose gain is `gain`; their statistics, with part_eps,
+    that norm (see norm.py), whose gain is `gain`; their statistics, with part_eps,
     go to `row_stats`.
     LANES is RANKS as a power of two.
     """

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.cuda.row_product_kernel import activate
+from launcher_scripts.kernels.cuda.gemv_tile import activate
 
 
 @triton.jit
