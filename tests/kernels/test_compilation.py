@@ -12,13 +12,16 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from launcher_scripts.kernels.cuda import (  # noqa: E402
+    activation,
+    argmax,
     decode_attention,
     dot,
     embedding,
     gemv,
     gemv_heads,
     grouped_attention,
-    int8_kernels,
+    int8,
+    norm,
     peer_buffers,
     prompt_attention,
     rotary,
@@ -41,7 +44,7 @@ def compile_kernel(kernel, pointers: dict[str, str], numbers: dict[str, str], co
 
 # Compute type and that of the weight.
 WEIGHTS = [*((dtype, dtype) for dtype in TYPES), ("bf16", "i8"), ("fp32", "i8")]
-TILE = {"PARTS": 3, "SPREAD": 4, "ROWS": 2, "BLOCK": 256, "ROLLED": False, "EARLY": True}
+TILE = {"PARTS": 3, "SPREAD": 4, "ROWS": 2, "BLOCK": 256, "ROLLED": False, "USE_PDL": True}
 
 
 @pytest.mark.parametrize(("dtype", "held"), WEIGHTS)
@@ -96,7 +99,7 @@ def test_inboxes(dtype, weight):
     pointers = {"x": dtype, "weight": weight, "inboxes": "i64", "exchanges": "i32"}
     pointers["scales"] = "fp32"
     numbers = dict.fromkeys(("rank", "lane_words"), "i32")
-    shared = {"RANKS": 3, "SHARE": 64, "EARLY": True}
+    shared = {"RANKS": 3, "SHARE": 64, "USE_PDL": True}
     constants = {"OUT": 515, "IN": 768, **shared}
     constants |= {"ROLLED": False, "ROWS": 2, "BLOCK": 256}
     assert compile_kernel(peer_buffers.gemv_to_inboxes, pointers, numbers, constants)
@@ -130,7 +133,7 @@ def test_dot_rows(dtype, in_bytes, splits):
         "LARGEST": False,
         "SPLITS": splits,
         "AHEAD": 2,
-        "EARLY": True,
+        "USE_PDL": True,
         "ROWS": 64,
         "BLOCK": 128,
         "BATCH": 16,
@@ -143,9 +146,9 @@ def test_add_and_normalize():
     vectors = ("parts", "offsets", "residual", "gain", "bias", "exact", "operand", "row_stats")
     pointers = dict.fromkeys(vectors, "fp32")
     numbers = {"count": "i32", "size": "i32", "eps": "fp32"}
-    constants = {"PARTS": 4, "OFFSET": True, "NORM": 1, "STATS_PARTS": 64, "EARLY": True}
+    constants = {"PARTS": 4, "OFFSET": True, "NORM": 1, "STATS_PARTS": 64, "USE_PDL": True}
     constants["BLOCK"] = 1024
-    assert compile_kernel(dot.add_and_normalize, pointers, numbers, constants)
+    assert compile_kernel(norm.add_and_normalize, pointers, numbers, constants)
 
 
 def test_begin_rows():
@@ -163,27 +166,27 @@ def test_begin_rows():
 @pytest.mark.parametrize("dtype", TYPES)
 def test_widen(dtype):
     pointers = {"weight": "i8", "scale": "fp32", "out": dtype}
-    assert compile_kernel(int8_kernels.widen, pointers, {"size": "i32"}, {"BLOCK": 1024})
+    assert compile_kernel(int8.widen, pointers, {"size": "i32"}, {"BLOCK": 1024})
 
 
 def test_look_up_and_argmax():
     pointers = {"ids": "i64", "table": "bf16", "out": "fp32"}
     numbers = dict.fromkeys(("first_id", "held", "size"), "i32")
-    assert compile_kernel(rotary.look_up, pointers, numbers, {"BLOCK": 64})
+    assert compile_kernel(embedding.look_up, pointers, numbers, {"BLOCK": 64})
     pointers = {"logits": "fp32", "values": "fp32", "places": "i32"}
     numbers = dict.fromkeys(("stride", "size"), "i32")
-    assert compile_kernel(rotary.block_argmax, pointers, numbers, {"BLOCK": 1024})
+    assert compile_kernel(argmax.block_argmax, pointers, numbers, {"BLOCK": 1024})
     pointers = {"largest": "fp32", "places": "i32", "values": "fp32"}
     pointers |= dict.fromkeys(("tokens", "column", "slots"), "i64")
-    constants = {"KEEP": True, "EARLY": True, "BLOCK": 64}
-    assert compile_kernel(embedding.pick_largest, pointers, {"parts": "i32"}, constants)
+    constants = {"KEEP": True, "USE_PDL": True, "BLOCK": 64}
+    assert compile_kernel(argmax.pick_largest, pointers, {"parts": "i32"}, constants)
 
 
 @pytest.mark.parametrize("kind", [1, 2])
 def test_normalize(kind):
     pointers = {"x": "fp32", "gain": "fp32", "bias": "fp32", "out": "bf16"}
     numbers = {"size": "i32", "eps": "fp32"}
-    assert compile_kernel(rotary.normalize, pointers, numbers, {"KIND": kind, "BLOCK": 1024})
+    assert compile_kernel(norm.normalize, pointers, numbers, {"KIND": kind, "BLOCK": 1024})
 
 
 @pytest.mark.parametrize(("dtype", "half"), list(itertools.product(TYPES, (0, 8, 32))))
@@ -203,7 +206,7 @@ def test_attention(dtype, splits, relative):
     pointers |= dict.fromkeys(("slopes", "bias", "partial", "weights", "cosines", "sines"), "fp32")
     shape = {"HEADS": 8, "SIZE": 48, "BLOCK": 64, "SPLITS": splits}
     constants = shape | {"GROUP": 4, "ALIBI": splits > 1, "RELATIVE": relative, "TILE": 64}
-    constants |= {"SPLIT_BLOCK": splits, "EARLY": True, "FRESH": not relative}
+    constants |= {"SPLIT_BLOCK": splits, "USE_PDL": True, "FRESH": not relative}
     constants |= {"SOFTCAP": 50.0 if relative else 0.0}
     constants |= {"STORE": splits > 1 and not relative, "HALF": 16, "PARTS": splits}
     constants |= {"NORM": splits % 2, "STATE": 768, "STATE_PARTS": 96}
@@ -235,13 +238,13 @@ def test_attention_of_prompts(dtype, relative, size):
 def test_attend_spans(dtype, relative):
     pointers = dict.fromkeys(("qkv", "out"), dtype) | {"blocks": "i64", "bias": "fp32"}
     numbers = {"scale": "fp32", "reach": "i32"}
-    constants = {"HEADS": 8, "SIZE": 48, "BLOCK": 64, "RELATIVE": relative, "EARLY": True}
+    constants = {"HEADS": 8, "SIZE": 48, "BLOCK": 64, "RELATIVE": relative, "USE_PDL": True}
     constants |= {"QUERIES": 64, "KEYS": 32}
-    assert compile_kernel(span_attention.attend_spans, pointers, numbers, constants)
+    assert compile_kernel(span_attention.attend_blocks, pointers, numbers, constants)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_multiply_gate(dtype):
     pointers = {"up": dtype, "gate": dtype}
-    constants = {"ACTIVATION": 1, "EARLY": True, "BLOCK": 2048}
-    assert compile_kernel(rotary.multiply_gate, pointers, {"size": "i32"}, constants)
+    constants = {"ACTIVATION": 1, "USE_PDL": True, "BLOCK": 2048}
+    assert compile_kernel(activation.multiply_gate, pointers, {"size": "i32"}, constants)

@@ -15,7 +15,7 @@ import torch
 from triton import knobs
 
 from launcher_scripts.kernels.cuda.compiling import compiling_in, tell_of_compilation
-from launcher_scripts.kernels.cuda.fused_rows import embed
+from launcher_scripts.kernels.cuda.embedding import embed
 from tests.kernels.hopper import Hopper, hopper
 
 __all__ = ["hopper"]

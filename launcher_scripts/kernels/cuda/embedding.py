@@ -1,12 +1,39 @@
-"""What a decode step begins and ends with, one kernel each, in the Triton language."""
+"""Embeddings, and how a decode step begins, in the Triton language."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from torch import Tensor
 
-from launcher_scripts.kernels.cuda.norm import standardize
+from launcher_scripts.kernels.cuda.compiling import launcher
+from launcher_scripts.kernels.cuda.norm import (
+    empty_stats,
+    hidden,
+    norm_code,
+    standardize,
+    whole_row_parts,
+)
+from launcher_scripts.kernels.operands import (
+    EmbeddingTables,
+    Hidden,
+    Norm,
+    RowColumns,
+    StepRows,
+)
+
+
+@triton.jit
+def look_up(ids, table, out, first_id, held, size, BLOCK: tl.constexpr):
+    """One program: the table's row of one id in float32, zeros for an id of another rank."""
+    token = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    local = tl.load(ids + token).to(tl.int64) - first_id
+    mine = (local >= 0) & (local < held)
+    inside = columns < size
+    values = tl.load(table + local * size + columns, mask=inside & mine, other=0.0)
+    tl.store(out + token.to(tl.int64) * size + columns, values.to(tl.float32), mask=inside)
 
 
 @triton.jit
@@ -79,33 +106,70 @@ def begin_rows(
         tl.store(rounded + target, value.to(rounded.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def pick_largest(
-    largest,
-    places,
-    values,
-    tokens,
-    column,
-    slots,
-    parts,
-    KEEP: tl.constexpr,
-    EARLY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program: the largest of a row's parts and its place, the first of equal ones.
+def embed(ids: Tensor, table: Tensor, first_id: int) -> Tensor:
+    """See reference.embed."""
+    size = table.shape[1]
+    out = torch.empty(ids.shape[0], size, device=table.device)
+    launcher(look_up, (ids.shape[0],))(
+        ids, table, out, first_id, table.shape[0], size, BLOCK=triton.next_power_of_2(size)
+    )
+    return out
 
-    KEEP: the place goes to the column of the row's slot, too.
-    """
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < parts
-    value = tl.load(largest + row * parts + columns, mask=inside, other=-float("inf"))
-    top, part = tl.max(value, 0, return_indices=True)
-    tl.store(values + row, top)
-    place = tl.load(places + row * parts + part).to(tl.int64)
-    tl.store(tokens + row, place)
-    if KEEP:
-        tl.store(column + tl.load(slots + row), place)
+
+def begin_step(
+    slots: Tensor,
+    columns: RowColumns,
+    history: Tensor,
+    tables: EmbeddingTables,
+    norm_of_next: Norm | None,
+    *,
+    sources: bool = False,
+) -> tuple[Hidden, StepRows]:
+    """See reference.begin_step."""
+    rows, size, dtype = slots.shape[0], tables.tokens.shape[1], tables.tokens.dtype
+    exact = torch.empty(rows, size, device=slots.device)
+    prescaled = rows == 1 and norm_of_next is not None
+    alike = dtype == torch.float32 and not prescaled
+    rounded = exact if alike else exact.new_empty(rows, size, dtype=dtype)
+    parts = whole_row_parts(size) if prescaled else 0
+    row_stats = empty_stats(parts, slots.device) if prescaled else None
+    made = torch.empty(5, rows, dtype=torch.int64, device=slots.device)
+    starts, positions, lengths, source_starts, source_lengths = made
+    launcher(begin_rows, (rows,))(
+        slots,
+        columns.token,
+        columns.start,
+        columns.length,
+        columns.source_start,
+        columns.source_length,
+        history,
+        tables.tokens,
+        tables.tokens if tables.positions is None else tables.positions,
+        starts,
+        positions,
+        lengths,
+        source_lengths,
+        source_starts,
+        exact,
+        rounded,
+        norm_of_next.weight if prescaled else exact,
+        row_stats if prescaled else exact,
+        tables.first_id,
+        tables.tokens.shape[0],
+        columns.padding,
+        size,
+        norm_of_next.eps if prescaled else 0.0,
+        SOURCES=sources,
+        POSITIONS=tables.positions is not None,
+        ROUNDED=rounded is not exact,
+        PRESCALED=norm_code(norm_of_next) if prescaled else 0,
+        PARTS=parts,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=8,
+    )
+    found = StepRows(starts, positions, lengths)
+    if sources:
+        found = StepRows(starts, positions, lengths, source_starts, source_lengths)
+    if rows == 1:
+        return Hidden(exact, rounded, row_stats), found
+    return hidden(exact, norm_of_next, dtype), found

@@ -1,4 +1,4 @@
-"""A norm folded into the kernels before and behind it, for steps of one row.
+"""Norms: kernels of their own, and folded into the kernels around them for steps of one row.
 
 A norm gives the same of (x - shift) * unit as of x; only its eps has to be times unit**2. So the
 kernel that makes x leaves the operand (x - shift) * unit * gain, in the type of the weights, where
@@ -22,10 +22,25 @@ value.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from launcher_scripts.kernels.cuda.compiling import launcher
+from launcher_scripts.kernels.cuda.device_traits import pdl_options
+from launcher_scripts.kernels.operands import (
+    FoldedNorm,
+    Hidden,
+    Linear,
+    Norm,
+)
+from launcher_scripts.kernels.quantization import dequantized
+
+NORM_CODES = {"layernorm": 1, "rmsnorm": 2}
+FOLDED_AT_ONCE = 1 << 26
+WHOLE_ROW_PARTS = 64
 USUAL = tl.constexpr(2.0**-8)  # what most of an operand measures, its gain aside
 FAR = tl.constexpr(64.0)  # a part's mean square, in the usual one, from which it is not of most
 LENGTH_WEIGHT = tl.constexpr(2.0**-40)  # keeps a row's length times its unit below 2**12
@@ -144,11 +159,11 @@ def look_ahead(
     IN: tl.constexpr,
     NORM: tl.constexpr,
     PARTS: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Leave shift and unit for the rows that come after the one [IN] with these statistics: those
     of its parts that are not far from most. Only the program with `leaves` does."""
-    if EARLY:
+    if USE_PDL:
         gdc_wait()
     lanes = tl.arange(0, triton.next_power_of_2(PARTS))
     there = lanes < PARTS
@@ -178,3 +193,187 @@ def normalized(value, sums, mean, scale, NORM: tl.constexpr):
     elif NORM == 2:
         value = value * scale
     return value
+
+
+@triton.jit
+def normalize(x, gain, bias, out, size, eps, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: layer norm (KIND 1) or RMS norm (KIND 2) of one row, statistics in float32."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    values = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    if KIND == 1:
+        values = tl.where(inside, values - tl.sum(values, 0) / size, 0.0)
+    variance = tl.sum(values * values, 0) / size
+    values *= 1.0 / tl.sqrt(variance + eps)
+    values *= tl.load(gain + columns, mask=inside, other=0.0)
+    if KIND == 1:
+        values += tl.load(bias + columns, mask=inside, other=0.0)
+    tl.store(out + row * size + columns, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_and_normalize(
+    parts,
+    offsets,
+    residual,
+    gain,
+    bias,
+    exact,
+    operand,
+    row_stats,
+    count,
+    size,
+    eps,
+    PARTS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    NORM: tl.constexpr,
+    STATS_PARTS: tl.constexpr,
+    USE_PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: one row of residual + the sum of parts + offsets, and the same normalized (or,
+    with NORM 0, in the operand's type). STATS_PARTS: the only row's is the operand that
+    this file's head describes, without the norm's bias; its statistics go to row_stats."""
+    if USE_PDL:
+        gdc_launch_dependents()
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    held = tl.zeros([BLOCK], tl.float32)
+    shift = tl.zeros([BLOCK], tl.float32)
+    added = tl.zeros([BLOCK], tl.float32)
+    if NORM > 0:
+        held = tl.load(gain + columns, mask=inside, other=0.0)
+    if NORM == 1 and STATS_PARTS == 0:
+        shift = tl.load(bias + columns, mask=inside, other=0.0)
+    if OFFSET:
+        added = tl.load(offsets + columns, mask=inside, other=0.0).to(tl.float32)
+    if USE_PDL:
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    values = tl.load(residual + row * size + columns, mask=inside, other=0.0) + added
+    for part in tl.static_range(PARTS):
+        place = parts + (part * count + row) * size + columns
+        values += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(exact + row * size + columns, values, mask=inside)
+    if NORM > 0:
+        values = standardize(values, inside, row_stats, size, eps, NORM, STATS_PARTS, BLOCK)
+        values = values * held + shift
+    tl.store(operand + row * size + columns, values.to(operand.dtype.element_ty), mask=inside)
+
+
+def norm_code(norm: Norm | None) -> int:
+    """What kernels know a norm by; 0 is none."""
+    return 0 if norm is None else NORM_CODES[norm.kind]
+
+
+def empty_stats(parts: int, device: torch.device) -> Tensor:
+    """Statistics of a row made in so many parts; see the head of this file."""
+    return torch.empty(4 + 2 * parts, device=device)
+
+
+def whole_row_parts(size: int) -> int:
+    """In how many parts a kernel that has a whole row [size] leaves its statistics."""
+    return min(WHOLE_ROW_PARTS, triton.next_power_of_2(size))
+
+
+def parts_of(row_stats: Tensor) -> int:
+    """In how many parts the row with these statistics was made."""
+    return row_stats.numel() // 2 - 2
+
+
+def part_eps(norm: Norm | None, size: int, parts: int) -> float:
+    """A norm's eps for all values of one of the parts of a row [size]."""
+    return 0.0 if norm is None else norm.eps * size / parts
+
+
+def fold_norm(linear: Linear) -> FoldedNorm | None:
+    """What the linear's kernels need of its norm beside the row's statistics."""
+    norm = linear.norm
+    if norm is None:
+        return None
+    sums, offsets = None, None
+    if norm.kind == "layernorm":
+        sums = _times(linear, norm.weight.float())
+    if norm.bias is not None:
+        offsets = _times(linear, norm.bias.float())
+    if linear.bias is not None:
+        offsets = linear.bias.float() + (0 if offsets is None else offsets)
+    return FoldedNorm(sums, offsets)
+
+
+def _times(linear: Linear, vector: Tensor) -> Tensor:
+    """Its weight @ vector in float32, a few rows at a time: a copy of all would be large."""
+    rows = max(1, FOLDED_AT_ONCE // linear.weight.shape[1])
+    parts = linear.weight.split(rows)
+    scales = [None] * len(parts) if linear.scale is None else linear.scale.split(rows)
+    return torch.cat([dequantized(*part) @ vector for part in zip(parts, scales, strict=True)])
+
+
+def norm(x: Tensor, weights: Norm, dtype: torch.dtype) -> Tensor:
+    """See reference.norm."""
+    rows, size = x.shape
+    out = torch.empty(rows, size, dtype=dtype, device=x.device)
+    block = triton.next_power_of_2(size)
+    launcher(normalize, (rows,))(
+        x,
+        weights.weight,
+        weights.weight if weights.bias is None else weights.bias,
+        out,
+        size,
+        weights.eps,
+        KIND=NORM_CODES[weights.kind],
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 256)),
+    )
+    return out
+
+
+def add_parts(
+    parts: Tensor,
+    bias: Tensor | None,
+    onto: Tensor,
+    norm_of_next: Norm | None,
+    dtype: torch.dtype,
+) -> Hidden:
+    """onto [N, hidden] plus the sum of parts [P, N, hidden] and a bias, as a projection behind the
+    norm wants it in its type: normalized, but one row without the norm's bias."""
+    count, size = onto.shape
+    exact, operand = torch.empty_like(onto), torch.empty_like(onto, dtype=dtype)
+    code = norm_code(norm_of_next)
+    prescaled = code > 0 and count == 1
+    stats_parts = whole_row_parts(size) if prescaled else 0
+    row_stats = empty_stats(stats_parts, onto.device) if prescaled else None
+    gain = onto if norm_of_next is None else norm_of_next.weight
+    shift = None if norm_of_next is None else norm_of_next.bias
+    block = triton.next_power_of_2(size)
+    launcher(add_and_normalize, (count,))(
+        parts,
+        onto if bias is None else bias,
+        onto,
+        gain,
+        gain if shift is None else shift,
+        exact,
+        operand,
+        onto if row_stats is None else row_stats,
+        count,
+        size,
+        0.0 if norm_of_next is None else norm_of_next.eps,
+        PARTS=parts.shape[0],
+        OFFSET=bias is not None,
+        NORM=code,
+        STATS_PARTS=stats_parts,
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 256)),
+        **pdl_options(onto),
+    )
+    return Hidden(exact, operand, row_stats)
+
+
+def hidden(exact: Tensor, norm_of_next: Norm | None, dtype: torch.dtype) -> Hidden:
+    """See reference.hidden. One row's projections have their norms folded in."""
+    if norm_of_next is None:
+        return Hidden(exact, exact.to(dtype))
+    if exact.shape[0] == 1:
+        return add_parts(exact[None][:0], None, exact, norm_of_next, dtype)
+    return Hidden(exact, norm(exact, norm_of_next, dtype))

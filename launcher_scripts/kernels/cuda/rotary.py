@@ -1,29 +1,16 @@
-"""Kernels of one program per row, in the Triton language: lookup, norm, rotary, argmax."""
+"""Queries, keys and values: rotated by their positions, put in the cache."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from torch import Tensor
 
-from launcher_scripts.kernels.cuda.gemv_tile import activate
+from launcher_scripts.kernels.cuda.compiling import launcher
+from launcher_scripts.kernels.operands import Heads, LayerCache
 
-
-@triton.jit
-def normalize(x, gain, bias, out, size, eps, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: layer norm (KIND 1) or RMS norm (KIND 2) of one row, statistics in float32."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < size
-    values = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
-    if KIND == 1:
-        values = tl.where(inside, values - tl.sum(values, 0) / size, 0.0)
-    variance = tl.sum(values * values, 0) / size
-    values *= 1.0 / tl.sqrt(variance + eps)
-    values *= tl.load(gain + columns, mask=inside, other=0.0)
-    if KIND == 1:
-        values += tl.load(bias + columns, mask=inside, other=0.0)
-    tl.store(out + row * size + columns, values.to(out.dtype.element_ty), mask=inside)
+STORED_AT_ONCE = 2048  # numbers
 
 
 @triton.jit(do_not_specialize=["pool_tokens"])
@@ -72,47 +59,37 @@ def rotate_and_store(
     tl.store(values + place, out.to(values.dtype.element_ty), mask=is_value)
 
 
-@triton.jit
-def multiply_gate(
-    up,
-    gate,
-    size,
-    ACTIVATION: tl.constexpr,
-    EARLY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """up = act(up) * gate, of `size` numbers."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < size
-    value = tl.load(up + places, mask=inside, other=0.0).to(tl.float32)
-    value = activate(value, ACTIVATION)
-    value *= tl.load(gate + places, mask=inside, other=0.0).to(tl.float32)
-    tl.store(up + places, value.to(up.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def look_up(ids, table, out, first_id, held, size, BLOCK: tl.constexpr):
-    """One program: the table's row of one id in float32, zeros for an id of another rank."""
-    token = tl.program_id(0)
-    columns = tl.arange(0, BLOCK)
-    local = tl.load(ids + token).to(tl.int64) - first_id
-    mine = (local >= 0) & (local < held)
-    inside = columns < size
-    values = tl.load(table + local * size + columns, mask=inside & mine, other=0.0)
-    tl.store(out + token.to(tl.int64) * size + columns, values.to(tl.float32), mask=inside)
-
-
-@triton.jit
-def block_argmax(logits, values, places, stride, size, BLOCK: tl.constexpr):
-    """One program: the largest of one block of a row and where it is, the first of equal ones."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    columns = block * BLOCK + tl.arange(0, BLOCK)
-    row_logits = tl.load(logits + row * stride + columns, mask=columns < size, other=-float("inf"))
-    largest, where = tl.max(row_logits, 0, return_indices=True)
-    part = row * tl.num_programs(1) + block
-    tl.store(values + part, largest)
-    tl.store(places + part, block * BLOCK + where)
+def store_kv(
+    qkv: Tensor,
+    heads: Heads,
+    rotary: tuple[Tensor, Tensor] | None,
+    slots: Tensor,
+    cache: LayerCache,
+) -> Tensor:
+    """See reference.store_kv."""
+    tokens = qkv.shape[0]
+    query = torch.empty(
+        tokens, heads.num_heads, heads.head_size, dtype=qkv.dtype, device=qkv.device
+    )
+    cosines, sines = (qkv, qkv) if rotary is None else rotary
+    block = triton.next_power_of_2(heads.head_size)
+    total = heads.num_heads + 2 * heads.num_kv_heads
+    at_once = min(triton.next_power_of_2(total), max(1, STORED_AT_ONCE // block))
+    launcher(rotate_and_store, (tokens, triton.cdiv(total, at_once)))(
+        qkv,
+        query,
+        cache.keys,
+        cache.values,
+        slots,
+        cosines,
+        sines,
+        cache.keys.shape[1],
+        HEADS=heads.num_heads,
+        KV_HEADS=heads.num_kv_heads,
+        SIZE=heads.head_size,
+        HALF=0 if rotary is None else cosines.shape[1],
+        BLOCK=block,
+        AT_ONCE=at_once,
+        num_warps=max(1, min(4, at_once * block // 256)),
+    )
+    return query
