@@ -38,7 +38,7 @@ class HeadNorms:
 
 @dataclass(frozen=True)
 class FoldedNorm:
-    """A norm before a projection W x + c as row_product_kernel.py wants it, known beforehand.
+    """A norm before a projection W x + c as gemv_tile.py wants it, known beforehand.
 
     sums:    float32 [out], W g; None for an RMS norm
     offsets: float32 [out], W b + c; None where there is neither
@@ -89,7 +89,7 @@ class Hidden:
     operand: [N, hidden] in the compute type, what the next projection reads: `exact` normalized
              for it, or prescaled where the projection has its norm folded in
     row_stats: float32 [4 + 2 * parts], what one row's operand is prescaled by and what its norm
-             needs of its parts; see folded_norm_kernel.py
+             needs of its parts; see norm.py
     """
 
     exact: Tensor
@@ -254,7 +254,7 @@ def span_blocks(counts: Sequence[int]) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class Inboxes:
-    """Memory into which the tensor-parallel ranks write their parts of a sum; see inbox_kernels.py.
+    """Memory into which the tensor-parallel ranks write their parts of a sum; see peer_buffers.py.
 
     own:       int64 [2, ranks, lane_words], this rank's, zeros at first
     addresses: int64 [ranks], where every rank's inbox is

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launcher_scripts.kernels.cuda import fused_rows
-from launcher_scripts.kernels.cuda.attention_shapes import AttentionShape, attention_shape
+from launcher_scripts.kernels.cuda import decode_attention
+from launcher_scripts.kernels.cuda.decode_attention import AttentionShape, attention_shape
 from launcher_scripts.kernels.operands import Heads
 from tests.kernels import kernel_checks as checks
 from tests.kernels.kernel_checks import (
@@ -21,7 +21,7 @@ grouped_only = pytest.mark.usefixtures("grouped")
 @pytest.fixture(params=[1, 4], ids=["whole", "in parts"])
 def grouped(request, monkeypatch):
     shape = AttentionShape(request.param, 64, 4, 3, members=16)
-    monkeypatch.setattr(fused_rows, "attention_shape", lambda *_: shape)
+    monkeypatch.setattr(decode_attention, "attention_shape", lambda *_: shape)
 
 
 @grouped_only

@@ -8,8 +8,8 @@ import torch
 triton = pytest.importorskip("triton")
 
 from launcher_scripts.kernels import reference  # noqa: E402
-from launcher_scripts.kernels.cuda import fused, inbox_products  # noqa: E402
-from launcher_scripts.kernels.cuda.dot_products import split_digits  # noqa: E402
+from launcher_scripts.kernels.cuda import fused, peer_buffers  # noqa: E402
+from launcher_scripts.kernels.cuda.int8 import split_digits  # noqa: E402
 from launcher_scripts.kernels.operands import Heads, Linear, Norm, StepRows  # noqa: E402
 from launcher_scripts.kernels.quantization import quantized  # noqa: E402
 from tests.kernels import kernel_checks  # noqa: E402
@@ -116,9 +116,9 @@ def test_sums_through_inboxes(dtype):
     want = onto.exact + linears[0].bias
     for linear, inbox in zip(linears, inboxes, strict=True):
         x = random(1, size[0], dtype=dtype)
-        inbox_products.send_product(x, linear, inbox)
+        peer_buffers.send_product(x, linear, inbox)
         want += reference.partial_product(x, linear)
-    got = inbox_products.receive_sum(linears[0].bias, onto, norm, inboxes[1])
+    got = peer_buffers.receive_sum(linears[0].bias, onto, norm, inboxes[1])
     assert_close(got.exact, want, dtype)
 
 

@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton")
 
 from launcher_scripts.engine.model.layers import alibi_slopes  # noqa: E402
 from launcher_scripts.kernels import reference  # noqa: E402
-from launcher_scripts.kernels.cuda import attention_shapes, dot_products, fused, inbox_products  # noqa: E402
+from launcher_scripts.kernels.cuda import decode_attention, dot, fused, peer_buffers  # noqa: E402
 from launcher_scripts.kernels.cuda.tiles import DotTile  # noqa: E402
 from launcher_scripts.kernels.operands import (  # noqa: E402
     EmbeddingTables,
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-SPLITS = attention_shapes._splits
+SPLITS = decode_attention._splits
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def seeded():
 def few_splits(monkeypatch):
     """The interpreter is slow: four programs share a context that is not short, not 32."""
     if INTERPRETED:
-        monkeypatch.setattr(attention_shapes, "_splits", lambda *_: 4)
+        monkeypatch.setattr(decode_attention, "_splits", lambda *_: 4)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -202,9 +202,9 @@ def test_decode_attention(dtype, longest, alibi):
 @pytest.mark.parametrize(("longest", "many"), [(70, 2), (70, 99), (300, 2)])
 def test_decode_attention_of_many_heads(longest, many, monkeypatch):
     """The shapes that spare processors for others' programs."""
-    monkeypatch.setattr(attention_shapes, "_splits", SPLITS)
-    monkeypatch.setattr(attention_shapes, "FEW_HEADS", 1)
-    monkeypatch.setattr(attention_shapes, "MANY_HEADS", many)
+    monkeypatch.setattr(decode_attention, "_splits", SPLITS)
+    monkeypatch.setattr(decode_attention, "FEW_HEADS", 1)
+    monkeypatch.setattr(decode_attention, "MANY_HEADS", many)
     heads = Heads(2, 1, 12)
     cache = poisoned_cache(heads, 400, torch.float32)
     lengths = torch.tensor([1, longest], device=DEVICE)
@@ -345,9 +345,9 @@ def test_sums_through_inboxes(ranks, kind, dtype):
         for rank, weight in enumerate(whole.weight.chunk(ranks, 1)):
             linear = Linear(weight.contiguous(), whole.bias)
             part = x[:, rank * size[0] : (rank + 1) * size[0]].contiguous()
-            assert inbox_products.fits(part, linear, inboxes[rank])
-            inbox_products.send_product(part, linear, inboxes[rank])
-        got = [inbox_products.receive_sum(whole.bias, mine, norm, inbox) for inbox in inboxes]
+            assert peer_buffers.fits_buffers(part, linear, inboxes[rank])
+            peer_buffers.send_product(part, linear, inboxes[rank])
+        got = [peer_buffers.receive_sum(whole.bias, mine, norm, inbox) for inbox in inboxes]
         want = reference.accumulate(x, whole, theirs, norm)
         for found in got:
             assert torch.equal(found.exact, got[0].exact)
@@ -369,10 +369,10 @@ def test_the_largest_through_inboxes(rank):
     for number in range(1, 5):
         now, known = values[number - 1], ids[number - 1]
         for other in {0, 1, 2} - {rank}:
-            lane = mine.own[number % 2, other].view(-1, inbox_products.SHARE)[:5]
+            lane = mine.own[number % 2, other].view(-1, peer_buffers.SHARE)[:5]
             lane[:, 0] = number << 32 | now[other].view(torch.int32).long() & 0xFFFFFFFF
             lane[:, 1] = number << 32 | known[other]
-        got = inbox_products.exchange_largest(now[rank], known[rank], mine)
+        got = peer_buffers.exchange_largest(now[rank], known[rank], mine)
         assert got.dtype == torch.int64
         assert torch.equal(got, known.gather(0, now.argmax(0, keepdim=True))[0])
     assert mine.exchanges[:6].tolist() == [4] * 5 + [0]
@@ -423,7 +423,7 @@ def test_project_heads(rows, dtype, rotary_size):
 def in_parts(request, monkeypatch):
     """Projections of queries leave that many parts."""
     tile = DotTile(64, 64, 4, 2, request.param, 1)
-    monkeypatch.setattr(dot_products, "dot_tile", lambda *_: tile)
+    monkeypatch.setattr(dot, "dot_tile", lambda *_: tile)
 
 
 @pytest.mark.usefixtures("in_parts")

@@ -18,7 +18,7 @@ from benchmarks.norm_errors import (  # noqa: E402
     Bench,
 )
 from launcher_scripts.kernels import reference  # noqa: E402
-from launcher_scripts.kernels.cuda import fused, inbox_products  # noqa: E402
+from launcher_scripts.kernels.cuda import fused, peer_buffers  # noqa: E402
 from launcher_scripts.kernels.operands import Hidden, Linear  # noqa: E402
 from tests.kernels import kernel_checks  # noqa: E402
 from tests.kernels.kernel_checks import DEVICE, INTERPRETED, make_inboxes  # noqa: E402
@@ -40,8 +40,8 @@ class ThroughInboxes(Bench):
     def accumulate(self, x: torch.Tensor, last: Linear, onto: Hidden, norm) -> Hidden:
         inboxes = make_inboxes(2, self.size)
         for inbox, part in zip(inboxes, (x, torch.zeros_like(x)), strict=True):
-            inbox_products.send_product(part, last, inbox)
-        return inbox_products.receive_sum(None, onto, norm, inboxes[0])
+            peer_buffers.send_product(part, last, inbox)
+        return peer_buffers.receive_sum(None, onto, norm, inboxes[0])
 
 
 def error(

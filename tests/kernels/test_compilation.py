@@ -12,17 +12,20 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from launcher_scripts.kernels.cuda import (  # noqa: E402
-    attention_kernels,
-    dot_kernels,
-    gemv_heads_kernel,
-    gemv_kernels,
-    grouped_attention_kernels,
-    inbox_kernels,
-    int8_kernels,
-    prompt_kernels,
-    row_kernels,
-    span_kernels,
-    step_kernels,
+    activation,
+    argmax,
+    decode_attention,
+    dot,
+    embedding,
+    gemv,
+    gemv_heads,
+    grouped_attention,
+    int8,
+    norm,
+    peer_buffers,
+    prompt_attention,
+    rotary,
+    span_attention,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -41,7 +44,7 @@ def compile_kernel(kernel, pointers: dict[str, str], numbers: dict[str, str], co
 
 # Compute type and that of the weight.
 WEIGHTS = [*((dtype, dtype) for dtype in TYPES), ("bf16", "i8"), ("fp32", "i8")]
-TILE = {"PARTS": 3, "SPREAD": 4, "ROWS": 2, "BLOCK": 256, "ROLLED": False, "EARLY": True}
+TILE = {"PARTS": 3, "SPREAD": 4, "ROWS": 2, "BLOCK": 256, "ROLLED": False, "USE_PDL": True}
 
 
 @pytest.mark.parametrize(("dtype", "held"), WEIGHTS)
@@ -66,7 +69,7 @@ def test_gemv(dtype, held, gated, rolled):
         **TILE,
         "ROLLED": rolled,
     }
-    ptx = compile_kernel(gemv_kernels.gemv, pointers, {"part_eps": "fp32"}, constants)
+    ptx = compile_kernel(gemv.gemv, pointers, {"part_eps": "fp32"}, constants)
     assert "griddepcontrol.wait" in ptx
 
 
@@ -79,7 +82,7 @@ def test_gemv_heads(dtype, half):
     numbers = {"pool_tokens": "i32"}
     heads = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half}
     constants = {"IN": 768, "NORM": 1, "OFFSET": True, **heads, **TILE}
-    assert compile_kernel(gemv_heads_kernel.gemv_heads, pointers, numbers, constants)
+    assert compile_kernel(gemv_heads.gemv_heads, pointers, numbers, constants)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -88,7 +91,7 @@ def test_gemv_largest(dtype):
     pointers |= dict.fromkeys(("scales", "row_stats", "offsets", "sums", "largest"), "fp32")
     pointers |= {"places": "i32"}
     constants = {"OUT": 515, "IN": 768, "NORM": 2, "OFFSET": True, **TILE}
-    assert compile_kernel(gemv_kernels.gemv_largest, pointers, {}, constants)
+    assert compile_kernel(gemv.gemv_largest, pointers, {}, constants)
 
 
 @pytest.mark.parametrize(("dtype", "weight"), [*zip(TYPES, TYPES, strict=True), ("bf16", "i8")])
@@ -96,21 +99,21 @@ def test_inboxes(dtype, weight):
     pointers = {"x": dtype, "weight": weight, "inboxes": "i64", "exchanges": "i32"}
     pointers["scales"] = "fp32"
     numbers = dict.fromkeys(("rank", "lane_words"), "i32")
-    shared = {"RANKS": 3, "SHARE": 64, "EARLY": True}
+    shared = {"RANKS": 3, "SHARE": 64, "USE_PDL": True}
     constants = {"OUT": 515, "IN": 768, **shared}
     constants |= {"ROLLED": False, "ROWS": 2, "BLOCK": 256}
-    assert compile_kernel(inbox_kernels.gemv_to_inboxes, pointers, numbers, constants)
+    assert compile_kernel(peer_buffers.gemv_to_inboxes, pointers, numbers, constants)
     vectors = ("offsets", "residual", "residual_stats", "gain", "exact", "row_stats")
     pointers = dict.fromkeys(vectors, "fp32") | {"inbox": "i64", "exchanges": "i32"}
     constants = {"SIZE": 515, "LANES": 4, "OFFSET": True, "PRESCALED": 1, **shared}
     pointers["operand"] = dtype
     own = {"lane_words": "i32", "part_eps": "fp32"}
-    ptx = compile_kernel(inbox_kernels.add_from_inbox, pointers, own, constants)
+    ptx = compile_kernel(peer_buffers.add_from_inbox, pointers, own, constants)
     assert "ld.volatile.global" in ptx
     pointers = dict.fromkeys(("ids", "tokens", "inbox", "inboxes"), "i64")
     pointers |= {"values": "fp32", "exchanges": "i32"}
     constants = {"LANES": 4, **shared}
-    assert compile_kernel(inbox_kernels.exchange_best, pointers, numbers, constants)
+    assert compile_kernel(peer_buffers.exchange_best, pointers, numbers, constants)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -130,12 +133,12 @@ def test_dot_rows(dtype, in_bytes, splits):
         "LARGEST": False,
         "SPLITS": splits,
         "AHEAD": 2,
-        "EARLY": True,
+        "USE_PDL": True,
         "ROWS": 64,
         "BLOCK": 128,
         "BATCH": 16,
     }
-    ptx = compile_kernel(dot_kernels.dot_rows, pointers, {"count": "i32"}, constants)
+    ptx = compile_kernel(dot.dot_rows, pointers, {"count": "i32"}, constants)
     assert "prefetch.global.L2" in ptx.partition("griddepcontrol.wait")[0]
 
 
@@ -143,9 +146,9 @@ def test_add_and_normalize():
     vectors = ("parts", "offsets", "residual", "gain", "bias", "exact", "operand", "row_stats")
     pointers = dict.fromkeys(vectors, "fp32")
     numbers = {"count": "i32", "size": "i32", "eps": "fp32"}
-    constants = {"PARTS": 4, "OFFSET": True, "NORM": 1, "STATS_PARTS": 64, "EARLY": True}
+    constants = {"PARTS": 4, "OFFSET": True, "NORM": 1, "STATS_PARTS": 64, "USE_PDL": True}
     constants["BLOCK"] = 1024
-    assert compile_kernel(dot_kernels.add_and_normalize, pointers, numbers, constants)
+    assert compile_kernel(norm.add_and_normalize, pointers, numbers, constants)
 
 
 def test_begin_rows():
@@ -155,35 +158,35 @@ def test_begin_rows():
     constants = {"SOURCES": True, "POSITIONS": True, "ROUNDED": True, "PRESCALED": 1, "PARTS": 64}
     constants["BLOCK"] = 1024
     known = {*pointers, *numbers, *constants}
-    names = step_kernels.begin_rows.arg_names
+    names = embedding.begin_rows.arg_names
     pointers |= {name: "i64" for name in names if name not in known}
-    assert compile_kernel(step_kernels.begin_rows, pointers, numbers, constants)
+    assert compile_kernel(embedding.begin_rows, pointers, numbers, constants)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_widen(dtype):
     pointers = {"weight": "i8", "scale": "fp32", "out": dtype}
-    assert compile_kernel(int8_kernels.widen, pointers, {"size": "i32"}, {"BLOCK": 1024})
+    assert compile_kernel(int8.widen, pointers, {"size": "i32"}, {"BLOCK": 1024})
 
 
 def test_look_up_and_argmax():
     pointers = {"ids": "i64", "table": "bf16", "out": "fp32"}
     numbers = dict.fromkeys(("first_id", "held", "size"), "i32")
-    assert compile_kernel(row_kernels.look_up, pointers, numbers, {"BLOCK": 64})
+    assert compile_kernel(embedding.look_up, pointers, numbers, {"BLOCK": 64})
     pointers = {"logits": "fp32", "values": "fp32", "places": "i32"}
     numbers = dict.fromkeys(("stride", "size"), "i32")
-    assert compile_kernel(row_kernels.block_argmax, pointers, numbers, {"BLOCK": 1024})
+    assert compile_kernel(argmax.block_argmax, pointers, numbers, {"BLOCK": 1024})
     pointers = {"largest": "fp32", "places": "i32", "values": "fp32"}
     pointers |= dict.fromkeys(("tokens", "column", "slots"), "i64")
-    constants = {"KEEP": True, "EARLY": True, "BLOCK": 64}
-    assert compile_kernel(step_kernels.pick_largest, pointers, {"parts": "i32"}, constants)
+    constants = {"KEEP": True, "USE_PDL": True, "BLOCK": 64}
+    assert compile_kernel(argmax.pick_largest, pointers, {"parts": "i32"}, constants)
 
 
 @pytest.mark.parametrize("kind", [1, 2])
 def test_normalize(kind):
     pointers = {"x": "fp32", "gain": "fp32", "bias": "fp32", "out": "bf16"}
     numbers = {"size": "i32", "eps": "fp32"}
-    assert compile_kernel(row_kernels.normalize, pointers, numbers, {"KIND": kind, "BLOCK": 1024})
+    assert compile_kernel(norm.normalize, pointers, numbers, {"KIND": kind, "BLOCK": 1024})
 
 
 @pytest.mark.parametrize(("dtype", "half"), list(itertools.product(TYPES, (0, 8, 32))))
@@ -191,7 +194,7 @@ def test_rotate_and_store(dtype, half):
     pointers = dict.fromkeys(("qkv", "query", "keys", "values"), dtype)
     pointers |= {"slots": "i64", "cosines": "fp32", "sines": "fp32"}
     constants = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half, "BLOCK": 64, "AT_ONCE": 16}
-    assert compile_kernel(row_kernels.rotate_and_store, pointers, {"pool_tokens": "i32"}, constants)
+    assert compile_kernel(rotary.rotate_and_store, pointers, {"pool_tokens": "i32"}, constants)
 
 
 @pytest.mark.parametrize(
@@ -203,16 +206,16 @@ def test_attention(dtype, splits, relative):
     pointers |= dict.fromkeys(("slopes", "bias", "partial", "weights", "cosines", "sines"), "fp32")
     shape = {"HEADS": 8, "SIZE": 48, "BLOCK": 64, "SPLITS": splits}
     constants = shape | {"GROUP": 4, "ALIBI": splits > 1, "RELATIVE": relative, "TILE": 64}
-    constants |= {"SPLIT_BLOCK": splits, "EARLY": True, "FRESH": not relative}
+    constants |= {"SPLIT_BLOCK": splits, "USE_PDL": True, "FRESH": not relative}
     constants |= {"SOFTCAP": 50.0 if relative else 0.0}
     constants |= {"STORE": splits > 1 and not relative, "HALF": 16, "PARTS": splits}
     constants |= {"NORM": splits % 2, "STATE": 768, "STATE_PARTS": 96}
     pointers["row_stats"] = "fp32"
     numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32"}
     pointers["arrivals"] = "i32"
-    assert compile_kernel(attention_kernels.attend, pointers, numbers, constants)
+    assert compile_kernel(decode_attention.attend, pointers, numbers, constants)
     constants |= {"MEMBERS": 16, "PRECISION": "ieee" if dtype == "fp32" else "tf32"}
-    kernel = grouped_attention_kernels.attend_grouped
+    kernel = grouped_attention.attend_grouped
     assert compile_kernel(kernel, pointers, numbers, constants)
 
 
@@ -227,7 +230,7 @@ def test_attention_of_prompts(dtype, relative, size):
     constants |= {"WINDOW": 100 if relative else 0, "SOFTCAP": 0.0 if relative else 50.0}
     constants |= {"PRECISION": "ieee" if dtype == "fp32" else "tf32"}
     numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32"}
-    ptx = compile_kernel(prompt_kernels.attend_prompts, pointers, numbers, constants)
+    ptx = compile_kernel(prompt_attention.attend_prompts, pointers, numbers, constants)
     assert ("wgmma" in ptx) == (dtype != "fp32")
 
 
@@ -235,13 +238,13 @@ def test_attention_of_prompts(dtype, relative, size):
 def test_attend_spans(dtype, relative):
     pointers = dict.fromkeys(("qkv", "out"), dtype) | {"blocks": "i64", "bias": "fp32"}
     numbers = {"scale": "fp32", "reach": "i32"}
-    constants = {"HEADS": 8, "SIZE": 48, "BLOCK": 64, "RELATIVE": relative, "EARLY": True}
+    constants = {"HEADS": 8, "SIZE": 48, "BLOCK": 64, "RELATIVE": relative, "USE_PDL": True}
     constants |= {"QUERIES": 64, "KEYS": 32}
-    assert compile_kernel(span_kernels.attend_spans, pointers, numbers, constants)
+    assert compile_kernel(span_attention.attend_blocks, pointers, numbers, constants)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_multiply_gate(dtype):
     pointers = {"up": dtype, "gate": dtype}
-    constants = {"ACTIVATION": 1, "EARLY": True, "BLOCK": 2048}
-    assert compile_kernel(row_kernels.multiply_gate, pointers, {"size": "i32"}, constants)
+    constants = {"ACTIVATION": 1, "USE_PDL": True, "BLOCK": 2048}
+    assert compile_kernel(activation.multiply_gate, pointers, {"size": "i32"}, constants)

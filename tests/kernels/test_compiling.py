@@ -15,7 +15,7 @@ import torch
 from triton import knobs
 
 from launcher_scripts.kernels.cuda.compiling import compiling_in, tell_of_compilation
-from launcher_scripts.kernels.cuda.fused_rows import embed
+from launcher_scripts.kernels.cuda.embedding import embed
 from tests.kernels.hopper import Hopper, hopper
 
 __all__ = ["hopper"]
@@ -37,8 +37,8 @@ KEYS = """
 import sys
 from launcher_scripts.kernels import kernels_for
 kernels_for("cuda")
-from launcher_scripts.kernels.cuda.gemv_heads_kernel import gemv_heads
-from launcher_scripts.kernels.cuda.gemv_kernels import gemv, gemv_largest
+from launcher_scripts.kernels.cuda.gemv_heads import gemv_heads
+from launcher_scripts.kernels.cuda.gemv import gemv, gemv_largest
 functions = {"gemv": gemv, "gemv_heads": gemv_heads, "gemv_largest": gemv_largest}
 print(sorted((name, functions[name].cache_key) for name in sys.argv[1:]))
 """

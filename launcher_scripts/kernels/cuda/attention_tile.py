@@ -1,9 +1,11 @@
-"""What attention does with a tile of keys and values, for attention_kernels.py."""
+"""What attention does with a tile of keys and values, in the Triton language."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+SMALLEST_SIDE = 16  # of a matrix product
 
 
 @triton.jit

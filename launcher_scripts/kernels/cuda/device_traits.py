@@ -7,8 +7,9 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-HOPPER = (9, 0)  # the first whose kernels may start before the one before has ended
+HOPPER = (9, 0)  # the first with programmatic dependent launch
 
 
 class DeviceTraits(NamedTuple):
@@ -22,8 +23,8 @@ class DeviceTraits(NamedTuple):
     shared_bytes: int
 
     @property
-    def overlaps(self) -> bool:
-        """Whether a kernel may start before the one before it has ended."""
+    def has_pdl(self) -> bool:
+        """Whether kernels can use programmatic dependent launch."""
         return self.capability is not None and self.capability >= HOPPER
 
     @property
@@ -45,3 +46,13 @@ def traits_of(device: torch.device) -> DeviceTraits:
     properties = torch.cuda.get_device_properties(None if device.type == "meta" else device)
     capability = (properties.major, properties.minor)
     return DeviceTraits(capability, int(properties.shared_memory_per_block_optin))
+
+
+NO_PDL = {
+    "USE_PDL": False
+}  # launch options of a kernel that starts when those before it have ended
+
+
+def pdl_options(tensor: Tensor) -> dict[str, bool]:
+    """Launch options of a kernel that starts before the one before it has ended, where it can."""
+    return {"USE_PDL": True, "launch_pdl": True} if traits_of(tensor.device).has_pdl else NO_PDL

@@ -1,8 +1,7 @@
-"""The operations of reference.py for CUDA, most of them as one kernel in the Triton language.
+"""The operations of ops.py for CUDA, most of them one kernel in the Triton language.
 
-A step of one row is bound by reading the weights: there each projection is one kernel that
-multiplies, adds and activates (gemv_kernel.py), behind a norm of its own. Steps of more rows leave
-the products to cuBLAS, which reads the weights once for all rows.
+Reading the weights takes most of a decode step's time, so each projection is one kernel with its
+norm, bias and activation: gemv.py for one row, dot.py for a few. cuBLAS multiplies more rows.
 """
 
 from __future__ import annotations
@@ -10,86 +9,80 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import triton
 from torch import Tensor
+from torch.nn import functional
 
 from launcher_scripts.kernels import reference
-from launcher_scripts.kernels.cuda import inbox_products, int8_kernels
-from launcher_scripts.kernels.cuda.compiling import launcher
-from launcher_scripts.kernels.cuda.dot_products import (
-    add_parts,
+from launcher_scripts.kernels.cuda.activation import gated
+from launcher_scripts.kernels.cuda.argmax import argmax
+from launcher_scripts.kernels.cuda.decode_attention import attention_launch, decode_attention
+from launcher_scripts.kernels.cuda.device_traits import NO_PDL, pdl_options, traits_of
+from launcher_scripts.kernels.cuda.dot import (
     dot_add,
     dot_largest,
     dot_partial,
+    dot_parts,
     dot_product,
     fits,
 )
-from launcher_scripts.kernels.cuda.fused_products import logits, mlp_up, project, project_add
-from launcher_scripts.kernels.cuda.fused_prompts import prompt_attention
-from launcher_scripts.kernels.cuda.fused_rows import (
-    argmax,
-    decode_attention,
-    embed,
-    norm,
-    store_kv,
+from launcher_scripts.kernels.cuda.embedding import begin_step, embed
+from launcher_scripts.kernels.cuda.gemv import row_accumulate, row_largest, row_product
+from launcher_scripts.kernels.cuda.gemv_heads import row_heads
+from launcher_scripts.kernels.cuda.int8 import dense
+from launcher_scripts.kernels.cuda.norm import add_parts, fold_norm, hidden, norm
+from launcher_scripts.kernels.cuda.peer_buffers import (
+    exchange_largest,
+    fits_buffers,
+    most_rows,
+    receive_sum,
+    send_product,
 )
-from launcher_scripts.kernels.cuda.fused_spans import attend_spans, gated
-from launcher_scripts.kernels.cuda.fused_steps import (
-    attend_own,
-    attend_source,
-    many_rows,
-    project_heads,
-    project_hidden,
-)
-from launcher_scripts.kernels.cuda.row_products import (
-    early,
-    empty_stats,
-    fold_norm,
-    norm_code,
-    row_accumulate,
-    row_largest,
-    row_product,
-    whole_row_parts,
-)
-from launcher_scripts.kernels.cuda.step_kernels import begin_rows
+from launcher_scripts.kernels.cuda.prompt_attention import prompt_attention
+from launcher_scripts.kernels.cuda.rotary import store_kv
+from launcher_scripts.kernels.cuda.span_attention import attend_spans
 from launcher_scripts.kernels.operands import (
-    EmbeddingTables,
+    HeadNorms,
+    Heads,
     Hidden,
+    LayerCache,
     Linear,
     Norm,
     Ranks,
+    RelativeBias,
     RowColumns,
     StepRows,
 )
+from launcher_scripts.kernels.reference import (
+    ACTIVATIONS,
+    add_residual,
+    context_attention,
+    norm_heads,
+    rotary_table,
+    source_attention,
+    source_attention_weights,
+    turned,
+)
 
 __all__ = [
+    "ACTIVATIONS",
+    "add_residual",
     "argmax",
-    "attend_own",
-    "attend_source",
     "attend_spans",
+    "begin_step",
+    "context_attention",
     "decode_attention",
+    "dense",
     "embed",
-    "logits",
-    "mlp_up",
+    "hidden",
     "norm",
-    "project",
-    "project_add",
-    "project_heads",
-    "project_hidden",
+    "norm_heads",
     "prompt_attention",
+    "rotary_table",
+    "source_attention",
+    "source_attention_weights",
     "store_kv",
+    "turned",
 ]
-
-ACTIVATIONS = reference.ACTIVATIONS
-
-dense = int8_kernels.dense
-add_residual = reference.add_residual
-rotary_table = reference.rotary_table
-turned = reference.turned
-norm_heads = reference.norm_heads
-context_attention = reference.context_attention
-source_attention = reference.source_attention
-source_attention_weights = reference.source_attention_weights
 
 
 def prepare(linear: Linear) -> Linear:
@@ -97,72 +90,178 @@ def prepare(linear: Linear) -> Linear:
     return replace(linear, folded=fold_norm(linear))
 
 
-def begin_step(
-    slots: Tensor,
-    columns: RowColumns,
-    history: Tensor,
-    tables: EmbeddingTables,
-    norm_of_next: Norm | None,
+def project(x: Tensor, linear: Linear) -> Tensor:
+    """See reference.project."""
+    if x.shape[0] == 1:
+        return _row(x, linear, linear.dtype, "plain")
+    linear = dense(linear)
+    return functional.linear(_normalized(x, linear), linear.weight, linear.bias)
+
+
+def project_add(x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
+    """See reference.project_add."""
+    if x.shape[0] == 1:
+        return _row(x, linear, torch.float32, "add", onto=Hidden(residual, residual))
+    linear = dense(linear)
+    return residual + functional.linear(x, linear.weight, linear.bias)
+
+
+def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tensor:
+    """See reference.mlp_up."""
+    if x.shape[0] == 1:
+        kind = "up" if gate is None else "gated"
+        without = None if gate is None else gate.without_norm()
+        return _row(x, up, up.dtype, kind, gate=without, activation=activation)
+    up, gate = dense(up), gate and dense(gate)
+    normalized = _normalized(x, up)
+    hidden = ACTIVATIONS[activation](functional.linear(normalized, up.weight, up.bias))
+    if gate is None:
+        return hidden
+    return hidden * functional.linear(normalized, gate.weight, gate.bias)
+
+
+def logits(x: Tensor, head: Linear) -> Tensor:
+    """See reference.logits."""
+    if x.shape[0] == 1:
+        return _row(x, head, torch.float32, "plain")
+    head = dense(head)
+    normalized = _normalized(x, head)
+    if normalized.dtype == torch.float32 or not traits_of(x.device).adds_in_float32:
+        bias = None if head.bias is None else head.bias.float()
+        return functional.linear(normalized.float(), head.weight.float(), bias)
+    out = torch.mm(normalized, head.weight.t(), out_dtype=torch.float32)
+    return out if head.bias is None else out + head.bias
+
+
+def _normalized(x: Tensor, linear: Linear) -> Tensor:
+    if linear.norm is None:
+        return x.to(linear.dtype)
+    return norm(x, linear.norm, linear.dtype)
+
+
+def _row(x: Tensor, linear: Linear, dtype: torch.dtype, kind: str, **more: object) -> Tensor:
+    """One row through a projection behind a norm of its own: [1, out] of `dtype`."""
+    out = torch.empty(1, linear.weight.shape[0], dtype=dtype, device=x.device)
+    operand = _normalized(x, linear)
+    row_product(Hidden(x, operand), linear.without_norm(), out, kind, launch=NO_PDL, **more)
+    return out
+
+
+def project_heads(
+    x: Hidden,
+    linear: Linear,
+    heads: Heads,
+    rotary: tuple[Tensor, Tensor] | None,
+    rows: StepRows,
+    cache: LayerCache,
+) -> Tensor:
+    """See reference.project_heads."""
+    if x.operand.shape[0] == 1:
+        return row_heads(x, linear, heads, rotary, rows, cache)
+    qkv = many_rows(x.operand, linear)
+    return store_kv(qkv, heads, rows.turns(rotary), rows.starts + rows.positions, cache)
+
+
+def attend_own(
+    x: Hidden,
+    linear: Linear,
+    heads: Heads,
+    rotary: tuple[Tensor, Tensor] | None,
+    rows: StepRows,
+    cache: LayerCache,
+    longest: int,
+    slopes: Tensor | None,
     *,
-    sources: bool = False,
-) -> tuple[Hidden, StepRows]:
-    """See reference.begin_step."""
-    rows, size, dtype = slots.shape[0], tables.tokens.shape[1], tables.tokens.dtype
-    exact = torch.empty(rows, size, device=slots.device)
-    prescaled = rows == 1 and norm_of_next is not None
-    alike = dtype == torch.float32 and not prescaled
-    rounded = exact if alike else exact.new_empty(rows, size, dtype=dtype)
-    parts = whole_row_parts(size) if prescaled else 0
-    row_stats = empty_stats(parts, slots.device) if prescaled else None
-    made = torch.empty(5, rows, dtype=torch.int64, device=slots.device)
-    starts, positions, lengths, source_starts, source_lengths = made
-    launcher(begin_rows, (rows,))(
-        slots,
-        columns.token,
-        columns.start,
-        columns.length,
-        columns.source_start,
-        columns.source_length,
-        history,
-        tables.tokens,
-        tables.tokens if tables.positions is None else tables.positions,
-        starts,
-        positions,
-        lengths,
-        source_lengths,
-        source_starts,
-        exact,
-        rounded,
-        norm_of_next.weight if prescaled else exact,
-        row_stats if prescaled else exact,
-        tables.first_id,
-        tables.tokens.shape[0],
-        columns.padding,
-        size,
-        norm_of_next.eps if prescaled else 0.0,
-        SOURCES=sources,
-        POSITIONS=tables.positions is not None,
-        ROUNDED=rounded is not exact,
-        PRESCALED=norm_code(norm_of_next) if prescaled else 0,
-        PARTS=parts,
-        BLOCK=triton.next_power_of_2(size),
-        num_warps=8,
+    scale: float | None = None,
+    relative: RelativeBias | None = None,
+    softcap: float | None = None,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """See reference.attend_own. One row's projection stores keys and values, several rows' not:
+    there the attention does, unless norms come between."""
+    alone, parts = x.operand.shape[0] == 1, 1
+    stored = alone or norms is not None
+    if norms is not None:
+        qkv = norm_heads(project_hidden(x, linear), heads, norms, norm)
+        query = store_kv(qkv, heads, rows.turns(rotary), rows.starts + rows.positions, cache)
+    elif alone:
+        query = row_heads(x, linear, heads, rotary, rows, cache)
+    else:
+        query, parts = _few_rows_in_parts(x.operand, linear, "heads")
+    return attention_launch(
+        query,
+        heads,
+        cache,
+        (*rows.attended, rows.positions),
+        longest,
+        slopes,
+        scale,
+        relative,
+        fresh=True,
+        launch=pdl_options(query),
+        store=not stored,
+        parts=parts,
+        rotary=None if stored else rotary,
+        softcap=softcap,
+        state=x if alone else None,
+        norm=linear.norm if alone else None,
     )
-    found = StepRows(starts, positions, lengths)
-    if sources:
-        found = StepRows(starts, positions, lengths, source_starts, source_lengths)
-    if rows == 1:
-        return Hidden(exact, rounded, row_stats), found
-    return hidden(exact, norm_of_next, dtype), found
 
 
-def hidden(exact: Tensor, norm_of_next: Norm | None, dtype: torch.dtype) -> Hidden:
-    """See reference.hidden. One row's projections have their norms folded in."""
-    if norm_of_next is None:
-        return Hidden(exact, exact.to(dtype))
-    if exact.shape[0] == 1:
-        return add_parts(exact[None][:0], None, exact, norm_of_next, dtype)
-    return Hidden(exact, norm(exact, norm_of_next, dtype))
+def attend_source(
+    x: Hidden,
+    linear: Linear,
+    heads: Heads,
+    rows: StepRows,
+    cache: LayerCache,
+    longest: int,
+    *,
+    scale: float | None = None,
+    relative: RelativeBias | None = None,
+) -> Tensor:
+    """See reference.attend_source."""
+    if x.operand.shape[0] == 1:
+        query, parts = project_hidden(x, linear), 1
+    else:
+        query, parts = _few_rows_in_parts(x.operand, linear, "query")
+    return attention_launch(
+        query,
+        heads,
+        cache,
+        (rows.source_starts, rows.source_lengths, rows.positions),
+        longest,
+        None,
+        scale,
+        relative,
+        fresh=False,
+        launch=pdl_options(query),
+        parts=parts,
+    )
+
+
+def _few_rows_in_parts(x: Tensor, linear: Linear, kind: str) -> tuple[Tensor, int]:
+    """linear(x) for more than one row, its norm aside; and of how many parts it is the sum."""
+    if fits(x):
+        parts = dot_parts(x, linear, kind)
+        return parts, parts.shape[0]
+    return many_rows(x, linear), 1
+
+
+def many_rows(x: Tensor, linear: Linear) -> Tensor:
+    """linear(x) as cuBLAS has it, its norm aside."""
+    linear = dense(linear)
+    return functional.linear(x, linear.weight, linear.bias)
+
+
+def project_hidden(x: Hidden, linear: Linear) -> Tensor:
+    """See reference.project_hidden."""
+    if fits(x.operand):
+        return dot_product(x.operand, linear, "plain")
+    if x.operand.shape[0] > 1:
+        return many_rows(x.operand, linear)
+    out = x.operand.new_empty(1, linear.weight.shape[0])
+    row_product(x, linear, out, "plain", launch=pdl_options(out))
+    return out
 
 
 def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tensor:
@@ -176,7 +275,7 @@ def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tenso
             return ACTIVATIONS[activation](inner)
         return gated(inner, many_rows(x.operand, gate), activation)
     out = x.operand.new_empty(1, up.weight.shape[0])
-    row_product(x, up, out, kind, gate=gate, activation=activation, launch=early(out))
+    row_product(x, up, out, kind, gate=gate, activation=activation, launch=pdl_options(out))
     return out
 
 
@@ -205,18 +304,18 @@ def accumulate_over_ranks(
 ) -> Hidden:
     """See reference.accumulate_over_ranks."""
     inboxes = ranks.inboxes
-    fits_inboxes = inboxes is not None and inbox_products.fits(x, linear, inboxes)
-    if fits_inboxes and _foreseen(onto, norm_of_next):
-        inbox_products.send_product(x, linear, inboxes)
-        return inbox_products.receive_sum(linear.bias, onto, norm_of_next, inboxes)
+    has_room = inboxes is not None and fits_buffers(x, linear, inboxes)
+    if has_room and _foreseen(onto, norm_of_next):
+        send_product(x, linear, inboxes)
+        return receive_sum(linear.bias, onto, norm_of_next, inboxes)
     return add_sum(ranks.tp_sum(partial_product(x, linear)), linear.bias, onto, norm_of_next)
 
 
 def largest_of_ranks(values: Tensor, ids: Tensor, ranks: Ranks) -> Tensor:
     """See reference.largest_of_ranks."""
     inboxes = ranks.inboxes
-    if inboxes is not None and values.shape[0] <= inbox_products.most_rows(inboxes):
-        return inbox_products.exchange_largest(values, ids, inboxes)
+    if inboxes is not None and values.shape[0] <= most_rows(inboxes):
+        return exchange_largest(values, ids, inboxes)
     return reference.largest_of_ranks(values, ids, ranks)
 
 
@@ -225,7 +324,7 @@ def partial_product(x: Tensor, linear: Linear) -> Tensor:
     alone = replace(linear, bias=None, norm=None)
     if x.shape[0] == 1:
         out = torch.empty(1, linear.weight.shape[0], device=x.device)
-        row_product(Hidden(x, x), alone, out, "add", launch=early(x))
+        row_product(Hidden(x, x), alone, out, "add", launch=pdl_options(x))
         return out
     return dot_partial(x, alone) if fits(x) else logits(x, alone)
 

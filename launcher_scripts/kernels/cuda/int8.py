@@ -8,21 +8,38 @@ largest of a row over 32639, are finer than bfloat16 for all but the smallest va
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from launcher_scripts.kernels.cuda.compiling import launcher
+from launcher_scripts.kernels.cuda.device_traits import pdl_options
+from launcher_scripts.kernels.operands import Linear
 
 BASE = tl.constexpr(256)
 LARGEST = tl.constexpr(127 * 256 + 127)
 
 
 @triton.jit
-def split_rows(x, digits, steps, size, EARLY: tl.constexpr, BLOCK: tl.constexpr):
+def widen(weight, scale, out, size, BLOCK: tl.constexpr):
+    """One program: BLOCK weights of one row, times the row's scale."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    values = tl.load(weight + row * size + columns, mask=inside, other=0).to(tl.float32)
+    values *= tl.load(scale + row)
+    tl.store(out + row * size + columns, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def split_rows(x, digits, steps, size, USE_PDL: tl.constexpr, BLOCK: tl.constexpr):
     """One program: one row of x [N, size] as (256 * high + low) * step.
 
     digits: int8 [2, N, size], the high ones first;  steps: float32 [N]
     """
-    if EARLY:
+    if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -85,3 +102,29 @@ def dot_digits(
         low = tl.dot(tile, lows, low, out_dtype=tl.int32)
     step = tl.load(steps + batch, mask=batch < count, other=0.0)[None, :]
     return (high.to(tl.float32) * BASE + low.to(tl.float32)) * step
+
+
+def dense(linear: Linear) -> Linear:
+    """See reference.dense. The weight in the compute type lives as long as the operation."""
+    if linear.scale is None:
+        return linear
+    rows, size = linear.weight.shape
+    weight = torch.empty(rows, size, dtype=linear.dtype, device=linear.weight.device)
+    block = min(4096, triton.next_power_of_2(size))
+    launcher(widen, (rows, triton.cdiv(size, block)))(
+        linear.weight, linear.scale, weight, size, BLOCK=block, num_warps=4
+    )
+    return Linear(weight, linear.bias, linear.norm)
+
+
+def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [N, in] as an int8 weight is multiplied with: digits int8 [2, N, in], steps [N]."""
+    count, size = x.shape
+    digits = torch.empty(2, count, size, dtype=torch.int8, device=x.device)
+    steps = torch.empty(count, device=x.device)
+    block = triton.next_power_of_2(size)
+    warps = max(1, min(32, block // 512))
+    launcher(split_rows, (count,))(
+        x, digits, steps, size, BLOCK=block, num_warps=warps, **pdl_options(x)
+    )
+    return digits, steps

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from launcher_scripts.kernels import reference_attention
+from launcher_scripts.kernels.cuda.attention_tile import SMALLEST_SIDE
+from launcher_scripts.kernels.cuda.compiling import launcher
+from launcher_scripts.kernels.cuda.device_traits import pdl_options
+from launcher_scripts.kernels.operands import SPAN_QUERIES, Heads, RelativeBias, Spans
 
 
 @triton.jit
@@ -26,7 +34,7 @@ def _scores(query, key, queries, keys, count, bias, scale, reach, RELATIVE: tl.c
 
 
 @triton.jit
-def attend_spans(
+def attend_blocks(
     qkv,
     blocks,
     bias,
@@ -37,7 +45,7 @@ def attend_spans(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     RELATIVE: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -46,7 +54,7 @@ def attend_spans(
     The softmax runs along with the sum (Dao 2023), in float32. Only lines without tokens leave
     nothing behind.
     """
-    if EARLY:
+    if USE_PDL:
         gdc_launch_dependents()
     line = blocks + tl.program_id(0) * 3
     head = tl.program_id(1)
@@ -60,7 +68,7 @@ def attend_spans(
     queries = first + tl.arange(0, QUERIES)
     base = qkv + start * width + head * SIZE
     bias += head * (2 * reach + 1)
-    if EARLY:
+    if USE_PDL:
         gdc_wait()
     query = _pieces(base, queries, features, count, width, SIZE)
     largest = tl.full([QUERIES], -float("inf"), tl.float32)
@@ -81,3 +89,38 @@ def attend_spans(
     target = out + (start + queries[:, None]) * (HEADS * SIZE) + head * SIZE + features[None, :]
     mask = (queries < count)[:, None] & (features < SIZE)[None, :]
     tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+def attend_spans(
+    qkv: Tensor,
+    heads: Heads,
+    spans: Spans,
+    *,
+    scale: float,
+    relative: RelativeBias | None = None,
+    window: int = 0,
+    softcap: float | None = None,
+) -> Tensor:
+    """See reference.attend_spans."""
+    if window or softcap is not None or heads.num_kv_heads != heads.num_heads:
+        more = {"scale": scale, "relative": relative, "window": window, "softcap": softcap}
+        return reference_attention.attend_spans(qkv, heads, spans, **more)
+    out = qkv.new_empty(qkv.shape[0], heads.num_heads * heads.head_size)
+    launcher(attend_blocks, (spans.blocks.shape[0], heads.num_heads))(
+        qkv,
+        spans.blocks,
+        spans.blocks if relative is None else relative.table,
+        out,
+        scale,
+        0 if relative is None else relative.reach,
+        HEADS=heads.num_heads,
+        SIZE=heads.head_size,
+        BLOCK=max(SMALLEST_SIDE, triton.next_power_of_2(heads.head_size)),
+        RELATIVE=relative is not None,
+        QUERIES=SPAN_QUERIES,
+        KEYS=64 if qkv.dtype != torch.float32 else 32,
+        num_warps=4,
+        num_stages=1,
+        **pdl_options(qkv),
+    )
+    return out

@@ -9,18 +9,32 @@ the next from everyone, and those had read their inboxes before they sent it.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.cuda.folded_norm_kernel import load_expected, prescale
-from launcher_scripts.kernels.cuda.row_product_kernel import (
+from launcher_scripts.kernels.cuda.compiling import launcher
+from launcher_scripts.kernels.cuda.device_traits import pdl_options
+from launcher_scripts.kernels.cuda.gemv_tile import (
     load_tile,
     multiply,
     row_places,
     scales_of,
     vector,
 )
+from launcher_scripts.kernels.cuda.norm import (
+    empty_stats,
+    load_expected,
+    norm_code,
+    part_eps,
+    prescale,
+)
+from launcher_scripts.kernels.cuda.tiles import row_tile
+from launcher_scripts.kernels.operands import Hidden, Inboxes, Linear, Norm
+
+SHARE = 64  # values that share a count of exchanges
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -36,13 +50,13 @@ def gemv_to_inboxes(
     IN: tl.constexpr,
     RANKS: tl.constexpr,
     SHARE: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
     ROLLED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """W x of this rank's part of x, to the inboxes whose addresses are given."""
-    if EARLY:
+    if USE_PDL:
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)[None, :]
@@ -51,7 +65,7 @@ def gemv_to_inboxes(
     base = row_places(rows, columns, IN)
     tile = load_tile(weight, base, rows, columns, 0, OUT, IN, whole)
     row_scale = scales_of(scales, weight, rows, OUT)
-    if EARLY:
+    if USE_PDL:
         gdc_wait()
     inside = rows < OUT
     number = tl.load(exchanges + rows // SHARE, mask=inside, other=0, cache_modifier=".cg") + 1
@@ -70,7 +84,7 @@ def gemv_to_inboxes(
         even,
         ROWS,
         BLOCK,
-        EARLY,
+        USE_PDL,
     )
     bits = (value * row_scale).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     word = (number.to(tl.int64) << 32) | bits
@@ -105,23 +119,23 @@ def add_from_inbox(
     SHARE: tl.constexpr,
     OFFSET: tl.constexpr,
     PRESCALED: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """One program: SHARE values of residual + the sum of what all ranks sent + offsets.
 
     `operand` gets them in its type; with PRESCALED, the code of a norm behind, as the operand for
-    that norm (see folded_norm_kernel.py), whose gain is `gain`; their statistics, with part_eps,
+    that norm (see norm.py), whose gain is `gain`; their statistics, with part_eps,
     go to `row_stats`.
     LANES is RANKS as a power of two.
     """
-    if EARLY:
+    if USE_PDL:
         gdc_launch_dependents()
     part = tl.program_id(0)
     columns = part * SHARE + tl.arange(0, SHARE)
     inside = columns < SIZE
     held = vector(gain, columns, SIZE, PRESCALED > 0)
     added = vector(offsets, columns, SIZE, OFFSET)
-    if EARLY:
+    if USE_PDL:
         gdc_wait()
     added += tl.load(residual + columns, mask=inside, other=0.0)
     shift, unit = load_expected(residual_stats, PRESCALED)
@@ -154,13 +168,13 @@ def exchange_best(
     RANKS: tl.constexpr,
     LANES: tl.constexpr,
     SHARE: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """One program: the id of a row's largest value of all ranks', the lowest rank's of equal ones.
 
     A row's value and its id are the first two words of its SHARE.
     """
-    if EARLY:
+    if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
@@ -186,3 +200,91 @@ def exchange_best(
     _, winner = tl.max(value, 0, return_indices=True)
     tl.store(exchanges + row, number)
     tl.store(tokens + row, tl.sum(tl.where(lanes == winner, places & 0xFFFFFFFF, 0), 0))
+
+
+def fits_buffers(x: Tensor, linear: Linear, inboxes: Inboxes) -> bool:
+    """Whether linear(x) goes through the inboxes: one row, which they can hold."""
+    return x.shape[0] == 1 and linear.weight.shape[0] <= inboxes.lane_words
+
+
+def send_product(x: Tensor, linear: Linear, inboxes: Inboxes) -> None:
+    """linear(x) [1, out] without its bias, to every rank's inbox."""
+    out_size, in_size = linear.weight.shape
+    tile = row_tile("add", out_size, in_size, linear.in_bytes)
+    launcher(gemv_to_inboxes, (triton.cdiv(out_size, tile.rows),))(
+        x,
+        linear.weight,
+        x if linear.scale is None else linear.scale,
+        inboxes.addresses,
+        inboxes.exchanges,
+        inboxes.rank,
+        inboxes.lane_words,
+        OUT=out_size,
+        IN=in_size,
+        RANKS=inboxes.ranks,
+        SHARE=SHARE,
+        ROLLED=tile.rolled,
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        num_warps=tile.warps,
+        num_stages=1,
+        **pdl_options(x),
+    )
+
+
+def receive_sum(
+    bias: Tensor | None, onto: Hidden, norm_of_next: Norm | None, inboxes: Inboxes
+) -> Hidden:
+    """Hidden states [1, hidden] plus what all ranks sent and a bias, for the next projection."""
+    size = onto.exact.shape[1]
+    programs = triton.cdiv(size, SHARE)
+    exact, operand = torch.empty_like(onto.exact), torch.empty_like(onto.operand)
+    row_stats = None if norm_of_next is None else empty_stats(programs, exact.device)
+    launcher(add_from_inbox, (programs,))(
+        inboxes.own,
+        inboxes.exchanges,
+        exact if bias is None else bias,
+        onto.exact,
+        exact if norm_of_next is None else onto.row_stats,
+        exact if norm_of_next is None else norm_of_next.weight,
+        exact,
+        operand,
+        exact if row_stats is None else row_stats,
+        part_eps(norm_of_next, size, programs),
+        inboxes.lane_words,
+        SIZE=size,
+        RANKS=inboxes.ranks,
+        LANES=triton.next_power_of_2(inboxes.ranks),
+        SHARE=SHARE,
+        OFFSET=bias is not None,
+        PRESCALED=norm_code(norm_of_next),
+        num_warps=1,
+        **pdl_options(exact),
+    )
+    return Hidden(exact, operand, row_stats)
+
+
+def most_rows(inboxes: Inboxes) -> int:
+    """How many rows can exchange a few words each."""
+    return inboxes.lane_words // SHARE
+
+
+def exchange_largest(values: Tensor, ids: Tensor, inboxes: Inboxes) -> Tensor:
+    """reference.largest_of_ranks for up to most_rows rows; every rank calls it."""
+    tokens = torch.empty_like(ids)
+    launcher(exchange_best, (values.shape[0],))(
+        values,
+        ids,
+        tokens,
+        inboxes.own,
+        inboxes.addresses,
+        inboxes.exchanges,
+        inboxes.rank,
+        inboxes.lane_words,
+        RANKS=inboxes.ranks,
+        LANES=triton.next_power_of_2(inboxes.ranks),
+        SHARE=SHARE,
+        num_warps=1,
+        **pdl_options(values),
+    )
+    return tokens

@@ -6,13 +6,26 @@ is read once however few rows there are.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.cuda.digit_kernels import dot_digits, load_piece
-from launcher_scripts.kernels.cuda.folded_norm_kernel import standardize
-from launcher_scripts.kernels.cuda.row_product_kernel import activate, scales_of
+from launcher_scripts.kernels.cuda.activation import ACTIVATION_CODES, activate
+from launcher_scripts.kernels.cuda.argmax import best_of_parts
+from launcher_scripts.kernels.cuda.compiling import launcher
+from launcher_scripts.kernels.cuda.device_traits import pdl_options, traits_of
+from launcher_scripts.kernels.cuda.gemv_tile import scales_of
+from launcher_scripts.kernels.cuda.int8 import dot_digits, load_piece, split_digits
+from launcher_scripts.kernels.cuda.norm import add_parts
+from launcher_scripts.kernels.cuda.tiles import DotTile, dot_tile
+from launcher_scripts.kernels.operands import Hidden, Linear, Norm
+
+MOST_ROWS = 64
+SMALLEST_BATCH = 16  # the narrow side of a matrix product
 
 
 @triton.jit
@@ -92,7 +105,7 @@ def dot_rows(
     LARGEST: tl.constexpr,
     SPLITS: tl.constexpr,
     AHEAD: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BATCH: tl.constexpr,
@@ -102,7 +115,7 @@ def dot_rows(
     x and steps are what split_rows makes of x where the weights are int8.
     Of the ROWS that a program multiplies, half are the gate's with GATED. With SPLITS > 1 the parts
     over the columns go to out [SPLITS, count, OUT], to be summed. With LARGEST nothing but the
-    largest of the program's values and its place is kept, for each row. With EARLY the weight's
+    largest of the program's values and its place is kept, for each row. With USE_PDL the weight's
     first AHEAD pieces are on their way before x is there.
     """
     part = tl.program_id(0)
@@ -119,7 +132,7 @@ def dot_rows(
     starts = weight + place
     if GATED:
         starts = tl.where(lines < own, starts, gate_weight + place)
-    if EARLY:
+    if USE_PDL:
         gdc_launch_dependents()
         _fetch(starts, first, last, AHEAD, BLOCK)
         gdc_wait()
@@ -152,51 +165,113 @@ def dot_rows(
         tl.store(target, value.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def add_and_normalize(
-    parts,
-    offsets,
-    residual,
-    gain,
-    bias,
-    exact,
-    operand,
-    row_stats,
-    count,
-    size,
-    eps,
-    PARTS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    NORM: tl.constexpr,
-    STATS_PARTS: tl.constexpr,
-    EARLY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program: one row of residual + the sum of parts + offsets, and the same normalized (or,
-    with NORM 0, in the operand's type). STATS_PARTS: the only row's is the operand that
-    folded_norm_kernel.py describes, without the norm's bias; its statistics go to row_stats."""
-    if EARLY:
-        gdc_launch_dependents()
-    columns = tl.arange(0, BLOCK)
-    inside = columns < size
-    held = tl.zeros([BLOCK], tl.float32)
-    shift = tl.zeros([BLOCK], tl.float32)
-    added = tl.zeros([BLOCK], tl.float32)
-    if NORM > 0:
-        held = tl.load(gain + columns, mask=inside, other=0.0)
-    if NORM == 1 and STATS_PARTS == 0:
-        shift = tl.load(bias + columns, mask=inside, other=0.0)
-    if OFFSET:
-        added = tl.load(offsets + columns, mask=inside, other=0.0).to(tl.float32)
-    if EARLY:
-        gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    values = tl.load(residual + row * size + columns, mask=inside, other=0.0) + added
-    for part in tl.static_range(PARTS):
-        place = parts + (part * count + row) * size + columns
-        values += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(exact + row * size + columns, values, mask=inside)
-    if NORM > 0:
-        values = standardize(values, inside, row_stats, size, eps, NORM, STATS_PARTS, BLOCK)
-        values = values * held + shift
-    tl.store(operand + row * size + columns, values.to(operand.dtype.element_ty), mask=inside)
+def fits(x: Tensor) -> bool:
+    """Whether x [N, in] goes through here: more rows and float32 are for cuBLAS."""
+    return 1 < x.shape[0] <= MOST_ROWS and x.dtype != torch.float32
+
+
+def dot_product(
+    x: Tensor,
+    linear: Linear,
+    kind: str,
+    *,
+    gate: Linear | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """act(linear(x)), times gate(x) where there is one: [N, out]; norms are not looked at."""
+    out = x.new_empty(x.shape[0], linear.weight.shape[0])
+    tile = dot_tile(kind, *linear.weight.shape, linear.in_bytes)._replace(splits=1)
+    _launch(x, linear, tile, linear.weight.shape[0], out=out, gate=gate, activation=activation)
+    return out
+
+
+def dot_parts(x: Tensor, linear: Linear, kind: str) -> Tensor:
+    """linear(x), perhaps in parts that whoever reads it sums: [P, N, out]; norms are not looked at.
+
+    One part has the type of x, several have float32.
+    """
+    out_size, in_size = linear.weight.shape
+    tile = dot_tile(kind, out_size, in_size, linear.in_bytes)
+    dtype = x.dtype if tile.splits == 1 else torch.float32
+    parts = x.new_empty(tile.splits, x.shape[0], out_size, dtype=dtype)
+    _launch(x, linear, tile, out_size, out=parts)
+    return parts
+
+
+def dot_add(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm) -> Hidden:
+    """reference.accumulate for a few rows: parts of the product, then their sum and its norm."""
+    dtype = onto.operand.dtype
+    return add_parts(_parts(x, linear), linear.bias, onto.exact, norm_of_next, dtype)
+
+
+def dot_partial(x: Tensor, linear: Linear) -> Tensor:
+    """reference.partial_product for a few rows."""
+    return _parts(x, linear).sum(0)
+
+
+def _parts(x: Tensor, linear: Linear) -> Tensor:
+    """linear(x) without its bias, in parts to be summed: float32 [P, N, out]."""
+    out_size, in_size = linear.weight.shape
+    tile = dot_tile("add", out_size, in_size, linear.in_bytes)
+    parts = torch.empty(tile.splits, x.shape[0], out_size, device=x.device)
+    _launch(x, replace(linear, bias=None), tile, out_size, out=parts)
+    return parts
+
+
+def dot_largest(
+    x: Hidden, head: Linear, held: int, keep: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """reference.largest for a few rows."""
+    tile = dot_tile("largest", *head.weight.shape, head.in_bytes)._replace(splits=1)
+    count, parts = x.operand.shape[0], triton.cdiv(held, tile.rows)
+    found = torch.empty(count, parts, device=x.operand.device)
+    places = torch.empty(count, parts, dtype=torch.int32, device=x.operand.device)
+    _launch(x.operand, head, tile, held, largest=(found, places))
+    return best_of_parts(found, places, keep)
+
+
+def _launch(
+    x: Tensor,
+    linear: Linear,
+    tile: DotTile,
+    out_size: int,
+    *,
+    out: Tensor | None = None,
+    gate: Linear | None = None,
+    activation: str | None = None,
+    largest: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    found, places = (x, x) if largest is None else largest
+    given, steps = split_digits(x) if linear.in_bytes else (x, x)
+    gate_bias = None if gate is None else gate.bias
+    batch = max(SMALLEST_BATCH, triton.next_power_of_2(x.shape[0]))
+    tile = tile.fitting(batch, linear.in_bytes, traits_of(x.device).shared_bytes)
+    own = tile.rows if gate is None else tile.rows // 2
+    launcher(dot_rows, (triton.cdiv(out_size, own), tile.splits))(
+        given,
+        steps,
+        linear.weight,
+        linear.weight if gate is None else gate.weight,
+        x if linear.scale is None else linear.scale,
+        x if gate is None or gate.scale is None else gate.scale,
+        x if linear.bias is None else linear.bias,
+        x if gate_bias is None else gate_bias,
+        x if out is None else out,
+        found,
+        places,
+        x.shape[0],
+        OUT=out_size,
+        IN=linear.weight.shape[1],
+        OFFSET=linear.bias is not None,
+        ACTIVATION=ACTIVATION_CODES[activation],
+        GATED=gate is not None,
+        LARGEST=largest is not None,
+        SPLITS=tile.splits,
+        AHEAD=tile.ahead,
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        BATCH=batch,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **pdl_options(x),
+    )

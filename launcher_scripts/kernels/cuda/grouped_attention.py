@@ -18,7 +18,7 @@ from launcher_scripts.kernels.cuda.attention_tile import (
     part_of,
     summed,
 )
-from launcher_scripts.kernels.cuda.folded_norm_kernel import look_ahead
+from launcher_scripts.kernels.cuda.norm import look_ahead
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def attend_grouped(
     ALIBI: tl.constexpr,
     RELATIVE: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
     FRESH: tl.constexpr,
     STORE: tl.constexpr,
     PARTS: tl.constexpr,
@@ -146,10 +146,10 @@ def attend_grouped(
     See attention_kernels.attend; the query is rounded to the type of the keys, and so are the
     weights of the values.
     """
-    if EARLY:
+    if USE_PDL:
         gdc_launch_dependents()
     if NORM > 0 and tl.program_id(2) == SPLITS:
-        look_ahead(row_stats, tl.program_id(1) == 0, STATE, NORM, STATE_PARTS, EARLY)
+        look_ahead(row_stats, tl.program_id(1) == 0, STATE, NORM, STATE_PARTS, USE_PDL)
         return
     row, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row).to(tl.int32)
@@ -162,7 +162,7 @@ def attend_grouped(
     heads = group * GROUP + tl.minimum(members, GROUP - 1)
     slope = tl.load(slopes + heads) if ALIBI else 0.0
     own_bias = bias + heads * (2 * reach + 1) if RELATIVE else 0
-    if EARLY:
+    if USE_PDL:
         gdc_wait()
     beside: tl.constexpr = 2 * (HEADS // GROUP) if STORE else 0
     asked = query + (row * (HEADS + beside)) * SIZE

@@ -1,22 +1,30 @@
-"""Queries, keys and values of a step of one row, in the Triton language; see gemv_kernels.py."""
+"""Queries, keys and values of a step of one row, in the Triton language; see gemv.py."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.cuda.folded_norm_kernel import (
-    load_row_stats,
-    norm_terms,
-    normalized,
-)
-from launcher_scripts.kernels.cuda.row_product_kernel import (
+from launcher_scripts.kernels.cuda.compiling import launcher
+from launcher_scripts.kernels.cuda.device_traits import pdl_options
+from launcher_scripts.kernels.cuda.gemv import linear_arguments
+from launcher_scripts.kernels.cuda.gemv_tile import (
     load_tile,
     multiply,
     row_places,
     scales_of,
     vector,
+)
+from launcher_scripts.kernels.cuda.norm import load_row_stats, norm_terms, normalized
+from launcher_scripts.kernels.cuda.tiles import row_tile
+from launcher_scripts.kernels.operands import (
+    Heads,
+    Hidden,
+    LayerCache,
+    Linear,
+    StepRows,
 )
 
 
@@ -54,7 +62,7 @@ def gemv_heads(
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
     ROLLED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -64,7 +72,7 @@ def gemv_heads(
     A program owns ROWS pairs of features that rotary positions would turn together (HALF of each
     head's pairs do turn), so that it can turn them.
     """
-    if EARLY:
+    if USE_PDL:
         gdc_launch_dependents()
     OUT: tl.constexpr = (HEADS + 2 * KV_HEADS) * SIZE
     pairs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -91,7 +99,7 @@ def gemv_heads(
         turns = (pair < HALF) & (head < HEADS + KV_HEADS) & inside
         cosine = tl.load(cosines + position * HALF + pair, mask=turns, other=1.0)
         sine = tl.load(sines + position * HALF + pair, mask=turns, other=0.0)
-    if EARLY:
+    if USE_PDL:
         gdc_wait()
     total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
     low, high = multiply(
@@ -109,7 +117,7 @@ def gemv_heads(
         even,
         ROWS,
         BLOCK,
-        EARLY,
+        USE_PDL,
     )
     mean, scale = norm_terms(total, squares, IN, NORM)
     low = normalized(low * row_scale, row_sums, mean, scale, NORM) + offset
@@ -129,3 +137,44 @@ def _store_pair(target, place, lower, upper, low, high, present):
     kind = target.dtype.element_ty
     tl.store(target + place + lower, low.to(kind), mask=present)
     tl.store(target + place + upper, high.to(kind), mask=present)
+
+
+def row_heads(
+    x: Hidden,
+    linear: Linear,
+    heads: Heads,
+    rotary: tuple[Tensor, Tensor] | None,
+    rows: StepRows,
+    cache: LayerCache,
+) -> Tensor:
+    """reference.project_heads for one row."""
+    operand = x.operand
+    out_size, in_size = linear.weight.shape
+    tile = row_tile("heads", out_size, in_size, linear.in_bytes)
+    query = operand.new_empty(1, heads.num_heads, heads.head_size)
+    cosines, sines = (operand, operand) if rotary is None else rotary
+    launcher(gemv_heads, (triton.cdiv(out_size // 2, tile.rows),))(
+        operand,
+        weight=linear.weight,
+        query=query,
+        keys=cache.keys,
+        values=cache.values,
+        starts=rows.starts,
+        positions=rows.positions,
+        cosines=cosines,
+        sines=sines,
+        pool_tokens=cache.keys.shape[1],
+        IN=in_size,
+        HEADS=heads.num_heads,
+        KV_HEADS=heads.num_kv_heads,
+        SIZE=heads.head_size,
+        HALF=0 if rotary is None else cosines.shape[1],
+        ROLLED=tile.rolled,
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        num_warps=tile.warps,
+        num_stages=1,
+        **linear_arguments(x, linear),
+        **pdl_options(operand),
+    )
+    return query

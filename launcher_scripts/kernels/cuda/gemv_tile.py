@@ -1,4 +1,4 @@
-"""A few rows of a weight times a vector: the inside of the kernels in gemv_kernels.py.
+"""A few rows of a weight times a vector: the inside of the gemv kernels.
 
 The weight is read in wide pieces, each once.
 
@@ -17,24 +17,6 @@ RAISED = tl.constexpr(2.0**80)  # times x: its products with steps of 2^-149 are
 LOWERED = tl.constexpr(2.0 ** (149 - 80))
 ZERO_POINT = tl.constexpr(128)
 PER_LOAD = tl.constexpr(8)  # columns a thread holds side by side: 16 bytes of x
-
-
-@triton.jit
-def activate(x, ACTIVATION: tl.constexpr):
-    """The activation of a code in fused.ACTIVATION_CODES."""
-    if ACTIVATION == 1:
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        x = x * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))
-    elif ACTIVATION == 2:
-        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == 3:
-        x = tl.maximum(x, 0.0)
-    elif ACTIVATION == 4:
-        x = x / (1.0 + tl.exp(-x))
-    elif ACTIVATION == 5:
-        x = tl.maximum(x, 0.0)
-        x = x * x
-    return x
 
 
 @triton.jit

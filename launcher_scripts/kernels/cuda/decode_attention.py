@@ -1,0 +1,398 @@
+"""Attention of one new token per row over the key/value cache, in the Triton language."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from launcher_scripts.kernels.cuda.attention_tile import (
+    SMALLEST_SIDE,
+    add_tile,
+    bonus_of,
+    capped,
+    load_keys_values,
+    merge_parts,
+    newest_token,
+    part_of,
+    store_head,
+    turned,
+)
+from launcher_scripts.kernels.cuda.compiling import launcher
+from launcher_scripts.kernels.cuda.device_traits import NO_PDL, pdl_options
+from launcher_scripts.kernels.cuda.grouped_attention import attend_grouped
+from launcher_scripts.kernels.cuda.norm import look_ahead, norm_code, parts_of
+from launcher_scripts.kernels.operands import Heads, Hidden, LayerCache, Norm, RelativeBias
+
+SHORT_CONTEXT = 256  # tokens
+MEDIUM_CONTEXT = 1024
+# Query heads of all rows together.
+FEWEST_HEADS = 20
+FEWER_HEADS = 48
+FEW_HEADS = 128  # about one program per multiprocessor
+MANY_HEADS = 512
+MOST_HEADS = 1024
+
+
+class AttentionShape(NamedTuple):
+    """splits: programs per row and head;  tile: tokens looked at together;  warps, stages of each
+
+    members: query heads of a program that multiplies matrices, padded; 0: a head per program
+    """
+
+    splits: int
+    tile: int
+    warps: int
+    stages: int = 3
+    members: int = 0
+
+
+def attention_shape(longest: int, rows: int, heads: Heads, dtype: torch.dtype) -> AttentionShape:
+    """For contexts up to `longest` of so many rows.
+
+    A short context is over sooner in one piece than with parts to merge, and few heads leave
+    processors idle, which large pieces use best. Longer ones are split over about as many small
+    programs, whose waits hide each other, however many heads there are. Where each reads much,
+    reading counts alone: matrix products wait least for anything else.
+    """
+    queries, pairs = rows * heads.num_heads, rows * heads.num_kv_heads
+    if longest > SHORT_CONTEXT:
+        if queries >= (MANY_HEADS if heads.group > 1 else MOST_HEADS) and dtype != torch.float32:
+            members = max(SMALLEST_SIDE, triton.next_power_of_2(heads.group))
+            return AttentionShape(max(1, min(16, 1024 // pairs)), 64, 4, members=members)
+        return AttentionShape(_splits(longest, queries), 16, 1)
+    if queries <= FEW_HEADS:
+        return AttentionShape(1, 128, 8)
+    return AttentionShape(1, 32, 2) if queries < MANY_HEADS else AttentionShape(1, 16, 1)
+
+
+def _splits(longest: int, queries: int) -> int:
+    """How many programs share a context that is not short."""
+    if queries > FEW_HEADS:
+        return 8
+    if queries > FEWER_HEADS:
+        return 16
+    return 64 if longest > MEDIUM_CONTEXT and queries <= FEWEST_HEADS else 32
+
+
+@triton.jit
+def _newest_first(
+    keys,
+    values,
+    place,
+    new_key,
+    new_value,
+    stride,
+    cosines,
+    sines,
+    turn,
+    scaled,
+    bias,
+    distance,
+    reach,
+    present,
+    stores,
+    RELATIVE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    STORE: tl.constexpr,
+    PARTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """(largest score, sum of weights, weighted values) of the newest token, if it is here."""
+    largest = -1e30
+    total = 0.0
+    mixed = tl.zeros([BLOCK], tl.float32)
+    if present:
+        key, mixed = newest_token(
+            keys,
+            values,
+            place,
+            new_key,
+            new_value,
+            stride,
+            cosines,
+            sines,
+            turn,
+            STORE,
+            PARTS,
+            SIZE,
+            HALF,
+            stores,
+        )
+        largest = capped(tl.sum(key * scaled, 0), SOFTCAP)
+        if RELATIVE:
+            largest += tl.load(bias + tl.minimum(tl.maximum(distance, -reach), reach) + reach)
+        total = 1.0
+    return largest, total, mixed
+
+
+@triton.jit(do_not_specialize=["pool_tokens"])
+def attend(
+    query,
+    keys,
+    values,
+    starts,
+    lengths,
+    slopes,
+    positions,
+    bias,
+    out,
+    partial,
+    weights,
+    arrivals,
+    cosines,
+    sines,
+    row_stats,
+    pool_tokens,
+    scale,
+    reach,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    ALIBI: tl.constexpr,
+    RELATIVE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    USE_PDL: tl.constexpr,
+    FRESH: tl.constexpr,
+    STORE: tl.constexpr,
+    PARTS: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    STATE: tl.constexpr,
+    STATE_PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One program: one row, one query head, one of SPLITS parts of the context.
+
+    The softmax runs along with the sum (Milakov and Gimelshein 2018), in float32. The program of a
+    row and head that ends last merges the parts; it leaves its count in `arrivals` at zero.
+
+    USE_PDL: starts, lengths and all tokens are there before the kernel this one waits for ends, but
+    for the last with FRESH. STORE: `query` holds keys and values beside the queries, not yet
+    turned; the last token is taken from there, turned and stored. PARTS: `query` is the sum of so
+    many tensors. NORM: row_stats are of one row's state [STATE]; a program beside looks ahead.
+    """
+    if USE_PDL:
+        gdc_launch_dependents()
+    if NORM > 0 and tl.program_id(2) == SPLITS:
+        look_ahead(row_stats, tl.program_id(1) == 0, STATE, NORM, STATE_PARTS, USE_PDL)
+        return
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + row).to(tl.int32)
+    old, first, last, parts = part_of(length - (1 if FRESH else 0), split, SPLITS, TILE)
+    if first > 0 and first >= old:
+        return
+    group = head // GROUP  # the head's keys and values
+    pool = (group * pool_tokens.to(tl.int64) + tl.load(starts + row)) * SIZE
+    tokens = first + tl.arange(0, TILE)
+    key, value = load_keys_values(keys, values, pool, tokens, last, SIZE, BLOCK)
+    slope = tl.load(slopes + head) if ALIBI else 0.0
+    turn = tl.load(positions + row).to(tl.int32) if RELATIVE or HALF > 0 else 0
+    bias += head * (2 * reach + 1) if RELATIVE else 0
+    if USE_PDL:
+        gdc_wait()
+    held: tl.constexpr = (HEADS + (2 * (HEADS // GROUP) if STORE else 0)) * SIZE
+    asked, stride = query + row * held, tl.num_programs(0) * held
+    scaled = turned(asked + head * SIZE, stride, cosines, sines, turn, PARTS, SIZE, HALF, BLOCK)
+    scaled *= scale
+    largest, total, mixed = _newest_first(
+        keys,
+        values,
+        pool + old.to(tl.int64) * SIZE + tl.arange(0, BLOCK),
+        asked + (HEADS + group) * SIZE,
+        asked + (HEADS + HEADS // GROUP + group) * SIZE,
+        stride,
+        cosines,
+        sines,
+        turn,
+        scaled,
+        bias,
+        old - turn,
+        reach,
+        FRESH and split == 0,
+        head % GROUP == 0,
+        RELATIVE,
+        SOFTCAP,
+        STORE,
+        PARTS,
+        SIZE,
+        HALF,
+        BLOCK,
+    )
+    for _ in range(first, last, TILE):
+        later = load_keys_values(keys, values, pool, tokens + TILE, last, SIZE, BLOCK)
+        bonus = bonus_of(tokens, slope, length, bias, turn, reach, last, ALIBI, RELATIVE)
+        largest, total, mixed = add_tile(largest, total, mixed, key, value, scaled, bonus, SOFTCAP)
+        tokens, key, value = tokens + TILE, later[0], later[1]
+    place = row * HEADS + head
+    if SPLITS == 1:
+        store_head(out, place, mixed / total, SIZE, BLOCK)
+    else:
+        _store_part(partial, weights, place * SPLITS + split, mixed, largest, total, SIZE, BLOCK)
+        _merge_if_last(
+            partial, weights, arrivals, out, place, parts, SIZE, BLOCK, SPLITS, SPLIT_BLOCK
+        )
+
+
+@triton.jit
+def _store_part(
+    partial, weights, part, mixed, largest, total, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    store_head(partial, part, mixed, SIZE, BLOCK)
+    tl.store(weights + part * 2, largest)
+    tl.store(weights + part * 2 + 1, total)
+
+
+@triton.jit
+def _merge_if_last(
+    partial,
+    weights,
+    arrivals,
+    out,
+    group,
+    parts,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+):
+    tl.debug_barrier()
+    before = tl.atomic_add(arrivals + group, 1, sem="acq_rel")
+    if before == parts - 1:
+        merge_parts(partial, weights, out, group, parts, SIZE, BLOCK, SPLITS, SPLIT_BLOCK)
+        tl.store(arrivals + group, 0)
+
+
+def decode_attention(
+    query: Tensor,
+    cache: LayerCache,
+    starts: Tensor,
+    lengths: Tensor,
+    longest: int,
+    slopes: Tensor | None,
+    *,
+    scale: float | None = None,
+    relative: RelativeBias | None = None,
+    positions: Tensor | None = None,
+    softcap: float | None = None,
+    fresh: bool | None = None,
+) -> Tensor:
+    """See reference.decode_attention. Long contexts are split over programs and merged."""
+    _, num_heads, size = query.shape
+    heads = Heads(num_heads, cache.keys.shape[0], size)
+    return attention_launch(
+        query,
+        heads,
+        cache,
+        (starts, lengths, positions),
+        longest,
+        slopes,
+        scale,
+        relative,
+        fresh=bool(fresh),
+        launch=NO_PDL if fresh is None else pdl_options(query),
+        softcap=softcap,
+    )
+
+
+def _attention_kernel(
+    shape: AttentionShape, heads: Heads, *, exact: bool
+) -> tuple[triton.JITFunction, int, dict[str, object]]:
+    """The kernel, its programs per row and part, and what it takes beside what all take."""
+    if not shape.members:
+        return attend, heads.num_heads, {}
+    more = {"MEMBERS": shape.members, "PRECISION": "ieee" if exact else "tf32"}
+    return attend_grouped, heads.num_kv_heads, more
+
+
+def attention_launch(
+    query: Tensor,
+    heads: Heads,
+    cache: LayerCache,
+    rows: tuple[Tensor, Tensor, Tensor | None],
+    longest: int,
+    slopes: Tensor | None,
+    scale: float | None,
+    relative: RelativeBias | None,
+    *,
+    fresh: bool,
+    launch: dict[str, bool],
+    store: bool = False,
+    parts: int = 1,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    state: Hidden | None = None,
+    norm: Norm | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """The kernel `attend`, or `attend_grouped`; rows are starts, lengths and positions, [B] each.
+
+    query: [B, heads * size], of several parts one after the other; with `store` keys and values of
+    the last token follow the queries
+    state, norm: one row's, whose row_stats say afterwards what to expect of the states behind it
+    """
+    looks_ahead = norm is not None and state is not None
+    starts, lengths, positions = rows
+    count, num_heads, size = starts.shape[0], heads.num_heads, heads.head_size
+    shape = attention_shape(longest, count, heads, cache.keys.dtype)
+    splits = shape.splits
+    device = query.device
+    out = cache.keys.new_empty(count, num_heads * size)
+    # [rows, heads, splits]: unnormalized outputs, then largest score and sum of weights
+    partial = torch.empty(count, num_heads, splits, size, device=device)
+    weights = torch.empty(count, num_heads, splits, 2, device=device)
+    arrivals = cache.arrivals
+    if arrivals is None or arrivals.numel() < count * num_heads:
+        arrivals = torch.zeros(count * num_heads, dtype=torch.int32, device=device)
+    cosines, sines = (weights, weights) if rotary is None else rotary
+    kernel, across, more = _attention_kernel(shape, heads, exact=cache.keys.dtype == torch.float32)
+    launcher(kernel, (count, across, splits + looks_ahead))(
+        query,
+        cache.keys,
+        cache.values,
+        starts,
+        lengths,
+        weights if slopes is None else slopes,
+        lengths if positions is None else positions,
+        weights if relative is None else relative.table,
+        out,
+        partial,
+        weights,
+        arrivals,
+        cosines,
+        sines,
+        state.row_stats if looks_ahead else weights,
+        cache.keys.shape[1],
+        size**-0.5 if scale is None else scale,
+        0 if relative is None else relative.reach,
+        HEADS=num_heads,
+        GROUP=heads.group,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        SPLITS=splits,
+        SPLIT_BLOCK=triton.next_power_of_2(splits),
+        ALIBI=slopes is not None,
+        RELATIVE=relative is not None,
+        SOFTCAP=softcap or 0.0,
+        FRESH=fresh,
+        STORE=store,
+        PARTS=parts,
+        HALF=0 if rotary is None else cosines.shape[1],
+        NORM=norm_code(norm) if looks_ahead else 0,
+        STATE=state.exact.shape[1] if looks_ahead else 0,
+        STATE_PARTS=parts_of(state.row_stats) if looks_ahead else 0,
+        TILE=shape.tile,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        **more,
+        **launch,
+    )
+    return out

@@ -1,0 +1,175 @@
+"""Embeddings, and how a decode step begins, in the Triton language."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from launcher_scripts.kernels.cuda.compiling import launcher
+from launcher_scripts.kernels.cuda.norm import (
+    empty_stats,
+    hidden,
+    norm_code,
+    standardize,
+    whole_row_parts,
+)
+from launcher_scripts.kernels.operands import (
+    EmbeddingTables,
+    Hidden,
+    Norm,
+    RowColumns,
+    StepRows,
+)
+
+
+@triton.jit
+def look_up(ids, table, out, first_id, held, size, BLOCK: tl.constexpr):
+    """One program: the table's row of one id in float32, zeros for an id of another rank."""
+    token = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    local = tl.load(ids + token).to(tl.int64) - first_id
+    mine = (local >= 0) & (local < held)
+    inside = columns < size
+    values = tl.load(table + local * size + columns, mask=inside & mine, other=0.0)
+    tl.store(out + token.to(tl.int64) * size + columns, values.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def begin_rows(
+    slots,
+    token,
+    start,
+    length,
+    source_start,
+    source_length,
+    history,
+    table,
+    position_table,
+    starts,
+    positions,
+    lengths,
+    sources,
+    source_starts,
+    exact,
+    rounded,
+    gain,
+    row_stats,
+    first_id,
+    held,
+    padding,
+    size,
+    eps,
+    SOURCES: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    PRESCALED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: one row's token goes to the history and its embedding to `exact`.
+
+    PRESCALED, the code of a norm behind: what goes to `rounded` is the operand for that norm (see
+    norm.py), whose gain is `gain`; its statistics go to row_stats.
+
+    Nothing later starts before this has ended, so all may read what it writes without waiting.
+    """
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    identity = tl.load(token + slot)
+    first = tl.load(start + slot)
+    position = tl.load(length + slot)
+    tl.store(history + first + position, identity)
+    tl.store(length + slot, position + 1, mask=slot != padding)
+    tl.store(starts + row, first)
+    tl.store(positions + row, position)
+    tl.store(lengths + row, position + 1)
+    if SOURCES:
+        source = tl.load(source_length + slot)
+        tl.store(sources + row, tl.maximum(source, 1))
+        tl.store(source_starts + row, tl.load(source_start + slot))
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    local = identity - first_id
+    mine = (local >= 0) & (local < held)
+    value = tl.load(table + local * size + columns, mask=inside & mine, other=0.0).to(tl.float32)
+    if POSITIONS:
+        place = position_table + position * size + columns
+        value += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    target = row.to(tl.int64) * size + columns
+    tl.store(exact + target, value, mask=inside)
+    if PRESCALED > 0:
+        value = standardize(value, inside, row_stats, size, eps, PRESCALED, PARTS, BLOCK)
+        value *= tl.load(gain + columns, mask=inside, other=0.0)
+    if ROUNDED:
+        tl.store(rounded + target, value.to(rounded.dtype.element_ty), mask=inside)
+
+
+def embed(ids: Tensor, table: Tensor, first_id: int) -> Tensor:
+    """See reference.embed."""
+    size = table.shape[1]
+    out = torch.empty(ids.shape[0], size, device=table.device)
+    launcher(look_up, (ids.shape[0],))(
+        ids, table, out, first_id, table.shape[0], size, BLOCK=triton.next_power_of_2(size)
+    )
+    return out
+
+
+def begin_step(
+    slots: Tensor,
+    columns: RowColumns,
+    history: Tensor,
+    tables: EmbeddingTables,
+    norm_of_next: Norm | None,
+    *,
+    sources: bool = False,
+) -> tuple[Hidden, StepRows]:
+    """See reference.begin_step."""
+    rows, size, dtype = slots.shape[0], tables.tokens.shape[1], tables.tokens.dtype
+    exact = torch.empty(rows, size, device=slots.device)
+    prescaled = rows == 1 and norm_of_next is not None
+    alike = dtype == torch.float32 and not prescaled
+    rounded = exact if alike else exact.new_empty(rows, size, dtype=dtype)
+    parts = whole_row_parts(size) if prescaled else 0
+    row_stats = empty_stats(parts, slots.device) if prescaled else None
+    made = torch.empty(5, rows, dtype=torch.int64, device=slots.device)
+    starts, positions, lengths, source_starts, source_lengths = made
+    launcher(begin_rows, (rows,))(
+        slots,
+        columns.token,
+        columns.start,
+        columns.length,
+        columns.source_start,
+        columns.source_length,
+        history,
+        tables.tokens,
+        tables.tokens if tables.positions is None else tables.positions,
+        starts,
+        positions,
+        lengths,
+        source_lengths,
+        source_starts,
+        exact,
+        rounded,
+        norm_of_next.weight if prescaled else exact,
+        row_stats if prescaled else exact,
+        tables.first_id,
+        tables.tokens.shape[0],
+        columns.padding,
+        size,
+        norm_of_next.eps if prescaled else 0.0,
+        SOURCES=sources,
+        POSITIONS=tables.positions is not None,
+        ROUNDED=rounded is not exact,
+        PRESCALED=norm_code(norm_of_next) if prescaled else 0,
+        PARTS=parts,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=8,
+    )
+    found = StepRows(starts, positions, lengths)
+    if sources:
+        found = StepRows(starts, positions, lengths, source_starts, source_lengths)
+    if rows == 1:
+        return Hidden(exact, rounded, row_stats), found
+    return hidden(exact, norm_of_next, dtype), found

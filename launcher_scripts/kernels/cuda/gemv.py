@@ -1,0 +1,331 @@
+"""Matrix times vector in the Triton language: what a step of one row consists of.
+
+With USE_PDL (programmatic dependent launch) a kernel starts while the one before it still runs. It
+loads its first weights, which no kernel writes, before gdc_wait, and that one's results after it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from launcher_scripts.kernels.cuda.activation import ACTIVATION_CODES, activate
+from launcher_scripts.kernels.cuda.argmax import best_of_parts
+from launcher_scripts.kernels.cuda.compiling import launcher
+from launcher_scripts.kernels.cuda.device_traits import pdl_options
+from launcher_scripts.kernels.cuda.gemv_tile import (
+    load_tile,
+    multiply,
+    row_places,
+    scales_of,
+    vector,
+)
+from launcher_scripts.kernels.cuda.norm import (
+    empty_stats,
+    load_expected,
+    load_row_stats,
+    norm_code,
+    norm_terms,
+    normalized,
+    part_eps,
+    parts_of,
+    prescale,
+)
+from launcher_scripts.kernels.cuda.tiles import row_tile
+from launcher_scripts.kernels.operands import (
+    Hidden,
+    Linear,
+    Norm,
+)
+
+
+@triton.jit
+def gemv(
+    x,
+    row_stats,
+    weight,
+    gate_weight,
+    scales,
+    gate_scales,
+    offsets,
+    gate_offsets,
+    sums,
+    gate_sums,
+    residual,
+    residual_stats,
+    gain,
+    out,
+    rounded,
+    new_row_stats,
+    part_eps,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    NORM: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    PRESCALED: tl.constexpr,
+    USE_PDL: tl.constexpr,
+    ROLLED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out = residual + act(W norm(x) + b) * (W2 norm(x) + b2), the parts as the flags say.
+
+    Where there is a norm, x is the operand that norm.py describes. ROUNDED: the
+    result goes to `rounded` as well, in its type; with PRESCALED, the code of a norm behind, as the
+    operand for that norm, whose gain is `gain`, and its statistics to `new_row_stats`;
+    residual_stats say what to expect; part_eps is for that norm.
+    """
+    if USE_PDL:
+        gdc_launch_dependents()
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)[None, :]
+    even: tl.constexpr = OUT % ROWS == 0
+    whole: tl.constexpr = even and BLOCK <= IN
+    base = row_places(rows, columns, IN)
+    tile = load_tile(weight, base, rows, columns, 0, OUT, IN, whole)
+    gate_tile = tile
+    if GATED:
+        gate_tile = load_tile(gate_weight, base, rows, columns, 0, OUT, IN, whole)
+    row_scale = scales_of(scales, weight, rows, OUT)
+    gate_scale = scales_of(gate_scales, gate_weight, rows, OUT)
+    offset = vector(offsets, rows, OUT, OFFSET)
+    gate_offset = vector(gate_offsets, rows, OUT, OFFSET and GATED)
+    row_sums = vector(sums, rows, OUT, NORM == 1)
+    gate_row_sums = vector(gate_sums, rows, OUT, NORM == 1 and GATED)
+    next_gain = vector(gain, rows, OUT, PRESCALED > 0)
+    if USE_PDL:
+        gdc_wait()
+    total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
+    added = vector(residual, rows, OUT, RESIDUAL)
+    next_shift, next_unit = load_expected(residual_stats, PRESCALED)
+    value, gate = multiply(
+        x,
+        weight,
+        rows,
+        gate_weight,
+        rows,
+        tile,
+        gate_tile,
+        OUT,
+        IN,
+        GATED,
+        ROLLED,
+        even,
+        ROWS,
+        BLOCK,
+        USE_PDL,
+    )
+    mean, scale = norm_terms(total, squares, IN, NORM)
+    value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
+    value = activate(value, ACTIVATION)
+    if GATED:
+        gate = normalized(gate * gate_scale, gate_row_sums, mean, scale, NORM)
+        value = value * (gate + gate_offset)
+    value = value + added
+    tl.store(out + rows, value.to(out.dtype.element_ty), mask=rows < OUT)
+    if ROUNDED:
+        if PRESCALED > 0:
+            value = prescale(
+                value, rows < OUT, next_gain, next_shift, next_unit, new_row_stats, part_eps
+            )
+        tl.store(rounded + rows, value.to(rounded.dtype.element_ty), mask=rows < OUT)
+
+
+@triton.jit
+def gemv_largest(
+    x,
+    row_stats,
+    weight,
+    scales,
+    offsets,
+    sums,
+    largest,
+    places,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    NORM: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    OFFSET: tl.constexpr,
+    USE_PDL: tl.constexpr,
+    ROLLED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The largest of ROWS values of W norm(x) + b, and where it is: the first of equal ones."""
+    if USE_PDL:
+        gdc_launch_dependents()
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)[None, :]
+    even: tl.constexpr = OUT % ROWS == 0
+    whole: tl.constexpr = even and BLOCK <= IN
+    base = row_places(rows, columns, IN)
+    tile = load_tile(weight, base, rows, columns, 0, OUT, IN, whole)
+    row_scale = scales_of(scales, weight, rows, OUT)
+    offset = vector(offsets, rows, OUT, OFFSET)
+    row_sums = vector(sums, rows, OUT, NORM == 1)
+    if USE_PDL:
+        gdc_wait()
+    total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
+    value, _ = multiply(
+        x,
+        weight,
+        rows,
+        weight,
+        rows,
+        tile,
+        tile,
+        OUT,
+        IN,
+        False,
+        ROLLED,
+        even,
+        ROWS,
+        BLOCK,
+        USE_PDL,
+    )
+    mean, scale = norm_terms(total, squares, IN, NORM)
+    value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
+    value = tl.where(rows < OUT, value, -float("inf"))
+    top, place = tl.max(value, 0, return_indices=True)
+    tl.store(largest + tl.program_id(0), top)
+    tl.store(places + tl.program_id(0), tl.program_id(0) * ROWS + place)
+
+
+def _offsets(linear: Linear) -> Tensor | None:
+    """What the linear adds to its product, its norm's part included."""
+    return linear.bias if linear.folded is None else linear.folded.offsets
+
+
+def linear_arguments(hidden: Hidden, linear: Linear) -> dict[str, object]:
+    """Arguments of a kernel about scales, norm and bias; x stands for what there is not."""
+    x, folded, offsets = hidden.operand, linear.folded, _offsets(linear)
+    sums = None if folded is None else folded.sums
+    parts = 1 if folded is None else parts_of(hidden.row_stats)
+    return {
+        "scales": x if linear.scale is None else linear.scale,
+        "row_stats": x if folded is None else hidden.row_stats,
+        "offsets": x if offsets is None else offsets,
+        "sums": x if sums is None else sums,
+        "NORM": 0 if folded is None else norm_code(linear.norm),
+        "PARTS": parts,
+        "SPREAD": triton.next_power_of_2(parts),
+        "OFFSET": offsets is not None,
+    }
+
+
+def row_product(
+    x: Hidden,
+    linear: Linear,
+    out: Tensor,
+    kind: str,
+    *,
+    gate: Linear | None = None,
+    activation: str | None = None,
+    onto: Hidden | None = None,
+    rounded: Tensor | None = None,
+    norm_of_next: Norm | None = None,
+    launch: dict[str, bool],
+) -> Tensor | None:
+    """x [1, in] through a projection to out [1, out]; see gemv.
+
+    onto: what the result is added to, with row_stats where there is a norm_of_next
+    norm_of_next: the result goes to `rounded` for a projection behind that norm; returns the
+        result's row_stats
+    """
+    operand = x.operand
+    out_size, in_size = linear.weight.shape
+    tile = row_tile(kind, out_size, in_size, linear.in_bytes)
+    programs = triton.cdiv(out_size, tile.rows)
+    found = None if norm_of_next is None else empty_stats(programs, out.device)
+    other = linear if gate is None else gate
+    gate_offsets, gate_folded = _offsets(other), other.folded
+    gate_sums = None if gate_folded is None else gate_folded.sums
+    launcher(gemv, (programs,))(
+        operand,
+        weight=linear.weight,
+        gate_weight=other.weight,
+        gate_scales=operand if other.scale is None else other.scale,
+        gate_offsets=operand if gate_offsets is None else gate_offsets,
+        gate_sums=operand if gate_sums is None else gate_sums,
+        residual=operand if onto is None else onto.exact,
+        residual_stats=operand if found is None else onto.row_stats,
+        gain=operand if norm_of_next is None else norm_of_next.weight,
+        out=out,
+        rounded=operand if rounded is None else rounded,
+        new_row_stats=operand if found is None else found,
+        part_eps=part_eps(norm_of_next, out_size, programs),
+        OUT=out_size,
+        IN=in_size,
+        ACTIVATION=ACTIVATION_CODES[activation],
+        GATED=gate is not None,
+        RESIDUAL=onto is not None,
+        ROUNDED=rounded is not None,
+        PRESCALED=norm_code(norm_of_next),
+        ROLLED=tile.rolled,
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        num_warps=tile.warps,
+        num_stages=1,
+        **linear_arguments(x, linear),
+        **launch,
+    )
+    return found
+
+
+def row_accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
+    """reference.accumulate for one row."""
+    exact = torch.empty_like(onto.exact)
+    alike = x.dtype == torch.float32 and norm_of_next is None
+    operand = exact if alike else torch.empty_like(onto.operand)
+    row_stats = row_product(
+        Hidden(x, x),
+        linear,
+        exact,
+        "add",
+        onto=onto,
+        rounded=None if alike else operand,
+        norm_of_next=norm_of_next,
+        launch=pdl_options(x),
+    )
+    return Hidden(exact, operand, row_stats)
+
+
+def row_largest(
+    x: Hidden,
+    head: Linear,
+    held: int,
+    keep: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """reference.largest for one row."""
+    operand = x.operand
+    in_size = head.weight.shape[1]
+    tile = row_tile("largest", head.weight.shape[0], in_size, head.in_bytes)
+    parts = triton.cdiv(held, tile.rows)
+    found = torch.empty(parts, device=operand.device)
+    places = torch.empty(parts, dtype=torch.int32, device=operand.device)
+    launcher(gemv_largest, (parts,))(
+        operand,
+        weight=head.weight,
+        largest=found,
+        places=places,
+        OUT=held,
+        IN=in_size,
+        ROLLED=tile.rolled,
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        num_warps=tile.warps,
+        num_stages=1,
+        **linear_arguments(x, head),
+        **pdl_options(operand),
+    )
+    return best_of_parts(found[None], places[None], keep)
