@@ -50,8 +50,8 @@ class T5Config(LearnedPartSizes):
     num_decoder_layers: int
     position_embedding: str = "relative"
     num_buckets: int = 32
-    max_distance: int = 128
     max_positions: int = 512
+    max_distance: int = 128
     cross_attention_relative_bias: bool = False
     relative_bias_layer_scaling: bool = False
     relative_bias_per_layer: bool | None = None

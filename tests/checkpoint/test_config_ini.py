@@ -140,6 +140,21 @@ def test_numbers_that_no_model_has_are_refused(
     assert str(tmp_path / "config.ini") in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (T5Config(**T5, bias=True, attention_scale=8**-0.5), "d_kv = 8"),
+        (AgmConfig(**AGM, attention_scale=1.5), "decoder_attention_heads = 4"),
+    ],
+    ids=["t5", "agm"],
+)
+def test_a_size_of_zero_is_refused(tmp_path: Path, config: Any, line: str) -> None:
+    text = config_ini.format_config(config, 2, "fp16").replace(line, f"{line[:-1]}0")
+    (tmp_path / "config.ini").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.ini says a size that no model has"):
+        config_ini.read_config(tmp_path)
+
+
 def test_an_end_that_never_comes_is_read(tmp_path: Path) -> None:
     config = GPTConfig(**GPT, start_id=99, end_id=100, pad_id=100)
     (tmp_path / "config.ini").write_text(config_ini.format_config(config, 1, "fp16"))

@@ -1,7 +1,8 @@
 """config.ini: FasterTransformer's own keys and this project's extension.
 
-Each family has its sections and their keys in a file of its own. Section [extension] holds the
-hyperparameters that FasterTransformer has no words for. docs/checkpoint-format.md lists them all.
+ini_tables.py says which keys a family has. Section [extension] holds the hyperparameters that
+FasterTransformer has no words for, or none that are exact.
+docs/checkpoint-format.md lists them all.
 """
 
 from __future__ import annotations
@@ -10,84 +11,26 @@ import configparser
 import io
 import json
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.checkpoint.fastertransformer import (
-    config_ini_bart,
-    config_ini_gpt,
-    config_ini_t5,
-)
-from launcher_scripts.checkpoint.fastertransformer.ini_keys import (
-    EXTENSION,
-    IniKeys,
-    Sections,
-    extension_section,
-    extension_values,
-)
+from launcher_scripts.checkpoint.fastertransformer.ini_keys import IniFormat, IniKeys
+from launcher_scripts.checkpoint.fastertransformer.ini_tables import FORMATS, task_sections
 from launcher_scripts.common.errors import CheckpointError, LauncherError, Problems, problem
 from launcher_scripts.common.untrusted import read_plain
-from launcher_scripts.models import FAMILIES, family_of
+from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.ini_text import FILE_NAME, parse_ini
+from launcher_scripts.models.learned_parts import learned_parts_of
 
+EXTENSION = "extension"
+EXTENSION_VERSION = 1
 # What the original's guides have users set by hand, since a checkpoint need not say it.
 EDITABLE = ("start_id", "end_id", "decoder_start_token_id", "eos_token_id")
 WEIGHT_DATA_TYPES = ("fp32", "fp16", "bf16")
 _RANK = re.compile(r"\.(\d+)\.bin$")
 _EMPTY = ("encoder", "decoder", "structure")
-
-
-@dataclass(frozen=True)
-class IniFormat:
-    """How one family is written.
-
-    main:      the section with tensor_para_size and weight_data_type
-    mark:      section and, where that is not enough, key that only this family has
-    sections:  config, tp_size, weight_data_type, name -> the sections but [extension]
-    values:    sections, folder -> the fields of the config they express
-    extension: the fields they do not
-    """
-
-    main: str
-    mark: tuple[str, str | None]
-    sections: Callable[[Any, int, str, str], Sections]
-    values: Callable[[Mapping[str, IniKeys], Path], dict[str, Any]]
-    extension: tuple[str, ...]
-
-
-FORMATS = {
-    "gpt": IniFormat(
-        "gpt",
-        ("gpt", None),
-        config_ini_gpt.sections,
-        config_ini_gpt.values,
-        config_ini_gpt.EXTENSION_FIELDS,
-    ),
-    "t5": IniFormat(
-        "encoder",
-        ("structure", "t5_with_bias"),
-        config_ini_t5.sections,
-        config_ini_t5.values,
-        config_ini_t5.EXTENSION_FIELDS,
-    ),
-    "bart": IniFormat(
-        "encoder",
-        ("structure", "bart_with_bias"),
-        config_ini_bart.bart_sections,
-        config_ini_bart.bart_values,
-        config_ini_bart.BART_EXTENSION_FIELDS,
-    ),
-    "agm": IniFormat(
-        "decoder",
-        ("structure", "agm_with_bias"),
-        config_ini_bart.agm_sections,
-        config_ini_bart.agm_values,
-        config_ini_bart.AGM_EXTENSION_FIELDS,
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -104,10 +47,27 @@ def format_config(
 ) -> str:
     """The text of config.ini. name: the model's, by default its family's."""
     family = family_of(config).name
-    form = FORMATS[family]
+    form, name = FORMATS[family], name or family
+    facts = {
+        "model_name": name,
+        "_name_or_path": name,
+        "tensor_para_size": str(tp_size),
+        "weight_data_type": weight_data_type,
+    }
+    sections = {
+        section: {key.name: key.written(config, facts) for key in keys}
+        for section, keys in form.sections.items()
+    }
+    sections |= task_sections(learned_parts_of(config))
+    values = {field: getattr(config, field) for field in form.extension}
+    sections[EXTENSION] = {"version": EXTENSION_VERSION, **values}
     parser = configparser.RawConfigParser()
-    parser.read_dict(form.sections(config, tp_size, weight_data_type, name or family))
-    parser[EXTENSION] = extension_section(config, form.extension)
+    parser.read_dict(
+        {
+            section: {key: str(value) for key, value in values.items() if value is not None}
+            for section, values in sections.items()
+        }
+    )
     text = io.StringIO()
     parser.write(text)
     return text.getvalue()
@@ -139,38 +99,52 @@ def read_config(folder: Path, tp_size: int | None = None) -> ConfigIni:
         parser = parse_ini(read_plain(path).decode())
     except (OSError, UnicodeDecodeError, configparser.Error) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
-    family = _family(path, parser)
-    form = FORMATS[family]
+    form = _format(path, parser)
     problems = Problems(str(path))
     names = {*_EMPTY, *parser.sections()}
     sections = {
         name: IniKeys(path, dict(parser[name]) if parser.has_section(name) else {}, problems)
         for name in names
     }
-    config_type = FAMILIES[family].config_type
-    values = form.values(sections, folder)
+    try:
+        values = form.values(sections, folder)
+    except ArithmeticError as error:
+        raise CheckpointError(f"{path} says a size that no model has: {error}") from error
     if EXTENSION in sections:
-        values |= extension_values(sections[EXTENSION], config_type, form.extension)
+        values |= _extension_values(sections[EXTENSION], form)
     main = sections[form.main]
     known = _size_in_name(folder) or _size_in_files(folder) or tp_size
     found_size = main.number("tensor_para_size", known)
     weight_data_type = main.text("weight_data_type", "fp32", WEIGHT_DATA_TYPES)
     problems.raise_if_any(CheckpointError)
     try:
-        return ConfigIni(config_type(**values), found_size, weight_data_type)
+        return ConfigIni(form.config_type(**values), found_size, weight_data_type)
     except LauncherError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _family(path: Path, parser: configparser.RawConfigParser) -> str:
-    for family, form in FORMATS.items():
+def _format(path: Path, parser: configparser.RawConfigParser) -> IniFormat:
+    for form in FORMATS.values():
         section, key = form.mark
         if parser.has_section(section) and (key is None or key in parser[section]):
-            return family
+            return form
     marks = [f"[{form.mark[0]}] {form.mark[1] or ''}".strip() for form in FORMATS.values()]
     raise CheckpointError(
         problem(f"{path} is of no known family", got=parser.sections(), choices=marks)
     )
+
+
+def _extension_values(keys: IniKeys, form: IniFormat) -> dict[str, Any]:
+    """The fields in [extension]; an unknown key means a newer format."""
+    version = keys.number("version", EXTENSION_VERSION)
+    if version != EXTENSION_VERSION:
+        keys.problems.add(
+            f"{keys.path}: unknown extension version", got=version, choices=[EXTENSION_VERSION]
+        )
+    names = keys.values.keys() - {"version"}
+    for name in sorted(names.difference(form.extension)):
+        keys.problems.add(f"{keys.path}: unknown extension key", got=name, choices=form.extension)
+    return {name: keys.typed(name, form.types[name]) for name in names & set(form.extension)}
 
 
 def _size_in_name(folder: Path) -> int | None:

@@ -1,32 +1,26 @@
-"""The keys of one section of config.ini, read with a type; problems are collected."""
+"""What a key of config.ini is, and how the keys of one section are read; problems are collected."""
 
 from __future__ import annotations
 
 import configparser
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher_scripts.common.errors import Problems
 
-EXTENSION = "extension"
-EXTENSION_VERSION = 1
-
-Sections = dict[str, dict[str, str]]
-
 _BOOLEANS = configparser.RawConfigParser.BOOLEAN_STATES
 
 
+@dataclass(frozen=True)
 class IniKeys:
     """One section. A wrong or missing value is noted, and a stand-in keeps the reading going."""
 
-    def __init__(
-        self, path: Path, values: Mapping[str, str], problems: Problems | None = None
-    ) -> None:
-        self.path = path
-        self.values = values
-        self.problems = problems if problems is not None else Problems(str(path))
+    path: Path
+    values: Mapping[str, str]
+    problems: Problems
 
     def number(self, key: str, default: int | None) -> int:
         return int(self._read(key, int, default, 1))
@@ -43,6 +37,17 @@ class IniKeys:
             self.problems.add(f"unknown {key}", got=value, choices=choices)
         return value
 
+    def named(self, key: str, default: str, names: Mapping[str, str]) -> str:
+        """What the value is called outside of the file. names: that -> what the file says."""
+        word = self.text(key, names[default], tuple(names.values()))
+        return {name: value for value, name in names.items()}.get(word, default)
+
+    def typed(self, key: str, kind: str, default: Any = None) -> Any:
+        """A value of the type that a field of a dataclass declares: `int`, `float | None`, ..."""
+        readers = {"int": self.number, "float": self.real, "bool": self.boolean}
+        reader = readers.get(kind.split(" ")[0])
+        return self.values[key] if reader is None else reader(key, default)
+
     def _read(self, key: str, convert: Any, default: Any, stand_in: Any) -> Any:
         if key not in self.values:
             if default is None:
@@ -56,27 +61,86 @@ class IniKeys:
             return stand_in
 
 
-def extension_section(config: Any, fields: tuple[str, ...]) -> dict[str, str]:
-    """[extension]: the fields of `config` that the other sections have no words for."""
-    values = {name: getattr(config, name) for name in fields}
-    return {"version": str(EXTENSION_VERSION)} | {
-        name: str(value) for name, value in values.items() if value is not None
-    }
+Sections = Mapping[str, IniKeys]
+Text = Callable[[Any], str | None]
 
 
-def extension_values(keys: IniKeys, config_type: type, fields: tuple[str, ...]) -> dict[str, Any]:
-    """Fields of `config_type` from [extension]; an unknown key means a newer format."""
-    version = keys.number("version", EXTENSION_VERSION)
-    if version != EXTENSION_VERSION:
-        keys.problems.add(
-            f"{keys.path}: unknown extension version", got=version, choices=[EXTENSION_VERSION]
-        )
-    for name in sorted(keys.values.keys() - {"version", *fields}):
-        keys.problems.add(f"{keys.path}: unknown extension key", got=name, choices=fields)
-    types = {field.name: str(field.type) for field in dataclasses.fields(config_type)}
-    readers = {"int": keys.number, "float": keys.real, "bool": keys.boolean}
-    values: dict[str, Any] = {}
-    for name in keys.values.keys() & set(fields):
-        reader = readers.get(types[name].split(" ")[0])
-        values[name] = keys.values[name] if reader is None else reader(name, None)
-    return values
+@dataclass(frozen=True)
+class Key:
+    """A key of a section. Without a field and a text it is a fact of the files: how they are cut.
+
+    field:        the hyperparameter that it holds exactly
+    default:      the field where the key is missing; None: the key must be there
+    names:        value of the field -> what the file calls it, where that is not the value itself
+    text:         what is written where no field is held: itself, or by config; None for no key
+    read:         reads the field, where its type and `names` do not say how
+    encoder_only: whether it is of models that are an encoder alone, or of the others; None: of all
+    """
+
+    name: str
+    field: str = ""
+    default: Any = None
+    names: Mapping[str, str] | None = None
+    text: str | Text | None = None
+    read: Callable[[IniKeys], Any] | None = None
+    encoder_only: bool | None = None
+
+    def written(self, config: Any, facts: Mapping[str, str]) -> str | None:
+        """What the file says of `config`; None where the key is left out."""
+        if self.encoder_only not in (None, getattr(config, "encoder_only", False)):
+            return None
+        if callable(self.text):
+            return self.text(config)
+        if not self.field:
+            return self.text or facts[self.name]
+        value = getattr(config, self.field)
+        return str(value) if self.names is None else self.names[value]
+
+    def value(self, keys: IniKeys, kind: str) -> Any:
+        """The field as the file says it. kind: its type."""
+        if self.read is not None:
+            return self.read(keys)
+        if self.names is not None:
+            return keys.named(self.name, self.default, self.names)
+        return keys.typed(self.name, kind, self.default)
+
+
+@dataclass(frozen=True)
+class IniFormat:
+    """How one family is written.
+
+    config_type: the dataclass of its hyperparameters
+    main:        the section with tensor_para_size and weight_data_type
+    mark:        section and, where that is not enough, key that only this family has
+    sections:    section -> its keys in their order; the sections without [extension], [task_...]
+    derived:     fields so far, sections, folder -> the fields that follow from several keys, or
+                 from the files beside config.ini
+    """
+
+    config_type: type[Any]
+    main: str
+    mark: tuple[str, str | None]
+    sections: Mapping[str, tuple[Key, ...]]
+    derived: Callable[[Mapping[str, Any], Sections, Path], dict[str, Any]]
+
+    @property
+    def types(self) -> dict[str, str]:
+        """Field -> its type."""
+        return {field.name: str(field.type) for field in dataclasses.fields(self.config_type)}
+
+    @property
+    def extension(self) -> list[str]:
+        """The fields that no key of the other sections holds."""
+        held = {key.field for keys in self.sections.values() for key in keys}
+        return [name for name in self.types if name not in held and name != "parts"]
+
+    def values(self, sections: Sections, folder: Path) -> dict[str, Any]:
+        """The fields from these sections alone. Where two sections hold one, the first is asked."""
+        encoder_only = not sections["decoder"].values
+        values: dict[str, Any] = {}
+        for section, rows in self.sections.items():
+            for key in rows:
+                fits = key.encoder_only in (None, encoder_only)
+                if key.field and key.field not in values and fits:
+                    values[key.field] = key.value(sections[section], self.types[key.field])
+        return values | self.derived(values, sections, folder)
