@@ -26,6 +26,18 @@ GPUS_OF_NODE = 8
 BETWEEN_NODES = (30e-6, 50e9)  # seconds of a small sum, bytes per second: assumed
 FIGURE = Path("docs") / "latency.svg"
 BEGIN = "<!-- made by python3 -m benchmarks.report -->"
+RUNS = ("serve", "serve-tp", "generate", "in-flight", "load", "decode", "tensor-parallel")
+CONTENTS = (
+    "| question | answer |",
+    "|---|---|",
+    "| How long does a request take? | [Requests](#requests-through-the-server) |",
+    "| How many clients can one server take? | [Requests in flight](#requests-in-flight) |",
+    "| How soon does the first token come? | [Streaming](#streaming), [Start](#start) |",
+    "| How close are the kernels to the hardware? | [Decode steps](#decode-steps) |",
+    "| What do int8 weights and more GPUs bring? "
+    "| [int8](#int8-weights), [NVLink](#tensor-parallelism-over-nvlink) |",
+    "| How is all of this measured? | [Method](#how-it-is-measured) |",
+)
 END = "<!-- end of what benchmarks.report makes -->"
 
 
@@ -73,9 +85,16 @@ def rows_by_gpus() -> list[dict]:
     return list({(row["model"], row["tp_size"], Case.of(row)): row for row in rows}.values())
 
 
-def notes(report: dict) -> list[str]:
-    """What has to be known of a run, where there is something."""
-    return [prose(report["note"])] if "note" in report else []
+def mark(name: str) -> str:
+    """What refers to the footnote of the run called `name`, where there is one."""
+    return f"[^{name}]" if "note" in result(name) else ""
+
+
+def footnote(name: str) -> list[str]:
+    """What has to be known of the run called `name`, where there is something."""
+    report = result(name)
+    text = f"[^{name}]: {report.get('note')}"
+    return [prose(text, indent="    ")] if "note" in report else []
 
 
 def with_section(text: str, paragraphs: list[str]) -> str:
@@ -88,39 +107,49 @@ def with_section(text: str, paragraphs: list[str]) -> str:
 
 
 def summary() -> list[str]:
-    """README's: the figure, some requests through the server, and requests in flight."""
-    rows = [row for row in result("serve")["rows"] if Case.of(row) in SUMMARY]
+    """README's: the headline, and where the rest is."""
     return [
-        f"![Latency of a request by model size, and beside peers]({FIGURE.as_posix()})",
-        prose(
-            "Whole requests through tritonserver (gRPC, greedy) on one NVIDIA H200 in bfloat16;",
-            "peers without a server (and how many times longer they took). A floor is the least",
-            "time in which the GPU can compute the prompt and read the bytes that the tokens need.",
-        ),
-        *notes(result("serve")),
-        joined(tables.served_table(rows)),
-        prose(
-            "Tokens per second of the 1.3B model, mixed requests (32 to 512 tokens in, 16 to 256",
-            "out; and how many times as many we give). A static batch is as many requests at once,",
-            "none of which joins later: all rows go on until the longest has ended, or leave.",
-        ),
-        *_in_flight_table(),
-        "More figures, and how they are measured: [docs/performance.md](docs/performance.md).",
+        joined(headline()),
+        "The peers run without a server. All figures: [docs/performance.md](docs/performance.md).",
+        *footnote("in-flight"),
     ]
 
 
+def headline() -> list[str]:
+    """What most readers want to know, a line each."""
+    one, batch = (
+        next(
+            row for row in result("serve")["rows"] if row["model"] == "5b" and Case.of(row) == case
+        )
+        for case in SUMMARY
+    )
+    clients = max(result("in-flight")["rows"], key=lambda row: row["clients"])
+    step = next(row for row in result("decode")["rows"] if row["model"] == "5b")
+    speed = clients["in_flight_tokens_per_s"]
+    peer = max(clients["peer_tokens_per_s"].values())
+    lines = (
+        f"A request with {one['input']} tokens in and {one['output']} out takes {one['ms']:.1f} ms"
+        f" with GPT 5B: CTranslate2 takes {one['peers']['ctranslate2'] / one['ms']:.1f} times as"
+        f" long, transformers {one['peers']['transformers'] / one['ms']:.1f} times.",
+        f"A batch of {batch['rows']} gets {batch['tokens_per_s']:,.0f} tokens/s:"
+        f" {batch['peers']['ctranslate2'] / batch['ms']:.1f} times CTranslate2's rate,"
+        f" {batch['peers']['transformers'] / batch['ms']:.1f} times transformers'.",
+        f"{clients['clients']} clients with mixed requests to GPT 1.3B get {speed:,.0f} tokens/s"
+        f"{mark('in-flight')}: {speed / peer:.1f} times CTranslate2's rate.",
+        f"A decode step of one row takes {step['ms']:.2f} ms with GPT 5B. Reading its weights, keys"
+        f" and values alone takes {step['share_of_floor']:.0%} of that.",
+    )
+    bullets = [prose(f"- {line}", indent="  ") for line in lines]
+    return ["On one NVIDIA H200, in bfloat16:", "", *bullets]
+
+
 def performance() -> list[str]:
-    """docs/performance.md's paragraphs."""
+    """docs/performance.md's paragraphs: the headline first, caveats as footnotes."""
     return [
         "# Performance",
-        prose(
-            "Made by `python3 -m benchmarks.report` from `benchmarks/results/*-h200.json`, which",
-            "name hardware, versions and the rates measured in each run. Weights are random",
-            "bfloat16, decoding is greedy, times are medians. Peers run in the same run as the",
-            "figure beside which they stand, or a note says when; one that is not installed (`pip",
-            "install ctranslate2`) is left out, with the reason in the results. `benchmarks.tune`",
-            "finds the kernels' tiles for another device.",
-        ),
+        joined(headline()),
+        f"![Latency of a request by model size, and beside peers]({FIGURE.name})",
+        joined(CONTENTS),
         *_served(),
         *_in_flight(),
         *_streaming(),
@@ -128,6 +157,27 @@ def performance() -> list[str]:
         *_steps(),
         *_int8(),
         *_tensor_parallel(),
+        *_method(),
+        *(text for name in RUNS for text in footnote(name)),
+    ]
+
+
+def _method() -> list[str]:
+    return [
+        "## How it is measured",
+        prose(
+            "`python3 -m benchmarks.report` makes this page from `benchmarks/results/*-h200.json`.",
+            "Those files name the hardware, the versions and the rates measured in each run.",
+            "Weights are random bfloat16, decoding is greedy, times are medians. Peers run in the",
+            "same run as the figure beside them, or a footnote says when. A peer that is not",
+            "installed (`pip install ctranslate2`) is left out, with the reason in the results.",
+            "`benchmarks.tune` finds the kernels' tiles for another device.",
+        ),
+        prose(
+            "A **floor** is the least time that the GPU needs: it counts the prompt's operations,",
+            "or its bytes, and the bytes that every further token has to read, at the rates of the",
+            f"run. Those of the requests through the server: {_rates(result('serve'))}.",
+        ),
     ]
 
 
@@ -135,24 +185,22 @@ def _served() -> list[str]:
     served, parallel = result("serve")["rows"], result("serve-tp")
     return [
         "## Requests through the server",
-        f"![Latency]({FIGURE.name})",
         prose(
             "`benchmarks.serve`: milliseconds of a request over gRPC to a tritonserver on the same",
-            "machine; transformers and CTranslate2 without a server (and how many times longer",
-            f"they took). Rates of the run: {_rates(result('serve'))}. A floor counts the prompt's",
-            "operations, or its bytes, and the bytes that every further token has to read.",
+            f"machine{mark('serve')}. transformers and CTranslate2 run without a server; in",
+            "brackets, how many times longer they take.",
         ),
-        *notes(result("serve")),
         joined(tables.served_table(served)),
+        "### On several GPUs",
         prose(
             "The use cases of the NeMo framework's inference guide, one row, on up to 4 GPUs of",
-            f"one machine ({_rates(parallel)}; what is missing there is of the run above).",
+            f"one machine ({_rates(parallel)}){mark('serve-tp')}. What was not measured in that",
+            "run is from the one above.",
         ),
-        *notes(parallel),
         joined(tables.use_case_table(rows_by_gpus())),
         *_planned(),
-        "The same in the engine's own process, without a server (`benchmarks.generate`).",
-        *notes(result("generate")),
+        "### Without a server",
+        f"The same in the engine's own process (`benchmarks.generate`){mark('generate')}.",
         joined(tables.request_table(result("generate")["rows"])),
     ]
 
@@ -169,15 +217,17 @@ def _planned() -> list[str]:
     return [
         prose(
             "The guide's own model has 43 billion weights (48 layers of 8,192, a vocabulary of",
-            "256,000) and 32 GPUs, which were not at hand. Planned from the bytes that a GPU has",
-            "to read, the operations of the prompt and the sums that the GPUs exchange, two a",
-            "layer. Within a node a sum takes what it was measured to take between 4 GPUs. Between",
-            f"nodes it is assumed to take {BETWEEN_NODES[0] * 1e6:.0f} µs and its bytes at",
+            "256,000) and runs on 32 GPUs. We did not have these, so this table is planned, not",
+            "measured. It counts the bytes that a GPU reads, the operations of the prompt and",
+            "the sums that GPUs exchange, two a layer. A sum within a node takes what we measured",
+            f"between 4 GPUs. Between nodes we assume {BETWEEN_NODES[0] * 1e6:.0f} µs, and",
             f"{BETWEEN_NODES[1] * 8 / 1e9:.0f} Gbit/s each way (TP 16 and 32, nodes of 8 GPUs).",
-            f"The same plan of 20B is exceeded {min(over):.2f} to {max(over):.2f} times by what",
-            "was measured on 1, 2 and 4 GPUs: it leaves out the server and what kernels miss of",
-            "the rates. A pass that is short takes as long as its sums, so more than a node is",
-            "slower.",
+            "A short pass takes as long as its sums, so more than one node is slower.",
+        ),
+        prose(
+            f"How good is the plan? For 20B on 1, 2 and 4 GPUs we measured {min(over):.2f} to",
+            f"{max(over):.2f} times what it says: it leaves out the server, and kernels miss the",
+            "full rates.",
         ),
         joined(tables.plan_table({size: plan(GPT_43B, size) for size in (1, 2, 4, 8, 16, 32)})),
     ]
@@ -202,34 +252,42 @@ def _in_flight() -> list[str]:
     return [
         "## Requests in flight",
         prose(
-            f"`benchmarks.in_flight`, {tables.model_name(report['shape'])}: mixed requests, 32 to",
-            "512 tokens in and 16 to 256 out, uniformly. Each client has one request at a time and",
-            "rows join and leave between steps; counted is a time in which all clients are busy.",
-            "A static batch is one request of as many rows, answered when its longest row is;",
-            "until then all of its rows go on, or rows leave as they end and none joins.",
-            "CTranslate2 gets as many requests at once, without a server, and the best of its ways",
-            "counts: one batch, one that rows leave, four at a time. Tokens asked for and answered",
-            "per second (and how many times as many we give).",
+            f"`benchmarks.in_flight`, {tables.model_name(report['shape'])}{mark('in-flight')}:",
+            "tokens per second; in brackets, how many times as many we give. Requests have 32 to",
+            "512 tokens in and 16 to 256 out, uniformly. Each client has one request at a time,",
+            "and rows join and leave between steps. Only the time in which all clients are busy",
+            "counts.",
         ),
-        *_in_flight_table(),
+        joined(tables.in_flight_table(report)),
+        joined(
+            [
+                prose(
+                    "- **Static batches** are one request of as many rows, answered when its",
+                    "longest row ends. Until then all rows go on, or rows leave as they end. No",
+                    "row joins.",
+                    indent="  ",
+                ),
+                prose(
+                    "- **CTranslate2** gets as many requests at once, without a server. The best",
+                    "of three ways counts: one batch, one batch that rows leave, four requests at",
+                    "a time.",
+                    indent="  ",
+                ),
+            ]
+        ),
     ]
-
-
-def _in_flight_table() -> list[str]:
-    report = result("in-flight")
-    return [*notes(report), joined(tables.in_flight_table(report))]
 
 
 def _streaming() -> list[str]:
     return [
         "## Streaming",
         prose(
-            "`benchmarks.streaming`: the same mixed requests over a gRPC stream for each client,",
-            "from 8 processes on the same machine, beside clients of the same model that wait for",
-            "whole answers. A client that is alone gets a response for each token; where many",
-            "stream, a response brings several. Memory is that of the server's processes before",
-            "and after each line. The last column is the longest time until the server had given",
-            "up the request of a client that left.",
+            "`benchmarks.streaming`: the same mixed requests over one gRPC stream per client, from",
+            "8 processes on the same machine. `whole answers` are clients of the same model that",
+            "do not stream. A client that is alone gets a response for each token; where many",
+            "stream, a response brings several. Memory is that of the server's processes, before",
+            "and after. `left after` is the longest time until the server gave up the request of a",
+            "client that left.",
         ),
         joined(tables.streaming_table(result("streaming")["rows"])),
     ]
@@ -244,12 +302,11 @@ def _loading() -> list[str]:
         "## Start",
         prose(
             f"`benchmarks.load`, {tables.model_name(report['shape'])} ({size:.1f} GB, in the page",
-            "cache), from the command to the first token; copying the bytes to the GPU takes",
-            f"{report['floor_s']:.1f} s.",
+            f"cache), from the command to the first token{mark('load')}. Copying the bytes to the",
+            f"GPU takes {report['floor_s']:.1f} s.",
             *([peer] if seconds else []),
-            "Kernels are compiled by the first start; `deploy` keeps them for later ones.",
+            "The first start compiles the kernels; `deploy` keeps them for later ones.",
         ),
-        *notes(report),
         joined(tables.load_table(report)),
     ]
 
@@ -260,10 +317,10 @@ def _steps() -> list[str]:
     return [
         "## Decode steps",
         prose(
-            "`benchmarks.decode`: from token to token on the device (`-modern`: rotary positions,",
-            "RMS norm, gated MLP, a quarter of the keys; of T5 the decoder).",
+            f"`benchmarks.decode`: from token to token on the device{mark('decode')}. `-modern`",
+            "has rotary positions, RMS norms, gated MLPs and a quarter of the keys. Of T5, the",
+            "decoder.",
         ),
-        *notes(report),
         joined(tables.step_table(report["rows"])),
         "Whole requests to T5 in the engine's process, those of a batch at once:",
         joined(tables.whole_request_table(report["rows"])),
@@ -281,8 +338,8 @@ def _int8() -> list[str]:
         "## int8 weights",
         prose(
             "`benchmarks.decode`: `int8_mode` 1 and bfloat16 in the same run, milliseconds per",
-            "step (share of the read floor, which counts the head and the embeddings in bfloat16).",
-            "What it costs in accuracy stands in [serving.md](serving.md).",
+            "step. In brackets, the share of the read floor, which counts the head and the",
+            "embeddings in bfloat16. Accuracy: [serving.md](serving.md#int8-weights).",
         ),
         joined(tables.int8_table(report)),
     ]
@@ -292,8 +349,10 @@ def _tensor_parallel() -> list[str]:
     report = result("tensor-parallel")
     return [
         "## Tensor parallelism over NVLink",
-        "`benchmarks.tensor_parallel`: shared memory is `enable_custom_all_reduce`.",
-        *notes(report),
+        prose(
+            "`benchmarks.tensor_parallel`: shared memory is",
+            f"`enable_custom_all_reduce`{mark('tensor-parallel')}.",
+        ),
         joined(tables.tensor_parallel_table(report["rows"], "20b")),
     ]
 
@@ -306,9 +365,15 @@ def _rates(report: dict) -> str:
     )
 
 
-def prose(*parts: str) -> str:
-    """A paragraph in lines of the project's width."""
-    return textwrap.fill(" ".join(parts), 100, break_long_words=False, break_on_hyphens=False)
+def prose(*parts: str, indent: str = "") -> str:
+    """A paragraph in lines of the project's width; `indent` is that of all but the first."""
+    return textwrap.fill(
+        " ".join(parts),
+        100,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def joined(lines: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Which inputs give the model's own log-probabilities, as docs/serving.md says."""
+"""Which inputs give the model's own log-probabilities, as docs/tensors.md says."""
 
 from __future__ import annotations
 
