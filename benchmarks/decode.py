@@ -30,7 +30,7 @@ from benchmarks.generate import (
 )
 from benchmarks.shapes import CONFIGS
 from benchmarks.steps import step_ms
-from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.plan import PrefillPart, RowStart
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.engine import Engine
@@ -139,7 +139,7 @@ def runner_over(weights: object, rows: int, tokens: int) -> Runner:
 @torch.inference_mode()
 def prefill_row(name: str, runner: Runner, parameters: int, report: dict) -> dict:
     """A prompt of PREFILL_TOKENS through all layers, and the logits of its last token."""
-    row = RowStart(0, 0, tuple(range(PREFILL_TOKENS)), -1, SamplingParameters())
+    row = RowStart(0, 0, tuple(range(PREFILL_TOKENS)), -1)
     prompts = PackedPrompts([row], [PrefillPart(0, 0, PREFILL_TOKENS)])
     packed = prompts.to_device(DEVICE, Nowhere(runner.decoder.cache.scratch, 0), None)
     batch = unpacked(packed, prompts.sizes, prompts.spans, (Segment(0, 0, PREFILL_TOKENS),))

@@ -6,7 +6,6 @@ import statistics
 
 import torch
 
-from launcher_scripts.contract.requests import SamplingParameters
 from launcher_scripts.engine.core.plan import Bounds, RowStart
 from launcher_scripts.engine.core.sampler import sampling_batch
 from launcher_scripts.engine.runner.graphs import bucket_bounds
@@ -28,7 +27,7 @@ def step_ms(runner: Runner, rows: int, context: int, source: int = 0, repeat: in
 def _step_ms(runner: Runner, rows: int, context: int, source: int, repeat: int) -> float:
     extent = source + context + STEPS + 1
     starts = [
-        RowStart(slot, slot * extent + source, (1,), -1, SamplingParameters(), source=(0,) * source)
+        RowStart(slot, slot * extent + source, (1,), -1, source=(0,) * source)
         for slot in range(rows)
     ]
     if rows * extent > runner.decoder.cache.capacity:

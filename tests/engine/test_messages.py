@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.contract.requests import SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.plan import (
     Move,
     Plan,
@@ -41,10 +41,14 @@ ROW = RowStart(
     start=17,
     ids=(5, -1, 0),
     end_id=1 << 31,
-    sampling=SamplingParameters(temperature=0.1 + 0.2, random_seed=(1 << 64) - 1),
-    bad_words=((1, 2), (3,)),
-    logit_bias=((7, -1e9),),
-    prompt_task=4,
+    request=GenerateRequest(
+        (),
+        9,
+        SamplingParameters(temperature=0.1 + 0.2, random_seed=(1 << 64) - 1),
+        bad_words=((1, 2), (3,)),
+        logit_bias=((7, -1e9),),
+        prompt_task=4,
+    ),
 )
 WHOLE_PLAN = Plan(
     starts=(ROW,),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import NoRepeatNGramLogitsProcessor
 
-from launcher_scripts.contract.requests import SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.logit_processing import processing
 from launcher_scripts.engine.core.plan import RowStart
 from launcher_scripts.engine.core.row_state import RowStates
@@ -28,7 +28,7 @@ def rows(texts: list[list[int]], sizes: list[int]) -> list[RowStart]:
             slot * EXTENT,
             tuple(text),
             end_id=99,
-            sampling=SamplingParameters(no_repeat_ngram_size=size),
+            request=GenerateRequest((), 0, SamplingParameters(no_repeat_ngram_size=size)),
         )
         for slot, (text, size) in enumerate(zip(texts, sizes, strict=True))
     ]

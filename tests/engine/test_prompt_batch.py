@@ -39,7 +39,7 @@ class EagerGraphs:
 
 def started(slot: int, start: int, length: int, **more: int) -> RowStart:
     ids = tuple(range(100 * slot, 100 * slot + length))
-    return RowStart(slot, start, ids, -1, SamplingParameters(), **more)
+    return RowStart(slot, start, ids, -1, **more)
 
 
 SPECIAL = (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper
 
-from launcher_scripts.contract.requests import SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.plan import RowStart
 from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.engine.core.sampler import Sampled, sample, sampling_batch, uniforms
@@ -42,11 +42,12 @@ class Rows:
 
 
 def row(slot: int = 0, ids: tuple[int, ...] = PROMPT, **more: object) -> RowStart:
-    outside = {"bad_words", "end_id", "return_log_probs", "logit_bias", "num_log_probs"}
+    outside = {"bad_words", "return_log_probs", "logit_bias", "num_log_probs"}
+    end_id = more.pop("end_id", 0)
     fields = {name: value for name, value in more.items() if name in outside}
     parameters = {name: value for name, value in more.items() if name not in outside}
-    fields.setdefault("end_id", 0)
-    return RowStart(slot, slot * EXTENT, ids, sampling=SamplingParameters(**parameters), **fields)
+    request = GenerateRequest((), 0, SamplingParameters(**parameters), **fields)
+    return RowStart(slot, slot * EXTENT, ids, end_id, request)
 
 
 def choose(logits: list[float], **parameters: object) -> int:

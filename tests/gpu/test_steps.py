@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launcher_scripts.contract.requests import SamplingParameters
 from launcher_scripts.engine.core.plan import Bounds, RowStart
 from launcher_scripts.engine.core.sampler import sampling_batch
 from launcher_scripts.engine.runner.graphs import bucket_bounds
@@ -61,7 +60,7 @@ def test_steps_of_several_rows(name, rows):
         max_tokens=rows * extent,
     )
     starts = [
-        RowStart(slot, slot * extent + source, (1,), -1, SamplingParameters(), source=(0,) * source)
+        RowStart(slot, slot * extent + source, (1,), -1, source=(0,) * source)
         for slot in range(rows)
     ]
     step, slots = runner.decoder.step, sampling_batch(starts, runner.device).slots

@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launcher_scripts.contract.requests import SamplingParameters
 from launcher_scripts.engine.core.plan import Bounds, PrefillPart, RowStart
 from launcher_scripts.engine.core.sampler import sampling_batch
 from launcher_scripts.engine.model.decoder import Decoder
@@ -61,12 +60,11 @@ MODELS = {
 def logits_of(decoder: Decoder, runner: object, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the last tokens of prompts, and of a step behind them."""
     starts = [
-        RowStart(slot, slot * EXTENT, ids, -1, SamplingParameters(), stride=EXTENT)
+        RowStart(slot, slot * EXTENT, ids, -1, stride=EXTENT)
         for slot, ids in enumerate(tuple(range(3, 3 + length % 60)) for length in LENGTHS[:rows])
     ]
     starts = [
-        RowStart(row.slot, row.start, (row.ids * 70)[: LENGTHS[row.slot]], -1, row.sampling)
-        for row in starts
+        RowStart(row.slot, row.start, (row.ids * 70)[: LENGTHS[row.slot]], -1) for row in starts
     ]
     prompts = PackedPrompts(starts, [PrefillPart(row.slot, 0, len(row.ids)) for row in starts])
     packed = prompts.to_device(runner.device, Nowhere(runner.decoder.cache.scratch, 8), None)

@@ -84,14 +84,14 @@ def beam_batches(rows: Iterable[RowStart], device: torch.device) -> tuple[BeamBa
 
 def _shape(row: RowStart) -> tuple[int, int]:
     """Width, and how many tokens may end a hypothesis."""
-    return len(row.beams), 1 + len({word[-1] for word in row.stop_words})
+    return len(row.beams), 1 + len({word[-1] for word in row.request.stop_words})
 
 
 def _beam_batch(
     rows: Sequence[RowStart], width: int, endings: int, device: torch.device
 ) -> BeamBatch:
     hypotheses = [structs.replace(row, slot=slot) for row in rows for slot in row.beams]
-    parameters = [row.sampling for row in rows]
+    parameters = [row.request.sampling for row in rows]
     rates = [p.beam_search_diversity_rate for p in parameters]
     return BeamBatch(
         searches=tuple(row.slot for row in rows),
@@ -99,7 +99,7 @@ def _beam_batch(
         siblings=2 * width + endings - 1,
         kept=width * (1 + endings),
         processing=processing(hypotheses, device),
-        stop_words=words_of([row.stop_words for row in hypotheses], device),
+        stop_words=words_of([row.request.stop_words for row in hypotheses], device),
         len_penalty=_column([p.len_penalty for p in parameters], device),
         diversity=_column(rates, device) if any(rates) else None,
     )

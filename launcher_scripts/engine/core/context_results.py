@@ -40,11 +40,11 @@ class ContextResults:
         for row, part in zip(rows, parts, strict=True):
             own = hidden[start : start + part.count]
             start += part.count
-            if row.return_context_logits:
+            if row.request.return_context_logits:
                 self._add_logits(row.slot, own, result)
-            if row.num_prompt_log_probs >= 0:
+            if row.request.num_prompt_log_probs >= 0:
                 self._add_scores(row, part, own, result)
-            if row.return_context_embeddings:
+            if row.request.return_context_embeddings:
                 total = self._to_first(own.sum(0) if self._last else None, own.shape[1:])
                 if self._communicator.rank == 0:
                     result.context_embeddings.append((row.slot, total.cpu()))
@@ -62,7 +62,7 @@ class ContextResults:
         self, row: RowStart, part: PrefillPart, hidden: Tensor, result: StepResult
     ) -> None:
         """What each position says of the prompt's next token; the last one has none."""
-        first, count = part.past - row.past + 1, row.num_prompt_log_probs
+        first, count = part.past - row.past + 1, row.request.num_prompt_log_probs
         tokens = row.ids[first : first + part.count]
         if not tokens:
             return

@@ -137,12 +137,12 @@ class Processing:
 
 def processing(rows: Sequence[RowStart], device: torch.device) -> Processing:
     """Look at the rows' parameters once, when the batch's composition changes."""
-    parameters = [row.sampling for row in rows]
+    parameters = [row.request.sampling for row in rows]
     guided = [at for at, row in enumerate(rows) if row.guided]
     return Processing(
         slots=indices([row.slot for row in rows], device),
-        words=words_of([row.bad_words for row in rows], device),
-        biases=_biases_of([row.logit_bias for row in rows], device),
+        words=words_of([row.request.bad_words for row in rows], device),
+        biases=_biases_of([row.request.logit_bias for row in rows], device),
         repeats=any(p.repetition_penalty != 1 for p in parameters),
         counted=any(p.frequency_penalty or p.output_presence_penalty for p in parameters),
         scaled=any(p.temperature != 1 for p in parameters),

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from launcher_scripts.contract.requests import SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.distributed.messages import Message, Record
 from launcher_scripts.engine.model.learned_parts import NO_TASK, Prompt
 
@@ -19,9 +19,10 @@ class RowStart(Record, frozen=True):
     start:  first cache token of the row's prompt and what it generates
     ids:    prompt, never empty (an empty one has become the start token); of a model with an
             encoder what the decoder is given
+    request: what the row asks for and how it chooses its tokens, without what other fields have:
+            input_ids, decoder_input_ids, guided_grammar, prompt_embedding
     source: what the encoder reads, if there is one; its cache tokens lie right before `start`
-    prompt_task, prompt_embedding: the table of the row's virtual tokens, which are negative ids:
-            the number of a loaded one, or [virtual tokens, hidden] of the row's own
+    prompt_embedding: [virtual tokens, hidden], the row's own table
     beams:  slots of the hypotheses of a beam search, `slot` first; none without one
     guided: a mask of what may come is set for each of the row's tokens
     stride: cache tokens of each hypothesis, which lie one after the other from `start` on
@@ -34,22 +35,10 @@ class RowStart(Record, frozen=True):
     start: int
     ids: tuple[int, ...]
     end_id: int
-    sampling: SamplingParameters
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    request: GenerateRequest = GenerateRequest((), 0)
     guided: bool = False
-    return_log_probs: bool = False
-    num_log_probs: int = -1
-    num_prompt_log_probs: int = -1
-    return_context_logits: bool = False
-    return_context_embeddings: bool = False
     source: tuple[int, ...] = ()
-    return_hidden_state: bool = False
-    return_attentions: bool = False
-    prompt_task: int | None = None
     prompt_embedding: Tensor | None = None
-    ia3_task: int = NO_TASK
-    stop_words: tuple[tuple[int, ...], ...] = ()
     beams: tuple[int, ...] = ()
     stride: int = 0
     past: int = 0
@@ -58,14 +47,21 @@ class RowStart(Record, frozen=True):
 
     @property
     def prompt(self) -> Prompt | None:
-        """The table of the row's virtual tokens; its own wins over a loaded one."""
-        return self.prompt_task if self.prompt_embedding is None else self.prompt_embedding
+        """The table of the row's virtual tokens, which are negative ids: its own wins over the
+        number of a loaded one.
+        """
+        return self.request.prompt_task if self.prompt_embedding is None else self.prompt_embedding
+
+    @property
+    def ia3_task(self) -> int:
+        return NO_TASK if self.request.ia3_task is None else self.request.ia3_task
 
     @property
     def asks_of_prompt(self) -> bool:
         """Whether more is wanted of the prompt than what follows it."""
-        scored = self.num_prompt_log_probs >= 0
-        return scored or self.return_context_logits or self.return_context_embeddings
+        request = self.request
+        scored = request.num_prompt_log_probs >= 0
+        return scored or request.return_context_logits or request.return_context_embeddings
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:

@@ -24,7 +24,6 @@ from launcher_scripts.engine.core.log_probs import TokenScores, model_log_probs,
 from launcher_scripts.engine.core.plan import RowStart
 from launcher_scripts.engine.core.results import BeamResult, EncodedRow, TokenResult
 from launcher_scripts.engine.core.session import Session
-from launcher_scripts.engine.model.learned_parts import NO_TASK
 
 UNGUIDED = "guided_grammar and the request's other inputs leave no token that may come"
 
@@ -158,22 +157,16 @@ class Row:
             start=self.start,
             ids=self.prompt,
             end_id=self.end_id,
-            sampling=request.sampling,
-            bad_words=request.bad_words,
-            logit_bias=request.logit_bias,
+            request=replace(
+                request,
+                input_ids=(),
+                decoder_input_ids=(),
+                guided_grammar=None,
+                prompt_embedding=None,
+            ),
             guided=self.guide is not None,
-            num_log_probs=request.num_log_probs,
-            num_prompt_log_probs=request.num_prompt_log_probs,
-            return_log_probs=request.return_log_probs,
-            return_context_logits=request.return_context_logits,
-            return_context_embeddings=request.return_context_embeddings,
             source=self.source,
-            return_hidden_state=request.return_hidden_state,
-            return_attentions=request.return_attentions,
-            prompt_task=request.prompt_task,
             prompt_embedding=request.prompt_embedding,
-            ia3_task=NO_TASK if request.ia3_task is None else request.ia3_task,
-            stop_words=request.stop_words if self.hypotheses else (),
             beams=self.slots if self.hypotheses else (),
             stride=self.own_capacity,
             past=self.past,

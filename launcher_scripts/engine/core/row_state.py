@@ -147,7 +147,7 @@ class RowStates:
 
 
 def _integers(row: RowStart, start: int) -> list[int]:
-    sampling = row.sampling
+    sampling = row.request.sampling
     reset = NO_TOKEN if sampling.top_p_reset_id is None else sampling.top_p_reset_id
     return [
         row.ids[0] if len(row.ids) == 1 else NO_TOKEN,
@@ -171,7 +171,7 @@ def _integers(row: RowStart, start: int) -> list[int]:
 
 def _floats(row: RowStart, slot: int) -> list[float]:
     """The first hypothesis alone counts until the search has made others."""
-    sampling = row.sampling
+    sampling = row.request.sampling
     return [
         sampling.temperature,
         sampling.repetition_penalty,

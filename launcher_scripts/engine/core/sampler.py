@@ -76,11 +76,11 @@ class Sampled:
 
 def sampling_batch(rows: Sequence[RowStart], device: torch.device) -> SamplingBatch:
     """Look at the rows' parameters once, when the batch's composition changes."""
-    parameters = [row.sampling for row in rows]
+    parameters = [row.request.sampling for row in rows]
     top_k = [index for index, p in enumerate(parameters) if p.top_k > 1]
     top_p = [index for index, p in enumerate(parameters) if p.top_k == 0 and p.top_p > 0]
     changes = processing(rows, device)
-    log_probs = any(row.return_log_probs for row in rows)
+    log_probs = any(row.request.return_log_probs for row in rows)
     scored = _scored_rows(rows, device)
     return SamplingBatch(
         processing=changes,
@@ -95,7 +95,8 @@ def sampling_batch(rows: Sequence[RowStart], device: torch.device) -> SamplingBa
 
 
 def _scored_rows(rows: Sequence[RowStart], device: torch.device) -> ScoredRows | None:
-    asked = {at: row.num_log_probs for at, row in enumerate(rows) if row.num_log_probs >= 0}
+    counts = [row.request.num_log_probs for row in rows]
+    asked = {at: count for at, count in enumerate(counts) if count >= 0}
     if not asked:
         return None
     return ScoredRows(tuple(asked), indices(list(asked), device), max(asked.values()))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from launcher_scripts.contract.requests import SamplingParameters
 from launcher_scripts.engine.core.beam_search import BeamBatch, beam_batches
 from launcher_scripts.engine.core.logit_processing import indices
 from launcher_scripts.engine.core.plan import Plan, RowStart
@@ -80,4 +79,4 @@ class DecodeBatches:
 
 
 def _padding_row(slot: int) -> RowStart:
-    return RowStart(slot=slot, start=0, ids=(0,), end_id=0, sampling=SamplingParameters())
+    return RowStart(slot=slot, start=0, ids=(0,), end_id=0)

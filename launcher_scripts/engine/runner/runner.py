@@ -112,12 +112,14 @@ class Runner:
             return
         hidden = encoded.hidden.split([len(row.source) for row in rows])
         for index, row in enumerate(rows):
-            if row.return_hidden_state:
-                attentions = encoded.attentions[index].cpu() if row.return_attentions else None
+            if row.request.return_hidden_state:
+                attentions = (
+                    encoded.attentions[index].cpu() if row.request.return_attentions else None
+                )
                 result.encoded.append(EncodedRow(row.slot, hidden[index].cpu(), attentions))
 
     def _encoded(self, rows: Sequence[RowStart]) -> Encoded:
-        asked = any(row.return_attentions for row in rows)
+        asked = any(row.request.return_attentions for row in rows)
         step = self.decoder.encode_step
         if step is not None and not asked and all(row.prompt is None for row in rows):
             sources = [(row.source, row.source_start) for row in rows]
