@@ -230,7 +230,7 @@ def dot_candidates(product: Product, now: DotTile) -> Iterator[DotTile]:
         "warps": (4, 8),
         "stages": (3, 4, 5, 6),
         "splits": (1, 2, 4, 8) if product.kind in SUMMED_LATER else (1,),
-        "ahead": (0, 1, 2, 4),
+        "prefetch": (0, 1, 2, 4),
     }
     held = 1 if product.in_bytes else 2
     for name, values in changes.items():

@@ -1,27 +1,25 @@
-"""One operation, one function; the implementations have the same names and meanings.
-
-reference.py is the definition in plain torch and runs anywhere; fused.py is the CUDA side.
-"""
+"""The operations of a transformer: ops.py names them, reference.py and cuda/ compute them."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 from launcher_scripts.kernels.cuda.compiling import settle_keys
 
-KERNELS = {
-    "cpu": "launcher_scripts.kernels.reference",
-    "cuda": "launcher_scripts.kernels.cuda.fused",
-}
+if TYPE_CHECKING:
+    from launcher_scripts.kernels.ops import Ops
 
 
-def kernels_for(device_type: str) -> ModuleType:
+def kernels_for(device_type: str) -> Ops:
     """The implementation for `cpu` or `cuda`; the reference where the Triton language is absent."""
-    if device_type == "cuda" and find_spec("triton") is None:
-        return import_module(KERNELS["cpu"])
-    kernels = import_module(KERNELS[device_type])
-    if device_type == "cuda":
+    if device_type == "cuda" and find_spec("triton") is not None:
+        from launcher_scripts.kernels.cuda import fused
+
         settle_keys(__package__)
-    return kernels
+        return fused
+    if device_type not in ("cpu", "cuda"):
+        raise KeyError(device_type)
+    from launcher_scripts.kernels import reference
+
+    return reference

@@ -38,7 +38,7 @@ class HeadNorms:
 
 @dataclass(frozen=True)
 class FoldedNorm:
-    """A norm before a projection W x + c as gemv_tile.py wants it, known beforehand.
+    """A norm before a projection W x + c as cuda/gemv.py wants it, known beforehand.
 
     sums:    float32 [out], W g; None for an RMS norm
     offsets: float32 [out], W b + c; None where there is neither
@@ -152,7 +152,14 @@ class StepRows:
         """First cache tokens and lengths of what attention covers."""
         return self.seen or (self.starts, self.lengths)
 
-    def turns(self, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+    @property
+    def source(self) -> tuple[Tensor, Tensor]:
+        """First cache tokens and lengths of the encoder's inputs."""
+        if self.source_starts is None or self.source_lengths is None:
+            raise ValueError("the step is of a model without an encoder")
+        return self.source_starts, self.source_lengths
+
+    def rotary(self, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines of the new tokens, [B, rotary_size / 2], of those of all positions."""
         if rotary is None:
             return None
@@ -253,11 +260,11 @@ def span_blocks(counts: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 @dataclass(frozen=True)
-class Inboxes:
-    """Memory into which the tensor-parallel ranks write their parts of a sum; see peer_buffers.py.
+class PeerBuffers:
+    """Where tensor-parallel ranks write their parts of a sum; see cuda/peer_buffers.py.
 
     own:       int64 [2, ranks, lane_words], this rank's, zeros at first
-    addresses: int64 [ranks], where every rank's inbox is
+    addresses: int64 [ranks], where every rank's buffer is
     exchanges: int32 [parts of a row], zeros at first: how often each part was exchanged
     """
 
@@ -276,10 +283,10 @@ class Inboxes:
 
 
 class Ranks(Protocol):
-    """The tensor-parallel ranks as an operation sees them; inboxes: where they have them."""
+    """The tensor-parallel ranks as an operation sees them; peer_buffers: where they have them."""
 
     @property
-    def inboxes(self) -> Inboxes | None: ...
+    def peer_buffers(self) -> PeerBuffers | None: ...
 
     def tp_sum(self, tensor: Tensor) -> Tensor: ...
 

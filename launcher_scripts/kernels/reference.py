@@ -6,13 +6,14 @@ everything else has the type of the weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from launcher_scripts.kernels import quantization
+from launcher_scripts.kernels import quantization, reference_attention
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
     HeadNorms,
@@ -26,32 +27,16 @@ from launcher_scripts.kernels.operands import (
     RowColumns,
     StepRows,
 )
-from launcher_scripts.kernels.reference_attention import (
-    attend_spans,
-    context_attention,
-    decode_attention,
-    prompt_attention,
-    source_attention,
-    source_attention_weights,
-)
-from launcher_scripts.kernels.reference_ranks import largest_of_ranks
-from launcher_scripts.kernels.reference_rotary import norm_heads, rotary_table, store_kv, turned
 
-__all__ = [
-    "attend_spans",
-    "context_attention",
-    "decode_attention",
-    "largest_of_ranks",
-    "norm_heads",
-    "prompt_attention",
-    "rotary_table",
-    "source_attention",
-    "source_attention_weights",
-    "store_kv",
-    "turned",
-]
+attend_spans = reference_attention.attend_spans
+context_attention = reference_attention.context_attention
+decode_attention = reference_attention.decode_attention
+prompt_attention = reference_attention.prompt_attention
+source_attention = reference_attention.source_attention
+source_attention_weights = reference_attention.source_attention_weights
 
-ACTIVATIONS = {
+EXACT_IDS = 1 << 24  # float32 holds every smaller integer; ids travel beside the logits
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: functional.gelu(x, approximate="tanh"),
     "gelu_erf": functional.gelu,
     "relu": functional.relu,
@@ -182,6 +167,71 @@ def hidden(exact: Tensor, norm_of_next: Norm | None, dtype: torch.dtype) -> Hidd
     return Hidden(exact, operand)
 
 
+def rotary_table(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, float32 [N, rotary_size / 2], for positions [N]."""
+    angles = positions.float()[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def norm_heads(
+    qkv: Tensor,
+    heads: Heads,
+    norms: HeadNorms | None,
+    norm: Callable[[Tensor, Norm, torch.dtype], Tensor],
+) -> Tensor:
+    """qkv [N, q + k + v] with every head's query and key normalized by `norm`, where there are
+    norms."""
+    if norms is None:
+        return qkv
+    sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
+    query, key, value = qkv.unflatten(1, (-1, heads.head_size)).split(sizes, 1)
+    query, key = (
+        norm(part.flatten(0, 1), weights, qkv.dtype).view_as(part)
+        for part, weights in ((query, norms.query), (key, norms.key))
+    )
+    return torch.cat((query, key, value), 1).flatten(1)
+
+
+def store_kv(
+    qkv: Tensor,
+    heads: Heads,
+    rotary: tuple[Tensor, Tensor] | None,
+    slots: Tensor,
+    cache: LayerCache,
+) -> Tensor:
+    """Rotate queries and keys of qkv [N, q + k + v]; put keys and values at cache tokens slots [N].
+
+    Rotary positions rotate the first dimensions of a head by halves (Su et al. 2021, in the form of
+    GPT-NeoX). Returns the queries [N, heads, head_size].
+    """
+    tokens = qkv.shape[0]
+    split = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
+    parts: tuple[Tensor, ...] = qkv.view(tokens, -1, heads.head_size).split(split, dim=1)
+    query, key, value = parts
+    if rotary is not None:
+        query, key = _rotate(query, *rotary), _rotate(key, *rotary)
+    cache.keys[:, slots] = key.transpose(0, 1)  # [kv_heads, N, head_size]
+    cache.values[:, slots] = value.transpose(0, 1)
+    return query
+
+
+def apply_rotary(qkv: Tensor, heads: Heads, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """qkv [N, (heads + 2 * kv_heads) * head_size] with its queries and keys rotated, as store_kv
+    does.
+    """
+    parts = qkv.unflatten(1, (-1, heads.head_size))
+    count = heads.num_heads + heads.num_kv_heads
+    return torch.cat((_rotate(parts[:, :count], *rotary), parts[:, count:]), 1).flatten(1)
+
+
+def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    half = cosines.shape[-1]
+    first, second, rest = x.float().split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    cosines, sines = cosines[:, None], sines[:, None]
+    rotated = (first * cosines - second * sines, second * cosines + first * sines, rest)
+    return torch.cat(rotated, dim=-1).to(x.dtype)
+
+
 def project_heads(
     x: Hidden,
     linear: Linear,
@@ -195,7 +245,7 @@ def project_heads(
     rotary: cosines and sines of every position, float32 [positions, rotary_size / 2].
     """
     qkv = project_hidden(x, linear)
-    return store_kv(qkv, heads, rows.turns(rotary), rows.starts + rows.positions, cache)
+    return store_kv(qkv, heads, rows.rotary(rotary), rows.starts + rows.positions, cache)
 
 
 def attend_own(
@@ -215,10 +265,10 @@ def attend_own(
 ) -> Tensor:
     """project_heads, then decode_attention of the rows to their own tokens: [B, heads * size].
 
-    norms: of every head's queries and keys, before they turn
+    norms: of every head's queries and keys, before they are rotated
     """
     qkv = norm_heads(project_hidden(x, linear), heads, norms, norm)
-    query = store_kv(qkv, heads, rows.turns(rotary), rows.starts + rows.positions, cache)
+    query = store_kv(qkv, heads, rows.rotary(rotary), rows.starts + rows.positions, cache)
     return decode_attention(
         query,
         cache,
@@ -251,8 +301,7 @@ def attend_source(
     return decode_attention(
         query.view(query.shape[0], heads.num_heads, heads.head_size),
         cache,
-        rows.source_starts,
-        rows.source_lengths,
+        *rows.source,
         longest,
         None,
         scale=scale,
@@ -296,6 +345,21 @@ def choose(x: Hidden, head: Linear, held: int, columns: RowColumns, slots: Tenso
 def argmax(logits: Tensor) -> Tensor:
     """The largest logit's id of every row, int64 [N]; the lowest id of equal ones."""
     return logits.argmax(-1)
+
+
+def largest_of_ranks(values: Tensor, ids: Tensor, ranks: Ranks) -> Tensor:
+    """The id of every row's largest value, int64 [N], the lowest id of equal ones.
+
+    Every rank has the logits of its part of the vocabulary. It finds its own largest, and the ranks
+    exchange (value, id), a few bytes instead of the vocabulary.
+
+    values, ids: this rank's largest logits, float32 [N], and their ids, int64 [N] below EXACT_IDS;
+                 -inf where it has none
+    """
+    everyone = ranks.tp_stack(torch.stack([values, ids.float()]))  # [tp, 2, N]
+    # The first of equal values is the lowest rank's, which holds the lowest ids.
+    winner = everyone[:, 0].argmax(0, keepdim=True)  # [1, N]
+    return everyone[:, 1].gather(0, winner)[0].long()
 
 
 def _normalized(x: Tensor, linear: Linear) -> Tensor:

@@ -281,7 +281,8 @@ def decode_attention(
     in context_attention; `relative` counts from the row's positions [B].
 
     `fresh` may be given in a step that began with begin_step: whether its rows' last tokens were
-    stored in it; everything else was there before, so that reading can begin early.
+    stored in it. Everything else was there before: a kernel can read it before the one before it
+    has ended.
     """
     rows, num_heads, head_size = query.shape
     offsets = torch.arange(longest, device=query.device)
@@ -297,6 +298,8 @@ def decode_attention(
         distance = offsets - (lengths[:, None] - 1)  # [B, T]
         scores = scores + slopes.view(-1, 1, group, 1) * distance[None, :, None]
     if relative is not None:
+        if positions is None:
+            raise ValueError("a relative bias needs the positions of the rows")
         distance = (offsets - positions[:, None]).clamp(-relative.reach, relative.reach)
         bias = relative.table[:, distance + relative.reach]  # [heads, B, T]
         scores = scores + bias.unflatten(0, (-1, group)).transpose(1, 2)

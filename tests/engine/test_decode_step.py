@@ -17,7 +17,7 @@ from launcher_scripts.engine.distributed.symmetric_memory import (
     obstacle,
 )
 from launcher_scripts.engine.model.decode_step import obstacles
-from launcher_scripts.kernels.reference_ranks import largest_of_ranks
+from launcher_scripts.kernels.reference import largest_of_ranks
 from tests.engine.small_models import engine_for, random_tensors, small_config
 
 

@@ -128,8 +128,8 @@ def test_ranks_that_are_not_there() -> None:
     shared = traced(model, parallelism=two, enable_custom_all_reduce=True)
     more = {name for name, _ in shared - alone}
     assert {name.rpartition(".")[2] for name in more} >= {
-        "gemv_to_inboxes",
-        "add_from_inbox",
+        "gemv_to_peers",
+        "add_from_peers",
         "exchange_best",
     }
 

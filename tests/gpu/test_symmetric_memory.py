@@ -62,7 +62,7 @@ def check_rank(rank: int, tp: int, port: int, results) -> None:
 
 def accumulate_rank(rank: int, tp: int, port: int, results) -> None:
     """Adds a projection of its part to hidden states again and again, each behind the one before;
-    with the ranks' inboxes and without."""
+    with the ranks' peer buffers and without."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     communicator = ProcessGroupCommunicator(
@@ -92,7 +92,7 @@ def accumulate_rank(rank: int, tp: int, port: int, results) -> None:
 
     found, expected = [chain().exact.cpu().numpy()], best().tolist()
     communicator.use_peer_memory()
-    assert communicator.inboxes is not None
+    assert communicator.peer_buffers is not None
     chain(), best()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -125,7 +125,7 @@ def of_all_ranks(function, tp: int) -> dict:
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_projections_through_inboxes(tp):
+def test_projections_through_peer_buffers(tp):
     found = of_all_ranks(accumulate_rank, tp)
     want, *got = (torch.from_numpy(array) for array in found[0])
     for sums in got:

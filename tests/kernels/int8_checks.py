@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton")
 
 from launcher_scripts.kernels import reference  # noqa: E402
 from launcher_scripts.kernels.cuda import fused, peer_buffers  # noqa: E402
-from launcher_scripts.kernels.cuda.int8 import split_digits  # noqa: E402
+from launcher_scripts.kernels.cuda.int8 import split_hi_lo_int8  # noqa: E402
 from launcher_scripts.kernels.operands import Heads, Linear, Norm, StepRows  # noqa: E402
 from launcher_scripts.kernels.quantization import quantized  # noqa: E402
 from tests.kernels import kernel_checks  # noqa: E402
@@ -107,18 +107,18 @@ def test_sums(rows, bias, dtype):
 
 
 @pytest.mark.parametrize("dtype", DOT_TYPES)
-def test_sums_through_inboxes(dtype):
+def test_sums_through_peer_buffers(dtype):
     size = SIZES[1]
-    inboxes = kernel_checks.make_inboxes(2, size[1])
-    linears = [make_linear(size[1], size[0], None, True, dtype) for _ in inboxes]
+    buffers = kernel_checks.make_peer_buffers(2, size[1])
+    linears = [make_linear(size[1], size[0], None, True, dtype) for _ in buffers]
     norm = make_norm("rmsnorm", size[1])
     onto = fused.hidden(random(1, size[1]), norm, dtype)
     want = onto.exact + linears[0].bias
-    for linear, inbox in zip(linears, inboxes, strict=True):
+    for linear, buffer in zip(linears, buffers, strict=True):
         x = random(1, size[0], dtype=dtype)
-        peer_buffers.send_product(x, linear, inbox)
+        peer_buffers.send_product(x, linear, buffer)
         want += reference.partial_product(x, linear)
-    got = peer_buffers.receive_sum(linears[0].bias, onto, norm, inboxes[1])
+    got = peer_buffers.receive_sum(linears[0].bias, onto, norm, buffers[1])
     assert_close(got.exact, want, dtype)
 
 
@@ -170,14 +170,14 @@ def test_inputs_of_all_sizes(large):
 
 
 @pytest.mark.parametrize("dtype", DOT_TYPES)
-def test_two_digits_and_a_step_are_a_value(dtype):
+def test_high_low_and_step_make_a_value(dtype):
     """Rows have steps of their own, and none of them goes by the row that is zero."""
     sizes = torch.tensor([[1.0], [100.0], [0.0], [1e-3]], device=DEVICE)
     x = (random(4, 37) * sizes).to(dtype)
-    digits, steps = split_digits(x)
-    assert digits.shape == (2, 4, 37)
-    error = ((256.0 * digits[0] + digits[1]) * steps[:, None] - x.float()).abs()
+    hi_lo, steps = split_hi_lo_int8(x)
+    assert hi_lo.shape == (2, 4, 37)
+    error = ((256.0 * hi_lo[0] + hi_lo[1]) * steps[:, None] - x.float()).abs()
     assert bool((error <= 0.51 * steps[:, None]).all())
     largest = x.float().abs().amax(1)
     assert torch.allclose(steps[[0, 1, 3]] * 32639, largest[[0, 1, 3]])
-    assert not digits[:, 2].any()
+    assert not hi_lo[:, 2].any()

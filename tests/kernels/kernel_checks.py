@@ -18,10 +18,10 @@ from launcher_scripts.kernels.operands import (  # noqa: E402
     EmbeddingTables,
     Heads,
     Hidden,
-    Inboxes,
     LayerCache,
     Linear,
     Norm,
+    PeerBuffers,
     RelativeBias,
     RowColumns,
     Spans,
@@ -320,22 +320,22 @@ def test_sums_over_ranks(rows, bias, dtype):
     assert_for_norm(got, want, norm, dtype)
 
 
-def make_inboxes(ranks: int, words: int) -> list[Inboxes]:
+def make_peer_buffers(ranks: int, words: int) -> list[PeerBuffers]:
     """Every rank's, all on one device."""
     own = torch.zeros(ranks, 2, ranks, words, dtype=torch.int64, device=DEVICE)
-    addresses = torch.tensor([inbox.data_ptr() for inbox in own], device=DEVICE)
+    addresses = torch.tensor([buffer.data_ptr() for buffer in own], device=DEVICE)
     return [
-        Inboxes(own[rank], addresses, torch.zeros_like(own[0, 0, 0], dtype=torch.int32), rank)
+        PeerBuffers(own[rank], addresses, torch.zeros_like(own[0, 0, 0], dtype=torch.int32), rank)
         for rank in range(ranks)
     ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("ranks", "kind"), [(2, "layernorm"), (3, "rmsnorm"), (4, None)])
-def test_sums_through_inboxes(ranks, kind, dtype):
+def test_sums_through_peer_buffers(ranks, kind, dtype):
     """Exchange after exchange, of rows of two lengths; all ranks find the same to the last bit."""
     words = max(out for _, out in SIZES) + 3
-    inboxes = make_inboxes(ranks, words)
+    buffers = make_peer_buffers(ranks, words)
     for turn in range(5):
         size = SIZES[turn % 2]
         norm = None if kind is None else make_norm(kind, size[1])
@@ -345,9 +345,9 @@ def test_sums_through_inboxes(ranks, kind, dtype):
         for rank, weight in enumerate(whole.weight.chunk(ranks, 1)):
             linear = Linear(weight.contiguous(), whole.bias)
             part = x[:, rank * size[0] : (rank + 1) * size[0]].contiguous()
-            assert peer_buffers.fits_buffers(part, linear, inboxes[rank])
-            peer_buffers.send_product(part, linear, inboxes[rank])
-        got = [peer_buffers.receive_sum(whole.bias, mine, norm, inbox) for inbox in inboxes]
+            assert peer_buffers.fits_buffers(part, linear, buffers[rank])
+            peer_buffers.send_product(part, linear, buffers[rank])
+        got = [peer_buffers.receive_sum(whole.bias, mine, norm, buffer) for buffer in buffers]
         want = reference.accumulate(x, whole, theirs, norm)
         for found in got:
             assert torch.equal(found.exact, got[0].exact)
@@ -359,13 +359,13 @@ def test_sums_through_inboxes(ranks, kind, dtype):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_the_largest_through_inboxes(rank):
+def test_the_largest_through_peer_buffers(rank):
     """What the others sent is there already; of equal values the lowest rank's wins."""
     values = random(4, 3, 5)
     values[:, :, 1] = 0.5
     values[:, 0, 2] = -math.inf
     ids = torch.arange(60, device=DEVICE).view(4, 3, 5) * 2**20
-    mine = make_inboxes(3, 640)[rank]
+    mine = make_peer_buffers(3, 640)[rank]
     for number in range(1, 5):
         now, known = values[number - 1], ids[number - 1]
         for other in {0, 1, 2} - {rank}:

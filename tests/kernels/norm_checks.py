@@ -21,7 +21,7 @@ from launcher_scripts.kernels import reference  # noqa: E402
 from launcher_scripts.kernels.cuda import fused, peer_buffers  # noqa: E402
 from launcher_scripts.kernels.operands import Hidden, Linear  # noqa: E402
 from tests.kernels import kernel_checks  # noqa: E402
-from tests.kernels.kernel_checks import DEVICE, INTERPRETED, make_inboxes  # noqa: E402
+from tests.kernels.kernel_checks import DEVICE, INTERPRETED, make_peer_buffers  # noqa: E402
 
 pytestmark = [kernel_checks.pytestmark, pytest.mark.parametrize("norm", NORMS)]
 # The interpreter is slow, rounds bfloat16 towards zero, and errors of few numbers scatter.
@@ -34,14 +34,14 @@ SOME = TYPES[:1] if INTERPRETED else WEIGHTS
 FAR = (STATES[-1], CHANNELS[-1]) if INTERPRETED else STATES + CHANNELS
 
 
-class ThroughInboxes(Bench):
+class ThroughPeerBuffers(Bench):
     """Sums are those of two ranks, one of which has nothing to add."""
 
     def accumulate(self, x: torch.Tensor, last: Linear, onto: Hidden, norm) -> Hidden:
-        inboxes = make_inboxes(2, self.size)
-        for inbox, part in zip(inboxes, (x, torch.zeros_like(x)), strict=True):
-            peer_buffers.send_product(part, last, inbox)
-        return peer_buffers.receive_sum(None, onto, norm, inboxes[0])
+        buffers = make_peer_buffers(2, self.size)
+        for buffer, part in zip(buffers, (x, torch.zeros_like(x)), strict=True):
+            peer_buffers.send_product(part, last, buffer)
+        return peer_buffers.receive_sum(None, onto, norm, buffers[0])
 
 
 def error(
@@ -86,7 +86,7 @@ def test_every_projection(read, norm, weights):
 
 
 @pytest.mark.parametrize("weights", SOME)
-def test_sums_through_inboxes(norm, weights):
+def test_sums_through_peer_buffers(norm, weights):
     cases = [("after", "project", state) for state in FAR]
     cases += [(made, "project", CHANNELS[-1]) for made in MOVED]
-    assert_alike(norm, weights, cases, ThroughInboxes)
+    assert_alike(norm, weights, cases, ThroughPeerBuffers)

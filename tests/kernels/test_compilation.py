@@ -95,22 +95,22 @@ def test_gemv_largest(dtype):
 
 
 @pytest.mark.parametrize(("dtype", "weight"), [*zip(TYPES, TYPES, strict=True), ("bf16", "i8")])
-def test_inboxes(dtype, weight):
-    pointers = {"x": dtype, "weight": weight, "inboxes": "i64", "exchanges": "i32"}
+def test_peer_buffers(dtype, weight):
+    pointers = {"x": dtype, "weight": weight, "addresses": "i64", "exchanges": "i32"}
     pointers["scales"] = "fp32"
     numbers = dict.fromkeys(("rank", "lane_words"), "i32")
     shared = {"RANKS": 3, "SHARE": 64, "USE_PDL": True}
     constants = {"OUT": 515, "IN": 768, **shared}
     constants |= {"ROLLED": False, "ROWS": 2, "BLOCK": 256}
-    assert compile_kernel(peer_buffers.gemv_to_inboxes, pointers, numbers, constants)
+    assert compile_kernel(peer_buffers.gemv_to_peers, pointers, numbers, constants)
     vectors = ("offsets", "residual", "residual_stats", "gain", "exact", "row_stats")
-    pointers = dict.fromkeys(vectors, "fp32") | {"inbox": "i64", "exchanges": "i32"}
+    pointers = dict.fromkeys(vectors, "fp32") | {"buffer": "i64", "exchanges": "i32"}
     constants = {"SIZE": 515, "LANES": 4, "OFFSET": True, "PRESCALED": 1, **shared}
     pointers["operand"] = dtype
     own = {"lane_words": "i32", "part_eps": "fp32"}
-    ptx = compile_kernel(peer_buffers.add_from_inbox, pointers, own, constants)
+    ptx = compile_kernel(peer_buffers.add_from_peers, pointers, own, constants)
     assert "ld.volatile.global" in ptx
-    pointers = dict.fromkeys(("ids", "tokens", "inbox", "inboxes"), "i64")
+    pointers = dict.fromkeys(("ids", "tokens", "buffer", "addresses"), "i64")
     pointers |= {"values": "fp32", "exchanges": "i32"}
     constants = {"LANES": 4, **shared}
     assert compile_kernel(peer_buffers.exchange_best, pointers, numbers, constants)
@@ -132,7 +132,7 @@ def test_dot_rows(dtype, in_bytes, splits):
         "GATED": splits == 1,
         "LARGEST": False,
         "SPLITS": splits,
-        "AHEAD": 2,
+        "PREFETCH": 2,
         "USE_PDL": True,
         "ROWS": 64,
         "BLOCK": 128,

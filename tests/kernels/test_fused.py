@@ -6,13 +6,10 @@ its own because the interpreter is chosen when the language is imported.
 
 from __future__ import annotations
 
-import ast
 import importlib.util
-import inspect
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -44,25 +41,6 @@ def test_interpreted_kernels_equal_the_reference(checkout):
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout
-
-
-def test_both_sides_have_the_same_operations():
-    public = {
-        name
-        for name, value in vars(reference).items()
-        if inspect.isfunction(value)
-        and not name.startswith("_")
-        and value.__module__.startswith(reference.__package__)
-    }
-    folder = Path(reference.__file__).parent
-    defined = {
-        node.name if isinstance(node, ast.FunctionDef) else target.id
-        for name in ("", "_products", "_prompts", "_rows", "_spans", "_steps")
-        for node in ast.parse((folder / f"fused{name}.py").read_text(encoding="utf-8")).body
-        if isinstance(node, (ast.FunctionDef, ast.Assign))
-        for target in (node.targets if isinstance(node, ast.Assign) else [None])
-    }
-    assert public <= defined
 
 
 def test_cpu_gets_the_reference_and_cuda_needs_the_language():

@@ -12,7 +12,7 @@ AMPERE_CARD = 99 * 1024
 
 def bytes_on_their_way(tile: DotTile, batch: int, in_bytes: bool) -> int:
     weights = tile.rows * tile.block * (1 if in_bytes else 2)
-    inputs = batch * tile.block * 2  # two digits of a byte, or a number of two bytes
+    inputs = batch * tile.block * 2  # a high and a low int8, or a number of two bytes
     return tile.stages * (weights + inputs)
 
 

@@ -24,7 +24,7 @@ from launcher_scripts.engine.distributed.symmetric_memory import (
     choose_route,
     obstacle,
 )
-from launcher_scripts.kernels.operands import Inboxes
+from launcher_scripts.kernels.operands import PeerBuffers
 
 # Which network interface the libraries below open their connections on. Within a node NCCL knows
 # better ways, and finds its own interface to agree on them.
@@ -67,7 +67,7 @@ class Communicator:
         return tensor
 
     @property
-    def inboxes(self) -> Inboxes | None:
+    def peer_buffers(self) -> PeerBuffers | None:
         """Where the tensor-parallel ranks write to each other, if they share memory."""
         return None
 
@@ -172,8 +172,8 @@ class ProcessGroupCommunicator(Communicator):
         return tensor
 
     @property
-    def inboxes(self) -> Inboxes | None:
-        return None if self._symmetric is None else self._symmetric.inboxes
+    def peer_buffers(self) -> PeerBuffers | None:
+        return None if self._symmetric is None else self._symmetric.peer_buffers
 
     def tp_concat(self, tensor: Tensor) -> Tensor:
         if self.tp_size == 1:

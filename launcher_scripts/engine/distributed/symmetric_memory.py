@@ -5,7 +5,8 @@ rank read all buffers; a two-shot sum has it add up its slice and read the other
 moves fewer bytes and waits once more. Both can be recorded in CUDA graphs. NVLink multicast is
 never asked for.
 
-For sums that a kernel takes part in, as the last of a projection, every rank has an inbox too.
+For sums that a kernel takes part in, as the last of a projection, every rank has a
+peer buffer too.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher_scripts.kernels.operands import Inboxes
+from launcher_scripts.kernels.operands import PeerBuffers
 
 # Where a two-shot sum with its copy into the buffer overtakes a one-shot sum, which copies itself.
 ONE_SHOT_BYTES = 256 << 10
 BUFFER_BYTES = 8 << 20
-LANE_WORDS = 16384  # of an inbox: the widest row
+LANE_WORDS = 16384  # of a peer buffer: the widest row
 WIDEST_ACCESS = 16  # bytes; the kernels want the tensor aligned as the buffer is
 
 
@@ -70,17 +71,17 @@ class SymmetricSums:
         )
         self._handle = symmetric_memory.rendezvous(self._buffer, group)
         ranks = group.size()
-        inbox = symmetric_memory.empty(
+        buffer = symmetric_memory.empty(
             2 * ranks * LANE_WORDS, dtype=torch.int64, device=device
         ).zero_()
-        self._inbox_handle = symmetric_memory.rendezvous(inbox, group)
-        self.inboxes = Inboxes(
-            inbox.view(2, ranks, LANE_WORDS),
-            torch.tensor(self._inbox_handle.buffer_ptrs, dtype=torch.int64, device=device),
+        self._buffer_handle = symmetric_memory.rendezvous(buffer, group)
+        self.peer_buffers = PeerBuffers(
+            buffer.view(2, ranks, LANE_WORDS),
+            torch.tensor(self._buffer_handle.buffer_ptrs, dtype=torch.int64, device=device),
             torch.zeros(LANE_WORDS, dtype=torch.int32, device=device),
             group.rank(),
         )
-        # Nobody writes into an inbox before it is empty: the ranks agree on its use after this.
+        # No rank writes into a peer buffer before it is zeroed: the ranks agree on its use later.
         torch.cuda.synchronize(device)
 
     def sum(self, tensor: Tensor, route: Route) -> Tensor:

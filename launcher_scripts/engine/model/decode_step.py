@@ -31,7 +31,7 @@ from launcher_scripts.kernels.operands import (
     RowColumns,
     StepRows,
 )
-from launcher_scripts.kernels.reference_ranks import EXACT_IDS
+from launcher_scripts.kernels.reference import EXACT_IDS
 from launcher_scripts.models.gpt import GPTConfig
 
 # Cosines and sines, float32 [positions, rotary_size / 2] each, or None: of the layers that turn as

@@ -80,7 +80,7 @@ class EncoderLayer(ParallelLayer):
         qkv = scaled(qkv, ia3 and ia3.qkv, tasks)
         heads = self.heads
         if rotary is not None:
-            qkv = self.kernels.turned(qkv, heads, rotary)
+            qkv = self.kernels.apply_rotary(qkv, heads, rotary)
         scores = {
             "scale": self.config.attention_scale,
             "relative": weights.relative,

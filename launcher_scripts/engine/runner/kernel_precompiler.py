@@ -22,7 +22,7 @@ from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.engine.runner.timeline import Timeline
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.kernels.cuda.compiling import compiling_in
-from launcher_scripts.kernels.operands import Inboxes
+from launcher_scripts.kernels.operands import PeerBuffers
 from launcher_scripts.models.family import ModelConfig, WeightSpec
 
 META = torch.device("meta")  # torch's tensors without values, which take no memory
@@ -67,12 +67,12 @@ class KernelPrecompiler:
 class FakeCommunicator(Communicator):
     """Rank 0 of a tensor-parallel group without the others: their tensors' shapes alone."""
 
-    inboxes: Inboxes | None = None
+    peer_buffers: PeerBuffers | None = None
 
     def use_peer_memory(self) -> None:
         """As if all ranks could."""
         if self.tp_size > 1:
-            self.inboxes = Inboxes(
+            self.peer_buffers = PeerBuffers(
                 torch.empty(2, self.tp_size, LANE_WORDS, dtype=torch.int64, device=META),
                 torch.empty(self.tp_size, dtype=torch.int64, device=META),
                 torch.empty(LANE_WORDS, dtype=torch.int32, device=META),

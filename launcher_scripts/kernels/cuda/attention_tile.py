@@ -24,7 +24,7 @@ def bonus_of(
     slope,
     length,
     bias,
-    position,
+    pos,
     reach,
     last,
     ALIBI: tl.constexpr,
@@ -36,7 +36,7 @@ def bonus_of(
     if ALIBI:
         bonus += slope * (tokens - (length - 1)).to(tl.float32)
     if RELATIVE:
-        place = tl.minimum(tl.maximum(tokens - position, -reach), reach) + reach
+        place = tl.minimum(tl.maximum(tokens - pos, -reach), reach) + reach
         bonus += tl.load(bias + place, mask=inside, other=0.0)
     return tl.where(inside, bonus, -float("inf"))
 
@@ -52,14 +52,14 @@ def capped(scores, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def add_tile(largest, total, mixed, key, value, scaled, bonus, SOFTCAP: tl.constexpr):
+def add_tile(m, total, acc, key, value, scaled, bonus, SOFTCAP: tl.constexpr):
     scores = capped(tl.sum(key.to(tl.float32) * scaled[None, :], 1), SOFTCAP) + bonus
-    top = tl.maximum(largest, tl.max(scores, 0))
-    shrink = tl.exp(largest - top)
-    chances = tl.exp(scores - top)
-    total = total * shrink + tl.sum(chances, 0)
-    mixed = mixed * shrink + tl.sum(chances[:, None] * value.to(tl.float32), 0)
-    return top, total, mixed
+    m_new = tl.maximum(m, tl.max(scores, 0))
+    alpha = tl.exp(m - m_new)
+    p = tl.exp(scores - m_new)
+    total = total * alpha + tl.sum(p, 0)
+    acc = acc * alpha + tl.sum(p[:, None] * value.to(tl.float32), 0)
+    return m_new, total, acc
 
 
 @triton.jit
@@ -72,28 +72,28 @@ def summed(source, stride, mask, PARTS: tl.constexpr):
 
 
 @triton.jit
-def turned(
+def apply_rotary(
     source,
     stride,
     cosines,
     sines,
-    position,
+    pos,
     PARTS: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One head's features in float32, the first 2 * HALF turned by the position."""
+    """One head's features in float32, the first 2 * HALF rotated by the position."""
     features = tl.arange(0, BLOCK)
     out = summed(source + features, stride, features < SIZE, PARTS)
     if HALF > 0:
-        turns = features < 2 * HALF
+        rotates = features < 2 * HALF
         upper = features >= HALF
         partner = tl.where(upper, features - HALF, features + HALF)
-        angle = position * HALF + tl.where(upper, features - HALF, features)
-        other = summed(source + partner, stride, turns, PARTS)
-        cosine = tl.load(cosines + angle, mask=turns, other=1.0)
-        sine = tl.load(sines + angle, mask=turns, other=0.0)
+        angle = pos * HALF + tl.where(upper, features - HALF, features)
+        other = summed(source + partner, stride, rotates, PARTS)
+        cosine = tl.load(cosines + angle, mask=rotates, other=1.0)
+        sine = tl.load(sines + angle, mask=rotates, other=0.0)
         out = out * cosine + tl.where(upper, other, -other) * sine
     return out
 
@@ -127,23 +127,23 @@ def merge_parts(
 ):
     """Weigh the parts of one row and head by their softmax sums; empty parts weigh nothing.
 
-    Read past the first cache, where other programs' parts may not have arrived.
+    The loads bypass L1, which may hold old values of other programs' parts.
     """
     features = tl.arange(0, BLOCK)
     held = features < SIZE
     splits = tl.arange(0, SPLIT_BLOCK)
     present = splits < parts
     part = group * SPLITS + splits
-    largest = tl.load(weights + part * 2, mask=present, other=-1e30, cache_modifier=".cg")
+    m = tl.load(weights + part * 2, mask=present, other=-1e30, cache_modifier=".cg")
     total = tl.load(weights + part * 2 + 1, mask=present, other=0.0, cache_modifier=".cg")
-    share = tl.exp(largest - tl.max(largest, 0))
-    mixed = tl.load(
+    share = tl.exp(m - tl.max(m, 0))
+    acc = tl.load(
         partial + part[:, None] * SIZE + features[None, :],
         mask=present[:, None] & held[None, :],
         other=0.0,
         cache_modifier=".cg",
     )
-    value = tl.sum(mixed * share[:, None], 0) / tl.sum(total * share, 0)
+    value = tl.sum(acc * share[:, None], 0) / tl.sum(total * share, 0)
     store_head(out, group, value, SIZE, BLOCK)
 
 
@@ -157,7 +157,7 @@ def newest_token(
     stride,
     cosines,
     sines,
-    turn,
+    pos,
     STORE: tl.constexpr,
     PARTS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -173,7 +173,7 @@ def newest_token(
     held = features < SIZE
     if STORE:
         kind = keys.dtype.element_ty
-        fresh = turned(new_key, stride, cosines, sines, turn, PARTS, SIZE, HALF, BLOCK)
+        fresh = apply_rotary(new_key, stride, cosines, sines, pos, PARTS, SIZE, HALF, BLOCK)
         key = fresh.to(kind)
         value = summed(new_value + features, stride, held, PARTS).to(kind)
         tl.store(keys + place, key, mask=held & stores)

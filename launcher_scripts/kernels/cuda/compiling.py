@@ -66,7 +66,9 @@ def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
 class _Compilers(ThreadPoolExecutor):
     """Threads that load what they have compiled, so that its first launch need not."""
 
-    def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:
+    def submit(  # type: ignore[override]  # Triton passes a function alone
+        self, compile_kernel: Callable[[], Any], /
+    ) -> Future[Any]:
         return super().submit(self._compile, compile_kernel)
 
     def _compile(self, compile_kernel: Callable[[], Any]) -> Any:

@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from launcher_scripts.kernels.cuda.attention_tile import (
     SMALLEST_SIDE,
     add_tile,
+    apply_rotary,
     bonus_of,
     capped,
     load_keys_values,
@@ -20,12 +21,11 @@ from launcher_scripts.kernels.cuda.attention_tile import (
     newest_token,
     part_of,
     store_head,
-    turned,
 )
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import NO_PDL, pdl_options
 from launcher_scripts.kernels.cuda.grouped_attention import attend_grouped
-from launcher_scripts.kernels.cuda.norm import look_ahead, norm_code, parts_of
+from launcher_scripts.kernels.cuda.norm import norm_code, parts_of, store_expected
 from launcher_scripts.kernels.operands import Heads, Hidden, LayerCache, Norm, RelativeBias
 
 SHORT_CONTEXT = 256  # tokens
@@ -54,10 +54,10 @@ class AttentionShape(NamedTuple):
 def attention_shape(longest: int, rows: int, heads: Heads, dtype: torch.dtype) -> AttentionShape:
     """For contexts up to `longest` of so many rows.
 
-    A short context is over sooner in one piece than with parts to merge, and few heads leave
-    processors idle, which large pieces use best. Longer ones are split over about as many small
-    programs, whose waits hide each other, however many heads there are. Where each reads much,
-    reading counts alone: matrix products wait least for anything else.
+    One program reads a short context sooner than several that have to merge their parts; with few
+    heads large tiles use the multiprocessors best. Longer contexts are split over about the same
+    number of small programs for any number of heads: they hide each other's latency. With many
+    heads memory bandwidth is the bound, and matrix products (tl.dot) come nearest to it.
     """
     queries, pairs = rows * heads.num_heads, rows * heads.num_kv_heads
     if longest > SHORT_CONTEXT:
@@ -89,7 +89,7 @@ def _newest_first(
     stride,
     cosines,
     sines,
-    turn,
+    pos,
     scaled,
     bias,
     distance,
@@ -104,12 +104,12 @@ def _newest_first(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(largest score, sum of weights, weighted values) of the newest token, if it is here."""
-    largest = -1e30
+    """(m, total, acc) of the newest token alone, if it is here."""
+    m = -1e30
     total = 0.0
-    mixed = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK], tl.float32)
     if present:
-        key, mixed = newest_token(
+        key, acc = newest_token(
             keys,
             values,
             place,
@@ -118,18 +118,18 @@ def _newest_first(
             stride,
             cosines,
             sines,
-            turn,
+            pos,
             STORE,
             PARTS,
             SIZE,
             HALF,
             stores,
         )
-        largest = capped(tl.sum(key * scaled, 0), SOFTCAP)
+        m = capped(tl.sum(key * scaled, 0), SOFTCAP)
         if RELATIVE:
-            largest += tl.load(bias + tl.minimum(tl.maximum(distance, -reach), reach) + reach)
+            m += tl.load(bias + tl.minimum(tl.maximum(distance, -reach), reach) + reach)
         total = 1.0
-    return largest, total, mixed
+    return m, total, acc
 
 
 @triton.jit(do_not_specialize=["pool_tokens"])
@@ -173,18 +173,20 @@ def attend(
 ):
     """One program: one row, one query head, one of SPLITS parts of the context.
 
-    The softmax runs along with the sum (Milakov and Gimelshein 2018), in float32. The program of a
+    The softmax is online (Milakov and Gimelshein 2018), in float32: m is the largest score so far,
+    total the sum of exp(score - m), acc that of the values with these weights. The program of a
     row and head that ends last merges the parts; it leaves its count in `arrivals` at zero.
 
-    USE_PDL: starts, lengths and all tokens are there before the kernel this one waits for ends, but
-    for the last with FRESH. STORE: `query` holds keys and values beside the queries, not yet
-    turned; the last token is taken from there, turned and stored. PARTS: `query` is the sum of so
-    many tensors. NORM: row_stats are of one row's state [STATE]; a program beside looks ahead.
+    USE_PDL: starts, lengths and all tokens are read before gdc_wait, but for the last one with
+    FRESH: the kernel before this one does not write them.
+    STORE: `query` holds keys and values beside the queries, not yet rotated; the last token is
+    taken from there, rotated and stored.  PARTS: `query` is the sum of so many tensors.
+    NORM: row_stats are of one row's state [STATE]; one more program runs store_expected.
     """
     if USE_PDL:
         gdc_launch_dependents()
     if NORM > 0 and tl.program_id(2) == SPLITS:
-        look_ahead(row_stats, tl.program_id(1) == 0, STATE, NORM, STATE_PARTS, USE_PDL)
+        store_expected(row_stats, tl.program_id(1) == 0, STATE, NORM, STATE_PARTS, USE_PDL)
         return
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row).to(tl.int32)
@@ -196,15 +198,15 @@ def attend(
     tokens = first + tl.arange(0, TILE)
     key, value = load_keys_values(keys, values, pool, tokens, last, SIZE, BLOCK)
     slope = tl.load(slopes + head) if ALIBI else 0.0
-    turn = tl.load(positions + row).to(tl.int32) if RELATIVE or HALF > 0 else 0
+    pos = tl.load(positions + row).to(tl.int32) if RELATIVE or HALF > 0 else 0
     bias += head * (2 * reach + 1) if RELATIVE else 0
     if USE_PDL:
         gdc_wait()
     held: tl.constexpr = (HEADS + (2 * (HEADS // GROUP) if STORE else 0)) * SIZE
     asked, stride = query + row * held, tl.num_programs(0) * held
-    scaled = turned(asked + head * SIZE, stride, cosines, sines, turn, PARTS, SIZE, HALF, BLOCK)
-    scaled *= scale
-    largest, total, mixed = _newest_first(
+    q = apply_rotary(asked + head * SIZE, stride, cosines, sines, pos, PARTS, SIZE, HALF, BLOCK)
+    q *= scale
+    m, total, acc = _newest_first(
         keys,
         values,
         pool + old.to(tl.int64) * SIZE + tl.arange(0, BLOCK),
@@ -213,10 +215,10 @@ def attend(
         stride,
         cosines,
         sines,
-        turn,
-        scaled,
+        pos,
+        q,
         bias,
-        old - turn,
+        old - pos,
         reach,
         FRESH and split == 0,
         head % GROUP == 0,
@@ -230,25 +232,23 @@ def attend(
     )
     for _ in range(first, last, TILE):
         later = load_keys_values(keys, values, pool, tokens + TILE, last, SIZE, BLOCK)
-        bonus = bonus_of(tokens, slope, length, bias, turn, reach, last, ALIBI, RELATIVE)
-        largest, total, mixed = add_tile(largest, total, mixed, key, value, scaled, bonus, SOFTCAP)
+        bonus = bonus_of(tokens, slope, length, bias, pos, reach, last, ALIBI, RELATIVE)
+        m, total, acc = add_tile(m, total, acc, key, value, q, bonus, SOFTCAP)
         tokens, key, value = tokens + TILE, later[0], later[1]
     place = row * HEADS + head
     if SPLITS == 1:
-        store_head(out, place, mixed / total, SIZE, BLOCK)
+        store_head(out, place, acc / total, SIZE, BLOCK)
     else:
-        _store_part(partial, weights, place * SPLITS + split, mixed, largest, total, SIZE, BLOCK)
+        _store_part(partial, weights, place * SPLITS + split, acc, m, total, SIZE, BLOCK)
         _merge_if_last(
             partial, weights, arrivals, out, place, parts, SIZE, BLOCK, SPLITS, SPLIT_BLOCK
         )
 
 
 @triton.jit
-def _store_part(
-    partial, weights, part, mixed, largest, total, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
-    store_head(partial, part, mixed, SIZE, BLOCK)
-    tl.store(weights + part * 2, largest)
+def _store_part(partial, weights, part, acc, m, total, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    store_head(partial, part, acc, SIZE, BLOCK)
+    tl.store(weights + part * 2, m)
     tl.store(weights + part * 2 + 1, total)
 
 
@@ -310,7 +310,7 @@ def _attention_kernel(
     """The kernel, its programs per row and part, and what it takes beside what all take."""
     if not shape.members:
         return attend, heads.num_heads, {}
-    more = {"MEMBERS": shape.members, "PRECISION": "ieee" if exact else "tf32"}
+    more: dict[str, object] = {"MEMBERS": shape.members, "PRECISION": "ieee" if exact else "tf32"}
     return attend_grouped, heads.num_kv_heads, more
 
 
@@ -339,14 +339,14 @@ def attention_launch(
     the last token follow the queries
     state, norm: one row's, whose row_stats say afterwards what to expect of the states behind it
     """
-    looks_ahead = norm is not None and state is not None
+    ahead = None if norm is None else state
     starts, lengths, positions = rows
     count, num_heads, size = starts.shape[0], heads.num_heads, heads.head_size
     shape = attention_shape(longest, count, heads, cache.keys.dtype)
     splits = shape.splits
     device = query.device
     out = cache.keys.new_empty(count, num_heads * size)
-    # [rows, heads, splits]: unnormalized outputs, then largest score and sum of weights
+    # [rows, heads, splits]: unnormalized outputs, then the largest score and the sum of weights
     partial = torch.empty(count, num_heads, splits, size, device=device)
     weights = torch.empty(count, num_heads, splits, 2, device=device)
     arrivals = cache.arrivals
@@ -354,7 +354,7 @@ def attention_launch(
         arrivals = torch.zeros(count * num_heads, dtype=torch.int32, device=device)
     cosines, sines = (weights, weights) if rotary is None else rotary
     kernel, across, more = _attention_kernel(shape, heads, exact=cache.keys.dtype == torch.float32)
-    launcher(kernel, (count, across, splits + looks_ahead))(
+    launcher(kernel, (count, across, splits + (ahead is not None)))(
         query,
         cache.keys,
         cache.values,
@@ -369,7 +369,7 @@ def attention_launch(
         arrivals,
         cosines,
         sines,
-        state.row_stats if looks_ahead else weights,
+        weights if ahead is None else ahead.row_stats,
         cache.keys.shape[1],
         size**-0.5 if scale is None else scale,
         0 if relative is None else relative.reach,
@@ -386,9 +386,9 @@ def attention_launch(
         STORE=store,
         PARTS=parts,
         HALF=0 if rotary is None else cosines.shape[1],
-        NORM=norm_code(norm) if looks_ahead else 0,
-        STATE=state.exact.shape[1] if looks_ahead else 0,
-        STATE_PARTS=parts_of(state.row_stats) if looks_ahead else 0,
+        NORM=0 if ahead is None else norm_code(norm),
+        STATE=0 if ahead is None else ahead.exact.shape[1],
+        STATE_PARTS=0 if ahead is None else parts_of(ahead.row_stats),
         TILE=shape.tile,
         num_warps=shape.warps,
         num_stages=shape.stages,

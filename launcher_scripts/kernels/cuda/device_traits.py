@@ -45,7 +45,8 @@ def traits_of(device: torch.device) -> DeviceTraits:
         return INTERPRETER
     properties = torch.cuda.get_device_properties(None if device.type == "meta" else device)
     capability = (properties.major, properties.minor)
-    return DeviceTraits(capability, int(properties.shared_memory_per_block_optin))
+    shared_bytes = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return DeviceTraits(capability, int(shared_bytes))
 
 
 NO_PDL = {

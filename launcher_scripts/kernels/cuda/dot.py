@@ -19,7 +19,7 @@ from launcher_scripts.kernels.cuda.argmax import best_of_parts
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options, traits_of
 from launcher_scripts.kernels.cuda.gemv_tile import scales_of
-from launcher_scripts.kernels.cuda.int8 import dot_digits, load_piece, split_digits
+from launcher_scripts.kernels.cuda.int8 import dot_hi_lo_int8, load_piece, split_hi_lo_int8
 from launcher_scripts.kernels.cuda.norm import add_parts
 from launcher_scripts.kernels.cuda.tiles import DotTile, dot_tile
 from launcher_scripts.kernels.operands import Hidden, Linear, Norm
@@ -29,12 +29,12 @@ SMALLEST_BATCH = 16  # the narrow side of a matrix product
 
 
 @triton.jit
-def _fetch(starts, first, last, AHEAD: tl.constexpr, BLOCK: tl.constexpr):
-    """Ask for the first AHEAD pieces of a weight's rows, so that they are in the second cache
-    when they are needed: one address of every 128 bytes."""
+def _prefetch(starts, first, last, PREFETCH: tl.constexpr, BLOCK: tl.constexpr):
+    """Prefetch the first PREFETCH pieces of a weight's rows into L2: one address of every 128
+    bytes."""
     line: tl.constexpr = 1024 // starts.dtype.element_ty.primitive_bitwidth
     lines = tl.arange(0, BLOCK // line) * line
-    for piece in tl.static_range(AHEAD):
+    for piece in tl.static_range(PREFETCH):
         columns = tl.minimum(first + piece * BLOCK + lines, last - 1)
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -104,7 +104,7 @@ def dot_rows(
     GATED: tl.constexpr,
     LARGEST: tl.constexpr,
     SPLITS: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PREFETCH: tl.constexpr,
     USE_PDL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -116,7 +116,7 @@ def dot_rows(
     Of the ROWS that a program multiplies, half are the gate's with GATED. With SPLITS > 1 the parts
     over the columns go to out [SPLITS, count, OUT], to be summed. With LARGEST nothing but the
     largest of the program's values and its place is kept, for each row. With USE_PDL the weight's
-    first AHEAD pieces are on their way before x is there.
+    first PREFETCH pieces are prefetched before gdc_wait.
     """
     part = tl.program_id(0)
     split = tl.program_id(1)
@@ -134,11 +134,13 @@ def dot_rows(
         starts = tl.where(lines < own, starts, gate_weight + place)
     if USE_PDL:
         gdc_launch_dependents()
-        _fetch(starts, first, last, AHEAD, BLOCK)
+        _prefetch(starts, first, last, PREFETCH, BLOCK)
         gdc_wait()
     even: tl.constexpr = OUT % own == 0 and IN % BLOCK == 0
     if weight.dtype.element_ty == tl.int8:
-        value = dot_digits(x, steps, starts, held, first, last, count, IN, even, ROWS, BLOCK, BATCH)
+        value = dot_hi_lo_int8(
+            x, steps, starts, held, first, last, count, IN, even, ROWS, BLOCK, BATCH
+        )
     else:
         value = _dot(x, starts, held, first, last, count, IN, even, ROWS, BLOCK, BATCH)
     if GATED:
@@ -198,7 +200,7 @@ def dot_parts(x: Tensor, linear: Linear, kind: str) -> Tensor:
     return parts
 
 
-def dot_add(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm) -> Hidden:
+def dot_add(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
     """reference.accumulate for a few rows: parts of the product, then their sum and its norm."""
     dtype = onto.operand.dtype
     return add_parts(_parts(x, linear), linear.bias, onto.exact, norm_of_next, dtype)
@@ -242,7 +244,7 @@ def _launch(
     largest: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     found, places = (x, x) if largest is None else largest
-    given, steps = split_digits(x) if linear.in_bytes else (x, x)
+    given, steps = split_hi_lo_int8(x) if linear.in_bytes else (x, x)
     gate_bias = None if gate is None else gate.bias
     batch = max(SMALLEST_BATCH, triton.next_power_of_2(x.shape[0]))
     tile = tile.fitting(batch, linear.in_bytes, traits_of(x.device).shared_bytes)
@@ -267,7 +269,7 @@ def _launch(
         GATED=gate is not None,
         LARGEST=largest is not None,
         SPLITS=tile.splits,
-        AHEAD=tile.ahead,
+        PREFETCH=tile.prefetch,
         ROWS=tile.rows,
         BLOCK=tile.block,
         BATCH=batch,

@@ -73,7 +73,8 @@ def begin_rows(
     PRESCALED, the code of a norm behind: what goes to `rounded` is the operand for that norm (see
     norm.py), whose gain is `gain`; its statistics go to row_stats.
 
-    Nothing later starts before this has ended, so all may read what it writes without waiting.
+    It never calls gdc_launch_dependents: no later kernel starts before it has ended, so all of them
+    may read what it writes before gdc_wait.
     """
     row = tl.program_id(0)
     slot = tl.load(slots + row)
@@ -128,11 +129,11 @@ def begin_step(
     """See reference.begin_step."""
     rows, size, dtype = slots.shape[0], tables.tokens.shape[1], tables.tokens.dtype
     exact = torch.empty(rows, size, device=slots.device)
-    prescaled = rows == 1 and norm_of_next is not None
-    alike = dtype == torch.float32 and not prescaled
+    folded = norm_of_next if rows == 1 else None
+    alike = dtype == torch.float32 and folded is None
     rounded = exact if alike else exact.new_empty(rows, size, dtype=dtype)
-    parts = whole_row_parts(size) if prescaled else 0
-    row_stats = empty_stats(parts, slots.device) if prescaled else None
+    parts = 0 if folded is None else whole_row_parts(size)
+    row_stats = None if folded is None else empty_stats(parts, slots.device)
     made = torch.empty(5, rows, dtype=torch.int64, device=slots.device)
     starts, positions, lengths, source_starts, source_lengths = made
     launcher(begin_rows, (rows,))(
@@ -152,17 +153,17 @@ def begin_step(
         source_starts,
         exact,
         rounded,
-        norm_of_next.weight if prescaled else exact,
-        row_stats if prescaled else exact,
+        exact if folded is None else folded.weight,
+        exact if row_stats is None else row_stats,
         tables.first_id,
         tables.tokens.shape[0],
         columns.padding,
         size,
-        norm_of_next.eps if prescaled else 0.0,
+        0.0 if folded is None else folded.eps,
         SOURCES=sources,
         POSITIONS=tables.positions is not None,
         ROUNDED=rounded is not exact,
-        PRESCALED=norm_code(norm_of_next) if prescaled else 0,
+        PRESCALED=norm_code(folded),
         PARTS=parts,
         BLOCK=triton.next_power_of_2(size),
         num_warps=8,

@@ -7,6 +7,7 @@ norm, bias and activation: gemv.py for one row, dot.py for a few. cuBLAS multipl
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +15,13 @@ from torch.nn import functional
 
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.cuda.activation import gated
-from launcher_scripts.kernels.cuda.argmax import argmax
-from launcher_scripts.kernels.cuda.decode_attention import attention_launch, decode_attention
+from launcher_scripts.kernels.cuda.argmax import argmax as argmax
+from launcher_scripts.kernels.cuda.decode_attention import (
+    attention_launch,
+)
+from launcher_scripts.kernels.cuda.decode_attention import (
+    decode_attention as decode_attention,
+)
 from launcher_scripts.kernels.cuda.device_traits import NO_PDL, pdl_options, traits_of
 from launcher_scripts.kernels.cuda.dot import (
     dot_add,
@@ -25,11 +31,14 @@ from launcher_scripts.kernels.cuda.dot import (
     dot_product,
     fits,
 )
-from launcher_scripts.kernels.cuda.embedding import begin_step, embed
+from launcher_scripts.kernels.cuda.embedding import begin_step as begin_step
+from launcher_scripts.kernels.cuda.embedding import embed as embed
 from launcher_scripts.kernels.cuda.gemv import row_accumulate, row_largest, row_product
 from launcher_scripts.kernels.cuda.gemv_heads import row_heads
 from launcher_scripts.kernels.cuda.int8 import dense
-from launcher_scripts.kernels.cuda.norm import add_parts, fold_norm, hidden, norm
+from launcher_scripts.kernels.cuda.norm import add_parts, fold_norm
+from launcher_scripts.kernels.cuda.norm import hidden as hidden
+from launcher_scripts.kernels.cuda.norm import norm as norm
 from launcher_scripts.kernels.cuda.peer_buffers import (
     exchange_largest,
     fits_buffers,
@@ -37,9 +46,9 @@ from launcher_scripts.kernels.cuda.peer_buffers import (
     receive_sum,
     send_product,
 )
-from launcher_scripts.kernels.cuda.prompt_attention import prompt_attention
-from launcher_scripts.kernels.cuda.rotary import store_kv
-from launcher_scripts.kernels.cuda.span_attention import attend_spans
+from launcher_scripts.kernels.cuda.prompt_attention import prompt_attention as prompt_attention
+from launcher_scripts.kernels.cuda.rotary import store_kv as store_kv
+from launcher_scripts.kernels.cuda.span_attention import attend_spans as attend_spans
 from launcher_scripts.kernels.operands import (
     HeadNorms,
     Heads,
@@ -52,37 +61,15 @@ from launcher_scripts.kernels.operands import (
     RowColumns,
     StepRows,
 )
-from launcher_scripts.kernels.reference import (
-    ACTIVATIONS,
-    add_residual,
-    context_attention,
-    norm_heads,
-    rotary_table,
-    source_attention,
-    source_attention_weights,
-    turned,
-)
 
-__all__ = [
-    "ACTIVATIONS",
-    "add_residual",
-    "argmax",
-    "attend_spans",
-    "begin_step",
-    "context_attention",
-    "decode_attention",
-    "dense",
-    "embed",
-    "hidden",
-    "norm",
-    "norm_heads",
-    "prompt_attention",
-    "rotary_table",
-    "source_attention",
-    "source_attention_weights",
-    "store_kv",
-    "turned",
-]
+ACTIVATIONS = reference.ACTIVATIONS
+add_residual = reference.add_residual
+apply_rotary = reference.apply_rotary
+context_attention = reference.context_attention
+norm_heads = reference.norm_heads
+rotary_table = reference.rotary_table
+source_attention = reference.source_attention
+source_attention_weights = reference.source_attention_weights
 
 
 def prepare(linear: Linear) -> Linear:
@@ -139,7 +126,7 @@ def _normalized(x: Tensor, linear: Linear) -> Tensor:
     return norm(x, linear.norm, linear.dtype)
 
 
-def _row(x: Tensor, linear: Linear, dtype: torch.dtype, kind: str, **more: object) -> Tensor:
+def _row(x: Tensor, linear: Linear, dtype: torch.dtype, kind: str, **more: Any) -> Tensor:
     """One row through a projection behind a norm of its own: [1, out] of `dtype`."""
     out = torch.empty(1, linear.weight.shape[0], dtype=dtype, device=x.device)
     operand = _normalized(x, linear)
@@ -159,7 +146,7 @@ def project_heads(
     if x.operand.shape[0] == 1:
         return row_heads(x, linear, heads, rotary, rows, cache)
     qkv = many_rows(x.operand, linear)
-    return store_kv(qkv, heads, rows.turns(rotary), rows.starts + rows.positions, cache)
+    return store_kv(qkv, heads, rows.rotary(rotary), rows.starts + rows.positions, cache)
 
 
 def attend_own(
@@ -183,7 +170,7 @@ def attend_own(
     stored = alone or norms is not None
     if norms is not None:
         qkv = norm_heads(project_hidden(x, linear), heads, norms, norm)
-        query = store_kv(qkv, heads, rows.turns(rotary), rows.starts + rows.positions, cache)
+        query = store_kv(qkv, heads, rows.rotary(rotary), rows.starts + rows.positions, cache)
     elif alone:
         query = row_heads(x, linear, heads, rotary, rows, cache)
     else:
@@ -228,7 +215,7 @@ def attend_source(
         query,
         heads,
         cache,
-        (rows.source_starts, rows.source_lengths, rows.positions),
+        (*rows.source, rows.positions),
         longest,
         None,
         scale,
@@ -283,13 +270,13 @@ def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | Non
     """See reference.accumulate."""
     if fits(x):
         return dot_add(x, linear, onto, norm_of_next)
-    if x.shape[0] > 1 or not _foreseen(onto, norm_of_next):
+    if x.shape[0] > 1 or not _has_expected(onto, norm_of_next):
         added = many_rows(x, replace(linear, bias=None))
         return add_parts(added[None], linear.bias, onto.exact, norm_of_next, onto.operand.dtype)
     return row_accumulate(x, linear, onto, norm_of_next)
 
 
-def _foreseen(onto: Hidden, norm_of_next: Norm | None) -> bool:
+def _has_expected(onto: Hidden, norm_of_next: Norm | None) -> bool:
     """Whether one row's hidden states say how those that come after it are to be prescaled."""
     return norm_of_next is None or onto.row_stats is not None
 
@@ -303,19 +290,22 @@ def accumulate_over_ranks(
     x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None, ranks: Ranks
 ) -> Hidden:
     """See reference.accumulate_over_ranks."""
-    inboxes = ranks.inboxes
-    has_room = inboxes is not None and fits_buffers(x, linear, inboxes)
-    if has_room and _foreseen(onto, norm_of_next):
-        send_product(x, linear, inboxes)
-        return receive_sum(linear.bias, onto, norm_of_next, inboxes)
+    buffers = ranks.peer_buffers
+    if (
+        buffers is not None
+        and fits_buffers(x, linear, buffers)
+        and _has_expected(onto, norm_of_next)
+    ):
+        send_product(x, linear, buffers)
+        return receive_sum(linear.bias, onto, norm_of_next, buffers)
     return add_sum(ranks.tp_sum(partial_product(x, linear)), linear.bias, onto, norm_of_next)
 
 
 def largest_of_ranks(values: Tensor, ids: Tensor, ranks: Ranks) -> Tensor:
     """See reference.largest_of_ranks."""
-    inboxes = ranks.inboxes
-    if inboxes is not None and values.shape[0] <= most_rows(inboxes):
-        return exchange_largest(values, ids, inboxes)
+    buffers = ranks.peer_buffers
+    if buffers is not None and values.shape[0] <= most_rows(buffers):
+        return exchange_largest(values, ids, buffers)
     return reference.largest_of_ranks(values, ids, ranks)
 
 

@@ -258,7 +258,7 @@ def row_product(
         gate_offsets=operand if gate_offsets is None else gate_offsets,
         gate_sums=operand if gate_sums is None else gate_sums,
         residual=operand if onto is None else onto.exact,
-        residual_stats=operand if found is None else onto.row_stats,
+        residual_stats=operand if onto is None or found is None else onto.row_stats,
         gain=operand if norm_of_next is None else norm_of_next.weight,
         out=out,
         rounded=operand if rounded is None else rounded,

@@ -69,8 +69,8 @@ def gemv_heads(
 ):
     """Query, key and value of one token: queries to `query`, the rest to its place in the cache.
 
-    A program owns ROWS pairs of features that rotary positions would turn together (HALF of each
-    head's pairs do turn), so that it can turn them.
+    A program owns ROWS pairs of features, each of which rotary positions rotate together; they
+    rotate HALF of each head's pairs.
     """
     if USE_PDL:
         gdc_launch_dependents()
@@ -96,9 +96,9 @@ def gemv_heads(
     position = tl.load(positions)
     slot = tl.load(starts) + position
     if HALF > 0:
-        turns = (pair < HALF) & (head < HEADS + KV_HEADS) & inside
-        cosine = tl.load(cosines + position * HALF + pair, mask=turns, other=1.0)
-        sine = tl.load(sines + position * HALF + pair, mask=turns, other=0.0)
+        rotates = (pair < HALF) & (head < HEADS + KV_HEADS) & inside
+        cosine = tl.load(cosines + position * HALF + pair, mask=rotates, other=1.0)
+        sine = tl.load(sines + position * HALF + pair, mask=rotates, other=0.0)
     if USE_PDL:
         gdc_wait()
     total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)

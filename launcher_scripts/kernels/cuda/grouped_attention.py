@@ -18,32 +18,32 @@ from launcher_scripts.kernels.cuda.attention_tile import (
     part_of,
     summed,
 )
-from launcher_scripts.kernels.cuda.norm import look_ahead
+from launcher_scripts.kernels.cuda.norm import store_expected
 
 
 @triton.jit
-def turned_heads(
+def apply_rotary_heads(
     heads,
     held,
     stride,
     cosines,
     sines,
-    position,
+    pos,
     PARTS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`turned` for several heads, whose first features are at heads [M, 1]: float32 [M, BLOCK]."""
+    """apply_rotary for several heads, whose first features are at heads [M, 1]: [M, BLOCK]."""
     features = tl.arange(0, BLOCK)[None, :]
     out = summed(heads + features, stride, held, PARTS)
     if HALF > 0:
-        turns = features < 2 * HALF
+        rotates = features < 2 * HALF
         upper = features >= HALF
         partner = tl.where(upper, features - HALF, features + HALF)
-        angle = position * HALF + tl.where(upper, features - HALF, features)
-        other = summed(heads + partner, stride, held & turns, PARTS)
-        cosine = tl.load(cosines + angle, mask=turns, other=1.0)
-        sine = tl.load(sines + angle, mask=turns, other=0.0)
+        angle = pos * HALF + tl.where(upper, features - HALF, features)
+        other = summed(heads + partner, stride, held & rotates, PARTS)
+        cosine = tl.load(cosines + angle, mask=rotates, other=1.0)
+        sine = tl.load(sines + angle, mask=rotates, other=0.0)
         out = out * cosine + tl.where(upper, other, -other) * sine
     return out
 
@@ -60,7 +60,7 @@ def _gains(
     slope,
     length,
     bias,
-    position,
+    pos,
     reach,
     last,
     ALIBI: tl.constexpr,
@@ -71,16 +71,16 @@ def _gains(
     if ALIBI:
         gains = gains + slope[:, None] * (tokens - (length - 1)).to(tl.float32)[None, :]
     if RELATIVE:
-        place = _reached(tokens - position, reach)
+        place = _reached(tokens - pos, reach)
         gains = gains + tl.load(bias[:, None] + place[None, :])
     return gains
 
 
 @triton.jit
 def _add_tokens(
-    largest,
+    m,
     total,
-    mixed,
+    acc,
     key,
     value,
     query,
@@ -91,13 +91,13 @@ def _add_tokens(
 ):
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
     scores = capped(scores, SOFTCAP) + gains
-    top = tl.maximum(largest, tl.max(scores, 1))
-    shrink = tl.exp(largest - top)
-    chances = tl.exp(scores - top[:, None])
-    total = total * shrink + tl.sum(chances, 1)
-    mixed = mixed * shrink[:, None]
-    mixed = tl.dot(chances.to(value.dtype), value, mixed, input_precision=PRECISION)
-    return top, total, mixed
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    alpha = tl.exp(m - m_new)
+    p = tl.exp(scores - m_new[:, None])
+    total = total * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+    acc = tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
+    return m_new, total, acc
 
 
 @triton.jit(do_not_specialize=["pool_tokens"])
@@ -149,7 +149,7 @@ def attend_grouped(
     if USE_PDL:
         gdc_launch_dependents()
     if NORM > 0 and tl.program_id(2) == SPLITS:
-        look_ahead(row_stats, tl.program_id(1) == 0, STATE, NORM, STATE_PARTS, USE_PDL)
+        store_expected(row_stats, tl.program_id(1) == 0, STATE, NORM, STATE_PARTS, USE_PDL)
         return
     row, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row).to(tl.int32)
@@ -157,7 +157,7 @@ def attend_grouped(
     if first > 0 and first >= old:
         return
     pool = (group * pool_tokens.to(tl.int64) + tl.load(starts + row)) * SIZE
-    turn = tl.load(positions + row).to(tl.int32) if RELATIVE or HALF > 0 else 0
+    pos = tl.load(positions + row).to(tl.int32) if RELATIVE or HALF > 0 else 0
     members, features = tl.arange(0, MEMBERS), tl.arange(0, BLOCK)
     heads = group * GROUP + tl.minimum(members, GROUP - 1)
     slope = tl.load(slopes + heads) if ALIBI else 0.0
@@ -169,36 +169,38 @@ def attend_grouped(
     stride = tl.num_programs(0) * (HEADS + beside) * SIZE
     held = (features < SIZE)[None, :] & (members < GROUP)[:, None]
     first_features = asked + heads[:, None] * SIZE
-    exact = turned_heads(first_features, held, stride, cosines, sines, turn, PARTS, HALF, BLOCK)
+    exact = apply_rotary_heads(
+        first_features, held, stride, cosines, sines, pos, PARTS, HALF, BLOCK
+    )
     rounded = exact.to(keys.dtype.element_ty)
     total = tl.zeros([MEMBERS], tl.float32)
-    largest, mixed = total - 1e30, tl.zeros([MEMBERS, BLOCK], tl.float32)
+    m, acc = total - 1e30, tl.zeros([MEMBERS, BLOCK], tl.float32)
     if FRESH and split == 0:
         place = pool + old.to(tl.int64) * SIZE + features
         key, value = asked + (HEADS + group) * SIZE, asked + (HEADS + HEADS // GROUP + group) * SIZE
         key, value = newest_token(
-            keys, values, place, key, value, stride, cosines, sines, turn, STORE, PARTS, SIZE, HALF
+            keys, values, place, key, value, stride, cosines, sines, pos, STORE, PARTS, SIZE, HALF
         )
-        largest = capped(tl.sum(exact * key[None, :], 1) * scale, SOFTCAP)
+        m = capped(tl.sum(exact * key[None, :], 1) * scale, SOFTCAP)
         if RELATIVE:
-            largest += tl.load(own_bias + _reached(old - turn, reach))
+            m += tl.load(own_bias + _reached(old - pos, reach))
         total += 1.0
-        mixed += value[None, :]
+        acc += value[None, :]
     for tile in range(first, last, TILE):
         tokens = tile + tl.arange(0, TILE)
-        gains = _gains(tokens, slope, length, own_bias, turn, reach, last, ALIBI, RELATIVE)
+        gains = _gains(tokens, slope, length, own_bias, pos, reach, last, ALIBI, RELATIVE)
         key, value = load_keys_values(keys, values, pool, tokens, last, SIZE, BLOCK)
-        largest, total, mixed = _add_tokens(
-            largest, total, mixed, key, value, rounded, scale, gains, SOFTCAP, PRECISION
+        m, total, acc = _add_tokens(
+            m, total, acc, key, value, rounded, scale, gains, SOFTCAP, PRECISION
         )
     place = row * HEADS + heads
     if SPLITS == 1:
         target = out + place[:, None] * SIZE + features[None, :]
-        tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), mask=held)
+        tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=held)
     else:
         part = place * SPLITS + split
-        tl.store(partial + part[:, None] * SIZE + features[None, :], mixed, mask=held)
-        tl.store(weights + part * 2, largest, mask=members < GROUP)
+        tl.store(partial + part[:, None] * SIZE + features[None, :], acc, mask=held)
+        tl.store(weights + part * 2, m, mask=members < GROUP)
         tl.store(weights + part * 2 + 1, total, mask=members < GROUP)
         pair = row * (HEADS // GROUP) + group
         _merge_if_last(

@@ -1,9 +1,9 @@
 """An int8 weight times a few rows on the matrix units, in the Triton language.
 
 The matrix units multiply int8 with int8 only, and making whole numbers of the weights first takes
-more time than reading them. So the rows of x become numbers of 16 bits with a step of their own,
-and those two digits of 8 bits each. The sums of the digits' products are exact; the steps, the
-largest of a row over 32639, are finer than bfloat16 for all but the smallest values.
+more time than reading them. So each row of x becomes int16 with a scale (step) of its own, and an
+int16 becomes a high and a low int8. The sums of their products are exact. The steps, the largest of
+a row over 32639, are finer than bfloat16 for all but the smallest values.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def widen(weight, scale, out, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def split_rows(x, digits, steps, size, USE_PDL: tl.constexpr, BLOCK: tl.constexpr):
+def split_rows(x, hi_lo, steps, size, USE_PDL: tl.constexpr, BLOCK: tl.constexpr):
     """One program: one row of x [N, size] as (256 * high + low) * step.
 
-    digits: int8 [2, N, size], the high ones first;  steps: float32 [N]
+    hi_lo: int8 [2, N, size], the high ones first;  steps: float32 [N]
     """
     if USE_PDL:
         gdc_launch_dependents()
@@ -50,7 +50,7 @@ def split_rows(x, digits, steps, size, USE_PDL: tl.constexpr, BLOCK: tl.constexp
     step = tl.where(largest > 0, largest, 1.0) / LARGEST
     whole = tl.floor(values / step + 0.5).to(tl.int32)
     high = (whole + BASE // 2) >> 8
-    target = digits + row * size + columns
+    target = hi_lo + row * size + columns
     tl.store(target, high.to(tl.int8), mask=inside)
     lows = tl.num_programs(0).to(tl.int64) * size
     tl.store(target + lows, (whole - high * BASE).to(tl.int8), mask=inside)
@@ -68,8 +68,8 @@ def load_piece(weights, held, EVEN: tl.constexpr):
 
 
 @triton.jit
-def dot_digits(
-    digits,
+def dot_hi_lo_int8(
+    hi_lo,
     steps,
     starts,
     held,
@@ -92,7 +92,7 @@ def dot_digits(
     high = tl.zeros([ROWS, BATCH], tl.int32)
     low = tl.zeros([ROWS, BATCH], tl.int32)
     weights = starts + columns[None, :]
-    places = digits + batch[None, :] * IN + columns[:, None]
+    places = hi_lo + batch[None, :] * IN + columns[:, None]
     for column in tl.range(first, last, BLOCK):
         tile = load_piece(weights + column, held & (column + columns < IN)[None, :], EVEN)
         inside = (batch < count)[None, :] & (column + columns < IN)[:, None]
@@ -117,14 +117,14 @@ def dense(linear: Linear) -> Linear:
     return Linear(weight, linear.bias, linear.norm)
 
 
-def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [N, in] as an int8 weight is multiplied with: digits int8 [2, N, in], steps [N]."""
+def split_hi_lo_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [N, in] as an int8 weight is multiplied with: hi_lo int8 [2, N, in], steps [N]."""
     count, size = x.shape
-    digits = torch.empty(2, count, size, dtype=torch.int8, device=x.device)
+    hi_lo = torch.empty(2, count, size, dtype=torch.int8, device=x.device)
     steps = torch.empty(count, device=x.device)
     block = triton.next_power_of_2(size)
     warps = max(1, min(32, block // 512))
     launcher(split_rows, (count,))(
-        x, digits, steps, size, BLOCK=block, num_warps=warps, **pdl_options(x)
+        x, hi_lo, steps, size, BLOCK=block, num_warps=warps, **pdl_options(x)
     )
-    return digits, steps
+    return hi_lo, steps

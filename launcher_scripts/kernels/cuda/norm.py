@@ -1,9 +1,9 @@
 """Norms: kernels of their own, and folded into the kernels around them for steps of one row.
 
 A norm gives the same of (x - shift) * unit as of x; only its eps has to be times unit**2. So the
-kernel that makes x leaves the operand (x - shift) * unit * gain, in the type of the weights, where
+kernel that makes x stores the operand (x - shift) * unit * gain, in the type of the weights, where
 shift and unit are known before: all its programs have the same, and the operand is rounded as a
-normalized x would be. Each program leaves the sums of its part of (x - shift) * unit and of its
+normalized x would be. Each program stores the sums of its part of (x - shift) * unit and of its
 squares as well. The projection behind adds those up and knows what mean and scale are missing: with
 gain g and bias b, y = (W operand - mean * W g) * scale + W b. W g and W b are known when the model
 is loaded.
@@ -77,9 +77,9 @@ def load_expected(row_stats, PRESCALED: tl.constexpr):
 
 
 @triton.jit
-def _leave_shift(row_stats, shift, unit, leaves):
+def _store_shift(row_stats, shift, unit, stores):
     words = tl.arange(0, 4)
-    tl.store(row_stats + words, tl.where(words % 2 == 0, shift, unit), mask=(words < SUMS) & leaves)
+    tl.store(row_stats + words, tl.where(words % 2 == 0, shift, unit), mask=(words < SUMS) & stores)
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def prescale(value, inside, gain, shift, unit, row_stats, part_eps):
     squares = tl.sum(value * value, 0) + part_eps * unit * unit
     tl.store(row_stats + SUMS + part, tl.sum(value, 0))
     tl.store(row_stats + SUMS + tl.num_programs(0) + part, squares)
-    _leave_shift(row_stats, shift, unit, part == 0)
+    _store_shift(row_stats, shift, unit, part == 0)
     return value * gain
 
 
@@ -121,7 +121,7 @@ def standardize(
         parts = tl.arange(0, PARTS)
         held = tl.reshape(values, [BLOCK // PARTS, PARTS])
         squares = tl.sum(held * held, 0) + eps * unit * unit * size / PARTS
-        _leave_shift(row_stats, shift, unit, True)
+        _store_shift(row_stats, shift, unit, True)
         tl.store(row_stats + SUMS + parts, tl.sum(held, 0))
         tl.store(row_stats + SUMS + PARTS + parts, squares)
     return values
@@ -153,24 +153,24 @@ def norm_terms(total, squares, IN: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def look_ahead(
+def store_expected(
     row_stats,
-    leaves,
+    stores,
     IN: tl.constexpr,
     NORM: tl.constexpr,
     PARTS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Leave shift and unit for the rows that come after the one [IN] with these statistics: those
-    of its parts that are not far from most. Only the program with `leaves` does."""
+    of its parts that are not far from most. Only the program with `stores` does."""
     if USE_PDL:
         gdc_wait()
     lanes = tl.arange(0, triton.next_power_of_2(PARTS))
     there = lanes < PARTS
-    total = tl.load(row_stats + SUMS + lanes, mask=there & leaves, other=0.0)
-    squares = tl.load(row_stats + SUMS + PARTS + lanes, mask=there & leaves, other=1.0)
-    shift = tl.load(row_stats, mask=leaves, other=0.0)
-    unit = tl.load(row_stats + 1, mask=leaves, other=1.0)
+    total = tl.load(row_stats + SUMS + lanes, mask=there & stores, other=0.0)
+    squares = tl.load(row_stats + SUMS + PARTS + lanes, mask=there & stores, other=1.0)
+    shift = tl.load(row_stats, mask=stores, other=0.0)
+    unit = tl.load(row_stats + 1, mask=stores, other=1.0)
     squares = tl.maximum(squares, SMALLEST)
     length, logs = tl.reduce((tl.where(there, squares, 0.0), tl.log2(squares)), 0, _add_two)
     near = there & (squares <= FAR * tl.exp2(logs / PARTS))
@@ -181,8 +181,8 @@ def look_ahead(
     moved = total / count if NORM == 1 else 0.0
     usual = tl.maximum(squares / count - moved * moved, 0.0)
     following = USUAL * tl.rsqrt(usual + length * LENGTH_WEIGHT)
-    tl.store(row_stats + 2, shift + moved / unit, mask=leaves)
-    tl.store(row_stats + 3, tl.minimum(unit * following, LARGEST_UNIT), mask=leaves)
+    tl.store(row_stats + 2, shift + moved / unit, mask=stores)
+    tl.store(row_stats + 3, tl.minimum(unit * following, LARGEST_UNIT), mask=stores)
 
 
 @triton.jit
@@ -273,13 +273,14 @@ def empty_stats(parts: int, device: torch.device) -> Tensor:
 
 
 def whole_row_parts(size: int) -> int:
-    """In how many parts a kernel that has a whole row [size] leaves its statistics."""
-    return min(WHOLE_ROW_PARTS, triton.next_power_of_2(size))
+    """In how many parts a kernel that has a whole row [size] stores its statistics."""
+    parts: int = min(WHOLE_ROW_PARTS, triton.next_power_of_2(size))
+    return parts
 
 
-def parts_of(row_stats: Tensor) -> int:
-    """In how many parts the row with these statistics was made."""
-    return row_stats.numel() // 2 - 2
+def parts_of(row_stats: Tensor | None) -> int:
+    """In how many parts the row with these statistics was made; 0 without them."""
+    return 0 if row_stats is None else row_stats.numel() // 2 - 2
 
 
 def part_eps(norm: Norm | None, size: int, parts: int) -> float:

@@ -1,10 +1,11 @@
 """A projection's sum over GPUs that write into each other's memory, in the Triton language.
 
-Every rank has an inbox, two halves of one lane per rank. A rank writes its part of a value into its
-lane of every inbox, as a word of 8 bytes that holds the value and the number of the exchange; the
-receiver waits for words with that number, so that nothing else has to be waited for. Words of 8
-bytes arrive whole. Exchanges take the halves in turn: who sends for the next but one has received
-the next from everyone, and those had read their inboxes before they sent it.
+Every rank has a buffer that its peers can address: two halves, each of one lane per rank. A rank
+writes its part of a value into its own lane of every rank's buffer, as a word of 8 bytes that holds
+the value and the number of the exchange. The receiver waits for words with that number; words of 8
+bytes arrive whole, so nothing else needs to synchronize. Exchanges use the halves in turn: a rank
+that sends for the next but one has received the next from every rank, and each of them had read its
+buffer before it sent that.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from launcher_scripts.kernels.cuda.norm import (
     prescale,
 )
 from launcher_scripts.kernels.cuda.tiles import row_tile
-from launcher_scripts.kernels.operands import Hidden, Inboxes, Linear, Norm
+from launcher_scripts.kernels.operands import Hidden, Linear, Norm, PeerBuffers
 
 SHARE = 64  # values that share a count of exchanges
 
 
 @triton.jit(do_not_specialize=["rank"])
-def gemv_to_inboxes(
+def gemv_to_peers(
     x,
     weight,
     scales,
-    inboxes,
+    addresses,
     exchanges,
     rank,
     lane_words,
@@ -55,7 +56,7 @@ def gemv_to_inboxes(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """W x of this rank's part of x, to the inboxes whose addresses are given."""
+    """W x of this rank's part of x, to the buffers at the addresses."""
     if USE_PDL:
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -90,8 +91,8 @@ def gemv_to_inboxes(
     word = (number.to(tl.int64) << 32) | bits
     lane = ((number & 1) * RANKS + rank) * lane_words
     for receiver in tl.static_range(RANKS):
-        inbox = tl.load(inboxes + receiver).to(tl.pointer_type(tl.int64))
-        tl.store(inbox + lane + rows, word, mask=inside)
+        buffer = tl.load(addresses + receiver).to(tl.pointer_type(tl.int64))
+        tl.store(buffer + lane + rows, word, mask=inside)
 
 
 @triton.jit
@@ -101,8 +102,8 @@ def _missing(old, awaited):
 
 
 @triton.jit
-def add_from_inbox(
-    inbox,
+def add_from_peers(
+    buffer,
     exchanges,
     offsets,
     residual,
@@ -142,7 +143,7 @@ def add_from_inbox(
     number = tl.load(exchanges + part, cache_modifier=".cg") + 1
     lanes = tl.arange(0, LANES)[:, None]
     awaited = (lanes < RANKS) & inside[None, :]
-    words = inbox + ((number & 1) * RANKS + lanes) * lane_words + columns[None, :]
+    words = buffer + ((number & 1) * RANKS + lanes) * lane_words + columns[None, :]
     word = tl.load(words, mask=awaited, other=0, volatile=True)
     while _missing((word >> 32) != number, awaited):
         word = tl.load(words, mask=awaited, other=0, volatile=True)
@@ -160,8 +161,8 @@ def exchange_best(
     values,
     ids,
     tokens,
-    inbox,
-    inboxes,
+    buffer,
+    addresses,
     exchanges,
     rank,
     lane_words,
@@ -184,13 +185,13 @@ def exchange_best(
     bits = tl.load(values + row).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     own_id = tl.load(ids + row)
     for receiver in tl.static_range(RANKS):
-        target = tl.load(inboxes + receiver).to(tl.pointer_type(tl.int64))
+        target = tl.load(addresses + receiver).to(tl.pointer_type(tl.int64))
         target += (half + rank) * lane_words + row * SHARE
         tl.store(target, tag | bits)
         tl.store(target + 1, tag | own_id)
     lanes = tl.arange(0, LANES)
     awaited = lanes < RANKS
-    words = inbox + (half + lanes) * lane_words + row * SHARE
+    words = buffer + (half + lanes) * lane_words + row * SHARE
     found = tl.load(words, mask=awaited, other=0, volatile=True)
     places = tl.load(words + 1, mask=awaited, other=0, volatile=True)
     while _missing((found >> 32 != number) | (places >> 32 != number), awaited):
@@ -202,26 +203,26 @@ def exchange_best(
     tl.store(tokens + row, tl.sum(tl.where(lanes == winner, places & 0xFFFFFFFF, 0), 0))
 
 
-def fits_buffers(x: Tensor, linear: Linear, inboxes: Inboxes) -> bool:
-    """Whether linear(x) goes through the inboxes: one row, which they can hold."""
-    return x.shape[0] == 1 and linear.weight.shape[0] <= inboxes.lane_words
+def fits_buffers(x: Tensor, linear: Linear, buffers: PeerBuffers) -> bool:
+    """Whether linear(x) goes through peer buffers: one row, which they can hold."""
+    return x.shape[0] == 1 and linear.weight.shape[0] <= buffers.lane_words
 
 
-def send_product(x: Tensor, linear: Linear, inboxes: Inboxes) -> None:
-    """linear(x) [1, out] without its bias, to every rank's inbox."""
+def send_product(x: Tensor, linear: Linear, buffers: PeerBuffers) -> None:
+    """linear(x) [1, out] without its bias, to every rank's buffer."""
     out_size, in_size = linear.weight.shape
     tile = row_tile("add", out_size, in_size, linear.in_bytes)
-    launcher(gemv_to_inboxes, (triton.cdiv(out_size, tile.rows),))(
+    launcher(gemv_to_peers, (triton.cdiv(out_size, tile.rows),))(
         x,
         linear.weight,
         x if linear.scale is None else linear.scale,
-        inboxes.addresses,
-        inboxes.exchanges,
-        inboxes.rank,
-        inboxes.lane_words,
+        buffers.addresses,
+        buffers.exchanges,
+        buffers.rank,
+        buffers.lane_words,
         OUT=out_size,
         IN=in_size,
-        RANKS=inboxes.ranks,
+        RANKS=buffers.ranks,
         SHARE=SHARE,
         ROLLED=tile.rolled,
         ROWS=tile.rows,
@@ -233,16 +234,16 @@ def send_product(x: Tensor, linear: Linear, inboxes: Inboxes) -> None:
 
 
 def receive_sum(
-    bias: Tensor | None, onto: Hidden, norm_of_next: Norm | None, inboxes: Inboxes
+    bias: Tensor | None, onto: Hidden, norm_of_next: Norm | None, buffers: PeerBuffers
 ) -> Hidden:
     """Hidden states [1, hidden] plus what all ranks sent and a bias, for the next projection."""
     size = onto.exact.shape[1]
     programs = triton.cdiv(size, SHARE)
     exact, operand = torch.empty_like(onto.exact), torch.empty_like(onto.operand)
     row_stats = None if norm_of_next is None else empty_stats(programs, exact.device)
-    launcher(add_from_inbox, (programs,))(
-        inboxes.own,
-        inboxes.exchanges,
+    launcher(add_from_peers, (programs,))(
+        buffers.own,
+        buffers.exchanges,
         exact if bias is None else bias,
         onto.exact,
         exact if norm_of_next is None else onto.row_stats,
@@ -251,10 +252,10 @@ def receive_sum(
         operand,
         exact if row_stats is None else row_stats,
         part_eps(norm_of_next, size, programs),
-        inboxes.lane_words,
+        buffers.lane_words,
         SIZE=size,
-        RANKS=inboxes.ranks,
-        LANES=triton.next_power_of_2(inboxes.ranks),
+        RANKS=buffers.ranks,
+        LANES=triton.next_power_of_2(buffers.ranks),
         SHARE=SHARE,
         OFFSET=bias is not None,
         PRESCALED=norm_code(norm_of_next),
@@ -264,25 +265,25 @@ def receive_sum(
     return Hidden(exact, operand, row_stats)
 
 
-def most_rows(inboxes: Inboxes) -> int:
+def most_rows(buffers: PeerBuffers) -> int:
     """How many rows can exchange a few words each."""
-    return inboxes.lane_words // SHARE
+    return buffers.lane_words // SHARE
 
 
-def exchange_largest(values: Tensor, ids: Tensor, inboxes: Inboxes) -> Tensor:
+def exchange_largest(values: Tensor, ids: Tensor, buffers: PeerBuffers) -> Tensor:
     """reference.largest_of_ranks for up to most_rows rows; every rank calls it."""
     tokens = torch.empty_like(ids)
     launcher(exchange_best, (values.shape[0],))(
         values,
         ids,
         tokens,
-        inboxes.own,
-        inboxes.addresses,
-        inboxes.exchanges,
-        inboxes.rank,
-        inboxes.lane_words,
-        RANKS=inboxes.ranks,
-        LANES=triton.next_power_of_2(inboxes.ranks),
+        buffers.own,
+        buffers.addresses,
+        buffers.exchanges,
+        buffers.rank,
+        buffers.lane_words,
+        RANKS=buffers.ranks,
+        LANES=triton.next_power_of_2(buffers.ranks),
         SHARE=SHARE,
         num_warps=1,
         **pdl_options(values),

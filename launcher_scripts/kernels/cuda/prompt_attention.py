@@ -69,18 +69,18 @@ def attend_prompts(
     pool = ((head // GROUP) * pool_tokens.to(tl.int64) + start) * SIZE
     slope = tl.load(slopes + head) * 1.4426950408889634 if ALIBI else 0.0
     bias += head * (2 * reach + 1) if RELATIVE else 0
-    largest = tl.full([QUERIES], -1e30, tl.float32)
+    m = tl.full([QUERIES], -1e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    mixed = tl.zeros([QUERIES, BLOCK], tl.float32)
+    acc = tl.zeros([QUERIES, BLOCK], tl.float32)
     seen_by_any = tl.maximum(past + 1 - WINDOW, 0) // TILE * TILE if WINDOW > 0 else 0
     seen_by_all = seen_by_any if WINDOW > 0 else (past + 1) // TILE * TILE
     for masked in tl.static_range(2):
         begin, end = (seen_by_any, seen_by_all) if masked == 0 else (seen_by_all, past + count)
         for token in range(begin, end, TILE):
-            largest, total, mixed = _add_keys(
-                largest,
+            m, total, acc = _add_keys(
+                m,
                 total,
-                mixed,
+                acc,
                 rows,
                 keys,
                 values,
@@ -104,15 +104,15 @@ def attend_prompts(
             )
     if WINDOW > 0:  # rows past the last query may see nothing
         total = tl.maximum(total, 1e-30)
-    result = mixed / total[:, None]
+    result = acc / total[:, None]
     tl.store(out + place, result.to(out.dtype.element_ty), mask=asked)
 
 
 @triton.jit
 def _add_keys(
-    largest,
+    m,
     total,
-    mixed,
+    acc,
     rows,
     keys,
     values,
@@ -155,14 +155,14 @@ def _add_keys(
         if WINDOW > 0:
             seen = seen & (tokens[None, :] > positions[:, None] - WINDOW)
         scores = tl.where(seen, scores, -float("inf"))
-    top = tl.maximum(largest, tl.max(scores, 1))
-    shrink = tl.exp2(largest - top)
-    chances = tl.exp2(scores - top[:, None])
-    total = total * shrink + tl.sum(chances, 1)
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    alpha = tl.exp2(m - m_new)
+    p = tl.exp2(scores - m_new[:, None])
+    total = total * alpha + tl.sum(p, 1)
     value = tl.load(values + where, mask=held, other=0.0)
-    mixed = mixed * shrink[:, None]
-    mixed = tl.dot(chances.to(value.dtype), value, mixed, input_precision=PRECISION)
-    return top, total, mixed
+    acc = acc * alpha[:, None]
+    acc = tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
+    return m_new, total, acc
 
 
 def prompt_attention(

@@ -30,7 +30,7 @@ def rotate_and_store(
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """One program: AT_ONCE heads of one token, turned where they are queries or keys, put in their
+    """One program: AT_ONCE heads of one token, rotated where they are queries or keys, put in their
     places."""
     token = tl.program_id(0)
     head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
@@ -39,13 +39,13 @@ def rotate_and_store(
     source = qkv + token.to(tl.int64) * (HEADS + 2 * KV_HEADS) * SIZE + head * SIZE
     out = tl.load(source + features, mask=held, other=0.0).to(tl.float32)
     if HALF > 0:
-        turns = (features < 2 * HALF) & (head < HEADS + KV_HEADS)
+        rotates = (features < 2 * HALF) & (head < HEADS + KV_HEADS)
         upper = features >= HALF
         partner = tl.where(upper, features - HALF, features + HALF)
         angle = token * HALF + tl.where(upper, features - HALF, features)
-        other = tl.load(source + partner, mask=turns, other=0.0).to(tl.float32)
-        cosine = tl.load(cosines + angle, mask=turns, other=1.0)
-        sine = tl.load(sines + angle, mask=turns, other=0.0)
+        other = tl.load(source + partner, mask=rotates, other=0.0).to(tl.float32)
+        cosine = tl.load(cosines + angle, mask=rotates, other=1.0)
+        sine = tl.load(sines + angle, mask=rotates, other=0.0)
         out = out * cosine + tl.where(upper, other, -other) * sine
     asks = held & (head < HEADS)
     target = query + token.to(tl.int64) * HEADS * SIZE + head * SIZE + features

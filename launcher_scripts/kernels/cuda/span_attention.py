@@ -71,24 +71,24 @@ def attend_blocks(
     if USE_PDL:
         gdc_wait()
     query = _pieces(base, queries, features, count, width, SIZE)
-    largest = tl.full([QUERIES], -float("inf"), tl.float32)
+    m = tl.full([QUERIES], -float("inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    mixed = tl.zeros([QUERIES, BLOCK], tl.float32)
+    acc = tl.zeros([QUERIES, BLOCK], tl.float32)
     for past in tl.range(0, count, KEYS):
         keys = past + tl.arange(0, KEYS)
         key = _pieces(base + HEADS * SIZE, keys, features, count, width, SIZE)
         value = _pieces(base + 2 * HEADS * SIZE, keys, features, count, width, SIZE)
         scores = _scores(query, key, queries, keys, count, bias, scale, reach, RELATIVE)
-        top = tl.maximum(largest, tl.max(scores, 1))
-        shrink = tl.exp(largest - top)
-        chances = tl.exp(scores - top[:, None])
-        total = total * shrink + tl.sum(chances, 1)
-        added = tl.dot(chances.to(value.dtype), value, input_precision="ieee")
-        mixed = mixed * shrink[:, None] + added
-        largest = top
+        m_new = tl.maximum(m, tl.max(scores, 1))
+        alpha = tl.exp(m - m_new)
+        p = tl.exp(scores - m_new[:, None])
+        total = total * alpha + tl.sum(p, 1)
+        added = tl.dot(p.to(value.dtype), value, input_precision="ieee")
+        acc = acc * alpha[:, None] + added
+        m = m_new
     target = out + (start + queries[:, None]) * (HEADS * SIZE) + head * SIZE + features[None, :]
     mask = (queries < count)[:, None] & (features < SIZE)[None, :]
-    tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), mask=mask)
+    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
 def attend_spans(
@@ -103,8 +103,9 @@ def attend_spans(
 ) -> Tensor:
     """See reference.attend_spans."""
     if window or softcap is not None or heads.num_kv_heads != heads.num_heads:
-        more = {"scale": scale, "relative": relative, "window": window, "softcap": softcap}
-        return reference_attention.attend_spans(qkv, heads, spans, **more)
+        return reference_attention.attend_spans(
+            qkv, heads, spans, scale=scale, relative=relative, window=window, softcap=softcap
+        )
     out = qkv.new_empty(qkv.shape[0], heads.num_heads * heads.head_size)
     launcher(attend_blocks, (spans.blocks.shape[0], heads.num_heads))(
         qkv,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 TABLE = Path(__file__).with_name("tiles.json")
 PAIRED = ("heads", "gated")  # two rows of the weight for every row of the tile
@@ -28,20 +28,20 @@ class RowTile(NamedTuple):
 class DotTile(NamedTuple):
     """rows of the weight per program (of weight and gate together), columns per piece, warps,
     pieces on their way, how many programs share the columns (where the parts are summed
-    afterwards), and how many pieces of the weight are asked for before the inputs are there."""
+    afterwards), and how many pieces of the weight are prefetched before gdc_wait."""
 
     rows: int
     block: int
     warps: int
     stages: int
     splits: int
-    ahead: int = 0
+    prefetch: int = 0
 
     def fitting(self, batch: int, in_bytes: bool, shared_bytes: int) -> DotTile:
         """With no more pieces on their way than a program's shared memory holds.
 
         A piece has `rows` of the weight and `batch` of the inputs, which an int8 weight meets as
-        two digits; tiles are measured with fewer rows of inputs than there may be.
+        a high and a low int8; tiles are measured with fewer rows of inputs than there may be.
         """
         piece = self.block * (self.rows + 2 * batch if in_bytes else 2 * (self.rows + batch))
         return self._replace(stages=max(1, min(self.stages, shared_bytes // piece)))
@@ -67,7 +67,7 @@ def row_tile(kind: str, out_size: int, in_size: int, in_bytes: bool = False) -> 
 
 def _known(
     products: str, kind: str, out_size: int, in_size: int, in_bytes: bool
-) -> list[int] | None:
+) -> list[Any] | None:
     known = table()[part(products, in_bytes)]
     return known.get(f"{kind} {out_size}x{in_size}") or known.get(f"{kind} {in_size}")
 
@@ -78,9 +78,10 @@ def part(products: str, in_bytes: bool) -> str:
 
 
 @cache
-def table() -> dict[str, dict[str, list[int]]]:
+def table() -> dict[str, dict[str, list[Any]]]:
     """What tiles.json says. Who changes it calls `forget`."""
-    return json.loads(TABLE.read_text(encoding="utf-8"))
+    found: dict[str, dict[str, list[Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return found
 
 
 def forget() -> None:

@@ -1,0 +1,261 @@
+"""The operations of a transformer, which every implementation has.
+
+reference.py defines what each one computes, and its tensors' shapes and types; cuda/fused.py
+computes the same with kernels in the Triton language.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.kernels.operands import (
+    EmbeddingTables,
+    HeadNorms,
+    Heads,
+    Hidden,
+    LayerCache,
+    Linear,
+    Norm,
+    PromptSpans,
+    Ranks,
+    RelativeBias,
+    RowColumns,
+    Spans,
+    StepRows,
+)
+
+Rotary: TypeAlias = tuple[Tensor, Tensor]  # cosines and sines
+
+
+class Ops(Protocol):
+    """An implementation: a module with these functions."""
+
+    @property
+    def ACTIVATIONS(self) -> Mapping[str, Callable[[Tensor], Tensor]]: ...
+
+    # Rows of any number
+
+    def embed(self, ids: Tensor, table: Tensor, first_id: int) -> Tensor: ...
+
+    def norm(self, x: Tensor, weights: Norm, dtype: torch.dtype) -> Tensor: ...
+
+    def project(self, x: Tensor, linear: Linear) -> Tensor: ...
+
+    def project_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor: ...
+
+    def mlp_up(self, x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tensor: ...
+
+    def logits(self, x: Tensor, head: Linear) -> Tensor: ...
+
+    def argmax(self, logits: Tensor) -> Tensor: ...
+
+    def add_residual(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor: ...
+
+    def partial_product(self, x: Tensor, linear: Linear) -> Tensor: ...
+
+    def add_sum(
+        self,
+        total: Tensor,
+        bias: Tensor | None,
+        onto: Hidden,
+        norm_of_next: Norm | None,
+    ) -> Hidden: ...
+
+    def prepare(self, linear: Linear) -> Linear: ...
+
+    # Positions and the cache
+
+    def rotary_table(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def apply_rotary(self, qkv: Tensor, heads: Heads, rotary: Rotary) -> Tensor: ...
+
+    def norm_heads(
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        norms: HeadNorms | None,
+        norm: Callable[[Tensor, Norm, torch.dtype], Tensor],
+    ) -> Tensor: ...
+
+    def store_kv(
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        rotary: Rotary | None,
+        slots: Tensor,
+        cache: LayerCache,
+    ) -> Tensor: ...
+
+    # Attention
+
+    def context_attention(
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        start: int,
+        past: int,
+        slopes: Tensor | None,
+        *,
+        scale: float | None = None,
+        relative: RelativeBias | None = None,
+        window: int = 0,
+        softcap: float | None = None,
+    ) -> Tensor: ...
+
+    def prompt_attention(
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        spans: PromptSpans,
+        slopes: Tensor | None,
+        *,
+        scale: float | None = None,
+        relative: RelativeBias | None = None,
+        window: int = 0,
+        softcap: float | None = None,
+    ) -> Tensor: ...
+
+    def decode_attention(
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        starts: Tensor,
+        lengths: Tensor,
+        longest: int,
+        slopes: Tensor | None,
+        *,
+        scale: float | None = None,
+        relative: RelativeBias | None = None,
+        positions: Tensor | None = None,
+        softcap: float | None = None,
+        fresh: bool | None = None,
+    ) -> Tensor: ...
+
+    def source_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        relative: RelativeBias | None = None,
+        first: int = 0,
+        window: int = 0,
+        softcap: float | None = None,
+    ) -> Tensor: ...
+
+    def source_attention_weights(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        scale: float,
+        relative: RelativeBias | None = None,
+        window: int = 0,
+        softcap: float | None = None,
+    ) -> Tensor: ...
+
+    def attend_spans(
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        spans: Spans,
+        *,
+        scale: float,
+        relative: RelativeBias | None = None,
+        window: int = 0,
+        softcap: float | None = None,
+    ) -> Tensor: ...
+
+    # Decode steps
+
+    def begin_step(
+        self,
+        slots: Tensor,
+        columns: RowColumns,
+        history: Tensor,
+        tables: EmbeddingTables,
+        norm_of_next: Norm | None,
+        *,
+        sources: bool = False,
+    ) -> tuple[Hidden, StepRows]: ...
+
+    def hidden(self, exact: Tensor, norm_of_next: Norm | None, dtype: torch.dtype) -> Hidden: ...
+
+    def project_hidden(self, x: Hidden, linear: Linear) -> Tensor: ...
+
+    def project_heads(
+        self,
+        x: Hidden,
+        linear: Linear,
+        heads: Heads,
+        rotary: Rotary | None,
+        rows: StepRows,
+        cache: LayerCache,
+    ) -> Tensor: ...
+
+    def attend_own(
+        self,
+        x: Hidden,
+        linear: Linear,
+        heads: Heads,
+        rotary: Rotary | None,
+        rows: StepRows,
+        cache: LayerCache,
+        longest: int,
+        slopes: Tensor | None,
+        *,
+        scale: float | None = None,
+        relative: RelativeBias | None = None,
+        softcap: float | None = None,
+        norms: HeadNorms | None = None,
+    ) -> Tensor: ...
+
+    def attend_source(
+        self,
+        x: Hidden,
+        linear: Linear,
+        heads: Heads,
+        rows: StepRows,
+        cache: LayerCache,
+        longest: int,
+        *,
+        scale: float | None = None,
+        relative: RelativeBias | None = None,
+    ) -> Tensor: ...
+
+    def expand(self, x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tensor: ...
+
+    def accumulate(
+        self,
+        x: Tensor,
+        linear: Linear,
+        onto: Hidden,
+        norm_of_next: Norm | None,
+    ) -> Hidden: ...
+
+    def accumulate_over_ranks(
+        self,
+        x: Tensor,
+        linear: Linear,
+        onto: Hidden,
+        norm_of_next: Norm | None,
+        ranks: Ranks,
+    ) -> Hidden: ...
+
+    def largest(self, x: Hidden, head: Linear, held: int) -> tuple[Tensor, Tensor]: ...
+
+    def largest_of_ranks(self, values: Tensor, ids: Tensor, ranks: Ranks) -> Tensor: ...
+
+    def choose(
+        self,
+        x: Hidden,
+        head: Linear,
+        held: int,
+        columns: RowColumns,
+        slots: Tensor,
+    ) -> Tensor: ...
