@@ -9,17 +9,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from launcher_scripts.checkpoint.fastertransformer.config_ini import random_config
+from launcher_scripts.checkpoint.sources.nemo_config import find_checkpoint, read_sizes
+from launcher_scripts.checkpoint.sources.nemo_tokenizer import check_tokenizer
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.schema import build
 from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
-from launcher_scripts.models.nemo_config import (
-    NemoSizes,
-    find_checkpoint,
-    read_ini_sizes,
-    read_sizes,
-)
-from launcher_scripts.models.nemo_tokenizer import check_tokenizer
+from launcher_scripts.models.family import check_division
 from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, TEXT_MODELS, check_int8_mode
 from stages.paths import absolute
 from stages.stage import Launch, Stage
@@ -212,36 +209,18 @@ class Export(Stage):
             )
 
     def _check_sizes(self) -> None:
-        checks, parallelism = self.launch.checks, self.settings.parallelism
+        checks = self.launch.checks
         try:
-            read = read_ini_sizes if self.settings.source == "random" else read_sizes
-            sizes = read(checks.on_host(self.settings.checkpoint_path))
+            read = random_config if self.settings.source == "random" else read_sizes
+            model = read(checks.on_host(self.settings.checkpoint_path))
         except CheckpointError as error:
             checks.problems.add(str(error), change="export.model.checkpoint_path")
             return
-        if sizes is not None:
-            self._check_division(sizes, parallelism)
+        if model is not None:
+            check_division(checks.problems, model, self.settings.parallelism)
         if self.settings.tokenizer.source == "auto" and self.settings.source != "random":
             with checks.problems.collecting():
                 check_tokenizer(checks.on_host(self.settings.checkpoint_path))
-
-    def _check_division(self, sizes: NemoSizes, parallelism: Parallelism) -> None:
-        problems, allowed = self.launch.checks.problems, sizes.tp_sizes()
-        if allowed is not None and parallelism.tp_size not in allowed:
-            problems.add(
-                f"the model ({sizes.num_heads} attention heads, MLP size {sizes.ffn_size}) "
-                "cannot be divided into this many tensor-parallel parts",
-                got=parallelism.tp_size,
-                choices=allowed,
-                change="export.model.tensor_model_parallel_size",
-            )
-        if sizes.num_layers is not None and parallelism.pp_size > sizes.num_layers:
-            problems.add(
-                f"the model has {sizes.num_layers} layers, fewer than pipeline stages",
-                got=parallelism.pp_size,
-                choices=(f"1-{sizes.num_layers}",),
-                change="export.triton_deployment.pipeline_model_parallel_size",
-            )
 
 
 def _absolute(paths: tuple[str, ...]) -> tuple[str, ...]:

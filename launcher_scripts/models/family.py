@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from launcher_scripts.common.errors import Problems
+from launcher_scripts.common.parallelism import Parallelism
 
 # What a hyperparameter that is no whole number may be, so that float32 holds it and its inverse.
 REALS = (1e-30, 1e30)
@@ -146,6 +147,29 @@ def check_numbers(problems: Problems, config: Any) -> None:
                 choices=(f"0-{most}",),
                 change=f"it in config.ini, or export.model.tokenizer.{name} for an export",
             )
+
+
+def check_division(problems: Problems, model: Any, parallelism: Parallelism) -> None:
+    """Note the parallel sizes of an export that a model cannot be divided by.
+
+    model: a ModelConfig, or what is known of one, with None for what is not
+    """
+    allowed = model.tp_sizes()
+    if allowed is not None and parallelism.tp_size not in allowed:
+        problems.add(
+            f"the model ({model.num_heads} attention heads, MLP size {model.ffn_size}) "
+            "cannot be divided into this many tensor-parallel parts",
+            got=parallelism.tp_size,
+            choices=allowed,
+            change="export.model.tensor_model_parallel_size",
+        )
+    if model.num_layers is not None and parallelism.pp_size > model.num_layers:
+        problems.add(
+            f"the model has {model.num_layers} layers, fewer than pipeline stages",
+            got=parallelism.pp_size,
+            choices=(f"1-{model.num_layers}",),
+            change="export.triton_deployment.pipeline_model_parallel_size",
+        )
 
 
 @dataclass(frozen=True)

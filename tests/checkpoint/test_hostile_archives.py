@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.sources.nemo_config import find_checkpoint, read_sizes
 from launcher_scripts.common.errors import CheckpointError, LauncherError
 from launcher_scripts.config.settings import TokenizerSettings
-from launcher_scripts.models.nemo_config import find_checkpoint, read_sizes
 from tests.checkpoint.exporting import refused_export
 from tests.checkpoint.small_memory import small_memory
 from tests.checkpoint.test_archive import write_tar

@@ -91,7 +91,7 @@ def test_the_template_says_what_kind_of_model_is_meant(tmp_path: Path) -> None:
     ("more", "says"),
     [
         (("--tensor-model-parallel-size", "4"), "cut for another number.*got 4; choices: 1"),
-        (("--pipeline-model-parallel-size", "9"), "larger than the number of layers; got 9"),
+        (("--pipeline-model-parallel-size", "9"), "layers, fewer than pipeline stages; got 9"),
         (("--model-train-name", "other"), "in a folder of the model's name"),
         (("--model-type", "t5"), "cannot be served as this model_type; got 't5'; choices: gpt3"),
         (("--template-path", "/nowhere"), "cannot read it.*--template-path"),

@@ -301,7 +301,8 @@ def test_another_repository_brings_its_own_sizes(
 
 def test_the_sizes_of_random_weights_are_looked_at(problems: Finder, tmp_path: Path) -> None:
     source = tmp_path / "config.ini"
-    source.write_text("[gpt]\nhead_num=6 ;comment\ninter_size=24\nnum_layer=2\n")
+    sizes = "size_per_head=4\ninter_size=24\nnum_layer=2\nvocab_size=9\n"
+    source.write_text(f"[gpt]\nhead_num=6 ;comment\n{sizes}")
     random = ["export.model.source=random", f"export.model.checkpoint_path={source}"]
     found = problems(
         *random,

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.sources import nemo_files, nemo_tokenizer
+from launcher_scripts.checkpoint.sources.nemo_config import NemoSizes, find_checkpoint, read_sizes
 from launcher_scripts.common.errors import CheckpointError
-from launcher_scripts.models import nemo_tokenizer
-from launcher_scripts.models.nemo_config import NemoSizes, find_checkpoint, read_sizes
 from tests.login.conftest import write_nemo
 
 
@@ -19,6 +20,29 @@ def test_sizes_of_a_file_and_a_folder(tmp_path: Path, mode: str) -> None:
     sizes = {"num_layers": 3, "num_attention_heads": 12, "ffn_hidden_size": 64}
     path = write_nemo(tmp_path / "model.nemo", mode, **sizes)
     assert read_sizes(path) == read_sizes(tmp_path / "model_content") == NemoSizes(3, 12, 64)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_configuration_may_lie_deeper(tmp_path: Path, *, packed: bool) -> None:
+    """Wherever the conversion finds it; the tokenizer lies beside it."""
+    (tmp_path / "outer").mkdir()
+    write_nemo(tmp_path / "outer" / "model.nemo", num_layers=3, num_attention_heads=12)
+    (tmp_path / "outer" / "model.nemo").unlink()
+    path = tmp_path / "outer"
+    if packed:
+        path = tmp_path / "deep.nemo"
+        with tarfile.open(path, "w") as archive:
+            archive.add(tmp_path / "outer", ".")
+    assert read_sizes(path) == NemoSizes(3, 12, 64)
+    nemo_tokenizer.check_tokenizer(path)
+    root, config = nemo_files.read_config(Archive(path))
+    assert (root, config["num_layers"]) == ("model_content/", 3)
+
+
+def test_two_configurations_are_left_to_the_conversion(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_nemo(tmp_path / f"{name}.nemo", num_layers=3)
+    assert read_sizes(tmp_path) is None
 
 
 def test_tensor_parallel_sizes_divide_heads_and_mlp() -> None:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.checkpoint import SOURCES
 from launcher_scripts.checkpoint.convert.forecast import Forecast, weight_bytes
 from launcher_scripts.checkpoint.convert.journal import identity
 from launcher_scripts.checkpoint.convert.manifest import TOOL_VERSION
@@ -23,8 +22,14 @@ from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.repository import tokenizer_files
 from launcher_scripts.checkpoint.repository.served_types import backend_model_type
 from launcher_scripts.checkpoint.sources import huggingface_peft, nemo_training
+from launcher_scripts.checkpoint.sources.gguf_checkpoint import GGUFCheckpoint
 from launcher_scripts.checkpoint.sources.hints import Hints
+from launcher_scripts.checkpoint.sources.huggingface import HuggingFaceCheckpoint
 from launcher_scripts.checkpoint.sources.learned import with_learned_parts
+from launcher_scripts.checkpoint.sources.megatron import MegatronCheckpoint
+from launcher_scripts.checkpoint.sources.megatron_core import MegatronCoreCheckpoint
+from launcher_scripts.checkpoint.sources.nemo import NemoCheckpoint
+from launcher_scripts.checkpoint.sources.random_checkpoint import RandomCheckpoint
 from launcher_scripts.common.errors import (
     CheckpointError,
     ConfigError,
@@ -35,8 +40,17 @@ from launcher_scripts.common.errors import (
 )
 from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.models import family_of
-from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.family import ModelConfig, check_division
 
+# The formats that can be exported, by name.
+SOURCES = {
+    "nemo": NemoCheckpoint,
+    "megatron": MegatronCheckpoint,
+    "megatron_core": MegatronCoreCheckpoint,
+    "huggingface": HuggingFaceCheckpoint,
+    "gguf": GGUFCheckpoint,
+    "random": RandomCheckpoint,
+}
 # Compares an exported folder with its source in another way; what the manifest says about it.
 Twin = Callable[[Path, ExportSettings], Mapping[str, Any]]
 
@@ -200,22 +214,7 @@ def _adapter_alone(archive: Archive) -> str:
 def check_parallelism(settings: ExportSettings, config: ModelConfig) -> None:
     """Raises ConfigError when the model cannot be divided as asked."""
     problems = Problems("the export settings")
-    tp_size, pp_size = settings.parallelism.tp_size, settings.parallelism.pp_size
-    if tp_size not in config.tp_sizes():
-        problems.add(
-            f"tensor_model_parallel_size must divide {config.num_heads} attention heads and an "
-            f"MLP of {config.ffn_size}",
-            got=tp_size,
-            choices=config.tp_sizes(),
-            change="export.model.tensor_model_parallel_size",
-        )
-    if pp_size > config.num_layers:
-        problems.add(
-            "pipeline_model_parallel_size is larger than the number of layers",
-            got=pp_size,
-            choices=[f"1 to {config.num_layers}"],
-            change="export.triton_deployment.pipeline_model_parallel_size",
-        )
+    check_division(problems, config, settings.parallelism)
     problems.raise_if_any(ConfigError)
 
 

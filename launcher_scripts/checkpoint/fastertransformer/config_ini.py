@@ -28,6 +28,7 @@ EXTENSION = "extension"
 EXTENSION_VERSION = 1
 # What the original's guides have users set by hand, since a checkpoint need not say it.
 EDITABLE = ("start_id", "end_id", "decoder_start_token_id", "eos_token_id")
+MOST_LAYERS = 10_000
 WEIGHT_DATA_TYPES = ("fp32", "fp16", "bf16")
 _RANK = re.compile(r"\.(\d+)\.bin$")
 _EMPTY = ("encoder", "decoder", "structure")
@@ -54,7 +55,7 @@ def format_config(
         "tensor_para_size": str(tp_size),
         "weight_data_type": weight_data_type,
     }
-    sections = {
+    sections: dict[str, dict[str, Any]] = {
         section: {key.name: key.written(config, facts) for key in keys}
         for section, keys in form.sections.items()
     }
@@ -121,6 +122,32 @@ def read_config(folder: Path, tp_size: int | None = None) -> ConfigIni:
         return ConfigIni(form.config_type(**values), found_size, weight_data_type)
     except LauncherError as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def random_config(path: Path) -> ModelConfig:
+    """The model that a config.ini describes, for weights that are made up.
+
+    Raises CheckpointError for another file, and for more layers than any model has.
+    """
+    if path.name != FILE_NAME:
+        raise CheckpointError(
+            problem(
+                f"random weights are made from a {FILE_NAME}",
+                got=str(path),
+                change="export.model.checkpoint_path",
+            )
+        )
+    config = read_config(path.parent, tp_size=1).config
+    layers = max(config.num_layers, getattr(config, "num_decoder_layers", 0))
+    if layers > MOST_LAYERS:
+        raise CheckpointError(
+            problem(
+                f"{path} says more layers than any model has",
+                got=layers,
+                choices=[f"at most {MOST_LAYERS}"],
+            )
+        )
+    return config
 
 
 def _format(path: Path, parser: configparser.RawConfigParser) -> IniFormat:

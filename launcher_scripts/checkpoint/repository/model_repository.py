@@ -24,6 +24,7 @@ from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.repository.served_types import backend_model_type
 from launcher_scripts.checkpoint.repository.text_models import TOKEN_MODEL, write_text_models
 from launcher_scripts.checkpoint.repository.tokenizer_files import check_vocabulary
+from launcher_scripts.checkpoint.sources.nemo_tokenizer import ADVICE
 from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems, problem
 from launcher_scripts.common.rendering import pbtxt, render
@@ -34,7 +35,6 @@ from launcher_scripts.contract.sessions import (
     MAX_SEQUENCE_IDLE_MICROSECONDS,
     served_contract,
 )
-from launcher_scripts.models.nemo_tokenizer import ADVICE
 from launcher_scripts.models.repository import TEXT_MODELS
 
 # The engine takes what waits whenever it is free, so a request never waits for company.

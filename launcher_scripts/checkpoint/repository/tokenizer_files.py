@@ -15,6 +15,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.sources.nemo_tokenizer import (
+    ADVICE,
+    KEY,
+    ROLES,
+    SOURCE_SETS,
+    find_name,
+    named_files,
+)
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.tokenizer import (
     CHAT_TEMPLATE_FILES,
@@ -28,18 +36,10 @@ from launcher_scripts.common.tokenizer import (
 )
 from launcher_scripts.common.untrusted import parse_json, read_plain
 from launcher_scripts.config.settings import TokenizerSettings
-from launcher_scripts.models.nemo_tokenizer import (
-    ADVICE,
-    FILE_SETS,
-    KEY,
-    ROLES,
-    find_name,
-    named_files,
-)
 
 _TEMPLATE_FOLDER = "additional_chat_templates/"
 # All but that of an mBART.
-_PLAIN_SETS, FAIRSEQ_SETS = FILE_SETS[:-1], FILE_SETS[-1:]
+_PLAIN_SETS, FAIRSEQ_SETS = SOURCE_SETS[:-1], SOURCE_SETS[-1:]
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from launcher_scripts.checkpoint.formats.workspace import Workspace
 from launcher_scripts.checkpoint.sources.hints import Hints
 from launcher_scripts.checkpoint.sources.huggingface import ARCHITECTURES as HUGGINGFACE
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
+from launcher_scripts.checkpoint.sources.nemo_tokenizer import ADVICE
 from launcher_scripts.checkpoint.sources.source_checkpoint import WholeTensors
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.models.family import ModelConfig
-from launcher_scripts.models.nemo_tokenizer import ADVICE
 
 _LAYER = re.compile(r"^blk\.(\d+)\.")
 

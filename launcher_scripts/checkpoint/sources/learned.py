@@ -29,6 +29,7 @@ from launcher_scripts.checkpoint.sources.learned_collect import (
 )
 from launcher_scripts.checkpoint.sources.lora import LoRA, MergedTensor
 from launcher_scripts.checkpoint.sources.merging import Adapter
+from launcher_scripts.checkpoint.sources.nemo_config import CONFIG_NAME as NEMO_CONFIG
 from launcher_scripts.checkpoint.sources.nemo_files import config_files
 from launcher_scripts.checkpoint.sources.shards import Shards, find_whole
 from launcher_scripts.common.errors import CheckpointError, LauncherError, Problems, problem
@@ -41,7 +42,6 @@ from launcher_scripts.models.learned_parts import (
     ia3_keys,
     ia3_sites,
 )
-from launcher_scripts.models.nemo_config import CONFIG_NAME as NEMO_CONFIG
 
 FAMILIES = ("gpt", "t5")
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import PurePosixPath
 from typing import Any
 
 from launcher_scripts.checkpoint.formats import distributed
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.sources.nemo_config import CONFIG_NAME, is_config, parse_config
 from launcher_scripts.checkpoint.sources.shards import rank_files
 from launcher_scripts.common.errors import CheckpointError, problem
-from launcher_scripts.common.untrusted import parse_yaml
-from launcher_scripts.models.nemo_config import CONFIG_NAME
 
 WEIGHTS_NAME = "model_weights.ckpt"
 DISTRIBUTED_FOLDER = "model_weights/"
@@ -33,7 +31,7 @@ _CHOICES = (
 
 def config_files(archive: Archive) -> list[str]:
     """Every model_config.yaml of the archive."""
-    return [name for name in archive.names() if PurePosixPath(name).name == CONFIG_NAME]
+    return [name for name in archive.names() if is_config(name)]
 
 
 def read_config(archive: Archive) -> tuple[str, Mapping[str, Any]]:
@@ -47,12 +45,7 @@ def read_config(archive: Archive) -> tuple[str, Mapping[str, Any]]:
             problem(f"{archive.path} must hold one {CONFIG_NAME}", got=found or "none")
         )
     name = found[0]
-    try:
-        raw = parse_yaml(archive.read(name))
-    except ValueError as error:
-        raise CheckpointError(f"{name} of {archive.path} is damaged: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{name} of {archive.path} holds no mapping")
+    raw = parse_config(archive.read(name), f"{name} of {archive.path}")
     return name.removesuffix(CONFIG_NAME), raw
 
 

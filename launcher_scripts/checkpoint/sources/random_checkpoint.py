@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from launcher_scripts.checkpoint.convert.plan import STORED
-from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
-from launcher_scripts.checkpoint.formats.archive import INI_SUFFIX, Archive
+from launcher_scripts.checkpoint.fastertransformer.config_ini import random_config
+from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.formats.workspace import Workspace
 from launcher_scripts.checkpoint.sources.hints import Hints
@@ -19,10 +19,8 @@ from launcher_scripts.checkpoint.sources.source_checkpoint import WholeTensors
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
-from launcher_scripts.models.ini_text import FILE_NAME
 
 BLOCK = 1 << 22  # values; larger tensors repeat them
-MOST_LAYERS = 10_000
 DEVIATION = 0.02  # keeps activations in fp16's range
 
 
@@ -59,24 +57,7 @@ class RandomCheckpoint(WholeTensors):
     @classmethod
     def open(cls, archive: Archive, _hints: Hints) -> RandomCheckpoint:
         """Raises CheckpointError for what is no config.ini."""
-        if archive.container != INI_SUFFIX or archive.path.name != FILE_NAME:
-            raise CheckpointError(
-                problem(
-                    f"random weights are made from a {FILE_NAME}",
-                    got=str(archive.path),
-                    change="export.model.checkpoint_path",
-                )
-            )
-        config = read_config(archive.path.parent, tp_size=1).config
-        layers = max(config.num_layers, getattr(config, "num_decoder_layers", 0))
-        if layers > MOST_LAYERS:
-            raise CheckpointError(
-                problem(
-                    f"{archive.path} says more layers than any model has",
-                    got=layers,
-                    choices=[f"at most {MOST_LAYERS}"],
-                )
-            )
+        config = random_config(archive.path)
         return cls(archive, config, _tensors(config))
 
     @property

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+from launcher_scripts.checkpoint.sources.nemo_config import folders, read_config
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.common.untrusted import open_plain, open_tar, tar_members
-from launcher_scripts.models.nemo_config import read_config
 
 KEY = "export.model.tokenizer"
 ADVICE = f"{KEY}: name the files (model, or vocab_file and merge_file), or none"
@@ -24,7 +23,7 @@ ROLES = {
 }
 # Name in a folder of another tool -> exported name, best set first. The last one is an mBART's,
 # whose ids follow from it; XGLM's file of that name has other ids than the model.
-FILE_SETS: tuple[Mapping[str, str], ...] = (
+SOURCE_SETS: tuple[Mapping[str, str], ...] = (
     {"tokenizer.json": "tokenizer.json"},
     {"spiece.model": "tokenizer.model"},
     {"tokenizer.model": "tokenizer.model"},
@@ -34,7 +33,6 @@ FILE_SETS: tuple[Mapping[str, str], ...] = (
 )
 # What only folders of transformers and of Megatron-LM and its kin hold.
 _MARKS = ("config.json", "latest_checkpointed_iteration.txt")
-_DEPTH = 3  # of folders in a checkpoint that may hold its tokenizer
 # What lies behind so much of a compressed archive is left to the conversion.
 _MOST_DECOMPRESSED_BYTES = 2**30
 Found = TypeVar("Found")
@@ -84,40 +82,37 @@ def check_tokenizer(path: Path) -> None:
     """Raises CheckpointError when a checkpoint lacks its tokenizer's files: a .nemo file, an
     unpacked one, or a folder of transformers or Megatron-LM."""
     if any((path / mark).is_file() for mark in _MARKS):
-        if not any(_is_whole(path / folder) for folder in _folders(path)):
-            choices = [" + ".join(names) for names in FILE_SETS]
+        if not any(_is_whole(path / folder) for folder in folders(path)):
+            choices = [" + ".join(names) for names in SOURCE_SETS]
             raise CheckpointError(
                 problem(f"{path} holds no tokenizer", choices=choices, change=ADVICE)
             )
         return
-    config = read_config(path)
-    if config is not None and (names := _names(path)) is not None:
+    found = read_config(path)
+    if found is None:
+        return
+    root, config = found
+    names = _names(path, root)
+    if names is not None:
         named_files(config, path, lambda value, pattern: find_name(names, value, pattern))
 
 
-def _folders(path: Path) -> Iterator[str]:
-    """Folders of a checkpoint, itself included, relative to it."""
-    for folder, below, _ in os.walk(path):
-        relative = os.path.relpath(folder, path)
-        yield relative
-        if len(Path(relative).parts) >= _DEPTH:
-            below.clear()
-
-
 def _is_whole(folder: Path) -> bool:
-    return any(all((folder / name).is_file() for name in names) for names in FILE_SETS)
+    return any(all((folder / name).is_file() for name in names) for names in SOURCE_SETS)
 
 
-def _names(path: Path) -> list[str] | None:
-    """The names in a checkpoint; None where finding them would take long."""
+def _names(path: Path, root: str) -> list[str] | None:
+    """The names in folder `root` of a checkpoint; None where finding them would take long."""
     if path.is_dir():
-        return [entry.name for entry in path.iterdir()]
+        return [entry.name for entry in (path / root).iterdir()]
     try:
         with open_plain(path) as file, open_tar(file, "r:*") as archive:
             compressed = archive.fileobj is not file
             names = []
             for member in tar_members(archive):
-                names.append(member.name.removeprefix("./"))
+                name = str(PurePosixPath(member.name))
+                if name.startswith(root):
+                    names.append(name.removeprefix(root))
                 if compressed and archive.offset > _MOST_DECOMPRESSED_BYTES:
                     return None
             return names

@@ -1,16 +1,16 @@
-"""A look at a NeMo checkpoint's hyperparameters, cheap enough for the login side.
+"""model_config.yaml of a NeMo checkpoint: where it lies, and the sizes it says.
 
-Only model_config.yaml is read, or the config.ini that random weights are made from. The converter
-reads the checkpoint itself, completely and with its own checks; here a size that cannot work is
-found before a job waits for it.
+The login side looks at it, so that a size that cannot work is found before a job waits for it;
+the converter finds and reads it by the same rules. Neither numpy nor torch is needed here.
 """
 
 from __future__ import annotations
 
-import configparser
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from launcher_scripts.common.errors import CheckpointError
@@ -23,9 +23,9 @@ from launcher_scripts.common.untrusted import (
     read_plain,
     tar_members,
 )
-from launcher_scripts.models.ini_text import parse_ini
 
 CONFIG_NAME = "model_config.yaml"
+_DEPTH = 3  # of folders in a checkpoint that are looked into
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,31 @@ def find_checkpoint(path: Path) -> Path:
     return found[0] if found else path
 
 
+def is_config(name: str) -> bool:
+    """Whether a file of a checkpoint, in any of its folders, is its model_config.yaml."""
+    return PurePosixPath(name).name == CONFIG_NAME
+
+
+def parse_config(text: bytes, what: str) -> dict[str, Any]:
+    """The hyperparameters in a model_config.yaml. what: the file, for errors."""
+    try:
+        config = parse_yaml(text)
+    except ValueError as error:
+        raise CheckpointError(f"{what} is damaged: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{what} holds no mapping")
+    return config
+
+
 def read_sizes(path: Path) -> NemoSizes | None:
     """The sizes of a .nemo file or an unpacked folder; None when `path` is neither.
 
     Raises CheckpointError when the file is broken.
     """
-    config = read_config(path)
-    if config is None:
+    found = read_config(path)
+    if found is None:
         return None
+    _, config = found
     if isinstance(config.get("encoder"), dict):
         # Both stacks of a T5 are divided alike.
         config = config["encoder"]
@@ -77,53 +94,50 @@ def read_sizes(path: Path) -> NemoSizes | None:
     )
 
 
-def read_config(path: Path) -> dict[str, Any] | None:
-    """model_config.yaml of a .nemo file or an unpacked folder; None when `path` is neither.
+def read_config(path: Path) -> tuple[str, dict[str, Any]] | None:
+    """The folder of model_config.yaml in a .nemo file or an unpacked one ("" or ending in `/`),
+    and what it says; None when `path` is neither.
 
     Raises CheckpointError when the file is broken.
     """
     try:
-        text = _read_config(path)
+        found = _read_folder(path) if path.is_dir() else _read_file(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path} as a .nemo file: {error}") from error
-    if text is None:
+    if found is None:
         return None
-    try:
-        config = parse_yaml(text)
-    except ValueError as error:
-        raise CheckpointError(f"{CONFIG_NAME} of {path} is no YAML: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{CONFIG_NAME} of {path} holds no mapping")
-    return config
+    name, text = found
+    return name.removesuffix(CONFIG_NAME), parse_config(text, f"{name} of {path}")
 
 
-def read_ini_sizes(path: Path) -> NemoSizes:
-    """The sizes that a config.ini says. Raises CheckpointError where it cannot be read."""
-    try:
-        parser = parse_ini(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, configparser.Error) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    names = [name for name in ("gpt", "encoder", "decoder") if parser.has_section(name)]
-    section = dict(parser[names[0]]) if names else {}
-    sizes = (("num_layer", "num_layers"), ("head_num", "num_heads"), ("inter_size", "d_ff"))
-    found = (next((section[key] for key in keys if key in section), "") for keys in sizes)
-    return NemoSizes(*(int(text) if text.isdecimal() and int(text) else None for text in found))
+def folders(path: Path) -> Iterator[str]:
+    """The folders of a checkpoint, itself as ".", relative to it."""
+    for folder, below, _ in os.walk(path):
+        relative = os.path.relpath(folder, path)
+        yield relative
+        if len(Path(relative).parts) >= _DEPTH:
+            below.clear()
 
 
-def _read_config(path: Path) -> bytes | None:
+def _read_folder(path: Path) -> tuple[str, bytes] | None:
+    """Name and content; None where there is none, or more than one, which the converter refuses."""
+    names = (str(PurePosixPath(folder, CONFIG_NAME)) for folder in folders(path))
+    here = (path / CONFIG_NAME).exists()
+    found = [CONFIG_NAME] if here else [name for name in names if (path / name).is_file()]
+    return (found[0], read_plain(path / found[0])) if len(found) == 1 else None
+
+
+def _read_file(path: Path) -> tuple[str, bytes] | None:
     if path.suffix != ".nemo" and path.is_file():
         return None
-    if path.is_dir():
-        config = path / CONFIG_NAME
-        return read_plain(config) if config.exists() else None
     with open_plain(path) as file, open_tar(file, "r:*") as archive:
         for member in tar_members(archive):
-            if member.name.removeprefix("./") != CONFIG_NAME:
+            if not is_config(member.name):
                 continue
             stream = archive.extractfile(member) if member.isreg() else None
             if stream is None or member.size > MOST_YAML_BYTES:
                 raise CheckpointError(f"{CONFIG_NAME} of {path} is no plain, small file")
-            return stream.read()
+            return str(PurePosixPath(member.name)), stream.read()
     raise CheckpointError(f"{path} has no {CONFIG_NAME}: it is no NeMo checkpoint")
 
 
