@@ -27,6 +27,7 @@ try:
 
     from launcher_scripts.common.errors import ConfigError, LauncherError
     from stages.choices import check_choices, check_grammar, check_keys
+    from stages.gateway import register_deployed_gateway
     from stages.plan import Plan, make_plan
 except ModuleNotFoundError as missing:
     sys.exit(
@@ -37,12 +38,13 @@ except ModuleNotFoundError as missing:
 CHECKOUT = Path(__file__).resolve().parent
 
 
-def register_resolvers() -> None:
-    """The two functions that the configuration files may call."""
+def register() -> None:
+    """The two functions that the configuration files may call, and what they take from stages."""
     OmegaConf.register_new_resolver("checkout", lambda path: str(CHECKOUT / path), replace=True)
     OmegaConf.register_new_resolver(
         "parent_folder", lambda path: str(Path(path).parent), replace=True
     )
+    register_deployed_gateway()
 
 
 def read(config: DictConfig) -> Plan:
@@ -87,7 +89,7 @@ def explain(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    register_resolvers()
+    register()
     try:
         check_grammar(sys.argv[1:])
         check_choices(sys.argv[1:], CHECKOUT / "conf")

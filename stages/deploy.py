@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
 from launcher_scripts.common.errors import CheckpointError, ConfigError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.gateway import DeployedGateway
+from launcher_scripts.config.options import values_of
 from launcher_scripts.config.security import LOOPBACK, ServerSecurity
-from launcher_scripts.config.settings import DeploySettings
+from launcher_scripts.config.settings import DeploySettings, ServerOptions
 from launcher_scripts.models.repository import (
     BACKEND_MODEL_TYPES,
     ServedModel,
@@ -38,24 +38,6 @@ class DeployRun:
 
 
 @dataclass(frozen=True)
-class Server:
-    host: str | None
-    http_port: int
-    grpc_port: int
-    metrics_port: int
-    device: str
-    tritonserver: str | None
-    numpy_dir: str | None
-    public_host: str | None
-    ready_timeout: float
-    stop_timeout: float
-    max_waiting_rows: int
-    cloud_credentials: str | None
-    network_interface: str | None
-    security: ServerSecurity
-
-
-@dataclass(frozen=True)
 class DeployBlock:
     """The `deploy` block of the configuration."""
 
@@ -65,7 +47,7 @@ class DeployBlock:
     first_replica: int | None
     restarts: int | None
     gateway: DeployedGateway
-    server: Server
+    server: ServerOptions
 
 
 class Deploy(Stage):
@@ -80,7 +62,7 @@ class Deploy(Stage):
 
     @cached_property
     def settings(self) -> DeploySettings:
-        server = {**_values(self.block.server), "security": self.security}
+        server = {**values_of(ServerOptions, self.block.server), "security": self.security}
         if server["host"] is None and not self.launch.cluster.serves_others:
             server["host"] = LOOPBACK
         if server["cloud_credentials"] is not None:
@@ -280,8 +262,3 @@ class Deploy(Stage):
                 got=str(self.repository),
                 change=key,
             )
-
-
-def _values(server: Server) -> dict[str, Any]:
-    """The fields as they are, also those that are dataclasses themselves."""
-    return {field.name: getattr(server, field.name) for field in fields(server)}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from launcher_scripts.cluster.job import Job, JobFolder, Resources
 from launcher_scripts.common.errors import ConfigError, Problems, problem
+from launcher_scripts.config.options import values_of
+from launcher_scripts.config.schema import build
 from launcher_scripts.config.security import ClientTls
-from launcher_scripts.config.settings import EvaluateSettings
-from launcher_scripts.config.tasks import BenchmarkSettings, GenerationSettings, TaskSettings
+from launcher_scripts.config.settings import EvaluateOptions, EvaluateSettings
+from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.models.repository import ServedModel
 from stages.deploy import Deploy
@@ -27,46 +30,32 @@ class EvaluateRun:
     gpus_per_node: int | None
 
 
-@dataclass(frozen=True)
-class TaskBlock:
-    data_file: str
-    limit: int | None = None
-    batch_size: int = 8
-    reference: str | None = None
-    generation: GenerationSettings = field(default_factory=GenerationSettings)
-
-    def settings(self, name: str) -> TaskSettings:
-        """The task's settings, with absolute paths."""
-        target, reference = self.generation.target_file, self.reference
-        return TaskSettings(
-            name,
-            data_file=absolute(self.data_file),
-            limit=self.limit,
-            batch_size=self.batch_size,
-            reference=None if reference is None else absolute(reference),
-            generation=replace(
-                self.generation, target_file=None if target is None else absolute(target)
-            ),
-        )
-
-
-@dataclass(frozen=True)
-class EvaluateBlock:
+@dataclass(frozen=True, kw_only=True)
+class EvaluateBlock(EvaluateOptions):
     """The `evaluate` block of the configuration."""
 
     run: EvaluateRun
     in_deploy_job: bool
     stop_server: bool
     ready_file: str
-    replicas: int
     model_name: str
     tokenizer_dir: str | None
-    ready_timeout: float
-    request_timeout: float
-    protocol: str
-    grpc_tls: ClientTls | None
-    tasks: Mapping[str, TaskBlock | None]
-    benchmark: BenchmarkSettings | None
+    tasks: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self.task_settings()
+
+    def task_settings(self) -> tuple[TaskSettings, ...]:
+        """Those of the tasks that are not null; raises ConfigError with every problem."""
+        problems = Problems("the evaluation tasks")
+        tasks = []
+        for name, task in self.tasks.items():
+            if task is None:
+                continue
+            with problems.collecting():
+                tasks.append(_task(name, task))
+        problems.raise_if_any(ConfigError)
+        return tuple(tasks)
 
 
 class Evaluate(Stage):
@@ -80,19 +69,14 @@ class Evaluate(Stage):
 
     @cached_property
     def settings(self) -> EvaluateSettings:
-        block, tasks = self.block, self._tasks()
+        block = self.block
         return EvaluateSettings(
             ready_file=absolute(block.ready_file),
             results_dir=str(self.results_dir),
             model_name=block.model_name,
             tokenizer_dir=str(self.tokenizer_dir),
-            tasks=tasks,
-            benchmark=block.benchmark,
-            ready_timeout=block.ready_timeout,
-            request_timeout=block.request_timeout,
-            protocol=block.protocol,
-            grpc_tls=self._tls(),
-            replicas=block.replicas,
+            tasks=block.task_settings(),
+            **values_of(EvaluateOptions, block) | {"grpc_tls": self._tls()},
         )
 
     def _tls(self) -> ClientTls | None:
@@ -128,17 +112,6 @@ class Evaluate(Stage):
         return replace(
             self.settings, server_job_folder=str(server.folder.root), replicas=server.replicas
         )
-
-    def _tasks(self) -> tuple[TaskSettings, ...]:
-        problems = Problems("the evaluation tasks")
-        tasks = []
-        for name, task in self.block.tasks.items():
-            if task is None:
-                continue
-            with problems.collecting():
-                tasks.append(task.settings(name))
-        problems.raise_if_any(ConfigError)
-        return tuple(tasks)
 
     @cached_property
     def tokenizer_dir(self) -> Path:
@@ -299,3 +272,17 @@ class Evaluate(Stage):
                 got=list(self.launch.stages),
                 change="evaluate.in_deploy_job, stages=[deploy,evaluate] or evaluate.ready_file",
             )
+
+
+def _task(name: str, block: Any) -> TaskSettings:
+    """The settings of a task from its block, with absolute paths."""
+    key = f"evaluate.tasks.{name}"
+    values = {**block, "name": name} if isinstance(block, Mapping) else block
+    task = build(TaskSettings, values, "the evaluation tasks", key=key)
+    target, reference = task.generation.target_file, task.reference
+    return replace(
+        task,
+        data_file=absolute(task.data_file),
+        reference=reference and absolute(reference),
+        generation=replace(task.generation, target_file=target and absolute(target)),
+    )

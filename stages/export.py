@@ -14,8 +14,14 @@ from launcher_scripts.checkpoint.sources.nemo_config import find_checkpoint, rea
 from launcher_scripts.checkpoint.sources.nemo_tokenizer import check_tokenizer
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.options import values_of
 from launcher_scripts.config.schema import build
-from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
+from launcher_scripts.config.settings import (
+    ExportSettings,
+    ModelOptions,
+    ServingOptions,
+    TokenizerSettings,
+)
 from launcher_scripts.models.family import check_division
 from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, TEXT_MODELS, check_int8_mode
 from stages.paths import absolute
@@ -23,6 +29,7 @@ from stages.stage import Launch, Stage
 
 # Triton hands a model's name to a shell without quotes as well.
 _MODEL_NAME = re.compile(r"\w[\w.+-]*")
+LEARNED_PARTS = ("prompt_checkpoints", "ia3_checkpoints", "adapter_checkpoints")
 
 
 @dataclass(frozen=True)
@@ -36,38 +43,19 @@ class ExportRun:
     model_type: str
 
 
-@dataclass(frozen=True)
-class ExportModel:
+@dataclass(frozen=True, kw_only=True)
+class ExportModel(ModelOptions):
     checkpoint_path: str
-    training_checkpoint: str
     tensor_model_parallel_size: int
-    weight_data_type: str
-    processes: int
     load_checkpoints_to_cpu: bool
     tokenizer: str | Mapping[str, Any] | None
-    source: str
-    num_attention_heads: int | None
-    encoder_only: bool
-    prompt_checkpoints: tuple[str, ...]
-    ia3_checkpoints: tuple[str, ...]
-    ia3_in_place: bool
-    adapter_checkpoints: tuple[str, ...]
-    verify: bool
-    allow_nonfinite: bool
-    overwrite: bool
 
 
-@dataclass(frozen=True)
-class TritonDeployment:
+@dataclass(frozen=True, kw_only=True)
+class TritonDeployment(ServingOptions):
     triton_model_dir: str
-    max_batch_size: int
     pipeline_model_parallel_size: int
-    int8_mode: bool | int
-    enable_custom_all_reduce: bool
-    data_type: str
-    decoupled: bool
-    interactive: bool
-    interactive_sessions: int
+    int8_mode: bool | int = 0
 
 
 @dataclass(frozen=True)
@@ -91,33 +79,16 @@ class Export(Stage):
     @cached_property
     def settings(self) -> ExportSettings:
         run, model, deployment = self.block.run, self.block.model, self.block.triton_deployment
+        said = values_of(ModelOptions, model) | values_of(ServingOptions, deployment)
+        said |= {name: _absolute(said[name]) for name in LEARNED_PARTS}
         return ExportSettings(
             model_name=run.model_train_name,
             model_type=run.model_type,
             checkpoint_path=self._checkpoint(),
             triton_model_dir=absolute(deployment.triton_model_dir),
             parallelism=self.parallelism(),
-            weight_data_type=model.weight_data_type,
-            processes=model.processes,
-            training_checkpoint=model.training_checkpoint,
-            verify=model.verify,
-            allow_nonfinite=model.allow_nonfinite,
-            overwrite=model.overwrite,
             tokenizer=_tokenizer(model.tokenizer),
-            max_batch_size=deployment.max_batch_size,
-            int8_mode=int(deployment.int8_mode),
-            enable_custom_all_reduce=deployment.enable_custom_all_reduce,
-            data_type=deployment.data_type,
-            decoupled=deployment.decoupled,
-            interactive=deployment.interactive,
-            interactive_sessions=deployment.interactive_sessions,
-            source=model.source,
-            num_attention_heads=model.num_attention_heads,
-            encoder_only=model.encoder_only,
-            prompt_checkpoints=_absolute(model.prompt_checkpoints),
-            ia3_checkpoints=_absolute(model.ia3_checkpoints),
-            ia3_in_place=model.ia3_in_place,
-            adapter_checkpoints=_absolute(model.adapter_checkpoints),
+            **said | {"int8_mode": int(deployment.int8_mode)},
         )
 
     def parallelism(self) -> Parallelism:
@@ -177,8 +148,7 @@ class Export(Stage):
 
     def _learned_parts(self) -> dict[str, tuple[str, ...]]:
         """Key below export.model -> the checkpoints that are added to the base."""
-        names = ("prompt_checkpoints", "ia3_checkpoints", "adapter_checkpoints")
-        return {name: getattr(self.settings, name) for name in names}
+        return {name: getattr(self.settings, name) for name in LEARNED_PARTS}
 
     def _check_folder(self) -> None:
         """Triton wants a model's folder to have the model's name; results are not replaced."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
+
+from hydra.core.config_store import ConfigStore
 
 from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
 from launcher_scripts.config.gateway import DeployedGateway
@@ -36,6 +38,13 @@ class GatewayBlock(DeployedGateway):
     stop_timeout: float
     public_host: str | None
     tokenizer_dir: str | None
+
+
+def register_deployed_gateway() -> None:
+    """What conf/gateway/gateway.yaml takes over: every option of the deployment's gateway."""
+    names = [item.name for item in fields(DeployedGateway)]
+    options = {name: f"${{{DeployedGateway.key}.{name}}}" for name in names}
+    ConfigStore.instance().store("deployed_gateway", options)
 
 
 class Gateway(Stage):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from launcher_scripts.config.gateway import PRIVATE_FILES, DeployedGateway
+from launcher_scripts.config.options import values_of
 from launcher_scripts.config.security import ServerSecurity
 from stages.checks import Checks
 from stages.paths import absolute
@@ -21,9 +22,8 @@ def gateway_with_absolute_files(gateway: DeployedGateway) -> DeployedGateway:
         tls = replace(
             tls, ca=absolute(tls.ca), certificate=whole(tls.certificate), key=whole(tls.key)
         )
-    said = {field.name: getattr(gateway, field.name) for field in fields(DeployedGateway)}
     return replace(
-        DeployedGateway(**said),
+        DeployedGateway(**values_of(DeployedGateway, gateway)),
         api_keys=whole(gateway.api_keys),
         chat_template=whole(gateway.chat_template),
         tls_certificate=whole(gateway.tls_certificate),

@@ -41,7 +41,7 @@ def _dataclass(kind: type, values: Any, key: str, problems: Problems) -> Any:
         if name not in fields:
             problems.add(f"unknown key {_join(key, name)}", choices=sorted(fields))
     for name, item in fields.items():
-        if name not in values and not _has_default(item):
+        if name not in values and is_required(item):
             problems.add(f"missing key {_join(key, name)}")
     hints = typing.get_type_hints(kind)
     built = {
@@ -125,8 +125,9 @@ def _refuse(what: str, value: Any, problems: Problems) -> None:
     problems.add(f"{what}, not null" if value is None else what, got=value)
 
 
-def _has_default(item: dataclasses.Field[Any]) -> bool:
-    return (item.default, item.default_factory) != (dataclasses.MISSING,) * 2
+def is_required(item: dataclasses.Field[Any]) -> bool:
+    """Whether a field has no default."""
+    return item.default is item.default_factory is dataclasses.MISSING
 
 
 def _join(key: str, name: object) -> str:

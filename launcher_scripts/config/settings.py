@@ -7,7 +7,7 @@ nothing else. Sizes are in bytes, times in seconds unless a name says otherwise.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -18,7 +18,8 @@ from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.ready_file import replica_file
 from launcher_scripts.config.gateway import DeployedGateway
-from launcher_scripts.config.schema import build
+from launcher_scripts.config.options import PORTS, check_options, described, option
+from launcher_scripts.config.schema import build, is_required
 from launcher_scripts.config.security import LOOPBACK, ClientTls, ServerSecurity
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 
@@ -33,14 +34,19 @@ PROTOCOLS = ("http", "grpc")
 class TokenizerSettings:
     """Where the tokenizer comes from: `auto` (the checkpoint's own), `none`, or `files`."""
 
-    source: str = "auto"
-    library: str | None = None
-    model: str | None = None
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    start_id: int | None = None
-    end_id: int | None = None
-    pad_id: int | None = None
+    source: str = option(
+        "auto",
+        "the checkpoint's own, none, or the files named by the flags below",
+        flag="tokenizer",
+        metavar="auto|none|files",
+    )
+    library: str | None = option(None, "library of --tokenizer files")
+    model: str | None = option(None, "SentencePiece model or tokenizer.json", metavar="FILE")
+    vocab_file: str | None = option(None, "vocabulary of a byte-level BPE", metavar="FILE")
+    merge_file: str | None = option(None, "merges of a byte-level BPE", metavar="FILE")
+    start_id: int | None = option(None, "token that starts a sequence", flag="start-id")
+    end_id: int | None = option(None, "token that ends a sequence", flag="end-id")
+    pad_id: int | None = option(None, "token that fills a batch", flag="pad-id")
 
     def __post_init__(self) -> None:
         choices = ("auto", "none", "files")
@@ -55,80 +61,92 @@ class TokenizerSettings:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """How a checkpoint is read and converted, in the block `export.model`.
+
+    prompt_, ia3_ and adapter_checkpoints are added to the base in order.
+    """
+
+    weight_data_type: str = option("fp32", "type of the written files", choices=WEIGHT_DATA_TYPES)
+    processes: int = option(16, "threads at most", least=1)
+    overwrite: bool = option(False, "replace an earlier export in the same folder")
+    source: str = option("auto", "format of the checkpoint", choices=SOURCES)
+    num_attention_heads: int | None = option(None, "for a checkpoint that does not say it")
+    encoder_only: bool = option(False, "of an encoder-decoder, export the encoder alone")
+    prompt_checkpoints: tuple[str, ...] = option(
+        (), "virtual tokens to add, in this order", metavar="PATH"
+    )
+    ia3_checkpoints: tuple[str, ...] = option(
+        (), "IA3 vectors to add, in this order", metavar="PATH"
+    )
+    ia3_in_place: bool = option(False, "fold IA3 into the weights")
+    adapter_checkpoints: tuple[str, ...] = option(
+        (), "adapters and LoRA to add, in this order", metavar="PATH"
+    )
+    training_checkpoint: str = option(
+        "last", "which one of a training's folder", metavar="last|best|NAME"
+    )
+    verify: bool = option(
+        False,
+        "rebuild every tensor from the written files and compare with the source; where "
+        "transformers (for Megatron-LM core's, megatron-core) is installed, its logits too",
+    )
+    allow_nonfinite: bool = option(False, "export NaN and infinite weights as they are")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions:
+    """How the model is served, in the block `export.triton_deployment`."""
+
+    max_batch_size: int = option(1, "rows of one request at most", least=1)
+    int8_mode: int = option(0, "1: keep the layers' matrices as int8")
+    enable_custom_all_reduce: bool = False
+    data_type: str = option("fp32", "what the engine computes in", choices=DATA_TYPES)
+    decoupled: bool = option(False, "tokens are sent as they come")
+    interactive: bool = option(False, "requests belong to sessions")
+    interactive_sessions: int = option(32, "how many sessions at once", least=1)
+
+
 @dataclass(frozen=True)
-class ExportSettings:
+class ExportSettings(ServingOptions, ModelOptions):
     """Turn one checkpoint into a model repository.
 
     triton_model_dir is the model's folder inside the repository; shards go to
     <triton_model_dir>/1/<tp_size>-gpu. model_type is what the model is served as; "" where only the
-    shards are wanted. num_attention_heads is for checkpoints that do not say it.
-    prompt_, ia3_ and adapter_checkpoints are added to the base in order; ia3_in_place folds IA3
-    into the weights. allow_nonfinite: weights may be NaN or infinite. decoupled: the served model
-    answers as tokens come. interactive: its requests belong to sessions, interactive_sessions of
-    them at once.
+    shards are wanted.
     """
 
     model_name: str
     model_type: str
-    checkpoint_path: str
-    triton_model_dir: str
+    checkpoint_path: str = field(
+        metadata=described(
+            "a .nemo file, an unpacked one, the folder of a training, of Megatron-LM or of Hugging "
+            "Face, or a GGUF file",
+            metavar="PATH",
+        )
+    )
+    triton_model_dir: str = field(
+        metadata=described("the model's folder; the shards go to 1/<N>-gpu in it", metavar="FOLDER")
+    )
     parallelism: Parallelism = Parallelism()
-    weight_data_type: str = "fp32"
-    processes: int = 16
-    overwrite: bool = False
     tokenizer: TokenizerSettings = TokenizerSettings()
-    max_batch_size: int = 1
-    int8_mode: int = 0
-    enable_custom_all_reduce: bool = False
-    data_type: str = "fp32"
-    decoupled: bool = False
-    interactive: bool = False
-    interactive_sessions: int = 32
-    source: str = "auto"
-    num_attention_heads: int | None = None
-    encoder_only: bool = False
-    prompt_checkpoints: tuple[str, ...] = ()
-    ia3_checkpoints: tuple[str, ...] = ()
-    ia3_in_place: bool = False
-    adapter_checkpoints: tuple[str, ...] = ()
-    training_checkpoint: str = "last"
-    verify: bool = False
-    allow_nonfinite: bool = False
+
+    @staticmethod
+    def key_of(name: str) -> str:
+        """Where an option is changed."""
+        of_serving = name in (item.name for item in dataclasses.fields(ServingOptions))
+        return f"export.{'triton_deployment' if of_serving else 'model'}.{name}"
 
     def __post_init__(self) -> None:
         problems = Problems("the export settings")
-        problems.check_choice("source", self.source, SOURCES, "export.model.source")
-        problems.check_choice(
-            "weight_data_type",
-            self.weight_data_type,
-            WEIGHT_DATA_TYPES,
-            "export.model.weight_data_type",
-        )
-        problems.check_choice(
-            "data_type",
-            self.data_type,
-            DATA_TYPES,
-            "export.triton_deployment.data_type",
-        )
+        check_options(self, problems, self.key_of)
         if self.source == "random" and self.tokenizer.source == "auto":
             problems.add(
                 "random weights come without a tokenizer",
                 choices=("none", "a mapping with library, model, vocab_file, ..."),
                 change="export.model.tokenizer",
             )
-        problems.check_at_least("processes", self.processes, 1, "export.model.processes")
-        problems.check_at_least(
-            "max_batch_size",
-            self.max_batch_size,
-            1,
-            "export.triton_deployment.max_batch_size",
-        )
-        problems.check_at_least(
-            "interactive_sessions",
-            self.interactive_sessions,
-            1,
-            "export.triton_deployment.interactive_sessions",
-        )
         if self.interactive and self.model_type != "gpt3":
             problems.add(
                 "interactive text generation needs a decoder-only model",
@@ -156,67 +174,67 @@ class ExportSettings:
         return Path(self.triton_model_dir) / "1" / f"{self.parallelism.tp_size}-gpu"
 
 
-@dataclass(frozen=True)
-class DeploySettings:
-    """Serve one model repository until stopped. Port 0 means a free one.
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """A server, in the block `deploy.server`. Port 0 means a free one.
 
     host is the address to listen on; None: the node's own, see node_address. public_host is what
     the ready file gives to clients; None: the node's own name. max_waiting_rows: rows of one model
-    that may wait for their turn; requests beyond that are refused.
-    job_folder tells this run of a server from every other one. replica: which of several servers
-    of the same run this is; their ready files have its number. network_interface: name or network
-    (10.0.0.0/16) of what the ranks of several nodes talk over; None: any. restarts: how often a
-    server that was ready may be started again after it lost a rank or died. model_repository may
-    be in a cloud storage (s3://, gs://, as://); cloud_credentials is Triton's file of keys for it.
+    that may wait for their turn; requests beyond that are refused. network_interface: name or
+    network (10.0.0.0/16) of what the ranks of several nodes talk over; None: any.
+    cloud_credentials is Triton's file of keys for a repository in a cloud storage.
     numpy_dir: a folder with numpy 1 for a server whose Python backend needs it; None: none needed.
-    gateway: OpenAI's interface beside the server; None: there is none.
+    """
+
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    host: str | None = LOOPBACK
+    device: str = option("auto", "what the engine computes on", choices=DEVICES)
+    tritonserver: str | None = None
+    numpy_dir: str | None = None
+    public_host: str | None = None
+    ready_timeout: float = option(1800.0, "seconds until the server must be ready", least=0)
+    stop_timeout: float = option(30.0, "seconds to finish requests in", least=0)
+    max_waiting_rows: int = option(512, "rows of one model that wait for their turn", least=1)
+    cloud_credentials: str | None = None
+    network_interface: str | None = None
+    security: ServerSecurity = ServerSecurity()
+
+
+@dataclass(frozen=True)
+class DeploySettings(ServerOptions):
+    """Serve one model repository until stopped.
+
+    job_folder tells this run of a server from every other one. replica: which of several servers
+    of the same run this is; their ready files have its number. restarts: how often a server that
+    was ready may be started again after it lost a rank or died. model_repository may be in a cloud
+    storage (s3://, gs://, as://). gateway: OpenAI's interface beside the server; None: none.
     """
 
     stage: ClassVar[str] = "deploy"
 
     model_repository: str
     results_dir: str
-    http_port: int = 8000
-    grpc_port: int = 8001
-    metrics_port: int = 8002
-    host: str | None = LOOPBACK
-    device: str = "auto"
-    tritonserver: str | None = None
-    numpy_dir: str | None = None
-    public_host: str | None = None
-    ready_timeout: float = 1800.0
-    stop_timeout: float = 30.0
-    cloud_credentials: str | None = None
     job_folder: str | None = None
     replica: int | None = None
-    network_interface: str | None = None
     restarts: int = 0
-    max_waiting_rows: int = 512
-    security: ServerSecurity = ServerSecurity()
     gateway: DeployedGateway | None = None
 
     def __post_init__(self) -> None:
         problems = Problems("the deploy settings")
-        problems.check_choice("device", self.device, DEVICES, "deploy.server.device")
+        check_options(self, problems, "deploy.server.{}".format)
         for name in ("http_port", "grpc_port", "metrics_port"):
             port = getattr(self, name)
             if not 0 <= port < 65536:
-                problems.add(
-                    f"{name} is not a valid port",
-                    got=port,
-                    choices=("0 (a free one)", "1-65535"),
-                    change=f"deploy.server.{name}",
-                )
+                change = f"deploy.server.{name}"
+                problems.add(f"{name} is not a valid port", got=port, choices=PORTS, change=change)
         openai = self.gateway and self.gateway.port
         fixed = [p for p in (self.http_port, self.grpc_port, self.metrics_port, openai) if p]
         if len(set(fixed)) < len(fixed):
             change = "deploy.server or deploy.gateway.port"
             problems.add("two of the server's ports are equal", got=fixed, change=change)
-        for name in ("ready_timeout", "stop_timeout"):
-            problems.check_at_least(name, getattr(self, name), 0, f"deploy.server.{name}")
         problems.check_at_least("restarts", self.restarts, 0, "deploy.restarts")
-        key = "deploy.server.max_waiting_rows"
-        problems.check_at_least("max_waiting_rows", self.max_waiting_rows, 1, key)
         problems.raise_if_any(ConfigError)
 
     @property
@@ -268,12 +286,26 @@ class GatewayJobSettings:
         return Path(self.results_dir) / "ready.json"
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """How a served model is asked, in the block `evaluate`.
+
+    replicas: of how many servers the requests go to; 0: of the one of `ready_file` itself
+    """
+
+    benchmark: BenchmarkSettings | None = None
+    ready_timeout: float = option(1800.0, "seconds to wait for the server", least=0)
+    request_timeout: float = option(600.0, "seconds to wait for one answer", least=0)
+    protocol: str = option("http", "what the client speaks", choices=PROTOCOLS)
+    replicas: int = 0
+    grpc_tls: ClientTls | None = None
+
+
 @dataclass(frozen=True)
-class EvaluateSettings:
+class EvaluateSettings(EvaluateOptions):
     """Measure the model served at the address in `ready_file`; reports go to results_dir.
 
     server_job_folder is that of the run of the server that is meant; None: whoever is ready.
-    replicas: of how many servers the requests go to; 0: of the one of `ready_file` itself.
     """
 
     ready_file: str
@@ -281,19 +313,11 @@ class EvaluateSettings:
     model_name: str
     tokenizer_dir: str
     tasks: tuple[TaskSettings, ...] = ()
-    benchmark: BenchmarkSettings | None = None
-    ready_timeout: float = 1800.0
-    request_timeout: float = 600.0
-    protocol: str = "http"
     server_job_folder: str | None = None
-    replicas: int = 0
-    grpc_tls: ClientTls | None = None
 
     def __post_init__(self) -> None:
         problems = Problems("the evaluate settings")
-        problems.check_choice("protocol", self.protocol, PROTOCOLS, "evaluate.protocol")
-        for name in ("ready_timeout", "request_timeout"):
-            problems.check_at_least(name, getattr(self, name), 0, f"evaluate.{name}")
+        check_options(self, problems, "evaluate.{}".format)
         if not self.tasks and self.benchmark is None:
             problems.add("nothing to measure", change="evaluate.tasks or evaluate.benchmark")
         problems.raise_if_any(ConfigError)
@@ -303,8 +327,9 @@ Settings = TypeVar("Settings", ExportSettings, DeploySettings, GatewayJobSetting
 
 
 def settings_text(settings: Any) -> str:
-    """One stage's settings as YAML."""
-    plain = _plain(dataclasses.asdict(settings))
+    """One stage's settings as YAML; those that have no default come first."""
+    values = {field.name: None for field in dataclasses.fields(settings) if is_required(field)}
+    plain = _plain({**values, **dataclasses.asdict(settings)})
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=10_000)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from launcher_scripts.common.errors import ConfigError, Problems
+from launcher_scripts.config.options import check_options, option
 
 TASK_NAMES = ("lambada", "squad", "boolq", "summarization", "translation")
 
@@ -15,31 +16,22 @@ class GenerationSettings:
 
     template:      the prompt; {names} in it are the item's fields; None: the task's own
     target_file:   what the answers are compared with, where data_file does not hold it
-    output_len:    tokens generated at most
-    max_input_len: tokens of a prompt at most; the end of its longest field is cut off; None: all
-    prompt_task, ia3_task: which learned prompt or IA3 adapter to use, by number; None: none
+    max_input_len: the end of a prompt's longest field is cut off; None: nothing is
+    prompt_task, ia3_task: None: none
     """
 
     template: str | None = None
     target_file: str | None = None
-    output_len: int = 64
-    max_input_len: int | None = None
-    prompt_task: int | None = None
-    ia3_task: int | None = None
-    beam_width: int = 1
+    output_len: int = option(64, "tokens generated at most", least=1)
+    max_input_len: int | None = option(None, "tokens of a prompt at most", least=1)
+    prompt_task: int | None = option(None, "number of a learned prompt", least=0)
+    ia3_task: int | None = option(None, "number of an IA3 adapter", least=0)
+    beam_width: int = option(1, "beams", least=1)
     len_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         problems = Problems("the generation of an evaluation task")
-        key = "evaluate.tasks.<task>.generation"
-        for name in ("output_len", "beam_width", "max_input_len"):
-            value = getattr(self, name)
-            if value is not None:
-                problems.check_at_least(name, value, 1, f"{key}.{name}")
-        for name in ("prompt_task", "ia3_task"):
-            value = getattr(self, name)
-            if value is not None:
-                problems.check_at_least(name, value, 0, f"{key}.{name}")
+        check_options(self, problems, "evaluate.tasks.<task>.generation.{}".format)
         problems.raise_if_any(ConfigError)
 
 
@@ -54,8 +46,8 @@ class TaskSettings:
 
     name: str
     data_file: str
-    limit: int | None = None
-    batch_size: int = 8
+    limit: int | None = option(None, "items at most; by default all", least=1)
+    batch_size: int = option(8, "items asked at once", least=1)
     reference: str | None = None
     generation: GenerationSettings = field(default_factory=GenerationSettings)
 
@@ -63,9 +55,7 @@ class TaskSettings:
         problems = Problems(f"the evaluation task {self.name}")
         key = f"evaluate.tasks.{self.name}"
         problems.check_choice("evaluation task", self.name, TASK_NAMES, "evaluate.tasks")
-        problems.check_at_least("batch_size", self.batch_size, 1, f"{key}.batch_size")
-        if self.limit is not None:
-            problems.check_at_least("limit", self.limit, 1, f"{key}.limit")
+        check_options(self, problems, f"{key}.{{}}".format)
         if self.name == "translation" and self.generation.target_file is None:
             problems.add("translation needs a target_file", change=f"{key}.generation.target_file")
         problems.raise_if_any(ConfigError)
@@ -77,8 +67,8 @@ class BenchmarkSettings:
 
     batch_sizes: tuple[int, ...] = (1,)
     lengths: tuple[tuple[int, int], ...] = ((60, 20),)
-    requests: int = 10
-    warmup: int = 2
+    requests: int = option(10, "requests that are measured", least=1)
+    warmup: int = option(2, "requests before them", least=0)
 
     def __post_init__(self) -> None:
         problems = Problems("the benchmark settings")
@@ -90,6 +80,5 @@ class BenchmarkSettings:
                     got=list(getattr(self, name)),
                     change=f"evaluate.benchmark.{name}",
                 )
-        problems.check_at_least("requests", self.requests, 1, "evaluate.benchmark.requests")
-        problems.check_at_least("warmup", self.warmup, 0, "evaluate.benchmark.warmup")
+        check_options(self, problems, "evaluate.benchmark.{}".format)
         problems.raise_if_any(ConfigError)

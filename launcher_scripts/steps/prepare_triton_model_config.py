@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher_scripts.checkpoint.convert.export import check_parallelism
@@ -20,10 +20,11 @@ from launcher_scripts.checkpoint.repository.model_repository import ModelReposit
 from launcher_scripts.checkpoint.repository.served_types import fitting_model_types
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.options import described, option
 from launcher_scripts.config.settings import DATA_TYPES, ExportSettings, TokenizerSettings
 from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, config_parameters
 from launcher_scripts.steps.command import run_step
-from launcher_scripts.steps.flags import Flag, FlagTable
+from launcher_scripts.steps.flags import FlagTable
 
 _DECOUPLED = re.compile(r"\bdecoupled\s*:\s*true\b", re.IGNORECASE)
 
@@ -36,51 +37,41 @@ class ModelConfigSettings:
                    and whether it has sessions; tensors are this project's
     """
 
-    model_train_name: str
-    ft_checkpoint: str
-    config_path: str
-    template_path: str | None = None
-    model_type: str | None = None
-    tensor_model_parallel_size: int | None = None
-    pipeline_model_parallel_size: int = 1
-    max_batch_size: int = 1
-    data_type: str | None = None
-    int8_mode: bool = False
-    enable_custom_all_reduce: bool = False
-    decoupled: bool = False
-    interactive: bool = False
-    interactive_sessions: int = 32
-    text_models: bool = False
-    overwrite: bool = False
+    model_train_name: str = field(
+        metadata=described("the model's name, which is its folder's", metavar="NAME")
+    )
+    ft_checkpoint: str = field(
+        metadata=described("the folder of the converted weights", metavar="FOLDER")
+    )
+    config_path: str = field(
+        metadata=described("<repository>/<name>/config.pbtxt, to be written", metavar="FILE")
+    )
+    template_path: str | None = option(
+        None,
+        "a config.pbtxt of a model of this kind: model_type, decoupled, sequence_batching",
+        metavar="FILE",
+    )
+    model_type: str | None = option(
+        None, "what it is served as", metavar="|".join(BACKEND_MODEL_TYPES)
+    )
+    tensor_model_parallel_size: int | None = option(None, "must be that of the weights")
+    pipeline_model_parallel_size: int = option(1, "groups of ranks that share the layers")
+    max_batch_size: int = option(1, "rows of one request at most")
+    data_type: str | None = option(
+        None, "what the engine computes in; by default the weights' type", choices=DATA_TYPES
+    )
+    int8_mode: bool = option(False, "keep the layers' matrices as int8")
+    enable_custom_all_reduce: bool = option(False, "as in the export's configuration")
+    decoupled: bool = option(False, "tokens are sent as they come")
+    interactive: bool = option(False, "requests belong to sessions")
+    interactive_sessions: int = option(32, "how many at once")
+    text_models: bool = option(
+        False, "write preprocessing, postprocessing, ensemble and text beside it"
+    )
+    overwrite: bool = option(False, "replace what is there")
 
 
-FLAGS = FlagTable(
-    ModelConfigSettings,
-    {
-        "model_train_name": Flag("the model's name, which is its folder's", metavar="NAME"),
-        "ft_checkpoint": Flag("the folder of the converted weights", metavar="FOLDER"),
-        "config_path": Flag("<repository>/<name>/config.pbtxt, to be written", metavar="FILE"),
-        "template_path": Flag(
-            "a config.pbtxt of a model of this kind: model_type, decoupled, sequence_batching",
-            metavar="FILE",
-        ),
-        "model_type": Flag("what it is served as", metavar="|".join(BACKEND_MODEL_TYPES)),
-        "tensor_model_parallel_size": Flag("must be that of the weights"),
-        "pipeline_model_parallel_size": Flag("groups of ranks that share the layers"),
-        "max_batch_size": Flag("rows of one request at most"),
-        "data_type": Flag(
-            "what the engine computes in; by default the weights' type",
-            metavar="|".join(DATA_TYPES),
-        ),
-        "int8_mode": Flag("keep the layers' matrices as int8"),
-        "enable_custom_all_reduce": Flag("as in the export's configuration"),
-        "decoupled": Flag("tokens are sent as they come"),
-        "interactive": Flag("requests belong to sessions"),
-        "interactive_sessions": Flag("how many at once"),
-        "text_models": Flag("write preprocessing, postprocessing, ensemble and text beside it"),
-        "overwrite": Flag("replace what is there"),
-    },
-)
+FLAGS = FlagTable(ModelConfigSettings)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher_scripts.checkpoint.convert.export import export
@@ -20,6 +20,7 @@ from launcher_scripts.checkpoint.repository.model_repository import model_config
 from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.options import described, option
 from launcher_scripts.config.settings import DATA_TYPES, ExportSettings, TokenizerSettings
 from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.family import ModelConfig
@@ -27,7 +28,7 @@ from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.ini_text import FILE_NAME
 from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.steps.command import run_step
-from launcher_scripts.steps.flags import Flag, FlagTable
+from launcher_scripts.steps.flags import FlagTable
 
 MODEL = "fastertransformer"
 GPT = GPTConfig(
@@ -74,13 +75,13 @@ EXAMPLES = {
 class ExampleSettings:
     """Which examples, where, and how they are divided and typed."""
 
-    folder: str
-    examples: tuple[str, ...] = tuple(EXAMPLES)
-    tensor_parallel_size: int = 1
-    data_type: str = "fp16"
-    max_batch_size: int = 8
-    random_weights: bool = False
-    overwrite: bool = False
+    folder: str = field(metadata=described("where the examples go", metavar="FOLDER"))
+    examples: tuple[str, ...] = option(tuple(EXAMPLES), "which ones", metavar="NAME")
+    tensor_parallel_size: int = option(1, "ranks that share every layer")
+    data_type: str = option("fp16", "of weights and computation", choices=DATA_TYPES)
+    max_batch_size: int = option(8, "rows of one request at most, but for sessions")
+    random_weights: bool = option(False, "make weights, so that the examples can be served")
+    overwrite: bool = option(False, "replace examples that are there")
 
     def __post_init__(self) -> None:
         problems = Problems("the examples")
@@ -89,18 +90,7 @@ class ExampleSettings:
         problems.raise_if_any(ConfigError)
 
 
-FLAGS = FlagTable(
-    ExampleSettings,
-    {
-        "folder": Flag("where the examples go", metavar="FOLDER"),
-        "examples": Flag("which ones", metavar="NAME"),
-        "tensor_parallel_size": Flag("ranks that share every layer"),
-        "data_type": Flag("of weights and computation", metavar="|".join(DATA_TYPES)),
-        "max_batch_size": Flag("rows of one request at most, but for sessions"),
-        "random_weights": Flag("make weights, so that the examples can be served"),
-        "overwrite": Flag("replace examples that are there"),
-    },
-)
+FLAGS = FlagTable(ExampleSettings)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,7 +28,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 @pytest.fixture(scope="session")
 def hydra_config(checkout: Path) -> Iterator[Compose]:
     """Compose the configuration as the command line does, with its values filled in."""
-    entry.register_resolvers()
+    entry.register()
     with initialize_config_dir(str(checkout / "conf"), version_base="1.3"):
 
         def composed(*overrides: str) -> dict[str, Any]:

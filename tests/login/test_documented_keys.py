@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -11,15 +12,18 @@ from hydra import compose
 from omegaconf import OmegaConf
 
 from launcher_scripts.config.gateway import DeployedGateway
+from launcher_scripts.config.options import values_of
 from launcher_scripts.config.schema import build
 from launcher_scripts.config.settings import (
-    DeploySettings,
     EvaluateSettings,
-    ExportSettings,
     GatewayJobSettings,
+    ModelOptions,
+    ServerOptions,
+    ServingOptions,
 )
 from launcher_scripts.config.tasks import BenchmarkSettings, GenerationSettings, TaskSettings
 from launcher_scripts.models.repository import BACKEND_MODEL_TYPES
+from stages.export import ExportModel, TritonDeployment
 from stages.plan import make_plan
 from tests.login.conftest import Compose, Run
 
@@ -135,11 +139,10 @@ def test_the_launcher_scripts_of_this_checkout_are_the_default(
     assert hydra_config()["launcher_scripts_path"] == str(checkout / "launcher_scripts")
 
 
-def test_every_setting_of_the_server_has_a_key(hydra_config: Compose) -> None:
-    fields = {field.name for field in dataclasses.fields(DeploySettings)}
-    server = hydra_config()["deploy"]["server"]
-    elsewhere = {"model_repository", "results_dir", "job_folder", "replica", "restarts"}
-    assert set(server) == fields - elsewhere - {"gateway"}
+def test_every_setting_of_the_server_has_a_key_and_its_default(hydra_config: Compose) -> None:
+    block = hydra_config()["deploy"]["server"]
+    assert set(block) == {field.name for field in dataclasses.fields(ServerOptions)}
+    assert build(ServerOptions, block, "the block") == ServerOptions(host=None)
 
 
 def test_every_setting_of_the_gateway_has_a_key_and_its_default(hydra_config: Compose) -> None:
@@ -154,11 +157,30 @@ def test_every_setting_of_the_gateway_has_a_key_and_its_default(hydra_config: Co
     assert set(job) - {"run"} == fields | of_the_job - elsewhere
 
 
-def test_every_setting_of_the_export_has_a_key(hydra_config: Compose) -> None:
-    export = hydra_config()["export"]
-    keys = {*export["run"], *export["model"], *export["triton_deployment"]}
-    fields = {field.name for field in dataclasses.fields(ExportSettings)}
-    assert fields - keys == {"model_name", "parallelism"}
+@pytest.mark.parametrize(
+    ("section", "kind", "options", "of_the_stage"),
+    [
+        (
+            *("model", ExportModel, ModelOptions(weight_data_type="fp16")),
+            {
+                "checkpoint_path",
+                "tensor_model_parallel_size",
+                "tokenizer",
+                "load_checkpoints_to_cpu",
+            },
+        ),
+        (
+            *("triton_deployment", TritonDeployment, ServingOptions(data_type="fp16")),
+            {"triton_model_dir", "pipeline_model_parallel_size"},
+        ),
+    ],
+)
+def test_every_setting_of_the_export_has_a_key_and_its_default(
+    hydra_config: Compose, section: str, kind: type, options: Any, of_the_stage: set[str]
+) -> None:
+    block = hydra_config()["export"][section]
+    assert set(block) - of_the_stage == {field.name for field in dataclasses.fields(options)}
+    assert type(options)(**values_of(type(options), build(kind, block, "the block"))) == options
 
 
 def test_every_file_of_the_exports_says_what_its_model_is_served_as(

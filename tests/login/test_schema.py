@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.options import check_options, option
 from launcher_scripts.config.schema import build
 from launcher_scripts.config.settings import (
     DeploySettings,
@@ -18,6 +19,7 @@ from launcher_scripts.config.settings import (
     ExportSettings,
     TokenizerSettings,
     read_settings,
+    settings_text,
     write_settings,
 )
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
@@ -124,6 +126,30 @@ def test_settings_are_read_as_they_were_written(tmp_path: Path, settings: Any) -
     write_settings(settings, path)
     assert read_settings(type(settings), path) == settings
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_settings_file_begins_with_what_has_no_default() -> None:
+    text = settings_text(
+        EvaluateSettings("/ready.json", "/r", "m", "/t", (TaskSettings("boolq", "/d"),))
+    )
+    assert text.startswith("ready_file: /ready.json\nresults_dir: /r\nmodel_name: m\n")
+
+
+@dataclass(frozen=True)
+class Limited:
+    count: int | None = option(None, "how many", least=1)
+    kind: str = option("a", "which", choices=("a", "b"))
+
+
+def test_the_limits_of_options_are_checked() -> None:
+    problems = Problems("the test")
+    check_options(Limited(), problems, "block.{}".format)
+    assert problems.messages == []
+    check_options(Limited(0, "c"), problems, "block.{}".format)
+    assert problems.messages == [
+        "count must be at least 1; got 0; change block.count",
+        "unknown kind; got 'c'; choices: a, b; change block.kind",
+    ]
 
 
 @pytest.mark.parametrize("content", [None, "a: [", "- 1", "model_name: x"])

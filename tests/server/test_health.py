@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_reserved_ports_can_be_listened_on_and_are_given_to_nobody_else() -> Non
 
 
 def test_a_host_that_is_not_this_machines() -> None:
-    elsewhere = DeploySettings("repository", "results", 0, 0, 0, host="192.0.2.1")
+    elsewhere = replace(settings(), host="192.0.2.1")
     with (
         pytest.raises(ServerError, match=r"cannot be opened: .*; change deploy\.server\.host"),
         reserved_ports(elsewhere),
