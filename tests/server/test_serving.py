@@ -21,7 +21,8 @@ from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.contract.protocol import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine
 from tests.engine.small_models import engine_for, random_tensors
-from tests.server.processes import running, wait_for
+from tests.processes import wait_for
+from tests.server.processes import running
 from tests.server.repositories import END_ID, TOKENIZERS, export, text_config
 from tests.server.requests import Client, generated, ids_request, text_rows
 

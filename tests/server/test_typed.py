@@ -59,7 +59,7 @@ def test_the_server_gets_its_options_and_the_backends(installation: Installation
     folder = Path(first.removeprefix("--backend-directory="))
     assert (folder / "fastertransformer" / "model.py").is_file()
     assert (folder / "onnx" / "lib.so").is_file()
-    assert (folder / "python" / "launcher_scripts" / "errors.py").is_file()
+    assert (folder / "python" / "launcher_scripts" / "common" / "errors.py").is_file()
     assert second == "--disable-auto-complete-config" and others == options
 
 
