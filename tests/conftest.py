@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.server.processes import RunningStep
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -53,6 +59,14 @@ def shared_dir() -> Path:
 def data_dir() -> Path:
     """The small data that ships with the tests; tests/data/SOURCES.md says where it is from."""
     return CHECKOUT / "tests" / "data"
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStep]:
+    """A server for every test that only asks; see tests/server/shared.py."""
+    shared = importlib.import_module("tests.server.shared")
+    with shared.shared_server(tmp_path_factory.mktemp("shared_server")) as step:
+        yield step
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from launcher_scripts.backends.text.text_channel import Channel as TextChannel
 from launcher_scripts.backends.text.text_channel import Message
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.contract.requests import GenerateOutput
-from tests.server.processes import wait_for
+from tests.processes import wait_for
 
 
 @pytest.mark.parametrize(

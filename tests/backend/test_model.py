@@ -18,10 +18,12 @@ import torch
 
 from launcher_scripts.backends.fastertransformer.parameters import engine_settings
 from launcher_scripts.backends.fastertransformer.sessions import idle_seconds
+from launcher_scripts.backends.fastertransformer.status import MAX_WAITING_VARIABLE
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.contract.sessions import served_contract
+from launcher_scripts.engine.engine import Engine
 from tests.engine.small_models import (
     engine_for,
     generate,
@@ -388,9 +390,16 @@ def test_wrong_parameters_are_named(tmp_path, parameters, message):
 
 
 @pytest.fixture
-def streaming_model(backend, tmp_path, monkeypatch):
-    """A decoupled model, and the ids of a row that it generates."""
+def most_waiting():
+    """How many rows may wait; tests parametrize it."""
+    return 512
+
+
+@pytest.fixture
+def streaming_model(backend, tmp_path, monkeypatch, most_waiting):
+    """A decoupled model."""
     monkeypatch.setenv("LAUNCHER_DEVICE", "cpu")
+    monkeypatch.setenv(MAX_WAITING_VARIABLE, str(most_waiting))
     tensors = random_tensors(CONFIG)
     write_checkpoint(tmp_path / "tiny" / "1" / "1-gpu", CONFIG, tensors, 1)
     model = backend.TritonPythonModel()
@@ -487,10 +496,9 @@ def test_what_cannot_be_answered_is_an_error_of_its_own(streaming_model, monkeyp
     assert len(again.answers) == 4
 
 
+@pytest.mark.parametrize("most_waiting", [4])
 def test_a_request_that_would_wait_behind_too_many_is_refused(streaming_model, monkeypatch):
-    streaming_model._max_waiting_rows = 4
-    kind = type(streaming_model._engine)
-    monkeypatch.setattr(kind, "rows_waiting", property(lambda _: 3))
+    monkeypatch.setattr(Engine, "rows_waiting", property(lambda _: 3))
     two, one = request([[3, 4], [5, 6]], [2, 2], [[2], [2]]), request([[3, 4]], [2], [[2]])
     streaming_model.execute([two, one])
     assert two.answered.wait(120) and one.answered.wait(120)
@@ -499,8 +507,8 @@ def test_a_request_that_would_wait_behind_too_many_is_refused(streaming_model, m
     assert all(not answer.has_error() for answer in one.answers)
 
 
+@pytest.mark.parametrize("most_waiting", [1])
 def test_one_request_may_be_larger_than_what_may_wait(streaming_model):
-    streaming_model._max_waiting_rows = 1
     asked = request([[3, 4]] * 3, [2] * 3, [[2]] * 3)
     streaming_model.execute([asked])
     assert asked.answered.wait(120)

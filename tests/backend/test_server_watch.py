@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.server.processes import wait_for
+from tests.processes import wait_for
 
 SERVER = """
 import subprocess, sys

@@ -55,7 +55,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     t5.export(folder, "t5-encoder", name="encoder")
     export_agm(folder)
     with running(folder / "job", settings.model_repository) as step:
-        yield step.wait_until_ready(180)
+        yield step.wait_until_ready()
         assert step.stop() == 0, step.err
 
 

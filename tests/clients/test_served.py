@@ -45,7 +45,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     export(folder, LONG, name="talk", interactive=True, max_batch_size=1)
     # Triton counts cancelled streams of ensembles as running, and waits for them.
     with running(folder / "job", settings.model_repository, stop_timeout=2.0) as step:
-        yield step.wait_until_ready(180)
+        yield step.wait_until_ready()
         assert step.stop() == 0, step.err
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from launcher_scripts.engine.model.families import engine_family
 from launcher_scripts.engine.model.weights import DTYPES, Stored
 from launcher_scripts.engine.runner.loading import Launches, assemble_runner
 from launcher_scripts.engine.runner.runner import Runner
+from launcher_scripts.kernels import kernels_for
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, Partition, WeightSpec
 from launcher_scripts.models.gpt import GPTConfig
@@ -108,6 +109,25 @@ def load_engine(
     )
 
 
+class EagerGraphs:
+    """Stands for the CUDA graphs: runs every function on a tensor of its own, as they replay."""
+
+    def __init__(self) -> None:
+        self.recorded: list[Hashable] = []
+        self.asked: list[Hashable] = []
+
+    def run(self, key: Hashable, given: torch.Tensor, function: Callable[..., object]) -> object:
+        self.asked.append(key)
+        return function(given.clone())
+
+    def record(self, key: Hashable, given: torch.Tensor, function: Callable[..., object]) -> None:
+        self.recorded.append(key)
+        function(given.clone())
+
+    def clear(self) -> None:
+        """There is nothing to give back."""
+
+
 def runner_for(
     config: ModelConfig,
     tensors: Mapping[str, Stored],
@@ -118,6 +138,7 @@ def runner_for(
     max_tokens: int | None = None,
     int8_mode: int = 0,
     launches: Launches | None = None,
+    graphs: EagerGraphs | None = None,
 ) -> tuple[EngineSettings, Runner]:
     """One rank over tensors in memory."""
     settings = EngineSettings(
@@ -129,6 +150,8 @@ def runner_for(
         int8_mode=int8_mode,
     )
     place = torch.device(device)
+    if graphs is not None:
+        launches = Launches(kernels_for(device), graphs)
     loaded = (
         engine_family(config)
         .loader(

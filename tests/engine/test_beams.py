@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 
@@ -24,6 +24,7 @@ from launcher_scripts.engine.engine import STEPS_AHEAD, Engine
 from tests.engine.reference_beams import Settings, Text, search
 from tests.engine.small_agm import agm_config, agm_tensors
 from tests.engine.small_models import (
+    EagerGraphs,
     context_logits,
     engine_for,
     random_tensors,
@@ -148,28 +149,17 @@ def test_searches_of_all_widths_and_other_rows_run_together(engine, max_tokens):
     assert together == alone
 
 
-class EagerGraphs:
-    """Stands for the CUDA graphs, which replay on the rows' slots in a tensor of their own."""
-
-    def run(self, _: object, slots: torch.Tensor, function: Callable[..., torch.Tensor]) -> object:
-        return function(slots.clone())
-
-    record = run
-
-
 def test_as_on_a_device(engine, monkeypatch):
     """A step is launched before the last is read, rows are padded, nothing looks at the cache."""
     rows = mixed_requests()
     wanted = [texts(engine.submit(row).result(60)) for row in rows]
     monkeypatch.setitem(STEPS_AHEAD, "cpu", 1)
     monkeypatch.setattr("launcher_scripts.engine.core.kv_cache.looking_is_free", lambda _: False)
-    settings, runner = runner_for(GPT, random_tensors(GPT), max_batch_size=16)
-    monkeypatch.setattr(runner, "_graphs", EagerGraphs())
-    monkeypatch.setattr(runner._batches, "_max_rows", 16)
+    graphs = EagerGraphs()
+    settings, runner = runner_for(GPT, random_tensors(GPT), max_batch_size=16, graphs=graphs)
     device = Engine.from_runner(settings, lambda: runner)
     futures = [device.submit(row) for row in rows]
     got = [texts(future.result(60)) for future in futures]
-    monkeypatch.setattr(runner, "_graphs", None)
     device.close()
     assert got == wanted
 

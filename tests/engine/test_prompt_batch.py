@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core.plan import PrefillPart, RowStart
+from launcher_scripts.engine.core.plan import Plan, PrefillPart, RowStart
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 from launcher_scripts.engine.runner.prompt_batch import (
@@ -19,22 +17,11 @@ from launcher_scripts.engine.runner.prompt_batch import (
     Sizes,
     unpacked,
 )
-from tests.engine.small_models import random_tensors, runner_for, small_config
+from tests.engine.small_models import EagerGraphs, random_tensors, runner_for, small_config
 
 CONFIG = small_config(end_id=67, max_positions=200)
 TENSORS = random_tensors(CONFIG)
 NOWHERE = Nowhere(token=400, slot=8)
-
-
-class EagerGraphs:
-    """Stands for the CUDA graphs: runs a recorded shape's function on a tensor of its own."""
-
-    def __init__(self) -> None:
-        self.keys: list[object] = []
-
-    def run(self, key: object, given: torch.Tensor, function: Callable[..., object]) -> object:
-        self.keys.append(key)
-        return function(given.clone())
 
 
 def started(slot: int, start: int, length: int, **more: int) -> RowStart:
@@ -64,8 +51,7 @@ def test_prompts_that_fill_a_bucket_give_the_same_tokens(monkeypatch, at_once):
     monkeypatch.setitem(PREFILL_TOKENS, "cpu", at_once)
     answers = []
     for graphs in (None, EagerGraphs()):
-        settings, runner = runner_for(CONFIG, TENSORS, max_batch_size=8)
-        monkeypatch.setattr(runner._prefill, "_graphs", graphs)
+        settings, runner = runner_for(CONFIG, TENSORS, max_batch_size=8, graphs=graphs)
         engine = Engine.from_runner(settings, lambda runner=runner: runner)
         futures = [engine.submit(request) for request in requests()]
         answers.append([future.result(60) for future in futures])
@@ -73,19 +59,22 @@ def test_prompts_that_fill_a_bucket_give_the_same_tokens(monkeypatch, at_once):
     for plain, filled in zip(*answers, strict=True):
         assert filled.output_ids == plain.output_ids
         assert filled.cum_log_probs == pytest.approx(plain.cum_log_probs, abs=1e-4)
-    assert graphs.keys
-    assert all(kind == "prompts" for kind, *_ in graphs.keys)
+    assert prompts_of(graphs.asked)
 
 
-def test_what_more_is_asked_than_tokens_is_launched(monkeypatch):
-    settings, runner = runner_for(CONFIG, TENSORS, max_batch_size=8)
+def prompts_of(keys):
+    """Those that are passes over prompts, as (sizes, greedy)."""
+    return [rest for kind, *rest in keys if kind == "prompts"]
+
+
+def test_what_more_is_asked_than_tokens_is_launched():
     graphs = EagerGraphs()
-    monkeypatch.setattr(runner._prefill, "_graphs", graphs)
+    settings, runner = runner_for(CONFIG, TENSORS, max_batch_size=8, graphs=graphs)
     engine = Engine.from_runner(settings, lambda: runner)
     for request in SPECIAL:
         engine.submit(request).result(60)
     engine.close()
-    assert graphs.keys == []
+    assert prompts_of(graphs.asked) == []
 
 
 def test_parts_come_apart_as_they_were_packed():
@@ -122,19 +111,15 @@ def test_what_fills_up_goes_nowhere():
     assert not batch.lengths[2:].any()
 
 
-def test_a_shape_is_recorded_on_nobodys_tokens(monkeypatch):
+def test_a_shape_is_recorded_on_nobodys_tokens():
     """What it runs on, and what it leaves, is of the padding alone."""
-    _, runner = runner_for(CONFIG, TENSORS, max_batch_size=8)
     graphs = EagerGraphs()
-    graphs.record = graphs.run
-    monkeypatch.setattr(runner._prefill, "_graphs", graphs)
-    shapes = runner._prefill.shapes_to_record()
+    _, runner = runner_for(CONFIG, TENSORS, max_batch_size=8, graphs=graphs)
+    shapes = tuple(shape for shape in runner.shapes_to_record() if shape.prompt)
     assert len(set(shapes)) == 2 * len(ROW_BUCKETS) * len(TOKEN_BUCKETS)
     before = [runner.states.length.clone(), runner.decoder.cache.ids.clone()]
-    with torch.inference_mode():
-        for shape in shapes[:2]:
-            runner._prefill.record(shape)
-    (_, sizes, greedy), _ = graphs.keys
+    runner.execute(Plan(record=shapes[:2]))
+    (sizes, greedy), _ = prompts_of(graphs.recorded)
     assert (sizes, greedy) == (Sizes(64, 3, 1), True)
     scratch = runner.decoder.cache.scratch
     assert torch.equal(runner.states.length, before[0])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-
 import pytest
-import torch
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.plan import Bounds, Plan
@@ -14,8 +11,9 @@ from launcher_scripts.engine.model.families import engine_family
 from launcher_scripts.engine.runner import recording
 from launcher_scripts.engine.runner.graphs import bucket_rows, step_shapes
 from launcher_scripts.engine.runner.recording import Recording
-from tests.engine.small_models import random_tensors, runner_for, small_config
+from tests.engine.small_models import EagerGraphs, random_tensors, runner_for, small_config
 from tests.engine.small_t5 import t5_config, t5_tensors
+from tests.processes import wait_for
 
 
 def test_short_contexts_come_first_and_sizes_up_to_the_most_rows() -> None:
@@ -87,24 +85,8 @@ def test_nothing_is_said_where_nothing_is_recorded() -> None:
     assert Recording([], [].append, lambda: NO_MEMORY).record_at_load() is None
 
 
-class EagerGraphs:
-    """Stands for the CUDA graphs, and knows what was recorded."""
-
-    def __init__(self) -> None:
-        self.recorded: list[Hashable] = []
-        self.asked: set[Hashable] = set()
-
-    def run(self, key: Hashable, slots: torch.Tensor, function: Callable[..., object]) -> object:
-        self.asked.add(key)
-        return function(slots.clone())
-
-    def record(self, key: Hashable, slots: torch.Tensor, function: Callable[..., object]) -> None:
-        self.recorded.append(key)
-        function(slots)
-
-
 @pytest.mark.parametrize("family", ["gpt", "t5"])
-def test_no_decode_step_of_a_request_is_new(monkeypatch, capsys, family) -> None:
+def test_no_decode_step_of_a_request_is_new(capsys, family) -> None:
     config = small_config() if family == "gpt" else t5_config()
     tensors = (random_tensors if family == "gpt" else t5_tensors)(config)
     requests = [
@@ -116,16 +98,14 @@ def test_no_decode_step_of_a_request_is_new(monkeypatch, capsys, family) -> None
     wanted = [plain.submit(request).result(60).output_ids for request in requests]
     plain.close()
     assert "recorded" not in capsys.readouterr().out
-    settings, runner = runner_for(config, tensors, max_batch_size=6)
     graphs = EagerGraphs()
-    monkeypatch.setattr(runner, "_graphs", graphs)
-    monkeypatch.setattr(runner._batches, "_max_rows", 6)
+    settings, runner = runner_for(config, tensors, max_batch_size=6, graphs=graphs)
     engine = Engine.from_runner(settings, lambda: runner)
     assert "decode steps recorded: " in capsys.readouterr().out
-    assert len(graphs.recorded) == len(runner.shapes_to_record())
+    shapes = runner.shapes_to_record()
+    wait_for(lambda: len(graphs.recorded) == len(shapes))  # the last of them in idle moments
     futures = [engine.submit(request) for request in requests]
     assert [future.result(60).output_ids for future in futures] == wanted
-    monkeypatch.setattr(runner, "_graphs", None)
     engine.close()
     steps = {key for key in graphs.asked if isinstance(key[1], Bounds)}
     assert steps

@@ -1,10 +1,10 @@
 """Both measuring steps as commands, against a server over real sockets."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.steps import measure_accuracy, measure_speed
 from tests.evaluation.fake_server import VOCAB, FakeServer
+from tests.processes import read, wait_for, wait_until_gone
 
 ROOT = Path(__file__).parents[2]
 
@@ -138,29 +139,18 @@ def test_a_step_ends_with_the_script_of_its_job(job):
     bash = subprocess.Popen(["bash", str(script)], cwd=ROOT)
     children = Path(f"/proc/{bash.pid}/task/{bash.pid}/children")
     try:
-        deadline = time.monotonic() + 180
-        while time.monotonic() < deadline:
-            pids = children.read_text().split()
-            caught = pids and field_of(pids[0], "SigCgt")
-            if caught and int(caught, 16) >> (signal.SIGTERM - 1) & 1:
-                break
-            time.sleep(0.05)
+        pid = int(wait_for(lambda: children.read_text().split())[0])
+        wait_for(lambda: handles(pid, signal.SIGTERM))
     finally:
         bash.kill()
         bash.wait()
-    deadline = time.monotonic() + 180
-    while field_of(pids[0], "State")[:1] not in ("", "Z") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert field_of(pids[0], "State")[:1] in ("", "Z")
+    wait_until_gone([pid])
 
 
-def field_of(pid, field):
-    """A field of /proc/<pid>/status; "" for a process that is gone."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")
+def handles(pid, number):
+    """Whether a process has a handler of a signal."""
+    caught = re.search(rb"SigCgt:\s*(\w+)", read(Path(f"/proc/{pid}/status")))
+    return caught is not None and int(caught[1], 16) >> (number - 1) & 1 == 1
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -172,9 +162,7 @@ def test_a_signal_ends_a_waiting_step_at_once(job, number, status):
             [*command, settings_file(job)], cwd=ROOT, stderr=subprocess.PIPE, text=True
         )
         try:
-            deadline = time.monotonic() + 180
-            while len(server.received) < 2 and time.monotonic() < deadline:
-                time.sleep(0.05)
+            wait_for(lambda: len(server.received) >= 2)
             step.send_signal(number)
             _, errors = step.communicate(timeout=10)
         finally:

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tests.server.processes import wait_for
+from tests.processes import wait_for
 
 # https://www.w3.org/TR/webdriver2/#elements
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"

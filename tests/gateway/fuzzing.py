@@ -60,7 +60,7 @@ MESSAGES += [[], [{}], [{"role": "x" * 65}], [{"role": "user", "content": [{"typ
 MESSAGES += [[{"role": "assistant", "tool_calls": [{}]}], [{"role": "user", "content": None}]]
 # What a parameter could be, so that some requests get as far as the engine.
 LIKELY: dict[str, Sequence[Any]] = {
-    "model": ["tiny", "plain", "t5", "other", "", "tiny\n"],
+    "model": ["gpt", "plain", "t5", "other", "", "gpt\n"],
     "prompt": ["Hello", "", ["One", "Two"], [5, 6, 7], [[5], [6, 7]], [490, 491], [[]], *TEXTS],
     "messages": MESSAGES,
     "max_tokens": [0, 1, 3, 8, 30, 95, 96],
@@ -87,10 +87,10 @@ LIKELY |= dict.fromkeys(("temperature", "top_p", "min_p"), (0, 0.3, 1.0, 1))
 LIKELY |= dict.fromkeys(("presence_penalty", "frequency_penalty"), (-2, 0.5, 2))
 LIKELY |= dict.fromkeys(("use_beam_search", "echo", "ignore_eos"), (True, False))
 USUAL: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"model": "tiny", "prompt": "Hello", "max_tokens": 5},
-    "/v1/chat/completions": {"model": "tiny", "messages": MESSAGES[0], "max_tokens": 5},
-    "/tokenize": {"model": "tiny", "prompt": "Hello"},
-    "/detokenize": {"model": "tiny", "tokens": [5, 6]},
+    "/v1/completions": {"model": "gpt", "prompt": "Hello", "max_tokens": 5},
+    "/v1/chat/completions": {"model": "gpt", "messages": MESSAGES[0], "max_tokens": 5},
+    "/tokenize": {"model": "gpt", "prompt": "Hello"},
+    "/detokenize": {"model": "gpt", "tokens": [5, 6]},
 }
 
 
@@ -148,7 +148,7 @@ class Fuzzer:
             b"[" * deep,
             b'{"a":' * deep,
             b'{"prompt":' + b"[" * deep + b"]" * deep + b"}",
-            b'{"model": "tiny", "prompt": "a", "seed": ' + b"9" * deep + b"}",
+            b'{"model": "gpt", "prompt": "a", "seed": ' + b"9" * deep + b"}",
             self._random.randbytes(self._random.randrange(400)),
             b" " * deep + body,
             b'"' + b"\\ud83d" * 100 + b'"',
@@ -198,7 +198,7 @@ class Fuzzer:
     def _leaving(self) -> Fuzzed:
         """A client that goes at some point, or that is slow."""
         path = self._random.choice(["/v1/completions", "/v1/chat/completions"])
-        body = {**USUAL[path], "model": self._random.choice(["tiny", "plain"]), "max_tokens": 60}
+        body = {**USUAL[path], "model": self._random.choice(["gpt", "plain"]), "max_tokens": 60}
         if path.endswith("/v1/completions") and self._random.random() < 0.3:
             body["model"] = "t5"
         body |= {"ignore_eos": True, "n": self._random.randrange(1, 5)}

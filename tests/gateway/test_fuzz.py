@@ -31,7 +31,7 @@ SCALARS = (
     | st.integers(-(1 << 70), 1 << 70)
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=8)
-    | st.sampled_from(["user", "text", "json_object", "auto", "tiny"])
+    | st.sampled_from(["user", "text", "json_object", "auto", "gpt"])
 )
 VALUES = st.recursive(
     SCALARS,
@@ -47,7 +47,7 @@ VALUES = st.recursive(
 
 @pytest.fixture(scope="module")
 def client() -> Any:
-    return client_of(served(FakeBackend()), max_body=1 << 16)
+    return client_of(served(FakeBackend(), "gpt"), max_body=1 << 16)
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ import pytest
 
 from launcher_scripts.config.gateway import DeployedGateway
 from tests.gateway.processes import RunningGateway, gateway_job
-from tests.server.processes import RunningStep, running, wait_for
-from tests.server.repositories import export, text_config
+from tests.processes import wait_for
+from tests.server.processes import RunningStep
 
 needs_server = pytest.mark.skipif(
     importlib.util.find_spec("pytriton") is None,
@@ -25,17 +24,8 @@ needs_server = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStep]:
-    folder = tmp_path_factory.mktemp("server")
-    exported = export(folder, text_config(max_positions=4096), name="tiny", decoupled=True)
-    with running(folder / "job", Path(exported.model_repository), replica=0) as step:
-        step.wait_until_ready()
-        yield step
-
-
-def results(server: RunningStep) -> Path:
-    return Path(server.settings.results_dir)
+def results(shared_server: RunningStep) -> Path:
+    return Path(shared_server.settings.results_dir)
 
 
 def ready_of(folder: Path) -> dict[str, Any]:
@@ -43,7 +33,13 @@ def ready_of(folder: Path) -> dict[str, Any]:
 
 
 def complete(started: RunningGateway, tokens: int = 3) -> str:
-    body = {"prompt": "Once", "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+    body = {
+        "model": "gpt",
+        "prompt": "Once",
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
     asked = urllib.request.Request(
         f"{started.facts['openai']}/completions",
         json.dumps(body).encode(),
@@ -74,12 +70,12 @@ def answers(started: RunningGateway) -> bool:
 
 @needs_server
 def test_a_gateway_that_is_killed_comes_back_at_the_same_address(
-    server: RunningStep, tmp_path: Path
+    shared_server: RunningStep, tmp_path: Path
 ) -> None:
-    with gateway_job(tmp_path, results(server), restarts=1) as started:
+    with gateway_job(tmp_path, results(shared_server), restarts=1) as started:
         started.wait_until_ready()
         assert ready_of(tmp_path).items() >= started.facts.items()
-        assert started.facts["models"] == ["tiny"]
+        assert started.facts["models"] == ["gpt", "plain", "t5"]
         assert ready_of(tmp_path)["job"]["folder"] == str(tmp_path)
         text, child = complete(started), child_of(started)
         wait_for(lambda: cache_use(started) == 0.0, 60)  # None before somebody has looked
@@ -94,10 +90,10 @@ def test_a_gateway_that_is_killed_comes_back_at_the_same_address(
 
 
 @needs_server
-def test_it_ends_in_order_and_its_servers_go_on(server: RunningStep, tmp_path: Path) -> None:
-    with gateway_job(tmp_path, results(server)) as started:
+def test_it_ends_in_order_and_its_servers_go_on(shared_server: RunningStep, tmp_path: Path) -> None:
+    with gateway_job(tmp_path, results(shared_server)) as started:
         started.wait_until_ready()
-        with gateway_job(tmp_path, results(server)) as second:
+        with gateway_job(tmp_path, results(shared_server)) as second:
             assert second.process.wait(60) == 1
             assert "another gateway is alive with this results_dir" in second.err
             assert "change gateway.run.results_dir, or stop that gateway first" in second.err
@@ -106,7 +102,7 @@ def test_it_ends_in_order_and_its_servers_go_on(server: RunningStep, tmp_path: P
         assert "gateway: draining: 0 requests are running" in started.out
         assert not (tmp_path / "results" / "ready.json").exists()
         assert not answers(started)
-    assert not server.ended()
+    assert not shared_server.ended()
 
 
 def test_a_port_in_use_is_found_at_once(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from launcher_scripts.gateway.app import make_app
 from launcher_scripts.gateway.door import Keys
 from tests.gateway.browser import Browser, browser, missing
 from tests.gateway.fakes import GPT2, FakeBackend, client_of, served
-from tests.server.processes import wait_for
+from tests.processes import wait_for
 
 KEY = "sk-alice-0123"
 # What a page must show as it is, and not take for a part of itself.

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.processes import CHECKOUT, wait_for
+from tests.processes import wait_for
+from tests.server.processes import CHECKOUT
 from tests.server.repositories import export, text_config
 
 openai = pytest.importorskip("openai")

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,12 @@ from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.security import ServerSecurity, ServerTls
 from tests.gateway.fakes import CHATML
 from tests.gateway.processes import RunningGateway, gateway
+from tests.processes import wait_for
 from tests.server import test_t5 as t5
-from tests.server.processes import CHECKOUT, RunningStep, running, wait_for
+from tests.server.processes import CHECKOUT, RunningStep, running
 from tests.server.repositories import TOKENIZERS, export, text_config
 from tests.server.requests import Client, Stream, generated, ids_request
+from tests.server.shared import cache_tokens_used
 from tests.server.test_protection import certificates
 
 openai = pytest.importorskip("openai")
@@ -35,32 +36,19 @@ pytestmark = pytest.mark.skipif(
 )
 TOKENIZER = load_tokenizer(TOKENIZERS / "gpt2bpe")
 PROMPT = "Hello the people"
-LONG = text_config(max_positions=4096)
 KEY = "sk-of-the-tests"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStep]:
-    """A GPT and a T5 that stream, and the same GPT that does not."""
-    folder = tmp_path_factory.mktemp("gateway")
-    settings = export(folder, LONG, name="tiny", decoupled=True)
-    export(folder, LONG, name="plain")
-    t5.export(folder, name="t5", decoupled=True)
-    with running(folder / "job", settings.model_repository) as step:
-        step.wait_until_ready()
-        yield step
-
-
-@pytest.fixture(scope="module")
 def served(
-    server: RunningStep, tmp_path_factory: pytest.TempPathFactory
+    shared_server: RunningStep, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningGateway]:
     """The gateway before it, which knows a chat template for both GPTs and wants a key."""
     folder = tmp_path_factory.mktemp("door")
     (folder / "chatml.jinja").write_text(CHATML)
     (folder / "keys").write_text(f"# who may ask\ntests={KEY}\n")
     (folder / "keys").chmod(0o600)
-    arguments = ["--ready", str(server.settings.ready_file), "--max-waiting", "64"]
+    arguments = ["--ready", str(shared_server.settings.ready_file), "--max-waiting", "64"]
     arguments += ["--chat-template", str(folder / "chatml.jinja")]
     arguments += ["--api-keys", str(folder / "keys")]
     with gateway(folder / "run", *arguments) as started:
@@ -73,10 +61,9 @@ def client(served: RunningGateway) -> Iterator[Any]:
         yield client
 
 
-def greedy(server: RunningStep, model: str, count: int, **more: Any) -> list[int]:
+def greedy(shared_server: RunningStep, model: str, count: int, **more: Any) -> list[int]:
     """What the token model itself answers."""
-    ready = json.loads(server.settings.ready_file.read_text())
-    with Client(ready, "grpc") as direct:
+    with Client(shared_server.ready, "grpc") as direct:
         answer = direct.infer(model, **ids_request([TOKENIZER.encode(PROMPT)], count, **more))
     return generated(answer)
 
@@ -87,7 +74,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def test_the_ready_line_and_its_command(served: RunningGateway) -> None:
-    assert served.facts["models"] == ["plain", "t5", "tiny"]
+    assert served.facts["models"] == ["gpt", "plain", "t5"]
     command = re.search("^try: (.*)$", served.out, re.MULTILINE)[1]
     ran = subprocess.run(
         ["bash", "-c", f"{command} -s"],
@@ -99,9 +86,11 @@ def test_the_ready_line_and_its_command(served: RunningGateway) -> None:
     assert json.loads(ran.stdout)["usage"]["completion_tokens"] == 16
 
 
-@pytest.mark.parametrize("model", ["tiny", "plain"])
-def test_completions_are_the_token_models(client: Any, server: RunningStep, model: str) -> None:
-    ids = greedy(server, "plain", 12)
+@pytest.mark.parametrize("model", ["gpt", "plain"])
+def test_completions_are_the_token_models(
+    client: Any, shared_server: RunningStep, model: str
+) -> None:
+    ids = greedy(shared_server, "plain", 12)
     answer = client.completions.create(model=model, prompt=PROMPT, max_tokens=12, temperature=0)
     assert answer.choices[0].text == TOKENIZER.decode(ids)
     assert answer.usage.completion_tokens == 12
@@ -110,7 +99,7 @@ def test_completions_are_the_token_models(client: Any, server: RunningStep, mode
     )
     assert "".join(piece.choices[0].text for piece in pieces) == TOKENIZER.decode(ids)
     sampled = {"runtime_top_k": 7, "runtime_top_p": 0.9, "temperature": 1.5, "random_seed": 5}
-    ids = greedy(server, "plain", 12, **sampled)
+    ids = greedy(shared_server, "plain", 12, **sampled)
     answer = client.completions.create(
         model=model,
         prompt=PROMPT,
@@ -125,7 +114,7 @@ def test_completions_are_the_token_models(client: Any, server: RunningStep, mode
 
 def test_tokens_stream_as_they_come(client: Any) -> None:
     pieces = client.completions.create(
-        model="tiny",
+        model="gpt",
         prompt=PROMPT,
         max_tokens=40,
         logprobs=0,
@@ -139,13 +128,13 @@ def test_tokens_stream_as_they_come(client: Any) -> None:
     assert last.usage.completion_tokens == 40
 
 
-@pytest.mark.parametrize("model", ["tiny", "plain"])
+@pytest.mark.parametrize("model", ["gpt", "plain"])
 def test_log_probabilities_are_those_of_the_logits(
-    client: Any, server: RunningStep, model: str
+    client: Any, shared_server: RunningStep, model: str
 ) -> None:
-    ready = json.loads(server.settings.ready_file.read_text())
+    ready = shared_server.ready
     prompt = TOKENIZER.encode(PROMPT)
-    ids = [*prompt, *greedy(server, "plain", 5)]
+    ids = [*prompt, *greedy(shared_server, "plain", 5)]
     with Client(ready, "grpc") as direct:
         asked = ids_request([ids], 0, is_return_context_logits=True)
         logits = direct.infer("plain", **asked)["context_logits"][0]
@@ -168,7 +157,7 @@ def test_log_probabilities_are_those_of_the_logits(
 
 def test_a_chat_whole_and_streamed(client: Any) -> None:
     asked = {
-        "model": "tiny",
+        "model": "gpt",
         "messages": [{"role": "user", "content": "Hello!"}],
         "max_tokens": 9,
         "temperature": 0,
@@ -197,7 +186,7 @@ def test_many_at_once_get_their_own_answers(served: RunningGateway) -> None:
 
             async def one(number: int) -> str:
                 answer = await client.completions.create(
-                    model="tiny", prompt=[5 + number, 7], max_tokens=10, temperature=0, stream=True
+                    model="gpt", prompt=[5 + number, 7], max_tokens=10, temperature=0, stream=True
                 )
                 return "".join([piece.choices[0].text async for piece in answer])
 
@@ -212,8 +201,8 @@ def test_many_at_once_get_their_own_answers(served: RunningGateway) -> None:
             assert alone.choices[0].text == together[number]
 
 
-def test_a_t5_answers_its_prompt(client: Any, server: RunningStep) -> None:
-    ready = json.loads(server.settings.ready_file.read_text())
+def test_a_t5_answers_its_prompt(client: Any, shared_server: RunningStep) -> None:
+    ready = shared_server.ready
     prompt = TOKENIZER.encode(PROMPT)
     with Stream(ready) as stream:
         last = stream.ask("t5", **t5.ids_request([prompt], max_output_len=8))[-1]
@@ -223,9 +212,8 @@ def test_a_t5_answers_its_prompt(client: Any, server: RunningStep) -> None:
     assert answer.choices[0].text == expected
 
 
-def test_beams_are_shown_in_order(client: Any, server: RunningStep) -> None:
-    ready = json.loads(server.settings.ready_file.read_text())
-    with Client(ready, "grpc") as direct:
+def test_beams_are_shown_in_order(client: Any, shared_server: RunningStep) -> None:
+    with Client(shared_server.ready, "grpc") as direct:
         asked = ids_request([TOKENIZER.encode(PROMPT)], 6, beam_width=3, len_penalty=1.0)
         found = direct.infer("plain", **asked)
     start = int(found["response_input_lengths"][0, 0])
@@ -233,7 +221,7 @@ def test_beams_are_shown_in_order(client: Any, server: RunningStep) -> None:
         TOKENIZER.decode(ids[start:end].tolist())
         for ids, end in zip(found["output_ids"][0], found["sequence_length"][0], strict=True)
     ]
-    for model in ("tiny", "plain"):
+    for model in ("gpt", "plain"):
         answer = client.completions.create(
             model=model, prompt=PROMPT, max_tokens=6, n=3, extra_body={"use_beam_search": True}
         )
@@ -241,7 +229,7 @@ def test_beams_are_shown_in_order(client: Any, server: RunningStep) -> None:
 
 
 def test_penalties_and_biases_reach_the_model(client: Any) -> None:
-    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 10, "temperature": 0, "logprobs": 0}
+    asked = {"model": "gpt", "prompt": PROMPT, "max_tokens": 10, "temperature": 0, "logprobs": 0}
     forced = TOKENIZER.encode(" the")[0]
     more = {"return_tokens_as_token_ids": True, "ignore_eos": True}
     answer = client.completions.create(**asked, logit_bias={str(forced): 100}, extra_body=more)
@@ -265,7 +253,7 @@ def test_penalties_and_biases_reach_the_model(client: Any) -> None:
     importlib.util.find_spec("llguidance") is None, reason="llguidance is not installed"
 )
 def test_text_follows_what_it_has_to_be(client: Any) -> None:
-    asked = {"model": "tiny", "max_tokens": 60, "temperature": 1.0, "seed": 3}
+    asked = {"model": "gpt", "max_tokens": 60, "temperature": 1.0, "seed": 3}
     answer = client.completions.create(
         **asked, prompt="a", extra_body={"guided_choice": ["people", "the word"]}
     )
@@ -288,19 +276,20 @@ def test_text_follows_what_it_has_to_be(client: Any) -> None:
 
 
 def test_errors_are_those_of_openais_client(
-    served: RunningGateway, server: RunningStep, client: Any
+    served: RunningGateway, shared_server: RunningStep, client: Any
 ) -> None:
+    before = len(shared_server.out)
     with pytest.raises(openai.NotFoundError, match="no model 'other'"):
         client.completions.create(model="other", prompt="a")
-    for model in ("tiny", "plain"):
+    for model in ("gpt", "plain"):
         for streams in (False, True):
             with pytest.raises(openai.BadRequestError, match="outside of the vocabulary"):
                 client.completions.create(model=model, prompt=[490, 491], stream=streams)
     # Triton notes what has made it die after some hundred refused streams.
-    assert "HandleCancellation" not in server.out
+    assert "HandleCancellation" not in shared_server.out[before:]
     with pytest.raises(openai.APIStatusError, match=r"within 0\.2 s") as late:
         client.completions.create(
-            model="tiny",
+            model="gpt",
             prompt="a",
             max_tokens=4000,
             extra_body={"timeout": 0.2, "ignore_eos": True},
@@ -313,27 +302,17 @@ def test_errors_are_those_of_openais_client(
         stranger.models.list()
 
 
-def cache_tokens_used(server: RunningStep, model: str) -> float:
-    """The gauge of the cache tokens that belong to the model's rows."""
-    ready = json.loads(server.settings.ready_file.read_text())
-    with urllib.request.urlopen(f"http://{ready['metrics']}/metrics") as answer:
-        lines = answer.read().decode().splitlines()
-    name = f'launcher_kv_cache_tokens_used{{model="{model}"}} '
-    (value,) = [line.removeprefix(name) for line in lines if line.startswith(name)]
-    return float(value)
-
-
-@pytest.mark.parametrize(("model", "streams"), [("tiny", True), ("tiny", False), ("plain", False)])
+@pytest.mark.parametrize(("model", "streams"), [("gpt", True), ("gpt", False), ("plain", False)])
 def test_a_client_that_leaves_frees_the_cache(
-    served: RunningGateway, server: RunningStep, model: str, streams: bool
+    served: RunningGateway, shared_server: RunningStep, model: str, streams: bool
 ) -> None:
     body = {"model": model, "prompt": "a", "max_tokens": 4000, "ignore_eos": True, "n": 4}
     command = ["curl", "-sN", f"{served.address}/v1/completions", "-d"]
     command += [json.dumps({**body, "stream": streams}), "-H", f"Authorization: Bearer {KEY}"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as asking:
-        wait_for(lambda: cache_tokens_used(server, model) > 0, 60)
+        wait_for(lambda: cache_tokens_used(shared_server.ready, model) > 0, 60)
         asking.kill()
-    wait_for(lambda: cache_tokens_used(server, model) == 0, 60)
+    wait_for(lambda: cache_tokens_used(shared_server.ready, model) == 0, 60)
 
 
 def closes_its_stream(client: Any, asked: dict[str, Any]) -> None:
@@ -356,21 +335,24 @@ def is_cancelled(client: Any, asked: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("leaves", [closes_its_stream, waits_too_shortly, is_cancelled])
-def test_openais_client_frees_the_cache(client: Any, server: RunningStep, leaves: Any) -> None:
+def test_openais_client_frees_the_cache(
+    client: Any, shared_server: RunningStep, leaves: Any
+) -> None:
     more = {"ignore_eos": True}
-    leaves(client, {"model": "tiny", "prompt": "a", "max_tokens": 4000, "extra_body": more})
-    wait_for(lambda: cache_tokens_used(server, "tiny") == 0, 60)
+    leaves(client, {"model": "gpt", "prompt": "a", "max_tokens": 4000, "extra_body": more})
+    wait_for(lambda: cache_tokens_used(shared_server.ready, "gpt") == 0, 60)
 
 
 def test_there_are_no_embeddings(client: Any) -> None:
     with pytest.raises(openai.NotFoundError, match="none of the models gives embeddings"):
-        client.embeddings.create(model="tiny", input="a")
+        client.embeddings.create(model="gpt", input="a")
 
 
 def test_the_documents_program(served: RunningGateway) -> None:
     text = (CHECKOUT / "docs" / "gateway.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"^((?:    (?:from|client|print).*\n)+)", text, re.MULTILINE)
     program = textwrap.dedent(program).replace("http://127.0.0.1:8080", served.address)
+    program = program.replace('model="tiny"', 'model="gpt"')
     program = program.replace('api_key="none"', f'api_key="{KEY}"')
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
@@ -388,7 +370,7 @@ def doc_commands() -> list[str]:
 @pytest.mark.parametrize("number", range(len(doc_commands())))
 def test_the_documents_commands(served: RunningGateway, number: int) -> None:
     command = doc_commands()[number].replace("http://HOST:PORT", served.address)
-    command = command.replace("-d '{", """-d '{"model": "tiny", """)
+    command = command.replace("-d '{", """-d '{"model": "gpt", """)
     ran = subprocess.run(
         ["bash", "-c", f"{command} -sf -H 'Authorization: Bearer {KEY}'"],
         capture_output=True,
@@ -399,13 +381,13 @@ def test_the_documents_commands(served: RunningGateway, number: int) -> None:
     assert ran.stdout.startswith(("{", "data: {"))
 
 
-def test_it_drains_and_ends(server: RunningStep, tmp_path: Path) -> None:
+def test_it_drains_and_ends(shared_server: RunningStep, tmp_path: Path) -> None:
     """What runs when SIGTERM comes is answered; the exit status is 0."""
-    with gateway(tmp_path, "--ready", str(server.settings.ready_file.parent)) as started:
+    with gateway(tmp_path, "--ready", str(shared_server.settings.ready_file.parent)) as started:
         client = openai.OpenAI(base_url=started.facts["openai"], api_key="none", max_retries=0)
         with client:
             pieces = client.completions.create(
-                model="tiny",
+                model="gpt",
                 prompt="a",
                 max_tokens=600,
                 stream=True,
@@ -416,16 +398,16 @@ def test_it_drains_and_ends(server: RunningStep, tmp_path: Path) -> None:
             started.process.terminate()
             wait_for(lambda: "draining: 1" in started.out, 30)
             with pytest.raises(openai.APIStatusError) as refused:
-                client.completions.create(model="tiny", prompt="a")
+                client.completions.create(model="gpt", prompt="a")
             assert refused.value.status_code == 503
             *_, last = pieces
             assert last.usage.completion_tokens == 600
         assert started.process.wait(60) == 0, started.err
 
 
-def test_a_server_that_is_gone_is_said(server: RunningStep, tmp_path: Path) -> None:
+def test_a_server_that_is_gone_is_said(shared_server: RunningStep, tmp_path: Path) -> None:
     """Of two servers that ready files name, one of which has never been."""
-    ready = json.loads(server.settings.ready_file.read_text())
+    ready = shared_server.ready
     (tmp_path / "ready.json").write_text(json.dumps({**ready, "grpc": "127.0.0.1:9"}))
     started = RunningGateway(tmp_path / "run", "--ready", str(tmp_path), "--ready-timeout", "1")
     try:

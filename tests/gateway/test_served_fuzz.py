@@ -18,9 +18,8 @@ from launcher_scripts.contract import metric_names as names
 from tests.gateway.fakes import CHATML
 from tests.gateway.fuzzing import Fuzzed, Fuzzer, send
 from tests.gateway.processes import RunningGateway, gateway
-from tests.server import test_t5 as t5
-from tests.server.processes import RunningStep, running, wait_for
-from tests.server.repositories import export, text_config
+from tests.processes import wait_for
+from tests.server.processes import RunningStep
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pytriton") is None,
@@ -33,22 +32,10 @@ GATEWAY_GAUGES = [names.GATEWAY_WORKING, names.GATEWAY_RUNNING, names.GATEWAY_WA
 MODEL_GAUGES = [names.RUNNING, names.WAITING]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStep]:
-    """A GPT and a T5 that stream, and the same GPT that does not."""
-    folder = tmp_path_factory.mktemp("fuzz")
-    settings = export(folder, text_config(), name="tiny", decoupled=True)
-    export(folder, text_config(), name="plain")
-    t5.export(folder, name="t5", decoupled=True)
-    with running(folder / "job", settings.model_repository) as step:
-        step.wait_until_ready()
-        yield step
-
-
 @pytest.fixture
-def served(server: RunningStep, tmp_path: Path) -> Iterator[RunningGateway]:
+def served(shared_server: RunningStep, tmp_path: Path) -> Iterator[RunningGateway]:
     (tmp_path / "chatml.jinja").write_text(CHATML)
-    arguments = ["--ready", str(server.settings.ready_file), "--max-model-len", "96"]
+    arguments = ["--ready", str(shared_server.settings.ready_file), "--max-model-len", "96"]
     arguments += ["--chat-template", str(tmp_path / "chatml.jinja"), "--request-timeout", "10"]
     with gateway(tmp_path / "run", *arguments) as started:
         yield started
@@ -57,7 +44,9 @@ def served(server: RunningStep, tmp_path: Path) -> Iterator[RunningGateway]:
 @pytest.mark.parametrize(
     "count", [300, pytest.param(10_000, marks=pytest.mark.slow)], ids="{} requests".format
 )
-def test_no_request_makes_it_fail(server: RunningStep, served: RunningGateway, count: int) -> None:
+def test_no_request_makes_it_fail(
+    shared_server: RunningStep, served: RunningGateway, count: int
+) -> None:
     """No 500, no dead process, nothing left behind, and the same answer as before."""
     before = fixed_answers(served)
     statuses, problems = asyncio.run(ask(int(served.address.rpartition(":")[2]), count))
@@ -65,7 +54,7 @@ def test_no_request_makes_it_fail(server: RunningStep, served: RunningGateway, c
     assert not problems, "\n".join(problems[:20])
     assert statuses["200"] > count // 10
     assert statuses["400"] > count // 10
-    ready = json.loads(server.settings.ready_file.read_text())
+    ready = shared_server.ready
 
     def gauges() -> dict[str, float]:
         ours = read_gauges(f"{served.address}/metrics", GATEWAY_GAUGES)
@@ -75,7 +64,7 @@ def test_no_request_makes_it_fail(server: RunningStep, served: RunningGateway, c
     wait_for(lambda: not any(gauges().values()), SECONDS)
     assert fixed_answers(served) == before
     assert served.process.poll() is None
-    assert not server.ended()
+    assert not shared_server.ended()
     assert "Traceback" not in served.err, served.err[-4000:]
     with urllib.request.urlopen(f"{served.address}/ready") as answer:
         assert json.load(answer)["ready"]
@@ -133,7 +122,7 @@ def problems_of(request: Fuzzed, received: bytes) -> list[str]:
 def fixed_answers(served: RunningGateway) -> list[Any]:
     """What three usual requests give."""
     answers = []
-    for model in ("tiny", "plain", "t5"):
+    for model in ("gpt", "plain", "t5"):
         body = {"model": model, "prompt": "Hello the people", "max_tokens": 20, "temperature": 0}
         asked = urllib.request.Request(
             f"{served.address}/v1/completions", json.dumps({**body, "logprobs": 2}).encode()

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.jobs.conftest import Jobs
-from tests.login.test_interactive import LOCAL, Start, assert_ended, deploy_folder, wait_for
+from tests.login.test_interactive import LOCAL, Start, assert_ended, deploy_folder
+from tests.processes import wait_for, wait_for_file
 
 Ask = Callable[..., list[dict[str, Any]]]
 
 
 def server(jobs: Jobs) -> str:
     """The server's job folder, once its server has said that it is ready."""
-    deadline = time.monotonic() + 240
-    while "deploy_tiny" not in jobs("list").stdout:
-        assert time.monotonic() < deadline
+    wait_for(lambda: "deploy_tiny" in jobs("list").stdout)
     return "deploy_tiny"
 
 
@@ -27,7 +25,7 @@ def test_a_server_from_its_start_to_its_end(
     serving: subprocess.Popen[str], jobs: Jobs, statuses: Ask, tmp_path: Path
 ) -> None:
     name = server(jobs)
-    wait_for(deploy_folder(tmp_path) / "ready.json")
+    wait_for_file(deploy_folder(tmp_path) / "ready.json")
     (seen,) = statuses(name)
     assert (seen["name"], seen["stage"], seen["run"]) == (name, "deploy", "001")
     assert (seen["cluster_type"], seen["state"]) == ("interactive", "RUNNING")
@@ -54,7 +52,7 @@ def test_cancelling_ends_everything_at_once(
     serving: subprocess.Popen[str], jobs: Jobs, tmp_path: Path
 ) -> None:
     name = server(jobs)
-    wait_for(deploy_folder(tmp_path) / "ready.json")
+    wait_for_file(deploy_folder(tmp_path) / "ready.json")
     assert jobs("cancel", name).returncode == 0
     serving.wait(240)
     assert_ended((deploy_folder(tmp_path) / "pids").read_text())
@@ -73,7 +71,7 @@ def test_a_failed_job_s_code_is_that_of_wait(run: Any, arguments: list[str], job
 def test_waiting_has_an_end(start: Start, jobs: Jobs, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     start("stages=[export]", EXPORT_WAITS=str(pid_file))
-    pid = wait_for(pid_file)
+    pid = wait_for_file(pid_file)
     waited = jobs("wait", "--timeout=0.3", "export_tiny")
     assert waited.returncode == 124
     assert "after 0.3 s: job" in waited.stderr
@@ -86,7 +84,7 @@ def test_a_killed_launcher_leaves_no_running_job(
     serving: subprocess.Popen[str], jobs: Jobs, statuses: Ask, tmp_path: Path
 ) -> None:
     name = server(jobs)
-    wait_for(deploy_folder(tmp_path) / "ready.json")
+    wait_for_file(deploy_folder(tmp_path) / "ready.json")
     serving.kill()
     serving.wait()
     assert_ended((deploy_folder(tmp_path) / "pids").read_text())
@@ -98,7 +96,7 @@ def test_a_killed_launcher_leaves_no_running_job(
 def test_following_a_log_ends_with_its_job(start: Start, jobs: Jobs, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     process = start("stages=[export]", EXPORT_WAITS=str(pid_file))
-    wait_for(pid_file)
+    wait_for_file(pid_file)
     process.terminate()
     followed = jobs("logs", "-f", "export_tiny")
     assert (followed.returncode, followed.stdout) == (0, "converting tiny\n")

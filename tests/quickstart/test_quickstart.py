@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from omegaconf import OmegaConf
 
 from launcher_scripts.checkpoint.sources.gguf_llama import GGUFLlama
 from launcher_scripts.steps import quickstart
+from tests.processes import wait_for
 
 METRICS = {"perplexity": {"value": 2.0}, "last_token_accuracy": {"value": 0.5}}
 
@@ -143,10 +143,7 @@ def test_a_signal_ends_the_launcher_too(tmp_path: Path) -> None:
     )
     process = subprocess.Popen([sys.executable, "-c", parent], cwd=quickstart.CHECKOUT)
     try:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "up").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for((tmp_path / "up").exists)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=120) == 7
     finally:

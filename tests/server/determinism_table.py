@@ -127,7 +127,7 @@ def ask_all(checkpoint: Path, parallelism: Parallelism, folder: Path) -> dict[st
     """way -> every row's tokens."""
     repository = export(checkpoint, parallelism, folder)
     with running(folder / "job", repository) as step:
-        ready: dict[str, Any] = step.wait_until_ready(120)
+        ready: dict[str, Any] = step.wait_until_ready()
         with RemoteServer(ready["grpc"], protocol="grpc") as server:
             plain, live = (find_models(server, name) for name in ("plain", "live"))
             found = {name: way(server, plain, live) for name, way in WAYS.items()}

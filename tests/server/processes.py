@@ -1,4 +1,4 @@
-"""Runs the start_server step as the job would, and finds whatever it leaves behind."""
+"""Steps in their own processes, as a job runs them, and whatever they leave behind."""
 
 from __future__ import annotations
 
@@ -10,35 +10,32 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from launcher_scripts.config.settings import DeploySettings, write_settings
+from tests.processes import command_line, processes, variables, wait_for
 
 MARK = "LAUNCHER_TEST_MARK"
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-class RunningStep:
-    """`python -m launcher_scripts.steps.start_server` in its own process.
+class StepProcess:
+    """`python -m launcher_scripts.steps.<step>` in its own process.
 
     Every process it starts inherits a mark of its own, by which survivors are found.
     """
 
-    def __init__(self, settings: DeploySettings, folder: Path) -> None:
-        self.settings = settings
+    def __init__(self, folder: Path, step: str, *arguments: str) -> None:
         self._mark = f"{MARK}={uuid.uuid4().hex}"
-        write_settings(settings, folder / "settings.yaml")
+        folder.mkdir(parents=True, exist_ok=True)
         self._out = (folder / "out.txt").open("w+")
         self._err = (folder / "err.txt").open("w+")
         name, value = self._mark.split("=")
-        arguments = ["-m", "launcher_scripts.steps.start_server"]
-        number = [] if settings.replica is None else ["--replica", str(settings.replica)]
         self.process = subprocess.Popen(
-            [sys.executable, *arguments, "--settings", str(folder / "settings.yaml"), *number],
+            [sys.executable, "-m", f"launcher_scripts.steps.{step}", *arguments],
             cwd=CHECKOUT,
             env={**os.environ, name: value},
             stdout=self._out,
@@ -53,10 +50,8 @@ class RunningStep:
     def err(self) -> str:
         return Path(self._err.name).read_text()
 
-    def wait_until_ready(self, timeout: float = 300) -> dict[str, Any]:
-        wait_for(lambda: self.settings.ready_file.exists() or self.ended(), timeout)
-        assert not self.ended(), f"{self.out}\n{self.err}"
-        return json.loads(self.settings.ready_file.read_text())
+    def said(self) -> str:
+        return f"{self.out}\n{self.err}"
 
     def ended(self) -> bool:
         return self.process.poll() is not None
@@ -70,15 +65,39 @@ class RunningStep:
 
     def survivors(self) -> list[tuple[int, str]]:
         """(pid, command line) of the living processes that carry the mark."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if entry.name.isdigit() and self._mark.encode() in (
-                    entry / "environ"
-                ).read_bytes().split(b"\0"):
-                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    found.append((int(entry.name), command))
-        return found
+        mark = self._mark.encode()
+        return [(pid, command_line(pid)) for pid, _ in processes() if mark in variables(pid)]
+
+    def close(self) -> None:
+        """Leave nothing running, whatever the test found."""
+        for pid, _ in self.survivors():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        self._out.close()
+        self._err.close()
+
+
+class RunningStep(StepProcess):
+    """The step start_server."""
+
+    def __init__(self, settings: DeploySettings, folder: Path) -> None:
+        self.settings = settings
+        write_settings(settings, folder / "settings.yaml")
+        number = [] if settings.replica is None else ["--replica", str(settings.replica)]
+        super().__init__(
+            folder, "start_server", "--settings", str(folder / "settings.yaml"), *number
+        )
+
+    def wait_until_ready(self, timeout: float = 300) -> dict[str, Any]:
+        wait_for(lambda: self.settings.ready_file.exists() or self.ended(), timeout, self.said)
+        assert not self.ended(), self.said()
+        return self.ready
+
+    @property
+    def ready(self) -> dict[str, Any]:
+        """The content of the ready file."""
+        return json.loads(self.settings.ready_file.read_text())
 
     def shared_memory(self) -> list[Path]:
         """Regions of shared memory that the server's Python backend made and left."""
@@ -86,17 +105,11 @@ class RunningStep:
         return list(Path("/dev/shm").glob(f"{prefix[1]}*")) if prefix else []
 
     def close(self) -> None:
-        """Leave nothing running or lying about, whatever the test found."""
-        for pid, _ in self.survivors():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
+        super().close()
         for region in self.shared_memory():
             region.unlink(missing_ok=True)
         if backends := re.search(r"--backend-directory=(\S+)", self.out):
             shutil.rmtree(Path(backends[1]).parent, ignore_errors=True)
-        self._out.close()
-        self._err.close()
 
 
 @contextlib.contextmanager
@@ -120,11 +133,3 @@ def running(folder: Path, repository: Path, **more: Any) -> Iterator[RunningStep
         yield step
     finally:
         step.close()
-
-
-def wait_for(condition: Callable[[], bool], timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {timeout} s")
-        time.sleep(0.05)

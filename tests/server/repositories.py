@@ -17,6 +17,12 @@ from tests.engine.small_models import random_tensors, rank_part, small_config
 TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"
 VOCAB_SIZE = 491  # of the small GPT-2 vocabulary
 END_ID = 0
+SHAPES = {"tp1_pp1": (1, 1), "tp2_pp1": (2, 1), "tp1_pp2": (1, 2)}  # models of one server
+
+
+def beside(model: str, name: str) -> str:
+    """The name of a text model of one of SHAPES; that of the first has no prefix."""
+    return name if model == next(iter(SHAPES)) else f"{model}_{name}"
 
 
 def text_config(**changes: Any) -> GPTConfig:

@@ -111,7 +111,7 @@ def test_a_repository_in_a_bucket(
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     with running(tmp_path / "job", address, **more) as step:
-        ready = step.wait_until_ready(180)
+        ready = step.wait_until_ready()
         assert ready["models"] == ["ensemble", "postprocessing", "preprocessing", "text", "tiny"]
         with Client(ready, "http") as client:
             answer = client.infer("tiny", **ids_request([(5, 6, 7)], 6))

@@ -22,7 +22,8 @@ import pytest
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.jobs.metrics import load
-from tests.server.processes import RunningStep, running, wait_for
+from tests.processes import wait_for
+from tests.server.processes import RunningStep, running
 from tests.server.repositories import TOKENIZERS, export, text_config
 
 pytestmark = pytest.mark.skipif(

@@ -12,7 +12,8 @@ import pytest
 
 from launcher_scripts.server import lost_workers
 from launcher_scripts.server.lost_workers import REASON
-from tests.server.processes import running, wait_for
+from tests.processes import wait_for
+from tests.server.processes import running
 from tests.server.test_service import assert_clean_failure, make_repository
 
 needs_server = pytest.mark.skipif(
@@ -44,7 +45,7 @@ def test_the_second_start_gets_ready(tmp_path: Path, does: str, end: str) -> Non
             {does}
         self.status("ready")"""
     with running(tmp_path / "job", make_repository(tmp_path, code)) as step:
-        step.wait_until_ready(240)
+        step.wait_until_ready()
         assert f"second start, 1 of 1: {end}" in step.out
         assert REASON in step.out
         assert step.stop() == 0, step.err

@@ -15,7 +15,8 @@ from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.jobs.metrics import load
-from tests.server.processes import running, wait_for
+from tests.processes import wait_for
+from tests.server.processes import running
 from tests.server.repositories import END_ID, export
 from tests.server.requests import Client, ids_request
 

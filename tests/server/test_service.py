@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.common.cleanup import remove_leftovers
-from tests.server.processes import CHECKOUT, RunningStep, running, wait_for
+from tests.processes import wait_for
+from tests.server.processes import CHECKOUT, RunningStep, running
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pytriton") is None,

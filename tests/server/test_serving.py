@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,8 +22,9 @@ from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine
 from tests.engine.small_models import engine_for, random_tensors
-from tests.server.processes import running, wait_for
-from tests.server.repositories import END_ID, TOKENIZERS, export, text_config
+from tests.processes import wait_for
+from tests.server.processes import running
+from tests.server.repositories import END_ID, SHAPES, TOKENIZERS, beside, export, text_config
 from tests.server.requests import Client, generated, ids_request, text_rows
 
 pytestmark = pytest.mark.skipif(
@@ -30,27 +32,30 @@ pytestmark = pytest.mark.skipif(
     reason="the pip-installable tritonserver is not there",
 )
 
-PARALLELISM = [(1, 1), (2, 1), (1, 2)]
 SAMPLED = {"runtime_top_k": 40, "temperature": 1.7, "random_seed": 11}
 PROMPTS = [(5, 6, 7), (400,), (12, 13, 14, 15, 16, 17, 18, 19, 20), (490, 2), (33, 33, 33, 33)]
 
 
-@pytest.fixture(scope="module", params=PARALLELISM, ids=lambda sizes: "tp{}_pp{}".format(*sizes))
-def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """The ready file of a server whose repository was copied away from where it was exported."""
-    tp, pp = request.param
     folder = tmp_path_factory.mktemp("served")
-    settings = export(folder / "exported", tp=tp, pp=pp)
+    for name, (tp, pp) in SHAPES.items():
+        settings = export(folder / "exported", name=name, tp=tp, pp=pp)
     shutil.copytree(settings.model_repository, folder / "copied")
     shutil.rmtree(folder / "exported")
     with running(folder / "job", folder / "copied") as step:
         ready = step.wait_until_ready()
-        assert len(ready["ranks"]) == tp * pp
+        ranks = Counter(rank["model"] for rank in ready["ranks"])
+        assert ranks == {name: tp * pp for name, (tp, pp) in SHAPES.items()}
         yield ready
         assert step.stop() == 0, step.err
         assert step.survivors() == []
+
+
+@pytest.fixture(params=SHAPES)
+def model(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(params=["http", "grpc"])
@@ -72,9 +77,9 @@ def expected(engine: Engine, prompt: tuple[int, ...], output_len: int, **more: A
     return engine.submit(GenerateRequest(prompt, output_len, **more)).result(60)
 
 
-def test_sampled_tokens_and_log_probs(client: Client, engine: Engine) -> None:
+def test_sampled_tokens_and_log_probs(client: Client, engine: Engine, model: str) -> None:
     answer = client.infer(
-        "tiny", **ids_request([PROMPTS[0]], 8, is_return_log_probs=True, **SAMPLED)
+        model, **ids_request([PROMPTS[0]], 8, is_return_log_probs=True, **SAMPLED)
     )
     sampling = SamplingParameters(top_k=40, temperature=1.7, random_seed=11)
     wanted = expected(engine, PROMPTS[0], 8, sampling=sampling, return_log_probs=True)
@@ -84,21 +89,23 @@ def test_sampled_tokens_and_log_probs(client: Client, engine: Engine) -> None:
     np.testing.assert_allclose(answer["output_log_probs"][0, 0], wanted.output_log_probs, atol=1e-4)
 
 
-def test_rows_of_different_lengths_in_one_request(client: Client, engine: Engine) -> None:
-    answer = client.infer("tiny", **ids_request(PROMPTS, 6))
+def test_rows_of_different_lengths_in_one_request(
+    client: Client, engine: Engine, model: str
+) -> None:
+    answer = client.infer(model, **ids_request(PROMPTS, 6))
     for row, prompt in enumerate(PROMPTS):
         assert generated(answer, row) == list(expected(engine, prompt, 6).output_ids)
         assert answer["output_ids"][row, 0, : len(prompt)].tolist() == list(prompt)
 
 
-def test_context_logits(client: Client, engine: Engine) -> None:
-    answer = client.infer("tiny", **ids_request([PROMPTS[2]], 1, is_return_context_logits=True))
+def test_context_logits(client: Client, engine: Engine, model: str) -> None:
+    answer = client.infer(model, **ids_request([PROMPTS[2]], 1, is_return_context_logits=True))
     wanted = expected(engine, PROMPTS[2], 1, return_context_logits=True).context_logits
     assert answer["context_logits"].shape == (1, len(PROMPTS[2]), 491)
     np.testing.assert_allclose(answer["context_logits"][0], np.asarray(wanted), atol=2e-4)
 
 
-def test_what_a_gateway_asks_for(client: Client, engine: Engine) -> None:
+def test_what_a_gateway_asks_for(client: Client, engine: Engine, model: str) -> None:
     """Penalties of generated tokens, min-p, biases, no end token, and log-probabilities."""
     asked = ids_request(
         [PROMPTS[2]],
@@ -114,7 +121,7 @@ def test_what_a_gateway_asks_for(client: Client, engine: Engine) -> None:
         num_prompt_log_probs=0,
         end_id=491,
     )
-    answer = client.infer("tiny", **asked)
+    answer = client.infer(model, **asked)
     sampling = SamplingParameters(
         top_p=1.0, random_seed=3, min_p=0.01, frequency_penalty=0.5, output_presence_penalty=0.25
     )
@@ -141,8 +148,10 @@ def test_what_a_gateway_asks_for(client: Client, engine: Engine) -> None:
     assert "prompt_top_ids" not in answer
 
 
-def test_log_probabilities_of_a_prompt_that_is_only_scored(client: Client, engine: Engine) -> None:
-    answer = client.infer("tiny", **ids_request(PROMPTS[:3], 0, num_prompt_log_probs=2))
+def test_log_probabilities_of_a_prompt_that_is_only_scored(
+    client: Client, engine: Engine, model: str
+) -> None:
+    answer = client.infer(model, **ids_request(PROMPTS[:3], 0, num_prompt_log_probs=2))
     for row, prompt in enumerate(PROMPTS[:3]):
         wanted = expected(engine, prompt, 0, num_prompt_log_probs=2).prompt_log_probs
         assert answer["prompt_top_ids"][row, : len(prompt)].tolist() == wanted.top_ids.tolist()
@@ -152,13 +161,13 @@ def test_log_probabilities_of_a_prompt_that_is_only_scored(client: Client, engin
 @pytest.mark.skipif(
     importlib.util.find_spec("llguidance") is None, reason="llguidance is not there"
 )
-def test_texts_follow_their_grammars(client: Client, engine: Engine) -> None:
+def test_texts_follow_their_grammars(client: Client, engine: Engine, model: str) -> None:
     """Two rows with grammars of different lengths, and one without beside them."""
     tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
     texts = (b'{"choice": ["yes", "not now"]}', b'{"regex": "(ab|c){3} [0-9]"}', b"")
     asked = ids_request(PROMPTS[:3], 16, end_id=END_ID)
     asked["guided_grammar"] = np.array([list(text.ljust(40, b"\0")) for text in texts], np.uint8)
-    answer = client.infer("tiny", **asked)
+    answer = client.infer(model, **asked)
     chosen, matching = (tokenizer.decode(generated(answer, row)) for row in range(2))
     assert chosen in ("yes", "not now")
     assert re.fullmatch("(ab|c){3} [0-9]", matching)
@@ -169,23 +178,27 @@ def test_texts_follow_their_grammars(client: Client, engine: Engine) -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("llguidance") is None, reason="llguidance is not there"
 )
-def test_a_wrong_grammar_has_its_own_error(client: Client) -> None:
+def test_a_wrong_grammar_has_its_own_error(client: Client, model: str) -> None:
     grammar = {"guided_grammar": list(b'{"regex": "["}')}
     with pytest.raises(InferenceServerException, match="guided_grammar cannot be followed"):
-        client.infer("tiny", **ids_request([(1,)], 2, **grammar))
+        client.infer(model, **ids_request([(1,)], 2, **grammar))
 
 
-def test_context_embeddings_are_for_the_rows_that_ask(client: Client, engine: Engine) -> None:
+def test_context_embeddings_are_for_the_rows_that_ask(
+    client: Client, engine: Engine, model: str
+) -> None:
     tensors = ids_request(PROMPTS[2:4], 2, is_return_context_embeddings=True)
     tensors["is_return_context_embeddings"] = np.array([[True], [False]])
-    answer = client.infer("tiny", **tensors)
+    answer = client.infer(model, **tensors)
     wanted = expected(engine, PROMPTS[2], 2, return_context_embeddings=True).context_embeddings
     assert answer["context_embeddings"].shape == (2, 1, wanted.shape[0])
     np.testing.assert_allclose(answer["context_embeddings"][0, 0], np.asarray(wanted), atol=2e-4)
     assert not answer["context_embeddings"][1].any()
 
 
-def test_requests_at_once_are_answered_as_if_alone(served: dict[str, Any], engine: Engine) -> None:
+def test_requests_at_once_are_answered_as_if_alone(
+    served: dict[str, Any], engine: Engine, model: str
+) -> None:
     """Ragged prompts and different parameters; every fourth request is wrong."""
 
     def ask(number: int) -> Any:
@@ -196,7 +209,7 @@ def test_requests_at_once_are_answered_as_if_alone(served: dict[str, Any], engin
         )
         with Client(served, "grpc") as client:
             try:
-                return generated(client.infer("tiny", **tensors))
+                return generated(client.infer(model, **tensors))
             except InferenceServerException as error:
                 return error
 
@@ -226,18 +239,18 @@ def test_requests_at_once_are_answered_as_if_alone(served: dict[str, Any], engin
     ],
 )
 def test_a_wrong_request_has_its_own_error(
-    client: Client, changes: dict[str, np.ndarray], reason: str
+    client: Client, changes: dict[str, np.ndarray], reason: str, model: str
 ) -> None:
     with pytest.raises(InferenceServerException, match=reason):
-        client.infer("tiny", **{**ids_request([(1,)], 2), **changes})
-    assert len(generated(client.infer("tiny", **ids_request([(1,)], 2)))) == 2
+        client.infer(model, **{**ids_request([(1,)], 2), **changes})
+    assert len(generated(client.infer(model, **ids_request([(1,)], 2)))) == 2
 
 
-def test_text_through_the_ensemble(client: Client, engine: Engine) -> None:
+def test_text_through_the_ensemble(client: Client, engine: Engine, model: str) -> None:
     tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
     texts = ["The quick brown fox", "Hello"]
     answer = client.infer(
-        "ensemble",
+        beside(model, "ensemble"),
         INPUT_0=text_rows(*texts),
         INPUT_1=np.array([[6], [4]], np.uint32),
         is_return_log_probs=np.array([[True], [True]]),
@@ -253,7 +266,9 @@ def test_text_through_the_ensemble(client: Client, engine: Engine) -> None:
         assert answer["sequence_length"][row, 0] == len(prompt) + len(ids)
 
 
-def test_text_models_pass_penalties_and_biases_on(client: Client, engine: Engine) -> None:
+def test_text_models_pass_penalties_and_biases_on(
+    client: Client, engine: Engine, model: str
+) -> None:
     tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
     text = "The quick brown fox"
     prompt = tuple(tokenizer.encode(text))
@@ -262,7 +277,7 @@ def test_text_models_pass_penalties_and_biases_on(client: Client, engine: Engine
     wanted = expected(engine, prompt, 8, sampling=sampling, logit_bias=((60, 6.0),)).output_ids
     assert wanted != expected(engine, prompt, 8).output_ids
     answer = client.infer(
-        "ensemble",
+        beside(model, "ensemble"),
         INPUT_0=text_rows(text),
         INPUT_1=np.array([[8]], np.uint32),
         frequency_penalty=penalty,
@@ -272,7 +287,7 @@ def test_text_models_pass_penalties_and_biases_on(client: Client, engine: Engine
     assert text + answer["OUTPUT_0"][0, 0, 0].decode() == tokenizer.decode([*prompt, *wanted])
     wanted = expected(engine, prompt, 8, sampling=sampling).output_ids
     told = client.infer(
-        "text",
+        beside(model, "text"),
         text_input=text_rows(text),
         max_tokens=np.array([[8]], np.int32),
         frequency_penalty=penalty,
@@ -280,11 +295,11 @@ def test_text_models_pass_penalties_and_biases_on(client: Client, engine: Engine
     assert text + told["text_output"][0].decode() == tokenizer.decode([*prompt, *wanted])
 
 
-def test_beams_of_several_widths_in_one_request(client: Client, engine: Engine) -> None:
+def test_beams_of_several_widths_in_one_request(client: Client, engine: Engine, model: str) -> None:
     sent = ids_request(PROMPTS[:3], 7, len_penalty=1.0, is_return_log_probs=True)
     widths = (4, 1, 2)
     sent["beam_width"] = np.array(widths, np.uint32)[:, None]
-    answer = client.infer("tiny", **sent)
+    answer = client.infer(model, **sent)
     assert answer["output_ids"].shape == (3, 4, 9 + 7)
     for row, (prompt, width) in enumerate(zip(PROMPTS[:3], widths, strict=True)):
         sampling = SamplingParameters(beam_width=width, len_penalty=1.0)
@@ -300,8 +315,8 @@ def test_beams_of_several_widths_in_one_request(client: Client, engine: Engine) 
             np.testing.assert_allclose(per_token, hypothesis.output_log_probs, atol=1e-4)
 
 
-def test_the_widest_search(client: Client, engine: Engine) -> None:
-    answer = client.infer("tiny", **ids_request([PROMPTS[0]], 4, beam_width=64))
+def test_the_widest_search(client: Client, engine: Engine, model: str) -> None:
+    answer = client.infer(model, **ids_request([PROMPTS[0]], 4, beam_width=64))
     sampling = SamplingParameters(beam_width=64)
     wanted = expected(engine, PROMPTS[0], 4, sampling=sampling).beams
     ends = answer["sequence_length"][0]
@@ -309,10 +324,12 @@ def test_the_widest_search(client: Client, engine: Engine) -> None:
     assert got == [list(beam.output_ids) for beam in wanted]
 
 
-def test_texts_of_every_beam_through_the_ensemble(client: Client, engine: Engine) -> None:
+def test_texts_of_every_beam_through_the_ensemble(
+    client: Client, engine: Engine, model: str
+) -> None:
     tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
     answer = client.infer(
-        "ensemble",
+        beside(model, "ensemble"),
         ["OUTPUT_0", "sequence_length"],
         INPUT_0=text_rows("Hello"),
         INPUT_1=np.array([[6]], np.uint32),
@@ -327,14 +344,14 @@ def test_texts_of_every_beam_through_the_ensemble(client: Client, engine: Engine
     assert len(set(texts)) == 3
 
 
-def test_words_lists_are_each_rows_own(client: Client, engine: Engine) -> None:
+def test_words_lists_are_each_rows_own(client: Client, engine: Engine, model: str) -> None:
     tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
     ids = tuple(tokenizer.encode("Hello"))
     first = expected(engine, ids, 6).output_ids[0]
     word = tokenizer.decode([first])
     assert tokenizer.encode(word) == [first]
     answer = client.infer(
-        "ensemble",
+        beside(model, "ensemble"),
         ["OUTPUT_0", "sequence_length"],
         INPUT_0=text_rows("Hello", "Hello", "Hello"),
         INPUT_1=np.full((3, 1), 6, np.uint32),
@@ -350,22 +367,27 @@ def test_words_lists_are_each_rows_own(client: Client, engine: Engine) -> None:
     assert answer["sequence_length"][2, 0] == len(ids) + 1
 
 
-def test_an_empty_prompt_starts_with_the_start_token(client: Client, engine: Engine) -> None:
+def test_an_empty_prompt_starts_with_the_start_token(
+    client: Client, engine: Engine, model: str
+) -> None:
     tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
     answer = client.infer(
-        "ensemble", ["OUTPUT_0"], INPUT_0=text_rows(""), INPUT_1=np.array([[4]], np.uint32)
+        beside(model, "ensemble"),
+        ["OUTPUT_0"],
+        INPUT_0=text_rows(""),
+        INPUT_1=np.array([[4]], np.uint32),
     )
     wanted = expected(engine, (END_ID,), 4).output_ids
     assert answer["OUTPUT_0"][0, 0, 0].decode() == tokenizer.decode(wanted)
 
 
-def test_text_that_is_no_text(client: Client) -> None:
+def test_text_that_is_no_text(client: Client, model: str) -> None:
     query = np.array([[b"\xff\xfe"]], dtype=object)
     with pytest.raises(InferenceServerException, match="INPUT_0 is not UTF-8"):
-        client.infer("ensemble", INPUT_0=query, INPUT_1=np.array([[4]], np.uint32))
+        client.infer(beside(model, "ensemble"), INPUT_0=query, INPUT_1=np.array([[4]], np.uint32))
     two = text_rows("one", "two").reshape(1, 2)
     with pytest.raises(InferenceServerException, match="one text per row"):
-        client.infer("ensemble", INPUT_0=two, INPUT_1=np.array([[4]], np.uint32))
+        client.infer(beside(model, "ensemble"), INPUT_0=two, INPUT_1=np.array([[4]], np.uint32))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -385,7 +407,7 @@ def test_a_killed_rank_ends_everything_with_the_reason(tmp_path: Path, rank: int
         ready = step.wait_until_ready()
         asking = threading.Thread(target=ask, args=(ready,))
         asking.start()
-        wait_for(lambda: not outcome, 1)
+        wait_for(lambda: not outcome)
         victim = next(facts for facts in ready["ranks"] if facts["rank"] == rank)
         os.kill(victim["pid"], signal.SIGKILL)
         assert step.wait() == 1, step.out

@@ -27,7 +27,7 @@ def test_no_wrong_answer_no_dead_server_and_flat_memory(tmp_path: Path, requests
     export(tmp_path, name="live", decoupled=True)
     t5.export(tmp_path, name="t5", decoupled=True)
     with running(tmp_path / "job", settings.model_repository) as step:
-        ready = step.wait_until_ready(180)
+        ready = step.wait_until_ready()
         result = soak(ready, requests, clients=16, vocab_size=VOCAB_SIZE)
         print(json.dumps(result.memory))
         print(result.report())

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 import socket
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +14,12 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.common.tokenizer import load_tokenizer
+from tests.processes import read, wait_for
 from tests.server import test_t5 as t5
-from tests.server.processes import running, wait_for
-from tests.server.repositories import END_ID, TOKENIZERS, export, text_config
+from tests.server.processes import RunningStep
+from tests.server.repositories import END_ID, TOKENIZERS
 from tests.server.requests import Client, Stream, generated, ids_request, infer_inputs, text_rows
+from tests.server.shared import cache_tokens_used, given_up, requests_given_up
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pytriton") is None,
@@ -29,45 +28,19 @@ pytestmark = pytest.mark.skipif(
 
 PROMPT = (5, 6, 7)
 SAMPLED = {"runtime_top_k": 40, "temperature": 1.7, "random_seed": 11}
-LONG = text_config(max_positions=16384)
 ROWS_IN_FLIGHT = 64
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """A GPT and a T5 that stream, with their ensembles, and the same GPT that does not.
-
-    The GPT's own config.pbtxt is edited by hand, as the documents say; the T5 was exported so.
-    """
-    folder = tmp_path_factory.mktemp("streaming")
-    settings = export(folder, LONG, name="gpt")
-    for name in ("gpt", "ensemble", "text"):
-        config = settings.model_repository / name / "config.pbtxt"
-        text = config.read_text()
-        assert text.count("{ decoupled: false }") == 1
-        config.write_text(text.replace("{ decoupled: false }", "{\n  decoupled: True\n}"))
-    t5.export(folder, name="t5", tp=2, decoupled=True)
-    export(folder, LONG, name="plain")
-    numpy_dir = own_numpy(folder / "numpy")
-    with running(folder / "job", settings.model_repository, numpy_dir=str(numpy_dir)) as step:
-        yield {**step.wait_until_ready(), "numpy": numpy_dir, "processes": step.survivors()}
-        assert step.stop() == 0, step.err
-        assert step.survivors() == []
+@pytest.fixture
+def served(shared_server: RunningStep) -> dict[str, Any]:
+    return shared_server.ready
 
 
-def own_numpy(folder: Path) -> Path:
-    """A folder with a copy of the numpy that is installed, as pip would fill it."""
-    site = Path(np.__file__).parents[1]
-    for path in (site / "numpy", site / "numpy.libs", *site.glob("numpy-*.dist-info")):
-        ignored = shutil.ignore_patterns("tests", "__pycache__", "f2py")
-        shutil.copytree(path, folder / path.name, ignore=ignored)
-    return folder
-
-
-def test_text_models_have_a_numpy_of_their_own(served: dict[str, Any]) -> None:
-    models = [pid for pid, command in served["processes"] if "start_server" not in command]
-    loaded = [Path(f"/proc/{pid}/maps").read_text() for pid in models]
-    assert any(f"{served['numpy']}/numpy/core/_multiarray_umath" in maps for maps in loaded)
+def test_text_models_have_a_numpy_of_their_own(shared_server: RunningStep) -> None:
+    numpy_dir = shared_server.settings.numpy_dir
+    models = [pid for pid, command in shared_server.survivors() if "start_server" not in command]
+    loaded = [read(Path(f"/proc/{pid}/maps")).decode() for pid in models]
+    assert any(f"{numpy_dir}/numpy/core/_multiarray_umath" in maps for maps in loaded)
     assert not any(f"{np.__file__.removesuffix('__init__.py')}core" in maps for maps in loaded)
 
 
@@ -273,33 +246,24 @@ def test_cancelled_requests_make_room_at_once(served: dict[str, Any], model: str
     import tritonclient.grpc as grpc
 
     tensors = ids_request([(1, 2)] * 8, 16000, end_id=1000)
-    if model == "gpt":
-        leaving = Stream(served)
-        for _ in range(ROWS_IN_FLIGHT // 8):
-            leaving.send(model, **tensors)
-        leaving.next()
-        leaving.cancel()
-    else:
-        client = grpc.InferenceServerClient(served["grpc"])
-        asked = [
-            client.async_infer(model, infer_inputs(grpc, tensors), lambda **_: None)
-            for _ in range(ROWS_IN_FLIGHT // 8)
-        ]
-        time.sleep(0.5)
-        for one in asked:
-            one.cancel()
-    with Stream(served) as stream:
-        assert stream.ask(model, **ids_request([PROMPT], 2))
-    wait_for(lambda: cache_tokens_used(served, model) == 0, 30)
-
-
-def cache_tokens_used(served: dict[str, Any], model: str) -> float:
-    """The gauge of the cache tokens that belong to the model's rows."""
-    with urllib.request.urlopen(f"http://{served['metrics']}/metrics") as answer:
-        lines = answer.read().decode().splitlines()
-    name = f'launcher_kv_cache_tokens_used{{model="{model}"}} '
-    (value,) = [line.removeprefix(name) for line in lines if line.startswith(name)]
-    return float(value)
+    with given_up(served, model):
+        if model == "gpt":
+            leaving = Stream(served)
+            for _ in range(ROWS_IN_FLIGHT // 8):
+                leaving.send(model, **tensors)
+            leaving.next()
+            leaving.cancel()
+        else:
+            client = grpc.InferenceServerClient(served["grpc"])
+            asked = [
+                client.async_infer(model, infer_inputs(grpc, tensors), lambda **_: None)
+                for _ in range(ROWS_IN_FLIGHT // 8)
+            ]
+            wait_for(lambda: cache_tokens_used(served, model) >= ROWS_IN_FLIGHT * 16000)
+            for one in asked:
+                one.cancel()
+        with Stream(served) as stream:
+            assert stream.ask(model, **ids_request([PROMPT], 2))
 
 
 @pytest.mark.parametrize("transport", ["http", "grpc"])
@@ -307,11 +271,11 @@ def test_a_request_is_given_up_at_its_timeout(served: dict[str, Any], transport:
     """What a client over HTTP can do, which cannot cancel."""
     tensors = ids_request([(1, 2)] * 8, 16000, end_id=1000)
     with (
+        given_up(served, "plain"),
         Client(served, transport) as client,
         pytest.raises(InferenceServerException, match="the request's timeout is over"),
     ):
         client.infer("plain", sequence={"timeout": 300_000}, **tensors)
-    wait_for(lambda: cache_tokens_used(served, "plain") == 0, 30)
 
 
 def post(served: dict[str, Any], path: str, output_len: int) -> socket.socket:
@@ -326,19 +290,17 @@ def post(served: dict[str, Any], path: str, output_len: int) -> socket.socket:
 
 
 def test_a_stream_over_http_ends_with_its_connection(served: dict[str, Any]) -> None:
-    connection = post(served, "gpt/generate_stream", 16000)
-    assert b"200 OK" in connection.recv(100)
-    wait_for(lambda: cache_tokens_used(served, "gpt") > 16000, 60)
-    connection.close()
-    wait_for(lambda: cache_tokens_used(served, "gpt") == 0, 30)
+    with given_up(served, "gpt"), post(served, "gpt/generate_stream", 16000) as connection:
+        assert b"200 OK" in connection.recv(100)
+        wait_for(lambda: cache_tokens_used(served, "gpt") > 16000)
 
 
 def test_another_request_over_http_goes_on_without_its_client(served: dict[str, Any]) -> None:
     """Triton tells a model nothing of such a connection; the rows are generated to their end."""
-    post(served, "plain/generate", 3000).close()
-    wait_for(lambda: cache_tokens_used(served, "plain") > 3000, 60)
-    time.sleep(0.5)
-    assert cache_tokens_used(served, "plain") > 3000
+    before = requests_given_up(served, "plain")
+    post(served, "plain/generate", 1000).close()
+    wait_for(lambda: cache_tokens_used(served, "plain") > 1000)
     with Client(served, "http") as client:
         assert client.infer("plain", **ids_request([PROMPT], 2))
-    wait_for(lambda: cache_tokens_used(served, "plain") == 0, 240)
+    wait_for(lambda: cache_tokens_used(served, "plain") == 0)
+    assert requests_given_up(served, "plain") == before

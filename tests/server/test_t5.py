@@ -26,7 +26,7 @@ from tests.engine.reference_beams import Settings, search
 from tests.engine.small_models import rank_part
 from tests.engine.small_t5 import NEMO, Plain, t5_config, t5_tensors
 from tests.server.processes import running
-from tests.server.repositories import TOKENIZERS, VOCAB_SIZE
+from tests.server.repositories import SHAPES, TOKENIZERS, VOCAB_SIZE, beside
 from tests.server.requests import Client, text_rows
 from tests.server.test_model_repository import parse
 
@@ -152,17 +152,20 @@ def test_queries_end_as_the_models_were_trained(tmp_path: Path, source: str, clo
     assert not closes or parameters["closing_id"].string_value == str(END_ID)
 
 
-@pytest.fixture(scope="module", params=[(1, 1), (2, 1), (1, 2)], ids="tp{0[0]}_pp{0[1]}".format)
-def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("served")
-    tp, pp = request.param
-    settings = export(folder, tp=tp, pp=pp)
+    for name, (tp, pp) in SHAPES.items():
+        settings = export(folder, name=name, tp=tp, pp=pp)
     with running(folder / "job", settings.model_repository) as step:
         yield step.wait_until_ready()
         assert step.stop() == 0, step.err
         assert step.survivors() == []
+
+
+@pytest.fixture(params=SHAPES)
+def model(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture
@@ -177,8 +180,8 @@ def plain() -> Plain:
 
 
 @needs_server
-def test_ids_of_rows_of_different_lengths(client: Client, plain: Plain) -> None:
-    answer = client.infer("tiny", **ids_request(SOURCES, max_output_len=9))
+def test_ids_of_rows_of_different_lengths(client: Client, plain: Plain, model: str) -> None:
+    answer = client.infer(model, **ids_request(SOURCES, max_output_len=9))
     assert set(answer) == {"output_ids", "sequence_length"}
     assert answer["output_ids"].dtype == answer["sequence_length"].dtype == np.int32
     wanted = [plain.greedy(source, 9) for source in SOURCES]
@@ -190,12 +193,12 @@ def test_ids_of_rows_of_different_lengths(client: Client, plain: Plain) -> None:
 
 
 @needs_server
-def test_logits_after_forced_ids(client: Client, plain: Plain) -> None:
+def test_logits_after_forced_ids(client: Client, plain: Plain, model: str) -> None:
     """Rows of different lengths, the shorter one filled up."""
     forced = [(0, 9, 33), (0,)]
     sent = ids_request(SOURCES[:2], max_output_len=2, is_return_context_logits=True)
     sent["decoder_input_ids"] = np.array([[0, 9, 33], [0, 2**32 - 1, 2**32 - 1]], np.uint32)
-    answer = client.infer("tiny", **sent)
+    answer = client.infer(model, **sent)
     assert answer["context_logits"].shape == (2, 3, VOCAB_SIZE)
     for row, (source, decoder) in enumerate(zip(SOURCES, forced, strict=False)):
         logits = plain.logits(source, decoder).numpy()
@@ -206,12 +209,14 @@ def test_logits_after_forced_ids(client: Client, plain: Plain) -> None:
 
 
 @needs_server
-def test_requests_at_once_are_answered_as_if_alone(served: dict[str, Any], plain: Plain) -> None:
+def test_requests_at_once_are_answered_as_if_alone(
+    served: dict[str, Any], plain: Plain, model: str
+) -> None:
     def ask(number: int) -> Any:
         source = (9999,) if number % 4 == 3 else SOURCES[number % 3]
         with Client(served, "http") as client:
             try:
-                answer = client.infer("tiny", **ids_request([source], max_output_len=3 + number))
+                answer = client.infer(model, **ids_request([source], max_output_len=3 + number))
             except InferenceServerException as error:
                 return str(error)
         return answer["output_ids"][0, 0, : answer["sequence_length"][0, 0]].tolist()
@@ -226,11 +231,11 @@ def test_requests_at_once_are_answered_as_if_alone(served: dict[str, Any], plain
 
 
 @needs_server
-def test_text_through_the_ensemble(client: Client, plain: Plain) -> None:
+def test_text_through_the_ensemble(client: Client, plain: Plain, model: str) -> None:
     tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
     texts = ["The quick brown fox", "Hello"]
     answer = client.infer(
-        "ensemble",
+        beside(model, "ensemble"),
         INPUT_0=text_rows(*texts),
         INPUT_1=np.array([[6], [4]], np.uint32),
         is_return_log_probs=np.array([[True], [True]]),
@@ -244,7 +249,7 @@ def test_text_through_the_ensemble(client: Client, plain: Plain) -> None:
 
 
 @needs_server
-def test_beams(client: Client, plain: Plain) -> None:
+def test_beams(client: Client, plain: Plain, model: str) -> None:
     """Ids and, through the ensemble, texts of the hypotheses that a plain search finds."""
     tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
     text = "The quick brown fox"
@@ -256,12 +261,15 @@ def test_beams(client: Client, plain: Plain) -> None:
         "beam_width": np.array([[4]], np.uint32),
         "len_penalty": np.array([[1]], np.float32),
     }
-    answer = client.infer("tiny", **ids_request([source], max_output_len=6), **settings)
+    answer = client.infer(model, **ids_request([source], max_output_len=6), **settings)
     padded = [[*ids, *[0] * (6 - len(ids))] for ids, _ in found]
     assert answer["output_ids"][0].tolist() == padded
     assert answer["sequence_length"][0].tolist() == [len(ids) for ids, _ in found]
     answer = client.infer(
-        "ensemble", INPUT_0=text_rows(text), INPUT_1=np.array([[6]], np.uint32), **settings
+        beside(model, "ensemble"),
+        INPUT_0=text_rows(text),
+        INPUT_1=np.array([[6]], np.uint32),
+        **settings,
     )
     texts = [each.decode() for each in answer["OUTPUT_0"][0, :, 0]]
     assert texts == [tokenizer.decode(list(ids)) for ids, _ in found]
@@ -277,9 +285,11 @@ def test_beams(client: Client, plain: Plain) -> None:
         ({"ia3_tasks": np.array([[1]], np.int32)}, "model has no IA3 adapters"),
     ],
 )
-def test_a_wrong_request_has_its_own_error(client: Client, changes: dict, reason: str) -> None:
+def test_a_wrong_request_has_its_own_error(
+    client: Client, changes: dict, reason: str, model: str
+) -> None:
     with pytest.raises(InferenceServerException, match=reason):
-        client.infer("tiny", **{**ids_request([(1,)], max_output_len=2), **changes})
+        client.infer(model, **{**ids_request([(1,)], max_output_len=2), **changes})
 
 
 @pytest.fixture(scope="module")

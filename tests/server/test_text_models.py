@@ -55,11 +55,8 @@ def text_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     utils.TritonModelException = RuntimeError
     utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
     monkeypatch.setitem(sys.modules, utils.__name__, utils)
-    monkeypatch.setattr(
-        sys,
-        "path",
-        [str(ROOM), *(str(ROOM.parent / room) for room in ("common", "contract")), *sys.path],
-    )
+    rooms = (ROOM, ROOM.parent / "common", ROOM.parent / "contract")
+    monkeypatch.setattr(sys, "path", [*map(str, rooms), *sys.path])
 
     def load(role: str) -> Any:
         return importlib.import_module(f"launcher_scripts.backends.{role}.model")

@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from tests.server.processes import CHECKOUT, running, wait_for
-from tests.server.repositories import export, text_config
+from tests.processes import wait_for
+from tests.server.processes import CHECKOUT, RunningStep
 from tests.server.requests import Client, Stream, infer_inputs, text_rows
-from tests.server.test_streaming import cache_tokens_used
+from tests.server.shared import cache_tokens_used, given_up
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pytriton") is None,
@@ -32,21 +32,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 PROMPT = "Hello the"
-LONG = text_config(max_positions=16384)
 MANY = 16000
 NEVER_ENDS = {"end_id": 1000}
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """The same GPT twice: `gpt` streams, `plain` does not."""
-    folder = tmp_path_factory.mktemp("text")
-    settings = export(folder, LONG, name="gpt", decoupled=True)
-    export(folder, LONG, name="plain")
-    with running(folder / "job", settings.model_repository) as step:
-        yield step.wait_until_ready()
-        assert step.stop() == 0, step.err
-        assert step.survivors() == []
+@pytest.fixture
+def served(shared_server: RunningStep) -> dict[str, Any]:
+    return shared_server.ready
 
 
 @pytest.fixture
@@ -134,15 +126,15 @@ def chat_in_a_terminal(served: dict[str, Any], _: str) -> Callable[[], None]:
 
     reader = threading.Thread(target=read)
     reader.start()
-    wait_for(lambda: b"> " in written, 30)
+    wait_for(lambda: b"> " in written)
     os.write(main, b"Hello the\n")
 
     def leave() -> None:
         chat.send_signal(signal.SIGINT)
-        wait_for(lambda: b"[stopped]" in written, 10)
-        wait_for(lambda: cache_tokens_used(served, "gpt") == 0, 5)
+        wait_for(lambda: b"[stopped]" in written)
+        wait_for(lambda: cache_tokens_used(served, "gpt") == 0)
         os.write(main, b"/quit\n")
-        assert chat.wait(20) == 0
+        assert chat.wait(300) == 0
         reader.join()
         os.close(main)
 
@@ -161,20 +153,20 @@ def chat_in_a_terminal(served: dict[str, Any], _: str) -> Callable[[], None]:
 def test_a_client_that_leaves_frees_its_rows(
     served: dict[str, Any], ask: Callable[..., Callable[[], None]], model: str
 ) -> None:
-    leave = ask(served, model)
-    wait_for(lambda: cache_tokens_used(served, model) > 16000, 20)
-    leave()
-    wait_for(lambda: cache_tokens_used(served, model) == 0, 5)
+    with given_up(served, model):
+        leave = ask(served, model)
+        wait_for(lambda: cache_tokens_used(served, model) > 16000)
+        leave()
 
 
 def test_requests_in_line_are_given_up_too(served: dict[str, Any]) -> None:
     """Far more than run at once: whatever has left is out of the way of what comes next."""
-    leaving = Stream(served)
-    for _ in range(300):
-        leaving.send("ensemble", **original(MANY, **NEVER_ENDS))
-    leaving.next()
-    leaving.cancel()
-    wait_for(lambda: cache_tokens_used(served, "gpt") == 0, 15)
+    with given_up(served, "gpt"):
+        leaving = Stream(served)
+        for _ in range(300):
+            leaving.send("ensemble", **original(MANY, **NEVER_ENDS))
+        leaving.next()
+        leaving.cancel()
     with Stream(served) as stream:
         assert stream.ask("ensemble", **original(2))
 
@@ -183,13 +175,13 @@ def test_requests_in_line_are_given_up_too(served: dict[str, Any]) -> None:
 def test_a_text_request_is_given_up_at_its_timeout(served: dict[str, Any], model: str) -> None:
     name = {"gpt": "ensemble", "plain": "plain_ensemble"}[model]
     with (
+        given_up(served, model),
         Stream(served) as stream,
         pytest.raises(InferenceServerException, match="the request's timeout is over"),
     ):
         stream.send(name, {"timeout": 300_000}, **original(MANY, **NEVER_ENDS))
         while True:
             stream.next()
-    wait_for(lambda: cache_tokens_used(served, model) == 0, 5)
 
 
 # Today's names

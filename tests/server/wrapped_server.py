@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launcher_scripts.server.installation import OUR_PROGRAMS
+from tests.processes import wait_for
 from tests.slurm.configuration import free_ports
 
 PORTS = ("http", "grpc", "metrics")
@@ -66,13 +66,10 @@ class WrappedServer:
         except OSError:
             return False
 
-    def wait_until_ready(self, timeout: float = 300) -> dict[str, str]:
+    def wait_until_ready(self) -> dict[str, str]:
         """The addresses, as a ready file has them."""
-        deadline = time.monotonic() + timeout
-        while not self.ready():
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.1)
+        wait_for(lambda: self.ready() or self.process.poll() is not None, said=self.log.read_text)
+        assert self.process.poll() is None, self.log.read_text()
         return {name: f"127.0.0.1:{self.ports[i]}" for i, name in enumerate(PORTS)}
 
     def wait(self, timeout: float = 180) -> int:

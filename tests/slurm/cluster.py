@@ -12,17 +12,18 @@ munge, libpmix-dev, libslurm-dev and gcc; no privileges.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.processes import alive, command_line, end, processes, read, variables, wait_for
 from tests.slurm.accounting import (
     ACCOUNTING_PACKAGES,
     ACCOUNTING_PROGRAMS,
@@ -30,7 +31,6 @@ from tests.slurm.accounting import (
     write_accounting,
 )
 from tests.slurm.configuration import Paths, write_configuration
-from tests.slurm.processes import alive, end, processes, read
 
 _PACKAGES = "slurm-wlm munge libpmix-dev libslurm-dev gcc libc6-dev"
 _SPANK_SOURCE = Path(__file__).parent / "spank" / "pyxis_double.c"
@@ -117,8 +117,8 @@ class TestCluster:
                 self.start_daemon(daemon)
                 if daemon == "slurmdbd":
                     self._register()
-            _wait_until(self.is_up, timeout, lambda: f"no idle nodes: {self._last_words()}")
-        except ClusterFailure:
+            wait_for(self.is_up, timeout, lambda: f"no idle nodes: {self._last_words()}")
+        except (ClusterFailure, TimeoutError):
             self.stop()
             raise
 
@@ -147,21 +147,19 @@ class TestCluster:
     def cancel_all(self, timeout: float = 60) -> None:
         """Cancel every job and wait until nothing of them runs, or until the time is over."""
         self.run("scancel", "--user", str(os.getuid()))
-        deadline = time.monotonic() + timeout
-        while self.step_daemons() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        with contextlib.suppress(TimeoutError):
+            wait_for(lambda: not self.step_daemons(), timeout)
 
     def wait(self, job_id: str, timeout: float = 600) -> dict[str, str]:
         """Wait for a job's end; returns its fields as scontrol shows them."""
-        deadline = time.monotonic() + timeout
-        while True:
-            shown = self.run("scontrol", "--oneliner", "show", "job", job_id)
-            fields = dict(item.split("=", 1) for item in shown.stdout.split() if "=" in item)
-            if fields.get("JobState") not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
-                return fields
-            if time.monotonic() > deadline:
-                raise ClusterFailure(f"job {job_id} does not end: {shown.stdout}")
-            time.sleep(0.1)
+        unfinished = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+        wait_for(lambda: self.job(job_id).get("JobState") not in unfinished, timeout)
+        return self.job(job_id)
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """A job's fields as scontrol shows them; none when it knows no such job."""
+        shown = self.run("scontrol", "--oneliner", "show", "job", job_id).stdout
+        return dict(item.split("=", 1) for item in shown.split() if "=" in item)
 
     def pid(self, daemon: str) -> int | None:
         """The daemon's process id; None when it does not run, whatever its pid file says."""
@@ -182,15 +180,20 @@ class TestCluster:
             and plugin.encode() in read(folder / "maps")
         ]
 
+    def step_daemon(self, job_id: str, step: str) -> int:
+        """The slurmstepd of a step: `slurmstepd: [7.0]`, or `[7.batch]` of the script."""
+        (found,) = (pid for pid in self.step_daemons() if f"[{job_id}.{step}]" in command_line(pid))
+        return found
+
     def job_processes(self, job_id: str | None = None) -> list[int]:
         """The processes of this cluster's jobs, or of one job: what a clean end leaves none of."""
         conf = f"SLURM_CONF={self.paths.slurm_conf}".encode()
         job = b"SLURM_JOB_ID=" + (job_id or "").encode()
         found = []
-        for pid, folder in processes():
-            variables = read(folder / "environ").split(b"\0")
-            ours = conf in variables and any(item.startswith(job) for item in variables)
-            if ours and (job_id is None or job in variables):
+        for pid, _ in processes():
+            environment = variables(pid)
+            ours = conf in environment and any(item.startswith(job) for item in environment)
+            if ours and (job_id is None or job in environment):
                 found.append(pid)
         return found
 
@@ -221,7 +224,7 @@ class TestCluster:
             self.run("sacctmgr", "--immediate", "add", "cluster", "test")
             return "test" in self.run("sacctmgr", "--noheader", "show", "cluster").stdout
 
-        _wait_until(known, 20, lambda: f"slurmdbd does not answer: {self._last_words()}")
+        wait_for(known, 20, lambda: f"slurmdbd does not answer: {self._last_words()}")
 
     def start_daemon(self, daemon: str) -> None:
         """Start one of `daemons`, and wait until its process is there."""
@@ -232,7 +235,7 @@ class TestCluster:
             started = self.run(*_daemon_argv(self.paths, daemon), env=environment)
             if started.returncode != 0:
                 raise ClusterFailure(f"{daemon} ended: {started.stderr}{self._last_words()}")
-        _wait_until(
+        wait_for(
             lambda: self.pid(daemon) is not None,
             20,
             lambda: f"{daemon} did not start: {self._last_words()}",
@@ -267,16 +270,6 @@ def _daemon_argv(paths: Paths, daemon: str) -> list[str]:
     ]
 
 
-def _wait_until(
-    condition: Callable[[], bool], timeout: float, complaint: Callable[[], str]
-) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            raise ClusterFailure(complaint())
-        time.sleep(0.1)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="tests.slurm.cluster",
@@ -298,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.action == "start":
             cluster.start()
-    except ClusterFailure as error:
+    except (ClusterFailure, TimeoutError) as error:
         print(error, file=sys.stderr)
         return 1
     running = cluster.nodes > 0 and cluster.is_up()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from launcher_scripts.server.health import TritonClient
 from launcher_scripts.steps import convert_checkpoint, write_model_repository
 from launcher_scripts.steps.quickstart import write_nemo_file
 from tests.login.conftest import Run
+from tests.processes import command_line, variables, wait_for, wait_until_gone
 from tests.quickstart.tiny_gguf import hf_weights, write_gguf
 from tests.slurm.cluster import TestCluster
-from tests.slurm.processes import alive, read
 from tests.slurm.submitting import Submit
 
 ITEMS = '{"text": "abc de"}\n{"text": "fg hi"}\n'
@@ -74,14 +73,13 @@ class Served:
         return shown.stdout.strip()
 
     def wait_until_ready(self, after: str = "") -> dict[str, Any]:
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline:
-            if self.ready_file.exists():
-                ready = json.loads(self.ready_file.read_text())
-                if ready["http"] != after:
-                    return ready
-            time.sleep(0.1)
-        raise TimeoutError(self.log())
+        def ready() -> dict[str, Any] | None:
+            if not self.ready_file.exists():
+                return None
+            found: dict[str, Any] = json.loads(self.ready_file.read_text())
+            return None if found["http"] == after else found
+
+        return wait_for(ready, said=self.log) or {}
 
     def answers(self) -> bool:
         """Whether a reader would take this server for ready."""
@@ -94,22 +92,17 @@ class Served:
     def step(self, node: str) -> int:
         """The process of the step on a node."""
         for pid in self.slurm.job_processes(self.job_id):
-            words = read(Path(f"/proc/{pid}/cmdline"))
-            variables = read(Path(f"/proc/{pid}/environ")).split(b"\0")
-            on_node = f"SLURMD_NODENAME={node}".encode() in variables
-            if on_node and b"steps.start_server" in words and b"srun" not in words.split(b"\0")[0]:
+            program, _, arguments = command_line(pid).partition(" ")
+            on_node = f"SLURMD_NODENAME={node}".encode() in variables(pid)
+            if on_node and "steps.start_server" in arguments and "srun" not in program:
                 return pid
         raise LookupError(node)
 
     def end(self) -> tuple[str, str, str]:
         """State, exit code and log, once nothing of it runs any more."""
         fields = self.slurm.wait(self.job_id)
-        deadline = time.monotonic() + 120
-        while self.slurm.job_processes(self.job_id) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert self.slurm.job_processes(self.job_id) == []
-        assert not alive(self.rank(0))
-        assert not alive(self.rank(1))
+        wait_for(lambda: not self.slurm.job_processes(self.job_id))
+        wait_until_gone([self.rank(0), self.rank(1)])
         return fields["JobState"], fields["ExitCode"], self.log()
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.processes import wait_for
 from tests.slurm.cluster import TestCluster, missing_requirements
 
 
@@ -33,11 +33,7 @@ def test_sacct_knows_state_and_exit_code(accounted: TestCluster) -> None:
     submitted = accounted.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=exit 3")
     job_id = submitted.stdout.strip()
     show = ("sacct", "-X", "--noheader", "--parsable2", "--format=State,ExitCode", "--jobs", job_id)
-    deadline = time.monotonic() + 180
-    while accounted.run(*show).stdout.strip() in ("", "PENDING|0:0", "RUNNING|0:0"):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    assert accounted.run(*show).stdout.strip() == "FAILED|3:0"
+    wait_for(lambda: accounted.run(*show).stdout.strip() == "FAILED|3:0")
     etc = accounted.paths.slurm_conf.parent
     for secret in ("slurmdbd.conf", "mariadb.sql", "munge.key"):
         assert (etc / secret).stat().st_mode & 0o777 == 0o600

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.processes import wait_for
 from tests.slurm.cluster import TestCluster, main
 
 
@@ -70,7 +70,7 @@ def test_a_signal_reaches_the_step_and_lets_it_end_by_itself(
     script.write_text(f'#!/bin/bash\nsrun bash -c "{body}"\n')
     log = tmp_path / "job.log"
     job_id = _submit(slurm, script, f"--output={log}")
-    _wait_for_text(log, "started")
+    wait_for(lambda: log.exists() and "started" in log.read_text())
     assert slurm.run("scancel", "--signal=TERM", f"{job_id}.0").returncode == 0
     fields = slurm.wait(job_id)
     assert (fields["JobState"], fields["ExitCode"]) == ("COMPLETED", "0:0")
@@ -94,7 +94,7 @@ def test_a_cancelled_job_leaves_no_process(slurm: TestCluster, tmp_path: Path) -
     log = tmp_path / "job.log"
     script.write_text("#!/bin/bash\nsrun bash -c 'sleep 300 & echo started; wait'\n")
     job_id = _submit(slurm, script, f"--output={log}")
-    _wait_for_text(log, "started")
+    wait_for(lambda: log.exists() and "started" in log.read_text())
     assert slurm.job_processes(job_id) != []
     slurm.run("scancel", job_id)
     assert slurm.wait(job_id)["JobState"] == "CANCELLED"
@@ -106,10 +106,3 @@ def _submit(slurm: TestCluster, script: Path, *options: str) -> str:
     ran = slurm.run("sbatch", "--parsable", "--output=/dev/null", *options, str(script))
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()
-
-
-def _wait_for_text(path: Path, text: str) -> None:
-    deadline = time.monotonic() + 120
-    while not (path.exists() and text in path.read_text()):
-        assert time.monotonic() < deadline, f"{path} never had {text!r}"
-        time.sleep(0.05)

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.processes import wait_for
 from tests.slurm.cluster import TestCluster
 from tests.slurm.configuration import write_plugstack
 from tests.slurm.conftest import Submit
 from tests.slurm.test_jobs import ended
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("scope", ["global", "job"])
@@ -36,8 +28,8 @@ def test_no_container_outlives_its_stage(
     stages = "stages=[export,deploy,evaluate]"
     submit(stages, f"container={image}", *shared, together_or_not, **waits)
     assert ended(slurm, submit, "export") == ("COMPLETED", "0:0"), submit.log("export")
-    wait_until(lambda: "measuring at" in submit.log("evaluate"))
-    wait_until(lambda: len(slurm.containers()) == 3)
+    wait_for(lambda: "measuring at" in submit.log("evaluate"))
+    wait_for(lambda: len(slurm.containers()) == 3)
     slurm.cancel_all()
     for stage in ("deploy", "evaluate"):
         assert ended(slurm, submit, stage)[0] == "CANCELLED"

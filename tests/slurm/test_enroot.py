@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import wait_for
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
-from tests.slurm.test_containers import wait_until
 from tests.slurm.test_jobs import ended
 
 ENROOT = Path(__file__).parent / "enroot_double.sh"
@@ -82,10 +82,10 @@ def test_a_job_removes_what_killed_ones_have_left_on_its_node(
     for _ in range(2):
         chosen(*chosen.served, *options)
     killed, living = (chosen.record("deploy", number)["job_id"] for number in (1, 2))
-    wait_until(lambda: len(left(enroot_calls)) == 2)
+    wait_for(lambda: len(left(enroot_calls)) == 2)
     for name in ("launcher_other_1_0_0", "launcher_test_x", "pyxis_1.0", "launcher_test_9999_0_0"):
         (Path(f"{enroot_calls}.nodes") / "n1" / name).mkdir()
-    wait_until(lambda: chosen.log("deploy").count("server starts") == 1)
+    wait_for(lambda: chosen.log("deploy").count("server starts") == 1)
     slurm.run("scancel", "--signal=KILL", f"{killed}.0")
     assert ended(slurm, chosen, "deploy")[0] == "FAILED"
     assert f"n1/launcher_test_{killed}_0_0" in left(enroot_calls)
@@ -104,11 +104,11 @@ def test_a_second_signal_does_not_stop_the_removal(
     chosen = Submit(submit.run, submit.arguments, results / "tiny")
     options = arguments(launcher, results)
     chosen(*chosen.served, *options, ENROOT_SECONDS="3")
-    wait_until(lambda: "server starts" in chosen.log("deploy"))
+    wait_for(lambda: "server starts" in chosen.log("deploy"))
     job_id = chosen.record("deploy")["job_id"]
     for _ in range(2):
         slurm.run("scancel", "--signal=TERM", job_id)
-        wait_until(lambda: " remove " in enroot_calls.read_text())
+        wait_for(lambda: " remove " in enroot_calls.read_text())
     assert ended(slurm, chosen, "deploy") == ("COMPLETED", "0:0"), chosen.log("deploy")
     assert left(enroot_calls) == []
 

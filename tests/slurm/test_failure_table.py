@@ -23,9 +23,9 @@ from typing import Any
 
 import pytest
 
+from tests.processes import read, wait_for
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
-from tests.slurm.processes import read, step_daemon
 from tests.slurm.serving import NODES, TP2, Served
 
 pytestmark = [
@@ -351,10 +351,7 @@ def node_daemon(slurm: TestCluster) -> Iterator[Callable[[], None]]:
     yield kill
     if slurm.pid("slurmd-n1") is None:
         slurm.start_daemon("slurmd-n1")
-    deadline = time.monotonic() + 60
-    while not slurm.is_up():
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
+    wait_for(slurm.is_up)
 
 
 def test_a_node_s_daemon_that_stays_away(
@@ -383,7 +380,7 @@ def test_a_killed_step_daemon(
     """Slurm notices nothing; cancelling ends what goes on."""
     served = serve()
     started = time.monotonic()
-    os.kill(step_daemon(slurm.step_daemons(), served.job_id, step), signal.SIGKILL)
+    os.kill(slurm.step_daemon(served.job_id, step), signal.SIGKILL)
     if step == "0":
         while served.answers():
             assert time.monotonic() - started < UNREADY_SECONDS

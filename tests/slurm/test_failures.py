@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.config.settings import DeploySettings, write_settings
+from tests.processes import read, wait_for, wait_for_file, wait_until_gone
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
-from tests.slurm.processes import alive, read, step_daemon
-from tests.slurm.test_jobs import ended, wait_for
+from tests.slurm.test_jobs import ended
 
 
 def find(slurm: TestCluster, job_id: str, name: str) -> int:
@@ -36,34 +36,27 @@ def serving(slurm: TestCluster, submit: Submit) -> str:  # noqa: ARG001
     """The job id of a server that is ready."""
     submit(*submit.served)
     record = submit.record("deploy")
-    wait_for(record["folder"].parent.parent / "ready.json")
+    wait_for_file(record["folder"].parent.parent / "ready.json")
     return str(record["job_id"])
-
-
-def nothing_runs(slurm: TestCluster, job_id: str, seconds: float = 120) -> bool:
-    deadline = time.monotonic() + seconds
-    while slurm.job_processes(job_id) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return slurm.job_processes(job_id) == []
 
 
 def test_a_killed_srun_ends_its_server(slurm: TestCluster, submit: Submit, serving: str) -> None:
     os.kill(find(slurm, serving, "srun"), signal.SIGKILL)
     assert ended(slurm, submit, "deploy") == ("FAILED", "137:0")
     assert "Killed" in submit.log("deploy")
-    assert nothing_runs(slurm, serving)
+    wait_for(lambda: not slurm.job_processes(serving))
 
 
 def test_a_script_that_slurm_has_lost_is_ended_by_cancelling(
     slurm: TestCluster, submit: Submit, serving: str
 ) -> None:
     """Without its slurmstepd the script runs on, and so does the server."""
-    os.kill(step_daemon(slurm.step_daemons(), serving, "batch"), signal.SIGKILL)
+    os.kill(slurm.step_daemon(serving, "batch"), signal.SIGKILL)
     time.sleep(2)
     assert slurm.job_processes(serving) != []
     slurm.run("scancel", serving)
     assert ended(slurm, submit, "deploy")[0] == "CANCELLED"
-    assert nothing_runs(slurm, serving)
+    wait_for(lambda: not slurm.job_processes(serving))
 
 
 def test_a_server_outlives_a_node_s_daemon_that_comes_back(
@@ -76,7 +69,7 @@ def test_a_server_outlives_a_node_s_daemon_that_comes_back(
     slurm.start_daemon("slurmd-n1")
     slurm.run("scancel", "--batch", "--signal=TERM", serving)
     assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0"), submit.log("deploy")
-    assert nothing_runs(slurm, serving)
+    wait_for(lambda: not slurm.job_processes(serving))
 
 
 STEP = """
@@ -105,15 +98,12 @@ def test_a_step_ends_with_its_killed_step_daemon(
         *("sbatch", "--parsable", f"--output={log}", f"--wrap={command}"), env=environment
     )
     job_id = submitted.stdout.strip()
-    wait_for(log)
+    wait_for_file(log)
     step = find(slurm, job_id, Path(sys.executable).name)
-    os.kill(step_daemon(slurm.step_daemons(), job_id, "0"), signal.SIGKILL)
-    deadline = time.monotonic() + 120
-    while alive(step) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not alive(step)
+    os.kill(slurm.step_daemon(job_id, "0"), signal.SIGKILL)
+    wait_until_gone([step])
     slurm.run("scancel", "--full", "--signal=KILL", job_id)
-    assert nothing_runs(slurm, job_id)
+    wait_for(lambda: not slurm.job_processes(job_id))
 
 
 def fill(folder: Path) -> None:

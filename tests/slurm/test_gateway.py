@@ -8,14 +8,12 @@ import re
 import shutil
 import subprocess
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.server.processes import wait_for
+from tests.processes import command_line, variables, wait_for
 from tests.slurm.cluster import TestCluster
-from tests.slurm.processes import read
 from tests.slurm.serving import TP2
 from tests.slurm.submitting import Submit
 
@@ -36,12 +34,10 @@ def test_the_gateway_is_on_the_first_node_and_ends_with_the_job(
     gateways = [
         pid
         for pid in slurm.job_processes(served.job_id)
-        if b"launcher_scripts.steps.start_gateway"
-        in read(Path(f"/proc/{pid}/cmdline")).split(b"\0")
+        if "launcher_scripts.steps.start_gateway" in command_line(pid).split()
     ]
     assert len(gateways) == 1
-    variables = read(Path(f"/proc/{gateways[0]}/environ")).split(b"\0")
-    assert b"SLURM_NODEID=0" in variables
+    assert b"SLURM_NODEID=0" in variables(gateways[0])
     if shutil.which("curl") is not None:
         (command,) = re.findall(r"^(?:\d+: )?try: (curl .*)$", served.log(), re.MULTILINE)
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)

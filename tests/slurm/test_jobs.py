@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,6 @@ import pytest
 from tests.login.conftest import Run
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
-
-
-def wait_for(path: Path, seconds: float = 240) -> str:
-    deadline = time.monotonic() + seconds
-    while not (path.exists() and path.read_text()):
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.05)
-    return path.read_text()
 
 
 def ended(slurm: TestCluster, submit: Submit, stage: str, number: int = 1) -> tuple[str, str]:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.processes import wait_for_file
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
-from tests.slurm.test_jobs import ended, wait_for
+from tests.slurm.test_jobs import ended
 
 Jobs = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -81,8 +82,8 @@ def test_a_gateway_is_stopped_alone_and_started_again_before_the_same_servers(
     submit(*submit.served, "deploy.replicas=2", *shared, "deploy.gateway.port=8090")
     deployed = submit.record("deploy")["folder"].parent.parent
     for number in (0, 1):
-        wait_for(deployed / f"ready-{number}.json")
-    wait_for(submit.record("gateway")["folder"].parent.parent / "ready.json")
+        wait_for_file(deployed / f"ready-{number}.json")
+    wait_for_file(submit.record("gateway")["folder"].parent.parent / "ready.json")
     (seen,) = statuses(jobs, "gateway_tiny")
     assert seen["status"] == "READY"
     assert seen["endpoints"] == {"openai": "http://127.0.0.1:8090/v1"}
@@ -91,11 +92,11 @@ def test_a_gateway_is_stopped_alone_and_started_again_before_the_same_servers(
     assert {item["state"] for item in statuses(jobs, "deploy_tiny")} == {"RUNNING"}
     submit("stages=[gateway]", "gateway.port=8091", *shared)
     second = submit.record("gateway", 2)
-    wait_for(second["folder"].parent.parent / "ready.json")
+    wait_for_file(second["folder"].parent.parent / "ready.json")
     assert f"ready:\n- {deployed}\n" in (second["folder"] / second["settings"]).read_text()
     # A replica that joins them, and one that leaves.
     submit(*submit.served, "deploy.first_replica=2", *shared)
-    wait_for(deployed / "ready-2.json")
+    wait_for_file(deployed / "ready-2.json")
     assert jobs("stop", f"{submit.record('deploy')['job_id']}_0").returncode == 0
     (joined,) = statuses(jobs, f"{submit.record('deploy', 2)['folder']}")
     assert joined["state"] == "RUNNING"
@@ -112,7 +113,7 @@ def test_one_replica_is_stopped_and_the_others_go_on(
     submit(*submit.served, "deploy.replicas=2", *shared, *free)
     record = submit.record("deploy")
     for number in (0, 1):
-        wait_for(record["folder"].parent.parent / f"ready-{number}.json")
+        wait_for_file(record["folder"].parent.parent / f"ready-{number}.json")
     # Slurm gives the last task of an array the number of the array itself.
     assert jobs("stop", f"{record['job_id']}_1").returncode == 0
     assert [item["state"] for item in statuses(jobs, "deploy_tiny")] == ["RUNNING", "COMPLETED"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.processes import wait_for
 from tests.slurm.cluster import TestCluster
 from tests.slurm.configuration import write_plugstack
 
@@ -198,7 +198,4 @@ def test_a_named_container_goes_with_its_job_at_most_and_another_with_its_step(
     assert ran.returncode == 0, ran.stderr
     job_id, *seen = ran.stdout.split()
     assert seen == [name.format(job_id) for name in there]
-    deadline = time.monotonic() + 60
-    while slurm.containers() != stays and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert slurm.containers() == stays
+    wait_for(lambda: slurm.containers() == stays)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.processes import wait_for, wait_for_file
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
-from tests.slurm.test_jobs import ended, wait_for
+from tests.slurm.test_jobs import ended
 
 CHAIN = "stages=[export,deploy,evaluate]"
 TOGETHER = "evaluate.in_deploy_job=True"
@@ -110,7 +109,7 @@ def serving(submit: Submit) -> str:
     """The job of a server that is ready."""
     submit(*submit.served)
     record = submit.record("deploy")
-    wait_for(record["folder"].parent.parent / "ready.json")
+    wait_for_file(record["folder"].parent.parent / "ready.json")
     return record["job_id"]
 
 
@@ -140,14 +139,14 @@ def test_requeueing_starts_the_server_again(slurm: TestCluster, submit: Submit) 
     submit(*submit.served, "cluster.requeue=True")
     record = submit.record("deploy")
     ready_file = record["folder"].parent.parent / "ready.json"
-    wait_for(ready_file)
+    wait_for_file(ready_file)
     ready_file.unlink()  # the stand-in leaves it behind; the real server takes it back
     slurm.run("scontrol", "requeue", record["job_id"])
-    until_done(lambda: slurm.job_processes(record["job_id"]) == [])
+    wait_for(lambda: slurm.job_processes(record["job_id"]) == [])
     # Slurm lets a requeued job wait for two minutes.
-    until_done(lambda: "BeginTime" in shown(slurm, record["job_id"]))
+    wait_for(lambda: "BeginTime" in shown(slurm, record["job_id"]))
     slurm.run("scontrol", "update", f"jobid={record['job_id']}", "starttime=now")
-    wait_for(ready_file)
+    wait_for_file(ready_file)
     assert "Restarts=1 " in shown(slurm, record["job_id"])
     assert "JobState=RUNNING" in shown(slurm, record["job_id"])
     # The second start has added to the log of the first, which ended in order.
@@ -157,10 +156,3 @@ def test_requeueing_starts_the_server_again(slurm: TestCluster, submit: Submit) 
 
 def shown(slurm: TestCluster, job_id: str) -> str:
     return str(slurm.run("scontrol", "--oneliner", "show", "job", job_id).stdout)
-
-
-def until_done(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 180
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.processes import processes, read
 from tests.server.wrapped_server import WrappedServer
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
-from tests.slurm.processes import processes, read
 from tests.slurm.serving import TP2, Served
 
 pytestmark = pytest.mark.skipif(
@@ -145,7 +145,7 @@ def test_the_documented_command_by_hand(
         (rank,) = (
             pid
             for pid, entry in processes()
-            if b"engine.distributed.worker" in read(entry / "cmdline")
+            if b"distributed.worker" in read(entry / "cmdline")
             and str(tmp_path).encode() in read(entry / "environ")
         )
         os.kill(rank, signal.SIGKILL)

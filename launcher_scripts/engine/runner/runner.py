@@ -100,8 +100,9 @@ class Runner:
 
     def close(self) -> None:
         """Finish what was launched and leave the other ranks."""
-        if self._graphs is not None:
+        if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        if self._graphs is not None:
             self._graphs.clear()
         self.communicator.close()
 
