@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 from launcher_scripts.config.settings import ExportSettings
+from launcher_scripts.jobs.metrics import load as load_of
 from tests.gateway.processes import RunningGateway, gateway_job
-from tests.server.processes import RunningStep, running, wait_for
+from tests.processes import wait_for
+from tests.server.processes import RunningStep, running
 from tests.server.repositories import export, text_config
 
 openai = pytest.importorskip("openai")
@@ -36,13 +38,13 @@ ASKED = {
     "temperature": 0,
     "extra_body": {"ignore_eos": True},
 }
-TOKENS, LONG = 300, 2000
+TOKENS, LONG = 300, 16000  # the long streams are broken or left, and never reach their end
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> ExportSettings:
     folder = tmp_path_factory.mktemp("replicas")
-    return export(folder, text_config(max_positions=2048), name="tiny", decoupled=True)
+    return export(folder, text_config(max_positions=16384), name="tiny", decoupled=True)
 
 
 def replica(
@@ -78,21 +80,17 @@ async def whole(client: Any) -> str:
     return (await client.completions.create(**ASKED, max_tokens=TOKENS)).choices[0].text
 
 
-async def streamed(client: Any, tokens: int, begun: list[None]) -> str | None:
-    """The text; None for a stream that had begun and broke."""
-    text, first = "", True
+async def streamed(client: Any, tokens: int, pieces: list[str]) -> str | None:
+    """The text, whose pieces are also put into `pieces`; None where it broke after the first."""
     try:
         asked = {**ASKED, "max_tokens": tokens, "stream": True}
         async for event in await client.completions.create(**asked):
-            if first:
-                first = False
-                begun.append(None)
-            text += event.choices[0].text
+            pieces.append(event.choices[0].text)
     except openai.APIError:
-        if first:
+        if not pieces:
             raise
         return None
-    return text
+    return "".join(pieces)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -105,47 +103,64 @@ def test_a_server_that_is_killed_takes_no_request_with_it_that_had_not_begun(
     address = json.loads(three[1].settings.ready_file.read_text())["grpc"]
     (victim,) = (pid for pid, command in three[1].survivors() if "tritonserver" in command)
 
-    async def load(started: RunningGateway) -> list[list[str | None]]:
-        begun: list[None] = []
+    async def load(started: RunningGateway) -> tuple[list[str], list[str], list[str | None]]:
+        """The unbroken long streams, whole answers, and the streams that came last."""
+        long: list[list[str]] = [[] for _ in range(FIRST)]
         async with openai.AsyncOpenAI(
             base_url=started.facts["openai"], api_key="none", max_retries=0, timeout=600
         ) as client:
-            first = [asyncio.create_task(streamed(client, LONG, begun)) for _ in range(FIRST)]
-            await until(lambda: len(begun) == FIRST)
+            first = [asyncio.create_task(streamed(client, LONG, pieces)) for pieces in long]
+            await until(lambda: all(long))
+            begun = servers(started)[address]["running"]
             texts = [asyncio.create_task(whole(client)) for _ in range(CLIENTS // 2)]
             streams = [
-                asyncio.create_task(streamed(client, TOKENS, begun)) for _ in range(CLIENTS // 2)
+                asyncio.create_task(streamed(client, TOKENS, [])) for _ in range(CLIENTS // 2)
             ]
-            await until(lambda: servers(started)[address]["running"] >= CLIENTS // 4)
+            await until(lambda: servers(started)[address]["running"] > begun)
             os.kill(victim, signal.SIGKILL)
-            return [await asyncio.gather(*each) for each in (first, texts, streams)]
+            counts = list(map(len, long))
+            broken, going = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            assert {task.result() for task in broken} == {None}
+            found = [await asyncio.gather(*each) for each in (texts, streams)]
+            await until(
+                lambda: all(
+                    task.done() or len(pieces) > count
+                    for task, pieces, count in zip(first, long, counts, strict=True)
+                )
+            )
+            left = [
+                "".join(pieces)
+                for task, pieces in zip(first, long, strict=True)
+                if task in going and task.cancel()
+            ]
+            await asyncio.gather(*going, return_exceptions=True)
+            return left, *found
 
     with gateway_job(tmp_path / "run", tmp_path / "results", restarts=1) as started:
         started.wait_until_ready()
-        wait_for(lambda: len(healthy(started)) == 3, 60)
-        first, texts, streams = asyncio.run(load(started))
-        assert None in first
-        assert len({*first, None}) == 2
+        wait_for(lambda: len(healthy(started)) == 3)
+        long, texts, streams = asyncio.run(load(started))
         assert len(set(texts)) == 1
-        assert texts[0] is not None
+        assert long and all(texts[0].startswith(each[: len(texts[0])]) for each in long)
         assert texts[0] in streams
         assert {*streams, None} == {texts[0], None}
-        wait_for(lambda: address not in servers(started), 60)
+        wait_for(lambda: address not in servers(started))
         assert len(healthy(started)) == 2
+        wait_for(lambda: not any(each["running"] for each in servers(started).values()))
         with replica(tmp_path, exported, 1, run=1) as again:
-            new = again.wait_until_ready()["grpc"]
-            wait_for(lambda: new in healthy(started), 60)
+            ready = again.wait_until_ready()
+            new = ready["grpc"]
+            wait_for(lambda: new in healthy(started))
 
             async def more() -> list[str]:
                 async with openai.AsyncOpenAI(
                     base_url=started.facts["openai"], api_key="none", max_retries=0, timeout=600
                 ) as client:
-                    found = [asyncio.create_task(whole(client)) for _ in range(6)]
-                    await until(lambda: servers(started)[new]["running"] == 2)
-                    return await asyncio.gather(*found)
+                    return await asyncio.gather(*(whole(client) for _ in range(6)))
 
             assert set(asyncio.run(more())) == {texts[0]}
+            wait_for(lambda: load_of(ready["metrics"]).requests)
             # A replica that is cancelled leaves; the others go on.
             assert again.stop() == 0
-            wait_for(lambda: new not in servers(started), 60)
+            wait_for(lambda: new not in servers(started))
             assert len(healthy(started)) == 2
