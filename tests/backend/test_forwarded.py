@@ -62,7 +62,7 @@ def ends() -> Iterator[Ends]:
     yield ends
     if not ends.token.closed:
         ends.text.close()
-        wait_for(lambda: ends.token.closed, 5)
+        wait_for(lambda: ends.token.closed)
 
 
 def response(**tensors: torch.Tensor) -> Any:
@@ -86,7 +86,7 @@ def test_responses_go_over_the_channel(ends: Ends) -> None:
     sender.send(response(news=ids, cum_log_probs=torch.tensor([[-1.5]])))
     sender.hand_over()
     sender.send(failed("nö", "INVALID_ARG"), flags=FINAL)
-    wait_for(lambda: len(ends.messages) == 2, 5)
+    wait_for(lambda: len(ends.messages) == 2)
     first, last = ends.messages
     assert (first.key, first.last, first.error) == ("k", False, None)
     assert first.tensors["news"].tolist() == ids.tolist()
@@ -104,10 +104,10 @@ def test_only_the_key_cancels_and_only_while_the_request_runs(ends: Ends) -> Non
         answer: Any = types.SimpleNamespace(cancel=lambda key=key: cancelled.append(key))
         senders[key].opened(answer)
     senders["a"].send(flags=FINAL)
-    wait_for(lambda: bool(ends.messages), 5)
+    wait_for(lambda: bool(ends.messages))
     for key in ("c", "a", "b"):
         ends.text.cancel(key)
-    wait_for(lambda: bool(cancelled), 5)
+    wait_for(lambda: bool(cancelled))
     assert cancelled == ["b"]
 
 
@@ -116,11 +116,11 @@ def test_what_a_text_model_leaves_is_cancelled(ends: Ends) -> None:
     answer: Any = types.SimpleNamespace(cancel=lambda: cancelled.append(True))
     ends.token.add("k", answer)
     ChannelSender(ends.token, Errand("k", "", True), lambda: None).send()
-    wait_for(lambda: bool(ends.messages), 5)
+    wait_for(lambda: bool(ends.messages))
     ends.text.close()
-    wait_for(lambda: cancelled == [True], 5)
-    wait_for(lambda: ends.token.closed, 5)
-    wait_for(lambda: ends.lost == [True], 5)
+    wait_for(lambda: cancelled == [True])
+    wait_for(lambda: ends.token.closed)
+    wait_for(lambda: ends.lost == [True])
 
 
 LISTENER = """

@@ -33,7 +33,7 @@ def test_a_killed_server_takes_its_models_along(checkout: Path) -> None:
         model = int(server.stdout.readline())
         os.kill(model, 0)
         server.send_signal(signal.SIGKILL)
-    wait_for(lambda: not _lives(model), 120)
+    wait_for(lambda: not _lives(model))
 
 
 def _lives(pid: int) -> bool:

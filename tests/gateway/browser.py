@@ -59,7 +59,7 @@ class Browser:
 
     def wait_for(self, condition: str) -> None:
         """Wait until an expression of JavaScript is true."""
-        wait_for(lambda: self.run(f"return Boolean({condition})"), 60)
+        wait_for(lambda: self.run(f"return Boolean({condition})"))
 
     def console(self) -> list[str]:
         """The warnings and errors there since the last time."""
@@ -101,7 +101,7 @@ def browser(folder: Path) -> Iterator[Browser]:
             found.extend(re.findall(r"started successfully on port (\d+)", log.read_text()))
             return bool(found)
 
-        wait_for(started, 60)
+        wait_for(started)
         session = Browser(f"http://127.0.0.1:{found[0]}")
         try:
             yield session

@@ -80,7 +80,7 @@ def test_a_gateway_that_is_killed_comes_back_at_the_same_address(
         text, child = complete(started), child_of(started)
         wait_for(lambda: cache_use(started) == 0.0, 60)  # None before somebody has looked
         os.kill(child, signal.SIGKILL)
-        wait_for(lambda: not Path(f"/proc/{child}").exists() and answers(started), 120)
+        wait_for(lambda: not Path(f"/proc/{child}").exists() and answers(started))
         assert complete(started) == text
         assert "restart 1 of 1 of the gateway" in started.out
         os.kill(child_of(started), signal.SIGKILL)
@@ -125,5 +125,5 @@ def test_servers_that_do_not_come_are_named(tmp_path: Path) -> None:
 def test_it_may_be_stopped_while_it_waits_for_its_servers(tmp_path: Path) -> None:
     (tmp_path / "servers").mkdir()
     with gateway_job(tmp_path, tmp_path / "servers") as started:
-        wait_for(lambda: (tmp_path / "gateway.yaml").exists(), 60)
+        wait_for(lambda: (tmp_path / "gateway.yaml").exists())
         assert started.stop() == 0, started.err

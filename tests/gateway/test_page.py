@@ -79,7 +79,7 @@ def address(backend: FakeBackend) -> Iterator[str]:
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:
-            wait_for(lambda: server.started, 60)
+            wait_for(lambda: server.started)
             yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
         finally:
             server.should_exit = True
@@ -174,7 +174,7 @@ def test_an_answer_that_is_stopped_gives_up_its_row(page: Browser, backend: Fake
     assert backend.running == 1
     page.click("#stop")
     page.wait_for("document.querySelector('#error').textContent == 'stopped'")
-    wait_for(lambda: backend.running == 0, 60)
+    wait_for(lambda: backend.running == 0)
     assert TEXT.startswith(page.text("#answer"))
 
 

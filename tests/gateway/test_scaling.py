@@ -76,7 +76,7 @@ def ready(folder: Path, name: str) -> dict[str, Any]:
     def found() -> list[Path]:
         return list(folder.glob(f"results/tiny/{name}"))
 
-    wait_for(lambda: bool(found()), 300)
+    wait_for(lambda: bool(found()))
     return json.loads(found()[0].read_text())
 
 
@@ -123,15 +123,15 @@ def test_servers_join_and_leave_and_no_request_fails(tmp_path: Path, start: Star
     def change(texts: list[str]) -> None:
         later.append(start("stages=[deploy]", "deploy.first_replica=1"))
         joined = ready(tmp_path, "deploy_*/ready-1.json")["grpc"]
-        wait_for(lambda: servers(address).get(joined, {}).get("running", 0) > 0, 120)
+        wait_for(lambda: servers(address).get(joined, {}).get("running", 0) > 0)
         assert set(servers(address)) == {before, joined}
         some = len(texts) + MORE
-        wait_for(lambda: len(texts) > some, 120)
+        wait_for(lambda: len(texts) > some)
         first.send_signal(signal.SIGTERM)
         assert first.wait(120) == 0
-        wait_for(lambda: set(servers(address)) == {joined}, 120)
+        wait_for(lambda: set(servers(address)) == {joined})
         some = len(texts) + MORE
-        wait_for(lambda: len(texts) > some, 120)
+        wait_for(lambda: len(texts) > some)
 
     texts = asyncio.run(load(address, change))
     assert len(set(texts)) == 1

@@ -310,9 +310,9 @@ def test_a_client_that_leaves_frees_the_cache(
     command = ["curl", "-sN", f"{served.address}/v1/completions", "-d"]
     command += [json.dumps({**body, "stream": streams}), "-H", f"Authorization: Bearer {KEY}"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as asking:
-        wait_for(lambda: cache_tokens_used(shared_server.ready, model) > 0, 60)
+        wait_for(lambda: cache_tokens_used(shared_server.ready, model) > 0)
         asking.kill()
-    wait_for(lambda: cache_tokens_used(shared_server.ready, model) == 0, 60)
+    wait_for(lambda: cache_tokens_used(shared_server.ready, model) == 0)
 
 
 def closes_its_stream(client: Any, asked: dict[str, Any]) -> None:
@@ -340,7 +340,7 @@ def test_openais_client_frees_the_cache(
 ) -> None:
     more = {"ignore_eos": True}
     leaves(client, {"model": "gpt", "prompt": "a", "max_tokens": 4000, "extra_body": more})
-    wait_for(lambda: cache_tokens_used(shared_server.ready, "gpt") == 0, 60)
+    wait_for(lambda: cache_tokens_used(shared_server.ready, "gpt") == 0)
 
 
 def test_there_are_no_embeddings(client: Any) -> None:
@@ -396,7 +396,7 @@ def test_it_drains_and_ends(shared_server: RunningStep, tmp_path: Path) -> None:
             )
             next(iter(pieces))
             started.process.terminate()
-            wait_for(lambda: "draining: 1" in started.out, 30)
+            wait_for(lambda: "draining: 1" in started.out)
             with pytest.raises(openai.APIStatusError) as refused:
                 client.completions.create(model="gpt", prompt="a")
             assert refused.value.status_code == 503

@@ -92,11 +92,11 @@ def test_the_command_of_the_ready_line_works_when_pasted(served: RunningStep) ->
     if shutil.which("curl") is None:
         pytest.skip("curl is not there")
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/v1", ready_file(served)["openai"])
-    wait_for(lambda: "\ntry: curl" in served.out, 30)
+    wait_for(lambda: "\ntry: curl" in served.out)
     (command,) = re.findall(r"^try: (curl .*)$", served.out, re.MULTILINE)
     environment = {**os.environ, "OPENAI_API_KEY": KEY}
     silent = command.replace("curl", "curl -sS", 1)
-    wait_for(lambda: answers(ready_file(served)["openai"]), 60)
+    wait_for(lambda: answers(ready_file(served)["openai"]))
     done = subprocess.run(
         ["bash", "-c", silent], env=environment, capture_output=True, text=True, check=True
     )
@@ -109,7 +109,7 @@ def test_the_command_of_the_ready_line_works_when_pasted(served: RunningStep) ->
 def test_a_gateway_that_is_killed_comes_back_and_the_server_stays(served: RunningStep) -> None:
     ready, first = ready_file(served), gateway_pid(served)
     os.kill(first, signal.SIGKILL)
-    wait_for(lambda: first not in dict(served.survivors()) and answers(ready["openai"]), 60)
+    wait_for(lambda: first not in dict(served.survivors()) and answers(ready["openai"]))
     body = {"model": "tiny", "prompt": "Once", "max_tokens": 3}
     assert ask(ready["openai"], "/v1/completions", body)[0] == 200
     now = ready_file(served)
@@ -142,7 +142,7 @@ def test_what_is_running_is_answered_before_the_end(repository: Path, tmp_path: 
         )
         asking.start()
         metrics = json.loads(step.settings.ready_file.read_text())["metrics"]
-        wait_for(lambda: (load(metrics).running or 0) > 0, 30)
+        wait_for(lambda: (load(metrics).running or 0) > 0)
         assert step.stop() == 0, step.err
         asking.join(10)
         ((status, answer),) = found

@@ -65,7 +65,7 @@ def test_a_server_that_waits_for_a_worker_is_noticed(monkeypatch: pytest.MonkeyP
     shell = ["sh", "-c", "sleep 600; true"]
     with subprocess.Popen(shell, start_new_session=True) as waits:
         try:
-            wait_for(lost_workers.WaitingForLost(waits.pid), 60)
+            wait_for(lost_workers.WaitingForLost(waits.pid))
         finally:
             os.killpg(waits.pid, signal.SIGKILL)
     with subprocess.Popen(["sleep", "600"]) as sleeps:

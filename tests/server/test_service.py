@@ -137,7 +137,7 @@ def test_a_stop_that_the_servers_processes_hear_first(tmp_path: Path) -> None:
 def test_stopped_while_loading(tmp_path: Path) -> None:
     repository = make_repository(tmp_path, "self.status('loading'); time.sleep(600)")
     with running(tmp_path / "job", repository, stop_timeout=2.0) as step:
-        wait_for(lambda: any("sleep 600" in command for _, command in step.survivors()), 120)
+        wait_for(lambda: any("sleep 600" in command for _, command in step.survivors()))
         assert step.stop() == 0, step.err
         assert step.survivors() == []
 
@@ -215,7 +215,7 @@ def test_a_server_that_was_ready_is_started_again_as_often_as_allowed(tmp_path: 
     with running(tmp_path / "job", make_repository(tmp_path), restarts=1) as step:
         first = step.wait_until_ready()
         os.kill(first["ranks"][0]["pid"], signal.SIGKILL)
-        wait_for(lambda: not step.settings.ready_file.exists(), 120)
+        wait_for(lambda: not step.settings.ready_file.exists())
         second = step.wait_until_ready()
         assert second["pid"] != first["pid"]
         assert "restart 1 of 1: rank 1 of model standin" in step.out
@@ -234,7 +234,7 @@ def test_the_server_does_not_outlive_the_step(tmp_path: Path) -> None:
     with running(tmp_path / "job", make_repository(tmp_path)) as step:
         ready = step.wait_until_ready()
         step.process.kill()
-        wait_for(lambda: not Path(f"/proc/{ready['pid']}").exists(), 120)
+        wait_for(lambda: not Path(f"/proc/{ready['pid']}").exists())
 
 
 def test_what_a_killed_server_leaves_is_removed_and_nothing_of_a_living_one(
@@ -243,7 +243,7 @@ def test_what_a_killed_server_leaves_is_removed_and_nothing_of_a_living_one(
     """Servers of other tests clean up, too: this test holds them as long as it looks."""
     loading = make_repository(tmp_path / "slow", "time.sleep(600)")
     with running(tmp_path / "killed", loading) as killed:
-        wait_for(lambda: killed.shared_memory() != [], 120)
+        wait_for(lambda: killed.shared_memory() != [])
         (lock,) = locks(killed)
         folder = Path(tempfile.gettempdir(), lock.stem)
         with lock.open() as memory_held, (folder / ".lock").open() as folder_held:
@@ -329,5 +329,5 @@ def test_an_old_ready_file_is_removed_at_once(tmp_path: Path) -> None:
     (results / "ready.json").write_text(json.dumps({"http": "elsewhere:1"}))
     repository = make_repository(tmp_path, "self.status('loading'); time.sleep(600)")
     with running(tmp_path / "job", repository, stop_timeout=1.0) as step:
-        wait_for(lambda: not step.settings.ready_file.exists(), 120)
+        wait_for(lambda: not step.settings.ready_file.exists())
         assert step.stop() == 0

@@ -81,7 +81,7 @@ def test_models_of_different_sizes_on_two_nodes(two_nodes: list[WrappedServer], 
     assert f"ending the server: rank 1 on node 1 ({os.uname().nodename}, pid {rank})" in (
         first.log.read_text()
     )
-    wait_for(lambda: not ranks_of(tmp_path), 120)
+    wait_for(lambda: not ranks_of(tmp_path))
 
 
 @pytest.mark.slow
@@ -106,6 +106,6 @@ def test_mpirun_on_one_node(tmp_path: Path):
             assert len(generated(client.infer("tiny", **ids_request([(5, 6)], 4)))) == 4
         server.process.terminate()
         server.wait()
-        wait_for(lambda: not ranks_of(tmp_path), 120)
+        wait_for(lambda: not ranks_of(tmp_path))
     finally:
         server.kill()

@@ -63,7 +63,7 @@ def test_replicas_have_one_address_which_outlives_each_of_them(
     launch("stages=[export,deploy]", *TP2, *shared, "deploy.replicas=2", "deploy.gateway.port=0")
     deployed, gateway = launch.record("deploy"), launch.record("gateway")
     ready = gateway["folder"].parent.parent / "ready.json"
-    wait_for(ready.exists, 300)
+    wait_for(ready.exists)
     openai = json.loads(ready.read_text())["openai"]
 
     def healthy() -> set[str]:
@@ -73,15 +73,15 @@ def test_replicas_have_one_address_which_outlives_each_of_them(
         path = deployed["folder"].parent.parent / f"ready-{number}.json"
         return str(json.loads(path.read_text())["grpc"])
 
-    wait_for(lambda: len(healthy()) == 2, 300)
+    wait_for(lambda: len(healthy()) == 2)
     body = {"prompt": "Once", "max_tokens": 3}
     assert asked(openai, "/v1/completions", body)["usage"]["completion_tokens"] == 3
     slurm.run("scancel", f"{deployed['job_id']}_0")
-    wait_for(lambda: healthy() == {address(1)}, 120)
+    wait_for(lambda: healthy() == {address(1)})
     assert asked(openai, "/v1/completions", body)["usage"]["completion_tokens"] == 3
     # A replica that is submitted while it runs.
     launch("stages=[deploy]", *TP2, *shared, "deploy.first_replica=0", "deploy.gateway.port=0")
-    wait_for(lambda: len(healthy()) == 2, 300)
+    wait_for(lambda: len(healthy()) == 2)
     assert healthy() == {address(0), address(1)}
     assert json.loads(ready.read_text())["openai"] == openai
     slurm.run("scancel", gateway["job_id"])
