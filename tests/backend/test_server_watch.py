@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from launcher_scripts.backends.fastertransformer.server_watch import started_by
 from tests.processes import wait_for
 
 SERVER = """
@@ -23,6 +24,22 @@ watch = ServerWatch()
 print(os.getpid(), flush=True)
 threading.Event().wait()
 """
+
+
+def test_a_server_that_died_before_its_model_began_is_known() -> None:
+    """Its model's process then has another parent already."""
+    stub = b"/backends/python/triton_python_backend_stub"
+    words = [
+        stub,
+        b"/repo/gpt/1/model.py",
+        b"region",
+        b"1048576",
+        b"1048576",
+        b"4242",
+        b"/backends",
+    ]
+    assert started_by(words) == 4242
+    assert started_by([b"python3", b"-c", b"pass", b"1", b"2", b"3"]) == os.getppid()
 
 
 def test_a_killed_server_takes_its_models_along(checkout: Path) -> None:

@@ -57,6 +57,11 @@ def cache_tokens_used(served: dict[str, Any], model: str) -> float:
     return _value(served, names.CACHE_USED, model)
 
 
+def tokens_generated(served: dict[str, Any], model: str) -> float:
+    """Of all requests so far."""
+    return _value(served, names.GENERATION_TOKENS, model)
+
+
 def requests_given_up(served: dict[str, Any], model: str) -> float:
     """How many requests were cancelled or took longer than their timeout."""
     return _value(served, names.GIVEN_UP, model)
@@ -75,5 +80,4 @@ def _value(served: dict[str, Any], metric: names.Metric, model: str) -> float:
     with urllib.request.urlopen(f"http://{served['metrics']}/metrics") as answer:
         lines = answer.read().decode().splitlines()
     name = f'{metric.name}{{model="{model}"}} '
-    (value,) = [line.removeprefix(name) for line in lines if line.startswith(name)]
-    return float(value)
+    return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))

@@ -5,8 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Sequence
+from pathlib import Path
 
 POLL_SECONDS = 1.0
+
+
+def started_by(words: Sequence[bytes]) -> int:
+    """The server's process id, by the stub's command line: its parent may have gone before now.
+
+    words: triton_python_backend_stub MODEL REGION SIZE GROWTH SERVER ...
+    """
+    if words[0].endswith(b"triton_python_backend_stub") and len(words) > 5:
+        return int(words[5])
+    return os.getppid()
 
 
 class ServerWatch:
@@ -18,7 +30,7 @@ class ServerWatch:
     """
 
     def __init__(self) -> None:
-        self._server = os.getppid()
+        self._server = started_by(Path("/proc/self/cmdline").read_bytes().split(b"\0"))
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="server-watch", daemon=True).start()
 
