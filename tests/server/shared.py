@@ -79,5 +79,6 @@ def given_up(served: dict[str, Any], model: str) -> Iterator[None]:
 def _value(served: dict[str, Any], metric: names.Metric, model: str) -> float:
     with urllib.request.urlopen(f"http://{served['metrics']}/metrics") as answer:
         lines = answer.read().decode().splitlines()
-    name = f'{metric.name}{{model="{model}"}} '
-    return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+    name = f'{metric.name}{{{metric.labels[0]}="{model}"}} '
+    (value,) = [line.removeprefix(name) for line in lines if line.startswith(name)]
+    return float(value)
