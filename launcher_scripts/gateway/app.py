@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from starlette.applications import Starlette
@@ -18,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from launcher_scripts.common.tokenizer import is_of_library
+from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.api_errors import ApiError, bad_request
@@ -42,29 +42,17 @@ VERSION = "0.1.0"
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class AppSettings:
-    """What a gateway lets in; see GatewaySettings."""
-
-    max_running: int = 512
-    max_waiting: int = 1024
-    max_body: int = 1 << 20
-    timeout: float | None = None
-    chat_tokens: int = 1024
-    cors_origins: tuple[str, ...] = ()
-
-
 class Gateway:
     """The handlers of all routes."""
 
     def __init__(
-        self, models: Sequence[ServedModel], settings: AppSettings, replicas: Sequence[Replica]
+        self, models: Sequence[ServedModel], settings: GatewaySettings, replicas: Sequence[Replica]
     ) -> None:
         self.models = Models(models)
         self._replicas = replicas
         self.life = Life()
         self.admission = Admission(settings.max_running, settings.max_waiting)
-        self._limits = Limits(self.admission, settings.timeout, settings.chat_tokens)
+        self._limits = Limits(self.admission, settings.request_timeout, settings.chat_tokens)
         self._max_body = settings.max_body
         self.metrics = Metrics()
         self.metrics.watch(names.GATEWAY_WORKING, lambda: self.life.working)
@@ -253,15 +241,14 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 def make_app(
     models: Sequence[ServedModel],
+    settings: GatewaySettings,
     keys: Keys | None = None,
-    settings: AppSettings | None = None,
     replicas: Sequence[Replica] = (),
 ) -> Starlette:
     """The ASGI application. `app.state.gateway` is its Gateway.
 
     replicas: the servers, for /servers; their owner may change them at any time
     """
-    settings = settings or AppSettings()
     gateway = Gateway(models, settings, replicas)
     post, get = ["POST"], ["GET"]
     routes = [

@@ -19,7 +19,7 @@ import uvloop
 from launcher_scripts.common.errors import Problems, ServerError, problem
 from launcher_scripts.config.gateway import GatewaySettings, example_command
 from launcher_scripts.config.security import read_secrets
-from launcher_scripts.gateway.app import AppSettings, Gateway, make_app
+from launcher_scripts.gateway.app import Gateway, make_app
 from launcher_scripts.gateway.door import Keys
 from launcher_scripts.gateway.fleet import Fleet
 from launcher_scripts.gateway.loading import load_models
@@ -47,19 +47,7 @@ def serve(settings: GatewaySettings) -> None:
 async def _serve(settings: GatewaySettings, keys: Keys, opened: socket.socket) -> None:
     fleet = Fleet(settings)
     models = await load_models(settings, fleet)
-    app = make_app(
-        models,
-        keys,
-        AppSettings(
-            max_running=settings.max_running,
-            max_waiting=settings.max_waiting,
-            max_body=settings.max_body,
-            timeout=settings.request_timeout,
-            chat_tokens=settings.chat_tokens,
-            cors_origins=settings.cors_origins,
-        ),
-        fleet.replicas,
-    )
+    app = make_app(models, settings, keys, fleet.replicas)
     config = uvicorn.Config(
         app,
         log_config=None,

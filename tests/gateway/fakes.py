@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from starlette.testclient import TestClient
 
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.gateway.app import AppSettings, make_app
+from launcher_scripts.config.gateway import GatewaySettings
+from launcher_scripts.gateway.app import make_app
 from launcher_scripts.gateway.backend import Backend, Increment, RowRequest, TokenLogProb
 from launcher_scripts.gateway.chat_template import ChatTemplate
 from launcher_scripts.gateway.door import Keys
 from launcher_scripts.gateway.replicas import Replica
 from launcher_scripts.gateway.served_model import ServedModel
 
+SETTINGS = GatewaySettings(("no file of a server",))
 TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"
 GPT2 = load_tokenizer(TOKENIZERS / "gpt2bpe")
 END_ID = GPT2.end_id
@@ -117,4 +119,4 @@ def client_of(
     **settings: Any,
 ) -> TestClient:
     """A client of the application; `client.app.state.gateway` is the Gateway."""
-    return TestClient(make_app(models, Keys(keys or {}), AppSettings(**settings), replicas))
+    return TestClient(make_app(models, replace(SETTINGS, **settings), Keys(keys or {}), replicas))

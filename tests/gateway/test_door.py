@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from starlette.applications import Starlette
 
 from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.api_errors import ApiError
-from launcher_scripts.gateway.app import AppSettings, make_app
+from launcher_scripts.gateway.app import make_app
 from launcher_scripts.gateway.service import DrainingServer
-from tests.gateway.fakes import FakeBackend, client_of, served
+from tests.gateway.fakes import SETTINGS, FakeBackend, client_of, served
 
 KEYS = {"alice": "sk-alice-0123", "bob": "sk-bob-4567"}
 BODY = {"prompt": "Hello", "max_tokens": 40}
@@ -173,7 +174,7 @@ def test_pages_of_others_may_not_ask_unless_they_are_named() -> None:
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_client_that_leaves_frees_its_rows(streams: bool) -> None:
     backend = FakeBackend(waits=True)
-    app = make_app([served(backend)])
+    app = make_app([served(backend)], SETTINGS)
 
     async def leave() -> None:
         connection = Connection(app, {**BODY, "n": 3, "stream": streams})
@@ -192,7 +193,7 @@ def test_a_client_that_leaves_frees_its_rows(streams: bool) -> None:
 def test_a_client_may_leave_before_its_body_is_there(caplog: pytest.LogCaptureFixture) -> None:
     """That is no failure of the gateway."""
     caplog.set_level(logging.INFO)
-    app = make_app([served(FakeBackend())])
+    app = make_app([served(FakeBackend())], SETTINGS)
 
     async def run() -> None:
         connection = Connection(app, BODY, whole=False)
@@ -231,13 +232,13 @@ def test_an_answer_has_its_time(streams: bool) -> None:
 
 
 def test_the_gateways_own_time_holds_where_the_request_says_none() -> None:
-    client = client_of(served(FakeBackend(waits=True)), timeout=0.05)
+    client = client_of(served(FakeBackend(waits=True)), request_timeout=0.05)
     assert client.post("/v1/completions", json=BODY).status_code == 504
 
 
 def test_too_many_rows_are_told_to_come_again() -> None:
     backend = FakeBackend(waits=True)
-    app = make_app([served(backend)], settings=AppSettings(max_running=2, max_waiting=1))
+    app = make_app([served(backend)], replace(SETTINGS, max_running=2, max_waiting=1))
 
     async def crowd() -> None:
         first = Connection(app, {**BODY, "n": 3})
@@ -300,7 +301,7 @@ def test_who_waits_may_leave() -> None:
 def test_a_gateway_drains() -> None:
     """New work is refused, what runs is answered, then the process may end."""
     backend = FakeBackend(waits=True)
-    app = make_app([served(backend)])
+    app = make_app([served(backend)], SETTINGS)
 
     async def drain() -> None:
         life = app.state.gateway.life
@@ -341,7 +342,7 @@ def test_a_second_signal_ends_at_once() -> None:
     import uvicorn
 
     backend = FakeBackend(waits=True)
-    app = make_app([served(backend)])
+    app = make_app([served(backend)], SETTINGS)
 
     async def signals() -> None:
         server = DrainingServer(uvicorn.Config(app, log_config=None), app.state.gateway, 60.0)

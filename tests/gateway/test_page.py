@@ -16,7 +16,7 @@ from starlette.routing import Route
 from launcher_scripts.gateway.app import make_app
 from launcher_scripts.gateway.door import Keys
 from tests.gateway.browser import Browser, browser, missing
-from tests.gateway.fakes import GPT2, FakeBackend, client_of, served
+from tests.gateway.fakes import GPT2, SETTINGS, FakeBackend, client_of, served
 from tests.processes import wait_for
 
 KEY = "sk-alice-0123"
@@ -71,7 +71,7 @@ def backend() -> FakeBackend:
 def address(backend: FakeBackend) -> Iterator[str]:
     """A gateway with a key, one model for chats and one without a template, and two servers."""
     models = [served(backend, max_len=256), served(backend, "base", template=None, max_len=None)]
-    app = make_app(models, Keys({"alice": KEY}))
+    app = make_app(models, SETTINGS, Keys({"alice": KEY}))
     app.router.routes[:] = [route for route in app.router.routes if route.path != "/servers"]
     app.router.routes.append(Route("/servers", _servers))
     with socket.create_server(("127.0.0.1", 0)) as listening:
