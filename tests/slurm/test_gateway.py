@@ -74,7 +74,7 @@ def test_replicas_have_one_address_which_outlives_each_of_them(
         return str(json.loads(path.read_text())["grpc"])
 
     wait_for(lambda: len(healthy()) == 2)
-    body = {"prompt": "Once", "max_tokens": 3}
+    body = {"prompt": "Once", "max_tokens": 3, "ignore_eos": True}
     assert asked(openai, "/v1/completions", body)["usage"]["completion_tokens"] == 3
     slurm.run("scancel", f"{deployed['job_id']}_0")
     wait_for(lambda: healthy() == {address(1)})
