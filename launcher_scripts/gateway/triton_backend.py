@@ -2,6 +2,7 @@
 
 A model that was exported with decoupled=True answers as tokens come, one with whole answers gives
 one increment. Every row has a gRPC call of its own, so that giving it up is cancelling the call.
+The tokens of plain rows come in a stream that they share; see shared_stream.py.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from launcher_scripts.gateway.api_errors import (
     unsupported,
 )
 from launcher_scripts.gateway.backend import Increment, RowRequest, TokenLogProb
+from launcher_scripts.gateway.shared_stream import NEWS, NoStream, SharedStream, StreamLost
 
 # An id that no vocabulary has, for rows that no token ends.
 NO_END_ID = (1 << 31) - 1
@@ -39,6 +41,8 @@ _CHANNEL = [
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
 _NEWS_HEAD = 4
+_FAILURES = (ServerFailure, grpc.RpcError)
+_OPENING = RowRequest("", (0,), 1)  # what opens a shared stream: Triton wants the model's tensors
 # What a server says in a stream that is being stopped, without a status; and what gRPC itself says
 # of a call whose connection breaks while the request is written.
 _LOST = (
@@ -140,6 +144,8 @@ class TritonBackend:
         self._server = server
         self._name = str(config["name"])
         self._streams = bool(config.get("model_transaction_policy", {}).get("decoupled"))
+        self._shared = SharedStream(server, self._name, _FAILURES)
+        self._running = 0  # rows
         self._types = {
             each["name"]: NUMPY_TYPES[each["data_type"].removeprefix("TYPE_")]
             for each in config["input"]
@@ -153,12 +159,21 @@ class TritonBackend:
         if request.timeout is not None:
             more["timeout"] = max(1, int(request.timeout * 1e6))
         row = _Row(request)
+        self._running += 1
         try:
             if not self._streams:
                 yield row.increment(
                     await self._server.infer(self._name, tensors, row.outputs, **more)
                 )
                 return
+            # A lone row has nobody to share with.
+            shares = row.is_plain and self._running > 1
+            if shares and self._shared.is_open(self._tensors(_OPENING)):
+                with contextlib.suppress(NoStream):
+                    async with aclosing(self._shared.generate(tensors, **more)) as found:
+                        async for news in found:
+                            yield Increment(tuple(news.ids), finished=news.finished)
+                    return
             async with aclosing(
                 self._server.stream(self._name, tensors, row.outputs, **more)
             ) as responses:
@@ -169,12 +184,16 @@ class TritonBackend:
                     if row.finished:
                         # Whoever gets this asks for no more: a call that is about to end must not
                         # look as if it were given up. Nor does its row need the server any more.
-                        with contextlib.suppress(ServerFailure, grpc.RpcError):
+                        with contextlib.suppress(*_FAILURES):
                             async for _ in responses:
                                 pass
                     yield increment
-        except (ServerFailure, grpc.RpcError) as error:
+        except StreamLost as error:
+            raise ServerLost(f"the server gave the request up: {error}") from error
+        except _FAILURES as error:
             raise self._failure(error, request) from error
+        finally:
+            self._running -= 1
         if not row.finished:
             raise ApiError(502, "the server ended the answer too early", code="incomplete")
 
@@ -182,6 +201,7 @@ class TritonBackend:
         return await self._server.is_ready(self._name)
 
     async def close(self) -> None:
+        await self._shared.close()
         await self._server.close()
 
     def _tensors(self, request: RowRequest) -> dict[str, Any]:
@@ -247,7 +267,7 @@ class _Row:
         self._request = request
         self._count = 0  # of tokens so far
         self._prompt_known = request.prompt_log_probs is None
-        self.outputs = ["news"]
+        self.outputs = list(NEWS)
         if request.log_probs is not None:
             self.outputs += ["token_log_probs", "token_ranks"]
             if request.log_probs:
@@ -256,6 +276,11 @@ class _Row:
             self.outputs += ["prompt_log_probs", "prompt_ranks"]
             if request.prompt_log_probs:
                 self.outputs += ["prompt_top_ids", "prompt_top_log_probs"]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its tokens are all that is asked for."""
+        return self._request.beam_width == 1 and self.outputs == NEWS
 
     def increment(self, arrays: Mapping[str, Any]) -> Increment:
         """What a response adds. `news` is [1, beam, 4 + n]; see protocol.NEWS."""

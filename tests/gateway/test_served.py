@@ -10,7 +10,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import pytest
 
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.security import ServerSecurity, ServerTls
+from launcher_scripts.gateway.backend import RowRequest
+from launcher_scripts.gateway.triton_backend import TritonBackend, TritonServer
 from tests.gateway.fakes import CHATML
 from tests.gateway.processes import RunningGateway, gateway
 from tests.processes import wait_for
@@ -416,6 +419,45 @@ def test_a_server_that_is_gone_is_said(shared_server: RunningStep, tmp_path: Pat
         assert "Traceback" not in started.err
     finally:
         started.close()
+
+
+class CountingServer(TritonServer):
+    """Counts the responses that a server sends."""
+
+    responses = 0
+
+    async def stream(self, *given: Any, **more: Any) -> AsyncGenerator[dict[str, Any], None]:
+        async with aclosing(super().stream(*given, **more)) as responses:
+            async for response in responses:
+                self.responses += 1
+                yield response
+
+
+def test_rows_that_run_together_share_responses(shared_server: RunningStep) -> None:
+    async def ask() -> tuple[list[list[int]], int]:
+        server = CountingServer(str(shared_server.ready["grpc"]))
+        backend = TritonBackend(server, await server.model_config("gpt"))
+
+        async def one(number: int, tokens: int) -> list[int]:
+            row = RowRequest("mine", (5 + number, 7), tokens, temperature=0)
+            return [id async for each in backend.generate(row) for id in each.token_ids]
+
+        holding = [asyncio.create_task(one(number, 400)) for number in range(2)]
+        while not server.responses:
+            await asyncio.sleep(0.01)
+        before = server.responses
+        answers = await asyncio.gather(*(one(number, 50) for number in range(24)))
+        counted = server.responses - before
+        await asyncio.gather(*holding)
+        await backend.close()
+        return answers, counted
+
+    answers, counted = asyncio.run(ask())
+    with Client(shared_server.ready, "grpc") as direct:
+        for number, ids in enumerate(answers):
+            alone = direct.infer("plain", **ids_request([[5 + number, 7]], 50))
+            assert ids == generated(alone)
+    assert counted < sum(map(len, answers)) / 2
 
 
 def test_everything_may_be_encrypted(tmp_path: Path) -> None:

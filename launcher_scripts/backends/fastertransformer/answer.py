@@ -127,12 +127,16 @@ class Answer:
     def _give_up(self, code: str, why: str) -> None:
         if self._error is None:
             self._error, self._failure = failure(why, code), CANCELLED
-        self._answers.put(self, urgent=True)
+        self._notify(urgent=True)
+
+    def _notify(self, *, urgent: bool) -> None:
+        """Have what is new sent."""
+        self._answers.put(self, urgent=urgent)
 
     def _progress_of(self, number: int) -> Progress:
         def take(snapshot: Snapshot) -> None:
             self._snapshots[number] = snapshot
-            self._answers.put(self, urgent=not self._sent)
+            self._notify(urgent=not self._sent)
 
         return take
 
@@ -145,7 +149,7 @@ class Answer:
                 self._last[number] = future.result()
             elif self._error is None:
                 self._error, self._failure = error_response(error), reason_of(error)
-            self._answers.put(self, urgent=True)
+            self._notify(urgent=True)
 
         return take
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from launcher_scripts.backends.fastertransformer.parameters import engine_settin
 from launcher_scripts.backends.fastertransformer.request_tensors import to_requests
 from launcher_scripts.backends.fastertransformer.server_watch import ServerWatch
 from launcher_scripts.backends.fastertransformer.sessions import Sessions, idle_seconds
+from launcher_scripts.backends.fastertransformer.shared_stream import SharedAnswer, SharedStreams
 from launcher_scripts.backends.fastertransformer.status import (
     DEVICE_VARIABLE,
     MAX_WAITING_VARIABLE,
@@ -64,6 +65,7 @@ from launcher_scripts.common.errors import (
 )
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.contract.sessions import served_contract
+from launcher_scripts.contract.shared_stream import shared_id
 from launcher_scripts.contract.tensors import Tensor
 from launcher_scripts.engine.core.prompts import prompt_start_id, real_ids
 from launcher_scripts.engine.core.row import Progress
@@ -121,6 +123,7 @@ class TritonPythonModel:
         self._metrics = ModelMetrics(args["model_name"], self._engine)
         self._answers = Answers(self._metrics.count_failure)
         self._channels = Channels()
+        self._shared = SharedStreams(self._answers)
         self._engine.timeline.note("the first tokens are generated")
         self._status.write("ready", ranks=self._engine.ranks, timeline=self._engine.timeline.events)
         self._engine.on_failure(self._lost)
@@ -130,7 +133,11 @@ class TritonPythonModel:
         senders = [response_sender(request) for request in requests]
         for request, own_sender in zip(requests, senders, strict=True):
             sender = StreamSender(own_sender) if self._streams else own_sender
+            shared = shared_id(request.request_id()) if self._streams else None
             try:
+                if shared is not None and shared.number is None:
+                    self._shared.open(shared.stream, sender)
+                    continue
                 if (errand := errand_of(request)) is not None:
                     channel = self._channels.to(errand.channel)
                     nothing = pb_utils.InferenceResponse([])
@@ -222,7 +229,11 @@ class TritonPythonModel:
         forwarded = isinstance(sender, ChannelSender)
         wanted = frozenset(request.requested_output_names())
         shape = self._shape(width, wanted)
-        answer = Answer(
+        kind: Callable[..., Answer] = Answer
+        shared = shared_id(request.request_id()) if self._streams else None
+        if shared is not None:
+            kind = partial(SharedAnswer, self._shared.find(shared.stream), shared.number)
+        answer = kind(
             self._answers,
             sender,
             rows,

@@ -1,0 +1,169 @@
+"""Shared streams: one response for all rows of a client that have news."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any
+
+import torch
+import triton_python_backend_utils as pb_utils
+
+from launcher_scripts.backends.fastertransformer.answer import Answer, Submit, send_last
+from launcher_scripts.backends.fastertransformer.answers import Answers
+from launcher_scripts.common.errors import RequestError, problem
+from launcher_scripts.contract.shared_stream import NO_STREAM, RowNews, pack
+from launcher_scripts.engine.core.session import Session
+
+# A stream without rows ends after this time, so that it does not hold up a server that stops.
+IDLE_SECONDS = 5.0
+
+
+class SharedStream:
+    """The responses of one client's rows. Its thread is the one that sends all responses."""
+
+    def __init__(self, answers: Answers, sender: Any) -> None:
+        self._answers = answers
+        self._sender = sender
+        self._lock = Lock()  # of what follows; the thread that steps waits for it
+        self._rows = 0
+        self._idle_since = time.monotonic()
+        self._waiting: dict[SharedAnswer, None] = {}  # rows that have news
+        self.closed = False
+        self._sending = Lock()
+        answers.departures.watch(self)
+
+    def enter(self) -> None:
+        """Count a row. Raises RequestError when the stream has ended."""
+        with self._lock:
+            if self.closed:
+                raise RequestError(NO_STREAM)
+            self._rows += 1
+
+    def leave(self, row: SharedAnswer) -> None:
+        """The row has ended."""
+        with self._lock:
+            self._waiting.pop(row, None)
+            self._rows -= 1
+            self._idle_since = time.monotonic()
+
+    def put(self, row: SharedAnswer, *, urgent: bool) -> None:
+        """Have the row's news sent; returns at once."""
+        with self._lock:
+            self._waiting[row] = None
+        self._answers.put(self, urgent=urgent)
+
+    def send_news(self, *, alone: bool) -> None:  # noqa: ARG002
+        """Send one response with the news of all rows that have any."""
+        with self._lock:
+            rows, self._waiting = self._waiting, {}
+        news = {row: new for row in rows if (new := row.take_news()) is not None}
+        with self._sending:
+            if news and not self.closed:
+                self._sender.send(_response(list(news.values())))
+        for row, new in news.items():
+            if new.finished:
+                row.finish()
+
+    def look_for_departure(self) -> None:
+        """End the stream when its client has gone, or when it has been idle for a while."""
+        with self._sending:
+            gone = not self.closed and self._sender.is_cancelled()
+            with self._lock:
+                idle = not self._rows and time.monotonic() - self._idle_since > IDLE_SECONDS
+                if self.closed or not (idle or gone):
+                    return
+                self.closed = True
+            send_last(self._sender, pb_utils.InferenceResponse([]))
+        self._answers.departures.forget(self)
+
+
+class SharedStreams:
+    """The open streams by name."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self._streams: dict[str, SharedStream] = {}
+
+    def open(self, name: str, sender: Any) -> None:
+        """Begin a stream; its first response holds nothing and says that it is there."""
+        for gone in [name for name, stream in self._streams.items() if stream.closed]:
+            del self._streams[gone]
+        if name in self._streams:
+            raise RequestError(problem("a shared stream of this name is open", got=name))
+        sender.send(_response([]))
+        self._streams[name] = SharedStream(self._answers, sender)
+
+    def find(self, name: str) -> SharedStream:
+        """Raises RequestError when there is none."""
+        if name not in self._streams:
+            raise RequestError(NO_STREAM)
+        return self._streams[name]
+
+
+class SharedAnswer(Answer):
+    """One row whose tokens go out in a shared stream."""
+
+    def __init__(self, stream: SharedStream, number: int, *given: Any, **more: Any) -> None:
+        """number: the row's in the stream. Raises RequestError for more than one row or beam."""
+        super().__init__(*given, **more)
+        self._stream = stream
+        self._number = number
+        self._check()
+
+    def start(self, submit: Submit, sessions: Sequence[Session] = ()) -> None:
+        """See Answer. Raises RequestError when the stream has ended."""
+        self._stream.enter()
+        try:
+            super().start(submit, sessions)
+        except Exception:
+            self._stream.leave(self)
+            raise
+
+    def take_news(self) -> RowNews | None:
+        """The tokens that came since the last call; None: nothing did."""
+        last, snapshot = self._last[0], self._snapshots.get(0)
+        if last is not None:
+            ids: Sequence[int] = last.output_ids[self._sent :]
+        elif snapshot is not None:
+            ids = snapshot.row.tokens[self._sent : snapshot.tokens]
+        else:
+            ids = ()
+        if not ids and last is None:
+            return None
+        self._sent += len(ids)
+        return RowNews(self._number, ids, last is not None)
+
+    def finish(self) -> None:
+        """End the row's own stream."""
+        with self._sending:
+            if not self._ended:
+                self._end(pb_utils.InferenceResponse([]))
+
+    def _notify(self, *, urgent: bool) -> None:
+        if self._error is None:
+            self._stream.put(self, urgent=urgent)
+        else:
+            super()._notify(urgent=urgent)
+
+    def _end(self, response: Any) -> None:
+        super()._end(response)
+        self._stream.leave(self)
+
+    def _check(self) -> None:
+        beams = [row.sampling.beam_width for row in self._rows]
+        if beams != [1] or self._wanted != {"news"}:
+            raise RequestError(
+                problem(
+                    "a shared stream takes requests of one row without beams that want `news`",
+                    got=f"{len(beams)} rows of {beams} beams that want {sorted(self._wanted)}",
+                )
+            )
+
+
+def _response(rows: Sequence[RowNews]) -> Any:
+    tensor = torch.from_numpy(pack(rows))
+    return pb_utils.InferenceResponse(
+        [pb_utils.Tensor.from_dlpack("news", torch.utils.dlpack.to_dlpack(tensor))]
+    )
