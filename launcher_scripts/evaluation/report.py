@@ -8,14 +8,12 @@ run one after another.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import json
 import os
 import platform
-from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +23,11 @@ from launcher_scripts.common.rendering import render
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.evaluation import plots
+from launcher_scripts.evaluation.provenance import client_versions, digests, project_commit
 from launcher_scripts.evaluation.speed import SpeedRow
 from launcher_scripts.evaluation.tasks.task import TaskResult
 
 SCHEMA = 1
-CLIENT_PACKAGES = ("tritonclient", "numpy")
 
 
 class Report:
@@ -94,12 +92,27 @@ def html(content: dict[str, Any]) -> str:
     )
 
 
-def measured_on(settings: EvaluateSettings, ready: dict[str, Any]) -> dict[str, Any]:
-    """When, against which server and from which machine a section is measured."""
+def measured_on(
+    settings: EvaluateSettings,
+    ready: dict[str, Any],
+    *,
+    data: Iterable[str] = (),
+    parameters: Mapping[str, Any] | None = None,
+    seeds: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """When, on what, against which server and from which machine a section is measured.
+
+    data:       the files that were read for it
+    parameters: the served model's, of its config.pbtxt
+    seeds:      of what is random in it
+    """
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "protocol": settings.protocol,
         "server": ready,
+        "parameters": dict(parameters or {}),
+        "digests": digests(settings, data),
+        "seeds": dict(seeds or {}),
         "client": {
             "host": platform.node(),
             "platform": platform.platform(),
@@ -109,18 +122,10 @@ def measured_on(settings: EvaluateSettings, ready: dict[str, Any]) -> dict[str, 
                 os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1
             ),
             "python": platform.python_version(),
-            **_versions(),
+            "commit": project_commit(),
+            **client_versions(),
         },
     }
-
-
-def _versions() -> dict[str, str]:
-    """Of the packages that a client is made of, where they are there: NeMo is asked without any."""
-    found = {}
-    for package in CLIENT_PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
 
 
 def _processor() -> str:
