@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,12 +12,11 @@ from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.journal import Journal
 from launcher_scripts.evaluation.nemo_model import NemoModel
 from launcher_scripts.evaluation.pace import TimedModel
+from launcher_scripts.evaluation.report_content import read_content, task_result
 from launcher_scripts.evaluation.tasks.task import (
     REFERENCE_KEY,
     Asked,
     Comparison,
-    Metric,
-    Pace,
     Progress,
     Task,
     TaskResult,
@@ -115,13 +113,12 @@ def answer(item: dict[str, Any]) -> Any:
 
 def read_report(path: Path, settings: TaskSettings) -> TaskResult:
     """The task's section of another evaluation's report.json, over the same items."""
+    content = read_content(path, REFERENCE_KEY)
     try:
-        section = json.loads(path.read_text(encoding="utf-8"))["tasks"][settings.name]
-        metrics = {name: Metric(**values) for name, values in section["metrics"].items()}
-        items = [{**item, "index": int(item["index"])} for item in section["items"]]
+        section = content["tasks"][settings.name]
+        result = task_result(section)
         limit = section["settings"]["limit"]
-        pace = Pace(**section["pace"]) if section.get("pace") else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             problem(
                 f"{path} is no report of {settings.name}: {type(error).__name__}: {error}",
@@ -132,4 +129,4 @@ def read_report(path: Path, settings: TaskSettings) -> TaskResult:
         raise ConfigError(
             problem(f"{path} has another limit of items", got=limit, change=REFERENCE_KEY)
         )
-    return TaskResult(metrics, items, pace=pace)
+    return result

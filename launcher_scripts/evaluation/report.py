@@ -24,10 +24,9 @@ from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.evaluation import plots
 from launcher_scripts.evaluation.provenance import client_versions, digests, project_commit
+from launcher_scripts.evaluation.report_content import FILE_NAME, SCHEMA, read_content
 from launcher_scripts.evaluation.speed import SpeedRow
 from launcher_scripts.evaluation.tasks.task import TaskResult
-
-SCHEMA = 1
 
 
 class Report:
@@ -37,12 +36,17 @@ class Report:
         """Raises ConfigError when the folder's report is another model's or is no report."""
         self.results_dir = results_dir
         self.content: dict[str, Any] = {"schema": SCHEMA, "model": model_name, "tasks": {}}
-        if self.json_file.exists():
-            self.content = _read(self.json_file, model_name)
+        if not self.json_file.exists():
+            return
+        change = "evaluate.run.results_dir, or remove the file"
+        self.content = read_content(self.json_file, change)
+        if (model := self.content["model"]) != model_name:
+            what = f"{self.json_file} is a report of another model than {model_name}"
+            raise ConfigError(problem(what, got=model, change=change))
 
     @property
     def json_file(self) -> Path:
-        return self.results_dir / "report.json"
+        return self.results_dir / FILE_NAME
 
     @property
     def html_file(self) -> Path:
@@ -136,25 +140,3 @@ def _processor() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
-
-
-def _read(path: Path, model_name: str) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        schema, model = content["schema"], content["model"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            problem(
-                f"{path} is no report to add to: {type(error).__name__} {error}",
-                change="evaluate.run.results_dir, or remove the file",
-            )
-        ) from error
-    if (schema, model) != (SCHEMA, model_name):
-        raise ConfigError(
-            problem(
-                f"{path} is a report of another kind or model than {model_name}",
-                got=f"schema {schema} of {model}",
-                change="evaluate.run.results_dir, or remove the file",
-            )
-        )
-    return dict(content)
