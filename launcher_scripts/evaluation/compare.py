@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.evaluation.report_content import read_content
 from launcher_scripts.evaluation.report_difference import (
     Figure,
@@ -38,8 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print what differs; the exit code says whether anything does."""
-    contents = [read_content(path, "the command line") for path in (given.a, given.b)]
+    """Print what differs; 0: the same results, 1: others, 2: not comparable."""
+    try:
+        contents = [read_content(path, "the command line") for path in (given.a, given.b)]
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return NOT_COMPARABLE
     found = explain(*contents)
     reasons = found.reasons(given.tolerance)
     code = NOT_COMPARABLE if not found.comparable else OTHER if reasons else SAME

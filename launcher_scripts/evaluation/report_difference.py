@@ -212,7 +212,7 @@ def _section(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> SectionDi
         changed={
             index: (one, other)
             for index, (one, other) in pairs.items()
-            if answer(one) != answer(other)
+            if answer(one) != answer(other) or _flags(one) != _flags(other)
         },
         largest=_largest(list(pairs.values())),
     )
@@ -222,6 +222,11 @@ def _items(section: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """By index; a section of the harness has a number of items, and keeps them elsewhere."""
     items = section.get("items")
     return {int(item["index"]): item for item in items} if isinstance(items, list) else {}
+
+
+def _flags(item: Mapping[str, Any]) -> dict[str, bool]:
+    """What is right or wrong of an item."""
+    return {name: value for name, value in item.items() if isinstance(value, bool)}
 
 
 def _same_question(one: Mapping[str, Any], other: Mapping[str, Any] | None) -> bool:

@@ -136,6 +136,15 @@ def test_items_that_changed_show_both_texts(
     assert other.figures["bleu"].low is None
 
 
+def test_an_item_changed_where_anything_of_it_is_judged_otherwise(
+    pair: tuple[Content, Content, Path],
+) -> None:
+    for content, last in zip(pair, (True, False), strict=False):
+        content["tasks"]["lambada"]["items"][3]["last_token_correct"] = last
+    assert compared(pair) == 1
+    assert list(explain(*pair[:2]).sections[0].changed) == [3]
+
+
 def test_numbers_may_differ_by_the_tolerance(pair: tuple[Content, Content, Path]) -> None:
     pair[1]["tasks"]["lambada"]["metrics"]["perplexity"]["value"] += 1e-4
     assert compared(pair) == 0
