@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.common.errors import ConfigError
-from launcher_scripts.evaluation.report_content import read_content
+from launcher_scripts.evaluation.report_content import read_content, report_file
 from launcher_scripts.evaluation.report_difference import (
     Figure,
     ReportDifference,
@@ -42,11 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Print what differs; 0: the same results, 1: others, 2: not comparable."""
     try:
-        contents = [read_content(path, "the command line") for path in (given.a, given.b)]
+        a, b = (read_content(path, "the command line") for path in (given.a, given.b))
+        folder_a, folder_b = (report_file(path).parent for path in (given.a, given.b))
+        found = explain(a, b, folder_a, folder_b)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return NOT_COMPARABLE
-    found = explain(*contents)
     reasons = found.reasons(given.tolerance)
     code = NOT_COMPARABLE if not found.comparable else OTHER if reasons else SAME
     if given.as_json:
@@ -54,8 +55,8 @@ def run(given: argparse.Namespace) -> int:
         head = {"a": str(given.a), "b": str(given.b), "exit_code": code, "reasons": reasons}
         print(json.dumps(head | values, indent=1, ensure_ascii=False))
         return code
-    for name, path, content in zip("AB", (given.a, given.b), contents, strict=True):
-        print(f"{name}: {path}, {content['model']}")
+    for name, path, model in zip("AB", (given.a, given.b), found.models, strict=True):
+        print(f"{name}: {path}, {model}")
     print("\n".join(_text(found, given.items)))
     print("\n" + _result(code, reasons))
     return code

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from launcher_scripts.evaluation.comparison import TARGET_KEYS, answer
 from launcher_scripts.evaluation.journal import differences
+from launcher_scripts.evaluation.report_content import harness_items
 from launcher_scripts.evaluation.tasks.task import mean_95
 
 # What an item holds of a figure that is called otherwise.
@@ -121,9 +123,11 @@ class ReportDifference:
         return found
 
 
-def explain(a: Mapping[str, Any], b: Mapping[str, Any]) -> ReportDifference:
-    """The contents of two report.json."""
-    sections_a, sections_b = dict(_sections(a)), dict(_sections(b))
+def explain(
+    a: Mapping[str, Any], b: Mapping[str, Any], folder_a: Path, folder_b: Path
+) -> ReportDifference:
+    """The contents of two report.json, which lie in these folders."""
+    sections_a, sections_b = dict(_sections(a, folder_a)), dict(_sections(b, folder_b))
     shared = [name for name in sections_a if name in sections_b]
     return ReportDifference(
         models=(a["model"], b["model"]),
@@ -140,7 +144,7 @@ def explain(a: Mapping[str, Any], b: Mapping[str, Any]) -> ReportDifference:
     )
 
 
-def _sections(content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _sections(content: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Every section by its name; a task of lm-evaluation-harness is one of its own."""
     yield from content["tasks"].items()
     for name in ("speed", "twin", "load"):
@@ -149,7 +153,7 @@ def _sections(content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, An
     harness = content.get("harness") or {}
     about = {name: harness.get(name) for name in ("measured_on", "settings", "version")}
     for name, task in harness.get("tasks", {}).items():
-        yield f"harness {name}", {**about, **task}
+        yield f"harness {name}", {**about, **task, "items": harness_items(task, folder)}
 
 
 def _verdict(content: Mapping[str, Any]) -> str | None:
@@ -219,9 +223,7 @@ def _section(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> SectionDi
 
 
 def _items(section: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """By index; a section of the harness has a number of items, and keeps them elsewhere."""
-    items = section.get("items")
-    return {int(item["index"]): item for item in items} if isinstance(items, list) else {}
+    return {int(item["index"]): item for item in section.get("items") or []}
 
 
 def _flags(item: Mapping[str, Any]) -> dict[str, bool]:

@@ -125,7 +125,7 @@ def test_items_that_changed_show_both_texts(
     assert "1 of 4 answers changed" in said
     assert "largest difference of an item's log_likelihood: 4\n" in said
     assert "lambada: 1 answers differ; lambada: accuracy differs by -0.25" in said
-    (found, other) = explain(*pair[:2]).sections
+    (found, other) = explain(*pair[:2], pair[2], pair[2]).sections
     # The differences are -1, 0, 0, 0: mean -1/4, variance 1/4, standard error 1/4.
     accuracy, perplexity = found.figures.values()
     assert (accuracy.low, accuracy.high) == pytest.approx((-0.25 - Z_95 / 4, -0.25 + Z_95 / 4))
@@ -142,7 +142,7 @@ def test_an_item_changed_where_anything_of_it_is_judged_otherwise(
     for content, last in zip(pair, (True, False), strict=False):
         content["tasks"]["lambada"]["items"][3]["last_token_correct"] = last
     assert compared(pair) == 1
-    assert list(explain(*pair[:2]).sections[0].changed) == [3]
+    assert list(explain(*pair[:2], pair[2], pair[2]).sections[0].changed) == [3]
 
 
 def test_numbers_may_differ_by_the_tolerance(pair: tuple[Content, Content, Path]) -> None:
@@ -201,6 +201,41 @@ def test_measurements_and_verdicts_stand_side_by_side(
     assert "speed, batch size 1, 60 tokens in, 20 out: p50 [ms]    10.0     5.0   0.50" in (
         capsys.readouterr().out
     )
+
+
+def test_the_harness_items_are_those_of_its_samples(
+    pair: tuple[Content, Content, Path], capsys: Any
+) -> None:
+    """Its files have a line for every document, and for every filter of it."""
+    metrics = {"acc": metric(0.5), "bits_per_byte": metric(1.0, False)}
+    for name, content, right, text in zip("ab", pair, (1.0, 0.0), ("yes", "no"), strict=False):
+        samples = [
+            {"doc_id": 1, "target": 0, "acc": 1.0, "bits_per_byte": 1.0, "filtered_resps": ["x"]},
+            {
+                "doc_id": 0,
+                "target": 1,
+                "acc": right,
+                "bits_per_byte": 0.5,
+                "filtered_resps": [text],
+            },
+            {"doc_id": 0, "target": 1, "acc": 0.0, "filter": "another", "filtered_resps": ["z"]},
+        ]
+        folder = pair[2] / name / "harness"
+        folder.mkdir(parents=True)
+        (folder / "s.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
+        task = {"metrics": metrics, "items": 2, "samples": "s.jsonl", "version": 1}
+        content["harness"] = {"tasks": {"boolq": task}, "version": "0.4"}
+    assert compared(pair) == 1
+    said = capsys.readouterr().out
+    assert "harness boolq (2 items in both)" in said
+    assert "  item 0: target 1\n    A: prediction yes, acc true, bits_per_byte 0.5\n" in said
+    assert "    B: prediction no, acc false, bits_per_byte 0.5\n" in said
+    (pair[2] / "b" / "harness" / "s.jsonl").write_text('{"doc_id": 0}\n')
+    assert compared(pair) == 2
+    assert "s.jsonl is no samples file: KeyError: 'target'" in capsys.readouterr().err
+    (pair[2] / "b" / "harness" / "s.jsonl").unlink()
+    assert compared(pair) == 1
+    assert "harness boolq (0 items in both, 2 in A alone)" in capsys.readouterr().out
 
 
 def test_what_is_no_report_is_named(pair: tuple[Content, Content, Path], capsys: Any) -> None:
