@@ -180,7 +180,10 @@ def locked(results_dir: Path) -> Iterator[Path]:
     """
     folder = results_dir / FOLDER
     path = folder / LOCK
-    descriptor = _lock(path)
+    try:
+        descriptor = _lock(path)
+    except OSError as error:
+        raise ConfigError(problem(f"cannot write {folder}: {error}", change=WHERE)) from error
     try:
         yield folder
     finally:

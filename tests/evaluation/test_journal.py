@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -121,6 +123,43 @@ def test_a_results_folder_has_one_evaluation(tmp_path: Path) -> None:
     with locked(tmp_path / "empty"):
         pass
     assert not (tmp_path / "empty").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot write .*Not a directory.*results_dir"):
+        locked(tmp_path / "file" / "results").__enter__()
+
+
+def test_a_file_system_without_locks_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with locked(tmp_path / "results"):
+        pass
+    assert "lock cannot be locked: " in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_lock_that_was_removed_meanwhile_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before had it open still; a third one may hold the file of that name by now."""
+    flock, path = fcntl.flock, tmp_path / "journal" / "lock"
+    held = []
+
+    def after_removal(descriptor: int, operation: int) -> None:
+        flock(descriptor, operation)
+        held.append(descriptor)
+        if len(held) == 1:
+            path.unlink()
+
+    monkeypatch.setattr("fcntl.flock", after_removal)
+    with locked(tmp_path):
+        assert len(held) == 2 and path.exists()
 
 
 def test_a_link_is_no_journal(tmp_path: Path) -> None:
