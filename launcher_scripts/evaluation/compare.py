@@ -18,7 +18,7 @@ from launcher_scripts.evaluation.report_difference import (
     SectionDifference,
     explain,
 )
-from launcher_scripts.evaluation.tables import aligned
+from launcher_scripts.evaluation.tables import align
 
 SAME, OTHER, NOT_COMPARABLE = 0, 1, 2
 TOLERANCE = 1e-4
@@ -77,7 +77,7 @@ def _text(found: ReportDifference, items: int) -> Iterator[str]:
     for each in found.set_up:
         whose = "" if set(each.sections) == everywhere else ", ".join(each.sections)
         rows.append([each.name, _short(each.a), _short(each.b), whose])
-    yield aligned(rows, left=True) if rows[1:] else "no difference"
+    yield align(rows, left=True) if rows[1:] else "no difference"
     for section in found.sections:
         yield from _section(section, items)
     if found.measured:
@@ -85,7 +85,7 @@ def _text(found: ReportDifference, items: int) -> Iterator[str]:
         rows = [["", "A", "B", "B / A"]]
         for name, a, b in found.measured:
             rows.append([name, f"{a:.1f}", f"{b:.1f}", f"{b / a:.2f}" if a else "-"])
-        yield aligned(rows)
+        yield align(rows)
 
 
 def _section(section: SectionDifference, items: int) -> Iterator[str]:
@@ -95,7 +95,7 @@ def _section(section: SectionDifference, items: int) -> Iterator[str]:
     yield f"\n{section.name} ({counted})"
     rows = [["", "A", "B", "difference", "95 % interval (paired)"]]
     rows += [_figure_row(name, figure) for name, figure in section.figures.items()]
-    yield aligned(rows)
+    yield align(rows)
     for key, value in section.largest.items():
         yield f"largest difference of an item's {key}: {value:.2g}"
     if section.changed:

@@ -13,7 +13,7 @@ from launcher_scripts.steps.command import run_step
 def run_evaluation(
     step: str,
     description: str,
-    body: Callable[[EvaluateSettings], None],
+    body: Callable[[EvaluateSettings], int | None],
     argv: Sequence[str] | None = None,
 ) -> int:
     """The step of that name as run_step runs it.
@@ -22,10 +22,11 @@ def run_evaluation(
     is not asked again when a later one was interrupted.
     """
 
-    def alone(settings: EvaluateSettings) -> None:
+    def alone(settings: EvaluateSettings) -> int | None:
         with locked(Path(settings.results_dir)) as journals:
-            body(settings)
+            status = body(settings)
             if settings.steps[-1:] in ((), (step,)):
                 remove_journals(journals)
+        return status
 
     return run_step(description, EvaluateSettings, alone, argv)
