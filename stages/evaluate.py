@@ -107,10 +107,11 @@ class Evaluate(Stage):
         return ready_file == Path(self.settings.ready_file)
 
     def job_settings(self, folder: JobFolder, server: Job | None) -> EvaluateSettings:  # noqa: ARG002
+        settings = replace(self.settings, steps=self.step_names())
         if server is None:
-            return self.settings
+            return settings
         return replace(
-            self.settings, server_job_folder=str(server.folder.root), replicas=server.replicas
+            settings, server_job_folder=str(server.folder.root), replicas=server.replicas
         )
 
     @cached_property

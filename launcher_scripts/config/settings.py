@@ -299,6 +299,7 @@ class EvaluateOptions:
     protocol: str = option("http", "what the client speaks", choices=PROTOCOLS)
     replicas: int = 0
     grpc_tls: ClientTls | None = None
+    resume: bool = option(True, "whether to go on where an interrupted evaluation was")
 
 
 @dataclass(frozen=True)
@@ -306,6 +307,7 @@ class EvaluateSettings(EvaluateOptions):
     """Measure the model served at the address in `ready_file`; reports go to results_dir.
 
     server_job_folder is that of the run of the server that is meant; None: whoever is ready.
+    steps: those of the job, in order; behind the last one the next evaluation asks all anew
     """
 
     ready_file: str
@@ -314,6 +316,7 @@ class EvaluateSettings(EvaluateOptions):
     tokenizer_dir: str
     tasks: tuple[TaskSettings, ...] = ()
     server_job_folder: str | None = None
+    steps: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         problems = Problems("the evaluate settings")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +65,7 @@ class Client:
 
     def max_batch_size(self) -> int:
         """The most rows that the model takes in one request."""
-        return int(self._server.model_config(self.model_name).get("max_batch_size", 0))
+        return int(self.parameters["max_batch_size"])
 
     def generate(self, rows: Sequence[GenerateRequest]) -> list[GenerateOutput]:
         """The rows' outputs, asked for in one request.
@@ -115,9 +116,16 @@ class Client:
         return tuple(map(int, (ids or "").split()))
 
     @cached_property
+    def parameters(self) -> dict[str, Any]:
+        """Those of config.pbtxt, as texts, and max_batch_size."""
+        config = self._server.model_config(self.model_name)
+        parameters = {name: parameter(config, name) for name in config.get("parameters", {})}
+        return {"max_batch_size": config.get("max_batch_size", 0), **parameters}
+
+    @cached_property
     def model_type(self) -> str:
         """As config.pbtxt says it."""
-        return parameter(self._server.model_config(self.model_name), "model_type") or "GPT"
+        return str(self.parameters.get("model_type") or "GPT")
 
     def _each(
         self, requests: Iterable[list[GenerateRequest]], in_flight: int

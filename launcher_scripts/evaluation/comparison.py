@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.config.tasks import TaskSettings
+from launcher_scripts.evaluation.journal import Journal
 from launcher_scripts.evaluation.nemo_model import NemoModel
 from launcher_scripts.evaluation.pace import TimedModel
+from launcher_scripts.evaluation.report_content import read_content, task_result
 from launcher_scripts.evaluation.tasks.task import (
     REFERENCE_KEY,
     Asked,
     Comparison,
-    Metric,
-    Pace,
     Progress,
     Task,
     TaskResult,
@@ -31,11 +31,20 @@ TARGET_KEYS = ("target", "targets")
 Reference = TransformersModel | NemoModel | TaskResult
 
 
-def timed(task: Task, settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
-    """The task's result with its pace."""
-    model = TimedModel(asked.model)
-    result = task(settings, replace(asked, model=model), progress)
-    return replace(result, pace=model.pace)
+def timed(
+    task: Task,
+    settings: TaskSettings,
+    asked: Asked,
+    progress: Progress,
+    journal: Journal | None = None,
+) -> TaskResult:
+    """The task's result with its pace; what a journal has of it is not asked again."""
+    model = TimedModel(asked.model, earlier=journal.counts if journal else None)
+    asked = replace(asked, model=model)
+    if journal is not None:
+        continued = partial(journal.continued, counts=lambda: model.counts)
+        asked = replace(asked, continued=continued)
+    return replace(task(settings, asked, progress), pace=model.pace)
 
 
 def open_reference(settings: TaskSettings) -> Reference | None:
@@ -55,12 +64,13 @@ def compared(
     progress: Progress,
     served: TaskResult,
     reference: Reference,
+    journal: Journal | None = None,
 ) -> TaskResult:
-    """`served` beside the reference that open_reference gave."""
+    """`served` beside the reference that open_reference gave; journal: of the reference's."""
     source = str(settings.reference)
     if not isinstance(reference, TaskResult):
         source = reference.name
-        reference = timed(task, settings, replace(asked, model=reference), progress)
+        reference = timed(task, settings, replace(asked, model=reference), progress, journal)
     return replace(served, reference=compare(served, reference, source))
 
 
@@ -103,13 +113,12 @@ def answer(item: dict[str, Any]) -> Any:
 
 def read_report(path: Path, settings: TaskSettings) -> TaskResult:
     """The task's section of another evaluation's report.json, over the same items."""
+    content = read_content(path, REFERENCE_KEY)
     try:
-        section = json.loads(path.read_text(encoding="utf-8"))["tasks"][settings.name]
-        metrics = {name: Metric(**values) for name, values in section["metrics"].items()}
-        items = [{**item, "index": int(item["index"])} for item in section["items"]]
+        section = content["tasks"][settings.name]
+        result = task_result(section)
         limit = section["settings"]["limit"]
-        pace = Pace(**section["pace"]) if section.get("pace") else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             problem(
                 f"{path} is no report of {settings.name}: {type(error).__name__}: {error}",
@@ -120,4 +129,4 @@ def read_report(path: Path, settings: TaskSettings) -> TaskResult:
         raise ConfigError(
             problem(f"{path} has another limit of items", got=limit, change=REFERENCE_KEY)
         )
-    return TaskResult(metrics, items, pace=pace)
+    return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -18,12 +18,24 @@ Answer = TypeVar("Answer")
 class TimedModel:
     """A task's model that counts what it answers, and the time from request to answer."""
 
-    def __init__(self, model: Model, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        model: Model,
+        clock: Callable[[], float] = time.perf_counter,
+        earlier: Mapping[str, float] | None = None,
+    ) -> None:
+        """earlier: the counts of what was answered before, by another such model."""
         self._model = model
         self._clock = clock
-        self._requests = 0
-        self._tokens = 0
-        self._seconds = 0.0
+        earlier = earlier or {}
+        self._requests = int(earlier.get("requests", 0))
+        self._tokens = int(earlier.get("tokens", 0))
+        self._seconds = float(earlier.get("seconds", 0.0))
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """What a journal keeps of the answers until now."""
+        return {"requests": self._requests, "tokens": self._tokens, "seconds": self._seconds}
 
     @property
     def pace(self) -> Pace:

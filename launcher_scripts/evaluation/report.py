@@ -8,14 +8,12 @@ run one after another.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import json
 import os
 import platform
-from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +23,10 @@ from launcher_scripts.common.rendering import render
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.evaluation import plots
+from launcher_scripts.evaluation.provenance import client_versions, digests, project_commit
+from launcher_scripts.evaluation.report_content import FILE_NAME, SCHEMA, read_content
 from launcher_scripts.evaluation.speed import SpeedRow
 from launcher_scripts.evaluation.tasks.task import TaskResult
-
-SCHEMA = 1
-CLIENT_PACKAGES = ("tritonclient", "numpy")
 
 
 class Report:
@@ -39,12 +36,17 @@ class Report:
         """Raises ConfigError when the folder's report is another model's or is no report."""
         self.results_dir = results_dir
         self.content: dict[str, Any] = {"schema": SCHEMA, "model": model_name, "tasks": {}}
-        if self.json_file.exists():
-            self.content = _read(self.json_file, model_name)
+        if not self.json_file.exists():
+            return
+        change = "evaluate.run.results_dir, or remove the file"
+        self.content = read_content(self.json_file, change)
+        if (model := self.content["model"]) != model_name:
+            what = f"{self.json_file} is a report of another model than {model_name}"
+            raise ConfigError(problem(what, got=model, change=change))
 
     @property
     def json_file(self) -> Path:
-        return self.results_dir / "report.json"
+        return self.results_dir / FILE_NAME
 
     @property
     def html_file(self) -> Path:
@@ -94,12 +96,27 @@ def html(content: dict[str, Any]) -> str:
     )
 
 
-def measured_on(settings: EvaluateSettings, ready: dict[str, Any]) -> dict[str, Any]:
-    """When, against which server and from which machine a section is measured."""
+def measured_on(
+    settings: EvaluateSettings,
+    ready: dict[str, Any],
+    *,
+    data: Iterable[str] = (),
+    parameters: Mapping[str, Any] | None = None,
+    seeds: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """When, on what, against which server and from which machine a section is measured.
+
+    data:       the files that were read for it
+    parameters: the served model's, of its config.pbtxt
+    seeds:      of what is random in it
+    """
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "protocol": settings.protocol,
         "server": ready,
+        "parameters": dict(parameters or {}),
+        "digests": digests(settings, data),
+        "seeds": dict(seeds or {}),
         "client": {
             "host": platform.node(),
             "platform": platform.platform(),
@@ -109,18 +126,10 @@ def measured_on(settings: EvaluateSettings, ready: dict[str, Any]) -> dict[str, 
                 os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1
             ),
             "python": platform.python_version(),
-            **_versions(),
+            "commit": project_commit(),
+            **client_versions(),
         },
     }
-
-
-def _versions() -> dict[str, str]:
-    """Of the packages that a client is made of, where they are there: NeMo is asked without any."""
-    found = {}
-    for package in CLIENT_PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
 
 
 def _processor() -> str:
@@ -131,25 +140,3 @@ def _processor() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
-
-
-def _read(path: Path, model_name: str) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        schema, model = content["schema"], content["model"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            problem(
-                f"{path} is no report to add to: {type(error).__name__} {error}",
-                change="evaluate.run.results_dir, or remove the file",
-            )
-        ) from error
-    if (schema, model) != (SCHEMA, model_name):
-        raise ConfigError(
-            problem(
-                f"{path} is a report of another kind or model than {model_name}",
-                got=f"schema {schema} of {model}",
-                change="evaluate.run.results_dir, or remove the file",
-            )
-        )
-    return dict(content)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -50,24 +51,26 @@ def sweep(
     vocab_size: int,
     generate: Generate,
     clock: Callable[[], float] = time.perf_counter,
+    first: int = 0,
 ) -> Iterator[SpeedRow]:
     """A row for every batch size with every pair of lengths, in the settings' order.
 
+    first: the number of rows that are there already
     Raises ServerError when a row comes back shorter than asked for.
     """
-    for input_len, output_len in settings.lengths:
-        for batch_size in settings.batch_sizes:
-            random = np.random.default_rng([batch_size, input_len, output_len])
-            latencies = []
-            for index in range(settings.warmup + settings.requests):
-                rows = random_rows(random, batch_size, input_len, output_len, vocab_size)
-                start = clock()
-                outputs = generate(rows)
-                elapsed = clock() - start
-                _check_lengths(outputs, output_len)
-                if index >= settings.warmup:
-                    latencies.append(elapsed)
-            yield _row(batch_size, input_len, output_len, latencies)
+    points = list(product(settings.lengths, settings.batch_sizes))
+    for (input_len, output_len), batch_size in points[first:]:
+        random = np.random.default_rng([batch_size, input_len, output_len])
+        latencies = []
+        for index in range(settings.warmup + settings.requests):
+            rows = random_rows(random, batch_size, input_len, output_len, vocab_size)
+            start = clock()
+            outputs = generate(rows)
+            elapsed = clock() - start
+            _check_lengths(outputs, output_len)
+            if index >= settings.warmup:
+                latencies.append(elapsed)
+        yield _row(batch_size, input_len, output_len, latencies)
 
 
 def random_rows(

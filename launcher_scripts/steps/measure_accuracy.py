@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from launcher_scripts.steps.packages import check_packages
 
@@ -14,25 +15,34 @@ if __name__ == "__main__":
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer
 from launcher_scripts.config.settings import EvaluateSettings
+from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.comparison import compared, open_reference, timed
+from launcher_scripts.evaluation.journal import FOLDER, Journal
+from launcher_scripts.evaluation.provenance import (
+    data_files,
+    questions_of,
+    reference_set_up,
+    set_up,
+)
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import PACKAGES, TASKS
-from launcher_scripts.evaluation.tasks.task import Asked, Progress
-from launcher_scripts.steps.command import run_step
+from launcher_scripts.evaluation.tasks.task import Asked, Progress, TaskResult
+from launcher_scripts.steps.evaluation_step import run_evaluation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_step("Measure what a served model knows.", EvaluateSettings, measure, argv)
+    description = "Measure what a served model knows."
+    return run_evaluation("measure_accuracy", description, measure, argv)
 
 
 def measure(settings: EvaluateSettings) -> None:
     """Every task of the settings, one after the other; each is reported when it is done."""
     if not settings.tasks:
         raise ConfigError(problem("no task to measure", choices=TASKS, change="evaluate.tasks"))
-    tasks = [lookup(TASKS, task.name, "evaluate.tasks") for task in settings.tasks]
     for task in settings.tasks:
+        lookup(TASKS, task.name, "evaluate.tasks")
         check_packages(f"the task {task.name}", *PACKAGES.get(task.name, ()))
     report = Report(Path(settings.results_dir), settings.model_name)
     try:
@@ -50,17 +60,46 @@ def measure(settings: EvaluateSettings) -> None:
             client.special_ids("opening"),
             client.special_ids("decoder"),
         )
-        for task, task_settings in zip(tasks, settings.tasks, strict=True):
-            reference = open_reference(task_settings)
-            environment = measured_on(settings, ready)
-            result = timed(task, task_settings, asked, log_progress(task_settings.name))
-            report.add_task(task_settings, result, environment)
-            if reference is not None:
-                progress = log_progress(f"{task_settings.name}'s reference")
-                result = compared(task, task_settings, asked, progress, result, reference)
-                report.add_task(task_settings, result, environment)
+        for task_settings in settings.tasks:
+            environment = measured_on(
+                settings,
+                ready,
+                data=data_files(task_settings),
+                parameters=client.parameters,
+            )
+            result = measure_task(settings, task_settings, asked, report, environment)
             tables.append(task_table(task_settings.name, result))
     print("\n".join([*tables, "", f"report: {report.html_file}"]))
+
+
+def measure_task(
+    settings: EvaluateSettings,
+    task_settings: TaskSettings,
+    asked: Asked,
+    report: Report,
+    environment: dict[str, Any],
+) -> TaskResult:
+    """One task, reported when it is answered, and again when its reference is."""
+    name, resume = task_settings.name, settings.resume
+    task, reference = TASKS[name], open_reference(task_settings)
+    folder = Path(settings.results_dir) / FOLDER
+    around = (asked.opening_ids, asked.closing_ids, asked.decoder_ids)
+    questions = {"settings": questions_of(task_settings), "special_ids": around}
+    served = set_up(environment, **questions)
+    with Journal(folder / f"{name}.jsonl", served, environment, resume=resume) as journal:
+        result = timed(task, task_settings, asked, log_progress(name), journal)
+        environment = journal.measured_on
+    report.add_task(task_settings, result, environment)
+    if reference is None:
+        return result
+    path = Path(str(task_settings.reference))
+    of_reference = reference_set_up(environment, path, **questions)
+    file = folder / f"{name}.reference.jsonl"
+    with Journal(file, of_reference, environment, resume=resume) as journal:
+        progress = log_progress(f"{name}'s reference")
+        result = compared(task, task_settings, asked, progress, result, reference, journal)
+    report.add_task(task_settings, result, environment)
+    return result
 
 
 def log_progress(name: str) -> Progress:

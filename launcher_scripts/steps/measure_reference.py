@@ -19,7 +19,9 @@ from launcher_scripts.common.errors import LauncherError, lookup
 from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer
 from launcher_scripts.config.settings import EvaluateSettings, read_settings
 from launcher_scripts.evaluation.comparison import timed
+from launcher_scripts.evaluation.journal import Journal, locked, remove_journals
 from launcher_scripts.evaluation.nemo_model import NemoModel
+from launcher_scripts.evaluation.provenance import data_files, questions_of, reference_set_up
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import TASKS
@@ -50,11 +52,19 @@ def measure(settings: EvaluateSettings, checkpoint: Path, results_dir: Path) -> 
     rank = {"rank": 0, "device": model.device, "host": platform.node()}
     server = {settings.protocol: model.name, "versions": model.versions, "ranks": [rank]}
     asked = Asked(model, tokenizer, (), Path(settings.tokenizer_dir))
-    for task in settings.tasks:
-        run = lookup(TASKS, task.name, "evaluate.tasks")
-        result = timed(run, task, asked, log_progress(task.name))
-        report.add_task(task, result, measured_on(settings, server))
-        print(task_table(task.name, result))
+    with locked(results_dir) as journals:
+        for task in settings.tasks:
+            run = lookup(TASKS, task.name, "evaluate.tasks")
+            environment = measured_on(settings, server, data=data_files(task))
+            reasons = {"manifest": f"{model.name} was asked, not the served checkpoint"}
+            environment["digests"] |= {"manifest": None, "reasons": reasons}
+            asks = reference_set_up(environment, checkpoint, settings=questions_of(task))
+            file, resume = journals / f"{task.name}.jsonl", settings.resume
+            with Journal(file, asks, environment, resume=resume) as journal:
+                result = timed(run, task, asked, log_progress(task.name), journal)
+                report.add_task(task, result, journal.measured_on)
+            print(task_table(task.name, result))
+        remove_journals(journals)
     print(f"report: {report.json_file}")
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from launcher_scripts.steps.packages import check_packages
 
@@ -13,15 +15,18 @@ if __name__ == "__main__":
 
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.config.settings import EvaluateSettings
+from launcher_scripts.evaluation.journal import FOLDER, Journal
+from launcher_scripts.evaluation.provenance import set_up
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on
-from launcher_scripts.evaluation.speed import check_batch_sizes, read_vocab_size, sweep
+from launcher_scripts.evaluation.speed import SpeedRow, check_batch_sizes, read_vocab_size, sweep
 from launcher_scripts.evaluation.tables import speed_table
-from launcher_scripts.steps.command import run_step
+from launcher_scripts.steps.evaluation_step import run_evaluation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_step("Measure how fast a served model is.", EvaluateSettings, measure, argv)
+    description = "Measure how fast a served model is."
+    return run_evaluation("measure_speed", description, measure, argv)
 
 
 def measure(settings: EvaluateSettings) -> None:
@@ -34,17 +39,25 @@ def measure(settings: EvaluateSettings) -> None:
     client, ready = connect(settings)
     with client:
         check_batch_sizes(benchmark, client.max_batch_size())
-        environment = measured_on(settings, ready)
+        seeds = {"prompts": "[batch size, input tokens, output tokens] of each row"}
+        environment = measured_on(settings, ready, parameters=client.parameters, seeds=seeds)
+        served = set_up(environment, settings=asdict(benchmark), vocab_size=vocab_size)
+        file = Path(settings.results_dir) / FOLDER / "speed.jsonl"
+
+        def ask(first: int) -> Iterator[dict[str, Any]]:
+            return map(asdict, sweep(benchmark, vocab_size, client.generate, first=first))
+
         rows = []
-        for row in sweep(benchmark, vocab_size, client.generate):
-            rows.append(row)
-            print(
-                f"speed: batch size {row.batch_size}, {row.input_len} tokens in, "
-                f"{row.output_len} out: {row.latency_p50_ms:.1f} ms",
-                file=sys.stderr,
-                flush=True,
-            )
-    report.add_speed(benchmark, rows, environment)
+        with Journal(file, served, environment, resume=settings.resume) as journal:
+            for values in journal.continued(ask):
+                rows.append(row := SpeedRow(**values))
+                print(
+                    f"speed: batch size {row.batch_size}, {row.input_len} tokens in, "
+                    f"{row.output_len} out: {row.latency_p50_ms:.1f} ms",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    report.add_speed(benchmark, rows, journal.measured_on)
     print("\n".join([speed_table(rows), "", f"report: {report.html_file}"]))
 
 

@@ -44,7 +44,7 @@ def test_an_item_of_other_data_is_another_item() -> None:
 
 def test_another_report_is_a_reference(tmp_path: Path) -> None:
     section = {**asdict(result(0.75, "a", "<x>")), "settings": {"limit": None}}
-    report = {"model": "m", "tasks": {"boolq": section}}
+    report = {"schema": 1, "model": "m", "tasks": {"boolq": section}}
     (tmp_path / "report.json").write_text(json.dumps(report))
     settings = TaskSettings("boolq", "data", reference=str(tmp_path / "report.json"))
     served = result(0.5, "a", "b")
@@ -74,16 +74,18 @@ def _never(*_: object) -> TaskResult:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("nonsense", "is no report of boolq: JSONDecodeError"),
-        ('{"tasks": {}}', "is no report of boolq: KeyError"),
+        ({"tasks": {}}, "is no report of boolq: KeyError"),
         (
-            '{"tasks": {"boolq": {"metrics": {}, "items": [], "settings": {"limit": 5}}}}',
+            {"tasks": {"boolq": {"metrics": {}, "items": [], "settings": {"limit": 5}}}},
             "has another limit of items; got 5",
         ),
     ],
 )
-def test_what_is_no_report_is_refused(tmp_path: Path, content: str, says: str) -> None:
-    (tmp_path / "report.json").write_text(content)
+def test_what_is_no_report_is_refused(
+    tmp_path: Path, content: dict[str, object], says: str
+) -> None:
+    report = {"schema": 1, "model": "m", **content}
+    (tmp_path / "report.json").write_text(json.dumps(report))
     settings = TaskSettings("boolq", "data", reference=str(tmp_path / "report.json"))
     with pytest.raises(ConfigError, match=says):
         open_reference(settings)

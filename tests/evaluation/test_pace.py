@@ -57,6 +57,6 @@ def test_a_reference_has_its_own(tmp_path: Path) -> None:
     section = {**asdict(result(0.75, "a")), "settings": {"limit": None}}
     section["pace"] = asdict(Pace(24, 8.94, 61374, 6862.0))
     path = tmp_path / "report.json"
-    path.write_text(json.dumps({"model": "m", "tasks": {"boolq": section}}))
+    path.write_text(json.dumps({"schema": 1, "model": "m", "tasks": {"boolq": section}}))
     reference = read_report(path, TaskSettings("boolq", "data"))
     assert compare(result(0.5, "a"), reference, "theirs").pace == Pace(24, 8.94, 61374, 6862.0)

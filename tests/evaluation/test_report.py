@@ -114,9 +114,12 @@ def test_measuring_again_replaces_the_section(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "is no report to add to"),
-        ("{}", "is no report to add to"),
-        ('{"schema": 1, "model": "other"}', "another kind or model than gpt; got 'schema 1 of oth"),
+        ("{", "is no report: JSONDecodeError"),
+        ("{}", "is no report: KeyError: 'schema'"),
+        ("7", "is no report: TypeError"),
+        ('{"schema": 1, "model": "gpt", "tasks": []}', "is no report: TypeError: its tasks"),
+        ('{"schema": 2, "model": "gpt", "tasks": {}}', "has another schema; got 2; choices: 1"),
+        ('{"schema": 1, "model": "m", "tasks": {}}', "of another model than gpt; got 'm'; change"),
     ],
 )
 def test_a_file_that_is_no_report_of_this_model_is_kept(tmp_path, text, says):

@@ -106,13 +106,14 @@ def test_a_wrong_reference_is_found_before_anything_is_asked(job, capsys):
         announce(job, server)
         assert measure_accuracy.main(["--settings", settings_file(job, tasks=(task,))]) == 1
         assert server.received == []
-    assert "items.jsonl is no report of lambada" in capsys.readouterr().err
+    assert "items.jsonl is no report: JSONDecodeError" in capsys.readouterr().err
 
 
 def test_answers_are_kept_where_the_reference_is_of_other_items(job, capsys):
     metrics = {"accuracy": {"value": 1, "low": None, "high": None, "percent": True, "meaning": ""}}
     section = {"metrics": metrics, "items": [], "settings": {"limit": None}}
-    (job / "other.json").write_text(json.dumps({"tasks": {"lambada": section}}))
+    other = {"schema": 1, "model": "m", "tasks": {"lambada": section}}
+    (job / "other.json").write_text(json.dumps(other))
     task = TaskSettings("lambada", str(job / "items.jsonl"), reference=str(job / "other.json"))
     with FakeServer() as server:
         announce(job, server)

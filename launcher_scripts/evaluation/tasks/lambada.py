@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -211,7 +212,13 @@ def run(settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
     texts = read_texts(Path(settings.data_file), settings.limit)
     items = fitting(make_items(texts, asked.tokenizer.encode), learned_positions(asked.folder))
     results = []
-    for result in measure(items, asked.model.score(rows_to_score(items), settings.batch_size)):
-        results.append(result)
+
+    def ask(first: int) -> Iterator[dict[str, Any]]:
+        left = items[first:]
+        scored = asked.model.score(rows_to_score(left), settings.batch_size)
+        return map(dataclasses.asdict, measure(left, scored))
+
+    for result in asked.continued(ask):
+        results.append(ItemResult(**result))
         progress(len(results), len(items))
     return TaskResult(summarise(results), [dataclasses.asdict(result) for result in results])

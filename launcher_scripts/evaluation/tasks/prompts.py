@@ -73,9 +73,14 @@ def answers(
     virtual = () if task is None else read_virtual_tokens(asked.folder, task).ids
     rows = [row_of(asked, prompt, settings.generation, virtual) for prompt in prompts]
     texts: list[str] = []
+
+    def ask(first: int) -> Iterator[str]:
+        for output in asked.model.generate_each(rows[first:], settings.batch_size):
+            yield asked.tokenizer.decode(output.output_ids).strip()
+
     try:
-        for output in asked.model.generate_each(rows, settings.batch_size):
-            texts.append(asked.tokenizer.decode(output.output_ids).strip())
+        for text in asked.continued(ask):
+            texts.append(text)
             progress(len(texts), len(rows))
     except ServerError as error:
         index = len(texts)

@@ -39,7 +39,8 @@ class Pace:
     """How fast answers came.
 
     requests: how many were answered, `batch_size` of them at a time
-    seconds:  from the first request to the last answer
+    seconds:  from the first request to the last answer; of an interrupted evaluation the sum over
+              its runs, without what was not answered in any
     tokens:   generated in all; 0 where prompts were scored
     tokens_per_second: None without tokens
     """
@@ -100,6 +101,15 @@ class Model(Protocol):
 Progress = Callable[[int, int], None]
 
 
+# Asks for results from a number on, and goes on where an interrupted evaluation was.
+Continue = Callable[[Callable[[int], Iterator[Any]]], Iterator[Any]]
+
+
+def from_the_first(ask: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
+    """All results, of which none is there yet."""
+    return ask(0)
+
+
 @dataclass(frozen=True)
 class Asked:
     """A model with what makes text of its tokens and tokens of text.
@@ -107,6 +117,8 @@ class Asked:
     opening_ids, closing_ids: what a model that was trained with them wants around every prompt
     decoder_ids: what its decoder begins with; none: its start token
     folder:      of the tokenizer's files and, where it is the checkpoint's, of config.ini
+    continued:   what a task asks its items through, as plain values in order, so that an
+                 interrupted evaluation goes on where it was
     """
 
     model: Model
@@ -115,6 +127,7 @@ class Asked:
     folder: Path
     opening_ids: tuple[int, ...] = ()
     decoder_ids: tuple[int, ...] = ()
+    continued: Continue = from_the_first
 
 
 Task = Callable[[TaskSettings, Asked, Progress], TaskResult]

@@ -1,0 +1,239 @@
+"""What an interrupted evaluation leaves to the next one: the results that it had.
+
+Every measurement has a file of JSON lines in the results folder's `journal`. The first line says
+what the results depend on; a line follows for every run that went on with it, and for every
+result. A run with the same set-up takes these results and asks for the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.common.untrusted import parse_json
+
+FOLDER = "journal"
+LOCK = "lock"
+VERSION = 1
+WHERE = "evaluate.run.results_dir"
+
+# Results from a number on, in order, as plain values.
+Ask = Callable[[int], Iterator[Any]]
+
+
+class Journal:
+    """The results of one measurement; a context manager.
+
+    kept:   results of earlier runs
+    counts: what those took: requests, seconds, tokens
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        set_up: Mapping[str, Any],
+        measured_on: Mapping[str, Any],
+        *,
+        resume: bool = True,
+    ) -> None:
+        """set_up: what the results depend on; measured_on: what this run would measure on.
+
+        Results of another set-up, or that are not to be used, are put aside as <name>.old.
+        """
+        self.path = path
+        self.kept: list[Any] = []
+        self.counts: dict[str, float] = {}
+        self._head = json.loads(json.dumps({"journal": VERSION, "set_up": set_up}))
+        self._measured_on = dict(measured_on)
+        self._runs: list[dict[str, Any]] = []
+        self._end = 0  # where the last whole line ends, in bytes
+        self._file: IO[bytes] | None = None
+        self._read(resume)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    @property
+    def measured_on(self) -> dict[str, Any]:
+        """What the last run that had a result measured on; `runs`: when each of them began."""
+        last = self._runs[-1] if self._runs else self._measured_on
+        return last | {"runs": [run["date"] for run in self._runs]}
+
+    def continued(
+        self, ask: Ask, counts: Callable[[], Mapping[str, float]] = dict
+    ) -> Iterator[Any]:
+        """The results of earlier runs, then what `ask` gives from their number on.
+
+        counts: what all results until now took
+        """
+        yield from self.kept
+        for result in ask(len(self.kept)):
+            self._note({"result": result, **counts()})
+            yield result
+
+    def _note(self, line: Mapping[str, Any]) -> None:
+        try:
+            if self._file is None:
+                self._file = self._opened()
+            self._write(line)
+        except OSError as error:
+            raise ConfigError(
+                problem(f"cannot write {self.path}: {error}", change=WHERE)
+            ) from error
+
+    def _opened(self) -> IO[bytes]:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.fdopen(os.open(self.path, flags, 0o666), "wb")
+        self._file.truncate(self._end)
+        self._file.seek(self._end)
+        if not self._end:
+            self._write(self._head)
+        self._runs.append(self._measured_on)
+        self._write({"run": self._measured_on})
+        return self._file
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        """Whole lines reach the system at once: a killed process loses none."""
+        if self._file is not None:
+            text = json.dumps(line, ensure_ascii=False, allow_nan=False)
+            self._file.write(text.encode("utf-8", "surrogatepass") + b"\n")
+            self._file.flush()
+
+    def _read(self, resume: bool) -> None:
+        try:
+            lines = self.path.read_bytes().splitlines(keepends=True)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ConfigError(problem(f"cannot read {self.path}: {error}", change=WHERE)) from error
+        values = list(_whole(lines))
+        if not values:
+            return
+        reason = "evaluate.resume is False" if not resume else self._other(values[0])
+        if reason is not None:
+            old = self.path.with_name(f"{self.path.name}.old")
+            self.path.replace(old)
+            _say(f"{self.path.stem} begins anew: {reason}; the results until now are in {old}")
+            return
+        for value in values[1:]:
+            if "run" in value:
+                self._runs.append(value["run"])
+            else:
+                self.kept.append(value.pop("result"))
+                self.counts = value
+        self._end = sum(map(len, lines[: len(values)]))
+        began = f"begun {self._runs[0]['date']}" if self._runs else "begun before"
+        _say(f"{self.path.stem} goes on behind {len(self.kept)} results of the evaluation {began}")
+
+    def _other(self, head: Any) -> str | None:
+        """Why the results are of no use here; None where they are."""
+        if not isinstance(head, dict) or head.get("journal") != VERSION:
+            return f"{self.path} is no journal of version {VERSION}"
+        changed = differences(head.get("set_up"), self._head["set_up"])
+        return "other " + ", ".join(name for name, *_ in changed) if changed else None
+
+
+def _whole(lines: list[bytes]) -> Iterator[Any]:
+    """The values of the lines until the first that is torn: a killed process may leave one."""
+    for number, line in enumerate(lines):
+        try:
+            value = parse_json(line)
+        except ValueError:
+            return
+        if not line.endswith(b"\n") or not isinstance(value, dict):
+            return
+        if number and not {"run", "result"} & set(value):
+            return
+        yield value
+
+
+def differences(one: Any, other: Any, name: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted name, value in one, value in the other) of all that differs; None: not there."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = [*one, *(key for key in other if key not in one)]
+        return [
+            found
+            for key in keys
+            for found in differences(one.get(key), other.get(key), f"{name}.{key}".lstrip("."))
+        ]
+    return [] if one == other else [(name, one, other)]
+
+
+@contextlib.contextmanager
+def locked(results_dir: Path) -> Iterator[Path]:
+    """The folder of journals, which no other evaluation may use meanwhile.
+
+    Raises ConfigError where one does. What is empty in the end is removed.
+    """
+    folder = results_dir / FOLDER
+    path = folder / LOCK
+    try:
+        descriptor = _lock(path)
+    except OSError as error:
+        raise ConfigError(problem(f"cannot write {folder}: {error}", change=WHERE)) from error
+    try:
+        yield folder
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+        for empty in (folder, results_dir):
+            with contextlib.suppress(OSError):
+                empty.rmdir()
+
+
+def _lock(path: Path) -> int:
+    """The locked file; whoever holds it removes it, so it must still have its name."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(path, flags, 0o666)
+            try:
+                _hold(descriptor, path)
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+
+def _hold(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+        results_dir = path.parent.parent
+        raise ConfigError(
+            problem(
+                f"another evaluation ({holder}) writes into {results_dir}",
+                change=f"{WHERE}, or wait until it has ended",
+            )
+        ) from None
+    except OSError as error:  # a file system without locks
+        _say(f"{path} cannot be locked: {error}; let one evaluation alone write there")
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+
+
+def remove_journals(folder: Path) -> None:
+    """An evaluation is done: the next one asks everything again. What was put aside stays."""
+    for path in folder.glob("*.jsonl"):
+        path.unlink()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

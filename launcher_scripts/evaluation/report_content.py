@@ -1,0 +1,84 @@
+"""report.json as it is read again: to add to it, to compare with it, to judge it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.common.untrusted import parse_json, read_plain
+from launcher_scripts.evaluation.tasks.task import Metric, Pace, TaskResult
+
+FILE_NAME = "report.json"
+SCHEMA = 1
+
+
+def read_content(path: Path, change: str) -> dict[str, Any]:
+    """The content of a report.json, or of the one in a folder.
+
+    change: what names the file, for the error. Raises ConfigError for what is no report.
+    """
+    file = report_file(path)
+    try:
+        content = parse_json(read_plain(file))
+        schema, _ = content["schema"], content["model"]
+        if not isinstance(content["tasks"], dict):
+            raise TypeError("its tasks are no mapping")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            problem(f"{file} is no report: {type(error).__name__}: {error}", change=change)
+        ) from error
+    if schema != SCHEMA:
+        raise ConfigError(
+            problem(f"{file} has another schema", got=schema, choices=[SCHEMA], change=change)
+        )
+    return dict(content)
+
+
+def report_file(path: Path) -> Path:
+    """The report.json that a path means: itself, or the one in the folder."""
+    return path / FILE_NAME if path.is_dir() else path
+
+
+def harness_items(task: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """The items of a task of lm-evaluation-harness, from its samples file below `folder`/harness.
+
+    Each has index (the harness' doc_id), target, what the task's figures are made of, and
+    prediction where a text was generated. None where the file is gone; ConfigError for a damaged
+    one.
+    """
+    path = folder / "harness" / str(task.get("samples"))
+    items: dict[int, dict[str, Any]] = {}
+    try:
+        for line in path.read_text(encoding="utf-8").split("\n"):
+            if line:
+                sample = parse_json(line)
+                # With several filters a document comes several times; the first counts.
+                items.setdefault(int(sample["doc_id"]), _harness_item(sample, task["metrics"]))
+    except OSError:
+        return []
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"{path} is no samples file: {type(error).__name__}: {error}"
+        raise ConfigError(problem(what)) from error
+    return [items[index] for index in sorted(items)]
+
+
+def _harness_item(sample: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
+    item: dict[str, Any] = {"index": int(sample["doc_id"]), "target": str(sample["target"])}
+    answers = sample.get("filtered_resps") or [None]
+    if isinstance(answers[0], str):
+        item["prediction"] = answers[0]
+    for name, metric in metrics.items():
+        value = sample.get(name)
+        if isinstance(value, (bool, int, float)):
+            item[name] = bool(value) if metric["percent"] and value in (0, 1) else float(value)
+    return item
+
+
+def task_result(section: Mapping[str, Any]) -> TaskResult:
+    """A task's section without its reference. Raises KeyError, TypeError or ValueError."""
+    metrics = {name: Metric(**values) for name, values in section["metrics"].items()}
+    items = [{**item, "index": int(item["index"])} for item in section["items"]]
+    pace = Pace(**section["pace"]) if section.get("pace") else None
+    return TaskResult(metrics, items, pace=pace)

@@ -1,0 +1,299 @@
+"""Two reports explained: what differs in their set-ups, in their figures, and item by item.
+
+B is compared with A, so a difference is B's value minus A's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launcher_scripts.evaluation.comparison import TARGET_KEYS, answer
+from launcher_scripts.evaluation.journal import differences
+from launcher_scripts.evaluation.report_content import harness_items
+from launcher_scripts.evaluation.tasks.task import mean_95
+
+# What an item holds of a figure that is called otherwise.
+ITEM_KEYS = {
+    "accuracy": "correct",
+    "last_token_accuracy": "last_token_correct",
+    "perplexity": "log_likelihood",
+}
+# When and by which processes something was measured, which differs between any two reports.
+PASSING = ("date", "runs")
+PASSING_OF_SERVER = ("alive_at", "timeline", "pid", "job")
+PASSING_OF_RANK = ("pid", "model")
+# The order in which people ask what differs; all else follows.
+FIRST = ("digests.", "parameters.", "settings.", "server.", "client.", "seeds.")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One value of the set-ups, where it differs.
+
+    sections: whose it is; a, b: None where a report does not say it
+    """
+
+    name: str
+    a: Any
+    b: Any
+    sections: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of both reports.
+
+    low, high: ends of the 95 % interval of the difference over the items that both have, paired;
+               None where the figure has no value per item, or there are too few
+    """
+
+    a: float
+    b: float
+    difference: float
+    low: float | None
+    high: float | None
+    percent: bool
+
+
+@dataclass(frozen=True)
+class SectionDifference:
+    """What two sections of the same name have in common, and what not.
+
+    shared:  items of the same target that both have; missing_a, missing_b: those one lacks
+    changed: index -> (A's item, B's item), where the answers differ
+    largest: number of an item -> its largest difference over the shared items
+    """
+
+    name: str
+    figures: dict[str, Figure]
+    shared: int
+    missing_a: int
+    missing_b: int
+    changed: dict[int, tuple[dict[str, Any], dict[str, Any]]]
+    largest: dict[str, float]
+
+
+@dataclass(frozen=True)
+class ReportDifference:
+    """B beside A.
+
+    only_a, only_b: sections that the other one lacks
+    measured:       of what differs between any two runs: what, A's value, B's value
+    verdicts:       A's and B's; None without one
+    """
+
+    models: tuple[str, str]
+    set_up: list[Difference]
+    sections: list[SectionDifference]
+    only_a: list[str]
+    only_b: list[str]
+    measured: list[tuple[str, float, float]]
+    verdicts: tuple[str | None, str | None]
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the reports have anything in common."""
+        return bool(self.measured) or any(
+            section.shared or not section.missing_a + section.missing_b for section in self.sections
+        )
+
+    def reasons(self, tolerance: float) -> list[str]:
+        """Why the results are not the same; none where they are.
+
+        tolerance: how far numbers may be apart, relative to A's where that is larger than 1
+        """
+        found = [f"{name} is in A alone" for name in self.only_a]
+        found += [f"{name} is in B alone" for name in self.only_b]
+        for section in self.sections:
+            if section.changed:
+                found.append(f"{section.name}: {len(section.changed)} answers differ")
+            if section.missing_a or section.missing_b:
+                found.append(f"{section.name}: the items are not the same")
+            for name, figure in section.figures.items():
+                if abs(figure.difference) > tolerance * max(1.0, abs(figure.a)):
+                    found.append(f"{section.name}: {name} differs by {figure.difference:+.6g}")
+        if self.verdicts[0] != self.verdicts[1]:
+            found.append(f"the verdicts are {self.verdicts[0]} and {self.verdicts[1]}")
+        return found
+
+
+def explain(
+    a: Mapping[str, Any], b: Mapping[str, Any], folder_a: Path, folder_b: Path
+) -> ReportDifference:
+    """The contents of two report.json, which lie in these folders."""
+    sections_a, sections_b = dict(_sections(a, folder_a)), dict(_sections(b, folder_b))
+    shared = [name for name in sections_a if name in sections_b]
+    return ReportDifference(
+        models=(a["model"], b["model"]),
+        set_up=_set_up(a, b, {name: (sections_a[name], sections_b[name]) for name in shared}),
+        sections=[
+            _section(name, sections_a[name], sections_b[name])
+            for name in shared
+            if "metrics" in sections_a[name] and "metrics" in sections_b[name]
+        ],
+        only_a=[name for name in sections_a if name not in sections_b],
+        only_b=[name for name in sections_b if name not in sections_a],
+        measured=list(_measured(a, b)),
+        verdicts=(_verdict(a), _verdict(b)),
+    )
+
+
+def _sections(content: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every section by its name; a task of lm-evaluation-harness is one of its own."""
+    yield from content["tasks"].items()
+    for name in ("speed", "twin", "load"):
+        if content.get(name):
+            yield name, content[name]
+    harness = content.get("harness") or {}
+    about = {name: harness.get(name) for name in ("measured_on", "settings", "version")}
+    for name, task in harness.get("tasks", {}).items():
+        yield f"harness {name}", {**about, **task, "items": harness_items(task, folder)}
+
+
+def _verdict(content: Mapping[str, Any]) -> str | None:
+    verdict = content.get("verdict")
+    return str(verdict["verdict"]) if verdict else None
+
+
+def _set_up(
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
+    sections: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]],
+) -> list[Difference]:
+    """What differs, what decides most first; what several sections share is said once."""
+    found: dict[tuple[str, str, str], tuple[Any, Any, list[str]]] = {}
+    for section, (in_a, in_b) in sections.items():
+        for name, one, other in differences(_lasting(in_a), _lasting(in_b)):
+            key = (name, repr(one), repr(other))
+            found.setdefault(key, (one, other, []))[2].append(section)
+    listed = [
+        Difference(name, one, other, tuple(of)) for (name, *_), (one, other, of) in found.items()
+    ]
+    order = {start: place for place, start in enumerate(FIRST)}
+    listed.sort(key=lambda d: next((order[s] for s in FIRST if d.name.startswith(s)), len(FIRST)))
+    if a["model"] != b["model"]:
+        listed.insert(0, Difference("model", a["model"], b["model"], ()))
+    return listed
+
+
+def _lasting(section: Mapping[str, Any]) -> dict[str, Any]:
+    """A section's set-up without what differs between any two runs."""
+    on = dict(section.get("measured_on") or {})
+    for name in PASSING:
+        on.pop(name, None)
+    server = dict(on.get("server") or {})
+    for name in PASSING_OF_SERVER:
+        server.pop(name, None)
+    for rank in server.pop("ranks", []):
+        kept = {name: value for name, value in rank.items() if name not in PASSING_OF_RANK}
+        server[f"rank {rank.get('rank')}"] = kept
+    on["server"] = server
+    on["digests"] = {n: v for n, v in (on.get("digests") or {}).items() if n != "reasons"}
+    return {**on, **{name: section.get(name) for name in ("settings", "version")}}
+
+
+def _section(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> SectionDifference:
+    items_a, items_b = _items(a), _items(b)
+    shared = [index for index, item in items_a.items() if _same_question(item, items_b.get(index))]
+    pairs = {index: (items_a[index], items_b[index]) for index in shared}
+    figures = {
+        metric: _figure(metric, values, b["metrics"][metric], list(pairs.values()))
+        for metric, values in a["metrics"].items()
+        if metric in b["metrics"]
+    }
+    return SectionDifference(
+        name=name,
+        figures=figures,
+        shared=len(shared),
+        missing_a=len(items_b) - len(shared),
+        missing_b=len(items_a) - len(shared),
+        changed={
+            index: (one, other)
+            for index, (one, other) in pairs.items()
+            if answer(one) != answer(other) or _flags(one) != _flags(other)
+        },
+        largest=_largest(list(pairs.values())),
+    )
+
+
+def _items(section: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    return {int(item["index"]): item for item in section.get("items") or []}
+
+
+def _flags(item: Mapping[str, Any]) -> dict[str, bool]:
+    """What is right or wrong of an item."""
+    return {name: value for name, value in item.items() if isinstance(value, bool)}
+
+
+def _same_question(one: Mapping[str, Any], other: Mapping[str, Any] | None) -> bool:
+    return other is not None and all(one.get(key) == other.get(key) for key in TARGET_KEYS)
+
+
+def _figure(
+    name: str,
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]],
+) -> Figure:
+    """A figure with the paired interval of its difference.
+
+    The interval is normal: 1.96 standard errors of the mean of the items' differences. That of a
+    perplexity comes from its logarithm, whose mean it is.
+    """
+    key = ITEM_KEYS.get(name, name)
+    low = high = None
+    if all(_is_number(item.get(key)) for pair in pairs for item in pair) and len(pairs) > 1:
+        values = np.array([[float(one[key]), float(other[key])] for one, other in pairs])  # [N, 2]
+        mean, half = mean_95(values[:, 1] - values[:, 0])
+        if half is not None:
+            low, high = mean - half, mean + half
+            if name == "perplexity":
+                of_a = math.exp(-float(values[:, 0].mean()))
+                low, high = of_a * math.expm1(-high), of_a * math.expm1(-low)
+    difference = b["value"] - a["value"]
+    return Figure(a["value"], b["value"], difference, low, high, bool(a["percent"]))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) and math.isfinite(value)
+
+
+def _largest(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, float]:
+    """Of the numbers of the items, besides flags; only what differs."""
+    found: dict[str, float] = {}
+    for one, other in pairs:
+        for key in one.keys() & other.keys() - {"index"}:
+            if isinstance(one[key], float) and isinstance(other[key], float):
+                found[key] = max(found.get(key, 0.0), abs(one[key] - other[key]))
+    return {key: found[key] for key in sorted(found) if found[key]}
+
+
+def _measured(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
+    """Rates and latencies, which are never quite the same."""
+    rates_a, rates_b = dict(_rates(a)), dict(_rates(b))
+    for name, value in rates_a.items():
+        if name in rates_b:
+            yield name, value, rates_b[name]
+
+
+def _rates(content: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for row in (content.get("speed") or {}).get("rows", []):
+        what = f"speed, batch size {row['batch_size']}, {row['input_len']} tokens in, "
+        what += f"{row['output_len']} out"
+        yield f"{what}: p50 [ms]", row["latency_p50_ms"]
+        yield f"{what}: tokens/s", row["tokens_per_second"]
+    for run in (content.get("load") or {}).get("runs", []):
+        many = f"{run['clients']} clients" if run["clients"] else f"{run['rate']} requests/s"
+        what = f"load, {run['path']}, {many}"
+        yield f"{what}: p50 [ms]", run["latency_ms"]["p50"]
+        yield f"{what}: tokens/s", run["tokens_per_second"]
+    for name, task in content["tasks"].items():
+        rate = (task.get("pace") or {}).get("tokens_per_second")
+        if rate is not None:
+            yield f"{name}: tokens/s", rate
