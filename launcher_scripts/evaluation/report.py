@@ -25,6 +25,7 @@ from launcher_scripts.common.rendering import render
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.evaluation import plots
+from launcher_scripts.evaluation.gate import Verdict
 from launcher_scripts.evaluation.speed import SpeedRow
 from launcher_scripts.evaluation.tasks.task import TaskResult
 
@@ -33,18 +34,27 @@ CLIENT_PACKAGES = ("tritonclient", "numpy")
 
 
 class Report:
-    """The report in one results folder; what is added is on disk when the call returns."""
+    """The report in one results folder; what is added is on disk when the call returns.
+
+    A verdict is about what was measured until then, so opening a report for more withdraws it.
+    """
 
     def __init__(self, results_dir: Path, model_name: str) -> None:
         """Raises ConfigError when the folder's report is another model's or is no report."""
         self.results_dir = results_dir
+        self.verdict_file.unlink(missing_ok=True)
         self.content: dict[str, Any] = {"schema": SCHEMA, "model": model_name, "tasks": {}}
         if self.json_file.exists():
             self.content = _read(self.json_file, model_name)
+            self.content.pop("verdict", None)
 
     @property
     def json_file(self) -> Path:
         return self.results_dir / "report.json"
+
+    @property
+    def verdict_file(self) -> Path:
+        return self.results_dir / "verdict.json"
 
     @property
     def html_file(self) -> Path:
@@ -74,6 +84,13 @@ class Report:
             "rows": [dataclasses.asdict(row) for row in rows],
         }
         self._write()
+
+    def add_verdict(self, verdict: Verdict) -> None:
+        """Put the verdict into the report and, last of all, beside it as verdict.json."""
+        self.content["verdict"] = dataclasses.asdict(verdict)
+        self._write()
+        text = json.dumps(self.content["verdict"], indent=1, ensure_ascii=False)
+        atomic_write(self.verdict_file, text + "\n")
 
     def _write(self) -> None:
         self.results_dir.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,70 @@
+"""Work on reports: python3 -m launcher_scripts.evaluation COMMAND --help."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from launcher_scripts.common.errors import LauncherError
+from launcher_scripts.common.exit_codes import ERROR
+from launcher_scripts.config.policy import PolicySettings, read_policy
+from launcher_scripts.evaluation import gate
+from launcher_scripts.evaluation.paired import read_report
+from launcher_scripts.evaluation.report import Report
+
+
+@dataclass(frozen=True)
+class Command:
+    """One word of the command line. run: gives the exit code."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are not taken for a verdict."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(ERROR, f"error: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="python3 -m launcher_scripts.evaluation", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, command in COMMANDS.items():
+        command.add_arguments(commands.add_parser(name, help=command.help))
+    given = parser.parse_args(argv)
+    try:
+        return COMMANDS[given.command].run(given)
+    except LauncherError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ERROR
+
+
+def _judge_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("report", type=Path, help="report.json; its verdict is replaced")
+    parser.add_argument("--policy", type=Path, help="YAML file; by default the default policy")
+
+
+def _judge(given: argparse.Namespace) -> int:
+    """0: GO, 1: NO-GO, 2: INCONCLUSIVE."""
+    policy = read_policy(given.policy) if given.policy else PolicySettings()
+    folder = given.report.absolute().parent
+    content = read_report(given.report)
+    verdict = gate.judge(content, policy, folder)
+    print("\n".join(verdict.lines()))
+    Report(folder, content["model"]).add_verdict(verdict)
+    return verdict.exit_code
+
+
+COMMANDS = {"judge": Command("may the model go live?", _judge_arguments, _judge)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
