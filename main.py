@@ -25,15 +25,18 @@ try:
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from launcher_scripts.common.errors import ConfigError, LauncherError
+    from launcher_scripts.common.errors import ConfigError, LauncherError, VerdictError
+    from launcher_scripts.common.exit_codes import ERROR, VERDICTS
     from stages.choices import check_choices, check_grammar, check_keys
     from stages.gateway import register_deployed_gateway
     from stages.plan import Plan, make_plan
 except ModuleNotFoundError as missing:
-    sys.exit(
+    print(
         f"error: {sys.executable} has no package {missing.name}: `make setup` installs all of them "
-        "into .venv, `. .venv/bin/activate` makes that the python3 that is run"
+        "into .venv, `. .venv/bin/activate` makes that the python3 that is run",
+        file=sys.stderr,
     )
+    sys.exit(3)  # exit_codes.ERROR, which may be what is missing
 
 CHECKOUT = Path(__file__).resolve().parent
 
@@ -72,12 +75,20 @@ def main(config: DictConfig) -> None:
     except BrokenPipeError:
         # The reader has seen enough; Python would complain about the rest at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+        raise Ended(128 + signal.SIGPIPE) from None
+
+
+class Ended(SystemExit):
+    """An end with an exit code that the launcher has chosen."""
 
 
 def refused(error: LauncherError) -> NoReturn:
+    """End with the code of a verdict or of a failed job, or else with one that is no verdict."""
+    if isinstance(error, VerdictError):
+        print(error, file=sys.stderr)
+        raise Ended(error.exit_code)
     print(f"error: {error}", file=sys.stderr)
-    sys.exit(error.exit_code)
+    raise Ended(ERROR if error.exit_code in VERDICTS else error.exit_code)
 
 
 def explain(arguments: list[str]) -> None:
@@ -100,7 +111,8 @@ if __name__ == "__main__":
     except SystemExit as ended:
         if ended.code:
             explain(sys.argv[1:])
-        raise
+        # Hydra's own error is 1, which is a verdict here.
+        sys.exit(ended.code if isinstance(ended, Ended) or ended.code != 1 else ERROR)
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

@@ -11,6 +11,7 @@ from typing import Any
 from launcher_scripts.cluster.job import Job, JobFolder, Resources
 from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.config.options import values_of
+from launcher_scripts.config.policy import BaselineBounds, PolicySettings, opened
 from launcher_scripts.config.schema import build
 from launcher_scripts.config.security import ClientTls
 from launcher_scripts.config.settings import EvaluateOptions, EvaluateSettings
@@ -61,7 +62,7 @@ class EvaluateBlock(EvaluateOptions):
 class Evaluate(Stage):
     name = "evaluate"
     block_type = EvaluateBlock
-    modules = ("measure_accuracy", "measure_speed")
+    modules = ("measure_accuracy", "measure_speed", "judge")
 
     def __init__(self, launch: Launch) -> None:
         super().__init__(launch)
@@ -76,8 +77,27 @@ class Evaluate(Stage):
             model_name=block.model_name,
             tokenizer_dir=str(self.tokenizer_dir),
             tasks=block.task_settings(),
-            **values_of(EvaluateOptions, block) | {"grpc_tls": self._tls()},
+            **values_of(EvaluateOptions, block) | {"grpc_tls": self._tls(), "policy": self.policy},
         )
+
+    @cached_property
+    def policy(self) -> PolicySettings | None:
+        """The policy with absolute paths."""
+        policy = opened(self.block.policy)
+        if policy is None:
+            return None
+        whole = replace(policy, baseline=_absolute(policy.baseline))
+        inner = whole.if_measured
+        if inner is None:
+            return whole
+        return replace(whole, if_measured=replace(inner, baseline=_absolute(inner.baseline)))
+
+    def _baselines(self) -> Iterator[tuple[str, str]]:
+        """(the path of a report, its key) of those that the policy compares with."""
+        policy = self.policy
+        for key, bounds in (("", policy), (".if_measured", policy and policy.if_measured)):
+            if bounds is not None and bounds.baseline is not None:
+                yield bounds.baseline.report, f"evaluate.policy{key}.baseline.report"
 
     def _tls(self) -> ClientTls | None:
         tls = self.block.grpc_tls
@@ -156,6 +176,7 @@ class Evaluate(Stage):
         wanted = {
             "measure_accuracy": bool(self.settings.tasks),
             "measure_speed": self.settings.benchmark is not None,
+            "judge": self.settings.policy is not None,
         }
         return tuple(module for module in self.modules if wanted[module])
 
@@ -167,7 +188,9 @@ class Evaluate(Stage):
         data = (Path(path) for _, path, _ in self._task_files())
         cache = [self.cache("matplotlib")] if self.in_container else []
         tls = map(Path, self._tls_files().values())
-        return [Path(settings.ready_file), Path(settings.tokenizer_dir), *data, *tls, *cache]
+        baselines = (Path(path) for path, _ in self._baselines())
+        own = [Path(settings.ready_file), Path(settings.tokenizer_dir)]
+        return [*own, *data, *baselines, *tls, *cache]
 
     def _task_files(self) -> Iterator[tuple[str, str, str]]:
         """(what it is, its path, its key) of every file that the tasks read."""
@@ -199,6 +222,8 @@ class Evaluate(Stage):
             checks.exists(what, settings.tokenizer_dir, "evaluate.tokenizer_dir")
         for what, path, key in self._task_files():
             checks.exists(what, path, key)
+        for path, key in self._baselines():
+            checks.exists("the earlier report", path, key)
 
     def _check_tasks(self) -> None:
         """The model must be of a kind that can answer what it is asked."""
@@ -273,6 +298,10 @@ class Evaluate(Stage):
                 got=list(self.launch.stages),
                 change="evaluate.in_deploy_job, stages=[deploy,evaluate] or evaluate.ready_file",
             )
+
+
+def _absolute(baseline: BaselineBounds | None) -> BaselineBounds | None:
+    return baseline and replace(baseline, report=absolute(baseline.report))
 
 
 def _task(name: str, block: Any) -> TaskSettings:

@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_made(
     if constraints is not None:
         (command.parent / "constraints.txt").write_text(constraints)
     ran = run_overlay(command, "--python", python, str(tmp_path / "folder"))
-    assert ran.returncode == 1
+    assert ran.returncode == 3
     assert says in ran.stderr and "Traceback" not in ran.stderr
     assert not list(tmp_path.glob("folder*"))
 
@@ -162,7 +162,7 @@ def run_step(
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_says_in_one_line_what_is_missing(checkout: Path, step: str) -> None:
     ran = run_step(checkout, step, "--settings", "absent.yaml")
-    assert ran.returncode == 1 and ran.stdout == ""
+    assert ran.returncode == 3 and ran.stdout == ""
     (line,) = ran.stderr.splitlines()
     assert line.startswith(f"error: {step}: {sys.executable} (Python 3.")
     assert "numpy" in line and "yaml" in line and "cluster.overlay" in line
@@ -173,7 +173,7 @@ def test_a_step_says_in_one_line_what_is_missing(checkout: Path, step: str) -> N
 def test_a_folder_for_another_python_is_named(checkout: Path, tmp_path: Path) -> None:
     (tmp_path / "overlay.json").write_text('{"python": "3.9"}')
     ran = run_step(checkout, STEPS[0], PYTHONPATH=f"{checkout}:{tmp_path}")
-    assert ran.returncode == 1
+    assert ran.returncode == 3
     (line,) = ran.stderr.splitlines()
     assert f"the packages in {tmp_path} are for another Python; got Python 3.9" in line
 
@@ -182,9 +182,11 @@ def test_a_python_that_is_too_old(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 8, 10))
-    with pytest.raises(SystemExit, match=r"convert_checkpoint needs Python 3\.10 or later"):
+    with pytest.raises(SystemExit, match="3"):
         packages.check_packages("convert_checkpoint")
-    assert capsys.readouterr().out == ""
+    printed = capsys.readouterr()
+    assert "error: convert_checkpoint needs Python 3.10 or later" in printed.err
+    assert printed.out == ""
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,9 @@ def items_of(samples: Sequence[dict[str, Any]]) -> list[Item]:
 
 def read_reference() -> list[Item]:
     content: dict[str, Any] = json.loads(REFERENCE.read_text(encoding="utf-8"))
-    return [(item["correct"], item["log_likelihood"]) for item in content["items"]]
+    return [
+        (item["correct"], item["log_likelihood"]) for item in content["tasks"]["lambada"]["items"]
+    ]
 
 
 def compare(served: Sequence[Item], reference: Sequence[Item]) -> list[str]:

@@ -17,7 +17,13 @@ from launcher_scripts.cluster.options import ConfiguredCluster, Options
 from launcher_scripts.cluster.process import POLL_SECONDS, Process, ServiceProcess
 from launcher_scripts.cluster.record import JobRecord
 from launcher_scripts.cluster.state import JobState
-from launcher_scripts.common.errors import ClusterError, ServerError
+from launcher_scripts.common.errors import (
+    ClusterError,
+    LauncherError,
+    ServerError,
+    VerdictError,
+)
+from launcher_scripts.common.exit_codes import VERDICTS
 from launcher_scripts.common.processes import StopRequest, adopt_orphans
 
 
@@ -182,7 +188,12 @@ class ForegroundCluster(ConfiguredCluster[Options]):
 
 def _check_exit(process: Process) -> None:
     code = process.exit_code()
-    if code:
+    if not code:
+        return
+    error: LauncherError
+    if code in VERDICTS and process.submitted.job.judges:
+        error = VerdictError(f"{VERDICTS[code]}: the end of the {process.name}: {process.log}")
+    else:
         error = ClusterError(f"the {process.name} failed with exit code {code}: {process.log}")
-        error.exit_code = code
-        raise error
+    error.exit_code = code
+    raise error

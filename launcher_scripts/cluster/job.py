@@ -185,6 +185,11 @@ class Job:
     def name(self) -> str:
         return self.folder.name
 
+    @property
+    def judges(self) -> bool:
+        """Whether the job's exit code is that of a verdict (common/exit_codes.py)."""
+        return self.steps[-1].name == "judge"
+
     def settings_files(self) -> dict[Path, str]:
         """The settings files by their paths, with that of a client in the same job."""
         own = {self.folder.settings: settings_text(self.settings)}

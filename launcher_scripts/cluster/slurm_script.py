@@ -11,6 +11,7 @@ from launcher_scripts.cluster.enroot import EnrootImage, enroot_mount
 from launcher_scripts.cluster.job import Job, Step
 from launcher_scripts.cluster.slurm_options import SlurmOptions, file_pattern
 from launcher_scripts.cluster.variables import Variables
+from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.common.rendering import render
 
 # How often a client's job asks for the state of its server's job.
@@ -67,6 +68,7 @@ def _beside(job: Job) -> str:
         return ""
     return render(
         "beside_server.sh.j2",
+        error_code=ERROR,
         job=job,
         server_log_stem=job.folder.server_log_stem,
         check_seconds=1 if job.client is not None else _CHECK_SECONDS,

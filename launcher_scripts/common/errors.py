@@ -32,6 +32,10 @@ class CheckpointError(LauncherError):
     """A checkpoint, as read or as written, is not what it should be."""
 
 
+class VerdictError(LauncherError):
+    """The verdict of an evaluation is not GO; exit_code is the verdict's."""
+
+
 class ClusterError(LauncherError):
     """The cluster refused or lost a job."""
 

@@ -15,10 +15,12 @@ import yaml
 
 from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ConfigError, Problems, problem
+from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.ready_file import replica_file
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.options import PORTS, check_options, described, option
+from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.schema import build, is_required
 from launcher_scripts.config.security import LOOPBACK, ClientTls, ServerSecurity
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
@@ -291,6 +293,7 @@ class EvaluateOptions:
     """How a served model is asked, in the block `evaluate`.
 
     replicas: of how many servers the requests go to; 0: of the one of `ready_file` itself
+    policy:   what the report is judged by, or a YAML file of it; None: it is not judged
     """
 
     benchmark: BenchmarkSettings | None = None
@@ -300,6 +303,7 @@ class EvaluateOptions:
     replicas: int = 0
     grpc_tls: ClientTls | None = None
     resume: bool = option(True, "whether to go on where an interrupted evaluation was")
+    policy: str | PolicySettings | None = None
 
 
 @dataclass(frozen=True)
@@ -309,6 +313,8 @@ class EvaluateSettings(EvaluateOptions):
     server_job_folder is that of the run of the server that is meant; None: whoever is ready.
     steps: those of the job, in order; behind the last one the next evaluation asks all anew
     """
+
+    error_code: ClassVar[int] = ERROR
 
     ready_file: str
     results_dir: str

@@ -6,8 +6,15 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
 
-from launcher_scripts.evaluation import compare
+from launcher_scripts.common.errors import LauncherError
+from launcher_scripts.common.exit_codes import ERROR
+from launcher_scripts.config.policy import PolicySettings, read_policy
+from launcher_scripts.evaluation import compare, gate
+from launcher_scripts.evaluation.report import Report
+from launcher_scripts.evaluation.report_content import read_content, report_file
 
 
 @dataclass(frozen=True)
@@ -19,20 +26,49 @@ class Command:
     run: Callable[[argparse.Namespace], int]
 
 
-COMMANDS = {
-    "compare": Command("what differs between two reports", compare.add_arguments, compare.run)
-}
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are not taken for a verdict."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(ERROR, f"error: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python3 -m launcher_scripts.evaluation", description=__doc__
-    )
+    parser = Parser(prog="python3 -m launcher_scripts.evaluation", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.help))
     given = parser.parse_args(argv)
-    return COMMANDS[given.command].run(given)
+    try:
+        return COMMANDS[given.command].run(given)
+    except LauncherError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ERROR
+
+
+def _judge_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "report", type=Path, help="report.json or its folder; its verdict is replaced"
+    )
+    parser.add_argument("--policy", type=Path, help="YAML file; by default the default policy")
+
+
+def _judge(given: argparse.Namespace) -> int:
+    """0: GO, 1: NO-GO, 2: INCONCLUSIVE."""
+    policy = read_policy(given.policy) if given.policy else PolicySettings()
+    folder = report_file(given.report.absolute()).parent
+    content = read_content(given.report, "the command line")
+    verdict = gate.judge(content, policy, folder)
+    print("\n".join(verdict.lines()))
+    Report(folder, content["model"]).add_verdict(verdict)
+    return verdict.exit_code
+
+
+COMMANDS = {
+    "compare": Command("what differs between two reports", compare.add_arguments, compare.run),
+    "judge": Command("may the model go live?", _judge_arguments, _judge),
+}
 
 
 if __name__ == "__main__":

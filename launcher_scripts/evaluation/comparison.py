@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -77,7 +78,7 @@ def compared(
 def compare(served: TaskResult, reference: TaskResult, source: str) -> Comparison:
     """Raises ConfigError when the reference has other items."""
     known = {item["index"]: item for item in reference.items}
-    missing = [item["index"] for item in served.items if not _same_item(item, known)]
+    missing = [item["index"] for item in served.items if not same_item(item, known)]
     if missing:
         raise ConfigError(
             problem(f"{source} does not have every item", got=missing[:10], change=REFERENCE_KEY)
@@ -96,17 +97,28 @@ def compare(served: TaskResult, reference: TaskResult, source: str) -> Compariso
         different=different,
         items={index: known[index] for index in different},
         pace=reference.pace,
+        values=_values([known[item["index"]] for item in served.items]),
     )
 
 
-def _same_item(item: dict[str, Any], known: dict[Any, dict[str, Any]]) -> bool:
+def _values(items: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """What every item has a number or a truth value for, besides its index and target."""
+    names = (set.intersection(*map(set, items)) if items else set()) - {"index", *TARGET_KEYS}
+    return {
+        name: [item[name] for item in items]
+        for name in sorted(names)
+        if all(isinstance(item[name], (bool, int, float)) for item in items)
+    }
+
+
+def same_item(item: Mapping[str, Any], known: Mapping[Any, Mapping[str, Any]]) -> bool:
     """Whether the reference has the item, with the same target."""
     other = known.get(item["index"])
     shared = [key for key in TARGET_KEYS if other is not None and key in item and key in other]
     return other is not None and all(item[key] == other[key] for key in shared)
 
 
-def answer(item: dict[str, Any]) -> Any:
+def answer(item: Mapping[str, Any]) -> Any:
     """What makes two items the same answer."""
     return next((item[key] for key in ANSWER_KEYS if key in item), None)
 

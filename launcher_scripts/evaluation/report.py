@@ -23,6 +23,7 @@ from launcher_scripts.common.rendering import render
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.evaluation import plots
+from launcher_scripts.evaluation.gate import Verdict
 from launcher_scripts.evaluation.provenance import client_versions, digests, project_commit
 from launcher_scripts.evaluation.report_content import FILE_NAME, SCHEMA, read_content
 from launcher_scripts.evaluation.speed import SpeedRow
@@ -30,23 +31,31 @@ from launcher_scripts.evaluation.tasks.task import TaskResult
 
 
 class Report:
-    """The report in one results folder; what is added is on disk when the call returns."""
+    """The report in one results folder; what is added is on disk when the call returns.
+
+    A verdict is about what was measured until then, so opening a report for more withdraws it.
+    """
 
     def __init__(self, results_dir: Path, model_name: str) -> None:
         """Raises ConfigError when the folder's report is another model's or is no report."""
         self.results_dir = results_dir
         self.content: dict[str, Any] = {"schema": SCHEMA, "model": model_name, "tasks": {}}
-        if not self.json_file.exists():
-            return
-        change = "evaluate.run.results_dir, or remove the file"
-        self.content = read_content(self.json_file, change)
-        if (model := self.content["model"]) != model_name:
-            what = f"{self.json_file} is a report of another model than {model_name}"
-            raise ConfigError(problem(what, got=model, change=change))
+        if self.json_file.exists():
+            change = "evaluate.run.results_dir, or remove the file"
+            self.content = read_content(self.json_file, change)
+            if (model := self.content["model"]) != model_name:
+                what = f"{self.json_file} is a report of another model than {model_name}"
+                raise ConfigError(problem(what, got=model, change=change))
+            self.content.pop("verdict", None)
+        self.verdict_file.unlink(missing_ok=True)
 
     @property
     def json_file(self) -> Path:
         return self.results_dir / FILE_NAME
+
+    @property
+    def verdict_file(self) -> Path:
+        return self.results_dir / "verdict.json"
 
     @property
     def html_file(self) -> Path:
@@ -76,6 +85,13 @@ class Report:
             "rows": [dataclasses.asdict(row) for row in rows],
         }
         self._write()
+
+    def add_verdict(self, verdict: Verdict) -> None:
+        """Put the verdict into the report and, last of all, beside it as verdict.json."""
+        self.content["verdict"] = dataclasses.asdict(verdict)
+        self._write()
+        text = json.dumps(self.content["verdict"], indent=1, ensure_ascii=False)
+        atomic_write(self.verdict_file, text + "\n")
 
     def _write(self) -> None:
         self.results_dir.mkdir(parents=True, exist_ok=True)

@@ -11,19 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from launcher_scripts.evaluation import statistics
 from launcher_scripts.evaluation.comparison import TARGET_KEYS, answer
 from launcher_scripts.evaluation.journal import differences
+from launcher_scripts.evaluation.paired import FIELDS, flags
 from launcher_scripts.evaluation.report_content import harness_items
-from launcher_scripts.evaluation.tasks.task import mean_95
 
-# What an item holds of a figure that is called otherwise.
-ITEM_KEYS = {
-    "accuracy": "correct",
-    "last_token_accuracy": "last_token_correct",
-    "perplexity": "log_likelihood",
-}
 # When and by which processes something was measured, which differs between any two reports.
 PASSING = ("date", "runs")
 PASSING_OF_SERVER = ("alive_at", "timeline", "pid", "job")
@@ -241,21 +234,20 @@ def _figure(
     b: Mapping[str, Any],
     pairs: list[tuple[dict[str, Any], dict[str, Any]]],
 ) -> Figure:
-    """A figure with the paired interval of its difference.
-
-    The interval is normal: 1.96 standard errors of the mean of the items' differences. That of a
-    perplexity comes from its logarithm, whose mean it is.
-    """
-    key = ITEM_KEYS.get(name, name)
+    """A figure with the paired interval of its difference (see statistics)."""
+    key = FIELDS.get(name, name)
     low = high = None
     if all(_is_number(item.get(key)) for pair in pairs for item in pair) and len(pairs) > 1:
-        values = np.array([[float(one[key]), float(other[key])] for one, other in pairs])  # [N, 2]
-        mean, half = mean_95(values[:, 1] - values[:, 0])
-        if half is not None:
-            low, high = mean - half, mean + half
+        values = [(float(one[key]), float(other[key])) for one, other in pairs]
+        if flags([value for pair in values for value in pair]):
+            won, lost = sum(x < y for x, y in values), sum(x > y for x, y in values)
+            interval = statistics.paired_share(won, lost, len(values))
+        else:
+            interval = statistics.mean([y - x for x, y in values])
             if name == "perplexity":
-                of_a = math.exp(-float(values[:, 0].mean()))
-                low, high = of_a * math.expm1(-high), of_a * math.expm1(-low)
+                of_a = math.exp(-sum(x for x, _ in values) / len(values))
+                interval = interval.mapped(lambda change: of_a * math.expm1(-change))
+        low, high = interval.low, interval.high
     difference = b["value"] - a["value"]
     return Figure(a["value"], b["value"], difference, low, high, bool(a["percent"]))
 

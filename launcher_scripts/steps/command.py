@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -19,34 +20,37 @@ from launcher_scripts.steps.flags import FlagTable
 def run_step(
     description: str,
     kind: type[Settings],
-    body: Callable[[Settings], None],
+    body: Callable[[Settings], int | None],
     argv: Sequence[str] | None = None,
     flags: FlagTable | None = None,
 ) -> int:
     """Read the settings that argv names, do `body` with them, and return the exit status.
 
-    With `flags`, argv may say the settings itself instead of naming a file.
-    A LauncherError is printed without a traceback and gives 1. Ctrl-C and SIGTERM unwind the body
-    like an exception and give the shell's 130 and 143.
+    With `flags`, argv may say the settings itself instead of naming a file. The status is what
+    the body returns, or 0. A LauncherError is printed without a traceback, any other exception with
+    it; both give `kind.error_code`, or 1 where the kind has none. Ctrl-C and SIGTERM unwind the
+    body like an exception and give the shell's 130 and 143.
     """
     given = _parsed(description, sys.argv[1:] if argv is None else argv, flags)
     _end_with_parent(getattr(given, "settings", None))
+    failed: int = getattr(kind, "error_code", 1)
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         if flags is None or "settings" in given:
-            body(read_settings(kind, given.settings))
-        else:
-            body(flags.settings(given))
+            return body(read_settings(kind, given.settings)) or 0
+        return body(flags.settings(given)) or 0
     except LauncherError as error:
         print(error, file=sys.stderr)
-        return 1
+        return failed
+    except Exception:
+        traceback.print_exc()
+        return failed
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except _Terminated:
         return 128 + signal.SIGTERM
     finally:
         signal.signal(signal.SIGTERM, before)
-    return 0
 
 
 def _parsed(description: str, argv: Sequence[str], flags: FlagTable | None) -> argparse.Namespace:

@@ -39,12 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(settings: EvaluateSettings) -> None:
     """Every task of the settings, one after the other; each is reported when it is done."""
+    report = Report(Path(settings.results_dir), settings.model_name)
     if not settings.tasks:
         raise ConfigError(problem("no task to measure", choices=TASKS, change="evaluate.tasks"))
     for task in settings.tasks:
         lookup(TASKS, task.name, "evaluate.tasks")
         check_packages(f"the task {task.name}", *PACKAGES.get(task.name, ()))
-    report = Report(Path(settings.results_dir), settings.model_name)
     try:
         tokenizer = load_tokenizer(Path(settings.tokenizer_dir))
     except TokenizerError as error:

@@ -31,10 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(settings: EvaluateSettings) -> None:
     """The whole sweep of the settings; reported when all of it is measured."""
+    report = Report(Path(settings.results_dir), settings.model_name)
     benchmark = settings.benchmark
     if benchmark is None:
         raise ConfigError(problem("no speed to measure", change="evaluate.benchmark"))
-    report = Report(Path(settings.results_dir), settings.model_name)
     vocab_size = read_vocab_size(Path(settings.tokenizer_dir))
     client, ready = connect(settings)
     with client:

@@ -6,6 +6,7 @@ It is read by Pythons that are too old for the rest: standard library only, no n
 import sys
 from importlib.util import find_spec
 
+from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.common.overlay import COMMAND, find_overlay
 
 OLDEST = (3, 10)
@@ -24,26 +25,35 @@ SAVE_TIME = ("blake3", "zlib_ng")
 
 
 def check_packages(step: str, *modules: str) -> None:
-    """End the process with one line unless this Python has every one of `modules`."""
+    """End the process with one line unless this Python has every one of `modules`.
+
+    The exit code is none of an evaluation's verdicts.
+    """
+    reason = _unfit(step, modules)
+    if reason is not None:
+        print(f"error: {reason}", file=sys.stderr)
+        raise SystemExit(ERROR)
+
+
+def _unfit(step: str, modules: "tuple[str, ...]") -> "str | None":
     here = version(sys.version_info[:2])
     python = f"{sys.executable} (Python {here})"
     if sys.version_info[:2] < OLDEST:
-        raise SystemExit(
-            f"error: {step} needs Python {version(OLDEST)} or later; got {python}; change "
+        return (
+            f"{step} needs Python {version(OLDEST)} or later; got {python}; change "
             "cluster.python to a newer one of the image, or container to a newer image"
         )
     overlay = find_overlay()
     if overlay is not None and overlay[1] != here:
-        raise SystemExit(
-            f"error: {step}: the packages in {overlay[0]} are for another Python; got Python "
+        return (
+            f"{step}: the packages in {overlay[0]} are for another Python; got Python "
             f"{overlay[1]}; this is {python}; {remedy(here)}"
         )
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
-        raise SystemExit(
-            f"error: {step}: {python} does not have {', '.join(missing)}; "
-            f"{remedy(here, torch='torch' in missing)}"
-        )
+        lacks = f"{step}: {python} does not have {', '.join(missing)}"
+        return f"{lacks}; {remedy(here, torch='torch' in missing)}"
+    return None
 
 
 def note_slow_checksums() -> None:

@@ -16,11 +16,15 @@ import torch
 from gguf import GGUFReader, dequantize
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from launcher_scripts.evaluation.report_content import SCHEMA
 from launcher_scripts.evaluation.tasks import lambada
 
 ROOT = Path(__file__).parents[2]
 ITEMS = ROOT / "launcher_scripts" / "evaluation" / "data" / "lambada_first200.jsonl"
 TARGET = ITEMS.with_name("smollm2_lambada_first200_reference.json")
+
+# Where the items go, which take a line each.
+ITEMS_MARK = "<items>"
 
 NAMES = {
     "attn_q": "self_attn.q_proj",
@@ -88,19 +92,31 @@ def main() -> None:
                 yield model(torch.tensor([row])).logits[0].numpy()
 
     results = list(lambada.measure(items, score(lambada.rows_to_score(items))))
+    items = [dataclasses.asdict(result) for result in results]
+    section = {
+        "settings": {"limit": None},
+        "metrics": {
+            name: dataclasses.asdict(metric) for name, metric in lambada.summarise(results).items()
+        },
+        "items": ITEMS_MARK,
+    }
     reference = {
+        "schema": SCHEMA,
         "made_by": "tests/data/make_smollm2_reference.py",
         "versions": {name: version(name) for name in ("transformers", "torch", "gguf", "numpy")},
         "model": file.name,
         "data_type": "fp32",
-        "metrics": {
-            name: dataclasses.asdict(metric) for name, metric in lambada.summarise(results).items()
-        },
-        "items": [dataclasses.asdict(result) for result in results],
+        "tasks": {"lambada": section},
     }
-    rows = ",\n  ".join(json.dumps(item) for item in reference.pop("items"))
-    head = json.dumps(reference, indent=1).removesuffix("\n}")
-    TARGET.write_text(f'{head},\n "items": [\n  {rows}\n ]\n}}\n', encoding="utf-8")
+    write(reference, items)
+
+
+def write(reference: dict, items: list[dict]) -> None:
+    """The report with one line an item."""
+    rows = ",\n     ".join(json.dumps(item) for item in items)
+    text = json.dumps(reference, indent=1)
+    text = text.replace(json.dumps(ITEMS_MARK), f"[\n     {rows}\n    ]")
+    TARGET.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from launcher_scripts.evaluation import statistics
 from launcher_scripts.evaluation.__main__ import main
 from launcher_scripts.evaluation.report_difference import explain
-from launcher_scripts.evaluation.tasks.task import Z_95
 from launcher_scripts.steps import measure_accuracy
 from tests.evaluation.fake_server import FakeServer
 from tests.evaluation.test_steps import ROOT, announce, job, settings_file
@@ -126,12 +126,13 @@ def test_items_that_changed_show_both_texts(
     assert "largest difference of an item's log_likelihood: 4\n" in said
     assert "lambada: 1 answers differ; lambada: accuracy differs by -0.25" in said
     (found, other) = explain(*pair[:2], pair[2], pair[2]).sections
-    # The differences are -1, 0, 0, 0: mean -1/4, variance 1/4, standard error 1/4.
     accuracy, perplexity = found.figures.values()
-    assert (accuracy.low, accuracy.high) == pytest.approx((-0.25 - Z_95 / 4, -0.25 + Z_95 / 4))
-    # Those of the log-likelihoods are -4, 0, 0, 0: mean -1, standard error 1.
+    of_accuracy = statistics.paired_share(0, 1, 4)
+    assert (accuracy.low, accuracy.high) == (of_accuracy.low, of_accuracy.high)
     assert perplexity.difference == pytest.approx(math.exp(2.5) - math.exp(1.5))
-    ends = [math.exp(1.5) * (math.exp(end) - 1) for end in (1 - Z_95, 1 + Z_95)]
+    of_items = statistics.mean([-4.0, 0.0, 0.0, 0.0])
+    of_a = sum(item["log_likelihood"] for item in pair[0]["tasks"]["lambada"]["items"]) / 4
+    ends = [math.exp(-of_a) * math.expm1(-end) for end in (of_items.high, of_items.low)]
     assert (perplexity.low, perplexity.high) == pytest.approx(tuple(ends))
     assert other.figures["bleu"].low is None
 

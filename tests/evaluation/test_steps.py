@@ -94,7 +94,7 @@ def test_progress_comes_in_tenths(capsys):
     ],
 )
 def test_errors_are_one_line_and_leave_no_report(job, capsys, step, changes, says):
-    assert step.main(["--settings", settings_file(job, **changes)]) == 1
+    assert step.main(["--settings", settings_file(job, **changes)]) == 3
     captured = capsys.readouterr()
     assert says in captured.err and "Traceback" not in captured.err
     assert captured.out == "" and not (job / "results").exists()
@@ -104,7 +104,7 @@ def test_a_wrong_reference_is_found_before_anything_is_asked(job, capsys):
     task = TaskSettings("lambada", str(job / "items.jsonl"), reference=str(job / "items.jsonl"))
     with FakeServer() as server:
         announce(job, server)
-        assert measure_accuracy.main(["--settings", settings_file(job, tasks=(task,))]) == 1
+        assert measure_accuracy.main(["--settings", settings_file(job, tasks=(task,))]) == 3
         assert server.received == []
     assert "items.jsonl is no report: JSONDecodeError" in capsys.readouterr().err
 
@@ -117,7 +117,7 @@ def test_answers_are_kept_where_the_reference_is_of_other_items(job, capsys):
     task = TaskSettings("lambada", str(job / "items.jsonl"), reference=str(job / "other.json"))
     with FakeServer() as server:
         announce(job, server)
-        assert measure_accuracy.main(["--settings", settings_file(job, tasks=(task,))]) == 1
+        assert measure_accuracy.main(["--settings", settings_file(job, tasks=(task,))]) == 3
     assert "does not have every item; got [0, 1, 2]" in capsys.readouterr().err
     report = json.loads((job / "results" / "report.json").read_text())
     assert len(report["tasks"]["lambada"]["items"]) == 3
@@ -126,7 +126,7 @@ def test_answers_are_kept_where_the_reference_is_of_other_items(job, capsys):
 def test_batches_that_the_model_does_not_take_are_refused_before_measuring(job, capsys):
     with FakeServer(max_batch_size=1) as server:
         announce(job, server)
-        assert measure_speed.main(["--settings", settings_file(job)]) == 1
+        assert measure_speed.main(["--settings", settings_file(job)]) == 3
         assert server.received == []
     assert "takes at most 1 rows in one request; got [2]" in capsys.readouterr().err
 
@@ -173,8 +173,9 @@ def test_a_signal_ends_a_waiting_step_at_once(job, number, status):
     assert not (job / "results").exists()
 
 
-def test_what_a_task_needs_is_asked_for_before_anything_else(job, monkeypatch):
+def test_what_a_task_needs_is_asked_for_before_anything_else(job, monkeypatch, capsys):
     monkeypatch.setitem(measure_accuracy.PACKAGES, "lambada", ("absent_module",))
-    says = r"the task lambada: .* does not have absent_module; make a folder of packages"
-    with pytest.raises(SystemExit, match=says):
+    with pytest.raises(SystemExit, match="3"):
         measure_accuracy.main(["--settings", settings_file(job)])
+    says = r"the task lambada: .* does not have absent_module; make a folder of packages"
+    assert re.search(says, capsys.readouterr().err)

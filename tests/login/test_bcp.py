@@ -108,7 +108,7 @@ def test_the_code_of_the_rank_that_fails_is_the_launchers(
     )
     given = (*arguments, PYTHON, "deploy.run.nodes=2")
     result = run("stages=[export,deploy]", BCP, *given, NGC_ARRAY_SIZE="2", FAILS_1="9")
-    assert result.returncode == 1
+    assert result.returncode == 3
     assert "ended with exit code 9" in result.stderr
     assert len(noted(calls)) == 3
 
@@ -124,7 +124,7 @@ def test_a_machine_without_bcprun_is_told_so(
 ) -> None:
     assert not (bare_path / "bcprun").exists()
     result = run("stages=[export]", BCP, *arguments)
-    assert result.returncode == 1
+    assert result.returncode == 3
     assert "bcprun is not on the PATH" in result.stderr
 
 

@@ -241,9 +241,11 @@ def test_nothing_to_measure(problems: Finder) -> None:
 def test_a_task_or_the_benchmark_can_be_left_out(plan: Planner, arguments: list[str]) -> None:
     stages = "stages=[export,deploy,evaluate]"
     made = plan(LOCAL, stages, *arguments, "evaluate.tasks.lambada=null")
-    assert made.stages[2].step_names() == ("measure_speed",)
+    assert made.stages[2].step_names() == ("measure_speed", "judge")
     made = plan(LOCAL, stages, *arguments, "evaluate.benchmark=null")
-    assert made.stages[2].step_names() == ("measure_accuracy",)
+    assert made.stages[2].step_names() == ("measure_accuracy", "judge")
+    made = plan(LOCAL, stages, *arguments, "evaluate.policy=null")
+    assert made.stages[2].step_names() == ("measure_accuracy", "measure_speed")
 
 
 def test_every_stage_speaks_at_once(problems: Finder) -> None:

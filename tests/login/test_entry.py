@@ -70,7 +70,7 @@ def test_tab_completion(run: Run, typed: str, offered: set[str]) -> None:
 )
 def test_a_mistake_gets_one_clear_answer(run: Run, mistake: str, answers: tuple[str, ...]) -> None:
     result = run(mistake)
-    assert result.returncode == 1
+    assert result.returncode == 3
     for answer in answers:
         assert answer in result.stderr
     assert "Traceback" not in result.stderr
@@ -107,7 +107,7 @@ def test_a_python_without_the_packages_is_told_where_they_are(checkout: Path) ->
         text=True,
         check=False,
     )
-    assert result.returncode == 1
+    assert result.returncode == 3
     assert "has no package hydra: `make setup` installs" in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -137,7 +137,7 @@ def test_keys_that_are_not_there_are_answered_with_those_that_are(run: Run) -> N
     wrong = ("cluster.partiton=batch", "deploy.server.http_prot=1", "env_vars.TRITON_CACHE_DIR=/k")
     right = ("stages=[deploy]", "cluster_type=bcm", "deploy=gpt3/deploy_gpt3", "+more=1")
     ran = run(*wrong, *right)
-    assert ran.returncode == 1
+    assert ran.returncode == 3
     assert "error: 3 problems in the command line:" in ran.stderr
     assert "cluster has no key partiton; got 'cluster.partiton'; choices: account, " in ran.stderr
     assert "deploy.server has no key http_prot" in ran.stderr

@@ -231,7 +231,7 @@ def test_a_gateway_beside_a_server_that_dies_ends_with_it(
 ) -> None:
     stages = ("stages=[export,deploy,gateway]", LOCAL, *arguments)
     result = run(*stages, SERVER="dies_later")
-    assert result.returncode == 1
+    assert result.returncode == 3
     assert "the deploy job deploy_tiny ended with exit code 9" in result.stderr
     assert not list(tmp_path.glob("the results/tiny/gateway_*/ready.json"))
 
@@ -250,7 +250,7 @@ def test_a_ready_file_of_an_earlier_run_does_not_count(
     (deploy_folder(tmp_path) / "ready.json").write_text("old")
     late = ("deploy.server.ready_timeout=0.5", *arguments)
     result = run("stages=[export,deploy,evaluate]", LOCAL, *late, SERVER="never_ready")
-    assert result.returncode == 1
+    assert result.returncode == 3
     assert "was not ready within 0.5 s" in result.stderr
     assert_ended((deploy_folder(tmp_path) / "pids").read_text())
 
@@ -291,7 +291,7 @@ def test_a_dead_server_fails_the_evaluation(
         SERVER=behaviour,
         EVALUATE_SECONDS="30",
     )
-    assert result.returncode == 1
+    assert result.returncode == 3
     assert f"ended with exit code {code}" in result.stderr
     assert f"| {reason}" in result.stderr
     assert_ended((deploy_folder(tmp_path) / "pids").read_text())
@@ -301,6 +301,32 @@ def test_a_dead_server_in_the_foreground_gives_its_code(run: Run, arguments: lis
     result = run("stages=[export,deploy]", LOCAL, *arguments, SERVER="dies_later")
     assert result.returncode == 9
     assert "failed with exit code 9" in result.stderr
+
+
+@pytest.mark.parametrize(("code", "verdict"), [(0, ""), (1, "NO-GO"), (2, "INCONCLUSIVE")])
+def test_a_verdict_is_the_launchers_exit_code(
+    run: Run, arguments: list[str], tmp_path: Path, code: int, verdict: str
+) -> None:
+    result = run("stages=[export,deploy,evaluate]", LOCAL, *arguments, VERDICT=str(code))
+    assert result.returncode == code, result.stderr
+    assert "judging the report" in result.stdout
+    if verdict:
+        assert f"{verdict}: the end of the evaluate job evaluate_tiny: " in result.stderr
+        assert "error" not in result.stderr
+    assert_ended((deploy_folder(tmp_path) / "pids").read_text())
+
+
+@pytest.mark.parametrize(
+    ("stages", "broken"),
+    [("[export]", {"EXPORT_EXITS": "1"}), ("[export,deploy,evaluate]", {"EXPORT_EXITS": "2"})],
+)
+def test_a_broken_job_is_no_verdict(
+    run: Run, arguments: list[str], stages: str, broken: dict[str, str]
+) -> None:
+    result = run(f"stages={stages}", LOCAL, *arguments, **broken)
+    assert result.returncode == 3
+    assert f"failed with exit code {broken['EXPORT_EXITS']}" in result.stderr
+    assert "judging the report" not in result.stdout
 
 
 def test_a_failing_evaluation_stops_the_server(

@@ -38,7 +38,7 @@ def test_stages_are_chained(run: Run, arguments: list[str], calls: Path, tmp_pat
 
 def test_a_refusal_is_one_message(run: Run, arguments: list[str], calls: Path) -> None:
     result = run("stages=[export,deploy]", *arguments, REFUSE="1")
-    assert result.returncode == 1
+    assert result.returncode == 3
     assert "sbatch refused the export job" in result.stderr
     assert "invalid partition specified" in result.stderr
     assert "export_tiny_submission.sh" in result.stderr
@@ -73,7 +73,7 @@ def test_a_machine_without_slurm_is_told_so(
 ) -> None:
     assert not (bare_path / "sbatch").exists()
     result = run("stages=[export]", *arguments)
-    assert result.returncode == 1
+    assert result.returncode == 3
     assert "sbatch is not on the PATH" in result.stderr
     assert not (tmp_path / "the results").exists()
 

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,81 +15,57 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from launcher_scripts.checkpoint.sources.gguf_llama import GGUFLlama
+from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.config.policy import PolicySettings
+from launcher_scripts.config.schema import build
+from launcher_scripts.evaluation import gate
+from launcher_scripts.evaluation.comparison import compare
+from launcher_scripts.evaluation.report_content import read_content
+from launcher_scripts.evaluation.tasks.task import Metric, TaskResult
 from launcher_scripts.steps import quickstart
 from tests.processes import wait_for
 
-METRICS = {"perplexity": {"value": 2.0}, "last_token_accuracy": {"value": 0.5}}
+
+def _verdict(change: dict[str, Any]) -> gate.Verdict:
+    """The verdict on the reference's own answers, but for the second item's `change`."""
+    section = read_content(quickstart.REFERENCE, "the quickstart")["tasks"]["lambada"]
+    metrics = {name: Metric(**metric) for name, metric in section["metrics"].items()}
+    reference = TaskResult(metrics, section["items"])
+    items = [dict(item) for item in section["items"]]
+    items[1] |= change
+    served = replace(reference, items=items)
+    served = replace(served, reference=compare(served, reference, "transformers"))
+    content = json.loads(json.dumps({"tasks": {"lambada": asdict(served)}}))
+    arguments = quickstart.command(Path("model.nemo"), Path("results"))
+    (asked,) = (one for one in arguments if one.startswith("evaluate.policy.reference="))
+    value = OverridesParser.create().parse_override(asked).value()
+    policy = build(PolicySettings, {"reference": value}, "the quickstart's policy")
+    return gate.judge(content, policy, Path())
 
 
-def _items(*, last: float = -2.0) -> list[dict[str, Any]]:
-    return [
-        {
-            "index": index,
-            "target": word,
-            "correct": correct,
-            "log_likelihood": likelihood,
-            "last_token_correct": correct,
-        }
-        for index, (word, correct, likelihood) in enumerate(
-            [(" door", True, -0.5), (" Helen", False, last)]
-        )
-    ]
-
-
-@pytest.fixture
-def results_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A results folder with a report that agrees with the reference."""
-    reference = tmp_path / "reference.json"
-    reference.write_text(json.dumps({"metrics": METRICS, "items": _items()}))
-    monkeypatch.setattr(quickstart, "REFERENCE", reference)
-    _report(tmp_path, _items(last=-2.001))
-    return tmp_path
-
-
-def _report(results_dir: Path, items: list[dict[str, Any]]) -> None:
-    folder = results_dir / "evaluate"
-    folder.mkdir(exist_ok=True)
-    tasks = {"lambada": {"metrics": METRICS, "items": items}}
-    (folder / "report.json").write_text(json.dumps({"tasks": tasks}))
-
-
-def test_the_last_lines_are_the_table_and_the_report(
-    results_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert quickstart.show(results_dir) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == f"report: {results_dir / 'evaluate' / 'report.html'}"
-    table = "\n".join(lines)
-    assert "1/2 = 50.0 %" in table
-    assert "2 of 2" in table
-    assert "1.0e-03" in table
+def test_the_same_answers_are_a_go() -> None:
+    verdict = _verdict({})
+    assert (verdict.verdict, verdict.exit_code) == ("GO", 0)
+    assert verdict.reasons[0].text.endswith("is 100 %; at least 100 % is asked; 200 of 200 items")
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "bound"),
     [
-        {"correct": True},
-        {"last_token_correct": True},
-        {"log_likelihood": -2.5},
-        {"target": " Ann"},
+        ({"correct": True}, "reference.min_agreement"),
+        ({"last_token_correct": False}, "reference.min_agreement"),
+        ({"log_likelihood": -50.0}, "reference.max_log_likelihood_difference"),
     ],
 )
-def test_one_differing_item_fails(
-    results_dir: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
-) -> None:
-    items = _items()
-    items[1] |= change
-    _report(results_dir, items)
-    assert quickstart.show(results_dir) == 1
-    out = capsys.readouterr().out
-    assert out.startswith("item 1: served")
-    assert "1 of 2" in out
+def test_one_differing_item_is_a_no_go(change: dict[str, Any], bound: str) -> None:
+    verdict = _verdict(change)
+    assert (verdict.verdict, verdict.exit_code) == ("NO-GO", 1)
+    assert [one.bound for one in verdict.reasons if one.level == "fail"] == [bound]
 
 
-def test_missing_items_fail(results_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _report(results_dir, _items()[:1])
-    assert quickstart.show(results_dir) == 1
-    assert "1 items were evaluated; the reference has 2" in capsys.readouterr().out
+def test_an_item_of_other_data_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"transformers does not have every item; got \[1\]"):
+        _verdict({"target": " Ann"})
 
 
 def test_paths_survive_hydras_command_line(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_the_scheduler_is_asked_and_nothing_is_queued(
 
 def test_what_sbatch_would_refuse_fails_the_dry_run(submit: Submit) -> None:
     ran = submit("stages=[export,deploy]", "dry_run=True", "cluster.partition=absent", check=False)
-    assert ran.returncode == 1
+    assert ran.returncode == 3
     assert "#SBATCH --partition=absent" in ran.stdout
     assert "sbatch would refuse the export job" in ran.stderr
     assert "sbatch would refuse the deploy job" in ran.stderr

@@ -112,7 +112,7 @@ def test_what_is_refused(slurm: TestCluster, launch: Submit, table: Table, what:
     started = time.monotonic()
     ran = launch("stages=[export,deploy]", *TP2, *arguments, check=False)
     table.add(what, f"`{reason}`; nothing is queued", ran.returncode, time.monotonic() - started, 0)
-    assert ran.returncode == 1
+    assert ran.returncode == 3
     assert reason in ran.stderr
     assert slurm.run("squeue", "--noheader").stdout == ""
     assert not launch.results.exists()

@@ -117,7 +117,7 @@ def test_a_full_disk_stops_the_submission(
 ) -> None:
     fill(full_disk)
     ran = submit("stages=[export]", f"base_results_dir={full_disk}", check=False)
-    assert ran.returncode == 1
+    assert ran.returncode == 3
     assert "No space left on device" in ran.stderr
     assert "Traceback" not in ran.stderr
     assert slurm.run("squeue", "--noheader").stdout == ""

@@ -139,7 +139,7 @@ def test_a_missing_mount_fails_the_job_and_says_so(
 )
 def test_what_sbatch_refuses_names_the_key(submit: Submit, option: str, reason: str) -> None:
     ran = submit("stages=[export]", option, check=False)
-    assert ran.returncode == 1
+    assert ran.returncode == 3
     assert "sbatch would refuse the export job" in ran.stderr
     assert reason in ran.stderr
     assert f"; change {option.partition('=')[0]}" in ran.stderr
@@ -149,7 +149,7 @@ def test_what_sbatch_refuses_names_the_key(submit: Submit, option: str, reason: 
 def test_a_job_that_could_never_start_is_not_queued(slurm: TestCluster, submit: Submit) -> None:
     late = ("cluster.partition=single", "export.run.time_limit=0:30:00")
     ran = submit("stages=[export,deploy]", *late, check=False)
-    assert ran.returncode == 1
+    assert ran.returncode == 3
     assert "the deploy job would wait indefinitely (PartitionTimeLimit)" in ran.stderr
     assert "longer than 01:00:00; got '1-00:00:00'; change deploy.run.time_limit" in ran.stderr
     assert "the export job" not in ran.stderr
@@ -194,7 +194,7 @@ def test_an_evaluation_without_room_beside_the_server_is_not_queued(
 ) -> None:
     times = [f"{stage}.run.time_limit=0:30:00" for stage in ("export", "evaluate")]
     ran = submit("stages=[export,deploy,evaluate]", *whole, *times, check=False)
-    assert ran.returncode == 1
+    assert ran.returncode == 3
     assert "the evaluate job could never start beside the deploy job" in ran.stderr
     assert "change evaluate.in_deploy_job=True (the client runs in the deployment" in ran.stderr
     assert slurm.run("squeue", "--noheader").stdout == ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,6 +61,7 @@ class Comparison:
     different:  indices of the items that were answered otherwise
     items:      what the reference made of those, by index
     pace:       how fast the reference answered, where that is known
+    values:     the reference's own figures of every item, in the served items' order
     """
 
     source: str
@@ -69,6 +70,7 @@ class Comparison:
     different: list[int]
     items: dict[int, dict[str, Any]]
     pace: Pace | None = None
+    values: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

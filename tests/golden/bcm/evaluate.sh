@@ -15,16 +15,23 @@ export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
 export TRANSFORMERS_OFFLINE=1
 
-# Step 1 of 2: measure_accuracy
+# Step 1 of 3: measure_accuracy
 srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=none \
     --chdir=/mount/results/gpt3_126m/jobs/001 \
     python3 -m launcher_scripts.steps.measure_accuracy --settings /mount/results/gpt3_126m/jobs/001/evaluate_gpt3_126m_hydra.yaml
 
-# Step 2 of 2: measure_speed
-exec srun \
+# Step 2 of 3: measure_speed
+srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=none \
     --chdir=/mount/results/gpt3_126m/jobs/001 \
     python3 -m launcher_scripts.steps.measure_speed --settings /mount/results/gpt3_126m/jobs/001/evaluate_gpt3_126m_hydra.yaml
+
+# Step 3 of 3: judge
+exec srun \
+    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
+    --kill-on-bad-exit=1 --overlap --mpi=none \
+    --chdir=/mount/results/gpt3_126m/jobs/001 \
+    python3 -m launcher_scripts.steps.judge --settings /mount/results/gpt3_126m/jobs/001/evaluate_gpt3_126m_hydra.yaml

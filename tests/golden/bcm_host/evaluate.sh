@@ -62,7 +62,7 @@ beside_server() {
             checked=$SECONDS
             if server_ended && kill -0 "$client" 2> /dev/null; then
                 explain "the server ended before the evaluation did"
-                exit 1
+                exit 3
             fi
         fi
         sleep 0.2
@@ -70,7 +70,7 @@ beside_server() {
     wait "$client" || code=$?
     client=
     if [ "$code" != 0 ]; then
-        explain "the evaluation failed with exit code $code"
+        explain "the evaluation ended with exit code $code"
         exit "$code"
     fi
 }
@@ -87,19 +87,26 @@ clean_up() {
     if server_lives; then signal_server KILL; fi
 }
 trap clean_up EXIT
-trap 'echo "error: the time limit or a preemption ends this job" >&2; exit 1' USR1
+trap 'echo "error: the time limit or a preemption ends this job" >&2; exit 3' USR1
 trap 'exit 143' TERM
 
-# Step 1 of 2: measure_accuracy
+# Step 1 of 3: measure_accuracy
 beside_server srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=none \
     --chdir=/mount/results/jobs/evaluate \
     python3 -m launcher_scripts.steps.measure_accuracy --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml
 
-# Step 2 of 2: measure_speed
+# Step 2 of 3: measure_speed
 beside_server srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=none \
     --chdir=/mount/results/jobs/evaluate \
     python3 -m launcher_scripts.steps.measure_speed --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml
+
+# Step 3 of 3: judge
+beside_server srun \
+    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
+    --kill-on-bad-exit=1 --overlap --mpi=none \
+    --chdir=/mount/results/jobs/evaluate \
+    python3 -m launcher_scripts.steps.judge --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml

@@ -60,7 +60,7 @@ beside_server() {
             checked=$SECONDS
             if server_ended && kill -0 "$client" 2> /dev/null; then
                 explain "the server ended before the evaluation did"
-                exit 1
+                exit 3
             fi
         fi
         sleep 0.2
@@ -68,7 +68,7 @@ beside_server() {
     wait "$client" || code=$?
     client=
     if [ "$code" != 0 ]; then
-        explain "the evaluation failed with exit code $code"
+        explain "the evaluation ended with exit code $code"
         exit "$code"
     fi
 }
@@ -85,7 +85,7 @@ clean_up() {
     if server_lives; then signal_server KILL; fi
 }
 trap clean_up EXIT
-trap 'echo "error: the time limit or a preemption ends this job" >&2; exit 1' USR1
+trap 'echo "error: the time limit or a preemption ends this job" >&2; exit 3' USR1
 trap 'exit 143' TERM
 
 # The server
@@ -98,16 +98,23 @@ srun \
     python3 -m launcher_scripts.steps.start_server --settings /mount/results/jobs/deploy/deploy_gpt3_126m_hydra.yaml &
 server=$!
 
-# Step 1 of 2: measure_accuracy
+# Step 1 of 3: measure_accuracy
 beside_server srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=none \
     --chdir=/mount/results/jobs/evaluate \
     python3 -m launcher_scripts.steps.measure_accuracy --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml
 
-# Step 2 of 2: measure_speed
+# Step 2 of 3: measure_speed
 beside_server srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=none \
     --chdir=/mount/results/jobs/evaluate \
     python3 -m launcher_scripts.steps.measure_speed --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml
+
+# Step 3 of 3: judge
+beside_server srun \
+    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
+    --kill-on-bad-exit=1 --overlap --mpi=none \
+    --chdir=/mount/results/jobs/evaluate \
+    python3 -m launcher_scripts.steps.judge --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml

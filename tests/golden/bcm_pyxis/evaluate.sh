@@ -22,7 +22,7 @@ export MPLCONFIGDIR=/mount/results/gpt3_126m/evaluate_tp16_pp1_fp16_fp16/matplot
 export NCCL_DEBUG='INFO; rm -rf $HOME'
 export TRANSFORMERS_OFFLINE=1
 
-# Step 1 of 1: measure_accuracy, then measure_speed
+# Step 1 of 1: measure_accuracy, then measure_speed, then judge
 exec srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=none \
@@ -41,5 +41,6 @@ command -v "$python" > /dev/null || {
     exit 127
 }
 python3 -m launcher_scripts.steps.measure_accuracy --settings /mount/results/gpt3_126m/jobs/001/evaluate_gpt3_126m_hydra.yaml
-exec python3 -m launcher_scripts.steps.measure_speed --settings /mount/results/gpt3_126m/jobs/001/evaluate_gpt3_126m_hydra.yaml
+python3 -m launcher_scripts.steps.measure_speed --settings /mount/results/gpt3_126m/jobs/001/evaluate_gpt3_126m_hydra.yaml
+exec python3 -m launcher_scripts.steps.judge --settings /mount/results/gpt3_126m/jobs/001/evaluate_gpt3_126m_hydra.yaml
 '

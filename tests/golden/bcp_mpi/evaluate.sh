@@ -7,7 +7,7 @@ set -euo pipefail
 # How the processes of a step find each other.
 export NGC_ARRAY_TYPE=MPIJob
 
-# Step 1 of 2: measure_accuracy
+# Step 1 of 3: measure_accuracy
 bcprun \
     --nnodes 1 --npernode 1 \
     --workdir /mount/results/jobs/evaluate \
@@ -16,11 +16,20 @@ bcprun \
     --env TRANSFORMERS_OFFLINE=1 \
     --cmd 'python3 -m launcher_scripts.steps.measure_accuracy --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml'
 
-# Step 2 of 2: measure_speed
-exec bcprun \
+# Step 2 of 3: measure_speed
+bcprun \
     --nnodes 1 --npernode 1 \
     --workdir /mount/results/jobs/evaluate \
     --env PYTHONPATH=/opt/NeMo-Megatron-Launcher \
     --env PYTHONUNBUFFERED=1 \
     --env TRANSFORMERS_OFFLINE=1 \
     --cmd 'python3 -m launcher_scripts.steps.measure_speed --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml'
+
+# Step 3 of 3: judge
+exec bcprun \
+    --nnodes 1 --npernode 1 \
+    --workdir /mount/results/jobs/evaluate \
+    --env PYTHONPATH=/opt/NeMo-Megatron-Launcher \
+    --env PYTHONUNBUFFERED=1 \
+    --env TRANSFORMERS_OFFLINE=1 \
+    --cmd 'python3 -m launcher_scripts.steps.judge --settings /mount/results/jobs/evaluate/evaluate_gpt3_126m_hydra.yaml'

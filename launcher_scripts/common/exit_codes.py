@@ -1,0 +1,6 @@
+"""What an evaluation's exit code means; read by Pythons that are too old for the rest."""
+
+# Of a verdict that was reached.
+VERDICTS = {0: "GO", 1: "NO-GO", 2: "INCONCLUSIVE"}
+# Of what could not be done, so that nobody takes it for a verdict.
+ERROR = 3

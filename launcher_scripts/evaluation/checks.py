@@ -1,0 +1,361 @@
+"""The bounds of a policy beside what a report has measured of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.config.policy import (
+    KEY,
+    AgreementBounds,
+    BaselineBounds,
+    Bounds,
+    LoadBounds,
+    MetricBounds,
+    PolicySettings,
+    SpeedBounds,
+    TimeBounds,
+    TwinBounds,
+)
+from launcher_scripts.evaluation import paired, statistics
+from launcher_scripts.evaluation.paired import Others
+from launcher_scripts.evaluation.report_content import harness_items, read_content
+from launcher_scripts.evaluation.statistics import Interval
+
+Content = Mapping[str, Any]
+Show = Callable[[float], str]
+
+TIMES = tuple(field.name for field in dataclasses.fields(TimeBounds))
+# What measures a task, by the key of its bounds.
+MEASURED_BY = {"metrics": "evaluate.tasks.{}", "harness": "evaluate.harness.tasks with {}"}
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.4g} %"
+
+
+def plain(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def milliseconds(value: float) -> str:
+    return f"{value:.4g} ms"
+
+
+@dataclass(frozen=True)
+class Check:
+    """A bound with what was measured.
+
+    bound:    its key in the policy
+    what:     the figure in words
+    measured: a figure of one run has no interval; None: not measured
+    at_least: whether `limit` is the smallest value that is allowed, else it is the largest
+    how:      what measures it
+    by_value: the value decides in spite of an interval
+    """
+
+    bound: str
+    what: str
+    measured: Interval | float | None
+    limit: float
+    at_least: bool
+    how: str
+    show: Show = plain
+    note: str = ""
+    by_value: bool = False
+
+    def holds(self, value: float) -> bool:
+        return value >= self.limit if self.at_least else value <= self.limit
+
+
+@dataclass(frozen=True)
+class TaskSection:
+    """A task of a report. items: empty where the report does not have them."""
+
+    metrics: Mapping[str, Content]
+    items: Sequence[Content]
+    section: Content
+
+    def interval(self, figure: str) -> Interval:
+        """A figure with the report's interval; of right and wrong items with Wilson's."""
+        metric = self.metrics[figure]
+        of_items = paired.values(self.items, figure)
+        if of_items is not None and metric["percent"] and paired.flags(of_items):
+            return statistics.share(int(sum(of_items)), len(of_items))
+        low = -math.inf if metric["low"] is None else metric["low"]
+        high = math.inf if metric["high"] is None else metric["high"]
+        count = len(self.items) or self.section["items"]
+        return statistics.narrowing(metric["value"], low, high, count, "as reported")
+
+
+# (the key of its bounds, its name) -> a task, lm-evaluation-harness' own ones too
+Tasks = Mapping[tuple[str, str], TaskSection]
+
+
+def checks(content: Content, policy: PolicySettings, folder: Path) -> Iterator[Check]:
+    """Every bound; of if_measured those that something was measured for.
+
+    folder: of the report, and of the files that it names
+    """
+    tasks = tasks_of(content, folder)
+    halves = [("", policy), ("if_measured.", policy.if_measured)]
+    own = {key for _, bounds in halves if bounds is not None for key in _with_own_drop(bounds)}
+    for prefix, bounds in halves:
+        if bounds is None:
+            continue
+        for check in _of_bounds(content, tasks, bounds, own):
+            if not prefix or check.measured is not None:
+                yield replace(check, bound=prefix + check.bound)
+
+
+def tasks_of(content: Content, folder: Path) -> Tasks:
+    """The tasks of a report, in the order of their names."""
+    native = {
+        ("metrics", name): TaskSection(task["metrics"], task["items"], task)
+        for name, task in sorted(content["tasks"].items())
+    }
+    harness = {
+        ("harness", name): TaskSection(task["metrics"], harness_items(task, folder), task)
+        for name, task in sorted(content.get("harness", {}).get("tasks", {}).items())
+    }
+    return {**native, **harness}
+
+
+def _of_bounds(
+    content: Content, tasks: Tasks, bounds: Bounds, own: Set[tuple[str, str, str]]
+) -> Iterator[Check]:
+    found = {key: paired.of_reference(task.section) for key, task in tasks.items()}
+    references = {key: others for key, others in found.items() if others is not None}
+    baseline = _baseline(tasks, bounds.baseline)
+    yield from _figures(tasks, bounds, references, baseline)
+    for name, block, others, how in (
+        ("reference", bounds.reference, references, "evaluate.tasks.<task>.reference names one"),
+        ("baseline", bounds.baseline, baseline, f"the report of {KEY}.baseline has none of it"),
+    ):
+        if block is not None:
+            yield from _agreement(name, block, tasks, others, own, how)
+    if bounds.twin is not None:
+        yield from _twin(content.get("twin"), bounds.twin)
+    if bounds.speed is not None:
+        rows = content.get("speed", {}).get("rows", [])
+        yield from _speed(rows, bounds.speed)
+    if bounds.load is not None:
+        yield from _load(content.get("load", {}).get("runs", []), bounds.load)
+
+
+def _figures_of(bounds: Bounds) -> Iterator[tuple[tuple[str, str], str, MetricBounds]]:
+    """((key, task), figure, bounds) in the order of the names."""
+    for group in MEASURED_BY:
+        for task, figures in sorted((getattr(bounds, group) or {}).items()):
+            for figure, limits in sorted(figures.items()):
+                yield (group, task), figure, limits
+
+
+def _with_own_drop(bounds: Bounds) -> Iterator[tuple[str, str, str]]:
+    """The figures whose largest drop is not that of the block."""
+    for key, figure, limits in _figures_of(bounds):
+        if limits.max_drop is not None:
+            yield (*key, figure)
+
+
+def _baseline(tasks: Tasks, bounds: BaselineBounds | None) -> dict[tuple[str, str], Others]:
+    """What the earlier report has of each task."""
+    if bounds is None:
+        return {}
+    path = Path(bounds.report)
+    return {
+        key: paired.of_report(
+            tasks[key].items if key in tasks else [], earlier.items, earlier.metrics, str(path)
+        )
+        for key, earlier in tasks_of(
+            read_content(path, f"{KEY}.baseline.report"), path.parent
+        ).items()
+    }
+
+
+def _figures(
+    tasks: Tasks,
+    bounds: Bounds,
+    references: Mapping[tuple[str, str], Others],
+    baseline: Mapping[tuple[str, str], Others],
+) -> Iterator[Check]:
+    """The bounds of single figures."""
+    for (group, name), figure, limits in _figures_of(bounds):
+        task, what, key = tasks.get((group, name)), f"{name}'s {figure}", f"{group}.{name}.{figure}"
+        how = f"{MEASURED_BY[group].format(name)} measures it"
+        measured: Interval | None = None
+        show = plain
+        drops = []
+        if task is not None and figure in task.metrics:
+            measured = task.interval(figure)
+            show = percent if task.metrics[figure]["percent"] else plain
+            sides = [side[group, name] for side in (references, baseline) if (group, name) in side]
+            drops = [
+                _drop(f"{key}.max_drop", name, figure, task, others, limits.max_drop)
+                for others in sides
+                if limits.max_drop is not None and figure in others.metrics
+            ]
+        elif task is not None:
+            how = f"the figures of {name} are {', '.join(sorted(task.metrics))}"
+        if limits.min is not None:
+            yield Check(f"{key}.min", what, measured, limits.min, True, how, show)
+        if limits.max is not None:
+            yield Check(f"{key}.max", what, measured, limits.max, False, how, show)
+        yield from drops
+        if limits.max_drop is not None and not drops:
+            how = f"{how}, {KEY}.baseline or the task's reference is what it is compared with"
+            what = f"the drop of {what}"
+            yield Check(f"{key}.max_drop", what, None, limits.max_drop, False, how, percent)
+
+
+def _agreement(
+    name: str,
+    bounds: AgreementBounds,
+    tasks: Tasks,
+    all_others: Mapping[tuple[str, str], Others],
+    own: Set[tuple[str, str, str]],
+    how: str,
+) -> Iterator[Check]:
+    """The bounds of all figures and answers beside others'."""
+    for key, others in all_others.items():
+        if key not in tasks:
+            missing = f"{MEASURED_BY[key[0]].format(key[1])} measures it"
+            yield Check(name, f"{key[1]} of {others.source}", None, 0, False, missing)
+            continue
+        yield from _task_agreement(name, bounds, key, tasks[key], others, own)
+    if not all_others:
+        for field in ("max_drop", "min_agreement", "max_log_likelihood_difference"):
+            limit = getattr(bounds, field)
+            if limit is not None:
+                what = f"the agreement with a {name}"
+                yield Check(f"{name}.{field}", what, None, limit, field.startswith("min"), how)
+
+
+def _task_agreement(
+    name: str,
+    bounds: AgreementBounds,
+    key: tuple[str, str],
+    task: TaskSection,
+    others: Others,
+    own: Set[tuple[str, str, str]],
+) -> Iterator[Check]:
+    how = f"{others.source} has no item in common with it"
+    if bounds.max_drop is not None:
+        for figure in sorted(set(task.metrics) & set(others.metrics)):
+            if (*key, figure) not in own:
+                yield _drop(f"{name}.max_drop", key[1], figure, task, others, bounds.max_drop)
+    if bounds.min_agreement is not None:
+        limit, alike = bounds.min_agreement, others.alike
+        same = statistics.share(sum(alike), len(alike)) if alike else None
+        what = f"{key[1]}'s share of items answered as by {others.source}"
+        note = f"{sum(alike)} of {len(alike)} items"
+        yield Check(
+            f"{name}.min_agreement", what, same, limit, True, how, percent, note, limit == 1
+        )
+    if bounds.max_log_likelihood_difference is not None:
+        what = f"the largest difference of an item's log-likelihood in {key[1]}"
+        largest = paired.largest_difference(others)
+        if largest is not None or not others.pairs:
+            limit = bounds.max_log_likelihood_difference
+            yield Check(f"{name}.max_log_likelihood_difference", what, largest, limit, False, how)
+
+
+def _drop(
+    bound: str, task_name: str, figure: str, task: TaskSection, others: Others, limit: float
+) -> Check:
+    what = f"the drop of {task_name}'s {figure} from {others.source}"
+    how = f"{others.source} has no item in common with it"
+    found = paired.drop(figure, task.metrics[figure], others)
+    interval, note = (None, "") if found is None else found
+    return Check(bound, what, interval, limit, False, how, percent, note)
+
+
+def _twin(twin: Content | None, bounds: TwinBounds) -> Iterator[Check]:
+    how = "evaluate.twin measures it"
+    items = (twin or {}).get("items", [])
+    for field, key, what, at_least, show in (
+        ("max_kl", "kl", "the mean KL divergence from the twin", False, plain),
+        ("min_top1", "top1", "the top-1 agreement with the twin", True, percent),
+    ):
+        limit = getattr(bounds, field)
+        if limit is not None:
+            values = [item[key] for item in items if item.get(key) is not None]
+            measured = statistics.mean(values) if values else None
+            yield Check(f"twin.{field}", what, measured, limit, at_least, how, show)
+    if bounds.max_log_likelihood_difference is not None:
+        largest = max((abs(item["difference"]) for item in items), default=None)
+        what = "the largest difference of an item's log-likelihood from the twin's"
+        limit = bounds.max_log_likelihood_difference
+        yield Check("twin.max_log_likelihood_difference", what, largest, limit, False, how)
+    if bounds.max_findings is not None:
+        findings = None if twin is None else twin.get("findings", [])
+        note = "; ".join(f"{one['name']}: {one['text']}" for one in findings or [])
+        count = None if findings is None else float(len(findings))
+        what = "the number of findings of the twin"
+        yield Check("twin.max_findings", what, count, bounds.max_findings, False, how, plain, note)
+
+
+def _speed(rows: Sequence[Content], bounds: SpeedBounds) -> Iterator[Check]:
+    how = "evaluate.benchmark measures it"
+    key, what = "speed.max_latency_ms", "the sweep's largest latency"
+    found = [{name: row[f"latency_{name}_ms"] for name in TIMES} for row in rows]
+    yield from _times(key, what, bounds.max_latency_ms, found, how)
+    yield from _best("speed", rows, "tokens_per_second", bounds.min_tokens_per_second, how)
+
+
+def _load(runs: Sequence[Content], bounds: LoadBounds) -> Iterator[Check]:
+    """Times and throughput come from valid runs alone."""
+    how = "evaluate.load measures it"
+    chosen = {name: getattr(bounds, name) for name in ("path", "clients", "rate")}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    runs = [run for run in runs if all(run[name] == value for name, value in chosen.items())]
+    if bounds.max_failed is not None:
+        failed = float(sum(run["failed"] for run in runs)) if runs else None
+        note = f"of {sum(run['requests'] for run in runs)} requests"
+        what, limit = "the number of failed requests", bounds.max_failed
+        yield Check("load.max_failed", what, failed, limit, False, how, plain, note)
+    if bounds.max_invalid is not None:
+        reasons = [text for run in runs if not run["valid"] for text in run["invalid_reasons"]]
+        invalid = float(sum(not run["valid"] for run in runs)) if runs else None
+        what, limit = "the number of invalid runs", bounds.max_invalid
+        note = "; ".join(dict.fromkeys(reasons))
+        yield Check("load.max_invalid", what, invalid, limit, False, how, plain, note)
+    valid = [run for run in runs if run["valid"]]
+    how = f"a valid run measures it: {how}" if runs else how
+    for field, what in (
+        ("first_token_ms", "the time to the first token"),
+        ("between_tokens_ms", "the time between tokens"),
+        ("latency_ms", "the latency"),
+    ):
+        found = [run[field] for run in valid if run.get(field) is not None]
+        limits = getattr(bounds, f"max_{field}")
+        yield from _times(f"load.max_{field}", f"{what} under load", limits, found, how)
+    for field in ("requests_per_second", "tokens_per_second", "goodput"):
+        yield from _best("load", valid, field, getattr(bounds, f"min_{field}"), how)
+
+
+def _times(
+    bound: str, what: str, bounds: TimeBounds | None, found: Sequence[Content], how: str
+) -> Iterator[Check]:
+    """The largest one of every percentile that is bounded."""
+    for name in TIMES:
+        limit = getattr(bounds, name, None)
+        if limit is not None:
+            largest = max((times[name] for times in found), default=None)
+            yield Check(
+                f"{bound}.{name}", f"{what} ({name})", largest, limit, False, how, milliseconds
+            )
+
+
+def _best(
+    section: str, rows: Sequence[Content], field: str, limit: float | None, how: str
+) -> Iterator[Check]:
+    """The largest of a throughput."""
+    if limit is not None:
+        best = max((row[field] for row in rows if row.get(field) is not None), default=None)
+        what = f"the best {field.replace('_', ' ')} of the {section} test"
+        yield Check(f"{section}.min_{field}", what, best, limit, True, how)

@@ -1,0 +1,119 @@
+"""A report and a policy make a verdict: may the served model go live?
+
+Every bound of the policy becomes a check (evaluation/checks.py), and every check a reason. A
+bound has failed when the whole interval lies beyond it, has passed when the whole interval lies
+within, and is open otherwise. One that failed makes NO-GO, else one that is open INCONCLUSIVE.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.common.exit_codes import VERDICTS
+from launcher_scripts.config.policy import PolicySettings
+from launcher_scripts.evaluation.checks import Check, checks
+from launcher_scripts.evaluation.statistics import COUNTED, Interval
+
+FAIL, INCONCLUSIVE, PASS = LEVELS = ("fail", "inconclusive", "pass")
+# The verdict is that of the first level that has a reason.
+EXIT_CODES = {FAIL: 1, INCONCLUSIVE: 2, PASS: 0}
+
+
+@dataclass(frozen=True)
+class Reason:
+    """What one bound came to.
+
+    bound:    its key in the policy
+    measured: the figure, without its interval; None: not measured
+    text:     one sentence
+    """
+
+    level: str
+    bound: str
+    measured: float | None
+    limit: float | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """GO, NO-GO or INCONCLUSIVE, with the reasons: failed bounds, open ones, passed ones."""
+
+    verdict: str
+    exit_code: int
+    reasons: list[Reason]
+    policy: dict[str, Any]
+    date: str
+
+    def lines(self) -> list[str]:
+        """The verdict, and a line a reason."""
+        passed = sum(reason.level == PASS for reason in self.reasons)
+        head = f"{self.verdict}: {passed} of {len(self.reasons)} bounds hold"
+        return [head, *(f"  {reason.level}: {reason.text}" for reason in self.reasons)]
+
+
+def judge(content: Mapping[str, Any], policy: PolicySettings, folder: Path) -> Verdict:
+    """The verdict on a report's content; `folder` holds the files that the report names.
+
+    Raises ConfigError when the baseline cannot be read.
+    """
+    asked = list(checks(content, policy, folder))
+    reasons = [reason(check, policy.min_items) for check in asked] or [_nothing_asked()]
+    reasons.sort(key=lambda one: LEVELS.index(one.level))
+    exit_code = EXIT_CODES[reasons[0].level]
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return Verdict(VERDICTS[exit_code], exit_code, reasons, dataclasses.asdict(policy), date)
+
+
+def reason(check: Check, min_items: int) -> Reason:
+    """What a check comes to."""
+    asked = f"{'at least' if check.at_least else 'at most'} {check.show(check.limit)} is asked"
+    measured = check.measured
+    if measured is None:
+        text = f"{check.what} was not measured; {check.how}"
+        return Reason(INCONCLUSIVE, check.bound, None, check.limit, text)
+    note = f"; {check.note}" if check.note else ""
+    if not isinstance(measured, Interval) or check.by_value:
+        value = measured.value if isinstance(measured, Interval) else measured
+        level = PASS if check.holds(value) else FAIL
+        text = f"{check.what} is {check.show(value)}; {asked}{note}"
+        return Reason(level, check.bound, value, check.limit, text)
+    level = _level(check, measured, min_items)
+    ends = f"{check.show(measured.low)} to {check.show(measured.high)}"
+    text = (
+        f"{check.what} is {check.show(measured.value)} (95 % interval {ends}, {measured.items} "
+        f"items, {measured.method}); {asked}{note}"
+    )
+    if level == INCONCLUSIVE:
+        text += f"; {_items_that_decide(check, measured, min_items)}"
+    return Reason(level, check.bound, measured.value, check.limit, text)
+
+
+def _level(check: Check, measured: Interval, min_items: int) -> str:
+    if measured.method not in COUNTED and measured.items < min_items:
+        return INCONCLUSIVE
+    inside = [check.holds(end) for end in (measured.low, measured.high)]
+    if all(inside):
+        return PASS
+    return INCONCLUSIVE if any(inside) or check.holds(measured.value) else FAIL
+
+
+def _items_that_decide(check: Check, measured: Interval, min_items: int) -> str:
+    least = 1 if measured.method in COUNTED else min_items
+    items = measured.items_to_decide(check.limit, least)
+    if items is None:
+        return "the value is so near the bound that no number of items decides it: move the bound"
+    return f"it takes about {items:,} items like these to decide it"
+
+
+def _nothing_asked() -> Reason:
+    text = (
+        "the policy asks nothing of what was measured, so GO means no more than that it could be "
+        "measured; evaluate.policy or a reference asks more"
+    )
+    return Reason(PASS, "", None, None, text)

@@ -1,0 +1,39 @@
+"""Step: judge the report of an evaluation by its policy, and exit with the verdict's code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher_scripts.steps.packages import check_packages
+
+if __name__ == "__main__":
+    check_packages("judge", "jinja2", "matplotlib", "numpy", "yaml")
+
+from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.config.policy import opened
+from launcher_scripts.config.settings import EvaluateSettings
+from launcher_scripts.evaluation import gate
+from launcher_scripts.evaluation.report import Report
+from launcher_scripts.steps.evaluation_step import run_evaluation
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_evaluation("judge", "Judge an evaluation by its policy.", judge, argv)
+
+
+def judge(settings: EvaluateSettings) -> int:
+    """0: GO, 1: NO-GO, 2: INCONCLUSIVE; printed, in verdict.json and in the report."""
+    report = Report(Path(settings.results_dir), settings.model_name)
+    policy = opened(settings.policy)
+    if policy is None:
+        raise ConfigError(problem("no policy to judge by", change="evaluate.policy"))
+    verdict = gate.judge(report.content, policy, report.results_dir)
+    report.add_verdict(verdict)
+    print("\n".join(["", *verdict.lines(), "", f"verdict: {report.verdict_file}"]))
+    return verdict.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
