@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_made(
     if constraints is not None:
         (command.parent / "constraints.txt").write_text(constraints)
     ran = run_overlay(command, "--python", python, str(tmp_path / "folder"))
-    assert ran.returncode == 3
+    assert ran.returncode == 1
     assert says in ran.stderr and "Traceback" not in ran.stderr
     assert not list(tmp_path.glob("folder*"))
 

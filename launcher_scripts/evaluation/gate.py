@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,8 @@ def _level(check: Check, measured: Interval, min_items: int) -> str:
 
 
 def _items_that_decide(check: Check, measured: Interval, min_items: int) -> str:
+    if not math.isfinite(measured.high - measured.low):
+        return "the report has no interval of it"
     least = 1 if measured.method in COUNTED else min_items
     items = measured.items_to_decide(check.limit, least)
     if items is None:

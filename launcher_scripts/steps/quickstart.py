@@ -106,7 +106,7 @@ def command(checkpoint: Path, results_dir: Path) -> list[str]:
         f"evaluate.tasks.lambada.reference={quote(REFERENCE)}",
         f"evaluate.policy.reference={POLICY}",
         "evaluate.benchmark.lengths=[[60,20]]",
-        "evaluate.benchmark.requests=3",
+        "evaluate.benchmark.requests=2",
         "evaluate.benchmark.warmup=1",
     ]
 

@@ -202,7 +202,7 @@ def test_a_failed_bound_outweighs_an_open_one() -> None:
         ({"metrics": {"squad": {"f1": {"min": 0.5}}}}, "evaluate.tasks.squad measures it"),
         ({"harness": {"boolq": {"acc": {"min": 0.5}}}}, "evaluate.harness.tasks with boolq"),
         ({"metrics": {"lambada": {"f1": {"min": 0.5}}}}, "the figures of lambada are accuracy"),
-        ({"reference": {"max_drop": 0.1}}, "evaluate.tasks.<task>.reference names one"),
+        ({"reference": {"max_drop": 0.1}}, "evaluate.tasks.<task>.reference of a task that has it"),
         ({"metrics": {"lambada": {"accuracy": {"max_drop": 0.1}}}}, "evaluate.policy.baseline or"),
     ],
 )
@@ -217,6 +217,38 @@ def test_what_was_not_measured_leaves_the_verdict_open(values: dict[str, Any], s
     )
     assert says in reason.text
     assert judged(content, if_measured=values).reasons[0].bound == ""
+
+
+def test_a_bound_that_no_task_can_answer_is_open(tmp_path: Path) -> None:
+    """boolq's items have no log-likelihoods."""
+    tasks = {"boolq": task(300)}
+    earlier = write(tmp_path / "report.json", tasks=tasks)
+    bounds = {"report": earlier, "min_agreement": 0.9, "max_log_likelihood_difference": 0.1}
+    verdict = judged(report(tasks=tasks), baseline=bounds)
+    (open_one,) = (one for one in verdict.reasons if one.level == "inconclusive")
+    assert open_one.bound == "baseline.max_log_likelihood_difference"
+    (held,) = (one for one in verdict.reasons if one.bound == "baseline.min_agreement")
+    assert (held.level, held.measured) == ("pass", 1.0)
+
+
+def test_a_task_that_is_gone_since_the_baseline_is_open(tmp_path: Path) -> None:
+    earlier = write(tmp_path / "report.json", tasks={"boolq": task(9), "lambada": task(300)})
+    verdict = judged(report(), baseline={"report": earlier, "max_drop": 0.02})
+    says = f"boolq of {earlier} was not measured; evaluate.tasks.boolq measures it"
+    assert [one.text for one in verdict.reasons if one.level == "inconclusive"] == [says]
+    elsewhere = [{**item, "target": "other"} for item in task(300)["items"]]
+    other = write(tmp_path / "report.json", tasks={"lambada": {**task(300), "items": elsewhere}})
+    verdict = judged(report(), baseline={"report": other, "max_drop": 0.02})
+    assert verdict.reasons[0].text.endswith(f"{other} has no item in common with it")
+
+
+def test_a_figure_without_an_interval_is_open() -> None:
+    metric = {"value": 30.0, "low": None, "high": None, "percent": False, "meaning": ""}
+    items = [{"index": n, "prediction": "p"} for n in range(50)]
+    tasks = {"translation": {"metrics": {"bleu": metric}, "items": items, "reference": None}}
+    verdict = judged({"tasks": tasks}, metrics={"translation": {"bleu": {"min": 20.0}}})
+    assert verdict.verdict == "INCONCLUSIVE"
+    assert verdict.reasons[0].text.endswith("the report has no interval of it")
 
 
 def test_only_the_runs_that_are_chosen_count() -> None:
@@ -260,7 +292,8 @@ def test_tasks_of_the_harness_are_paired_by_their_samples(tmp_path: Path) -> Non
     def section(folder: Path, right: int) -> dict[str, Any]:
         folder.mkdir()
         samples = [{"doc_id": n, "target": "x", "acc": float(n < right)} for n in range(300)]
-        (folder / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
+        (folder / "harness").mkdir()
+        (folder / "harness" / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
         share = right / 300
         metric = {"value": share, "low": 0.0, "high": 1.0, "percent": True, "meaning": ""}
         boolq = {"metrics": {"acc": metric}, "items": 300, "samples": "samples.jsonl"}

@@ -17,6 +17,7 @@ import pytest
 
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.config.tasks import BenchmarkSettings, GenerationSettings, TaskSettings
+from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.evaluation.journal import Journal, differences, locked
 from launcher_scripts.steps import measure_accuracy, measure_speed
 from tests.evaluation.fake_server import FakeServer
@@ -280,7 +281,7 @@ def test_a_reference_goes_on_as_well(job: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("launcher_scripts.evaluation.comparison.TransformersModel", Original)
     with FakeServer() as server:
         announce(job, server)
-        assert measure_accuracy.main(arguments) == 1
+        assert measure_accuracy.main(arguments) == ERROR
         assert measure_accuracy.main(arguments) == 0
         assert len(server.received) == 24
     assert len(scored) == 24 + 1
@@ -294,7 +295,7 @@ def test_other_data_are_asked_anew(job: Path, capsys: Any) -> None:
     arguments = ["--settings", settings_file(job, tasks=tasks)]
     with FakeServer(hang_up=5) as server:
         announce(job, server)
-        assert measure_accuracy.main(arguments) == 1
+        assert measure_accuracy.main(arguments) == ERROR
     (job / "items.jsonl").write_text('{"text": "a b"}\n')
     with FakeServer() as server:
         announce(job, server)
@@ -311,7 +312,7 @@ def test_a_server_that_was_started_anew_serves_the_same_by_its_manifest(job: Pat
     arguments = ["--settings", settings_file(job, tasks=many_items(job)[:1])]
     with FakeServer(hang_up=5) as server:
         announce(job, server)
-        assert measure_accuracy.main(arguments) == 1
+        assert measure_accuracy.main(arguments) == ERROR
     kept = lines(job / "results" / "journal" / "lambada.jsonl") - 2
     assert kept > 0
     with FakeServer() as server:
@@ -323,5 +324,5 @@ def test_a_server_that_was_started_anew_serves_the_same_by_its_manifest(job: Pat
 def test_two_evaluations_of_one_folder_are_refused(job: Path, capsys: Any) -> None:
     arguments = ["--settings", settings_file(job)]
     with locked(job / "results"):
-        assert measure_speed.main(arguments) == 1
+        assert measure_speed.main(arguments) == ERROR
     assert "writes into" in capsys.readouterr().err

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
-from launcher_scripts.steps import measure_accuracy, measure_speed
+from launcher_scripts.steps import judge, measure_accuracy, measure_speed
 from tests.evaluation.fake_server import VOCAB, FakeServer
 from tests.processes import read, wait_for, wait_until_gone
 
@@ -73,6 +74,47 @@ def test_both_steps_fill_one_report(job, capsys):
     assert [item["correct"] for item in report["tasks"]["lambada"]["items"]] == [True, False, True]
     assert len(report["speed"]["rows"]) == 2
     assert len(server.received) == 3 + 2 * 3
+
+
+BOUND = "{{metrics: {{{task}: {{accuracy: {{min: {least}}}}}}}}}"
+
+
+@pytest.mark.parametrize(
+    ("task", "least", "code", "verdict"),
+    [
+        ("lambada", 0.1, 0, "GO"),
+        ("lambada", 1.0, 1, "NO-GO"),
+        ("lambada", 0.9, 2, "INCONCLUSIVE"),
+        ("squad", 0.1, 2, "INCONCLUSIVE"),
+    ],
+)
+def test_the_last_step_exits_with_the_verdict(job, capsys, task, least, code, verdict):
+    (job / "policy.yaml").write_text(BOUND.format(task=task, least=least))
+    arguments = ["--settings", settings_file(job, policy=str(job / "policy.yaml"))]
+    with FakeServer() as server:
+        announce(job, server)
+        assert measure_accuracy.main(arguments) == 0
+        assert judge.main(arguments) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"verdict: {job / 'results' / 'verdict.json'}"
+    assert any(line.startswith(f"{verdict}: ") for line in lines)
+    written = json.loads((job / "results" / "verdict.json").read_text())
+    assert (written["verdict"], written["exit_code"]) == (verdict, code)
+
+
+def test_a_step_that_breaks_leaves_no_verdict(job, capsys, monkeypatch):
+    arguments = ["--settings", settings_file(job, policy=PolicySettings())]
+    with FakeServer() as server:
+        announce(job, server)
+        assert measure_accuracy.main(arguments) == 0
+        assert judge.main(arguments) == 0
+        assert (job / "results" / "verdict.json").exists()
+        monkeypatch.setattr(measure_accuracy, "load_tokenizer", lambda _: 1 / 0)
+        assert measure_accuracy.main(arguments) == 3
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    assert not (job / "results" / "verdict.json").exists()
+    assert judge.main(["--settings", settings_file(job)]) == 3
+    assert "no policy to judge by; change evaluate.policy" in capsys.readouterr().err
 
 
 def test_progress_comes_in_tenths(capsys):

@@ -248,6 +248,33 @@ def test_a_task_or_the_benchmark_can_be_left_out(plan: Planner, arguments: list[
     assert made.stages[2].step_names() == ("measure_accuracy", "measure_speed")
 
 
+def test_a_policy_may_be_a_file(
+    plan: Planner, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "{if_measured: null, twin: {max_kl: 0.5}, baseline: {report: earlier.json}}"
+    (tmp_path / "policy.yaml").write_text(text)
+    (tmp_path / "earlier.json").touch()
+    stages = "stages=[export,deploy,evaluate]"
+    monkeypatch.chdir(tmp_path)
+    evaluate = plan(LOCAL, stages, *arguments, "evaluate.policy=policy.yaml").stages[2]
+    policy = evaluate.settings.policy
+    assert (policy.twin.max_kl, policy.if_measured, policy.min_items) == (0.5, None, 30)
+    assert policy.baseline.report == str(tmp_path / "earlier.json")
+    assert tmp_path / "earlier.json" in evaluate.paths()
+
+
+def test_what_a_policy_names_must_be_there(problems: Finder) -> None:
+    found = "\n".join(
+        problems(
+            "stages=[export,deploy,evaluate]",
+            "evaluate.policy.baseline={report:/no/report.json}",
+            "evaluate.policy.if_measured.baseline={report:/no/other.json}",
+        )
+    )
+    assert "'/no/report.json'; change evaluate.policy.baseline.report" in found
+    assert "'/no/other.json'; change evaluate.policy.if_measured.baseline.report" in found
+
+
 def test_every_stage_speaks_at_once(problems: Finder) -> None:
     found = problems(
         "stages=[export,deploy,evaluate]",

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.options import values_of
+from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.schema import build
 from launcher_scripts.config.settings import (
     EvaluateSettings,
@@ -210,6 +211,12 @@ def test_every_setting_of_the_evaluation_has_a_key(hydra_config: Compose) -> Non
     assert set(evaluate["benchmark"]) == benchmark
     task = {field.name for field in dataclasses.fields(TaskSettings)} - {"name"}
     assert set(evaluate["tasks"]["lambada"]) == task - {"generation"}
+
+
+def test_the_documented_policy_is_the_default_one(hydra_config: Compose) -> None:
+    policy = hydra_config()["evaluate"]["policy"]
+    assert set(policy) == {field.name for field in dataclasses.fields(PolicySettings)}
+    assert build(PolicySettings, policy, "evaluate.policy") == PolicySettings()
 
 
 @pytest.mark.parametrize("choice", ["gpt3/squad", "t5/boolq", "t5/summarization", "t5/translation"])

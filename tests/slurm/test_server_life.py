@@ -38,12 +38,26 @@ def test_a_failed_evaluation_keeps_its_code_and_stops_the_server(
     )
 
 
+def test_a_verdict_is_the_exit_code_of_its_job(slurm: TestCluster, submit: Submit) -> None:
+    submit(*submit.measured, EVALUATE_WAITS="30", VERDICT="1")
+    assert ended(slurm, submit, "evaluate") == ("FAILED", "1:0"), submit.log("evaluate")
+    assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0")
+    assert "judging the report" in submit.log("evaluate")
+
+
+def test_a_verdict_is_the_exit_code_of_a_job_that_is_shared(
+    slurm: TestCluster, submit: Submit
+) -> None:
+    submit(*submit.measured, TOGETHER, EVALUATE_WAITS="30", VERDICT="2")
+    assert ended(slurm, submit, "deploy") == ("FAILED", "2:0"), submit.log("deploy")
+
+
 def test_a_server_that_dies_ends_the_evaluation_with_the_reason(
     slurm: TestCluster, submit: Submit
 ) -> None:
     submit(*submit.measured, SERVER="dies_early", EVALUATE_WAITS="300")
     assert ended(slurm, submit, "deploy") == ("FAILED", "7:0")
-    assert ended(slurm, submit, "evaluate") == ("FAILED", "1:0")
+    assert ended(slurm, submit, "evaluate") == ("FAILED", "3:0")
     log = submit.log("evaluate")
     assert "the server ended before the evaluation did (server: FAILED; its log: " in log
     assert "  | the port is in use" in log
@@ -73,7 +87,7 @@ def test_the_client_s_result_is_the_job_s(slurm: TestCluster, submit: Submit) ->
 
 def test_a_dead_server_fails_the_job_that_it_shares(slurm: TestCluster, submit: Submit) -> None:
     submit(*submit.measured, TOGETHER, SERVER="dies_early", EVALUATE_WAITS="300")
-    assert ended(slurm, submit, "deploy") == ("FAILED", "1:0")
+    assert ended(slurm, submit, "deploy") == ("FAILED", "3:0")
     assert "the server ended before the evaluation did" in submit.log("deploy")
     assert "  | the port is in use" in submit.log("deploy")
     assert slurm.job_processes(submit.record("deploy")["job_id"]) == []
