@@ -196,6 +196,23 @@ def same(report: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
+class Holding(FakeServer):
+    """Answers `answers` more inferences and then none, until that is set anew; None: all."""
+
+    answers: int | None = None
+
+    @property
+    def delay(self) -> float:
+        if self.answers is None:
+            return 0.0
+        self.answers -= 1
+        return 0.0 if self.answers >= 0 else 3600.0
+
+    @delay.setter
+    def delay(self, _value: float) -> None:
+        """What a plain one is given."""
+
+
 def kill_when(step: str, arguments: list[str], there: Callable[[], bool]) -> None:
     """Run a step as a process of its own until something is there, and end it as a crash does."""
     command = [sys.executable, "-m", f"launcher_scripts.steps.{step}", *arguments]
@@ -217,7 +234,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_report(job: Path, capsys: Any) 
     values = {"tasks": many_items(job), "benchmark": sweep, "steps": STEPS}
     arguments = ["--settings", settings_file(job, **values)]
     report, journals = job / "results" / "report.json", job / "results" / "journal"
-    with FakeServer() as server:
+    with Holding() as server:
         announce(job, server)
         for step in (measure_accuracy, measure_speed):
             assert step.main(arguments) == 0
@@ -225,18 +242,18 @@ def test_a_killed_evaluation_goes_on_to_the_same_report(job: Path, capsys: Any) 
         whole = json.loads(report.read_text())
         report.unlink()
 
-        server.delay = 0.05
+        server.answers = 24 + 10
         kill_when(STEPS[0], arguments, lambda: lines(journals / "translation.jsonl") > 8)
         kept = lines(journals / "translation.jsonl") - 2
         assert "lambada" in json.loads(report.read_text())["tasks"]
-        server.delay = 0.0
+        server.answers = None
         before = len(server.received)
         assert measure_accuracy.main(arguments) == 0
         assert len(server.received) - before == 24 - kept
 
-        server.delay = 0.2
+        server.answers = 3 + 1
         kill_when(STEPS[1], arguments, lambda: lines(journals / "speed.jsonl") > 2)
-        server.delay = 0.0
+        server.answers = None
         before = len(server.received)
         assert measure_accuracy.main(arguments) == 0  # the whole job again: nothing is asked
         assert len(server.received) == before
