@@ -26,7 +26,12 @@ try:
     from omegaconf.errors import OmegaConfBaseException
 
     from launcher_scripts.common.errors import ConfigError, LauncherError
-    from stages.choices import check_choices, check_grammar, check_keys
+    from stages.choices import (
+        check_choices,
+        check_grammar,
+        check_keys,
+        with_names_of_today,
+    )
     from stages.gateway import register_deployed_gateway
     from stages.plan import Plan, make_plan
 except ModuleNotFoundError as missing:
@@ -90,6 +95,7 @@ def explain(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     register()
+    sys.argv[1:] = with_names_of_today(sys.argv[1:])
     try:
         check_grammar(sys.argv[1:])
         check_choices(sys.argv[1:], CHECKOUT / "conf")

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.config.options import check_options, option
 
-TASK_NAMES = ("lambada", "squad", "boolq", "summarization", "translation")
+TASK_NAMES = ("lambada", "squad", "boolq_generate", "summarization", "translation")
+# The name of a task in earlier configurations and reports -> its name.
+RENAMED_TASKS = {"boolq": "boolq_generate"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class TaskSettings:
     generation: GenerationSettings = field(default_factory=GenerationSettings)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", RENAMED_TASKS.get(self.name, self.name))
         problems = Problems(f"the evaluation task {self.name}")
         key = f"evaluate.tasks.{self.name}"
         problems.check_choice("evaluation task", self.name, TASK_NAMES, "evaluate.tasks")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.common.errors import ConfigError, problem
-from launcher_scripts.config.tasks import TaskSettings
+from launcher_scripts.config.tasks import RENAMED_TASKS, TaskSettings
 from launcher_scripts.evaluation.nemo_model import NemoModel
 from launcher_scripts.evaluation.pace import TimedModel
 from launcher_scripts.evaluation.tasks.task import (
@@ -104,7 +104,10 @@ def answer(item: dict[str, Any]) -> Any:
 def read_report(path: Path, settings: TaskSettings) -> TaskResult:
     """The task's section of another evaluation's report.json, over the same items."""
     try:
-        section = json.loads(path.read_text(encoding="utf-8"))["tasks"][settings.name]
+        tasks = json.loads(path.read_text(encoding="utf-8"))["tasks"]
+        section = {RENAMED_TASKS.get(name, name): task for name, task in tasks.items()}[
+            settings.name
+        ]
         metrics = {name: Metric(**values) for name, values in section["metrics"].items()}
         items = [{**item, "index": int(item["index"])} for item in section["items"]]
         limit = section["settings"]["limit"]

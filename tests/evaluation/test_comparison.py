@@ -74,8 +74,8 @@ def _never(*_: object) -> TaskResult:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("nonsense", "is no report of boolq: JSONDecodeError"),
-        ('{"tasks": {}}', "is no report of boolq: KeyError"),
+        ("nonsense", "is no report of boolq_generate: JSONDecodeError"),
+        ('{"tasks": {}}', "is no report of boolq_generate: KeyError"),
         (
             '{"tasks": {"boolq": {"metrics": {}, "items": [], "settings": {"limit": 5}}}}',
             "has another limit of items; got 5",

@@ -1,12 +1,18 @@
 """The tasks a model can be measured by. A new one is a file here and a line in TASKS."""
 
-from launcher_scripts.evaluation.tasks import boolq, lambada, squad, summarization, translation
+from launcher_scripts.evaluation.tasks import (
+    boolq_generate,
+    lambada,
+    squad,
+    summarization,
+    translation,
+)
 from launcher_scripts.evaluation.tasks.task import Task
 
 TASKS: dict[str, Task] = {
     "lambada": lambada.run,
     "squad": squad.run,
-    "boolq": boolq.run,
+    "boolq_generate": boolq_generate.run,
     "summarization": summarization.run,
     "translation": translation.run,
 }
