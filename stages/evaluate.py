@@ -18,6 +18,7 @@ from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.models.repository import ServedModel
 from stages.deploy import Deploy
+from stages.harness import check_harness, harness_paths, harness_settings
 from stages.paths import absolute
 from stages.stage import Launch, Stage
 
@@ -61,7 +62,7 @@ class EvaluateBlock(EvaluateOptions):
 class Evaluate(Stage):
     name = "evaluate"
     block_type = EvaluateBlock
-    modules = ("measure_accuracy", "measure_speed")
+    modules = ("measure_accuracy", "measure_speed", "run_harness")
 
     def __init__(self, launch: Launch) -> None:
         super().__init__(launch)
@@ -76,7 +77,8 @@ class Evaluate(Stage):
             model_name=block.model_name,
             tokenizer_dir=str(self.tokenizer_dir),
             tasks=block.task_settings(),
-            **values_of(EvaluateOptions, block) | {"grpc_tls": self._tls()},
+            **values_of(EvaluateOptions, block)
+            | {"grpc_tls": self._tls(), "harness": harness_settings(block.harness, self.launch)},
         )
 
     def _tls(self) -> ClientTls | None:
@@ -155,6 +157,7 @@ class Evaluate(Stage):
         wanted = {
             "measure_accuracy": bool(self.settings.tasks),
             "measure_speed": self.settings.benchmark is not None,
+            "run_harness": self.settings.harness is not None,
         }
         return tuple(module for module in self.modules if wanted[module])
 
@@ -166,7 +169,9 @@ class Evaluate(Stage):
         data = (Path(path) for _, path, _ in self._task_files())
         cache = [self.cache("matplotlib")] if self.in_container else []
         tls = map(Path, self._tls_files().values())
-        return [Path(settings.ready_file), Path(settings.tokenizer_dir), *data, *tls, *cache]
+        harness = [] if settings.harness is None else harness_paths(settings.harness)
+        own = [Path(settings.ready_file), Path(settings.tokenizer_dir)]
+        return [*own, *data, *harness, *tls, *cache]
 
     def _task_files(self) -> Iterator[tuple[str, str, str]]:
         """(what it is, its path, its key) of every file that the tasks read."""
@@ -188,6 +193,8 @@ class Evaluate(Stage):
         self._check_tls()
         self._check_tasks()
         self._check_numbers()
+        if settings.harness is not None:
+            check_harness(settings.harness, self.launch)
         if "deploy" not in self.launch.stages:
             what = "the ready file of a running server (stages=[deploy,evaluate] starts one)"
             checks.exists(what, settings.ready_file, "evaluate.ready_file")

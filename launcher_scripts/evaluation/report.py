@@ -22,9 +22,11 @@ from typing import Any
 from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.rendering import render
+from launcher_scripts.config.harness import HarnessSettings
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.evaluation import plots
+from launcher_scripts.evaluation.harness import HarnessResult
 from launcher_scripts.evaluation.speed import SpeedRow
 from launcher_scripts.evaluation.tasks.task import TaskResult
 
@@ -72,6 +74,17 @@ class Report:
             "measured_on": measured_on,
             "settings": dataclasses.asdict(settings),
             "rows": [dataclasses.asdict(row) for row in rows],
+        }
+        self._write()
+
+    def add_harness(
+        self, settings: HarnessSettings, result: HarnessResult, measured_on: dict[str, Any]
+    ) -> None:
+        """Put what lm_eval measured into the report, in place of an earlier run."""
+        self.content["harness"] = {
+            "measured_on": measured_on,
+            "settings": dataclasses.asdict(settings),
+            **dataclasses.asdict(result),
         }
         self._write()
 
