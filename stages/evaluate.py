@@ -212,11 +212,18 @@ class Evaluate(Stage):
         contract = CONTRACTS.get(model.model_type) if model is not None else None
         if model is None or contract is None:
             return
-        if contract.encoder_only:
+        others = set(self._asked_for) - {"encode"} or self.settings.harness is not None
+        if contract.encoder_only and others:
             self.launch.checks.problems.add(
-                f"{model.name} generates no tokens, so there is nothing to evaluate",
+                f"{model.name} generates no tokens: it is an encoder, whose states encode measures",
                 got=model.model_type,
-                change="stages",
+                change="evaluate=t5/evaluate_t5_encoder",
+            )
+        elif "encode" in self._asked_for and not contract.encoder_only:
+            self.launch.checks.problems.add(
+                "encode measures hidden states, which an encoder alone gives",
+                got=model.model_type,
+                change="evaluate, or export.run.model_type=t5-encoder",
             )
         elif not contract.scores_prompts and "lambada" in self._asked_for:
             self.launch.checks.problems.add(

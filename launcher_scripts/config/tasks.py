@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.config.options import check_options, option
 
-TASK_NAMES = ("lambada", "squad", "boolq_generate", "summarization", "translation")
+TASK_NAMES = ("lambada", "squad", "boolq_generate", "summarization", "translation", "encode")
 # The name of a task in earlier configurations and reports -> its name.
 RENAMED_TASKS = {"boolq": "boolq_generate"}
 
@@ -59,6 +59,12 @@ class TaskSettings:
         key = f"evaluate.tasks.{self.name}"
         problems.check_choice("evaluation task", self.name, TASK_NAMES, "evaluate.tasks")
         check_options(self, problems, f"{key}.{{}}".format)
+        if self.name == "encode" and self.reference is None:
+            problems.add(
+                "encode compares states with those of transformers, so it needs a reference",
+                choices=("the folder of the original, in Hugging Face's format",),
+                change=f"{key}.reference",
+            )
         if self.name == "translation" and self.generation.target_file is None:
             problems.add("translation needs a target_file", change=f"{key}.generation.target_file")
         problems.raise_if_any(ConfigError)

@@ -78,7 +78,10 @@ def harness_table(result: HarnessResult) -> str:
 
 
 def _figure(metric: Metric, value: float) -> str:
-    return f"{100 * value:.1f} %" if metric.percent else f"{value:.2f}"
+    if metric.percent:
+        return f"{100 * value:.1f} %"
+    # A similarity is near 1, and a difference near 0.
+    return f"{value:.2f}" if abs(value) > 1.05 else f"{value:.6g}"
 
 
 def _ends(metric: Metric) -> str:

@@ -18,7 +18,7 @@ from launcher_scripts.evaluation.comparison import compared, open_reference, tim
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import task_table
-from launcher_scripts.evaluation.tasks import PACKAGES, TASKS
+from launcher_scripts.evaluation.tasks import COMPARING, PACKAGES, TASKS
 from launcher_scripts.evaluation.tasks.task import Asked, Progress
 from launcher_scripts.steps.command import run_step
 
@@ -51,7 +51,8 @@ def measure(settings: EvaluateSettings) -> None:
             client.special_ids("decoder"),
         )
         for task, task_settings in zip(tasks, settings.tasks, strict=True):
-            reference = open_reference(task_settings)
+            own = task_settings.name in COMPARING
+            reference = None if own else open_reference(task_settings)
             environment = measured_on(settings, ready)
             result = timed(task, task_settings, asked, log_progress(task_settings.name))
             report.add_task(task_settings, result, environment)

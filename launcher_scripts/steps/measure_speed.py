@@ -11,8 +11,9 @@ from launcher_scripts.steps.packages import check_packages
 if __name__ == "__main__":
     check_packages("measure_speed", "jinja2", "matplotlib", "numpy", "tritonclient", "yaml")
 
-from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.config.settings import EvaluateSettings
+from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.speed import check_batch_sizes, read_vocab_size, sweep
@@ -36,7 +37,8 @@ def measure(settings: EvaluateSettings) -> None:
         check_batch_sizes(benchmark, client.max_batch_size())
         environment = measured_on(settings, ready)
         rows = []
-        for row in sweep(benchmark, vocab_size, client.generate):
+        encodes = lookup(CONTRACTS, client.model_type, "model_type").encoder_only
+        for row in sweep(benchmark, vocab_size, client.generate, encodes=encodes):
             rows.append(row)
             print(
                 f"speed: batch size {row.batch_size}, {row.input_len} tokens in, "

@@ -2,6 +2,7 @@
 
 from launcher_scripts.evaluation.tasks import (
     boolq_generate,
+    encode,
     lambada,
     squad,
     summarization,
@@ -15,6 +16,9 @@ TASKS: dict[str, Task] = {
     "boolq_generate": boolq_generate.run,
     "summarization": summarization.run,
     "translation": translation.run,
+    "encode": encode.run,
 }
+# Those that ask the reference themselves, because a report does not hold what they compare.
+COMPARING = ("encode",)
 # What computes a task's figures, and is needed when all has been asked.
 PACKAGES = {"summarization": ("rouge_score",), "translation": ("sacrebleu",)}
