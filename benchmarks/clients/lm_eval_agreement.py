@@ -59,23 +59,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def answers(folder: Path, given: argparse.Namespace) -> dict[str, tuple[list[Item], list[Item]]]:
     """Of each task: what was served, and what hf makes of the same items."""
+    own = None if given.report is None else native_items(read_report(given.report)[: given.limit])
     settings = HarnessSettings(
         TASKS, str(write_data(folder / "data")), given.limit, python=given.python
     )
     address = f"{given.address.rstrip('/')}/v1"
     card = models_of(address)[given.model]
     gateway = Gateway(address, given.model, card["max_model_len"])
-    hf = {"pretrained": str(given.gguf.parent), "gguf_file": given.gguf.name, "dtype": "float32"}
     served = run(settings, gateway, folder / "served")
-    reference = run_lm_eval(settings, ("hf", hf), folder / "hf")
+    reference = run_lm_eval(settings, hf_model(given.gguf), folder / "hf")
     sides = {
         task: (items_of(folder / "served", served, task), items_of(folder / "hf", reference, task))
         for task in TASKS
     }
-    if given.report is not None:
-        items = json.loads(given.report.read_text(encoding="utf-8"))["tasks"]["lambada"]["items"]
-        sides["lambada"] = (native_items(items[: given.limit]), sides["lambada_openai"][1])
+    if own is not None:
+        sides["lambada"] = (own, sides["lambada_openai"][1])
     return sides
+
+
+def hf_model(gguf: Path) -> tuple[str, dict[str, Any]]:
+    """lm_eval's model that transformers computes, and its arguments."""
+    return "hf", {"pretrained": str(gguf.parent), "gguf_file": gguf.name, "dtype": "float32"}
 
 
 def write_data(folder: Path) -> Path:
@@ -121,6 +125,12 @@ def read_samples(path: Path) -> list[Item]:
         Item(tuple(float(each[0]) for each in sample["filtered_resps"]), bool(sample["acc"]))
         for sample in samples
     ]
+
+
+def read_report(path: Path) -> list[dict[str, Any]]:
+    """The items of the project's own lambada."""
+    tasks = json.loads(path.read_text(encoding="utf-8"))["tasks"]
+    return list(tasks["lambada"]["items"])
 
 
 def native_items(items: Sequence[Mapping[str, Any]]) -> list[Item]:

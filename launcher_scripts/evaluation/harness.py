@@ -203,10 +203,13 @@ def read_results(folder: Path, version: str) -> HarnessResult:
     results = [name for name in files if Path(name).name.startswith("results_")]
     if len(results) != 1:
         raise ServerError(problem("lm_eval wrote no file of results, or several", got=files))
+    stamp = Path(results[0]).stem.removeprefix("results_")
+    samples = {Path(name).name: name for name in files}
     try:
         content = json.loads((folder / results[0]).read_text(encoding="utf-8"))
         tasks = {
-            name: _task(name, values, content, files) for name, values in content["results"].items()
+            name: _task(name, values, content, samples.get(f"samples_{name}_{stamp}.jsonl"))
+            for name, values in content["results"].items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"{results[0]} is no file of lm_eval's results: {type(error).__name__}: {error}"
@@ -215,18 +218,18 @@ def read_results(folder: Path, version: str) -> HarnessResult:
 
 
 def _task(
-    name: str, values: Mapping[str, Any], content: Mapping[str, Any], files: list[str]
+    name: str, values: Mapping[str, Any], content: Mapping[str, Any], samples: str | None
 ) -> HarnessTask:
+    """One task, or one group of tasks."""
     counts = content.get("n-samples", {}).get(name, {})
-    samples = (file for file in files if Path(file).name.startswith(f"samples_{name}_2"))
     return HarnessTask(
         metrics={
-            key.removesuffix(",none"): _metric(key, float(value), values.get(_stderr_key(key)))
+            key.removesuffix(",none"): _metric(name, key, value, values.get(_stderr_key(key)))
             for key, value in values.items()
             if "," in key and "_stderr," not in key and isinstance(value, (int, float))
         },
         items=int(counts.get("effective", values.get("sample_len") or 0)),
-        samples=next(samples, None),
+        samples=samples,
         version=content.get("versions", {}).get(name),
     )
 
@@ -236,16 +239,20 @@ def _stderr_key(key: str) -> str:
     return f"{metric}_stderr,{of_filter}"
 
 
-def _metric(key: str, value: float, stderr: Any) -> Metric:
+def _metric(task: str, key: str, value: float, stderr: Any) -> Metric:
     """A figure with the interval that its standard error gives; lm_eval writes N/A for none.
 
     That of a perplexity is one of its logarithm, as its error is.
     """
+    if not math.isfinite(value):
+        raise ServerError(
+            f"{key} of {task} is {value}: lm_eval got log-probabilities that are none"
+        )
     metric, _, of_filter = key.partition(",")
     percent = _FRACTION.fullmatch(metric) is not None
     behind = "" if of_filter == "none" else f", filter {of_filter}"
     meaning = f"lm_eval's {metric}{behind}"
-    if not isinstance(stderr, (int, float)):
+    if not isinstance(stderr, (int, float)) or not math.isfinite(stderr):
         return Metric(value, None, None, percent, meaning)
     if _EXPONENTIAL.fullmatch(metric) and value:
         factor = math.exp(Z_95 * stderr / value)

@@ -6,6 +6,7 @@ A program that stands in for the interpreter of lm_eval writes files that lm_eva
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -148,27 +149,34 @@ def test_lm_eval_is_asked_and_its_figures_are_reported(
     assert ["boolq", "acc", "5", "60.0", "%"] in [line.split()[:5] for line in lines]
 
 
-def test_the_interval_of_a_perplexity_is_that_of_its_logarithm() -> None:
-    content = {
-        "results": {"t": {"perplexity,none": 10.0, "perplexity_stderr,none": 5.0}},
-        "n-samples": {},
-    }
-    metric = harness._task("t", content["results"]["t"], content, []).metrics["perplexity"]
+def task_of(values: dict[str, Any], folder: Path) -> harness.HarnessTask:
+    """What is read of the results of one task."""
+    (folder / "results_now.json").write_text(json.dumps({"results": {"t": values}}))
+    return harness.read_results(folder, "0.4.13").tasks["t"]
+
+
+def test_the_interval_of_a_perplexity_is_that_of_its_logarithm(tmp_path: Path) -> None:
+    metric = task_of({"perplexity,none": 10.0, "perplexity_stderr,none": 5.0}, tmp_path).metrics[
+        "perplexity"
+    ]
     assert metric.low is not None and metric.high is not None
     assert metric.low > 0 and metric.low * metric.high == pytest.approx(100.0)
     assert metric.high == pytest.approx(10 * 2.664408, rel=1e-5)
 
 
-def test_filters_and_figures_without_an_error() -> None:
+def test_filters_and_figures_without_an_error(tmp_path: Path) -> None:
     values = {
         "alias": " - t",
         "exact_match,strict-match": 0.5,
         "exact_match_stderr,strict-match": "N/A",
         "bleu,none": 12.0,
         "bleu_stderr,none": 1.0,
+        "f1,none": 0.25,
+        "f1_stderr,none": math.nan,
     }
-    task = harness._task("t", values, {"results": {}}, [])
-    assert set(task.metrics) == {"exact_match,strict-match", "bleu"}
+    task = task_of(values, tmp_path)
+    assert set(task.metrics) == {"exact_match,strict-match", "bleu", "f1"}
+    assert (task.metrics["f1"].value, task.metrics["f1"].low) == (0.25, None)
     exact = task.metrics["exact_match,strict-match"]
     assert (exact.low, exact.percent) == (None, True)
     assert exact.meaning == "lm_eval's exact_match, filter strict-match"
@@ -231,3 +239,6 @@ def test_results_that_are_none_are_refused(tmp_path: Path) -> None:
     (tmp_path / "results_1.json").write_text('{"results": []}')
     with pytest.raises(ServerError, match=r"results_1.json is no file of lm_eval's results"):
         harness.read_results(tmp_path, "0.4.13")
+    (tmp_path / "results_1.json").unlink()
+    with pytest.raises(ServerError, match=r"perplexity,none of t is nan"):
+        task_of({"perplexity,none": math.nan}, tmp_path)
