@@ -39,7 +39,7 @@ from launcher_scripts.steps.quickstart import gguf_file
 from tests.server.processes import running
 
 PROGRAM = shutil.which("lm_eval")
-ITEMS = 12
+ITEMS = 20
 
 pytestmark = [
     pytest.mark.slow,
