@@ -98,7 +98,9 @@ class Client:
         for output in self._each(requests, in_flight):
             yield output.context_logits
 
-    def encode(self, rows: Iterable[GenerateRequest], in_flight: int = 8) -> Iterator[States]:
+    def hidden_states(
+        self, rows: Iterable[GenerateRequest], in_flight: int = 8
+    ) -> Iterator[States]:
         """An encoder's states at every position of every row, in order; asked as in score.
 
         Raises ServerError as generate does, and ConfigError for a model that is no encoder.

@@ -45,9 +45,11 @@ class TimedModel:
             self._tokens += len(output.output_ids)
             yield output
 
-    def encode(self, rows: Iterable[GenerateRequest], in_flight: int = 8) -> Iterator[States]:
-        """See Model.encode."""
-        for states in self._timed(self._model.encode(rows, in_flight)):
+    def hidden_states(
+        self, rows: Iterable[GenerateRequest], in_flight: int = 8
+    ) -> Iterator[States]:
+        """See Model.hidden_states."""
+        for states in self._timed(self._model.hidden_states(rows, in_flight)):
             self._tokens += len(states)
             yield states
 

@@ -32,7 +32,9 @@ class Encoder:
         self.model, self.error = model, error
         self.rows: list[GenerateRequest] = []
 
-    def encode(self, rows: Iterable[GenerateRequest], in_flight: int = 8) -> Iterator[States]:
+    def hidden_states(
+        self, rows: Iterable[GenerateRequest], in_flight: int = 8
+    ) -> Iterator[States]:
         self.in_flight = in_flight
         for row in rows:
             self.rows.append(row)
@@ -111,8 +113,10 @@ def test_what_cannot_be_compared_is_refused(original: tuple[Path, Any], tmp_path
 
 def test_states_of_another_size_are_refused(original: tuple[Path, Any], tmp_path: Path) -> None:
     class Other(Encoder):
-        def encode(self, rows: Iterable[GenerateRequest], in_flight: int = 8) -> Iterator[States]:
-            return (states[:, :8] for states in super().encode(rows, in_flight))
+        def hidden_states(
+            self, rows: Iterable[GenerateRequest], in_flight: int = 8
+        ) -> Iterator[States]:
+            return (states[:, :8] for states in super().hidden_states(rows, in_flight))
 
     folder, model = original
     with pytest.raises(ConfigError, match=r"states of other sizes; got '\(3, 8\) and \(3, 16\)'"):

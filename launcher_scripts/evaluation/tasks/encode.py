@@ -102,7 +102,7 @@ def run(settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
         for prompt in prompts_of(settings, TEMPLATE, fields, "text")
     ]
     served = []  # all of them before the reference computes, which is not the server's time
-    for states in asked.model.encode(rows, settings.batch_size):
+    for states in asked.model.hidden_states(rows, settings.batch_size):
         served.append(states)
         progress(len(served), len(rows))
     items = []

@@ -96,7 +96,9 @@ class Model(Protocol):
         """What every row became, in order."""
         ...
 
-    def encode(self, rows: Iterable[GenerateRequest], in_flight: int = 8) -> Iterator[States]:
+    def hidden_states(
+        self, rows: Iterable[GenerateRequest], in_flight: int = 8
+    ) -> Iterator[States]:
         """An encoder's states at every position of every row, in order."""
         ...
 
