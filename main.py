@@ -27,7 +27,12 @@ try:
 
     from launcher_scripts.common.errors import ConfigError, LauncherError, VerdictError
     from launcher_scripts.common.exit_codes import ERROR, VERDICTS
-    from stages.choices import check_choices, check_grammar, check_keys
+    from stages.choices import (
+        check_choices,
+        check_grammar,
+        check_keys,
+        with_names_of_today,
+    )
     from stages.gateway import register_deployed_gateway
     from stages.plan import Plan, make_plan
 except ModuleNotFoundError as missing:
@@ -101,6 +106,7 @@ def explain(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     register()
+    sys.argv[1:] = with_names_of_today(sys.argv[1:])
     try:
         check_grammar(sys.argv[1:])
         check_choices(sys.argv[1:], CHECKOUT / "conf")

@@ -7,6 +7,7 @@ key, without saying which there are, and an unquoted value in the words of its p
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,24 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from launcher_scripts.common.errors import ConfigError, Problems
+from launcher_scripts.config.tasks import RENAMED_TASKS
 
 _CHOICE = re.compile(r"(?P<group>\w+)(?:@[\w.]+)?=(?P<choice>[\w.\-/]*)")
 _WITHOUT_VALUE = ("-m", "--multirun", "--resolve", "-h", "--help", "--hydra-help")
 _KEY = re.compile(r"(?P<key>[\w.]+)=.*", re.DOTALL)
 _OPEN_BLOCKS = ("env_vars",)  # that take any key
+
+
+def with_names_of_today(arguments: Iterable[str]) -> list[str]:
+    """The arguments with the tasks that they call by a former name renamed, which a note says."""
+    found = list(arguments)
+    for old, new in RENAMED_TASKS.items():
+        name = re.compile(rf"(\+*evaluate\.tasks\.|evaluate=[\w/]*\b){old}(?=[.=]|$)")
+        renamed = [name.sub(rf"\g<1>{new}", argument) for argument in found]
+        if renamed != found:
+            print(f"note: the task {old} is called {new} (docs/evaluation.md)", file=sys.stderr)
+        found = renamed
+    return found
 
 
 def check_choices(arguments: Iterable[str], conf: Path) -> None:

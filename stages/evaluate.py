@@ -19,6 +19,7 @@ from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.models.repository import ServedModel
 from stages.deploy import Deploy
+from stages.harness import check_harness, harness_paths, harness_settings
 from stages.paths import absolute
 from stages.stage import Launch, Stage
 
@@ -62,7 +63,7 @@ class EvaluateBlock(EvaluateOptions):
 class Evaluate(Stage):
     name = "evaluate"
     block_type = EvaluateBlock
-    modules = ("measure_accuracy", "measure_speed", "judge")
+    modules = ("measure_accuracy", "measure_speed", "run_harness", "judge")
 
     def __init__(self, launch: Launch) -> None:
         super().__init__(launch)
@@ -77,7 +78,12 @@ class Evaluate(Stage):
             model_name=block.model_name,
             tokenizer_dir=str(self.tokenizer_dir),
             tasks=block.task_settings(),
-            **values_of(EvaluateOptions, block) | {"grpc_tls": self._tls(), "policy": self.policy},
+            **values_of(EvaluateOptions, block)
+            | {
+                "grpc_tls": self._tls(),
+                "policy": self.policy,
+                "harness": harness_settings(block.harness, self.launch),
+            },
         )
 
     @cached_property
@@ -176,6 +182,7 @@ class Evaluate(Stage):
         wanted = {
             "measure_accuracy": bool(self.settings.tasks),
             "measure_speed": self.settings.benchmark is not None,
+            "run_harness": self.settings.harness is not None,
             "judge": self.settings.policy is not None,
         }
         return tuple(module for module in self.modules if wanted[module])
@@ -189,8 +196,9 @@ class Evaluate(Stage):
         cache = [self.cache("matplotlib")] if self.in_container else []
         tls = map(Path, self._tls_files().values())
         baselines = (Path(path) for path, _ in self._baselines())
+        harness = [] if settings.harness is None else harness_paths(settings.harness)
         own = [Path(settings.ready_file), Path(settings.tokenizer_dir)]
-        return [*own, *data, *baselines, *tls, *cache]
+        return [*own, *data, *baselines, *harness, *tls, *cache]
 
     def _task_files(self) -> Iterator[tuple[str, str, str]]:
         """(what it is, its path, its key) of every file that the tasks read."""
@@ -212,6 +220,8 @@ class Evaluate(Stage):
         self._check_tls()
         self._check_tasks()
         self._check_numbers()
+        if settings.harness is not None:
+            check_harness(settings.harness, self.launch)
         if "deploy" not in self.launch.stages:
             what = "the ready file of a running server (stages=[deploy,evaluate] starts one)"
             checks.exists(what, settings.ready_file, "evaluate.ready_file")
@@ -231,11 +241,18 @@ class Evaluate(Stage):
         contract = CONTRACTS.get(model.model_type) if model is not None else None
         if model is None or contract is None:
             return
-        if contract.encoder_only:
+        others = set(self._asked_for) - {"encode"} or self.settings.harness is not None
+        if contract.encoder_only and others:
             self.launch.checks.problems.add(
-                f"{model.name} generates no tokens, so there is nothing to evaluate",
+                f"{model.name} generates no tokens: it is an encoder, whose states encode measures",
                 got=model.model_type,
-                change="stages",
+                change="evaluate=t5/evaluate_t5_encoder",
+            )
+        elif "encode" in self._asked_for and not contract.encoder_only:
+            self.launch.checks.problems.add(
+                "encode measures hidden states, which an encoder alone gives",
+                got=model.model_type,
+                change="evaluate, or export.run.model_type=t5-encoder",
             )
         elif not contract.scores_prompts and "lambada" in self._asked_for:
             self.launch.checks.problems.add(

@@ -91,6 +91,7 @@ DOORS = {
         "launcher_scripts/checkpoint/sources/sinusoidal_positions.py",
     ),
     "transformers": ("launcher_scripts/evaluation/transformers_model.py",),
+    "lm_eval": ("launcher_scripts/evaluation/lm_eval_program.py",),
     "megatron": ("launcher_scripts/evaluation/core_model.py",),
     "nemo": ("launcher_scripts/evaluation/nemo_model.py",),
     "pytorch_lightning": ("launcher_scripts/evaluation/nemo_model.py",),

@@ -5,8 +5,8 @@
         --tokenizer FOLDER/repository/smollm2_135m/1/1-gpu [--t5 translator] [--only openai ...]
 
 Serve the models of benchmarks/clients/serve.py, in the project's environment. Answers are greedy
-and compared with those of plain HTTP. Prints a table; exit code 1 when a trial fails. lm-eval has
-programs of its own: lm_eval_lambada.py and lm_eval_boolq.py.
+and compared with those of plain HTTP. Prints a table; exit code 1 when a trial fails. lm_eval has
+a program of its own: lm_eval_agreement.py.
 """
 
 from __future__ import annotations

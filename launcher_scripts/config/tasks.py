@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.config.options import check_options, option
 
-TASK_NAMES = ("lambada", "squad", "boolq", "summarization", "translation")
+TASK_NAMES = ("lambada", "squad", "boolq_generate", "summarization", "translation", "encode")
+# The name of a task in earlier configurations and reports -> its name.
+RENAMED_TASKS = {"boolq": "boolq_generate"}
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,17 @@ class TaskSettings:
     generation: GenerationSettings = field(default_factory=GenerationSettings)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", RENAMED_TASKS.get(self.name, self.name))
         problems = Problems(f"the evaluation task {self.name}")
         key = f"evaluate.tasks.{self.name}"
         problems.check_choice("evaluation task", self.name, TASK_NAMES, "evaluate.tasks")
         check_options(self, problems, f"{key}.{{}}".format)
+        if self.name == "encode" and self.reference is None:
+            problems.add(
+                "encode compares states with those of transformers, so it needs a reference",
+                choices=("the folder of the original, in Hugging Face's format",),
+                change=f"{key}.reference",
+            )
         if self.name == "translation" and self.generation.target_file is None:
             problems.add("translation needs a target_file", change=f"{key}.generation.target_file")
         problems.raise_if_any(ConfigError)

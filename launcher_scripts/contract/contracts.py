@@ -284,7 +284,7 @@ class Contract:
     @property
     def scores_prompts(self) -> bool:
         """Whether context_logits are the prompt's; an encoder-decoder's are its output's."""
-        return self.family == "gpt"
+        return self.returns_prompts
 
     def declared_inputs(self, data_type: str) -> tuple[Tensor, ...]:
         """The inputs as config.pbtxt declares them for a model that computes in `data_type`."""

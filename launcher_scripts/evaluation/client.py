@@ -18,6 +18,7 @@ from launcher_scripts.config.security import ClientTls
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.spread import SpreadServer
+from launcher_scripts.evaluation.tasks.task import States
 from launcher_scripts.evaluation.tensors import output_names, request_tensors, row_outputs
 
 
@@ -97,6 +98,24 @@ class Client:
         )
         for output in self._each(requests, in_flight):
             yield output.context_logits
+
+    def hidden_states(
+        self, rows: Iterable[GenerateRequest], in_flight: int = 8
+    ) -> Iterator[States]:
+        """An encoder's states at every position of every row, in order; asked as in score.
+
+        Raises ServerError as generate does, and ConfigError for a model that is no encoder.
+        """
+        if not lookup(CONTRACTS, self.model_type, "model_type").encoder_only:
+            raise ConfigError(
+                problem(
+                    f"{self.model_name} gives no hidden states: only an encoder does",
+                    got=self.model_type,
+                    change="evaluate.tasks, or export.run.model_type=t5-encoder",
+                )
+            )
+        for output in self.generate_each(rows, in_flight):
+            yield output.hidden_state
 
     def generate_each(
         self, rows: Iterable[GenerateRequest], in_flight: int = 8

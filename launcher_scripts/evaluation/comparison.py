@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.common.errors import ConfigError, problem
-from launcher_scripts.config.tasks import TaskSettings
+from launcher_scripts.config.tasks import RENAMED_TASKS, TaskSettings
 from launcher_scripts.evaluation.journal import Journal
 from launcher_scripts.evaluation.nemo_model import NemoModel
 from launcher_scripts.evaluation.pace import TimedModel
@@ -127,7 +127,8 @@ def read_report(path: Path, settings: TaskSettings) -> TaskResult:
     """The task's section of another evaluation's report.json, over the same items."""
     content = read_content(path, REFERENCE_KEY)
     try:
-        section = content["tasks"][settings.name]
+        tasks = {RENAMED_TASKS.get(name, name): task for name, task in content["tasks"].items()}
+        section = tasks[settings.name]
         result = task_result(section)
         limit = section["settings"]["limit"]
     except (ValueError, KeyError, TypeError) as error:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.evaluation.tasks.task import Model, Pace
+from launcher_scripts.evaluation.tasks.task import Model, Pace, States
 
 Answer = TypeVar("Answer")
 
@@ -56,6 +56,14 @@ class TimedModel:
         for output in self._timed(self._model.generate_each(rows, in_flight)):
             self._tokens += len(output.output_ids)
             yield output
+
+    def hidden_states(
+        self, rows: Iterable[GenerateRequest], in_flight: int = 8
+    ) -> Iterator[States]:
+        """See Model.hidden_states."""
+        for states in self._timed(self._model.hidden_states(rows, in_flight)):
+            self._tokens += len(states)
+            yield states
 
     def _timed(self, answers: Iterator[Answer]) -> Iterator[Answer]:
         begin = self._clock()

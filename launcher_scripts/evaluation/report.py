@@ -20,10 +20,12 @@ from typing import Any
 from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.rendering import render
+from launcher_scripts.config.harness import HarnessSettings
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.evaluation import plots
 from launcher_scripts.evaluation.gate import Verdict
+from launcher_scripts.evaluation.harness import HarnessResult
 from launcher_scripts.evaluation.provenance import client_versions, digests, project_commit
 from launcher_scripts.evaluation.report_content import FILE_NAME, SCHEMA, read_content
 from launcher_scripts.evaluation.speed import SpeedRow
@@ -92,6 +94,17 @@ class Report:
         self._write()
         text = json.dumps(self.content["verdict"], indent=1, ensure_ascii=False)
         atomic_write(self.verdict_file, text + "\n")
+
+    def add_harness(
+        self, settings: HarnessSettings, result: HarnessResult, measured_on: dict[str, Any]
+    ) -> None:
+        """Put what lm_eval measured into the report, in place of an earlier run."""
+        self.content["harness"] = {
+            "measured_on": measured_on,
+            "settings": dataclasses.asdict(settings),
+            **dataclasses.asdict(result),
+        }
+        self._write()
 
     def _write(self) -> None:
         self.results_dir.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,7 @@
 """How fast a model is served: a sweep over batch sizes and input and output lengths.
 
+An encoder alone generates nothing: it is asked for its states, of every input length once.
+
 Every measurement sends one request of `batch_size` rows after the other and waits for each, so a
 latency is what a lone client sees. Token ids are random but the same in every run, and min_length
 makes every row generate all its tokens.
@@ -32,7 +34,9 @@ Generate = Callable[[Sequence[GenerateRequest]], list[GenerateOutput]]
 class SpeedRow:
     """One measurement; latencies in milliseconds per request, lengths in tokens per row.
 
-    tokens_per_second: generated tokens of all requests over the time they took together
+    output_len: 0 for an encoder
+    tokens_per_second: generated tokens of all requests, an encoder's input tokens, over the time
+                       that they took together
     """
 
     batch_size: int
@@ -52,13 +56,19 @@ def sweep(
     generate: Generate,
     clock: Callable[[], float] = time.perf_counter,
     first: int = 0,
+    *,
+    encodes: bool = False,
 ) -> Iterator[SpeedRow]:
     """A row for every batch size with every pair of lengths, in the settings' order.
 
-    first: the number of rows that are there already
+    first:   the number of rows that are there already
+    encodes: the model is an encoder alone
     Raises ServerError when a row comes back shorter than asked for.
     """
-    points = list(product(settings.lengths, settings.batch_sizes))
+    lengths = settings.lengths
+    if encodes:
+        lengths = tuple(dict.fromkeys((input_len, 0) for input_len, _ in lengths))
+    points = list(product(lengths, settings.batch_sizes))
     for (input_len, output_len), batch_size in points[first:]:
         random = np.random.default_rng([batch_size, input_len, output_len])
         latencies = []
@@ -67,7 +77,10 @@ def sweep(
             start = clock()
             outputs = generate(rows)
             elapsed = clock() - start
-            _check_lengths(outputs, output_len)
+            if encodes:
+                _check_states(outputs, input_len)
+            else:
+                _check_lengths(outputs, output_len)
             if index >= settings.warmup:
                 latencies.append(elapsed)
         yield _row(batch_size, input_len, output_len, latencies)
@@ -76,11 +89,20 @@ def sweep(
 def random_rows(
     random: np.random.Generator, batch_size: int, input_len: int, output_len: int, vocab_size: int
 ) -> list[GenerateRequest]:
-    """`batch_size` greedy rows of random ids that cannot end before `output_len` tokens."""
+    """`batch_size` greedy rows of random ids that cannot end before `output_len` tokens.
+
+    With an output_len of 0 they ask an encoder for its states.
+    """
     ids = random.integers(0, vocab_size, size=(batch_size, input_len))  # [B, S]
     sampling = SamplingParameters(min_length=output_len)
     return [
-        GenerateRequest(tuple(int(token) for token in row), output_len, sampling) for row in ids
+        GenerateRequest(
+            tuple(int(token) for token in row),
+            output_len,
+            sampling,
+            return_hidden_state=output_len == 0,
+        )
+        for row in ids
     ]
 
 
@@ -124,6 +146,14 @@ def _check_lengths(outputs: Sequence[GenerateOutput], output_len: int) -> None:
         )
 
 
+def _check_states(outputs: Sequence[GenerateOutput], input_len: int) -> None:
+    lengths = sorted({len(output.hidden_state) for output in outputs})
+    if lengths != [input_len]:
+        raise ServerError(
+            problem(f"the server did not give states of {input_len} tokens per row", got=lengths)
+        )
+
+
 def _row(batch_size: int, input_len: int, output_len: int, latencies: Sequence[float]) -> SpeedRow:
     milliseconds = np.array(latencies) * 1000
     p50, p90, p99 = (float(value) for value in np.percentile(milliseconds, [50, 90, 99]))
@@ -136,5 +166,8 @@ def _row(batch_size: int, input_len: int, output_len: int, latencies: Sequence[f
         latency_p50_ms=p50,
         latency_p90_ms=p90,
         latency_p99_ms=p99,
-        tokens_per_second=batch_size * output_len * len(latencies) / float(sum(latencies)),
+        tokens_per_second=batch_size
+        * (output_len or input_len)
+        * len(latencies)
+        / float(sum(latencies)),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from launcher_scripts.evaluation.harness import HarnessResult
 from launcher_scripts.evaluation.speed import SpeedRow
 from launcher_scripts.evaluation.tasks.task import Metric, Pace, TaskResult
 
@@ -66,8 +67,21 @@ def speed_table(rows: Sequence[SpeedRow]) -> str:
     return align([head, *lines])
 
 
+def harness_table(result: HarnessResult) -> str:
+    """A line per figure of every task of lm_eval's."""
+    rows = [[f"lm_eval {result.version}", "items", "value", "95 % interval"]]
+    for name, task in result.tasks.items():
+        for metric_name, metric in task.metrics.items():
+            value = _figure(metric, metric.value)
+            rows.append([f"{name} {metric_name}", str(task.items), value, _ends(metric)])
+    return align(rows)
+
+
 def _figure(metric: Metric, value: float) -> str:
-    return f"{100 * value:.1f} %" if metric.percent else f"{value:.2f}"
+    if metric.percent:
+        return f"{100 * value:.1f} %"
+    # A similarity is near 1, and a difference near 0.
+    return f"{value:.2f}" if abs(value) > 1.05 else f"{value:.6g}"
 
 
 def _ends(metric: Metric) -> str:

@@ -51,18 +51,19 @@ def request_tensors(
     and when a row asks for what the contract of its model has no tensor for.
     """
     contract = lookup(CONTRACTS, model_type, "model_type")
-    if contract.output_len is None:
-        raise RequestError(problem("this model generates no tokens", got=model_type))
     require = partial(_require, contract, model_type)
-    if any(row.return_hidden_state for row in rows):
-        require("return_hidden_state")
     lengths = np.array([[len(row.input_ids)] for row in rows], dtype=np.uint32)  # [B, 1]
     output_lens = np.array([[row.output_len] for row in rows], dtype=np.uint32)
     tensors: dict[str, NDArray[Any]] = {
         "input_ids": _padded([row.input_ids for row in rows], 0),
         contract.lengths: lengths,
-        contract.output_len: output_lens + lengths if contract.counts_prompts else output_lens,
     }
+    if contract.output_len is not None:
+        tensors[contract.output_len] = output_lens + (lengths if contract.counts_prompts else 0)
+        if any(row.return_hidden_state for row in rows):
+            require("return_hidden_state")
+    elif output_lens.any():
+        raise RequestError(problem("this model generates no tokens", got=model_type))
     for name, value_of in _VALUES.items():
         values = [value_of(row) for row in rows]
         if all(value == _DEFAULTS[name] for value in values):
@@ -175,6 +176,8 @@ def grammar_tensor(rows: Sequence[GenerateRequest]) -> NDArray[np.uint8]:
 
 def output_names(rows: Sequence[GenerateRequest], model_type: str = "GPT") -> tuple[str, ...]:
     """The output tensors that these rows need."""
+    if lookup(CONTRACTS, model_type, "model_type").encoder_only:
+        return ("output_hidden_state",)
     names = ["output_ids", "sequence_length"]
     if lookup(CONTRACTS, model_type, "model_type").returns_prompts:
         names.append("response_input_lengths")
@@ -202,8 +205,15 @@ def row_outputs(
     tensors: output_ids [B, beam, time], sequence_length [B, beam], cum_log_probs [B, beam],
              output_log_probs [B, beam, generated], context_logits [B, longest prompt, vocab],
              context_embeddings [B, beam, hidden], MODEL_LOG_PROBS of contract/tensors.py,
-             response_input_lengths [B, beam] where output_ids starts with the prompt
+             response_input_lengths [B, beam] where output_ids starts with the prompt; of an
+             encoder alone output_hidden_state [B, longest row, hidden]
     """
+    if "output_hidden_state" in tensors:
+        states = tensors["output_hidden_state"].astype(np.float32)
+        return [
+            GenerateOutput((), hidden_state=states[index, : len(row.input_ids)])
+            for index, row in enumerate(rows)
+        ]
     outputs = []
     starts = tensors.get("response_input_lengths")
     for index, row in enumerate(rows):

@@ -7,7 +7,7 @@ served model's own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.evaluation.tasks.task import REFERENCE_KEY
+from launcher_scripts.evaluation.tasks.task import REFERENCE_KEY, States
 
 
 class TransformersModel:
@@ -24,33 +24,17 @@ class TransformersModel:
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError when transformers is not there or cannot load the folder."""
-        try:
-            import safetensors
-            import torch
-            import transformers
-        except ImportError as error:
-            raise ConfigError(
-                problem(f"the reference needs the package {error.name}", change=REFERENCE_KEY)
-            ) from error
+        torch, transformers = _libraries()
         self._torch = torch
-        try:
-            config = transformers.AutoConfig.from_pretrained(folder)
-            self._encodes = bool(config.is_encoder_decoder)
-            kind = (
+        self._model = _load(
+            folder,
+            lambda config: (
                 transformers.AutoModelForSeq2SeqLM
-                if self._encodes
+                if config.is_encoder_decoder
                 else transformers.AutoModelForCausalLM
-            )
-            model, loading = kind.from_pretrained(
-                folder, dtype=torch.float32, output_loading_info=True
-            )
-            if loading["missing_keys"]:
-                raise ValueError(f"it lacks {sorted(loading['missing_keys'])[0]} and others")
-            self._model = model.eval()
-        except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
-            raise ConfigError(
-                problem(f"transformers cannot load {folder}: {error}", change=REFERENCE_KEY)
-            ) from error
+            ),
+        )
+        self._encodes = bool(self._model.config.is_encoder_decoder)
         given = self._model.generation_config
         ends = given.eos_token_id
         self._end_ids = [] if ends is None else ends if isinstance(ends, list) else [ends]
@@ -123,6 +107,53 @@ class TransformersModel:
         """The ids up to their first end token, that one included."""
         ends = [index for index, token in enumerate(ids) if token in self._end_ids]
         return tuple(ids[: ends[0] + 1] if ends else ids)
+
+
+class TransformersEncoder:
+    """The encoder of a T5, mT5 or UMT5, whether its folder has the decoder or not."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError when transformers is not there or cannot load the folder."""
+        self._torch, transformers = _libraries()
+        self._model = _load(folder, lambda _: transformers.AutoModelForTextEncoding)
+
+    def states(self, row: GenerateRequest) -> States:
+        """float32 [tokens, hidden]: the last layer's, after its norm."""
+        _check([row])
+        ids = self._torch.tensor([row.input_ids])
+        with self._torch.inference_mode():
+            found = self._model(ids).last_hidden_state[0]
+        states: States = found.numpy()
+        return states
+
+
+def _libraries() -> tuple[Any, Any]:
+    """torch and transformers."""
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            problem(f"the reference needs the package {error.name}", change=REFERENCE_KEY)
+        ) from error
+    return torch, transformers
+
+
+def _load(folder: Path, kind_of: Callable[[Any], Any]) -> Any:
+    """The model in `folder` in float32, by the class that kind_of gives for its configuration."""
+    torch, transformers = _libraries()
+    import safetensors
+
+    try:
+        kind = kind_of(transformers.AutoConfig.from_pretrained(folder))
+        model, loading = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        if loading["missing_keys"]:
+            raise ValueError(f"it lacks {sorted(loading['missing_keys'])[0]} and others")
+    except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
+        raise ConfigError(
+            problem(f"transformers cannot load {folder}: {error}", change=REFERENCE_KEY)
+        ) from error
+    return model.eval()
 
 
 def beam_arguments(rows: Sequence[GenerateRequest]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from launcher_scripts.evaluation.provenance import (
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import task_table
-from launcher_scripts.evaluation.tasks import PACKAGES, TASKS
+from launcher_scripts.evaluation.tasks import COMPARING, PACKAGES, TASKS
 from launcher_scripts.evaluation.tasks.task import Asked, Progress, TaskResult
 from launcher_scripts.steps.evaluation_step import run_evaluation
 
@@ -81,7 +81,8 @@ def measure_task(
 ) -> TaskResult:
     """One task, reported when it is answered, and again when its reference is."""
     name, resume = task_settings.name, settings.resume
-    task, reference = TASKS[name], open_reference(task_settings)
+    task = TASKS[name]
+    reference = None if name in COMPARING else open_reference(task_settings)
     folder = Path(settings.results_dir) / FOLDER
     around = (asked.opening_ids, asked.closing_ids, asked.decoder_ids)
     questions = {"settings": questions_of(task_settings), "special_ids": around}

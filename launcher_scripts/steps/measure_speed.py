@@ -13,8 +13,9 @@ from launcher_scripts.steps.packages import check_packages
 if __name__ == "__main__":
     check_packages("measure_speed", "jinja2", "matplotlib", "numpy", "tritonclient", "yaml")
 
-from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.config.settings import EvaluateSettings
+from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.evaluation.journal import FOLDER, Journal
 from launcher_scripts.evaluation.provenance import set_up
 from launcher_scripts.evaluation.ready import connect
@@ -44,8 +45,11 @@ def measure(settings: EvaluateSettings) -> None:
         served = set_up(environment, settings=asdict(benchmark), vocab_size=vocab_size)
         file = Path(settings.results_dir) / FOLDER / "speed.jsonl"
 
+        encodes = lookup(CONTRACTS, client.model_type, "model_type").encoder_only
+
         def ask(first: int) -> Iterator[dict[str, Any]]:
-            return map(asdict, sweep(benchmark, vocab_size, client.generate, first=first))
+            rows = sweep(benchmark, vocab_size, client.generate, first=first, encodes=encodes)
+            return map(asdict, rows)
 
         rows = []
         with Journal(file, served, environment, resume=settings.resume) as journal:

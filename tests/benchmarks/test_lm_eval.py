@@ -1,53 +1,58 @@
-"""What the comparison of lm-eval's items with those of transformers finds."""
+"""What the comparison of lm_eval's items finds, on items that lm_eval wrote."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.clients import lm_eval_boolq, lm_eval_lambada
-from benchmarks.clients.lm_eval_runs import read_samples
+from benchmarks.clients.lm_eval_agreement import (
+    compare,
+    native_items,
+    read_samples,
+    table,
+    write_data,
+)
+
+DATA = Path(__file__).parents[1] / "data" / "lm_eval"
 
 
-def test_lm_eval_samples_are_compared_item_by_item(tmp_path: Path) -> None:
-    reference = lm_eval_lambada.read_reference()
-    samples = [
-        {"doc_id": index, "acc": int(correct), "perplexity": likelihood + 1e-3}
-        for index, (correct, likelihood) in enumerate(reference)
-    ]
-    samples[3]["acc"] = 1 - samples[3]["acc"]
-    samples[7]["perplexity"] += 0.02
+def test_samples_are_read_in_the_order_of_the_items(tmp_path: Path) -> None:
+    (recorded,) = DATA.glob("samples_boolq_*")
     file = tmp_path / "samples.jsonl"
-    # lm-eval may write them in another order.
-    file.write_text("\n".join(map(json.dumps, reversed(samples))))
-    served = lm_eval_lambada.items_of(read_samples(file))
-    differing = lm_eval_lambada.compare(served, reference)
-    assert [line.partition(":")[0] for line in differing] == ["item 3", "item 7"]
-    assert lm_eval_lambada.compare(served[:5], reference) == [
-        "lm-eval judged 5 items; the reference has 200"
+    file.write_text("\n".join(reversed(recorded.read_text().splitlines())))
+    items = read_samples(file)
+    assert items == read_samples(recorded)
+    assert [len(item.likelihoods) for item in items] == [2, 2]
+
+
+def test_items_are_compared_by_judgement_and_by_log_likelihood() -> None:
+    (recorded,) = DATA.glob("samples_lambada_openai_*")
+    hf = read_samples(recorded) * 3
+    served = [*hf]
+    served[1] = replace(hf[1], right=not hf[1].right)
+    served[3] = replace(hf[3], likelihoods=(hf[3].likelihoods[0] - 0.02,))
+    served[4] = replace(hf[4], likelihoods=(hf[4].likelihoods[0] - 0.002,))
+    assert compare("t", hf, hf) == []
+    lines = compare("t", served, hf)
+    assert [line.partition(":")[0] for line in lines] == ["t, item 1", "t, item 3"]
+    assert compare("t", served[:5], hf) == ["t: 5 items were served, hf has 6"]
+    assert table({"t": (served, hf)})[-1].split()[-2] == "2.0e-02"
+
+
+def test_the_projects_own_items_are_compared_too() -> None:
+    (recorded,) = DATA.glob("samples_lambada_openai_*")
+    hf = read_samples(recorded)
+    own = [
+        {"log_likelihood": item.likelihoods[0] + 1e-4, "correct": item.right, "index": index}
+        for index, item in enumerate(hf)
     ]
+    assert compare("lambada", native_items(own), hf) == []
 
 
-def test_the_reference_is_68_of_200_and_perplexity_44() -> None:
-    reference = lm_eval_lambada.read_reference()
-    lines = lm_eval_lambada.table(reference, reference)
-    assert lines[1].split() == ["transformers", "68", "of", "200", "perplexity", "44.1359"]
-    assert lines[2].endswith("0.0e+00")
-
-
-def test_choices_are_compared_by_their_log_likelihoods() -> None:
-    samples = [
-        {"acc": 1.0, "filtered_resps": [["-1.5", "False"], ["-0.5", "True"]]},
-        {"acc": 0.0, "filtered_resps": [["-2.5", "True"], ["-3.5", "False"]]},
-    ]
-    reference = lm_eval_boolq.items_of(samples)
-    samples[1]["filtered_resps"][1][0] = "-3.52"
-    served = lm_eval_boolq.items_of(samples)
-    assert lm_eval_boolq.compare(reference, reference) == []
-    (line,) = lm_eval_boolq.compare(served, reference)
-    assert line.startswith("item 1: ")
-    assert lm_eval_boolq.table(served, reference) == [
-        "served   1 of 2 right",
-        "hf       1 of 2 right",
-        "largest difference of a log-likelihood: 2.0e-02",
-    ]
+def test_the_data_sets_are_those_that_lm_eval_asks_for(tmp_path: Path) -> None:
+    folder = write_data(tmp_path / "data")
+    rows = (folder / "aps/super_glue/boolq/validation.jsonl").read_text().splitlines()
+    assert len(rows) == 64 and sum(json.loads(row)["label"] for row in rows) == 39
+    lambada = (folder / "EleutherAI/lambada_openai/test.jsonl").read_text().splitlines()
+    assert len(lambada) == 200

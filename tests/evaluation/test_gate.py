@@ -293,7 +293,9 @@ def test_tasks_of_the_harness_are_paired_by_their_samples(tmp_path: Path) -> Non
         folder.mkdir()
         samples = [{"doc_id": n, "target": "x", "acc": float(n < right)} for n in range(300)]
         (folder / "harness").mkdir()
-        (folder / "harness" / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
+        (folder / "harness" / "samples.jsonl").write_text(
+            "".join(json.dumps(one) + "\n" for one in samples)
+        )
         share = right / 300
         metric = {"value": share, "low": 0.0, "high": 1.0, "percent": True, "meaning": ""}
         boolq = {"metrics": {"acc": metric}, "items": 300, "samples": "samples.jsonl"}

@@ -16,7 +16,7 @@ from launcher_scripts.config.tasks import GenerationSettings, TaskSettings
 from launcher_scripts.contract.requests import GenerateOutput
 from launcher_scripts.evaluation.tasks import (
     TASKS,
-    boolq,
+    boolq_generate,
     prompts,
     squad,
     summarization,
@@ -177,14 +177,14 @@ def test_a_prompt_that_is_not_there_is_answered_with_those_that_are(tmp_path: Pa
     [("Yes, it is", True), ("FALSE.", False), ("no", False), ("Maybe yes", None), ("", None)],
 )
 def test_the_first_word_is_the_answer(text: str, answer: bool | None) -> None:
-    assert boolq.understood(text) is answer
+    assert boolq_generate.understood(text) is answer
 
 
 def test_yes_or_no_questions(data_dir: Path, tmp_path: Path) -> None:
     generated = ["yes", "no", "False", "it is", "true", "Yes."]
     model = asked(generated, tmp_path)
-    task = settings("boolq", data_dir / "tasks" / "boolq.jsonl")
-    result = TASKS["boolq"](task, model, no_progress)
+    task = settings("boolq_generate", data_dir / "tasks" / "boolq.jsonl")
+    result = TASKS["boolq_generate"](task, model, no_progress)
     assert [item["target"] for item in result.items] == [True, True, False, True, True, True]
     assert [item["correct"] for item in result.items] == [True, False, True, False, True, True]
     assert result.metrics["accuracy"].value == pytest.approx(4 / 6)
@@ -199,12 +199,12 @@ def test_bad_questions_are_all_named(tmp_path: Path) -> None:
     lines = [json.dumps(good), "nonsense", json.dumps({**good, "answer": "perhaps"})]
     file.write_text("\n".join(lines))
     with pytest.raises(ConfigError, match="2 problems") as error:
-        boolq.read_questions(settings("boolq", file))
+        boolq_generate.read_questions(settings("boolq_generate", file))
     assert "line 2 needs" in str(error.value) and "got 'perhaps'" in str(error.value)
-    assert len(boolq.read_questions(settings("boolq", file, limit=1))) == 1
+    assert len(boolq_generate.read_questions(settings("boolq_generate", file, limit=1))) == 1
     file.write_text("")
     with pytest.raises(ConfigError, match="there are no items"):
-        boolq.read_questions(settings("boolq", file))
+        boolq_generate.read_questions(settings("boolq_generate", file))
 
 
 @pytest.mark.parametrize(
@@ -239,10 +239,10 @@ def test_an_item_that_is_refused_is_named(tmp_path: Path) -> None:
             yield GenerateOutput(())
             raise ServerError("refused: too long")
 
-    task = settings("boolq", tmp_path)
+    task = settings("boolq_generate", tmp_path)
     rows = [prompts.Prompt("a"), prompts.Prompt("a b c")]
     with pytest.raises(
-        ServerError, match=r"no answer to boolq's item 1 \(3 tokens\): refused: too"
+        ServerError, match=r"no answer to boolq_generate's item 1 \(3 tokens\): refused: too"
     ):
         prompts.answers(replace(model, model=Refusing()), rows, task, no_progress)
 
@@ -266,8 +266,8 @@ def test_prompts_are_shortened_before_their_ending(
 def test_the_ending_is_what_stands_behind_the_longest_field(tmp_path: Path) -> None:
     given = GenerationSettings(template="{question} {passage} ({question})")
     (made,) = prompts.prompts_of(
-        settings("boolq", tmp_path, generation=given),
-        boolq.TEMPLATE,
+        settings("boolq_generate", tmp_path, generation=given),
+        boolq_generate.TEMPLATE,
         [{"passage": "p", "question": "q"}],
         "passage",
     )

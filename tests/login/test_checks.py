@@ -225,10 +225,36 @@ def test_a_model_is_asked_what_it_can_answer(problems: Finder, tmp_path: Path) -
     (found,) = problems(stages, "export.run.model_type=t5")
     assert "lambada scores prompts, which a decoder-only model alone can; got 'T5'" in found
     (found,) = problems(stages, "export.run.model_type=t5-encoder")
-    assert "tiny generates no tokens" in found
+    assert "tiny generates no tokens" in found and "change evaluate=t5/evaluate_t5_encoder" in found
     write_repository(tmp_path / "served", "tiny", 1, model_type="T5")
     (found,) = problems("stages=[deploy,evaluate]", f"deploy.model_repository={tmp_path}/served")
     assert "lambada scores prompts" in found
+
+
+@pytest.mark.parametrize(
+    ("family", "tasks"),
+    [
+        ("agm", ("lambada", "summarization")),
+        ("bart", ("summarization",)),
+        ("t5_encoder", ("encode",)),
+    ],
+)
+def test_every_family_has_an_evaluation(
+    plan: Planner, arguments: list[str], family: str, tasks: tuple[str, ...]
+) -> None:
+    folder = "t5" if family == "t5_encoder" else family
+    chosen = (f"export={folder}/export_{family}", f"evaluate={folder}/evaluate_{family}")
+    given = [*arguments[:-1], "dry_run=True", *chosen]
+    made = plan(LOCAL, "stages=[export,deploy,evaluate]", *given)
+    settings = made.stages[2].settings
+    assert tuple(task.name for task in settings.tasks) == tasks
+    assert settings.benchmark is not None
+
+
+def test_states_are_measured_of_an_encoder_alone(plan: Planner, arguments: list[str]) -> None:
+    chosen = ("dry_run=True", "evaluate=t5/evaluate_t5_encoder")
+    with pytest.raises(ConfigError, match=r"which an encoder alone gives; got 'GPT'"):
+        plan(LOCAL, "stages=[export,deploy,evaluate]", *arguments[:-1], *chosen)
 
 
 def test_nothing_to_measure(problems: Finder) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
-from stages.choices import check_choices, check_grammar
+from stages.choices import check_choices, check_grammar, with_names_of_today
 
 
 @pytest.fixture
@@ -80,3 +80,22 @@ def test_a_value_that_needs_quotes_is_answered_with_them(argument: str, change: 
 )
 def test_what_hydra_reads_passes(arguments: list[str]) -> None:
     check_grammar(arguments)
+
+
+def test_a_former_name_of_a_task_is_renamed_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    given = [
+        "evaluate=t5/boolq",
+        "evaluate.tasks.boolq.limit=5",
+        "+evaluate.tasks.boolq={data_file: /boolq}",
+        "evaluate.harness.tasks=[boolq]",
+        "evaluate.model_name=boolq",
+    ]
+    assert with_names_of_today(given) == [
+        "evaluate=t5/boolq_generate",
+        "evaluate.tasks.boolq_generate.limit=5",
+        "+evaluate.tasks.boolq_generate={data_file: /boolq}",
+        *given[3:],
+    ]
+    (note,) = capsys.readouterr().err.splitlines()
+    assert note == "note: the task boolq is called boolq_generate (docs/evaluation.md)"
+    assert with_names_of_today(given[3:]) == given[3:] and not capsys.readouterr().err

@@ -219,7 +219,9 @@ def test_the_documented_policy_is_the_default_one(hydra_config: Compose) -> None
     assert build(PolicySettings, policy, "evaluate.policy") == PolicySettings()
 
 
-@pytest.mark.parametrize("choice", ["gpt3/squad", "t5/boolq", "t5/summarization", "t5/translation"])
+@pytest.mark.parametrize(
+    "choice", ["gpt3/squad", "t5/boolq_generate", "t5/summarization", "t5/translation"]
+)
 def test_an_evaluation_of_one_task_has_every_key(hydra_config: Compose, choice: str) -> None:
     evaluate = hydra_config(f"evaluate={choice}")["evaluate"]
     assert evaluate["benchmark"] is None and evaluate["tasks"].pop("lambada") is None
@@ -232,8 +234,14 @@ def test_an_evaluation_of_one_task_has_every_key(hydra_config: Compose, choice: 
     assert set(evaluate) == set(hydra_config()["evaluate"])
 
 
+def test_a_former_name_chooses_the_same_task(hydra_config: Compose) -> None:
+    former, today = (hydra_config(f"evaluate=t5/{name}") for name in ("boolq", "boolq_generate"))
+    assert former["evaluate"] == today["evaluate"]
+    assert TaskSettings("boolq", "/data").name == "boolq_generate"
+
+
 def test_the_prompt_learned_for_a_task_is_used(hydra_config: Compose) -> None:
-    for choice in ("gpt3/squad", "t5/boolq"):
+    for choice in ("gpt3/squad", "t5/boolq_generate"):
         (task,) = filter(None, hydra_config(f"evaluate={choice}")["evaluate"]["tasks"].values())
         assert task["generation"]["prompt_task"] == 0
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, weight_files
@@ -17,6 +18,7 @@ from launcher_scripts.checkpoint.repository.model_repository import ModelReposit
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.config.tasks import BenchmarkSettings, GenerationSettings, TaskSettings
+from launcher_scripts.evaluation.client import Client as EvaluationClient
 from launcher_scripts.steps import measure_accuracy, measure_speed
 from tests.engine.small_agm import agm_config, agm_tensors, plain_greedy, plain_logits
 from tests.engine.small_bart import bart_config
@@ -143,24 +145,57 @@ def test_log_probabilities_of_a_barts_tokens(client: Client) -> None:
         assert answer["prompt_log_probs"][row].tolist() == [0.0]
 
 
-def test_an_evaluation_asks_for_tokens_beside_the_prompt(
-    served: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize("name", ["agm", "bart"])
+def test_a_family_is_evaluated(
+    name: str, served: dict[str, Any], checkout: Path, tmp_path: Path
 ) -> None:
-    articles = tmp_path / "articles.csv"
-    articles.write_text("id,article,highlights\n1,The quick brown fox,A fox\n")
-    task = TaskSettings("summarization", str(articles), generation=GenerationSettings(output_len=4))
+    """The tasks of its file in conf/, with small data; the texts are those of a plain forward."""
+    file = checkout / "conf" / "evaluate" / name / f"evaluate_{name}.yaml"
+    chosen = yaml.safe_load(file.read_text())["tasks"]
+    template = chosen["summarization"]["generation"]["template"]
+    (tmp_path / "articles.csv").write_text("id,article,highlights\n1,The quick brown fox,A fox\n")
+    (tmp_path / "lambada.jsonl").write_text('{"text": "The quick brown fox"}\n')
+    generation = GenerationSettings(template, output_len=4)
+    tasks = {
+        "lambada": TaskSettings("lambada", str(tmp_path / "lambada.jsonl")),
+        "summarization": TaskSettings(
+            "summarization", str(tmp_path / "articles.csv"), generation=generation
+        ),
+    }
     settings = EvaluateSettings(
         ready_file=served["ready_file"],
         results_dir=str(tmp_path / "results"),
-        model_name="agm",
+        model_name=name,
         tokenizer_dir=str(TOKENIZERS / "gpt2bpe"),
-        tasks=(task,),
+        tasks=tuple(task for key, task in tasks.items() if key in chosen),
         benchmark=BenchmarkSettings(lengths=((6, 3),), requests=2, warmup=0),
     )
     write_settings(settings, tmp_path / "settings.yaml")
     for step in (measure_accuracy, measure_speed):
         assert step.main(["--settings", str(tmp_path / "settings.yaml")]) == 0
     report = json.loads((tmp_path / "results" / "report.json").read_text())
-    assert 1 <= report["tasks"]["summarization"]["pace"]["tokens"] <= 4
+    assert set(report["tasks"]) == {"summarization", *(["lambada"] if name == "agm" else [])}
+    (item,) = report["tasks"]["summarization"]["items"]
+    tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
+    prompt = tuple(tokenizer.encode(template.replace("{article}", "The quick brown fox")))
+    if name == "agm":
+        ids = plain_greedy(CONFIG, agm_tensors(CONFIG), prompt, 4)
+        (scored,) = report["tasks"]["lambada"]["items"]
+        text = tokenizer.encode("The quick brown fox")
+        start = len(tokenizer.encode("The quick brown"))
+        logits = plain_logits(CONFIG, agm_tensors(CONFIG), text[:-1])[start - 1 :]
+        wanted = logits.log_softmax(-1)[range(len(text) - start), text[start:]].sum()
+        assert scored["log_likelihood"] == pytest.approx(float(wanted), abs=1e-3)
+    else:
+        around = {place: client_ids(served, name, place) for place in ("opening", "closing")}
+        source = (*around["opening"], *prompt, *around["closing"])
+        ids = bart_greedy(BART, source, 4)
+    assert item["prediction"] == tokenizer.decode(ids).strip()
     (row,) = report["speed"]["rows"]
     assert (row["input_len"], row["output_len"]) == (6, 3)
+
+
+def client_ids(served: dict[str, Any], name: str, place: str) -> tuple[int, ...]:
+    """The special tokens that the served preprocessing puts around a text."""
+    with EvaluationClient(served["grpc"], name, protocol="grpc") as client:
+        return client.special_ids(place)

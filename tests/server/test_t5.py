@@ -5,6 +5,7 @@ text out.
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, weight_files
@@ -19,9 +21,21 @@ from launcher_scripts.checkpoint.repository.model_repository import ModelReposit
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.config.settings import ExportSettings
+from launcher_scripts.config.settings import (
+    EvaluateSettings,
+    ExportSettings,
+    TokenizerSettings,
+    write_settings,
+)
+from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.models.t5 import T5Config
+from launcher_scripts.steps import (
+    convert_checkpoint,
+    measure_accuracy,
+    measure_speed,
+    write_model_repository,
+)
 from tests.engine.reference_beams import Settings, search
 from tests.engine.small_models import rank_part
 from tests.engine.small_t5 import NEMO, Plain, t5_config, t5_tensors
@@ -294,13 +308,69 @@ def test_a_wrong_request_has_its_own_error(
 
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """A server of the same encoder in three data types."""
+    """A server of the same encoder in three data types, and of one of transformers, in `hf`."""
     folder = tmp_path_factory.mktemp("encoders")
+    original = export_original(folder)
     for data_type in ("fp32", "bf16", "fp16"):
         settings = export(folder, "t5-encoder", data_type=data_type, name=data_type)
     with running(folder / "job", settings.model_repository) as step:
-        yield step.wait_until_ready()
+        ready_file = str(step.settings.ready_file)
+        yield {**step.wait_until_ready(), "hf": str(original), "ready_file": ready_file}
         assert step.stop() == 0, step.err
+
+
+def export_original(folder: Path) -> Path:
+    """A random T5 of transformers, in the repository as the encoder `original`."""
+    transformers.set_seed(0)
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=VOCAB_SIZE, **sizes)
+    )
+    model.save_pretrained(folder / "hf")
+    settings = ExportSettings(
+        model_name="original",
+        model_type="t5-encoder",
+        checkpoint_path=str(folder / "hf"),
+        triton_model_dir=str(folder / "model_repo" / "original"),
+        tokenizer=TokenizerSettings("none"),
+        max_batch_size=4,
+    )
+    write_settings(settings, folder / "export.yaml")
+    for step in (convert_checkpoint, write_model_repository):
+        assert step.main(["--settings", str(folder / "export.yaml")]) == 0
+    return folder / "hf"
+
+
+@needs_server
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_an_encoder_is_evaluated(
+    encoders: dict[str, Any], protocol: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its states beside those of transformers, and its speed."""
+    (tmp_path / "texts").write_text("The quick brown fox\nHello\n")
+    task = TaskSettings("encode", str(tmp_path / "texts"), reference=encoders["hf"])
+    settings = EvaluateSettings(
+        ready_file=encoders["ready_file"],
+        results_dir=str(tmp_path / "results"),
+        model_name="original",
+        tokenizer_dir=str(TOKENIZERS / "gpt2bpe"),
+        tasks=(task,),
+        benchmark=BenchmarkSettings((1, 2), ((6, 3),), requests=2, warmup=0),
+        protocol=protocol,
+    )
+    write_settings(settings, tmp_path / "settings.yaml")
+    for step in (measure_accuracy, measure_speed):
+        assert step.main(["--settings", str(tmp_path / "settings.yaml")]) == 0
+    report = json.loads((tmp_path / "results" / "report.json").read_text())
+    metrics = report["tasks"]["encode"]["metrics"]
+    assert metrics["cosine_similarity"]["value"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["largest_difference"]["value"] < 1e-4
+    assert [item["text"] for item in report["tasks"]["encode"]["items"]] == [
+        "The quick brown fox",
+        "Hello",
+    ]
+    sizes = [(row["batch_size"], row["input_len"]) for row in report["speed"]["rows"]]
+    assert sizes == [(1, 6), (2, 6)] and "encode (2 items)" in capsys.readouterr().out
 
 
 @needs_server

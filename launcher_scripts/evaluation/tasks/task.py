@@ -15,6 +15,7 @@ from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 
 REFERENCE_KEY = "evaluate.tasks.<task>.reference"
+States = NDArray[np.float32]  # [tokens, hidden] of an encoder
 Z_95 = 1.959963984540054  # a normal variable is within this many deviations 95 % of the time
 
 
@@ -41,7 +42,7 @@ class Pace:
     requests: how many were answered, `batch_size` of them at a time
     seconds:  from the first request to the last answer; of an interrupted evaluation the sum over
               its runs, without what was not answered in any
-    tokens:   generated in all; 0 where prompts were scored
+    tokens:   generated in all, or read by an encoder; 0 where prompts were scored
     tokens_per_second: None without tokens
     """
 
@@ -96,6 +97,12 @@ class Model(Protocol):
         self, rows: Iterable[GenerateRequest], in_flight: int = 8
     ) -> Iterator[GenerateOutput]:
         """What every row became, in order."""
+        ...
+
+    def hidden_states(
+        self, rows: Iterable[GenerateRequest], in_flight: int = 8
+    ) -> Iterator[States]:
+        """An encoder's states at every position of every row, in order."""
         ...
 
 

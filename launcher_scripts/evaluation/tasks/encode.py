@@ -1,0 +1,117 @@
+"""Encoding: an encoder's hidden states beside those of transformers on the same token ids.
+
+data_file has a text a line; reference is the folder of the original, in Hugging Face's format,
+whose encoder transformers runs in float32. An item is compared token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launcher_scripts.common.errors import ConfigError, Problems, problem
+from launcher_scripts.config.tasks import TaskSettings
+from launcher_scripts.evaluation.tasks.prompts import (
+    numbered,
+    prompts_of,
+    read_lines,
+    require_items,
+    row_of,
+)
+from launcher_scripts.evaluation.tasks.task import (
+    REFERENCE_KEY,
+    Asked,
+    Metric,
+    Progress,
+    States,
+    TaskResult,
+    average,
+)
+from launcher_scripts.evaluation.transformers_model import TransformersEncoder
+
+TEMPLATE = "{text}"
+
+
+def read_texts(settings: TaskSettings) -> list[str]:
+    """The first `limit` lines; raises ConfigError that names every empty one."""
+    lines = read_lines(settings.data_file, f"evaluate.tasks.{settings.name}.data_file")
+    problems = Problems(f"the texts in {settings.data_file}")
+    texts = []
+    for number, line in numbered(lines, settings.limit):
+        if not line.strip():
+            problems.add(f"line {number} is empty")
+        texts.append(line)
+    require_items(texts, problems)
+    return texts
+
+
+def compared(served: States, reference: States) -> dict[str, float]:
+    """One item's agreement.
+
+    cosine_similarity:   of the states of the token for which it is smallest
+    largest_difference:  between two elements
+    relative_difference: the norm of all differences over the norm of the reference
+    """
+    ours, theirs = served.astype(np.float64), reference.astype(np.float64)  # [T, hidden]
+    norms = np.linalg.norm(ours, axis=-1) * np.linalg.norm(theirs, axis=-1)  # [T]
+    cosines = (ours * theirs).sum(axis=-1) / np.maximum(norms, np.finfo(np.float64).tiny)
+    differences = ours - theirs
+    return {
+        "cosine_similarity": float(cosines.min()),
+        "largest_difference": float(np.abs(differences).max()),
+        "relative_difference": float(np.linalg.norm(differences) / np.linalg.norm(theirs)),
+    }
+
+
+def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
+    """The means over the items, and the largest difference of all of them."""
+
+    def mean(name: str, meaning: str) -> Metric:
+        return average([item[name] for item in items], False, meaning)
+
+    largest = max(item["largest_difference"] for item in items)
+    return {
+        "cosine_similarity": mean(
+            "cosine_similarity", "mean over the texts of the smallest cosine of a token's states"
+        ),
+        "relative_difference": mean(
+            "relative_difference", "mean over the texts of |served - reference| / |reference|"
+        ),
+        "largest_difference": Metric(
+            largest, None, None, False, "largest difference of an element of a state"
+        ),
+    }
+
+
+def run(settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
+    """Encode the texts of settings.data_file, settings.batch_size of them in flight."""
+    texts = read_texts(settings)
+    reference = TransformersEncoder(Path(str(settings.reference)))
+    fields = [{"text": text} for text in texts]
+    rows = [
+        replace(
+            row_of(asked, prompt, settings.generation, ()),
+            output_len=0,
+            decoder_input_ids=(),
+            return_hidden_state=True,
+        )
+        for prompt in prompts_of(settings, TEMPLATE, fields, "text")
+    ]
+    served = []  # all of them before the reference computes, which is not the server's time
+    for states in asked.model.hidden_states(rows, settings.batch_size):
+        served.append(states)
+        progress(len(served), len(rows))
+    items = []
+    for index, (row, text, states) in enumerate(zip(rows, texts, served, strict=True)):
+        expected = reference.states(row)
+        if expected.shape != states.shape:
+            what = "the served model and the reference have states of other sizes"
+            sizes = f"{states.shape} and {expected.shape}"
+            raise ConfigError(problem(what, got=sizes, change=REFERENCE_KEY))
+        agreement = compared(states, expected)
+        items.append({"index": index, "text": text, "tokens": len(row.input_ids), **agreement})
+    return TaskResult(summarise(items), items)

@@ -1,0 +1,46 @@
+"""Step: have lm_eval ask the served model its tasks, and put what it found into the report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher_scripts.steps.packages import check_packages
+
+if __name__ == "__main__":
+    check_packages("run_harness", "jinja2", "matplotlib", "numpy", "tritonclient", "yaml")
+
+from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.config.settings import EvaluateSettings
+from launcher_scripts.evaluation.harness import find_gateway, lm_eval_version, run
+from launcher_scripts.evaluation.ready import connect
+from launcher_scripts.evaluation.report import Report, measured_on
+from launcher_scripts.evaluation.tables import harness_table
+from launcher_scripts.steps.command import run_step
+
+FOLDER = "harness"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_step("Run lm_eval on a served model.", EvaluateSettings, measure, argv)
+
+
+def measure(settings: EvaluateSettings) -> None:
+    """All tasks in one run of lm_eval; reported when it has ended."""
+    harness = settings.harness
+    if harness is None or not harness.tasks:
+        raise ConfigError(problem("no task for lm_eval", change="evaluate.harness.tasks"))
+    lm_eval_version(harness)
+    report = Report(Path(settings.results_dir), settings.model_name)
+    client, ready = connect(settings)
+    client.close()
+    gateway = find_gateway(settings, harness, ready)
+    environment = measured_on(settings, ready)
+    result = run(harness, gateway, report.results_dir / FOLDER)
+    report.add_harness(harness, result, environment)
+    print("\n".join([harness_table(result), "", f"report: {report.html_file}"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

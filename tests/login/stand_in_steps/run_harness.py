@@ -1,0 +1,3 @@
+"""Stands in for lm_eval."""
+
+print("ran lm_eval")
