@@ -10,6 +10,7 @@ from typing import Any
 
 from launcher_scripts.cluster.job import Job, JobFolder, Resources
 from launcher_scripts.common.errors import ConfigError, Problems, problem
+from launcher_scripts.config.load import LoadSettings
 from launcher_scripts.config.options import values_of
 from launcher_scripts.config.schema import build
 from launcher_scripts.config.security import ClientTls
@@ -61,7 +62,7 @@ class EvaluateBlock(EvaluateOptions):
 class Evaluate(Stage):
     name = "evaluate"
     block_type = EvaluateBlock
-    modules = ("measure_accuracy", "measure_speed")
+    modules = ("measure_accuracy", "measure_speed", "measure_load")
 
     def __init__(self, launch: Launch) -> None:
         super().__init__(launch)
@@ -76,7 +77,16 @@ class Evaluate(Stage):
             model_name=block.model_name,
             tokenizer_dir=str(self.tokenizer_dir),
             tasks=block.task_settings(),
-            **values_of(EvaluateOptions, block) | {"grpc_tls": self._tls()},
+            **values_of(EvaluateOptions, block) | {"grpc_tls": self._tls(), "load": self._load()},
+        )
+
+    def _load(self) -> LoadSettings | None:
+        """The load test with absolute paths."""
+        load = self.block.load
+        if load is None:
+            return None
+        return load.with_files(
+            {key: None if file is None else absolute(file) for key, file in load.files.items()}
         )
 
     def _tls(self) -> ClientTls | None:
@@ -155,6 +165,7 @@ class Evaluate(Stage):
         wanted = {
             "measure_accuracy": bool(self.settings.tasks),
             "measure_speed": self.settings.benchmark is not None,
+            "measure_load": self.settings.load is not None,
         }
         return tuple(module for module in self.modules if wanted[module])
 
@@ -178,6 +189,9 @@ class Evaluate(Stage):
                 yield what, task.generation.target_file, f"{key}.{name}"
             if task.reference is not None:
                 yield f"the reference of {task.name}", task.reference, f"{key}.reference"
+        for name, file in self.settings.load.files.items() if self.settings.load else ():
+            if file is not None:
+                yield f"the load test's {name}", file, f"evaluate.load.{name}"
 
     def check_own(self) -> None:
         checks, settings = self.launch.checks, self.settings

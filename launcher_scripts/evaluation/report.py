@@ -22,9 +22,12 @@ from typing import Any
 from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.rendering import render
+from launcher_scripts.config.load import LoadSettings
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.evaluation import plots
+from launcher_scripts.evaluation.load.figures import LoadRun
+from launcher_scripts.evaluation.load.saturation import Saturation
 from launcher_scripts.evaluation.speed import SpeedRow
 from launcher_scripts.evaluation.tasks.task import TaskResult
 
@@ -72,6 +75,22 @@ class Report:
             "measured_on": measured_on,
             "settings": dataclasses.asdict(settings),
             "rows": [dataclasses.asdict(row) for row in rows],
+        }
+        self._write()
+
+    def add_load(
+        self,
+        settings: LoadSettings,
+        runs: Sequence[LoadRun],
+        saturation: Saturation | None,
+        measured_on: dict[str, Any],
+    ) -> None:
+        """Put the load test's section into the report, in place of an earlier one."""
+        self.content["load"] = {
+            "measured_on": measured_on,
+            "settings": dataclasses.asdict(settings),
+            "runs": [dataclasses.asdict(run) for run in runs],
+            "saturation": saturation and dataclasses.asdict(saturation),
         }
         self._write()
 
