@@ -58,9 +58,15 @@ def run_figures(
     driven: Sequence[Driven],
     seconds: float | None,
     bounds: LoadBounds,
+    *,
+    streamed: bool = True,
     generator: str = "builtin",
 ) -> LoadRun:
-    """The figures of one run. seconds: how long it counts; None: to the last answer."""
+    """The figures of one run.
+
+    seconds:  how long it counts; None: to the last answer
+    streamed: whether tokens were sent as they came; the times of whole answers' tokens are unknown
+    """
     begin = min(each.begin for each in driven)
     answers = [answer for each in driven for answer in each.answers]
     counted = [answer for answer in answers if answer.counts]
@@ -72,7 +78,6 @@ def run_figures(
     timeline = _timeline(answers, inside, begin, duration)
     tokens = sum(each["tokens"] for each in timeline)
     good = [answer for answer in inside if within(answer, bounds)]
-    streamed = any(len(a.responses) > 1 or a.tokens == 1 for a in answered)
     gaps = [gap for answer in answered for gap in token_gaps(answer)]
     return LoadRun(
         path,
@@ -149,7 +154,8 @@ def _timeline(
 ) -> list[dict[str, int]]:
     """Answers and tokens that came in each second of the run; the last one may be a part."""
     rows: list[dict[str, Any]] = [
-        {"second": second, "requests": 0, "tokens": 0} for second in range(math.ceil(duration))
+        {"second": second, "requests": 0, "tokens": 0}
+        for second in range(math.ceil(round(duration, 6)))
     ]
     for answer in ended:
         rows[_second(answer.ended - begin, rows)]["requests"] += 1

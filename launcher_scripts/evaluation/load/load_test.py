@@ -87,7 +87,15 @@ class LoadTest:
         before = self._client.requests_taken()
         generator, driven = self._driven(path, load)
         taken = self._taken_since(before)
-        figures = run_figures(path, load, driven, self._load.seconds, self._load.bounds, generator)
+        figures = run_figures(
+            path,
+            load,
+            driven,
+            self._load.seconds,
+            self._load.bounds,
+            streamed=self._targets[path].stream and self._client.streams,
+            generator=generator,
+        )
         reasons = invalid_reasons(figures, driven, taken)
         run = replace(figures, valid=not reasons, invalid_reasons=reasons)
         self.runs.append(run)

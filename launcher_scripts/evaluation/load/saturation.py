@@ -35,9 +35,9 @@ class Saturation:
 def find_saturation(measure: Measure, start: Load, most_runs: int) -> Saturation:
     """Double the load until the server does not carry it, then bisect.
 
-    A load is carried when its run is valid, 90 % of its answers keep the bounds, and, in a closed
-    loop, it brings 5 % more tokens per second than the largest one carried before; in an open
-    loop, as many requests are answered in its time as 90 % of those that are asked.
+    A load is carried when its run is valid, 90 % of its answers keep the bounds and, in an open
+    loop, 90 % of the requests of its time are answered in it. In a closed loop the search ends when
+    more clients bring less than 5 % more tokens per second.
     """
     carried: LoadRun | None = None
     refused: LoadRun | None = None
@@ -47,12 +47,13 @@ def find_saturation(measure: Measure, start: Load, most_runs: int) -> Saturation
         if load is None:
             break
         run = measure(load)
-        path, found = run.path, _objection(run, carried)
-        if found is None:
-            carried = run
+        path, found = run.path, _objection(run)
+        flat = None if carried is None or found else _flat(run, carried)
+        if found or flat:
+            refused, why = run, found or flat or ""
         else:
-            refused, why = run, found
-        load = _next(carried, refused)
+            carried = run
+        load = None if flat else _next(carried, refused)
     return _saturation(path, carried, refused, why)
 
 
@@ -81,7 +82,7 @@ def _size(load: Load) -> float:
     return float(load.clients or load.rate or 0)
 
 
-def _objection(run: LoadRun, carried: LoadRun | None) -> str | None:
+def _objection(run: LoadRun) -> str | None:
     """Why the server does not carry a load; None: it does."""
     if not run.valid:
         return f"that run is invalid ({'; '.join(run.invalid_reasons)})"
@@ -93,11 +94,15 @@ def _objection(run: LoadRun, carried: LoadRun | None) -> str | None:
     answered = run.requests_per_second * run.seconds
     if run.rate is not None and answered < KEEPS_UP * run.requests:
         return f"there {answered:.0f} requests are answered while {run.requests} are asked"
-    if run.clients is not None and carried is not None:
-        gain = run.tokens_per_second / max(carried.tokens_per_second, 1e-9)
-        if gain < GAIN:
-            return f"there tokens per second are {gain - 1:+.1%}"
     return None
+
+
+def _flat(run: LoadRun, carried: LoadRun) -> str | None:
+    """That more clients bring no more; None: they do."""
+    gain = run.tokens_per_second / max(carried.tokens_per_second, 1e-9)
+    if run.clients is None or gain >= GAIN:
+        return None
+    return f"there tokens per second change by {gain - 1:+.1%}"
 
 
 def _saturation(
