@@ -68,6 +68,7 @@ class LoadSettings:
     gateway:      its address, http://host:port/v1; None: that of the ready file
     api_key_file: a file that holds the gateway's key and nothing else
     stream:       of the gateway; Triton's paths stream where the model was exported decoupled
+    generator:    who asks the gateway; guidellm is a command of its own (requirements/load.txt)
     processes:    client processes; more where the client is the bottleneck
     time_limit:   seconds for the whole test; what does not fit is an error
     """
@@ -147,10 +148,11 @@ class LoadSettings:
                 "whether a server keeps up with a rate is seen in runs of seconds",
                 change=_KEY.format("seconds"),
             )
-        if self.generator == "guidellm" and self.trace_file is not None:
+        if self.generator == "guidellm" and (
+            self.requests is None or self.prompts.data_file is None or self.trace_file is not None
+        ):
             problems.add(
-                "guidellm is given no trace",
-                got=self.trace_file,
-                change=_KEY.format("generator or trace_file"),
+                "guidellm is given a number of requests and the texts of a file, and no trace",
+                change=_KEY.format("generator, requests, prompts.data_file or trace_file"),
             )
         problems.raise_if_any(ConfigError)

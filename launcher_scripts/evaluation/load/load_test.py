@@ -10,12 +10,13 @@ from pathlib import Path
 
 from launcher_scripts.common.errors import ConfigError, LauncherError, ServerError, problem
 from launcher_scripts.common.ready_file import replica_files
-from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer
+from launcher_scripts.common.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from launcher_scripts.config.load import LoadSettings
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.client import Client
 from launcher_scripts.evaluation.load.driver import Driven
 from launcher_scripts.evaluation.load.figures import LoadRun, run_figures
+from launcher_scripts.evaluation.load.guidellm import find_guidellm, run_guidellm
 from launcher_scripts.evaluation.load.paths import Target
 from launcher_scripts.evaluation.load.plan import Load, Plan, Prompts, make_plan, read_texts
 from launcher_scripts.evaluation.load.saturation import Saturation, find_saturation
@@ -44,8 +45,12 @@ class LoadTest:
         self.runs: list[LoadRun] = []
         self._settings, self._load, self._client, self._noted = settings, load, client, noted
         self._deadline = time.monotonic() + load.time_limit
-        self._prompts = _prompts(load, Path(settings.tokenizer_dir))
+        folder = Path(settings.tokenizer_dir)
+        self._tokenizer = None if load.prompts.data_file is None else _tokenizer(folder)
+        self._prompts = _prompts(load, read_vocab_size(folder), self._tokenizer)
         self._targets = make_targets(settings, load, client)
+        if "gateway" in load.paths and load.generator == "guidellm":
+            find_guidellm()
         # Before anything is asked: a trace that cannot be read is found now.
         for each in self.loads():
             self._plan(each)
@@ -103,7 +108,12 @@ class LoadTest:
         return run
 
     def _driven(self, path: str, load: Load) -> tuple[str, Sequence[Driven]]:
-        return "builtin", run_plan(self._targets[path], self._plan(load), self._load.processes)
+        target, plan = self._targets[path], self._plan(load)
+        generator, tokenizer = self._load.generator, self._tokenizer
+        if path != "gateway" or generator == "builtin" or tokenizer is None:
+            return "builtin", run_plan(target, plan, self._load.processes)
+        texts = [tokenizer.decode(request.prompt_ids) for request in plan.requests]
+        return "guidellm", run_guidellm(target, load, plan, texts, self._load.seed)
 
     def _plan(self, load: Load) -> Plan:
         return make_plan(self._load, load, self._prompts, self._settings.request_timeout)
@@ -158,14 +168,16 @@ def _api_key(load: LoadSettings) -> str | None:
         raise ConfigError(problem(f"cannot read the key: {error}", change=change)) from error
 
 
-def _prompts(load: LoadSettings, tokenizer_dir: Path) -> Prompts:
-    vocab_size = read_vocab_size(tokenizer_dir)
-    if load.prompts.data_file is None:
-        return Prompts(load.prompts, load.seed, vocab_size)
+def _tokenizer(folder: Path) -> Tokenizer:
     try:
-        tokenizer = load_tokenizer(tokenizer_dir)
+        return load_tokenizer(folder)
     except TokenizerError as error:
         raise ConfigError(problem(str(error), change="evaluate.tokenizer_dir")) from error
+
+
+def _prompts(load: LoadSettings, vocab_size: int, tokenizer: Tokenizer | None) -> Prompts:
+    if tokenizer is None or load.prompts.data_file is None:
+        return Prompts(load.prompts, load.seed, vocab_size)
     texts = [tokenizer.encode(text) for text in read_texts(Path(load.prompts.data_file))]
     if not any(texts):
         change = "evaluate.load.prompts.data_file"

@@ -13,7 +13,7 @@ import numpy as np
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.config.load import LoadPrompts, LoadSettings
 
-# A closed loop asks these again and again.
+# A closed loop of a time asks these again and again.
 POOL = 512
 MILLISECONDS = 1e3
 
@@ -75,7 +75,7 @@ class Load:
 def make_plan(settings: LoadSettings, load: Load, prompts: Prompts, request_timeout: float) -> Plan:
     """Raises ConfigError for a trace that cannot be read or has no request that counts."""
     if load.clients is not None:
-        size = POOL if settings.requests is None else min(POOL, settings.requests)
+        size = POOL if settings.requests is None else settings.requests
         requests = tuple(prompts.request(index) for index in range(size))
     elif load.rate is not None:
         times = poisson_arrivals(
