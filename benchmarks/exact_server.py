@@ -19,6 +19,8 @@ from typing import Any
 from aiohttp import web
 
 MODEL = "exact"
+FIRST = web.AppKey("first", float)
+NEXT = web.AppKey("next", float)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -31,7 +33,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     await response.prepare(request)
     count = int(body["max_tokens"])
     for token in range(count):
-        due = start + request.app["first"] + token * request.app["next"]
+        due = start + request.app[FIRST] + token * request.app[NEXT]
         await asyncio.sleep(due - asyncio.get_running_loop().time())
         choice = {"index": 0, "text": " a", "finish_reason": None}
         await response.write(_event([choice], _usage(read, token + 1)))
@@ -62,7 +64,7 @@ async def health(_: web.Request) -> web.Response:
 async def exact_server(first: float, following: float) -> AsyncGenerator[str, None]:
     """Its address, http://host:port/v1. Times in seconds."""
     app = web.Application()
-    app["first"], app["next"] = first, following
+    app[FIRST], app[NEXT] = first, following
     app.add_routes([web.post("/v1/completions", completions), web.get("/v1/models", models)])
     app.add_routes([web.get("/health", health)])
     runner = web.AppRunner(app)
