@@ -28,7 +28,7 @@ from launcher_scripts.evaluation.load.plan import Load, Prompts, make_plan
 from launcher_scripts.evaluation.load.tokens import TokenRequest
 from launcher_scripts.evaluation.load.workers import run_plan
 
-FIRST_MS, NEXT_MS, INPUT, OUTPUT = 200.0, 20.0, 16, 32
+FIRST_MS, NEXT_MS, INPUT, OUTPUT = 500.0, 50.0, 16, 32
 MOST_APART = 0.03
 WORDS = ("the", "people", "world", "hello")
 

@@ -52,6 +52,8 @@ def figures(load: Load, driven: Sequence[Driven]) -> dict:
         raise RuntimeError(f"{len(failed)} requests failed; the first: {failed[0]}")
     run = run_figures("", load, driven, SECONDS, LoadBounds())
     counted = [answer for answer in answers if answer.counts]
+    if not counted:
+        raise RuntimeError(f"no request was asked after the first {SETTLE_SECONDS:g} s")
     responses = sum(len(answer.responses) for answer in counted)
     return {
         "clients": run.clients,
