@@ -17,7 +17,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,19 +27,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.generate import machine
+from benchmarks.load_clients import load_target, measured
 from benchmarks.peers import config_of, reason
 from benchmarks.repositories import RandomModel
 from benchmarks.serving import INPUTS, OUTPUTS, Server
 from benchmarks.shapes import CONFIGS, TINY
-from benchmarks.streaming import (
-    PROCESSES,
-    SECONDS,
-    SETTLE_SECONDS,
-    Record,
-    figures,
-    records_of,
-    rows,
-)
+from benchmarks.streaming import rows
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,7 +42,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 32, 128, 512])
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args(argv)
-    arguments.ids = False
     facts: dict = {"rows": [], "errors": []}
     if torch.cuda.is_available():
         facts["machine"] = machine()
@@ -77,14 +69,13 @@ def gateway_rows(arguments: argparse.Namespace, shape: str) -> Iterator[tuple[in
     model.write(folder / "repository")
     write_tokenizer(folder / "tokenizer", config.vocab_size)
     with Server(folder), gateway(folder, max(arguments.clients)) as (url, process):
+        target = load_target("gateway", url, model, stream=True)
         for clients in arguments.clients:
-            begin = time.time() + SETTLE_SECONDS
             used = process.cpu_times()
             started = time.time()
-            records = ask(url, model, clients)
+            row = measured(target, config.vocab_size, clients)
             spent = process.cpu_times()
             seconds = spent.user + spent.system - used.user - used.system
-            row = {"clients": clients, **figures(records, begin, begin + SECONDS)}
             row["gateway_cores"] = round(seconds / (time.time() - started), 2)
             yield clients, row
 
@@ -108,16 +99,6 @@ def gateway(folder: Path, rows: int) -> Iterator[tuple[str, psutil.Process]]:
             raise RuntimeError((folder / "gateway.log").read_text())
         finally:
             process.terminate()
-
-
-def ask(url: str, model: RandomModel, clients: int) -> Sequence[Record]:
-    """Every request of the clients, which are divided over processes."""
-    processes = min(PROCESSES, clients)
-    command = [sys.executable, "-m", "benchmarks.gateway_clients", url, model.name]
-    command += ["--vocab", str(model.config.vocab_size), "--clients", str(clients // processes)]
-    command += ["--seconds", str(SETTLE_SECONDS + SECONDS)]
-    command += ["--input", *map(str, INPUTS), "--output", *map(str, OUTPUTS)]
-    return records_of(command, processes)
 
 
 def write_tokenizer(folder: Path, size: int) -> None:

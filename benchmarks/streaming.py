@@ -15,34 +15,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
-import tritonclient.grpc as grpc
 
 from benchmarks.generate import machine
+from benchmarks.load_clients import SETTLE_SECONDS, load_target, measured
 from benchmarks.peers import config_of, reason
 from benchmarks.repositories import RandomModel
 from benchmarks.serving import INPUTS, OUTPUTS, Server
 from benchmarks.shapes import CONFIGS, TINY
-from benchmarks.stream_clients import Streaming, request_inputs
-from launcher_scripts.models.t5 import T5Config
+from launcher_scripts.clients.remote import RemoteServer
+from launcher_scripts.evaluation.load.plan import LoadRequest
 
-PROCESSES = 8
-SETTLE_SECONDS = 5.0  # in which the clients stop going together
-SECONDS = 8.0  # that count
 CANCELLING = 8  # clients that leave, one after the other
 GIVEN_UP = "launcher_requests_given_up{"
-Record = tuple[float, list[tuple[float, int]]]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,7 +44,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, required=True, help="for the models; made if absent")
     parser.add_argument("--shapes", nargs="+", choices=(*CONFIGS, *TINY), default=["1.3b"])
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 32, 128, 256])
-    parser.add_argument("--ids", action="store_true", help="ask for output_ids, too")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args(argv)
     facts: dict = {"rows": [], "errors": []}
@@ -80,46 +73,17 @@ def rows(arguments: argparse.Namespace, shape: str, *, streams: bool) -> Iterato
     folder = arguments.folder / f"{shape}-{'streams' if streams else 'whole'}"
     model.write(folder / "repository")
     with Server(folder) as ready:
+        target = load_target("grpc", ready["grpc"], model, stream=streams)
         for clients in arguments.clients:
             begin = time.time() + SETTLE_SECONDS
             before = server_memory()
             with ThreadPoolExecutor(1) as pool:
                 leaving = pool.submit(cancelled_ms, ready, model, begin) if streams else None
-                records = ask(ready["grpc"], model, clients, streams=streams, ids=arguments.ids)
-            row = {"clients": clients, **figures(records, begin, begin + SECONDS)}
+                row = measured(target, config.vocab_size, clients)
             row["memory_mib"] = [before, server_memory()]
             if leaving is not None:
                 row["cancelled_ms"] = leaving.result()
             yield clients, row
-
-
-def ask(
-    address: str, model: RandomModel, clients: int, *, streams: bool, ids: bool
-) -> list[Record]:
-    """Every request of the clients, which are divided over processes."""
-    processes = min(PROCESSES, clients)
-    command = [sys.executable, "-m", "benchmarks.stream_clients", address, model.name]
-    command += ["--family", "t5" if isinstance(model.config, T5Config) else "gpt"]
-    command += ["--vocab", str(model.config.vocab_size), "--clients", str(clients // processes)]
-    command += ["--seconds", str(SETTLE_SECONDS + SECONDS)]
-    command += ["--input", *map(str, INPUTS), "--output", *map(str, OUTPUTS)]
-    command += ["--streams"] * streams + ["--ids"] * ids
-    return records_of(command, processes)
-
-
-def records_of(command: Sequence[str], processes: int) -> list[Record]:
-    """What processes of clients print, each with a seed of its own.
-
-    Raises RuntimeError when one of them fails.
-    """
-    running = [
-        subprocess.Popen([*command, "--seed", str(number)], stdout=subprocess.PIPE, text=True)
-        for number in range(processes)
-    ]
-    texts = [process.communicate()[0] for process in running]
-    if any(process.returncode for process in running):
-        raise RuntimeError("a client's process failed; see its words above")
-    return [json.loads(line) for text in texts for line in text.splitlines()]
 
 
 def cancelled_ms(ready: dict, model: RandomModel, begin: float) -> list[float]:
@@ -127,13 +91,13 @@ def cancelled_ms(ready: dict, model: RandomModel, begin: float) -> list[float]:
     times = []
     time.sleep(max(0.0, begin - time.time()))
     for number in range(CANCELLING):
-        asker = Streaming(grpc.InferenceServerClient(ready["grpc"]))
-        family = "t5" if isinstance(model.config, T5Config) else "gpt"
-        inputs = request_inputs(family, np.full((1, INPUTS[0]), 1 + number), OUTPUTS[1])
-        asker.begin(model.name, inputs, [grpc.InferRequestedOutput("sequence_length")])
-        asker.next()
-        before, left = given_up(ready["metrics"]), time.perf_counter()
-        asker.leave()
+        request = LoadRequest((1 + number,) * INPUTS[0], OUTPUTS[1])
+        tensors = load_target("grpc", "", model, stream=True).tokens.tensors(request)
+        with RemoteServer(ready["grpc"], protocol="grpc") as server:
+            answer = server.stream(model.name, tensors)
+            next(answer)
+            before, left = given_up(ready["metrics"]), time.perf_counter()
+            answer.close()
         while given_up(ready["metrics"]) == before and time.perf_counter() < left + 10:
             time.sleep(0.005)
         times.append(round((time.perf_counter() - left) * 1e3, 1))
@@ -145,38 +109,6 @@ def given_up(address: str) -> float:
     with urllib.request.urlopen(f"http://{address}/metrics") as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(GIVEN_UP))
-
-
-def figures(records: Sequence[Record], begin: float, end: float) -> dict:
-    """Of requests asked between two times; tokens per second of all that came between them."""
-    tokens = 0.0
-    first, gaps, per_token, counts = [], [], [], []
-    for asked, responses in records:
-        start, seen = asked, 0
-        for at, count in responses:
-            inside = max(0.0, min(at, end) - max(start, begin))
-            tokens += (count - seen) * inside / max(at - start, 1e-9)
-            start, seen = at, count
-        if begin <= asked < end:
-            times = [at for at, _ in responses]
-            first.append(times[0] - asked)
-            gaps += list(np.diff(times))
-            per_token.append((times[-1] - times[0]) / max(1, responses[-1][1] - 1))
-            counts.append((responses[-1][1], len(responses)))
-    return {
-        "requests": len(first),
-        "tokens_per_s": round(tokens / (end - begin)),
-        "first_token_ms": percentiles(first),
-        "between_responses_ms": percentiles(gaps),
-        "per_token_ms": percentiles(per_token),
-        "tokens_per_response": round(sum(t for t, _ in counts) / sum(n for _, n in counts), 2),
-    }
-
-
-def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """p50 and p99 in ms."""
-    values = np.array(seconds if len(seconds) else [0.0]) * 1e3
-    return {f"p{k}": round(float(np.percentile(values, k)), 2) for k in (50, 99)}
 
 
 def server_memory() -> int:

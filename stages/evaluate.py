@@ -10,6 +10,7 @@ from typing import Any
 
 from launcher_scripts.cluster.job import Job, JobFolder, Resources
 from launcher_scripts.common.errors import ConfigError, Problems, problem
+from launcher_scripts.config.load import LoadSettings
 from launcher_scripts.config.options import values_of
 from launcher_scripts.config.policy import BaselineBounds, PolicySettings, opened
 from launcher_scripts.config.schema import build
@@ -63,7 +64,7 @@ class EvaluateBlock(EvaluateOptions):
 class Evaluate(Stage):
     name = "evaluate"
     block_type = EvaluateBlock
-    modules = ("measure_accuracy", "measure_speed", "run_harness", "judge")
+    modules = ("measure_accuracy", "measure_speed", "run_harness", "measure_load", "judge")
 
     def __init__(self, launch: Launch) -> None:
         super().__init__(launch)
@@ -83,7 +84,17 @@ class Evaluate(Stage):
                 "grpc_tls": self._tls(),
                 "policy": self.policy,
                 "harness": harness_settings(block.harness, self.launch),
+                "load": self._load(),
             },
+        )
+
+    def _load(self) -> LoadSettings | None:
+        """The load test with absolute paths."""
+        load = self.block.load
+        if load is None:
+            return None
+        return load.with_files(
+            {key: None if file is None else absolute(file) for key, file in load.files.items()}
         )
 
     @cached_property
@@ -183,6 +194,7 @@ class Evaluate(Stage):
             "measure_accuracy": bool(self.settings.tasks),
             "measure_speed": self.settings.benchmark is not None,
             "run_harness": self.settings.harness is not None,
+            "measure_load": self.settings.load is not None,
             "judge": self.settings.policy is not None,
         }
         return tuple(module for module in self.modules if wanted[module])
@@ -210,6 +222,9 @@ class Evaluate(Stage):
                 yield what, task.generation.target_file, f"{key}.{name}"
             if task.reference is not None:
                 yield f"the reference of {task.name}", task.reference, f"{key}.reference"
+        for name, file in self.settings.load.files.items() if self.settings.load else ():
+            if file is not None:
+                yield f"the load test's {name}", file, f"evaluate.load.{name}"
 
     def check_own(self) -> None:
         checks, settings = self.launch.checks, self.settings

@@ -71,8 +71,9 @@ DOORS = {
     "triton_python_backend_utils": ("launcher_scripts/backends/",),
     "tritonclient": (
         "launcher_scripts/clients/connection.py",
-        "launcher_scripts/gateway/triton_backend.py",
+        "launcher_scripts/clients/async_connection.py",
     ),
+    "aiohttp": ("launcher_scripts/evaluation/load/http_paths.py",),
     "starlette": ("launcher_scripts/gateway/",),
     "uvicorn": ("launcher_scripts/gateway/service.py",),
     "prometheus_client": ("launcher_scripts/gateway/metrics.py",),

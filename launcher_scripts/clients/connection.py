@@ -1,4 +1,4 @@
-"""The only door to tritonclient: one transport to a server, with arrays in and arrays out."""
+"""The door to tritonclient: one transport to a server, with arrays in and arrays out."""
 
 from __future__ import annotations
 
@@ -65,6 +65,10 @@ class Connection(Protocol):
         """The names of the models that the server serves."""
         ...
 
+    def statistics(self, model_name: str) -> dict[str, Any]:
+        """What Triton has counted of the model since the server began."""
+        ...
+
     def submit(
         self,
         model_name: str,
@@ -116,6 +120,9 @@ class HttpConnection:
 
     def models(self) -> list[str]:
         return _ready_names(self._client.get_model_repository_index())
+
+    def statistics(self, model_name: str) -> dict[str, Any]:
+        return dict(self._client.get_inference_statistics(model_name)["model_stats"][0])
 
     def submit(
         self,
@@ -199,6 +206,12 @@ class GrpcConnection:
     def models(self) -> list[str]:
         answer = self._client.get_model_repository_index(as_json=True, client_timeout=self._timeout)
         return _ready_names(answer.get("models", []))
+
+    def statistics(self, model_name: str) -> dict[str, Any]:
+        answer = self._client.get_inference_statistics(
+            model_name, as_json=True, client_timeout=self._timeout
+        )
+        return dict(answer["model_stats"][0])
 
     def submit(
         self,

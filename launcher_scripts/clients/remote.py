@@ -63,6 +63,12 @@ class RemoteServer:
         """The model's config.pbtxt, as Triton's JSON."""
         return self._asked(lambda: self._connection.model_config(model_name), f"model {model_name}")
 
+    def requests_taken(self, model_name: str) -> int:
+        """How many requests the model has taken since the server began."""
+        what = f"the statistics of model {model_name}"
+        found = self._asked(lambda: self._connection.statistics(model_name), what)
+        return int(found.get("inference_stats", {}).get("success", {}).get("count", 0))
+
     def infer(
         self,
         model_name: str,

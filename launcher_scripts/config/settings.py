@@ -20,6 +20,7 @@ from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.ready_file import replica_file
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.harness import HarnessSettings
+from launcher_scripts.config.load import LoadSettings
 from launcher_scripts.config.options import PORTS, check_options, described, option
 from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.schema import build, is_required
@@ -299,6 +300,7 @@ class EvaluateOptions:
 
     benchmark: BenchmarkSettings | None = None
     harness: HarnessSettings | None = None
+    load: LoadSettings | None = None
     ready_timeout: float = option(1800.0, "seconds to wait for the server", least=0)
     request_timeout: float = option(600.0, "seconds to wait for one answer", least=0)
     protocol: str = option("http", "what the client speaks", choices=PROTOCOLS)
@@ -329,7 +331,8 @@ class EvaluateSettings(EvaluateOptions):
     def __post_init__(self) -> None:
         problems = Problems("the evaluate settings")
         check_options(self, problems, "evaluate.{}".format)
-        if not self.tasks and self.benchmark is None and self.harness is None:
+        asked = (self.benchmark, self.harness, self.load)
+        if not self.tasks and all(block is None for block in asked):
             problems.add("nothing to measure", change="evaluate.tasks or evaluate.benchmark")
         problems.raise_if_any(ConfigError)
 

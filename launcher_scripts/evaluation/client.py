@@ -146,6 +146,16 @@ class Client:
         """As config.pbtxt says it."""
         return str(self.parameters.get("model_type") or "GPT")
 
+    @cached_property
+    def streams(self) -> bool:
+        """Whether the model answers as tokens come (`decoupled`)."""
+        config = self._server.model_config(self.model_name)
+        return bool(config.get("model_transaction_policy", {}).get("decoupled"))
+
+    def requests_taken(self) -> int:
+        """How many requests the model has taken since its servers began."""
+        return self._server.requests_taken(self.model_name)
+
     def _each(
         self, requests: Iterable[list[GenerateRequest]], in_flight: int
     ) -> Iterator[GenerateOutput]:

@@ -21,11 +21,14 @@ from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.rendering import render
 from launcher_scripts.config.harness import HarnessSettings
+from launcher_scripts.config.load import LoadSettings
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.evaluation import plots
 from launcher_scripts.evaluation.gate import Verdict
 from launcher_scripts.evaluation.harness import HarnessResult
+from launcher_scripts.evaluation.load.figures import LoadRun
+from launcher_scripts.evaluation.load.saturation import Saturation
 from launcher_scripts.evaluation.provenance import client_versions, digests, project_commit
 from launcher_scripts.evaluation.report_content import FILE_NAME, SCHEMA, read_content
 from launcher_scripts.evaluation.speed import SpeedRow
@@ -103,6 +106,22 @@ class Report:
             "measured_on": measured_on,
             "settings": dataclasses.asdict(settings),
             **dataclasses.asdict(result),
+        }
+        self._write()
+
+    def add_load(
+        self,
+        settings: LoadSettings,
+        runs: Sequence[LoadRun],
+        saturation: Saturation | None,
+        measured_on: dict[str, Any],
+    ) -> None:
+        """Put the load test's section into the report, in place of an earlier one."""
+        self.content["load"] = {
+            "measured_on": measured_on,
+            "settings": dataclasses.asdict(settings),
+            "runs": [dataclasses.asdict(run) for run in runs],
+            "saturation": saturation and dataclasses.asdict(saturation),
         }
         self._write()
 

@@ -29,6 +29,10 @@ class SpreadServer:
         """The first one's, as well."""
         return self._servers[0].models()
 
+    def requests_taken(self, model_name: str) -> int:
+        """Of all of them together."""
+        return sum(server.requests_taken(model_name) for server in self._servers)
+
     def submit(
         self, model_name: str, tensors: Tensors, outputs: Sequence[str] | None = None
     ) -> Callable[[], Tensors]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from launcher_scripts.evaluation.harness import HarnessResult
+from launcher_scripts.evaluation.load.figures import LoadRun, Percentiles
 from launcher_scripts.evaluation.speed import SpeedRow
 from launcher_scripts.evaluation.tasks.task import Metric, Pace, TaskResult
 
@@ -75,6 +76,29 @@ def harness_table(result: HarnessResult) -> str:
             value = _figure(metric, metric.value)
             rows.append([f"{name} {metric_name}", str(task.items), value, _ends(metric)])
     return align(rows)
+
+
+def load_table(runs: Sequence[LoadRun]) -> str:
+    """A line per run; times are p50 and p99."""
+    head = ["path, load", "requests", "requests/s", "goodput", "tokens/s"]
+    head += ["first token [ms]", "between tokens [ms]", "latency [ms]", "valid"]
+    lines = [
+        [
+            f"{run.path}, {run.load.text}",
+            str(run.requests),
+            f"{run.requests_per_second:.2f}",
+            "-" if run.goodput is None else f"{run.goodput:.2f}",
+            f"{run.tokens_per_second:.1f}",
+            *map(_times, (run.first_token_ms, run.between_tokens_ms, run.latency_ms)),
+            "yes" if run.valid else "NO",
+        ]
+        for run in runs
+    ]
+    return align([head, *lines])
+
+
+def _times(times: Percentiles | None) -> str:
+    return "-" if times is None else f"{times['p50']:.1f} {times['p99']:.1f}"
 
 
 def _figure(metric: Metric, value: float) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launcher_scripts.clients.async_connection import ServerFailure, TritonServer
 from launcher_scripts.common.errors import ServerError, problem
 from launcher_scripts.common.ready_file import STALE_SECONDS, seconds_silent
 from launcher_scripts.config.gateway import GatewaySettings
@@ -21,12 +22,7 @@ from launcher_scripts.config.security import ClientTls
 from launcher_scripts.gateway.backend import Backend
 from launcher_scripts.gateway.metrics import cache_use
 from launcher_scripts.gateway.replicas import Replica
-from launcher_scripts.gateway.triton_backend import (
-    ServerFailure,
-    TritonBackend,
-    TritonServer,
-    parameters_of,
-)
+from launcher_scripts.gateway.triton_backend import TritonBackend, parameters_of
 from launcher_scripts.models.repository import is_remote, served_models
 
 LOG = logging.getLogger("gateway")

@@ -17,13 +17,13 @@ from launcher_scripts.evaluation.harness import find_gateway, lm_eval_version, r
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import harness_table
-from launcher_scripts.steps.command import run_step
+from launcher_scripts.steps.evaluation_step import run_evaluation
 
 FOLDER = "harness"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_step("Run lm_eval on a served model.", EvaluateSettings, measure, argv)
+    return run_evaluation("run_harness", "Run lm_eval on a served model.", measure, argv)
 
 
 def measure(settings: EvaluateSettings) -> None:
@@ -34,9 +34,9 @@ def measure(settings: EvaluateSettings) -> None:
     lm_eval_version(harness)
     report = Report(Path(settings.results_dir), settings.model_name)
     client, ready = connect(settings)
-    client.close()
+    with client:
+        environment = measured_on(settings, ready, parameters=client.parameters)
     gateway = find_gateway(settings, harness, ready)
-    environment = measured_on(settings, ready)
     result = run(harness, gateway, report.results_dir / FOLDER)
     report.add_harness(harness, result, environment)
     print("\n".join([harness_table(result), "", f"report: {report.html_file}"]))

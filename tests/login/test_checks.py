@@ -301,6 +301,20 @@ def test_what_a_policy_names_must_be_there(problems: Finder) -> None:
     assert "'/no/other.json'; change evaluate.policy.if_measured.baseline.report" in found
 
 
+def test_a_load_test_is_a_step_of_its_own(
+    plan: Planner, problems: Finder, arguments: list[str], tmp_path: Path
+) -> None:
+    stages = "stages=[export,deploy,evaluate]"
+    (tmp_path / "trace").write_text("{}")
+    made = plan(LOCAL, stages, *arguments, f"evaluate.load={{trace_file: {tmp_path}/trace}}")
+    assert made.stages[2].step_names() == ("measure_accuracy", "measure_speed", "measure_load")
+    assert tmp_path / "trace" in made.stages[2].paths()
+    (found,) = problems(stages, "evaluate.load={api_key_file: /nowhere/key}")
+    assert "the load test's api_key_file is not there" in found
+    (found,) = problems(stages, "evaluate.load={paths: [udp]}")
+    assert "unknown path; got 'udp'; choices: gateway, grpc, http" in found
+
+
 def test_every_stage_speaks_at_once(problems: Finder) -> None:
     found = problems(
         "stages=[export,deploy,evaluate]",

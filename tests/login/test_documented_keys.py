@@ -12,6 +12,7 @@ from hydra import compose
 from omegaconf import OmegaConf
 
 from launcher_scripts.config.gateway import DeployedGateway
+from launcher_scripts.config.load import LoadBounds, LoadPrompts, LoadSettings
 from launcher_scripts.config.options import values_of
 from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.schema import build
@@ -252,6 +253,19 @@ def test_speed_is_measured_alone_and_with_the_lengths_of_the_guide(hydra_config:
     evaluate = hydra_config("evaluate=benchmark")["evaluate"]
     assert evaluate["benchmark"]["lengths"] == lengths
     assert not any(evaluate["tasks"].values())
+
+
+def test_a_load_test_has_every_key_and_its_default(hydra_config: Compose) -> None:
+    evaluate = hydra_config("evaluate=load")["evaluate"]
+    assert build(LoadSettings, evaluate["load"], "the block") == LoadSettings()
+    for kind, block in (
+        (LoadSettings, evaluate["load"]),
+        (LoadPrompts, evaluate["load"]["prompts"]),
+        (LoadBounds, evaluate["load"]["bounds"]),
+    ):
+        assert set(block) == {field.name for field in dataclasses.fields(kind)}
+    assert evaluate["benchmark"] is None and not any(evaluate["tasks"].values())
+    assert hydra_config()["evaluate"]["load"] is None
 
 
 def test_int8_mode_false_is_zero(hydra_config: Compose) -> None:

@@ -1,0 +1,71 @@
+"""Mixed requests of many clients in processes of their own, by the evaluation's load test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from benchmarks.repositories import RandomModel
+from benchmarks.serving import INPUTS, OUTPUTS
+from launcher_scripts.config.load import LoadBounds, LoadPrompts, LoadSettings
+from launcher_scripts.evaluation.load.driver import Answer, Driven
+from launcher_scripts.evaluation.load.figures import percentiles, run_figures
+from launcher_scripts.evaluation.load.paths import Target
+from launcher_scripts.evaluation.load.plan import Load, Prompts, make_plan
+from launcher_scripts.evaluation.load.tokens import TokenRequest
+from launcher_scripts.evaluation.load.workers import run_plan
+from launcher_scripts.models.t5 import T5Config
+
+PROCESSES = 8
+SETTLE_SECONDS = 5.0  # in which the clients stop going together
+SECONDS = 8.0  # that count
+TIMEOUT_SECONDS = 120.0
+# Lengths are uniform over INPUTS and OUTPUTS, which are spread alike.
+MIXED = LoadPrompts(
+    input=sum(INPUTS) // 2,
+    output=sum(OUTPUTS) // 2,
+    spread=(INPUTS[1] - INPUTS[0]) / sum(INPUTS),
+)
+
+
+def load_target(path: str, address: str, model: RandomModel, *, stream: bool) -> Target:
+    """The way to a model of `benchmarks.repositories`."""
+    kind = "T5" if isinstance(model.config, T5Config) else "GPT"
+    return Target(path, (address,), TokenRequest(model.name, kind), stream)
+
+
+def measured(target: Target, vocab_size: int, clients: int) -> dict:
+    """The figures of SECONDS after SETTLE_SECONDS. Raises RuntimeError when a request failed."""
+    settings = LoadSettings(clients=(clients,), seconds=SECONDS, warmup=SETTLE_SECONDS)
+    load = Load(clients=clients)
+    prompts = Prompts(MIXED, settings.seed, vocab_size)
+    plan = make_plan(settings, load, prompts, TIMEOUT_SECONDS)
+    return figures(load, run_plan(target, plan, PROCESSES))
+
+
+def figures(load: Load, driven: Sequence[Driven]) -> dict:
+    """Of requests asked in the time that counts; tokens per second of all that came in it."""
+    answers = [answer for each in driven for answer in each.answers]
+    failed = [answer.error for answer in answers if answer.error is not None]
+    if failed:
+        raise RuntimeError(f"{len(failed)} requests failed; the first: {failed[0]}")
+    run = run_figures("", load, driven, SECONDS, LoadBounds())
+    counted = [answer for answer in answers if answer.counts]
+    if not counted:
+        raise RuntimeError(f"no request was asked after the first {SETTLE_SECONDS:g} s")
+    responses = sum(len(answer.responses) for answer in counted)
+    return {
+        "clients": run.clients,
+        "requests": run.requests,
+        "tokens_per_s": round(run.tokens_per_second),
+        "first_token_ms": run.first_token_ms,
+        "between_responses_ms": percentiles([gap for each in counted for gap in _gaps(each)]),
+        "per_token_ms": run.per_token_ms,
+        "tokens_per_response": round(sum(answer.tokens for answer in counted) / responses, 2),
+        "client_busy": run.client["busy"],
+    }
+
+
+def _gaps(answer: Answer) -> Sequence[float]:
+    return [float(gap) for gap in np.diff([at for at, _ in answer.responses])]

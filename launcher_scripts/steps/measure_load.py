@@ -1,0 +1,68 @@
+"""Step: measure what load the served model carries and put the runs into the report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher_scripts.steps.packages import check_packages
+
+if __name__ == "__main__":
+    check_packages("measure_load", "aiohttp", "jinja2", "matplotlib", "tritonclient", "yaml")
+
+from launcher_scripts.common.errors import ConfigError, ServerError, problem
+from launcher_scripts.config.settings import EvaluateSettings
+from launcher_scripts.evaluation.load.figures import LoadRun
+from launcher_scripts.evaluation.load.load_test import LoadTest
+from launcher_scripts.evaluation.load.saturation import Saturation
+from launcher_scripts.evaluation.ready import connect
+from launcher_scripts.evaluation.report import Report, measured_on
+from launcher_scripts.evaluation.tables import load_table
+from launcher_scripts.steps.evaluation_step import run_evaluation
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    description = "Measure what load a served model carries."
+    return run_evaluation("measure_load", description, measure, argv)
+
+
+def measure(settings: EvaluateSettings) -> None:
+    """Every run of the settings; each is in the report when it ends.
+
+    Raises ServerError when no run is valid.
+    """
+    load = settings.load
+    if load is None:
+        raise ConfigError(problem("no load to measure", change="evaluate.load"))
+    report = Report(Path(settings.results_dir), settings.model_name)
+    client, ready = connect(settings)
+    saturation: Saturation | None = None
+    with client:
+        files = [file for file in load.files.values() if file is not None]
+        environment = measured_on(settings, ready, data=files, parameters=client.parameters)
+
+        def noted(run: LoadRun) -> None:
+            log_run(run)
+            report.add_load(load, test.runs, saturation, environment)
+
+        test = LoadTest(settings, load, client, noted)
+        test.run_all()
+        if load.find_saturation:
+            saturation = test.saturation()
+            report.add_load(load, test.runs, saturation, environment)
+    print(load_table(test.runs))
+    if saturation is not None:
+        print(f"{saturation.path}: {saturation.text}")
+    print(f"\nreport: {report.html_file}")
+    if not any(run.valid for run in test.runs):
+        raise ServerError(f"no run of the load test is valid: {test.runs[0].invalid_reasons[0]}")
+
+
+def log_run(run: LoadRun) -> None:
+    said = f"load: {run.path}, {run.load.text}: {run.tokens_per_second:.1f} tokens/s"
+    print("; ".join((said, *run.invalid_reasons)), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
