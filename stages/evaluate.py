@@ -15,6 +15,7 @@ from launcher_scripts.config.schema import build
 from launcher_scripts.config.security import ClientTls
 from launcher_scripts.config.settings import EvaluateOptions, EvaluateSettings
 from launcher_scripts.config.tasks import TaskSettings
+from launcher_scripts.config.twin import TwinSettings
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.models.repository import ServedModel
 from stages.deploy import Deploy
@@ -61,7 +62,7 @@ class EvaluateBlock(EvaluateOptions):
 class Evaluate(Stage):
     name = "evaluate"
     block_type = EvaluateBlock
-    modules = ("measure_accuracy", "measure_speed")
+    modules = ("measure_accuracy", "measure_speed", "measure_twin")
 
     def __init__(self, launch: Launch) -> None:
         super().__init__(launch)
@@ -76,8 +77,20 @@ class Evaluate(Stage):
             model_name=block.model_name,
             tokenizer_dir=str(self.tokenizer_dir),
             tasks=block.task_settings(),
-            **values_of(EvaluateOptions, block) | {"grpc_tls": self._tls()},
+            **values_of(EvaluateOptions, block) | {"grpc_tls": self._tls(), "twin": self._twin()},
         )
+
+    def _twin(self) -> TwinSettings | None:
+        twin = self.block.twin
+        if twin is None:
+            return None
+        paths = (twin.checkpoint and absolute(twin.checkpoint), twin.data_file)
+        return replace(twin, checkpoint=paths[0], data_file=paths[1] and absolute(paths[1]))
+
+    def _twin_files(self) -> dict[str, str]:
+        twin = self._twin()
+        files = {"checkpoint": twin.checkpoint, "data_file": twin.data_file} if twin else {}
+        return {name: file for name, file in files.items() if file}
 
     def _tls(self) -> ClientTls | None:
         tls = self.block.grpc_tls
@@ -155,6 +168,7 @@ class Evaluate(Stage):
         wanted = {
             "measure_accuracy": bool(self.settings.tasks),
             "measure_speed": self.settings.benchmark is not None,
+            "measure_twin": self.settings.twin is not None,
         }
         return tuple(module for module in self.modules if wanted[module])
 
@@ -165,7 +179,7 @@ class Evaluate(Stage):
         settings = self.settings
         data = (Path(path) for _, path, _ in self._task_files())
         cache = [self.cache("matplotlib")] if self.in_container else []
-        tls = map(Path, self._tls_files().values())
+        tls = map(Path, (*self._tls_files().values(), *self._twin_files().values()))
         return [Path(settings.ready_file), Path(settings.tokenizer_dir), *data, *tls, *cache]
 
     def _task_files(self) -> Iterator[tuple[str, str, str]]:
@@ -198,6 +212,8 @@ class Evaluate(Stage):
             checks.exists(what, settings.tokenizer_dir, "evaluate.tokenizer_dir")
         for what, path, key in self._task_files():
             checks.exists(what, path, key)
+        for name, path in self._twin_files().items():
+            checks.exists(f"the twin's {name}", path, f"evaluate.twin.{name}")
 
     def _check_tasks(self) -> None:
         """The model must be of a kind that can answer what it is asked."""

@@ -22,6 +22,7 @@ from launcher_scripts.config.options import PORTS, check_options, described, opt
 from launcher_scripts.config.schema import build, is_required
 from launcher_scripts.config.security import LOOPBACK, ClientTls, ServerSecurity
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
+from launcher_scripts.config.twin import TwinSettings
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
 WEIGHT_DATA_TYPES = ("fp32", "fp16", "bf16")
@@ -294,6 +295,7 @@ class EvaluateOptions:
     """
 
     benchmark: BenchmarkSettings | None = None
+    twin: TwinSettings | None = None
     ready_timeout: float = option(1800.0, "seconds to wait for the server", least=0)
     request_timeout: float = option(600.0, "seconds to wait for one answer", least=0)
     protocol: str = option("http", "what the client speaks", choices=PROTOCOLS)
@@ -318,7 +320,7 @@ class EvaluateSettings(EvaluateOptions):
     def __post_init__(self) -> None:
         problems = Problems("the evaluate settings")
         check_options(self, problems, "evaluate.{}".format)
-        if not self.tasks and self.benchmark is None:
+        if not self.tasks and self.benchmark is None and self.twin is None:
             problems.add("nothing to measure", change="evaluate.tasks or evaluate.benchmark")
         problems.raise_if_any(ConfigError)
 

@@ -24,9 +24,11 @@ from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.rendering import render
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
+from launcher_scripts.config.twin import TwinSettings
 from launcher_scripts.evaluation import plots
 from launcher_scripts.evaluation.speed import SpeedRow
 from launcher_scripts.evaluation.tasks.task import TaskResult
+from launcher_scripts.evaluation.twin.measurement import TwinResult
 
 SCHEMA = 1
 CLIENT_PACKAGES = ("tritonclient", "numpy")
@@ -72,6 +74,17 @@ class Report:
             "measured_on": measured_on,
             "settings": dataclasses.asdict(settings),
             "rows": [dataclasses.asdict(row) for row in rows],
+        }
+        self._write()
+
+    def add_twin(
+        self, settings: TwinSettings, result: TwinResult, measured_on: dict[str, Any]
+    ) -> None:
+        """Put the twin's section into the report, in place of an earlier one."""
+        self.content["twin"] = {
+            "measured_on": measured_on,
+            "settings": dataclasses.asdict(settings),
+            **dataclasses.asdict(result),
         }
         self._write()
 

@@ -211,6 +211,8 @@ def test_one_answer_for_one_mistake(problems: Finder, override: str, answer: str
         ("evaluate.benchmark.batch_sizes=[0]", "batch_sizes must hold numbers of at least 1"),
         ("evaluate.benchmark.lengths=[[60]]", "lengths[0] must have 2 members"),
         ("evaluate.protocol=ftp", "choices: http, grpc"),
+        ("evaluate.twin={checkpoint:/nowhere/x}", "the twin's checkpoint is not there"),
+        ("evaluate.twin={runner:jax}", "choices: auto, transformers, core, nemo, engine"),
     ],
 )
 def test_one_answer_for_one_mistake_in_serving(
@@ -244,6 +246,9 @@ def test_a_task_or_the_benchmark_can_be_left_out(plan: Planner, arguments: list[
     assert made.stages[2].step_names() == ("measure_speed",)
     made = plan(LOCAL, stages, *arguments, "evaluate.benchmark=null")
     assert made.stages[2].step_names() == ("measure_accuracy",)
+    twin = ("evaluate.benchmark=null", "evaluate.tasks.lambada=null", "evaluate.twin={limit:3}")
+    made = plan(LOCAL, stages, *arguments, *twin)
+    assert made.stages[2].step_names() == ("measure_twin",)
 
 
 def test_every_stage_speaks_at_once(problems: Finder) -> None:
