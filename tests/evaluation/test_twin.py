@@ -17,6 +17,8 @@ from launcher_scripts.checkpoint.sources import huggingface
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.config.settings import TokenizerSettings
 from launcher_scripts.evaluation.twin.diagnosis import LIMITS
+from launcher_scripts.steps import references
+from tests.checkpoint_maker import make_nemo, small_config
 from tests.evaluation import twins
 
 
@@ -108,6 +110,7 @@ def test_a_lost_opening_token(
     assert finding["evidence"]["opening_ids"] == [491]
     assert finding["evidence"]["different"] == len(twins.TEXTS)
     assert section["metrics"]["kl"]["value"] < 1e-9  # of the same ids
+    assert abs(section["metrics"]["text_difference"]["value"]) > 1e-3
 
 
 def test_an_added_opening_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +253,19 @@ def test_our_engine_runs_an_original_that_no_other_library_does(
     assert section["metrics"]["kl"]["value"] == 0
 
 
+def test_an_original_without_a_tokenizer_gets_the_served_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_nemo(tmp_path / "original.nemo", small_config(vocab_size=512))
+    folder = with_tokenizer(tmp_path / "original.nemo", tmp_path)
+    monkeypatch.setattr(references, "find_spec", lambda name: name != "nemo" or None)
+    section = twins.measured(monkeypatch, tmp_path, folder)
+    assert section["reference"].startswith("this project's engine")
+    assert section["findings"] == []
+    assert [item["tokens"] for item in section["items"]] == [12] * 3  # 16 positions, 4 of them free
+    assert "the original's tokenizer is not compared" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("twin", "message"),
     [
@@ -277,5 +293,18 @@ def test_an_encoder_decoder_is_its_original(
     assert section["findings"] == []
     assert section["metrics"]["kl"]["value"] < 1e-9
     assert section["metrics"]["same_continuation"]["value"] == 1
-    path = folder / "shared.bin.0"
-    assert not path.exists()
+    files = [f"decoder.block.{n}.layer.1.EncDecAttention.o.weight.0.bin" for n in (0, 2)]
+    exchange(folder, *files)
+    section = twins.measured(monkeypatch, tmp_path, folder, twins.T5InProcess)
+    assert names(section) == ["swapped_shard"]
+
+
+def test_a_lost_closing_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = twins.write_t5_original(tmp_path / "original")
+    folder = twins.export_original(source, tmp_path)
+    monkeypatch.setattr(twins.T5InProcess, "special_ids", lambda *_: ())
+    section = twins.measured(monkeypatch, tmp_path, folder, twins.T5InProcess)
+    (finding,) = section["findings"]
+    assert finding["name"] == "other"
+    assert finding["text"].startswith("The served preprocessing lacks tokens")
+    assert finding["evidence"]["closing_ids"] == [492]

@@ -88,22 +88,30 @@ def compare_logits(
     ours = np.asarray(served[:, :width], dtype=np.float64)
     theirs = np.asarray(reference[:, :width], dtype=np.float64)
     chosen, same = theirs.argmax(axis=-1), ours.argmax(axis=-1) == theirs.argmax(axis=-1)
-    targets = np.asarray(ids[1:], dtype=np.int64)
     p, q = _log_softmax(theirs), _log_softmax(ours)
     kl = np.maximum((np.exp(p) * (p - q)).sum(axis=-1), 0.0)
-    places = np.arange(len(targets))
     theirs = theirs - theirs.mean(axis=-1, keepdims=True)
     ours = ours - ours.mean(axis=-1, keepdims=True)
     return RowComparison(
         kl,
         same,
         chosen,
-        q[places, targets],
-        p[places, targets],
+        _of_next(ids, q),
+        _of_next(ids, p),
         (theirs * theirs).sum(axis=-1),
         (theirs * ours).sum(axis=-1),
         (ours * ours).sum(axis=-1),
     )
+
+
+def next_log_probs(ids: Sequence[int], logits: NDArray[np.float32]) -> Floats:
+    """The log-probability, in nats, of every token but the first, [S - 1]; logits: [S, vocab]"""
+    return _of_next(ids, _log_softmax(np.asarray(logits, dtype=np.float64)))
+
+
+def _of_next(ids: Sequence[int], log_probs: Floats) -> Floats:
+    targets = np.asarray(ids[1:], dtype=np.int64)
+    return np.asarray(log_probs[np.arange(len(targets)), targets])
 
 
 def _log_softmax(logits: Floats) -> Floats:

@@ -24,6 +24,7 @@ from launcher_scripts.evaluation.twin.logits import (
     by_position,
     compare_logits,
     fit,
+    next_log_probs,
 )
 from launcher_scripts.evaluation.twin.texts import (
     TextSide,
@@ -34,6 +35,7 @@ from launcher_scripts.evaluation.twin.texts import (
 
 DATA_FILE = Path(__file__).parents[1] / "data" / "lambada_first200.jsonl"
 DATA_KEY = "evaluate.twin.data_file"
+_PRICED = 8  # texts of which the cost of other ids is computed
 
 
 @dataclass(frozen=True)
@@ -103,16 +105,29 @@ def read_twin_texts(settings: TwinSettings) -> list[str]:
     return texts
 
 
+@dataclass(frozen=True)
+class Reading:
+    """The texts as token ids.
+
+    rows: of the original, where it has a tokenizer: the ids that it was trained with
+    own:  of the served model, of those texts that it reads otherwise: (its row, the original's)
+    findings: what differs before there are logits
+    """
+
+    rows: list[Row]
+    own: list[tuple[Row, Row]]
+    findings: list[Finding]
+
+
 def measure_twins(
     settings: TwinSettings, twins: Twins, texts: Sequence[str], source: str, progress: Progress
 ) -> TwinResult:
     """Compare both on every text: first the ids they make of it, then the logits of the same ids.
 
-    The same ids are the original's where it has a tokenizer: those it was trained with.
     source: what the original is
     """
-    rows, found = _rows(settings, twins, texts)
-    items, compared, sample = [], [], None
+    reading = _reading(settings, twins, texts)
+    rows, items, compared, sample = reading.rows, [], [], None
     for index, (row, whole, comparison, logits) in enumerate(_compared(settings, twins, rows)):
         own = comparison.part(0, len(row.compared))
         continuation = whole.compared[len(row.compared) :]
@@ -124,37 +139,55 @@ def measure_twins(
     if sample is None:
         raise ConfigError(problem("there is no text to compare", change=DATA_KEY))
     positions = by_position(compared)
-    found += diagnose(
+    findings = reading.findings + diagnose(
         compared, positions, sample, twins.reference, twins.precision, twins.inspection
     )
     metrics = _metrics(items, compared)
-    return TwinResult(source, twins.reference.name, metrics, positions, found, items)
+    if reading.own:
+        metrics["text_difference"] = _text_difference(settings, twins, reading.own)
+    return TwinResult(source, twins.reference.name, metrics, positions, findings, items)
 
 
-def _rows(
-    settings: TwinSettings, twins: Twins, texts: Sequence[str]
-) -> tuple[list[Row], list[Finding]]:
-    """The texts as ids to compare the logits of, and what differs before there are any."""
+def _reading(settings: TwinSettings, twins: Twins, texts: Sequence[str]) -> Reading:
     side = twins.original or twins.served
     if side is None:
         raise ConfigError(
-            problem("neither the served model nor its original has a tokenizer to read texts with")
-            + "; change evaluate.tokenizer_dir"
+            problem(
+                "neither the served model nor its original has a tokenizer to read texts with",
+                change="evaluate.tokenizer_dir",
+            )
         )
-    halves = [_halves(text) if twins.encodes else (text, "") for text in texts]
-    theirs = [tuple(side.encode(text)) for text, _ in halves]
-    found: list[Finding] = []
-    if twins.served is not None and twins.original is not None:
-        ours = [tuple(twins.served.encode(text)) for text, _ in halves]
-        found = text_findings([text for text, _ in halves], ours, theirs)
-        vocabulary = vocabulary_finding(twins.served.tokenizer, twins.original.tokenizer)
-        if vocabulary is not None:
-            found = [*(each for each in found if each.name != TOKENIZER), vocabulary]
-        chat = chat_finding(twins.served.render, twins.original.render)
-        found += [] if chat is None else [chat]
-    room = settings.max_tokens
-    if twins.positions is not None:
-        room = min(room, twins.positions - settings.continuation)
+    room = _room(settings, twins)
+    parts = [_halves(text) if twins.encodes else (text, "") for text in texts]
+    first = [text for text, _ in parts]
+
+    def row(ids: Sequence[int], answer: str) -> Row:
+        if not twins.encodes:
+            return Row(tuple(ids)[:room])
+        start = (twins.served or side).decoder_ids
+        return Row(tuple(ids)[:room], (*start, *side.tokenizer.encode(answer))[:room])
+
+    theirs = [side.encode(text) for text in first]
+    rows = [row(ids, answer) for ids, (_, answer) in zip(theirs, parts, strict=True)]
+    if twins.served is None or twins.original is None:
+        return Reading(rows, [], [])
+    ours = [twins.served.encode(text) for text in first]
+    own = [row(ids, answer) for ids, (_, answer) in zip(ours, parts, strict=True)]
+    found = text_findings(first, ours, theirs)
+    vocabulary = vocabulary_finding(twins.served.tokenizer, twins.original.tokenizer)
+    if vocabulary is not None:
+        found = [*(each for each in found if each.name != TOKENIZER), vocabulary]
+    chat = chat_finding(twins.served.render, twins.original.render)
+    found += [] if chat is None else [chat]
+    pairs = zip(own, rows, strict=True)
+    return Reading(rows, [(a, b) for a, b in pairs if a != b], found)
+
+
+def _room(settings: TwinSettings, twins: Twins) -> int:
+    """Tokens of a text that fit, with its continuation, into the model."""
+    if twins.positions is None:
+        return settings.max_tokens
+    room = min(settings.max_tokens, twins.positions - settings.continuation)
     if room < 2:
         raise ConfigError(
             problem(
@@ -163,11 +196,28 @@ def _rows(
                 change="evaluate.twin.continuation",
             )
         )
-    if not twins.encodes:
-        return [Row(ids[:room]) for ids in theirs], found
-    start = (twins.served or side).decoder_ids
-    answers = [(*start, *side.tokenizer.encode(text)) for _, text in halves]
-    return [Row(a, b[:room]) for a, b in zip(theirs, answers, strict=True)], found
+    return room
+
+
+def _text_difference(
+    settings: TwinSettings, twins: Twins, pairs: Sequence[tuple[Row, Row]]
+) -> Metric:
+    """What it costs that the served model reads texts otherwise, on a few of them."""
+    pairs = pairs[:_PRICED]
+    asked = (_request(own, 0) for own, _ in pairs)
+    differences = []
+    for (own, row), answer in zip(
+        pairs, twins.model.generate_each(asked, settings.batch_size), strict=True
+    ):
+        served = next_log_probs(own.compared, np.asarray(answer.context_logits))
+        theirs = next_log_probs(row.compared, twins.reference.logits(row.ids, row.decoder_ids))
+        differences.append(float(served.mean() - theirs.mean()))
+    return average(
+        differences,
+        False,
+        f"log-likelihood (nats a token) of the served model on its own ids less that of the "
+        f"original on its ids, {len(differences)} texts that they read otherwise",
+    )
 
 
 def _halves(text: str) -> tuple[str, str]:
@@ -195,8 +245,12 @@ def _compared(
         for who, values in (("the served model", logits), (twins.reference.name, theirs)):
             if len(values) != len(longer.compared) or not np.isfinite(values).all():
                 raise ServerError(
-                    f"{who} gives {len(values)} positions of logits for {len(longer.compared)} "
-                    "tokens, or logits that are no numbers"
+                    problem(
+                        f"the logits of {who} are no numbers, or not those of every token: the "
+                        "model's values may leave the range of its data_type",
+                        got=f"{len(values)} positions for {len(longer.compared)} tokens",
+                        change="export.triton_deployment.data_type",
+                    )
                 )
         yield row, longer, compare_logits(longer.compared, logits, theirs), logits
 
