@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from launcher_scripts.steps.packages import check_packages
 
 if __name__ == "__main__":
     check_packages("measure_twin", "jinja2", "matplotlib", "numpy", "torch", "tritonclient", "yaml")
+
+import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.forecast import weight_bytes
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
@@ -26,7 +29,7 @@ from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import twin_table
 from launcher_scripts.evaluation.transformers_model import TransformersModel
-from launcher_scripts.evaluation.twin.diagnosis import Inspection, Reference
+from launcher_scripts.evaluation.twin.diagnosis import Inspection, Reference, Rotary
 from launcher_scripts.evaluation.twin.measurement import Twins, measure_twins, read_twin_texts
 from launcher_scripts.evaluation.twin.texts import TextSide
 from launcher_scripts.steps.command import run_step
@@ -102,13 +105,14 @@ def _reference(twin: TwinSettings, original: Original, stack: ExitStack) -> tupl
             )
         )
     runner, tokens = original.runner(twin.runner), 2 * (twin.max_tokens + twin.continuation)
+    told = {"source": original.format, "num_attention_heads": original.num_heads}
     try:
-        return runner, stack.enter_context(opened_reference(original.path, runner, tokens))
+        return runner, stack.enter_context(opened_reference(original.path, runner, tokens, told))
     except ConfigError as error:
         if twin.runner != "auto" or runner == ENGINE:
             raise
         print(f"note: this project's engine runs the original: {error}", flush=True)
-    return ENGINE, stack.enter_context(opened_reference(original.path, ENGINE, tokens))
+    return ENGINE, stack.enter_context(opened_reference(original.path, ENGINE, tokens, told))
 
 
 def _served_side(client: Client, folder: Path, original: Original) -> TextSide | None:
@@ -133,18 +137,23 @@ def _positions(config: Any) -> int | None:
     return int(config.max_positions) if limited else None
 
 
+def _no_alternatives(_ids: Sequence[int]) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """What a reference gives that cannot compute other rotary positions than its own."""
+    return iter(())
+
+
 def _inspection(
     original: Original, served: FTCheckpoint | None, reference: Reference
 ) -> Inspection:
-    rotary = getattr(original.source.config, "position_embedding", None) == "rope"
+    rotary: Rotary | None = None
+    if getattr(original.source.config, "position_embedding", None) == "rope":
+        rotary = _no_alternatives
+        if isinstance(reference, TransformersModel):
+            rotary = reference.rotary_alternatives
     return Inspection(
         settings=None if served is None else lambda: original.other_settings(served),
         weights=None if served is None else lambda: original.altered(served),
-        rotary=(
-            reference.rotary_alternatives
-            if rotary and isinstance(reference, TransformersModel)
-            else None
-        ),
+        rotary=rotary,
         start_id=original.source.config.start_id,
     )
 

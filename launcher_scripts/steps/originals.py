@@ -45,12 +45,14 @@ def served_checkpoint(folder: Path) -> FTCheckpoint | None:
 class Original:
     """A source checkpoint, opened by its reader.
 
-    path:   as the reader takes it
-    source: a plan.SourceCheckpoint
+    path:      as the reader takes it
+    source:    a plan.SourceCheckpoint
+    num_heads: what the reader has to be told; None: nothing
     """
 
     path: Path
     source: Any
+    num_heads: int | None = None
 
     @classmethod
     def of(cls, settings: TwinSettings, served: FTCheckpoint | None) -> Original:
@@ -72,7 +74,11 @@ class Original:
         path, wanted = nemo_training.locate(Path(name), "last")
         config: Any = served.config if served is not None else None
         only = bool(getattr(config, "encoder_only", False))
-        return cls(path, open_source(Archive(path), hints=Hints(None, only, wanted)))
+        # Its files alone tell neither a config.ini for random weights nor how many heads there are.
+        same = settings.checkpoint is None
+        heads = config.num_heads if same and known.get("format") == "megatron" else None
+        kind = str(known.get("format")) if same else "auto"
+        return cls(path, open_source(Archive(path), kind, Hints(heads, only, wanted)), heads)
 
     @property
     def format(self) -> str:
@@ -109,9 +115,13 @@ class Original:
             print(f"note: the original's tokenizer is not compared: {error}", flush=True)
             return None
         if runner == "transformers":
-            theirs = TransformersText(self.path)
-            render = theirs.render if theirs.has_chat_template else None
-            return TextSide(theirs.encode, tokenizer, render)
+            try:
+                theirs = TransformersText(self.path)
+            except ConfigError as error:
+                print(f"note: this project reads the original's texts: {error}", flush=True)
+            else:
+                render = theirs.render if theirs.has_chat_template else None
+                return TextSide(theirs.encode, tokenizer, render)
         before, after = tokenizer.around() if self.format in TRANSFORMERS else ([], [])
         return TextSide(
             lambda text: [*before, *tokenizer.encode(text), *after],
@@ -135,7 +145,7 @@ class Original:
     def altered(self, served: FTCheckpoint) -> Sequence[AlteredFile]:
         """The served files that the source's tensors do not give.
 
-        None where the two are not the same tensors at all: that is a finding of other_settings.
+        [] where the tensors cannot be read as the served ones are: a note says why.
         """
         try:
             specs = family_of(self.source.config).weights(self.source.config)

@@ -6,7 +6,7 @@ Both the twin of an export and that of an evaluation take their reference from h
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -135,11 +135,13 @@ def missing_packages(runner: str) -> list[str]:
 
 
 @contextmanager
-def opened_reference(path: Path, runner: str, max_tokens: int) -> Iterator[Reference]:
+def opened_reference(
+    path: Path, runner: str, max_tokens: int, told: Mapping[str, Any]
+) -> Iterator[Reference]:
     """The original at `path`, run by `runner`: one of RUNNERS, or ENGINE.
 
     The engine reads the source's tensors as an export in float32, in a temporary folder.
-    max_tokens: of a row
+    max_tokens: of a row;  told: fields of ExportSettings that say how it is read
     """
     if runner != ENGINE:
         yield RUNNERS[runner].open(path)
@@ -153,6 +155,7 @@ def opened_reference(path: Path, runner: str, max_tokens: int) -> Iterator[Refer
             triton_model_dir=str(folder / "original"),
             tokenizer=TokenizerSettings("none"),
             parallelism=Parallelism(),
+            **told,
         )
         name = f"this project's engine, float32 on the CPU: {path}"
         model = EngineModel(export(settings), 1, max_tokens=max_tokens, name=name)

@@ -17,7 +17,8 @@ from launcher_scripts.checkpoint.sources import huggingface
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.config.settings import TokenizerSettings
 from launcher_scripts.evaluation.twin.diagnosis import LIMITS
-from launcher_scripts.steps import references
+from launcher_scripts.steps import originals, references
+from launcher_scripts.steps.originals import Original
 from tests.checkpoint_maker import make_nemo, small_config
 from tests.evaluation import twins
 
@@ -89,7 +90,9 @@ def test_rounding_is_no_finding(
     assert 1e-9 < section["metrics"]["kl"]["value"] < 0.05
 
 
-def with_tokenizer(original: Path, folder: Path, *, template: str = "", **more: bool) -> Path:
+def with_tokenizer(
+    original: Path, folder: Path, *, template: str = "", source: str = "auto", **more: bool
+) -> Path:
     """An export with another tokenizer than its original's; `more` is write_tokenizer's."""
     files = folder / "tokenizer"
     files.mkdir()
@@ -97,7 +100,7 @@ def with_tokenizer(original: Path, folder: Path, *, template: str = "", **more: 
     if template:
         (files / "chat_template.jinja").write_text(template)
     said = TokenizerSettings("files", model=str(files / "tokenizer.json"))
-    return twins.export_original(original, folder, tokenizer=said)
+    return twins.export_original(original, folder, tokenizer=said, source=source)
 
 
 def test_a_lost_opening_token(
@@ -189,6 +192,18 @@ def test_a_wrong_rope_scaling_that_the_reader_made_is_found_by_computing_it(
     assert finding["evidence"]["error"] < 1e-5
 
 
+def test_a_wrong_rope_scaling_shows_where_nothing_else_can_be_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit_config(folder, "rotary_base", "5000.0")
+    monkeypatch.setattr(Original, "other_settings", lambda *_: {})
+    section = twins.measured(monkeypatch, tmp_path, folder, twin={"runner": "engine"})
+    (finding,) = section["findings"]
+    assert finding["name"] == "rope_scaling"
+    assert finding["evidence"]["explained_by"] is None
+    assert finding["evidence"]["positions"][0]["error"] < 1e-5
+
+
 def test_scaled_logits(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder / "model.lm_head.weight.bin"
     path.write_bytes((0.7 * np.fromfile(path, np.float32)).astype(np.float32).tobytes())
@@ -264,6 +279,32 @@ def test_an_original_without_a_tokenizer_gets_the_served_ids(
     assert section["findings"] == []
     assert [item["tokens"] for item in section["items"]] == [12] * 3  # 16 positions, 4 of them free
     assert "the original's tokenizer is not compared" in capsys.readouterr().out
+
+
+def test_random_weights_are_made_again(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ini = tmp_path / "config.ini"
+    ini.write_bytes((exported / "config.ini").read_bytes())
+    folder = with_tokenizer(ini, tmp_path, source="random")
+    section = twins.measured(monkeypatch, tmp_path, folder)
+    assert section["source"] == str(ini)
+    assert section["reference"].startswith("this project's engine")
+    assert section["findings"] == []
+
+
+def test_a_tokenizer_that_transformers_cannot_load_is_read_here(
+    exported: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def cannot(*_: object) -> None:
+        raise ConfigError("protobuf is not there")
+
+    monkeypatch.setattr(originals, "TransformersText", cannot)
+    assert twins.measured(monkeypatch, tmp_path, exported)["findings"] == []
+    assert "reads the original's texts: protobuf is not there" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

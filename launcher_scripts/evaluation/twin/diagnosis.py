@@ -32,6 +32,7 @@ LIMITS = {"fp32": 1e-3, "fp16": 1e-2, "bf16": 6e-2, "int8": 2e-1}
 _LEAST_SCALE = 0.01
 _RESIDUALS = 5.0
 _SHOWN = 20
+Rotary = Callable[[Sequence[int]], Iterator[tuple[str, NDArray[np.float32]]]]
 
 
 class Reference(Protocol):
@@ -65,13 +66,14 @@ class Inspection:
 
     settings: hyperparameters with another value: name -> (served, original)
     weights:  files that are not what the original's tensors give
-    rotary:   of token ids: what the original computes with other rotary positions, and which
+    rotary:   of token ids: what the original computes with other rotary positions, and which;
+              None: the model has no rotary positions
     start_id: the token that begins a sequence
     """
 
     settings: Callable[[], Mapping[str, tuple[Any, Any]]] | None = None
     weights: Callable[[], Sequence[AlteredFile]] | None = None
-    rotary: Callable[[Sequence[int]], Iterator[tuple[str, NDArray[np.float32]]]] | None = None
+    rotary: Rotary | None = None
     start_id: int | None = None
 
 
@@ -125,7 +127,7 @@ def _scaled(found: Fit, limit: float, said: dict[str, Any]) -> Finding | None:
         SCALED_LOGITS,
         f"The served logits are the original's times {found.scale:.4g}; beside that factor they "
         f"differ by {found.residual:.2g} of their size. Look for a temperature or a multiplier "
-        "(logit_scale and the like in config.ini) that is applied twice or not at all.",
+        "(logits_scale in config.ini) that is applied twice or not at all.",
         {**said, "scale": found.scale, "residual": found.residual},
     )
 
@@ -216,29 +218,25 @@ def _rotary(
     """
     if inspection.rotary is None or sample.decoder_ids:
         return
-    best = min(
-        (
-            (fit([compare_logits(sample.ids, sample.logits, logits)]).error, text)
-            for text, logits in inspection.rotary(sample.ids)
-        ),
-        default=None,
+    tried = (
+        (fit([compare_logits(sample.ids, sample.logits, logits)]).error, text)
+        for text, logits in inspection.rotary(sample.ids)
     )
-    if best is None:
-        return
-    if best[0] <= limit:
+    error, nearest = min(tried, default=(None, None))
+    if error is not None and error <= limit:
         yield Finding(
             ROPE_SCALING,
-            f"The served model computes what the original does with {best[1]}. Correct the "
+            f"The served model computes what the original does with {nearest}. Correct the "
             "rotary settings of config.ini, or export again.",
-            {**said, "explained_by": best[1], "error": best[0]},
+            {**said, "explained_by": nearest, "error": error},
         )
         return
     yield Finding(
         ROPE_SCALING,
         "The logits agree at the first position and part from the second on, as they do with "
-        "wrong rotary positions, though none of those that were tried. Compare the rotary "
-        "settings of config.ini with the original's, then its attention.",
-        {**said, "explained_by": None, "nearest": best[1], "error": best[0]},
+        "wrong rotary positions, though none that were tried give the served ones. Compare the "
+        "rotary settings of config.ini with the original's, then its attention.",
+        {**said, "explained_by": None, "nearest": nearest, "error": error},
     )
 
 
