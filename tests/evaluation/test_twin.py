@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -325,18 +326,28 @@ def test_what_cannot_be_compared_says_why(
         twins.measured(monkeypatch, tmp_path, exported, twin=twin)
 
 
+@pytest.mark.parametrize(
+    ("write", "client", "file"),
+    [
+        (twins.write_t5_original, twins.T5InProcess, "layer.1.EncDecAttention.o.weight"),
+        (twins.write_bart_original, twins.BartInProcess, "encoder_attn.out_proj.weight"),
+    ],
+)
 def test_an_encoder_decoder_is_its_original(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    write: Callable[[Path], Path],
+    client: type[twins.InProcess],
+    file: str,
 ) -> None:
-    source = twins.write_t5_original(tmp_path / "original")
-    folder = twins.export_original(source, tmp_path)
-    section = twins.measured(monkeypatch, tmp_path, folder, twins.T5InProcess)
+    folder = twins.export_original(write(tmp_path / "original"), tmp_path)
+    section = twins.measured(monkeypatch, tmp_path, folder, client)
     assert section["findings"] == []
     assert section["metrics"]["kl"]["value"] < 1e-9
     assert section["metrics"]["same_continuation"]["value"] == 1
-    files = [f"decoder.block.{n}.layer.1.EncDecAttention.o.weight.0.bin" for n in (0, 2)]
-    exchange(folder, *files)
-    section = twins.measured(monkeypatch, tmp_path, folder, twins.T5InProcess)
+    files = sorted(path.name for path in folder.glob(f"decoder.*{file}*"))
+    exchange(folder, files[0], files[2])
+    section = twins.measured(monkeypatch, tmp_path, folder, client)
     assert names(section) == ["swapped_shard"]
 
 

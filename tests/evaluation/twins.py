@@ -22,7 +22,7 @@ from launcher_scripts.config.twin import TwinSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.steps import measure_twin
 from launcher_scripts.steps.references import EngineModel
-from tests.checkpoint.tiny_models import LLAMA, LLAMA_31_ROPE, T5, UNTIED
+from tests.checkpoint.tiny_models import BART, LLAMA, LLAMA_31_ROPE, T5, UNTIED
 
 BYTE_PAIRS = Path(__file__).parents[1] / "data" / "tokenizers" / "gpt2bpe"
 BOS, END = "<s>", "</s>"
@@ -75,6 +75,14 @@ def write_t5_original(folder: Path) -> Path:
     write_tokenizer(folder, bos=False, closes=True)
     values = {**T5, **UNTIED, "feed_forward_proj": "gated-gelu", "pad_token_id": 0}
     return _saved(folder, "T5ForConditionalGeneration", "T5Config", values)
+
+
+def write_bart_original(folder: Path) -> Path:
+    """A BART, as write_t5_original."""
+    folder.mkdir(parents=True)
+    write_tokenizer(folder, closes=True)
+    values = {**BART, "pad_token_id": 0, "forced_eos_token_id": None}
+    return _saved(folder, "BartForConditionalGeneration", "BartConfig", values)
 
 
 def _saved(folder: Path, model: str, config: str, values: dict[str, Any]) -> Path:
@@ -134,6 +142,10 @@ class InProcess(EngineModel):
 
 class T5InProcess(InProcess):
     model_type = "T5"
+
+
+class BartInProcess(InProcess):
+    model_type = "BART"
 
 
 class OpensPrompts(InProcess):
