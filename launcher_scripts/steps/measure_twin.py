@@ -145,8 +145,9 @@ def _no_alternatives(_ids: Sequence[int]) -> Iterator[tuple[str, NDArray[np.floa
 def _inspection(
     original: Original, served: FTCheckpoint | None, reference: Reference
 ) -> Inspection:
+    config = original.source.config
     rotary: Rotary | None = None
-    if getattr(original.source.config, "position_embedding", None) == "rope":
+    if getattr(config, "position_embedding", None) == "rope":
         rotary = _no_alternatives
         if isinstance(reference, TransformersModel):
             rotary = reference.rotary_alternatives
@@ -154,7 +155,8 @@ def _inspection(
         settings=None if served is None else lambda: original.other_settings(served),
         weights=None if served is None else lambda: original.altered(served),
         rotary=rotary,
-        start_id=original.source.config.start_id,
+        # A tokenizer without such a token leaves the default, which may be no id of the model.
+        start_id=config.start_id if config.start_id < config.vocab_size else None,
     )
 
 

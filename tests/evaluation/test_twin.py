@@ -326,6 +326,21 @@ def test_what_cannot_be_compared_says_why(
         twins.measured(monkeypatch, tmp_path, exported, twin=twin)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_megatron_core_runs_what_it_saved(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("megatron.core", reason="pip install megatron-core")
+    source = data_dir / "core" / "nemo253_llama31_a" / "checkpoint"
+    folder = twins.export_original(source, tmp_path)
+    section = twins.measured(monkeypatch, tmp_path, folder)
+    assert section["reference"].startswith("Megatron-LM core ")
+    assert section["findings"] == []
+    assert section["metrics"]["kl"]["value"] < 1e-9
+    edit_config(folder, "rotary_scaling_factor", "2.0")
+    assert names(twins.measured(monkeypatch, tmp_path, folder)) == ["rope_scaling"]
+
+
 @pytest.mark.parametrize(
     ("write", "client", "file"),
     [

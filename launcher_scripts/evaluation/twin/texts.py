@@ -115,16 +115,17 @@ def vocabulary_finding(served: Tokenizer, original: Tokenizer) -> Finding | None
 
 
 def chat_finding(served: Render | None, original: Render | None) -> Finding | None:
-    """Whether the chat templates write other text; None where they do not."""
-    if served is None and original is None:
+    """Whether the served model writes chats differently; None where it does not.
+
+    An original without a template says nothing about chats: any may be added.
+    """
+    if original is None:
         return None
-    if served is None or original is None:
-        which = "served model" if served is None else "original"
+    if served is None:
         return Finding(
             CHAT_TEMPLATE,
-            f"The {which} has no chat template, the other has one. Put the original's "
+            "The served model has no chat template, its original has one. Put the original's "
             "chat_template.jinja or tokenizer_config.json beside the served model's tokenizer.",
-            {"served": served is not None, "original": original is not None},
         )
     for conversation in CONVERSATIONS:
         ours, theirs = _rendered(served, conversation), _rendered(original, conversation)
