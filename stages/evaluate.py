@@ -17,6 +17,7 @@ from launcher_scripts.config.schema import build
 from launcher_scripts.config.security import ClientTls
 from launcher_scripts.config.settings import EvaluateOptions, EvaluateSettings
 from launcher_scripts.config.tasks import TaskSettings
+from launcher_scripts.config.twin import TwinSettings
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.models.repository import ServedModel
 from stages.deploy import Deploy
@@ -64,7 +65,14 @@ class EvaluateBlock(EvaluateOptions):
 class Evaluate(Stage):
     name = "evaluate"
     block_type = EvaluateBlock
-    modules = ("measure_accuracy", "measure_speed", "run_harness", "measure_load", "judge")
+    modules = (
+        "measure_accuracy",
+        "measure_speed",
+        "measure_twin",
+        "run_harness",
+        "measure_load",
+        "judge",
+    )
 
     def __init__(self, launch: Launch) -> None:
         super().__init__(launch)
@@ -85,8 +93,21 @@ class Evaluate(Stage):
                 "policy": self.policy,
                 "harness": harness_settings(block.harness, self.launch),
                 "load": self._load(),
+                "twin": self._twin(),
             },
         )
+
+    def _twin(self) -> TwinSettings | None:
+        twin = self.block.twin
+        if twin is None:
+            return None
+        paths = (twin.checkpoint and absolute(twin.checkpoint), twin.data_file)
+        return replace(twin, checkpoint=paths[0], data_file=paths[1] and absolute(paths[1]))
+
+    def _twin_files(self) -> dict[str, str]:
+        twin = self._twin()
+        files = {"checkpoint": twin.checkpoint, "data_file": twin.data_file} if twin else {}
+        return {name: file for name, file in files.items() if file}
 
     def _load(self) -> LoadSettings | None:
         """The load test with absolute paths."""
@@ -193,6 +214,7 @@ class Evaluate(Stage):
         wanted = {
             "measure_accuracy": bool(self.settings.tasks),
             "measure_speed": self.settings.benchmark is not None,
+            "measure_twin": self.settings.twin is not None,
             "run_harness": self.settings.harness is not None,
             "measure_load": self.settings.load is not None,
             "judge": self.settings.policy is not None,
@@ -206,7 +228,7 @@ class Evaluate(Stage):
         settings = self.settings
         data = (Path(path) for _, path, _ in self._task_files())
         cache = [self.cache("matplotlib")] if self.in_container else []
-        tls = map(Path, self._tls_files().values())
+        tls = map(Path, (*self._tls_files().values(), *self._twin_files().values()))
         baselines = (Path(path) for path, _ in self._baselines())
         harness = [] if settings.harness is None else harness_paths(settings.harness)
         own = [Path(settings.ready_file), Path(settings.tokenizer_dir)]
@@ -249,6 +271,8 @@ class Evaluate(Stage):
             checks.exists(what, path, key)
         for path, key in self._baselines():
             checks.exists("the earlier report", path, key)
+        for name, path in self._twin_files().items():
+            checks.exists(f"the twin's {name}", path, f"evaluate.twin.{name}")
 
     def _check_tasks(self) -> None:
         """The model must be of a kind that can answer what it is asked."""

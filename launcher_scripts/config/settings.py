@@ -26,6 +26,7 @@ from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.schema import build, is_required
 from launcher_scripts.config.security import LOOPBACK, ClientTls, ServerSecurity
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
+from launcher_scripts.config.twin import TwinSettings
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
 WEIGHT_DATA_TYPES = ("fp32", "fp16", "bf16")
@@ -299,6 +300,7 @@ class EvaluateOptions:
     """
 
     benchmark: BenchmarkSettings | None = None
+    twin: TwinSettings | None = None
     harness: HarnessSettings | None = None
     load: LoadSettings | None = None
     ready_timeout: float = option(1800.0, "seconds to wait for the server", least=0)
@@ -331,7 +333,7 @@ class EvaluateSettings(EvaluateOptions):
     def __post_init__(self) -> None:
         problems = Problems("the evaluate settings")
         check_options(self, problems, "evaluate.{}".format)
-        asked = (self.benchmark, self.harness, self.load)
+        asked = (self.benchmark, self.twin, self.harness, self.load)
         if not self.tasks and all(block is None for block in asked):
             problems.add("nothing to measure", change="evaluate.tasks or evaluate.benchmark")
         problems.raise_if_any(ConfigError)

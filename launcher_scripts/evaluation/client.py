@@ -134,6 +134,29 @@ class Client:
         ids = parameter(self._server.model_config(text["preprocessing"]), f"{place}_id")
         return tuple(map(int, (ids or "").split()))
 
+    def encode(self, text: str) -> list[int] | None:
+        """The ids that the served preprocessing makes of a text; None where there is none."""
+        name = find_models(self._server, self.model_name).text.get("preprocessing")
+        if name is None:
+            return None
+        tensors = {
+            "QUERY": np.array([[text.encode()]], dtype=object),
+            "REQUEST_OUTPUT_LEN": np.ones((1, 1), dtype=np.uint32),
+        }
+        made = self._server.submit(name, tensors, ("INPUT_ID", "REQUEST_INPUT_LEN"))()
+        return [int(each) for each in made["INPUT_ID"][0, : int(made["REQUEST_INPUT_LEN"][0, 0])]]
+
+    def precision(self, weight_data_type: str) -> str:
+        """The coarsest of the types that the model is stored and computed in.
+
+        weight_data_type: of its files
+        """
+        config = self._server.model_config(self.model_name)
+        computed = parameter(config, "data_type") or "fp32"
+        if (parameter(config, "int8_mode") or "0") != "0":
+            return "int8"
+        return max(weight_data_type, computed, key=("fp32", "fp16", "bf16").index)
+
     @cached_property
     def parameters(self) -> dict[str, Any]:
         """Those of config.pbtxt, as texts, and max_batch_size."""

@@ -79,8 +79,7 @@ class NemoModel:
         in_flight: int = 8,  # noqa: ARG002
     ) -> Iterator[NDArray[np.float32]]:
         """The logits at every position of every row of ids, [len(row), padded vocabulary]."""
-        for row in rows:
-            yield self._logits(row).float().cpu().numpy()
+        return map(self.logits, rows)
 
     def generate_each(
         self,
@@ -96,6 +95,11 @@ class NemoModel:
                 if ids[-1] == self._end_id:
                     break
             yield GenerateOutput(tuple(ids[len(row.input_ids) :]))
+
+    def logits(self, ids: Sequence[int], _decoder_ids: Sequence[int] = ()) -> NDArray[np.float32]:
+        """float32 [tokens, padded vocabulary] at every position of the prompt."""
+        found: NDArray[np.float32] = self._logits(ids).float().cpu().numpy()
+        return found
 
     def save(self, path: Path) -> None:
         """Write the model as NeMo does."""

@@ -24,6 +24,7 @@ from launcher_scripts.config.harness import HarnessSettings
 from launcher_scripts.config.load import LoadSettings
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
+from launcher_scripts.config.twin import TwinSettings
 from launcher_scripts.evaluation import plots
 from launcher_scripts.evaluation.gate import Verdict
 from launcher_scripts.evaluation.harness import HarnessResult
@@ -33,6 +34,7 @@ from launcher_scripts.evaluation.provenance import client_versions, digests, pro
 from launcher_scripts.evaluation.report_content import FILE_NAME, SCHEMA, read_content
 from launcher_scripts.evaluation.speed import SpeedRow
 from launcher_scripts.evaluation.tasks.task import TaskResult
+from launcher_scripts.evaluation.twin.measurement import TwinResult
 
 
 class Report:
@@ -88,6 +90,17 @@ class Report:
             "measured_on": measured_on,
             "settings": dataclasses.asdict(settings),
             "rows": [dataclasses.asdict(row) for row in rows],
+        }
+        self._write()
+
+    def add_twin(
+        self, settings: TwinSettings, result: TwinResult, measured_on: dict[str, Any]
+    ) -> None:
+        """Put the twin's section into the report, in place of an earlier one."""
+        self.content["twin"] = {
+            "measured_on": measured_on,
+            "settings": dataclasses.asdict(settings),
+            **dataclasses.asdict(result),
         }
         self._write()
 

@@ -8,6 +8,7 @@ from launcher_scripts.evaluation.harness import HarnessResult
 from launcher_scripts.evaluation.load.figures import LoadRun, Percentiles
 from launcher_scripts.evaluation.speed import SpeedRow
 from launcher_scripts.evaluation.tasks.task import Metric, Pace, TaskResult
+from launcher_scripts.evaluation.twin.measurement import TwinResult
 
 
 def task_table(name: str, result: TaskResult) -> str:
@@ -43,6 +44,18 @@ def pace_line(pace: Pace) -> str:
     if pace.tokens_per_second is not None:
         line += f", {pace.tokens} tokens, {pace.tokens_per_second:.0f} tokens/s"
     return line
+
+
+def twin_table(result: TwinResult) -> str:
+    """A line per figure, then every finding."""
+    rows = [[f"twin ({len(result.items)} texts)", "value", "95 % interval"]]
+    for name, metric in result.metrics.items():
+        ends = "" if metric.low is None or metric.high is None else f"{metric.low:.3g} to "
+        ends += "" if metric.high is None else f"{metric.high:.3g}"
+        rows.append([name.replace("_", " "), f"{metric.value:.3g}", ends])
+    found = [f"{finding.name}: {finding.text}" for finding in result.findings]
+    found = found or ["nothing was found that rounding does not explain"]
+    return "\n".join([align(rows), f"beside {result.reference}", *found])
 
 
 def speed_table(rows: Sequence[SpeedRow]) -> str:

@@ -6,8 +6,9 @@ served model's own.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,25 @@ class TransformersModel:
         if dtype is not None:
             for weight in self._model.parameters():
                 weight.data.copy_(weight.data.to(dtype))
+
+    def rotary_alternatives(self, ids: Sequence[int]) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """The logits of the prompt with other rotary positions, and what was changed.
+
+        Nothing for a model that does not keep them in one place with one set of parameters.
+        """
+        body = self._model.base_model
+        own, config = getattr(body, "rotary_emb", None), body.config
+        given = getattr(config, "rope_parameters", None)
+        if own is None or not isinstance(given, dict) or "rope_theta" not in given:
+            return
+        try:
+            for changes in _other_rotary(given):
+                config.rope_parameters = changes
+                with contextlib.suppress(KeyError, ValueError, TypeError):
+                    body.rotary_emb = type(own)(config)
+                    yield _rotary_text(changes), self.logits(ids)
+        finally:
+            config.rope_parameters, body.rotary_emb = given, own
 
     def _generate(self, rows: Sequence[GenerateRequest]) -> Iterator[GenerateOutput]:
         _check(rows)
@@ -154,6 +174,57 @@ def _load(folder: Path, kind_of: Callable[[Any], Any]) -> Any:
             problem(f"transformers cannot load {folder}: {error}", change=REFERENCE_KEY)
         ) from error
     return model.eval()
+
+
+def _other_rotary(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Parameters as rope_parameters has them: other scalings, factors and bases."""
+    rest = {key: value for key, value in given.items() if key == "partial_rotary_factor"}
+    theta = given["rope_theta"]
+    plain = {**rest, "rope_type": "default", "rope_theta": theta}
+    factor = given.get("factor")
+    if given["rope_type"] != "default":
+        yield plain
+        yield from ({**given, "factor": factor * part} for part in (0.5, 2.0, 0.25, 4.0) if factor)
+    for other in (2.0, 4.0, 8.0, 16.0, 32.0, factor):
+        if other:
+            yield {**plain, "rope_type": "linear", "factor": other}
+    for base in (1e4, 2e4, 5e4, 1e5, 5e5, 1e6, 2 * theta, theta / 2, 10 * theta, theta / 10):
+        if base != theta:
+            yield {**given, "rope_theta": base}
+
+
+def _rotary_text(parameters: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in parameters.items())
+
+
+class TransformersText:
+    """The tokenizer of a folder, as transformers reads texts and chats with it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError when transformers is not there or cannot load the tokenizer."""
+        try:
+            import transformers
+
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        except Exception as error:  # of whatever library the tokenizer needs
+            what = f"transformers cannot load the tokenizer of {folder}: {error}"
+            raise ConfigError(problem(what, change="evaluate.twin.runner")) from error
+        self.has_chat_template = bool(self._tokenizer.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, with the tokens that the model was trained to see around it."""
+        return list(self._tokenizer(text).input_ids)
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """A chat as text, ready for an answer; ValueError for what the template refuses."""
+        try:
+            chat = [dict(message) for message in messages]
+            text = self._tokenizer.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # what a template raises, and what Jinja does
+            raise ValueError(str(error)) from error
+        return str(text)
 
 
 def beam_arguments(rows: Sequence[GenerateRequest]) -> dict[str, Any]:

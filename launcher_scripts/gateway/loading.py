@@ -54,6 +54,18 @@ async def load_models(settings: GatewaySettings, fleet: Fleet) -> list[ServedMod
     return models
 
 
+def own_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template beside a tokenizer, None without one; ValueError for a damaged one."""
+    files = _companions(folder)
+    return _template(files, _token_names(files, tokenizer))
+
+
+def _companions(folder: Path) -> dict[str, bytes]:
+    """Name -> content of the files beside a tokenizer."""
+    there = [each for each in COMPANION_FILES if (folder / each).is_file()]
+    return {each: read_plain(folder / each) for each in there}
+
+
 def _served(name: str, found: Found, backend: Backend, settings: GatewaySettings) -> ServedModel:
     """The model with its tokenizer. Raises ConfigError for one that has none."""
     folder = Path(settings.tokenizer_dir) if settings.tokenizer_dir else found.folder
@@ -63,11 +75,10 @@ def _served(name: str, found: Found, backend: Backend, settings: GatewaySettings
         )
     try:
         tokenizer = load_tokenizer(folder)
-        there = [each for each in COMPANION_FILES if (folder / each).is_file()]
-        files = {each: read_plain(folder / each) for each in there}
+        files = _companions(folder)
         generation = _mapping(files, GENERATION_FILE)
         tokens = _token_names(files, tokenizer)
-        template = _template(files, tokens, settings)
+        template = _template(files, tokens, settings.chat_template)
         max_len, end_id = _sizes(folder, tokenizer.end_id)
     except (TokenizerError, ValueError, OSError, CheckpointError) as error:
         raise ConfigError(problem(f"{name}: {error}", change="--tokenizer-dir")) from error
@@ -109,12 +120,12 @@ def _sizes(folder: Path, end_id: int | None) -> tuple[int | None, int | None]:
 
 
 def _template(
-    files: Mapping[str, bytes], tokens: Mapping[str, str], settings: GatewaySettings
+    files: Mapping[str, bytes], tokens: Mapping[str, str], other: str | None = None
 ) -> ChatTemplate | None:
-    """The checkpoint's own, else the one that the gateway was started with, if any."""
+    """The checkpoint's own, else that of the file `other`, if any."""
     templates = chat_templates(files)
-    if not templates and settings.chat_template is not None:
-        templates = {DEFAULT: Path(settings.chat_template).read_text(encoding="utf-8")}
+    if not templates and other is not None:
+        templates = {DEFAULT: Path(other).read_text(encoding="utf-8")}
     try:
         return ChatTemplate(templates, tokens) if templates else None
     except ValueError as error:

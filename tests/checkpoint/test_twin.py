@@ -16,7 +16,7 @@ from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
 from launcher_scripts.evaluation import core_model, transformers_model
-from launcher_scripts.steps import twin
+from launcher_scripts.steps import references, twin
 from launcher_scripts.steps.convert_checkpoint import convert
 from tests.checkpoint.test_huggingface_agm import make as make_agm
 from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS, LATER_DECODERS
@@ -189,7 +189,7 @@ def test_a_wrong_hyperparameter_of_the_core_is_caught(
 def test_without_the_core_the_note_says_so(
     tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(twin, "find_spec", lambda name: name != "megatron" or None)
+    monkeypatch.setattr(references, "find_spec", lambda name: name != "megatron" or None)
     settings = settings_for(data_dir / "core/nemo2_window_a/checkpoint/model", tmp_path)
     convert(settings)
     assert said(settings) == {"skipped": "this Python has no megatron"}
@@ -198,7 +198,7 @@ def test_without_the_core_the_note_says_so(
 def test_an_encoder_decoder_of_the_core_has_no_twin(
     tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(twin, "find_spec", lambda _: True)
+    monkeypatch.setattr(references, "find_spec", lambda _: True)
     settings = replace(
         settings_for(data_dir / "core/mcore016_t5_relative_a/checkpoint", tmp_path),
         tokenizer=TokenizerSettings("none", start_id=1, end_id=2, pad_id=0),
@@ -241,15 +241,15 @@ def test_an_encoder_alone_has_no_twin(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (("find_spec", lambda _: None), "this Python has no torch and transformers"),
-        (("_free_memory", lambda: 1000), "GB of memory in float32; 0.0 GB are free"),
+        ((references, "find_spec", lambda _: None), "this Python has no torch and transformers"),
+        ((twin, "free_memory", lambda: 1000), "GB of memory in float32; 0.0 GB are free"),
     ],
 )
 def test_what_the_machine_lacks_is_a_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: tuple[str, Any], reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: tuple[Any, str, Any], reason: str
 ) -> None:
     DECODERS["gpt2"].make().save_pretrained(tmp_path / "hf")
-    monkeypatch.setattr(twin, *change)
+    monkeypatch.setattr(*change)
     settings = settings_for(tmp_path / "hf", tmp_path)
     convert(settings)
     assert reason in said(settings)["skipped"]
@@ -266,8 +266,8 @@ def test_the_limits_of_all_cgroups_count(tmp_path: Path) -> None:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"{limit}\n")
     (tmp_path / "own").write_text("4:memory:/slurm\n3:cpuset:/slurm\n0::/slurm/job/step\n")
-    assert sorted(twin._cgroup_limits(tmp_path / "own", root)) == [5000, 7000]
-    assert list(twin._cgroup_limits(tmp_path / "none", root)) == []
+    assert sorted(references.cgroup_limits(tmp_path / "own", root)) == [5000, 7000]
+    assert list(references.cgroup_limits(tmp_path / "none", root)) == []
 
 
 def test_without_verification_there_is_no_twin(tmp_path: Path) -> None:

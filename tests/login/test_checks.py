@@ -211,6 +211,8 @@ def test_one_answer_for_one_mistake(problems: Finder, override: str, answer: str
         ("evaluate.benchmark.batch_sizes=[0]", "batch_sizes must hold numbers of at least 1"),
         ("evaluate.benchmark.lengths=[[60]]", "lengths[0] must have 2 members"),
         ("evaluate.protocol=ftp", "choices: http, grpc"),
+        ("evaluate.twin={checkpoint:/nowhere/x}", "the twin's checkpoint is not there"),
+        ("evaluate.twin={runner:jax}", "choices: auto, transformers, core, nemo, engine"),
     ],
 )
 def test_one_answer_for_one_mistake_in_serving(
@@ -272,6 +274,9 @@ def test_a_task_or_the_benchmark_can_be_left_out(plan: Planner, arguments: list[
     assert made.stages[2].step_names() == ("measure_accuracy", "judge")
     made = plan(LOCAL, stages, *arguments, "evaluate.policy=null")
     assert made.stages[2].step_names() == ("measure_accuracy", "measure_speed")
+    twin = ("evaluate.benchmark=null", "evaluate.tasks.lambada=null", "evaluate.twin={limit:3}")
+    made = plan(LOCAL, stages, *arguments, *twin)
+    assert made.stages[2].step_names() == ("measure_twin", "judge")
 
 
 def test_a_policy_may_be_a_file(
@@ -307,7 +312,12 @@ def test_a_load_test_is_a_step_of_its_own(
     stages = "stages=[export,deploy,evaluate]"
     (tmp_path / "trace").write_text("{}")
     made = plan(LOCAL, stages, *arguments, f"evaluate.load={{trace_file: {tmp_path}/trace}}")
-    assert made.stages[2].step_names() == ("measure_accuracy", "measure_speed", "measure_load")
+    assert made.stages[2].step_names() == (
+        "measure_accuracy",
+        "measure_speed",
+        "measure_load",
+        "judge",
+    )
     assert tmp_path / "trace" in made.stages[2].paths()
     (found,) = problems(stages, "evaluate.load={api_key_file: /nowhere/key}")
     assert "the load test's api_key_file is not there" in found

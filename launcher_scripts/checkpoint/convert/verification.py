@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
+from launcher_scripts.checkpoint.convert.manifest import ALGORITHM, DIGESTS, file_digest
 from launcher_scripts.checkpoint.convert.plan import Task
+from launcher_scripts.checkpoint.convert.reshard import rank_columns
 from launcher_scripts.checkpoint.convert.streaming import strips
-from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint, WeightFile
 from launcher_scripts.checkpoint.formats.workspace import Workspace
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models.family import Partition, WeightSpec
@@ -39,6 +41,34 @@ def verify_export(folder: Path, tasks: Sequence[Task], processes: int) -> None:
             if not sound:
                 problems.add(f"{task.name} is not what the source holds")
     problems.raise_if_any(CheckpointError)
+
+
+def altered_files(
+    checkpoint: FTCheckpoint, tasks: Sequence[Task]
+) -> list[tuple[WeightFile, WeightFile | None]]:
+    """The files that are not what `tasks` read from the source, each with the one whose content
+    it has; None: that of none.
+    """
+    expected: dict[str, tuple[WeightFile, str]] = {}
+    workspace = Workspace()
+    for task in tasks:
+        blocks = task.blocks(workspace)
+        for rank in range(checkpoint.tp_size if task.spec.partition.per_rank else 1):
+            file = WeightFile(task.spec, task.layer, rank)
+            columns = rank_columns(task.spec, task.config, checkpoint.tp_size, rank, blocks)
+            digest = DIGESTS[ALGORITHM]()
+            for strip in strips(
+                columns, checkpoint.dtype, task.name, workspace, allow_nonfinite=True
+            ):
+                digest.update(memoryview(np.ascontiguousarray(strip)).cast("B"))
+            expected[file.name] = (file, digest.hexdigest())
+    owners = {digest: file for file, digest in expected.values()}
+    altered = []
+    for name, (file, right) in expected.items():
+        found = file_digest(checkpoint.folder / name)
+        if found != right:
+            altered.append((file, owners.get(found)))
+    return altered
 
 
 def rebuilt(checkpoint: FTCheckpoint, spec: WeightSpec, layer: int | None) -> np.ndarray | None:

@@ -1,0 +1,250 @@
+"""Why a served model's logits differ from its original's on the same token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launcher_scripts.evaluation.twin.finding import (
+    ADDED_BOS,
+    LOST_BOS,
+    OTHER,
+    ROPE_SCALING,
+    SCALED_LOGITS,
+    SWAPPED_SHARD,
+    Finding,
+)
+from launcher_scripts.evaluation.twin.logits import (
+    Fit,
+    PositionRange,
+    RowComparison,
+    compare_logits,
+    fit,
+)
+
+# How far rounding alone takes the logits, as Fit.error has it, at any range of positions.
+LIMITS = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 6e-2, "int8": 2e-1}
+# A factor nearer to 1 than this, or than this many residuals, is none.
+_LEAST_SCALE = 0.01
+_RESIDUALS = 5.0
+_SHOWN = 20
+Rotary = Callable[[Sequence[int]], Iterator[tuple[str, NDArray[np.float32]]]]
+
+
+class Reference(Protocol):
+    """What computes the logits of an original."""
+
+    name: str
+
+    def logits(
+        self, ids: Sequence[int], decoder_ids: Sequence[int] = ()
+    ) -> NDArray[np.float32]: ...
+
+
+@dataclass(frozen=True)
+class AlteredFile:
+    """A weight file of the served model with other content than the original's tensor gives.
+
+    tensor: its name;  layer: None outside of the layers
+    holds:  the file whose content it has; None: that of none
+    """
+
+    file: str
+    tensor: str
+    layer: int | None
+    rank: int
+    holds: str | None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What can be looked up where the logits differ; None: it cannot be read here.
+
+    settings: hyperparameters with another value: name -> (served, original)
+    weights:  files that are not what the original's tensors give
+    rotary:   of token ids: what the original computes with other rotary positions, and which;
+              None: the model has no rotary positions
+    start_id: the token that begins a sequence
+    """
+
+    settings: Callable[[], Mapping[str, tuple[Any, Any]]] | None = None
+    weights: Callable[[], Sequence[AlteredFile]] | None = None
+    rotary: Rotary | None = None
+    start_id: int | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The row that differs most, with the served logits [S, vocab] at its positions.
+
+    decoder_ids: of an encoder-decoder, whose logits they are; otherwise those of `ids`
+    """
+
+    ids: tuple[int, ...]
+    decoder_ids: tuple[int, ...]
+    logits: NDArray[np.float32]
+
+
+def diagnose(
+    rows: Sequence[RowComparison],
+    positions: Sequence[PositionRange],
+    sample: Sample,
+    reference: Reference,
+    precision: str,
+    inspection: Inspection,
+) -> list[Finding]:
+    """What explains the difference; nothing where rounding does.
+
+    positions: those of `rows`
+    precision: the coarsest type of the served model's weights and computation, a key of LIMITS
+    """
+    limit, errors = LIMITS[precision], [each.error for each in positions]
+    if max(errors) <= limit:
+        return []
+    shown = [{"first": each.first, "last": each.last, "error": each.error} for each in positions]
+    said: dict[str, Any] = {"limit": limit, "precision": precision, "positions": shown}
+    scaled = _scaled(fit(rows), limit, said)
+    if scaled is not None:
+        return [scaled]
+    opened = _opened(sample, reference, limit, inspection.start_id)
+    if opened is not None:
+        return [opened]
+    found = [*_weights(inspection), *_settings(inspection, said)]
+    if not found and errors[0] <= limit:
+        found = [*_rotary(sample, limit, inspection, said)]
+    return found or [_unexplained(said)]
+
+
+def _scaled(found: Fit, limit: float, said: dict[str, Any]) -> Finding | None:
+    away = abs(found.scale - 1)
+    if away <= max(_LEAST_SCALE, _RESIDUALS * found.residual) or found.residual > limit:
+        return None
+    return Finding(
+        SCALED_LOGITS,
+        f"The served logits are the original's times {found.scale:.4g}; beside that factor they "
+        f"differ by {found.residual:.2g} of their size. Look for a temperature or a multiplier "
+        "(logits_scale in config.ini) that is applied twice or not at all.",
+        {**said, "scale": found.scale, "residual": found.residual},
+    )
+
+
+def _opened(
+    sample: Sample, reference: Reference, limit: float, start_id: int | None
+) -> Finding | None:
+    """Whether the served model reads an opening token more, or less, than it is given."""
+    if start_id is None or sample.decoder_ids or len(sample.ids) < 3:
+        return None
+    ids, logits = sample.ids, sample.logits
+    cases = [(ADDED_BOS, "adds an opening token to", ids, (start_id, *ids), logits)]
+    if ids[0] == start_id:
+        cases.append((LOST_BOS, "drops the opening token of", ids[1:], ids[1:], logits[1:]))
+    for name, verb, compared, asked, served in cases:
+        theirs = reference.logits(asked)[-len(compared) :]
+        error = fit([compare_logits(compared, served, theirs)]).error
+        if error <= limit:
+            return Finding(
+                name,
+                f"The served model {verb} what it is sent: read so by the original, the logits "
+                f"differ by {error:.2g} of their size only. Send ids without the server's own.",
+                {"opening_ids": [start_id], "error": error, "limit": limit},
+            )
+    return None
+
+
+def _weights(inspection: Inspection) -> list[Finding]:
+    altered = list(inspection.weights()) if inspection.weights is not None else []
+    swapped = [each for each in altered if each.holds is not None]
+    rest = [each for each in altered if each.holds is None]
+    found = []
+    if swapped:
+        first = swapped[0]
+        found.append(
+            Finding(
+                SWAPPED_SHARD,
+                f"{len(swapped)} weight files hold what belongs into another: {first.file} "
+                f"(rank {first.rank} of {first.tensor}) has the content of {first.holds}. Export "
+                "again, and find out what renamed them.",
+                {"files": [vars(each) for each in swapped[:_SHOWN]], "altered": len(altered)},
+            )
+        )
+    if rest:
+        first = rest[0]
+        found.append(
+            Finding(
+                OTHER,
+                f"{len(rest)} weight files are not what the original's tensors give: {first.file} "
+                f"(rank {first.rank} of {first.tensor}) is the first. Export again.",
+                {"files": [vars(each) for each in rest[:_SHOWN]], "altered": len(altered)},
+            )
+        )
+    return found
+
+
+def _settings(inspection: Inspection, said: dict[str, Any]) -> list[Finding]:
+    different = dict(inspection.settings()) if inspection.settings is not None else {}
+    rotary = {name: values for name, values in different.items() if name.startswith("rotary_")}
+    found = []
+    for name, values in (
+        (ROPE_SCALING, rotary),
+        (OTHER, {key: pair for key, pair in different.items() if key not in rotary}),
+    ):
+        if not values:
+            continue
+        listed = ", ".join(
+            f"{key} {ours} (original: {theirs})" for key, (ours, theirs) in values.items()
+        )
+        what = "rotary positions" if name == ROPE_SCALING else "hyperparameters"
+        found.append(
+            Finding(
+                name,
+                f"The served model has other {what} than its original: {listed}. Correct "
+                "config.ini, or export again.",
+                {**said, "settings": {key: list(pair) for key, pair in values.items()}},
+            )
+        )
+    return found
+
+
+def _rotary(
+    sample: Sample, limit: float, inspection: Inspection, said: dict[str, Any]
+) -> Iterator[Finding]:
+    """Whether other rotary positions explain it: by computing them, else by how it begins.
+
+    A query at position 0 has one key to look at, so there no rotation changes anything.
+    """
+    if inspection.rotary is None or sample.decoder_ids:
+        return
+    tried = (
+        (fit([compare_logits(sample.ids, sample.logits, logits)]).error, text)
+        for text, logits in inspection.rotary(sample.ids)
+    )
+    error, nearest = min(tried, default=(None, None))
+    if error is not None and error <= limit:
+        yield Finding(
+            ROPE_SCALING,
+            f"The served model computes what the original does with {nearest}. Correct the "
+            "rotary settings of config.ini, or export again.",
+            {**said, "explained_by": nearest, "error": error},
+        )
+        return
+    yield Finding(
+        ROPE_SCALING,
+        "The logits agree at the first position and part from the second on, as they do with "
+        "wrong rotary positions, though none that were tried give the served ones. Compare the "
+        "rotary settings of config.ini with the original's, then its attention.",
+        {**said, "explained_by": None, "nearest": nearest, "error": error},
+    )
+
+
+def _unexplained(said: dict[str, Any]) -> Finding:
+    return Finding(
+        OTHER,
+        "The served model computes other logits than its original, and neither a factor, its "
+        "opening token, nor what could be read of its weights and settings explains it. Export "
+        "again with export.model.verify=True.",
+        said,
+    )

@@ -1,0 +1,182 @@
+"""The same texts as token ids of the served model and of its original."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher_scripts.common.tokenizer import Tokenizer
+from launcher_scripts.evaluation.twin.finding import (
+    ADDED_BOS,
+    CHAT_TEMPLATE,
+    LOST_BOS,
+    OTHER,
+    TOKENIZER,
+    Finding,
+)
+
+_SHOWN = 10
+# What every chat template is asked to write: without and with a system's message, and on and on.
+_USER = {"role": "user", "content": "What is the capital of France?"}
+_SYSTEM = {"role": "system", "content": "Answer in one word."}
+_ANSWER = {"role": "assistant", "content": "Paris."}
+_MORE = {"role": "user", "content": "And of Italy?"}
+CONVERSATIONS: tuple[tuple[Mapping[str, str], ...], ...] = (
+    (_USER,),
+    (_SYSTEM, _USER),
+    (_USER, _ANSWER, _MORE),
+)
+
+Render = Callable[[Sequence[Mapping[str, str]]], str]
+
+
+@dataclass(frozen=True)
+class TextSide:
+    """How one of the two models reads text.
+
+    encode:      a text's ids with the tokens that belong around it
+    tokenizer:   the vocabulary
+    render:      a chat as text, ready for an answer; raises ValueError for what the template
+                 refuses; None: the model has no chat template
+    decoder_ids: what an encoder-decoder's decoder begins with
+    """
+
+    encode: Callable[[str], Sequence[int]]
+    tokenizer: Tokenizer
+    render: Render | None = None
+    decoder_ids: tuple[int, ...] = ()
+
+
+def text_findings(
+    texts: Sequence[str], served: Sequence[Sequence[int]], original: Sequence[Sequence[int]]
+) -> list[Finding]:
+    """What the ids of the same texts, of the served model and of the original, tell.
+
+    Another beginning or end is told apart from another vocabulary.
+    """
+    different = [
+        (text, list(ours), list(theirs))
+        for text, ours, theirs in zip(texts, served, original, strict=True)
+        if list(ours) != list(theirs)
+    ]
+    if not different:
+        return []
+    counted: dict[str, Any] = {"texts": len(texts), "different": len(different)}
+    lost = {_lead(theirs, ours) for _, ours, theirs in different}
+    added = {_lead(ours, theirs) for _, ours, theirs in different}
+    if len(lost) == 1 and None not in lost:
+        (ids,) = lost
+        return [_bos(LOST_BOS, ids or (), counted)]
+    if len(added) == 1 and None not in added:
+        (ids,) = added
+        return [_bos(ADDED_BOS, ids or (), counted)]
+    ends = {(_tail(ours, theirs), _tail(theirs, ours)) for _, ours, theirs in different}
+    if len(ends) == 1 and ends != {(None, None)}:
+        ((more, less),) = ends
+        said = "has tokens after a text that the original has not" if more else "lacks tokens"
+        return [
+            Finding(
+                OTHER,
+                f"The served preprocessing {said} after every text: {list(more or less or ())}. "
+                "Export the tokenizer's files again, or correct closing_id in the "
+                "preprocessing model's config.pbtxt.",
+                {**counted, "closing_ids": list(more or less or ())},
+            )
+        ]
+    examples = [_example(*each) for each in different[:3]]
+    return [
+        Finding(
+            TOKENIZER,
+            f"The served tokenizer makes other tokens of {len(different)} of {len(texts)} texts. "
+            "Export with the original's tokenizer (export.model.tokenizer).",
+            {**counted, "examples": examples},
+        )
+    ]
+
+
+def vocabulary_finding(served: Tokenizer, original: Tokenizer) -> Finding | None:
+    """Whether the ids stand for other tokens; None where they do not."""
+    most = max(served.vocab_size, original.vocab_size)
+    ids = [each for each in range(most) if served.token_bytes(each) != original.token_bytes(each)]
+    if not ids:
+        return None
+    examples = [
+        {"id": each, "served": _shown(served, each), "original": _shown(original, each)}
+        for each in ids[:_SHOWN]
+    ]
+    sizes = [served.vocab_size, original.vocab_size]
+    return Finding(
+        TOKENIZER,
+        f"{len(ids)} of {most} ids are other tokens in the served vocabulary, id {ids[0]} first. "
+        "Export with the original's tokenizer (export.model.tokenizer).",
+        {"ids": ids[:1000], "different": len(ids), "examples": examples, "vocab_sizes": sizes},
+    )
+
+
+def chat_finding(served: Render | None, original: Render | None) -> Finding | None:
+    """Whether the served model writes chats differently; None where it does not.
+
+    An original without a template says nothing about chats: any may be added.
+    """
+    if original is None:
+        return None
+    if served is None:
+        return Finding(
+            CHAT_TEMPLATE,
+            "The served model has no chat template, its original has one. Put the original's "
+            "chat_template.jinja or tokenizer_config.json beside the served model's tokenizer.",
+        )
+    for conversation in CONVERSATIONS:
+        ours, theirs = _rendered(served, conversation), _rendered(original, conversation)
+        if ours != theirs:
+            pairs = enumerate(zip(ours, theirs, strict=False))
+            place = next((n for n, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+            return Finding(
+                CHAT_TEMPLATE,
+                f"The chat templates write other text from character {place} on. Put the "
+                "original's chat template beside the served model's tokenizer.",
+                {"first_difference": place, "served": ours, "original": theirs},
+            )
+    return None
+
+
+def _bos(name: str, ids: Sequence[int], counted: dict[str, Any]) -> Finding:
+    verb, rest = ("lacks", "was trained with") if name == LOST_BOS else ("has", "does not have")
+    return Finding(
+        name,
+        f"Every served prompt {verb} the opening tokens {list(ids)} that the original {rest}. "
+        "Correct opening_id in the preprocessing model's config.pbtxt, or the tokenizer's files "
+        "beside the checkpoint, and export again.",
+        {**counted, "opening_ids": list(ids)},
+    )
+
+
+def _lead(longer: list[int], shorter: list[int]) -> tuple[int, ...] | None:
+    """What `longer` has in front of all of `shorter`; None where it does not end with that."""
+    more = len(longer) - len(shorter)
+    return tuple(longer[:more]) if more > 0 and longer[more:] == shorter else None
+
+
+def _tail(longer: list[int], shorter: list[int]) -> tuple[int, ...] | None:
+    more = len(longer) - len(shorter)
+    return tuple(longer[-more:]) if more > 0 and longer[:-more] == shorter else None
+
+
+def _example(text: str, ours: list[int], theirs: list[int]) -> dict[str, Any]:
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    place = next((n for n, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+    around = slice(max(0, place - 2), place + _SHOWN)
+    return {"text": text[:200], "place": place, "served": ours[around], "original": theirs[around]}
+
+
+def _shown(tokenizer: Tokenizer, token_id: int) -> str:
+    return tokenizer.token_bytes(token_id).decode(errors="replace")
+
+
+def _rendered(render: Render, conversation: Sequence[Mapping[str, str]]) -> str:
+    """The text, or that the template refuses the chat: then both must."""
+    try:
+        return render(conversation)
+    except ValueError:
+        return "(refused)"

@@ -1,0 +1,166 @@
+"""Step: ask a served model and its original checkpoint the same, and say where they differ."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.steps.packages import check_packages
+
+if __name__ == "__main__":
+    check_packages("measure_twin", "jinja2", "matplotlib", "numpy", "torch", "tritonclient", "yaml")
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launcher_scripts.checkpoint.convert.forecast import weight_bytes
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.common.errors import ConfigError, lookup, problem
+from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer
+from launcher_scripts.config.settings import EvaluateSettings
+from launcher_scripts.config.twin import TwinSettings
+from launcher_scripts.contract.contracts import CONTRACTS
+from launcher_scripts.evaluation.client import Client
+from launcher_scripts.evaluation.ready import connect
+from launcher_scripts.evaluation.report import Report, measured_on
+from launcher_scripts.evaluation.tables import twin_table
+from launcher_scripts.evaluation.transformers_model import TransformersModel
+from launcher_scripts.evaluation.twin.diagnosis import Inspection, Reference, Rotary
+from launcher_scripts.evaluation.twin.measurement import Twins, measure_twins, read_twin_texts
+from launcher_scripts.evaluation.twin.texts import TextSide
+from launcher_scripts.steps.evaluation_step import run_evaluation
+from launcher_scripts.steps.measure_accuracy import log_progress
+from launcher_scripts.steps.originals import KEY, Original, chat_render, served_checkpoint
+from launcher_scripts.steps.references import ENGINE, free_memory, opened_reference
+
+FAMILIES = ("gpt", "t5", "bart")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    description = "Compare a served model with its original."
+    return run_evaluation("measure_twin", description, measure, argv)
+
+
+def measure(settings: EvaluateSettings) -> None:
+    """The twin of the settings; reported when all texts are compared."""
+    twin = settings.twin
+    if twin is None:
+        raise ConfigError(problem("no twin to measure", change="evaluate.twin"))
+    texts = read_twin_texts(twin)
+    report = Report(Path(settings.results_dir), settings.model_name)
+    folder = Path(settings.tokenizer_dir)
+    served = served_checkpoint(folder)
+    original = Original.of(twin, served)
+    client, ready = connect(settings)
+    with client, ExitStack() as stack:
+        files = [] if twin.data_file is None else [twin.data_file]
+        environment = measured_on(settings, ready, data=files, parameters=client.parameters)
+        runner, reference = _reference(twin, original, stack)
+        files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenizer-")))
+        twins = Twins(
+            client,
+            reference,
+            _served_side(client, folder, original),
+            original.text_side(runner, files),
+            precision=client.precision(served.weight_data_type if served else "fp32"),
+            encodes=_encodes(client),
+            positions=_positions(served.config if served else original.source.config),
+            inspection=_inspection(original, served, reference),
+        )
+        result = measure_twins(twin, twins, texts, str(original.path), log_progress("twin"))
+    report.add_twin(twin, result, environment)
+    print("\n".join([twin_table(result), "", f"report: {report.html_file}"]))
+
+
+def _encodes(client: Client) -> bool:
+    """Whether the served model is an encoder-decoder; refuses what gives no logits."""
+    contract = lookup(CONTRACTS, client.model_type, "model_type")
+    if contract.encoder_only or contract.family not in FAMILIES:
+        raise ConfigError(
+            problem(
+                "a model of this type gives no logits to compare with its original's",
+                got=client.model_type,
+                choices=[
+                    name
+                    for name, each in CONTRACTS.items()
+                    if each.family in FAMILIES and not each.encoder_only
+                ],
+                change="evaluate.twin=null",
+            )
+        )
+    return contract.family != "gpt"
+
+
+def _reference(twin: TwinSettings, original: Original, stack: ExitStack) -> tuple[str, Reference]:
+    """What runs the original, and its name; with `auto` the engine where the maker's code fails."""
+    needed, free = weight_bytes(original.source.config, 1, "fp32"), free_memory()
+    if needed > free:
+        raise ConfigError(
+            problem(
+                f"the original needs {needed / 1e9:.1f} GB of memory in float32",
+                got=f"{free / 1e9:.1f} GB free",
+                change=f"the machine, or {KEY}",
+            )
+        )
+    runner, tokens = original.runner(twin.runner), 2 * (twin.max_tokens + twin.continuation)
+    told = {"source": original.format, "num_attention_heads": original.num_heads}
+    try:
+        return runner, stack.enter_context(opened_reference(original.path, runner, tokens, told))
+    except ConfigError as error:
+        if twin.runner != "auto" or runner == ENGINE:
+            raise
+        print(f"note: this project's engine runs the original: {error}", flush=True)
+    return ENGINE, stack.enter_context(opened_reference(original.path, ENGINE, tokens, told))
+
+
+def _served_side(client: Client, folder: Path, original: Original) -> TextSide | None:
+    """How the served model reads texts: by its own preprocessing where the server has one."""
+    try:
+        tokenizer = load_tokenizer(folder)
+    except TokenizerError as error:
+        print(f"note: the served tokenizer is not compared: {error}", flush=True)
+        return None
+    opening, closing = client.special_ids("opening"), client.special_ids("closing")
+
+    def encode(text: str) -> Sequence[int]:
+        made = client.encode(text)
+        return [*opening, *tokenizer.encode(text), *closing] if made is None else made
+
+    decoder = client.special_ids("decoder") or (original.source.config.start_id,)
+    return TextSide(encode, tokenizer, chat_render(folder, tokenizer), decoder)
+
+
+def _positions(config: Any) -> int | None:
+    limited = getattr(config, "position_embedding", None) in ("learned", "rope")
+    return int(config.max_positions) if limited else None
+
+
+def _no_alternatives(_ids: Sequence[int]) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """What a reference gives that cannot compute other rotary positions than its own."""
+    return iter(())
+
+
+def _inspection(
+    original: Original, served: FTCheckpoint | None, reference: Reference
+) -> Inspection:
+    config = original.source.config
+    rotary: Rotary | None = None
+    if getattr(config, "position_embedding", None) == "rope":
+        rotary = _no_alternatives
+        if isinstance(reference, TransformersModel):
+            rotary = reference.rotary_alternatives
+    return Inspection(
+        settings=None if served is None else lambda: original.other_settings(served),
+        weights=None if served is None else lambda: original.altered(served),
+        rotary=rotary,
+        # A tokenizer without such a token leaves the default, which may be no id of the model.
+        start_id=config.start_id if config.start_id < config.vocab_size else None,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,3 @@
+"""Stands in for the comparison with the original."""
+
+print("compared with the original")
