@@ -71,6 +71,7 @@ class ModelOptions:
     weight_data_type: str = option("fp32", "type of the written files", choices=WEIGHT_DATA_TYPES)
     processes: int = option(16, "threads at most", least=1)
     overwrite: bool = option(False, "replace an earlier export in the same folder")
+    reuse: bool = option(False, "keep an earlier export of the same checkpoint and settings")
     source: str = option("auto", "format of the checkpoint", choices=SOURCES)
     num_attention_heads: int | None = option(None, "for a checkpoint that does not say it")
     encoder_only: bool = option(False, "of an encoder-decoder, export the encoder alone")
