@@ -37,6 +37,7 @@ class EvaluateBlock(EvaluateOptions):
     run: EvaluateRun
     in_deploy_job: bool
     stop_server: bool
+    ladder: tuple[str, ...] | None
     ready_file: str
     model_name: str
     tokenizer_dir: str | None
@@ -118,7 +119,7 @@ class Evaluate(Stage):
         """The folder of the tokenizer files: as configured, or beside the model's weights."""
         if self.block.tokenizer_dir is not None:
             return Path(absolute(self.block.tokenizer_dir))
-        deploy, model = Deploy(self.launch), self._served_model
+        deploy, model = Deploy(self.launch), self.served_model
         if model is not None:
             return model.checkpoint_dir
         if deploy.remote:
@@ -141,7 +142,7 @@ class Evaluate(Stage):
         )
 
     @cached_property
-    def _served_model(self) -> ServedModel | None:
+    def served_model(self) -> ServedModel | None:
         """The model that is asked, where the repository is known here."""
         models = Deploy(self.launch).models
         return next((model for model in models if model.name == self.block.model_name), None)
@@ -201,7 +202,7 @@ class Evaluate(Stage):
 
     def _check_tasks(self) -> None:
         """The model must be of a kind that can answer what it is asked."""
-        model = self._served_model
+        model = self.served_model
         contract = CONTRACTS.get(model.model_type) if model is not None else None
         if model is None or contract is None:
             return

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from launcher_scripts.cluster.cluster import JobFailed
 from launcher_scripts.cluster.job import Job, Service, Submitted
 from launcher_scripts.cluster.local_state import ask_to_end, end_group, process_state
 from launcher_scripts.cluster.options import ConfiguredCluster, Options
@@ -84,11 +85,15 @@ class Foreground:
         process.show_log()
         _check_exit(process)
 
-    def close(self) -> None:
-        """End the services, newest first, and give the signal handlers back."""
+    def end_services(self) -> None:
+        """End the services, newest first."""
         while self._services:
             process = self._services.pop()
             process.stop(process.service.stop_timeout, lambda: self._stop.again)
+
+    def close(self) -> None:
+        """End the services, and give the signal handlers back."""
+        self.end_services()
         self._exit.close()
 
     def _wait(
@@ -144,6 +149,9 @@ class ForegroundCluster(ConfiguredCluster[Options]):
         submitted.write_record(self.type)
         if self._foreground is None:
             self._foreground = Foreground()
+        if job.after_any:
+            self._foreground.end_services()
+            self._serving = None
         if self._serving is not None:
             self._foreground.wait_until_ready()
             self._serving = None
@@ -183,6 +191,6 @@ class ForegroundCluster(ConfiguredCluster[Options]):
 def _check_exit(process: Process) -> None:
     code = process.exit_code()
     if code:
-        error = ClusterError(f"the {process.name} failed with exit code {code}: {process.log}")
+        error = JobFailed(f"the {process.name} failed with exit code {code}: {process.log}")
         error.exit_code = code
         raise error

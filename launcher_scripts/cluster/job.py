@@ -155,6 +155,8 @@ class Job:
     gateway:      the job of the gateway that the same command line puts before this server
     replicas:     how many times a service is started, as an array of jobs; 0: once, and no array
     first_replica: the number of the array's first task
+    after_any:    whether it starts when the jobs before it have ended, however they did: their
+                  servers are stopped first, and it does not need what they have made
     """
 
     stage: str
@@ -171,6 +173,7 @@ class Job:
     gateway: Job | None = None
     replicas: int = 0
     first_replica: int = 0
+    after_any: bool = False
 
     def __post_init__(self) -> None:
         problems = Problems(f"the {self.stage} job")

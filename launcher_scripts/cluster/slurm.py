@@ -252,9 +252,20 @@ def _dependency(job: Job, after: Submitted | None) -> str | None:
     may find no room. A cancelled job counts as started for Slurm, so what a service waits for is
     waited for as well.
     """
+    if job.after_any:
+        return _after_any(after)
     conditions = []
     while after is not None:
         first = f"_{after.job.first_replica}" if after.job.replicas and job.service else ""
         conditions.append(f"{'after' if after.job.service else 'afterok'}:{after.job_id}{first}")
-        after = after.after if after.job.service else None
+        after = after.after if after.job.service and not after.job.after_any else None
     return ",".join(conditions) or None
+
+
+def _after_any(after: Submitted | None) -> str | None:
+    """That the jobs before have ended, down to the last one that waited in this way itself."""
+    ids: list[str] = []
+    while after is not None:
+        ids.insert(0, after.job_id)
+        after = None if after.job.after_any else after.after
+    return f"afterany:{':'.join(ids)}" if ids else None

@@ -18,6 +18,7 @@ from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.ready_file import replica_file
 from launcher_scripts.config.gateway import DeployedGateway
+from launcher_scripts.config.ladder import LadderSettings
 from launcher_scripts.config.options import PORTS, check_options, described, option
 from launcher_scripts.config.schema import build, is_required
 from launcher_scripts.config.security import LOOPBACK, ClientTls, ServerSecurity
@@ -324,7 +325,14 @@ class EvaluateSettings(EvaluateOptions):
         problems.raise_if_any(ConfigError)
 
 
-Settings = TypeVar("Settings", ExportSettings, DeploySettings, GatewayJobSettings, EvaluateSettings)
+Settings = TypeVar(
+    "Settings",
+    ExportSettings,
+    DeploySettings,
+    GatewayJobSettings,
+    EvaluateSettings,
+    LadderSettings,
+)
 
 
 def settings_text(settings: Any) -> str:

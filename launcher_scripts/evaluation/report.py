@@ -22,9 +22,11 @@ from typing import Any
 from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.rendering import render
+from launcher_scripts.config.ladder import LadderSettings
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.evaluation import plots
+from launcher_scripts.evaluation.ladder import LadderRow
 from launcher_scripts.evaluation.speed import SpeedRow
 from launcher_scripts.evaluation.tasks.task import TaskResult
 
@@ -75,6 +77,19 @@ class Report:
         }
         self._write()
 
+    def add_ladder(
+        self, settings: LadderSettings, rows: Sequence[LadderRow], chosen: str | None, why: str
+    ) -> None:
+        """Put the comparison of a ladder's rungs into the report, in place of an earlier one."""
+        self.content["ladder"] = {
+            "measured_on": {"date": _now(), "client": _client()},
+            "settings": dataclasses.asdict(settings),
+            "rows": [dataclasses.asdict(row) for row in rows],
+            "chosen": chosen,
+            "why": why,
+        }
+        self._write()
+
     def _write(self) -> None:
         self.results_dir.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.content, indent=1, ensure_ascii=False, allow_nan=False)
@@ -97,20 +112,27 @@ def html(content: dict[str, Any]) -> str:
 def measured_on(settings: EvaluateSettings, ready: dict[str, Any]) -> dict[str, Any]:
     """When, against which server and from which machine a section is measured."""
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": _now(),
         "protocol": settings.protocol,
         "server": ready,
-        "client": {
-            "host": platform.node(),
-            "platform": platform.platform(),
-            "processor": _processor(),
-            "cores": len(os.sched_getaffinity(0)),
-            "memory_gib": round(
-                os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1
-            ),
-            "python": platform.python_version(),
-            **_versions(),
-        },
+        "client": _client(),
+    }
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def _client() -> dict[str, Any]:
+    """This machine."""
+    return {
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "python": platform.python_version(),
+        **_versions(),
     }
 
 

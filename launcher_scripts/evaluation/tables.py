@@ -15,7 +15,7 @@ def task_table(name: str, result: TaskResult) -> str:
         rows.append([metric_name.replace("_", " "), _figure(metric, metric.value), _ends(metric)])
     served = [] if result.pace is None else [pace_line(result.pace)]
     if result.reference is None:
-        return "\n".join([_align(rows), *served])
+        return "\n".join([align(rows), *served])
     rows[0] += ["reference", "difference"]
     for cells, name in zip(rows[1:], result.metrics, strict=True):
         metric = result.reference.metrics.get(name)
@@ -29,7 +29,7 @@ def task_table(name: str, result: TaskResult) -> str:
             ]
     same = len(result.items) - len(result.reference.different)
     counted = f"{same} of {len(result.items)} answers are the reference's"
-    lines = [_align(rows), *served, f"{counted}: {result.reference.source}"]
+    lines = [align(rows), *served, f"{counted}: {result.reference.source}"]
     if result.reference.pace is not None:
         lines.append(f"the reference: {pace_line(result.reference.pace)}")
     return "\n".join(lines)
@@ -63,11 +63,18 @@ def speed_table(rows: Sequence[SpeedRow]) -> str:
         ]
         for row in rows
     ]
-    return _align([head, *lines])
+    return align([head, *lines])
 
 
 def _figure(metric: Metric, value: float) -> str:
     return f"{100 * value:.1f} %" if metric.percent else f"{value:.2f}"
+
+
+def interval(metric: Metric | None) -> str:
+    """The value with the ends of its interval; a dash for none."""
+    if metric is None:
+        return "-"
+    return f"{_figure(metric, metric.value)} ({_ends(metric)})"
 
 
 def _ends(metric: Metric) -> str:
@@ -76,7 +83,7 @@ def _ends(metric: Metric) -> str:
     return f"{_figure(metric, metric.low)} to {_figure(metric, metric.high)}"
 
 
-def _align(rows: Sequence[Sequence[str]]) -> str:
+def align(rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as they need: the first to the left, the others to the right."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = []
