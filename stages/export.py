@@ -175,7 +175,7 @@ class Export(Stage):
             checks.problems.add(
                 f"there is an earlier export{'' if complete else ', without its config.pbtxt'}",
                 got=str(settings.checkpoint_dir),
-                change="export.model.overwrite=True (replaces it) or export.model.reuse=True (keeps it)"
+                change="export.model.overwrite=True to replace it, or export.model.reuse=True"
                 + ("" if complete else f"{finish}_hydra.yaml"),
             )
 

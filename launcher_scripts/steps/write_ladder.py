@@ -42,7 +42,10 @@ def write(settings: LadderSettings) -> None:
 
 
 def weight_bytes(rung: LadderRung) -> int | None:
-    """Bytes of the weights of all ranks as they are served; None where no manifest tells."""
+    """Bytes of the weight files of all ranks; None where no manifest tells.
+
+    The files of int8 hold a half type: what the server makes of their matrices is counted.
+    """
     try:
         manifest = None if rung.checkpoint_dir is None else read_manifest(Path(rung.checkpoint_dir))
     except CheckpointError:

@@ -64,10 +64,7 @@ def test_every_rung_has_its_precision_its_folders_and_its_names() -> None:
     assert folders == [f"{results}{summary}" for summary in SUMMARIES]
     names = [job.name for job in jobs[3:6]]
     assert names == [f"{stage}_gpt3_126m_bf16" for stage in ("export", "deploy", "evaluate")]
-    assert [job.after_any for job in jobs] == [False, *[False] * 2, True, *[False] * 2] + [
-        *(True, False, False),
-        True,
-    ]
+    assert [number for number, job in enumerate(jobs) if job.after_any] == [3, 6, 9]
     half = "export.triton_deployment.data_type=bf16"
     (int8, *_) = made(*BASE, "evaluate.ladder=[int8]", half).jobs(folder_of)
     assert (int8.settings.weight_data_type, int8.settings.data_type) == ("bf16", "bf16")
