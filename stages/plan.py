@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher_scripts.cluster import CLUSTERS
-from launcher_scripts.cluster.cluster import Cluster, JobFailed
+from launcher_scripts.cluster.cluster import Cluster
 from launcher_scripts.cluster.job import Job, JobFolder, Submitted
 from launcher_scripts.common.errors import (
     ClusterError,
     ConfigError,
+    LauncherError,
     Problems,
-    ServerError,
     lookup,
 )
 from launcher_scripts.common.processes import Interruption
@@ -114,8 +114,8 @@ class Plan:
                 for job in jobs:
                     interruption.check()
                     previous = self.cluster.submit(job, previous)
-            except (JobFailed, ServerError) as error:
-                if number == len(self.runs):
+            except LauncherError as error:
+                if number == len(self.runs) or not self.cluster.goes_on(error):
                     raise
                 print(f"error: {error}\nthe ladder goes on with its next rung", flush=True)
 

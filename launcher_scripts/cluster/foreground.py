@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from launcher_scripts.cluster.cluster import JobFailed
 from launcher_scripts.cluster.job import Job, Service, Submitted
 from launcher_scripts.cluster.local_state import ask_to_end, end_group, process_state
 from launcher_scripts.cluster.options import ConfiguredCluster, Options
 from launcher_scripts.cluster.process import POLL_SECONDS, Process, ServiceProcess
 from launcher_scripts.cluster.record import JobRecord
 from launcher_scripts.cluster.state import JobState
-from launcher_scripts.common.errors import ClusterError, ServerError
+from launcher_scripts.common.errors import ClusterError, LauncherError, ServerError
 from launcher_scripts.common.processes import StopRequest, adopt_orphans
 
 
@@ -163,6 +162,10 @@ class ForegroundCluster(ConfiguredCluster[Options]):
             self._serving = job
         return submitted
 
+    def goes_on(self, error: LauncherError) -> bool:
+        """Yes after a job that failed, unless somebody asked all of them to end."""
+        return not isinstance(error, Stopped)
+
     def give_up(self) -> None:
         """What runs is ended by close()."""
 
@@ -191,6 +194,6 @@ class ForegroundCluster(ConfiguredCluster[Options]):
 def _check_exit(process: Process) -> None:
     code = process.exit_code()
     if code:
-        error = JobFailed(f"the {process.name} failed with exit code {code}: {process.log}")
+        error = ClusterError(f"the {process.name} failed with exit code {code}: {process.log}")
         error.exit_code = code
         raise error

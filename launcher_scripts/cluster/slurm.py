@@ -21,7 +21,7 @@ from launcher_scripts.cluster.slurm_options import SlurmOptions
 from launcher_scripts.cluster.slurm_room import check_room
 from launcher_scripts.cluster.slurm_script import slurm_script
 from launcher_scripts.cluster.state import JobState, wait_for
-from launcher_scripts.common.errors import ClusterError, Problems, problem
+from launcher_scripts.common.errors import ClusterError, LauncherError, Problems, problem
 
 _CANCEL_SECONDS = 30.0
 
@@ -154,6 +154,10 @@ class SlurmCluster(ConfiguredCluster[SlurmOptions]):
         if job.client is not None:
             print(f"{job.client.stage}: {job.client.name} is a step of that job", flush=True)
         return submitted
+
+    def goes_on(self, error: LauncherError) -> bool:  # noqa: ARG002
+        """No: what it raises is a refusal, and all jobs are taken back."""
+        return False
 
     def give_up(self) -> None:
         """Take jobs back whose successors could not be submitted, and one just handed over."""
