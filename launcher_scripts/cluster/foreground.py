@@ -59,15 +59,16 @@ class Foreground:
         deadline = time.monotonic() + process.service.ready_timeout
 
         def ready_or_late() -> bool:
-            return process.ready() or time.monotonic() > deadline
+            return process.ready() is not None or time.monotonic() > deadline
 
         self._wait(ready_or_late, show=process, needs=self._services)
-        if not process.ready():
+        ready_file = process.ready()
+        if ready_file is None:
             raise ServerError(
                 f"the {process.name} was not ready within {process.service.ready_timeout:g} s; "
                 f"the end of its log {process.log}:\n{process.tail()}"
             )
-        print(f"{process.name} is ready: {process.service.ready_file}", flush=True)
+        print(f"{process.name} is ready: {ready_file}", flush=True)
 
     def serve(self) -> None:
         """Keep the newest service in the foreground until it is stopped or ends.
@@ -157,6 +158,7 @@ class ForegroundCluster(ConfiguredCluster[Options]):
         print(f"{job.stage}: {job.name}, log: {submitted.log}", flush=True)
         if job.service is None:
             self._foreground.run(submitted)
+            self._serving = job.server if job.promotes else None
         else:
             self._foreground.start(submitted, job.service)
             self._serving = job

@@ -16,7 +16,7 @@ import yaml
 from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.common.ready_file import replica_file
+from launcher_scripts.common.ready_file import CANDIDATE, READY, replica_file
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.ladder import LadderSettings
 from launcher_scripts.config.options import PORTS, check_options, described, option
@@ -29,6 +29,7 @@ WEIGHT_DATA_TYPES = ("fp32", "fp16", "bf16")
 SOURCES = ("auto", "nemo", "megatron", "megatron_core", "huggingface", "gguf", "random")
 DEVICES = ("auto", "cpu", "cuda")
 PROTOCOLS = ("http", "grpc")
+PROMOTIONS = ("after_gate",)
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,8 @@ class DeploySettings(ServerOptions):
     of the same run this is; their ready files have its number. restarts: how often a server that
     was ready may be started again after it lost a rank or died. model_repository may be in a cloud
     storage (s3://, gs://, as://). gateway: OpenAI's interface beside the server; None: none.
+    promote: after_gate holds the server back until an evaluation's verdict is GO: it has a
+    candidate file instead of the ready file; None: it is not held back.
     """
 
     stage: ClassVar[str] = "deploy"
@@ -222,9 +225,12 @@ class DeploySettings(ServerOptions):
     replica: int | None = None
     restarts: int = 0
     gateway: DeployedGateway | None = None
+    promote: str | None = None
 
     def __post_init__(self) -> None:
         problems = Problems("the deploy settings")
+        if self.promote is not None:
+            problems.check_choice("promote", self.promote, PROMOTIONS, "deploy.promote")
         check_options(self, problems, "deploy.server.{}".format)
         for name in ("http_port", "grpc_port", "metrics_port"):
             port = getattr(self, name)
@@ -247,7 +253,14 @@ class DeploySettings(ServerOptions):
     @property
     def ready_file(self) -> Path:
         """Written when the server is ready: http, grpc, metrics as host:port, models, ranks."""
-        return replica_file(Path(self.results_dir) / "ready.json", self.replica)
+        return replica_file(Path(self.results_dir) / READY, self.replica)
+
+    @property
+    def candidate_file(self) -> Path | None:
+        """What a server that is held back has in the place of the ready file."""
+        if self.promote is None:
+            return None
+        return replica_file(Path(self.results_dir) / CANDIDATE, self.replica)
 
 
 @dataclass(frozen=True)
@@ -285,7 +298,7 @@ class GatewayJobSettings:
     @property
     def ready_file(self) -> Path:
         """Written when the gateway answers: openai as http://host:port/v1, and models."""
-        return Path(self.results_dir) / "ready.json"
+        return Path(self.results_dir) / READY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,6 +321,7 @@ class EvaluateSettings(EvaluateOptions):
     """Measure the model served at the address in `ready_file`; reports go to results_dir.
 
     server_job_folder is that of the run of the server that is meant; None: whoever is ready.
+    published_as: the ready file that this server gets after GO; None: it is not held back.
     """
 
     ready_file: str
@@ -316,6 +330,7 @@ class EvaluateSettings(EvaluateOptions):
     tokenizer_dir: str
     tasks: tuple[TaskSettings, ...] = ()
     server_job_folder: str | None = None
+    published_as: str | None = None
 
     def __post_init__(self) -> None:
         problems = Problems("the evaluate settings")

@@ -205,7 +205,9 @@ def test_every_setting_of_the_evaluation_has_a_key(hydra_config: Compose) -> Non
     fields = {field.name for field in dataclasses.fields(EvaluateSettings)}
     evaluate = hydra_config()["evaluate"]
     of_the_stage = {"run", "in_deploy_job", "stop_server", "ladder"}
-    assert set(evaluate) - of_the_stage == fields - {"results_dir", "server_job_folder"}
+    assert set(evaluate) - of_the_stage == fields - {
+        *("results_dir", "server_job_folder", "published_as")
+    }
     benchmark = {field.name for field in dataclasses.fields(BenchmarkSettings)}
     assert set(evaluate["benchmark"]) == benchmark
     task = {field.name for field in dataclasses.fields(TaskSettings)} - {"name"}
