@@ -39,10 +39,15 @@ class LadderRow:
 
 
 def read_row(rung: LadderRung, weight_bytes: int | None) -> LadderRow:
-    """The row of a rung: from its report where that is of this ladder's server, else why not."""
+    """The row of a rung: from what its report has of this ladder's run, else why not."""
     path = Path(rung.report_dir) / "report.json"
     report = _read(path)
-    sections = [each for each in _sections(report) if _server_folder(each) in rung.jobs]
+    renewed = bool(report) and _is_newer(path, rung.jobs)
+    sections = [
+        each
+        for each in _sections(report)
+        if _server_folder(each) in rung.jobs or (renewed and _was_resumed(each))
+    ]
     if not sections:
         return LadderRow(
             rung.name, {}, weight_bytes, None, None, None, str(path), _failure(rung.jobs)
@@ -120,6 +125,17 @@ def _server_folder(section: Mapping[str, Any]) -> str | None:
     server = (section.get("measured_on") or {}).get("server") or {}
     folder: str | None = (server.get("job") or {}).get("folder")
     return folder
+
+
+def _was_resumed(section: Mapping[str, Any]) -> bool:
+    """Whether results of earlier runs may be in it: the server is that of the last new one."""
+    return "runs" in (section.get("measured_on") or {})
+
+
+def _is_newer(report: Path, jobs: Sequence[str]) -> bool:
+    """Whether a report was written after the last job was submitted."""
+    records = [Path(job) / "job.json" for job in jobs[-1:]]
+    return any(each.exists() and each.stat().st_mtime <= report.stat().st_mtime for each in records)
 
 
 def _speed(sections: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -77,6 +78,24 @@ def test_the_report_of_another_run_is_no_report_and_the_log_says_why(tmp_path: P
     log = Path(member.jobs[0]) / "log-deploy_7.out"
     log.write_text("error: first\nwords\nerror: the port is in use\nmore\n")
     assert read_row(member, None).failure == f"error: the port is in use ({log})"
+
+
+def test_what_an_earlier_run_left_to_this_one_counts_once_this_one_has_written_it(
+    tmp_path: Path,
+) -> None:
+    earlier = task(tmp_path, "fp32")
+    earlier["measured_on"]["runs"] = ["2026-01-01", "2026-01-02"]
+    member = rung(tmp_path, "bf16", tasks={"lambada": earlier})
+    report, record = (
+        Path(member.report_dir) / "report.json",
+        Path(member.jobs[0]) / "job.json",
+    )
+    assert read_row(member, None).failure
+    record.write_text("{}")
+    os.utime(record, (report.stat().st_mtime + 10,) * 2)
+    assert read_row(member, None).failure
+    os.utime(report, (record.stat().st_mtime + 10,) * 2)
+    assert read_row(member, None).failure is None
 
 
 def row(name: str, size: int | None, verdict: str | None, speed: float = 1.0) -> LadderRow:
