@@ -19,16 +19,17 @@ from tests.login.test_interactive import LOCAL, assert_ended, deploy_folder, wai
 
 PROMOTE = "deploy.promote=after_gate"
 STEPS = ("measure_accuracy", "judge")
-# Evaluates with a step that asks for the promotion, and exits as a verdict does.
+# main.py of the checkout that is named first, with a judge among the steps of an evaluation.
 JUDGED = f"""
 import runpy, sys
-sys.path.insert(0, sys.argv[1])
+checkout = sys.argv.pop(1)
+sys.path.insert(0, checkout)
 from stages.evaluate import Evaluate
 Evaluate.step_names = lambda self: {STEPS}
-sys.argv = sys.argv[1:]
-sys.argv[0] += "/main.py"
+sys.argv[0] = checkout + "/main.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+# Asks for the promotion after GO, and exits as a verdict does.
 JUDGE = """
 import os, sys, time, yaml
 from pathlib import Path
