@@ -34,6 +34,7 @@ try:
         with_names_of_today,
     )
     from stages.gateway import register_deployed_gateway
+    from stages.ladder import configurations
     from stages.plan import Plan, make_plan
 except ModuleNotFoundError as missing:
     print(
@@ -58,10 +59,13 @@ def register() -> None:
 def read(config: DictConfig) -> Plan:
     """Everything that will be done, checked."""
     try:
-        values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        values: list[Any] = [
+            OmegaConf.to_container(each, resolve=True, throw_on_missing=True)
+            for each in configurations(config)
+        ]
     except OmegaConfBaseException as error:
         raise ConfigError(f"the configuration cannot be resolved: {error}") from error
-    return make_plan(values)
+    return make_plan(*values)
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

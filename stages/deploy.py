@@ -46,6 +46,7 @@ class DeployBlock:
     replicas: int
     first_replica: int | None
     restarts: int | None
+    promote: str | None
     gateway: DeployedGateway
     server: ServerOptions
 
@@ -67,12 +68,15 @@ class Deploy(Stage):
             server["host"] = LOOPBACK
         if server["cloud_credentials"] is not None:
             server["cloud_credentials"] = absolute(server["cloud_credentials"])
+        if self.block.promote is not None:
+            server |= dict.fromkeys(("http_port", "grpc_port", "metrics_port"), 0)
         return DeploySettings(
             model_repository=self.block.model_repository if self.remote else str(self.repository),
             results_dir=str(self.results_dir),
             replica=None if self.replicas else self.block.first_replica,
             restarts=self.restarts,
             gateway=self.gateway,
+            promote=self.block.promote,
             **server,
         )
 
@@ -98,7 +102,8 @@ class Deploy(Stage):
         block, alone = self.block.gateway, not self.replicas and self.block.first_replica is None
         if block.port is None or not alone or "gateway" in self.launch.stages:
             return None
-        return gateway_with_absolute_files(block)
+        given = gateway_with_absolute_files(block)
+        return given if self.block.promote is None else replace(given, port=0)
 
     def job_settings(self, folder: JobFolder, server: Job | None) -> DeploySettings:  # noqa: ARG002
         return replace(self.settings, job_folder=str(folder.root))
@@ -163,7 +168,8 @@ class Deploy(Stage):
         stop_timeout = settings.stop_timeout + CLEANUP_SECONDS
         if self.in_container:
             stop_timeout += self.launch.cluster.removal_seconds
-        return Service(settings.ready_file, settings.ready_timeout, stop_timeout)
+        own = (settings.ready_file, settings.ready_timeout, stop_timeout)
+        return Service(*own, settings.candidate_file)
 
     def env(self) -> dict[str, str]:
         """Hide the GPUs of a node that no rank needs: a server takes all that it sees."""
@@ -199,6 +205,7 @@ class Deploy(Stage):
             checks.problems.add("nodes must be at least 1", got=nodes, change="deploy.run.nodes")
             return
         self._check_replicas()
+        self._check_promotion()
         check_files(checks, self.security)
         if self.gateway is not None:
             check_gateway(checks, self.gateway, self.security, DeployedGateway.key)
@@ -238,6 +245,25 @@ class Deploy(Stage):
                 "replicas that share a node need ports of their own",
                 got=ports,
                 change="deploy.server.*_port (0: a free one), or cluster.exclusive",
+            )
+
+    def _check_promotion(self) -> None:
+        """A server that is held back needs somebody to judge it, and nobody who announces it."""
+        problems, stages = self.launch.checks.problems, self.launch.stages
+        if self.block.promote is None:
+            return
+        if "evaluate" not in stages:
+            problems.add(
+                "nobody judges the server that deploy.promote holds back",
+                got=list(stages),
+                change="stages=[deploy,evaluate], or deploy.promote=null",
+            )
+        if "gateway" in {*stages, *self.brings}:
+            problems.add(
+                "a gateway's job of the same command line waits for a server that is held back",
+                got=list(stages),
+                change="stages=[gateway] on a command line of its own, which follows the published "
+                "servers; deploy.gateway.port=null",
             )
 
     def _check_remote(self) -> None:

@@ -41,6 +41,7 @@ class EvaluateBlock(EvaluateOptions):
     run: EvaluateRun
     in_deploy_job: bool
     stop_server: bool
+    ladder: tuple[str, ...] | None
     ready_file: str
     model_name: str
     tokenizer_dir: str | None
@@ -82,7 +83,7 @@ class Evaluate(Stage):
     def settings(self) -> EvaluateSettings:
         block = self.block
         return EvaluateSettings(
-            ready_file=absolute(block.ready_file),
+            ready_file=self._ready_file,
             results_dir=str(self.results_dir),
             model_name=block.model_name,
             tokenizer_dir=str(self.tokenizer_dir),
@@ -137,6 +138,18 @@ class Evaluate(Stage):
             if bounds is not None and bounds.baseline is not None:
                 yield bounds.baseline.report, f"evaluate.policy{key}.baseline.report"
 
+    @property
+    def _ready_file(self) -> str:
+        """That of a server of the same command line, which may be held back; or as configured."""
+        given, deploy = absolute(self.block.ready_file), Deploy(self.launch)
+        if not self._promotes or given != str(deploy.settings.ready_file):
+            return given
+        return str(deploy.settings.candidate_file)
+
+    @property
+    def _promotes(self) -> bool:
+        return "deploy" in self.launch.stages and Deploy(self.launch).block.promote is not None
+
     def _tls(self) -> ClientTls | None:
         tls = self.block.grpc_tls
         if tls is None:
@@ -154,22 +167,28 @@ class Evaluate(Stage):
     def job(self, folder: JobFolder, server: Job | None = None) -> Job:
         """With a server of the same command line, the job ends with it and may stop it."""
         server = server if self.uses(server) else None
-        return replace(super().job(folder, server), stops_server=self.block.stop_server)
+        job = super().job(folder, server)
+        promotes = server is not None and self._promotes
+        return replace(job, stops_server=self.block.stop_server, promotes=promotes)
 
     def joins(self, server: Job) -> bool:
         return self.block.in_deploy_job and self.uses(server)
 
     def uses(self, server: Job | None) -> bool:
         """Whether it is this server's ready file that the evaluation waits for."""
-        ready_file = server.service.ready_file if server and server.service else None
+        ready_file = server.service.first_file if server and server.service else None
         return ready_file == Path(self.settings.ready_file)
 
     def job_settings(self, folder: JobFolder, server: Job | None) -> EvaluateSettings:  # noqa: ARG002
         settings = replace(self.settings, steps=self.step_names())
         if server is None:
             return settings
+        held_back = server.service is not None and server.service.candidate_file is not None
         return replace(
-            settings, server_job_folder=str(server.folder.root), replicas=server.replicas
+            settings,
+            server_job_folder=str(server.folder.root),
+            replicas=server.replicas,
+            published_as=absolute(self.block.ready_file) if held_back else None,
         )
 
     @cached_property
@@ -177,7 +196,7 @@ class Evaluate(Stage):
         """The folder of the tokenizer files: as configured, or beside the model's weights."""
         if self.block.tokenizer_dir is not None:
             return Path(absolute(self.block.tokenizer_dir))
-        deploy, model = Deploy(self.launch), self._served_model
+        deploy, model = Deploy(self.launch), self.served_model
         if model is not None:
             return model.checkpoint_dir
         if deploy.remote:
@@ -200,7 +219,7 @@ class Evaluate(Stage):
         )
 
     @cached_property
-    def _served_model(self) -> ServedModel | None:
+    def served_model(self) -> ServedModel | None:
         """The model that is asked, where the repository is known here."""
         models = Deploy(self.launch).models
         return next((model for model in models if model.name == self.block.model_name), None)
@@ -255,6 +274,7 @@ class Evaluate(Stage):
             key = "evaluate.run.gpus_per_node"
             checks.problems.add("gpus_per_node must be at least 0", got=gpus, change=key)
         self._check_tls()
+        self._check_promotion()
         self._check_tasks()
         self._check_numbers()
         if settings.harness is not None:
@@ -274,9 +294,35 @@ class Evaluate(Stage):
         for name, path in self._twin_files().items():
             checks.exists(f"the twin's {name}", path, f"evaluate.twin.{name}")
 
+    def _check_promotion(self) -> None:
+        """A server that is held back waits for the verdict of a job of its own."""
+        problems, block = self.launch.checks.problems, self.block
+        if not self._promotes:
+            return
+        if "judge" not in self.step_names():
+            problems.add("deploy.promote waits for a verdict", change="evaluate.policy")
+        if absolute(block.ready_file) != str(Deploy(self.launch).settings.ready_file):
+            problems.add(
+                "deploy.promote waits for the verdict on another server",
+                got=block.ready_file,
+                change="evaluate.ready_file or deploy.promote=null",
+            )
+        if block.in_deploy_job:
+            problems.add(
+                "the server that is promoted outlives its evaluation",
+                got=True,
+                change="evaluate.in_deploy_job=False or deploy.promote=null",
+            )
+        if block.ladder:
+            problems.add(
+                "the servers of a ladder are stopped",
+                got=list(block.ladder),
+                change="deploy.promote=null or evaluate.ladder=null",
+            )
+
     def _check_tasks(self) -> None:
         """The model must be of a kind that can answer what it is asked."""
-        model = self._served_model
+        model = self.served_model
         contract = CONTRACTS.get(model.model_type) if model is not None else None
         if model is None or contract is None:
             return

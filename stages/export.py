@@ -167,14 +167,15 @@ class Export(Stage):
                 got=str(folder),
                 change="export.triton_deployment.triton_model_dir or export.run.model_train_name",
             )
-        if checks.on_host(settings.checkpoint_dir).exists() and not settings.overwrite:
+        kept = settings.overwrite or settings.reuse
+        if checks.on_host(settings.checkpoint_dir).exists() and not kept:
             complete = checks.on_host(folder / "config.pbtxt").exists()
             step = "python3 -m launcher_scripts.steps.write_model_repository --settings"
             finish = f", or finish it: {step} {self.results_dir}/jobs/.../{self.block.run.name}"
             checks.problems.add(
                 f"there is an earlier export{'' if complete else ', without its config.pbtxt'}",
                 got=str(settings.checkpoint_dir),
-                change="export.model.overwrite=True to replace it"
+                change="export.model.overwrite=True to replace it, or export.model.reuse=True"
                 + ("" if complete else f"{finish}_hydra.yaml"),
             )
 

@@ -2,43 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher_scripts.cluster import CLUSTERS
 from launcher_scripts.cluster.cluster import Cluster
 from launcher_scripts.cluster.job import Job, JobFolder, Submitted
-from launcher_scripts.common.errors import ClusterError, ConfigError, Problems, lookup
+from launcher_scripts.common.errors import (
+    ClusterError,
+    ConfigError,
+    LauncherError,
+    Problems,
+    lookup,
+)
 from launcher_scripts.common.processes import Interruption
 from launcher_scripts.config.schema import build
 from stages import STAGES
 from stages.checks import Checks
+from stages.ladder import Ladder
 from stages.stage import Launch, LauncherConfig, Stage
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Checked stages, in order. absent: what a dry run found to be missing on this machine."""
+    """Checked stages, in order.
 
-    stages: tuple[Stage, ...]
+    runs:   of every rung of a ladder, then of the comparison; without a ladder there is one run
+    absent: what a dry run found to be missing on this machine
+    """
+
+    runs: tuple[tuple[Stage, ...], ...]
     cluster: Cluster
     dry_run: bool
     absent: tuple[str, ...] = ()
 
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Those of all runs."""
+        return tuple(stage for run in self.runs for stage in run)
+
     def jobs(self, folder_of: Callable[[Stage], JobFolder]) -> Iterator[Job]:
         """The jobs in order, each made when it is asked for."""
+        return (job for run in self.jobs_of_runs(folder_of) for job in run)
+
+    def jobs_of_runs(self, folder_of: Callable[[Stage], JobFolder]) -> Iterator[Iterator[Job]]:
+        """The jobs of every run. A run begins when the one before it has ended or was given up."""
+        done: list[list[Job]] = []
+        for stages in self.runs:
+            made: list[Job] = []
+            yield self._jobs_of_run(stages, folder_of, done, made)
+            done.append(made)
+
+    def _jobs_of_run(
+        self,
+        run: tuple[Stage, ...],
+        folder_of: Callable[[Stage], JobFolder],
+        done: Sequence[Sequence[Job]],
+        made: list[Job],
+    ) -> Iterator[Job]:
+        """The jobs of one run after those of others, `done`; they are also put into `made`."""
         server: Job | None = None
-        stages = list(self.stages)
+        stages = list(run)
         while stages:
             stage = stages.pop(0)
             job = stage.job(folder_of(stage), server)
+            if isinstance(stage, Ladder):
+                job = stage.of_jobs(job, done)
+            if done and not made:
+                job = replace(job, after_any=True)
             if job.service is not None:
                 client = next((each for each in stages if each.joins(job)), None)
                 if client is not None and self.cluster.hosts_clients:
                     stages.remove(client)
                     job = replace(job, client=client.job(folder_of(client), job))
                 server = job if server is None else replace(server, gateway=job)
+            made.append(job)
             yield job
 
     def preview(self) -> str:
@@ -68,6 +107,18 @@ class Plan:
         refused.raise_if_any(ClusterError)
         return "\n".join(answers)
 
+    def _submit_runs(self, interruption: Interruption) -> None:
+        previous: Submitted | None = None
+        for number, jobs in enumerate(self.jobs_of_runs(_reserved_folder), 1):
+            try:
+                for job in jobs:
+                    interruption.check()
+                    previous = self.cluster.submit(job, previous)
+            except LauncherError as error:
+                if number == len(self.runs) or not self.cluster.goes_on(error):
+                    raise
+                print(f"error: {error}\nthe ladder goes on with its next rung", flush=True)
+
     def _surroundings(self, job: Job) -> str:
         """The container, the mounts and the variables of a job, and where they come from."""
         stage = next(stage for stage in self.stages if stage.name == job.stage)
@@ -85,16 +136,13 @@ class Plan:
 
         Either all of them are handed over or none: the scheduler is asked about every job before,
         and what it took nevertheless is taken back when it refuses a later one, or when a person
-        interrupts.
+        interrupts. Where jobs run here, a run of which one fails is given up, and the next begins.
         """
-        previous: Submitted | None = None
         self.ask_scheduler()
         interruption = Interruption()
         with interruption.listening():
             try:
-                for job in self.jobs(_reserved_folder):
-                    interruption.check()
-                    previous = self.cluster.submit(job, previous)
+                self._submit_runs(interruption)
                 interruption.check()
                 self.cluster.finish()
             except (ClusterError, KeyboardInterrupt, SystemExit):
@@ -104,20 +152,27 @@ class Plan:
                 self.cluster.close()
 
 
-def make_plan(values: Mapping[str, Any]) -> Plan:
-    """The plan of a resolved configuration.
+def make_plan(*configurations: Mapping[str, Any]) -> Plan:
+    """The plan of a resolved configuration, or of the configurations of a ladder's rungs.
 
     Raises ConfigError with everything that cannot work, found by all stages together.
     """
-    launch = _read(values)
-    checks = launch.checks
-    stages = _checked_stages(launch)
-    launch.cluster.check(checks.absent)
-    absent = tuple(checks.absent.messages)
-    if not launch.config.dry_run:
-        checks.problems.messages.extend(absent)
-    checks.problems.raise_if_any(ConfigError)
-    return Plan(stages, launch.cluster, launch.config.dry_run, absent)
+    launches = [_read(values) for values in configurations]
+    runs = [_checked_stages(launch) for launch in launches]
+    checks, first = [launch.checks for launch in launches], launches[0]
+    problems = Problems("the configuration")
+    if (first.blocks["evaluate"] or {}).get("ladder"):
+        with problems.collecting():
+            ladder = Ladder(launches)
+            _check(ladder)
+            runs.append((ladder,))
+            checks.append(ladder.launch.checks)
+    first.cluster.check(checks[0].absent)
+    absent = tuple(dict.fromkeys(text for each in checks for text in each.absent.messages))
+    found = (text for each in checks for text in each.problems.messages)
+    problems.messages.extend(dict.fromkeys([*found, *(() if first.config.dry_run else absent)]))
+    problems.raise_if_any(ConfigError)
+    return Plan(tuple(runs), first.cluster, first.config.dry_run, absent)
 
 
 def _read(values: Mapping[str, Any]) -> Launch:
@@ -158,10 +213,15 @@ def _checked_stages(launch: Launch) -> tuple[Stage, ...]:
         with launch.checks.problems.collecting():
             stage = kind(launch)
             wanted.update(stage.brings)
-            stage.check()
-            launch.cluster.render(stage.job(_next_folder(stage)))
+            _check(stage)
             stages.append(stage)
     return tuple(stages)
+
+
+def _check(stage: Stage) -> None:
+    """What is wrong with a stage goes to its launch's checks, or is raised."""
+    stage.check()
+    stage.launch.cluster.render(stage.job(_next_folder(stage)))
 
 
 def _next_folder(stage: Stage) -> JobFolder:

@@ -21,15 +21,18 @@ def run_whole_job(
     python: Path,
     checkpoint: Path | None = None,
     options: Mapping[str, Any] | None = None,
+    report: str = "*",
 ) -> dict[str, Any]:
     """Run main.py with all stages on this machine; `folder` exists and gets every file.
 
     python:     runs the steps of the jobs
     checkpoint: None: one that is made here
     options:    further keys of the command line
+    report:     pattern of the folder of the report that is meant
     Returns the report. Raises CalledProcessError where the launcher fails.
     """
-    checkpoint = checkpoint or make_checkpoint(folder / "tiny.nemo")
+    own = folder / "tiny.nemo"
+    checkpoint = checkpoint or (own if own.exists() else make_checkpoint(own))
     items = [json.dumps({"text": f"This {word} is a {word}"}) for word in WORDS]
     (folder / "items.jsonl").write_text("\n".join(items) + "\n")
     keys = {
@@ -54,9 +57,9 @@ def run_whole_job(
     }
     command = [sys.executable, str(CHECKOUT / "main.py")]
     subprocess.run([*command, *(f"{key}={value}" for key, value in keys.items())], check=True)
-    (path,) = (folder / "results").rglob("report.json")
-    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return report
+    (path,) = (folder / "results").rglob(f"{report}/report.json")
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
 
 
 def make_checkpoint(path: Path) -> Path:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 from launcher_scripts.cluster.job import Job, Submitted
 from launcher_scripts.cluster.record import JobRecord
 from launcher_scripts.cluster.state import JobState
-from launcher_scripts.common.errors import Problems
+from launcher_scripts.common.errors import LauncherError, Problems
 
 
 class Cluster(Protocol):
@@ -73,7 +73,14 @@ class Cluster(Protocol):
         ...
 
     def submit(self, job: Job, after: Submitted | None = None) -> Submitted:
-        """Hand over a job that starts when `after` is done, or ready where that is a service."""
+        """Hand over a job that starts when `after` is done, or ready where that is a service.
+
+        One with `after_any` starts when all before it have ended.
+        """
+        ...
+
+    def goes_on(self, error: LauncherError) -> bool:
+        """Whether a job with `after_any` can follow one of which submit has raised this."""
         ...
 
     def give_up(self) -> None:

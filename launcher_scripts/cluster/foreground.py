@@ -65,15 +65,16 @@ class Foreground:
         deadline = time.monotonic() + process.service.ready_timeout
 
         def ready_or_late() -> bool:
-            return process.ready() or time.monotonic() > deadline
+            return process.ready() is not None or time.monotonic() > deadline
 
         self._wait(ready_or_late, show=process, needs=self._services)
-        if not process.ready():
+        ready_file = process.ready()
+        if ready_file is None:
             raise ServerError(
                 f"the {process.name} was not ready within {process.service.ready_timeout:g} s; "
                 f"the end of its log {process.log}:\n{process.tail()}"
             )
-        print(f"{process.name} is ready: {process.service.ready_file}", flush=True)
+        print(f"{process.name} is ready: {ready_file}", flush=True)
 
     def serve(self) -> None:
         """Keep the newest service in the foreground until it is stopped or ends.
@@ -90,11 +91,15 @@ class Foreground:
         process.show_log()
         _check_exit(process)
 
-    def close(self) -> None:
-        """End the services, newest first, and give the signal handlers back."""
+    def end_services(self) -> None:
+        """End the services, newest first."""
         while self._services:
             process = self._services.pop()
             process.stop(process.service.stop_timeout, lambda: self._stop.again)
+
+    def close(self) -> None:
+        """End the services, and give the signal handlers back."""
+        self.end_services()
         self._exit.close()
 
     def _wait(
@@ -150,16 +155,24 @@ class ForegroundCluster(ConfiguredCluster[Options]):
         submitted.write_record(self.type)
         if self._foreground is None:
             self._foreground = Foreground()
+        if job.after_any:
+            self._foreground.end_services()
+            self._serving = None
         if self._serving is not None:
             self._foreground.wait_until_ready()
             self._serving = None
         print(f"{job.stage}: {job.name}, log: {submitted.log}", flush=True)
         if job.service is None:
             self._foreground.run(submitted)
+            self._serving = job.server if job.promotes else None
         else:
             self._foreground.start(submitted, job.service)
             self._serving = job
         return submitted
+
+    def goes_on(self, error: LauncherError) -> bool:
+        """Yes after a job that failed, unless somebody asked all of them to end."""
+        return not isinstance(error, Stopped)
 
     def give_up(self) -> None:
         """What runs is ended by close()."""

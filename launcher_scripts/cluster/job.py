@@ -63,12 +63,19 @@ class Container:
 class Service:
     """What makes a job a service: it is ready when `ready_file` is there, and ends when stopped.
 
-    stop_timeout is the time in seconds that it may take to end by itself.
+    stop_timeout is the time in seconds that it may take to end by itself. candidate_file: what is
+    there before, of a server that is held back until its evaluation's verdict.
     """
 
     ready_file: Path
     ready_timeout: float
     stop_timeout: float
+    candidate_file: Path | None = None
+
+    @property
+    def first_file(self) -> Path:
+        """What says that it can be measured."""
+        return self.candidate_file or self.ready_file
 
 
 @dataclass(frozen=True)
@@ -151,10 +158,13 @@ class Job:
     service:      set where the steps do not end by themselves
     server:       the job of the server that this one talks to
     stops_server: whether that server is stopped when this job ends
+    promotes:     whether that server goes on all the same when this job succeeds
     client:       a job that runs beside this service, on the same nodes; its result is the job's
     gateway:      the job of the gateway that the same command line puts before this server
     replicas:     how many times a service is started, as an array of jobs; 0: once, and no array
     first_replica: the number of the array's first task
+    after_any:    whether it starts when the jobs before it have ended, however they did: their
+                  servers are stopped first, and it does not need what they have made
     """
 
     stage: str
@@ -167,10 +177,12 @@ class Job:
     service: Service | None = None
     server: Job | None = None
     stops_server: bool = False
+    promotes: bool = False
     client: Job | None = None
     gateway: Job | None = None
     replicas: int = 0
     first_replica: int = 0
+    after_any: bool = False
 
     def __post_init__(self) -> None:
         problems = Problems(f"the {self.stage} job")

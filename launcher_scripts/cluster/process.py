@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from launcher_scripts.cluster.job import Service, Submitted
 from launcher_scripts.cluster.local_state import note_end, note_process
@@ -116,18 +117,21 @@ class Process:
 
 
 class ServiceProcess(Process):
-    """A service: ready when its ready file names this run, and no other one."""
+    """A service: ready when one of its ready files names this run, and no other one."""
 
     def __init__(self, submitted: Submitted, service: Service) -> None:
         self.service = service
         super().__init__(submitted)
 
-    def ready(self) -> bool:
-        with contextlib.suppress(ClusterError):
-            ready = read_json(self.service.ready_file) or {}
-            job = ready.get("job") or {}
-            return bool(job.get("folder") == str(self.submitted.job.folder.root))
-        return False
+    def ready(self) -> Path | None:
+        """The file that says so; None: it is not ready."""
+        folder = str(self.submitted.job.folder.root)
+        for path in dict.fromkeys((self.service.ready_file, self.service.first_file)):
+            with contextlib.suppress(ClusterError):
+                ready = read_json(path) or {}
+                if (ready.get("job") or {}).get("folder") == folder:
+                    return path
+        return None
 
 
 def _wait_for(done: Callable[[], bool], seconds: float, hurry: Callable[[], bool]) -> None:

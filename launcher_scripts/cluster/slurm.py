@@ -21,7 +21,7 @@ from launcher_scripts.cluster.slurm_options import SlurmOptions
 from launcher_scripts.cluster.slurm_room import check_room
 from launcher_scripts.cluster.slurm_script import slurm_script
 from launcher_scripts.cluster.state import JobState, wait_for
-from launcher_scripts.common.errors import ClusterError, Problems, problem
+from launcher_scripts.common.errors import ClusterError, LauncherError, Problems, problem
 
 _CANCEL_SECONDS = 30.0
 
@@ -155,6 +155,10 @@ class SlurmCluster(ConfiguredCluster[SlurmOptions]):
             print(f"{job.client.stage}: {job.client.name} is a step of that job", flush=True)
         return submitted
 
+    def goes_on(self, error: LauncherError) -> bool:  # noqa: ARG002
+        """No: what it raises is a refusal, and all jobs are taken back."""
+        return False
+
     def give_up(self) -> None:
         """Take jobs back whose successors could not be submitted, and one just handed over."""
         if self._handing_over is not None:
@@ -252,9 +256,20 @@ def _dependency(job: Job, after: Submitted | None) -> str | None:
     may find no room. A cancelled job counts as started for Slurm, so what a service waits for is
     waited for as well.
     """
+    if job.after_any:
+        return _after_any(after)
     conditions = []
     while after is not None:
         first = f"_{after.job.first_replica}" if after.job.replicas and job.service else ""
         conditions.append(f"{'after' if after.job.service else 'afterok'}:{after.job_id}{first}")
-        after = after.after if after.job.service else None
+        after = after.after if after.job.service and not after.job.after_any else None
     return ",".join(conditions) or None
+
+
+def _after_any(after: Submitted | None) -> str | None:
+    """That the jobs before have ended, down to the last one that waited in this way itself."""
+    ids: list[str] = []
+    while after is not None:
+        ids.insert(0, after.job_id)
+        after = None if after.job.after_any else after.after
+    return f"afterany:{':'.join(ids)}" if ids else None

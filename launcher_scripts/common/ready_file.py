@@ -1,4 +1,7 @@
-"""A server's ready file: its name among those of several servers, and how old its word is."""
+"""A server's ready file: its name among those of several servers, and how old its word is.
+
+A server that is held back until a verdict has a candidate file in its place, which no client reads.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from launcher_scripts.common.atomic_write import atomic_write
+
+READY = "ready.json"
+CANDIDATE = "ready.candidate.json"
+_PROMOTION = "promotion.json"
 STALE_SECONDS = 60.0  # a server renews its file every few seconds
 
 
@@ -20,6 +28,17 @@ def replica_files(path: Path, replicas: int) -> tuple[Path, ...]:
     if not replicas:
         return (path,)
     return tuple(replica_file(path, number) for number in range(replicas))
+
+
+def ask_to_publish(job_folder: Path) -> None:
+    """Tell every server of the job, also one that is started again, to have a ready file."""
+    asked_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    atomic_write(job_folder / _PROMOTION, f'{{"asked_at": "{asked_at}"}}\n')
+
+
+def may_publish(job_folder: Path) -> bool:
+    """Whether ask_to_publish was called for the job."""
+    return (job_folder / _PROMOTION).exists()
 
 
 def seconds_silent(ready: Mapping[str, Any]) -> float | None:

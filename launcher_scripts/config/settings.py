@@ -17,9 +17,10 @@ from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.common.ready_file import replica_file
+from launcher_scripts.common.ready_file import CANDIDATE, READY, replica_file
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.harness import HarnessSettings
+from launcher_scripts.config.ladder import LadderSettings
 from launcher_scripts.config.load import LoadSettings
 from launcher_scripts.config.options import PORTS, check_options, described, option
 from launcher_scripts.config.policy import PolicySettings
@@ -33,6 +34,7 @@ WEIGHT_DATA_TYPES = ("fp32", "fp16", "bf16")
 SOURCES = ("auto", "nemo", "megatron", "megatron_core", "huggingface", "gguf", "random")
 DEVICES = ("auto", "cpu", "cuda")
 PROTOCOLS = ("http", "grpc")
+PROMOTIONS = ("after_gate",)
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class ModelOptions:
     weight_data_type: str = option("fp32", "type of the written files", choices=WEIGHT_DATA_TYPES)
     processes: int = option(16, "threads at most", least=1)
     overwrite: bool = option(False, "replace an earlier export in the same folder")
+    reuse: bool = option(False, "keep an earlier export of the same checkpoint and settings")
     source: str = option("auto", "format of the checkpoint", choices=SOURCES)
     num_attention_heads: int | None = option(None, "for a checkpoint that does not say it")
     encoder_only: bool = option(False, "of an encoder-decoder, export the encoder alone")
@@ -215,6 +218,8 @@ class DeploySettings(ServerOptions):
     of the same run this is; their ready files have its number. restarts: how often a server that
     was ready may be started again after it lost a rank or died. model_repository may be in a cloud
     storage (s3://, gs://, as://). gateway: OpenAI's interface beside the server; None: none.
+    promote: after_gate holds the server back until an evaluation's verdict is GO: it has a
+    candidate file instead of the ready file; None: it is not held back.
     """
 
     stage: ClassVar[str] = "deploy"
@@ -225,9 +230,12 @@ class DeploySettings(ServerOptions):
     replica: int | None = None
     restarts: int = 0
     gateway: DeployedGateway | None = None
+    promote: str | None = None
 
     def __post_init__(self) -> None:
         problems = Problems("the deploy settings")
+        if self.promote is not None:
+            problems.check_choice("promote", self.promote, PROMOTIONS, "deploy.promote")
         check_options(self, problems, "deploy.server.{}".format)
         for name in ("http_port", "grpc_port", "metrics_port"):
             port = getattr(self, name)
@@ -250,7 +258,14 @@ class DeploySettings(ServerOptions):
     @property
     def ready_file(self) -> Path:
         """Written when the server is ready: http, grpc, metrics as host:port, models, ranks."""
-        return replica_file(Path(self.results_dir) / "ready.json", self.replica)
+        return replica_file(Path(self.results_dir) / READY, self.replica)
+
+    @property
+    def candidate_file(self) -> Path | None:
+        """What a server that is held back has in the place of the ready file."""
+        if self.promote is None:
+            return None
+        return replica_file(Path(self.results_dir) / CANDIDATE, self.replica)
 
 
 @dataclass(frozen=True)
@@ -288,7 +303,7 @@ class GatewayJobSettings:
     @property
     def ready_file(self) -> Path:
         """Written when the gateway answers: openai as http://host:port/v1, and models."""
-        return Path(self.results_dir) / "ready.json"
+        return Path(self.results_dir) / READY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,6 +333,7 @@ class EvaluateSettings(EvaluateOptions):
 
     server_job_folder is that of the run of the server that is meant; None: whoever is ready.
     steps: those of the job, in order; behind the last one the next evaluation asks all anew
+    published_as: the ready file that this server gets after GO; None: it is not held back.
     """
 
     error_code: ClassVar[int] = ERROR
@@ -329,6 +345,7 @@ class EvaluateSettings(EvaluateOptions):
     tasks: tuple[TaskSettings, ...] = ()
     server_job_folder: str | None = None
     steps: tuple[str, ...] = ()
+    published_as: str | None = None
 
     def __post_init__(self) -> None:
         problems = Problems("the evaluate settings")
@@ -339,7 +356,14 @@ class EvaluateSettings(EvaluateOptions):
         problems.raise_if_any(ConfigError)
 
 
-Settings = TypeVar("Settings", ExportSettings, DeploySettings, GatewayJobSettings, EvaluateSettings)
+Settings = TypeVar(
+    "Settings",
+    ExportSettings,
+    DeploySettings,
+    GatewayJobSettings,
+    EvaluateSettings,
+    LadderSettings,
+)
 
 
 def settings_text(settings: Any) -> str:

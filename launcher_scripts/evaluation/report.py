@@ -21,6 +21,7 @@ from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.rendering import render
 from launcher_scripts.config.harness import HarnessSettings
+from launcher_scripts.config.ladder import LadderSettings
 from launcher_scripts.config.load import LoadSettings
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
@@ -28,6 +29,7 @@ from launcher_scripts.config.twin import TwinSettings
 from launcher_scripts.evaluation import plots
 from launcher_scripts.evaluation.gate import Verdict
 from launcher_scripts.evaluation.harness import HarnessResult
+from launcher_scripts.evaluation.ladder import LadderRow
 from launcher_scripts.evaluation.load.figures import LoadRun
 from launcher_scripts.evaluation.load.saturation import Saturation
 from launcher_scripts.evaluation.provenance import client_versions, digests, project_commit
@@ -122,6 +124,19 @@ class Report:
         }
         self._write()
 
+    def add_ladder(
+        self, settings: LadderSettings, rows: Sequence[LadderRow], chosen: str | None, why: str
+    ) -> None:
+        """Put the comparison of a ladder's rungs into the report, in place of an earlier one."""
+        self.content["ladder"] = {
+            "measured_on": {"date": _now(), "client": _client()},
+            "settings": dataclasses.asdict(settings),
+            "rows": [dataclasses.asdict(row) for row in rows],
+            "chosen": chosen,
+            "why": why,
+        }
+        self._write()
+
     def add_load(
         self,
         settings: LoadSettings,
@@ -172,24 +187,31 @@ def measured_on(
     seeds:      of what is random in it
     """
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": _now(),
         "protocol": settings.protocol,
         "server": ready,
         "parameters": dict(parameters or {}),
         "digests": digests(settings, data),
         "seeds": dict(seeds or {}),
-        "client": {
-            "host": platform.node(),
-            "platform": platform.platform(),
-            "processor": _processor(),
-            "cores": len(os.sched_getaffinity(0)),
-            "memory_gib": round(
-                os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1
-            ),
-            "python": platform.python_version(),
-            "commit": project_commit(),
-            **client_versions(),
-        },
+        "client": _client(),
+    }
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def _client() -> dict[str, Any]:
+    """This machine."""
+    return {
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "python": platform.python_version(),
+        "commit": project_commit(),
+        **client_versions(),
     }
 
 

@@ -121,6 +121,13 @@ def _figure(metric: Metric, value: float) -> str:
     return f"{value:.2f}" if abs(value) > 1.05 else f"{value:.6g}"
 
 
+def interval(metric: Metric | None) -> str:
+    """The value with the ends of its interval; a dash for none."""
+    if metric is None:
+        return "-"
+    return f"{_figure(metric, metric.value)} ({_ends(metric)})"
+
+
 def _ends(metric: Metric) -> str:
     if metric.low is None or metric.high is None:
         return "-"

@@ -16,6 +16,7 @@ from launcher_scripts.cluster.state import FORGOTTEN, UNKNOWN, JobState
 from launcher_scripts.common.errors import ClusterError, lookup
 from launcher_scripts.jobs.folders import KnownJob
 from launcher_scripts.jobs.metrics import Load, is_ready, load
+from launcher_scripts.jobs.verdicts import Badge, badge
 
 PROTOCOLS = ("http", "grpc", "metrics", "openai")
 # Exit codes of `status`.
@@ -28,6 +29,7 @@ class Status:
 
     ready: what the server's ready file says, while the job runs; None: not ready
     answers: whether the server says so itself; None: not asked
+    badge: what an evaluation decided; None: nothing
     """
 
     job: KnownJob
@@ -36,14 +38,20 @@ class Status:
     ready: dict[str, Any] | None = None
     answers: bool | None = None
     load: Load = field(default_factory=Load)
+    badge: Badge | None = None
 
     @property
     def is_service(self) -> bool:
         return self.job.record.ready_file is not None
 
     @property
+    def held_back(self) -> bool:
+        """Whether the server waits for a verdict before it is published."""
+        return self.ready is not None and bool(self.ready.get("candidate"))
+
+    @property
     def serves(self) -> bool:
-        return self.ready is not None and self.answers is not False
+        return self.ready is not None and not self.held_back and self.answers is not False
 
     @property
     def word(self) -> str:
@@ -52,6 +60,8 @@ class Status:
             return self.state.name
         if self.ready is None:
             return "STARTING"
+        if self.held_back:
+            return "CANDIDATE"
         return "READY" if self.serves else "NOT ANSWERING"
 
     @property
@@ -96,6 +106,7 @@ class Status:
             "state": state.pop("name"),
             **state,
             "reason": self.reason,
+            "verdict": None if self.badge is None else vars(self.badge),
             "ready": self.serves if self.is_service else None,
             "endpoints": self.endpoints,
             "models": (self.ready or {}).get("models", []),
@@ -133,7 +144,7 @@ def _look(job: KnownJob, job_id: str, *, ask_servers: bool) -> Status:
     state = job_state(job, job_id)
     ready = _ready(job, job_id) if state.running else None
     if ready is None or not ask_servers:
-        return Status(job, job_id, state, ready)
+        return Status(job, job_id, state, ready, badge=badge(job.folder, job.record))
     answers = is_ready(ready["http"]) if "http" in ready else None
     busy = load(ready["metrics"]) if answers and "metrics" in ready else Load()
     return Status(job, job_id, state, ready, answers, busy)

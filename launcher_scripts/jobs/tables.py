@@ -11,14 +11,25 @@ from launcher_scripts.jobs.status import Status
 if TYPE_CHECKING:
     from rich.table import Table
 
-LIST_COLUMNS = ("JOB", "RUN", "ID", "CLUSTER", "STATE", "NODES", "TIME", "EXIT", "REASON")
+LIST_COLUMNS = (
+    "JOB",
+    "RUN",
+    "ID",
+    "CLUSTER",
+    "STATE",
+    "NODES",
+    "TIME",
+    "EXIT",
+    "REASON",
+    "VERDICT",
+)
 STATUS_COLUMNS = (
     *("JOB", "RUN", "ID", "STATE", "NODES", "TIME"),
-    *("HTTP", "GRPC", "OPENAI", "GPU", "KV", "ROWS", "REQUESTS", "REASON"),
+    *("HTTP", "GRPC", "OPENAI", "GPU", "KV", "ROWS", "REQUESTS", "REASON", "VERDICT"),
 )
 _COLOURS = {
     **dict.fromkeys(("READY", "COMPLETED"), "green"),
-    **dict.fromkeys(("RUNNING", "STARTING", "COMPLETING"), "cyan"),
+    **dict.fromkeys(("RUNNING", "STARTING", "COMPLETING", "CANDIDATE"), "cyan"),
     **dict.fromkeys(("PENDING", "CONFIGURING", "UNKNOWN", "FORGOTTEN"), "yellow"),
     "CANCELLED": "magenta",
 }
@@ -44,6 +55,7 @@ def cells(status: Status, columns: Sequence[str]) -> list[str]:
         "ROWS": load.rows_text(),
         "REQUESTS": "" if load.requests is None else str(load.requests),
         "REASON": status.reason,
+        "VERDICT": "" if status.badge is None else status.badge.text(),
     }
     return [texts[column] for column in columns]
 

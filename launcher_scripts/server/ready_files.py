@@ -6,14 +6,14 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ServerError, problem
-from launcher_scripts.common.ready_file import STALE_SECONDS, seconds_silent
+from launcher_scripts.common.ready_file import STALE_SECONDS, may_publish, seconds_silent
 from launcher_scripts.config.settings import DeploySettings, GatewayJobSettings
 
 RENEW_SECONDS = 5.0
@@ -22,7 +22,11 @@ _POLL_SECONDS = 0.2
 
 
 class ReadyFiles:
-    """The ready file of the results folder, which one living server has, and this run's own."""
+    """The ready file of the results folder, which one living server has, and this run's own.
+
+    A server that is held back has the candidate file first. Once it may publish, it takes the place
+    of the server that has the ready file, which goes on without one.
+    """
 
     def __init__(self, settings: DeploySettings | GatewayJobSettings) -> None:
         self._kind = "server" if settings.stage == "deploy" else settings.stage
@@ -31,6 +35,18 @@ class ReadyFiles:
         folder = settings.job_folder
         self._own = None if folder is None else Path(folder) / self._shared.name
         self._facts: dict[str, Any] = {}
+        self._before: dict[str, Any] = {}  # the facts of the server whose place it took
+        self._published = self._shared
+        candidate = settings.candidate_file if isinstance(settings, DeploySettings) else None
+        if candidate is not None and not self._may_publish():
+            self._shared = candidate
+
+    @property
+    def _held_back(self) -> bool:
+        return self._shared != self._published
+
+    def _may_publish(self) -> bool:
+        return self._own is not None and may_publish(self._own.parent)
 
     def prepare(self) -> None:
         """Make the folder of the ready file, and remove what a dead server has left there.
@@ -50,14 +66,28 @@ class ReadyFiles:
         """From now on others may use the server. Raises ServerError where one has come before."""
         self._refuse_living()
         self._facts = json.loads(json.dumps(facts))  # as it will be read
+        if self._held_back:
+            self._facts["candidate"] = True
         self._write(filter(None, (self._own, self._shared)))
+
+    def publish(self) -> Path | None:
+        """The ready file, as soon as a server that was held back may have it; None before."""
+        if not (self._held_back and self._may_publish()):
+            return None
+        candidate, self._shared = self._shared, self._published
+        self._before = self._shown()
+        del self._facts["candidate"]
+        self._write(filter(None, (self._own, self._shared)))
+        candidate.unlink(missing_ok=True)
+        return self._shared
 
     def renew(self) -> None:
         """Say that the server still lives; who finds an old time knows that it was killed.
 
-        A disk that is full now is no reason to end a server. Another server's file stays.
+        A disk that is full now is no reason to end a server. Another server's file stays, but for
+        the one whose place was taken: it may just have been renewing its file.
         """
-        ours = self._shared_is_ours()
+        ours = self._shared_is_ours() or (self._before and _same(self._shown(), self._before))
         with contextlib.suppress(ServerError):
             self._write(filter(None, (self._own, self._shared if ours else None)))
 
@@ -78,11 +108,7 @@ class ReadyFiles:
             self._shared.unlink(missing_ok=True)
 
     def _shared_is_ours(self) -> bool:
-        shown = self._shown()
-        return bool(self._facts) and {**shown, "alive_at": None} == {
-            **self._facts,
-            "alive_at": None,
-        }
+        return bool(self._facts) and _same(self._shown(), self._facts)
 
     def _shown(self) -> dict[str, Any]:
         """What the shared file says; nothing where there is none, or another text."""
@@ -118,6 +144,11 @@ class ReadyFiles:
                     change=f"{self._key}, or stop that {self._kind} first",
                 )
             )
+
+
+def _same(shown: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    """Whether both are of one run of a server, however long ago it said that it lives."""
+    return {**shown, "alive_at": None} == {**facts, "alive_at": None}
 
 
 def job_facts(settings: DeploySettings) -> dict[str, Any]:

@@ -220,7 +220,7 @@ class Service:
         return False
 
     def announce(self) -> None:
-        """Write the ready file: from now on others may use the server."""
+        """Write the ready file, or the candidate's: from now on others may use the server."""
         statuses = self._check()
         self._watched = self._processes(statuses)
         self._process.hide_memory()
@@ -254,6 +254,9 @@ class Service:
             self._check()
             if self._gateway is not None:
                 self._gateway.look()
+            published = self._ready_files.publish()
+            if published is not None:
+                print(f"the verdict is GO, published: {published}", flush=True)
             if time.monotonic() - renewed > RENEW_SECONDS:
                 self._ready_files.renew()
                 renewed = time.monotonic()

@@ -15,6 +15,7 @@ from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.config.policy import opened
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation import gate
+from launcher_scripts.evaluation.promotion import promote
 from launcher_scripts.evaluation.report import Report
 from launcher_scripts.steps.evaluation_step import run_evaluation
 
@@ -24,14 +25,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def judge(settings: EvaluateSettings) -> int:
-    """0: GO, 1: NO-GO, 2: INCONCLUSIVE; printed, in verdict.json and in the report."""
+    """0: GO, 1: NO-GO, 2: INCONCLUSIVE; printed, in verdict.json and in the report.
+
+    After GO a server that was held back publishes its address.
+    """
     report = Report(Path(settings.results_dir), settings.model_name)
     policy = opened(settings.policy)
     if policy is None:
         raise ConfigError(problem("no policy to judge by", change="evaluate.policy"))
     verdict = gate.judge(report.content, policy, report.results_dir)
     report.add_verdict(verdict)
-    print("\n".join(["", *verdict.lines(), "", f"verdict: {report.verdict_file}"]))
+    print("\n".join(["", *verdict.lines(), "", f"verdict: {report.verdict_file}"]), flush=True)
+    promote(settings, verdict.verdict)
     return verdict.exit_code
 
 

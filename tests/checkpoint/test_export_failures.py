@@ -178,6 +178,28 @@ def test_existing_output(source: Path, tmp_path: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == ["1-gpu"]
 
 
+def test_an_earlier_export_is_kept_if_it_is_the_same(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = export_folder(source, tmp_path, reuse=True)
+    written = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert "is kept" not in capfd.readouterr().out
+    assert export_folder(source, tmp_path, reuse=True) == folder
+    assert f"the earlier export is the same and is kept: {folder}" in capfd.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == written
+    with pytest.raises(
+        CheckpointError, match=r"of other settings; change export\.model\.overwrite"
+    ):
+        export_folder(source, tmp_path, reuse=True, data_type="fp16")
+    weights = next(folder.glob("*.weight*.bin"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="is too short"):
+        export_folder(source, tmp_path, reuse=True)
+    source.touch()  # it may hold other weights now
+    with pytest.raises(CheckpointError, match="it is of another checkpoint"):
+        export_folder(source, tmp_path, reuse=True)
+
+
 def test_a_failed_overwrite_keeps_what_was_there(source: Path, tmp_path: Path) -> None:
     folder = export_folder(source, tmp_path)
     content = source.read_bytes()

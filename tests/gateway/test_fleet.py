@@ -17,10 +17,12 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.common.ready_file import replica_file
+from launcher_scripts.common.ready_file import ask_to_publish, replica_file
 from launcher_scripts.config.gateway import GatewaySettings
+from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.gateway import fleet as fleets
 from launcher_scripts.gateway.fleet import Fleet
+from launcher_scripts.server.ready_files import ReadyFiles
 
 CONFIG: dict[str, Any] = {"backend": "fastertransformer", "input": []}
 
@@ -335,5 +337,32 @@ def test_old_files_bring_no_server_and_take_none_away(tmp_path: Path) -> None:
         await fleet.find()
         await fleet.check(1)
         assert states(fleet) == {"a:1": True}
+
+    with_fleet(work, tmp_path)
+
+
+def test_a_server_that_is_promoted_takes_the_older_ones_requests(tmp_path: Path) -> None:
+    job = tmp_path / "job"
+    job.mkdir()
+    where = {"results_dir": str(tmp_path), "job_folder": str(job), "host": "127.0.0.1"}
+    start(tmp_path, None, "older:1")
+    newer = ReadyFiles(DeploySettings("repository", **where, promote="after_gate"))
+    newer.prepare()
+    newer.write({"grpc": "newer:1"})
+    FakeServer.up["newer:1"] = ["tiny"]
+
+    async def work(fleet: Fleet) -> None:
+        await fleet.until_found()
+        assert states(fleet) == {"older:1": True}
+        fleet.replicas[0].running = 1
+        ask_to_publish(job)
+        newer.publish()
+        for _ in range(2):
+            await fleet.find()
+            await fleet.check(0.0)
+        assert states(fleet) == {"older:1": False, "newer:1": True}
+        fleet.replicas[0].running = 0
+        await fleet.check(0.0)
+        assert states(fleet) == {"newer:1": True}
 
     with_fleet(work, tmp_path)

@@ -40,7 +40,7 @@ def test_a_pipe_gets_columns(tmp_path: Path) -> None:
     head, server, export = plain(statuses(tmp_path), STATUS_COLUMNS).splitlines()
     assert head.split() == list(STATUS_COLUMNS)
     expected = "deploy_tiny 001 101 READY n[1-2] 1:01:01 n1:8000 n1:8001 http://n1:9/v1"
-    expected += " 50% 1.0/2.0 GiB 25% 3 9 -"
+    expected += " 50% 1.0/2.0 GiB 25% 3 9 - -"
     assert server.split() == expected.split()
     assert export.index("PENDING") == server.index("READY") == head.index("STATE")
     assert "PartitionTimeLimit, it will never start: its time limit is beyond" in export

@@ -148,8 +148,10 @@ def test_an_earlier_export_is_not_replaced(
     assert "write_model_repository --settings" in found and "export_tiny_hydra.yaml" in found
     (folder.parents[1] / "config.pbtxt").touch()
     (found,) = problems()
-    assert found.endswith("change export.model.overwrite=True to replace it")
-    assert plan(LOCAL, *arguments, "export.model.overwrite=True").stages
+    assert "overwrite=True to replace it, or export.model.reuse=True" in found
+    assert "write_model_repository" not in found
+    for key in ("overwrite", "reuse"):
+        assert plan(LOCAL, *arguments, f"export.model.{key}=True").stages
 
 
 def test_the_folder_has_the_name_of_the_model(problems: Finder) -> None:

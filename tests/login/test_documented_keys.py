@@ -206,8 +206,10 @@ def test_every_model_type_has_the_same_keys(kind: str, hydra_config: Compose) ->
 def test_every_setting_of_the_evaluation_has_a_key(hydra_config: Compose) -> None:
     fields = {field.name for field in dataclasses.fields(EvaluateSettings)}
     evaluate = hydra_config()["evaluate"]
-    of_the_stage = {"run", "in_deploy_job", "stop_server"}
-    assert set(evaluate) - of_the_stage == fields - {"results_dir", "server_job_folder", "steps"}
+    of_the_stage = {"run", "in_deploy_job", "stop_server", "ladder"}
+    assert set(evaluate) - of_the_stage == fields - {
+        *("results_dir", "server_job_folder", "published_as", "steps")
+    }
     benchmark = {field.name for field in dataclasses.fields(BenchmarkSettings)}
     assert set(evaluate["benchmark"]) == benchmark
     task = {field.name for field in dataclasses.fields(TaskSettings)} - {"name"}

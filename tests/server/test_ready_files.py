@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.common.errors import ServerError
+from launcher_scripts.common.ready_file import ask_to_publish
 from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.server import ready_files
 from launcher_scripts.server.ready_files import ReadyFiles
@@ -108,3 +109,43 @@ def test_a_file_of_yesterday_is_removed_at_once(
     (tmp_path / "ready.json").write_text(text)
     files(tmp_path).prepare()
     assert not (tmp_path / "ready.json").exists()
+
+
+def candidate(folder: Path) -> ReadyFiles:
+    job = folder / "job"
+    job.mkdir(exist_ok=True)
+    return ReadyFiles(
+        DeploySettings(
+            "repository",
+            str(folder),
+            host="127.0.0.1",
+            job_folder=str(job),
+            promote="after_gate",
+        )
+    )
+
+
+def test_an_older_server_that_was_just_renewing_its_file_does_not_take_it_back(
+    tmp_path: Path,
+) -> None:
+    older, ours = files(tmp_path), candidate(tmp_path)
+    older.write(OTHERS)
+    ours.prepare()
+    ours.write(FACTS)
+    assert ours.publish() is None
+    assert shown(tmp_path)["http"] == "n2:8000"
+    late = (tmp_path / "ready.json").read_text()
+    ask_to_publish(tmp_path / "job")
+    assert ours.publish() == tmp_path / "ready.json"
+    assert ours.publish() is None
+    assert shown(tmp_path)["http"] == "n1:8000"
+    (tmp_path / "ready.json").write_text(late)  # it had read the file before
+    ours.renew()
+    older.renew()
+    older.remove()
+    assert shown(tmp_path)["http"] == "n1:8000"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "ready.json"]
+    third = candidate(tmp_path)
+    third.write({**FACTS, "http": "n3:8000"})  # the same job, started again beside us
+    ours.renew()
+    assert shown(tmp_path)["http"] == "n3:8000"

@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher_scripts.checkpoint.convert.forecast import Forecast, weight_bytes
 from launcher_scripts.checkpoint.convert.journal import identity
-from launcher_scripts.checkpoint.convert.manifest import TOOL_VERSION
+from launcher_scripts.checkpoint.convert.manifest import TOOL_VERSION, check_files, read_manifest
 from launcher_scripts.checkpoint.convert.output_folder import partial_folder, refuse_existing
 from launcher_scripts.checkpoint.convert.plan import SourceCheckpoint, make_plan
 from launcher_scripts.checkpoint.convert.progress import Progress
@@ -51,6 +51,8 @@ SOURCES = {
     "gguf": GGUFCheckpoint,
     "random": RandomCheckpoint,
 }
+# What the manifest calls the digest of everything that makes an export what it is.
+IDENTITY = "identity"
 # Compares an exported folder with its source in another way; what the manifest says about it.
 Twin = Callable[[Path, ExportSettings], Mapping[str, Any]]
 
@@ -64,7 +66,7 @@ def export(settings: ExportSettings, twin: Twin | None = None) -> Path:
     finishes what is missing.
     """
     target = settings.checkpoint_dir
-    refuse_existing(target, settings.overwrite)
+    refuse_existing(target, settings.overwrite or settings.reuse)
     with _reading(settings.checkpoint_path):
         path, wanted = _located(settings)
         archive = Archive(path, scratch=_existing_parent(target))
@@ -85,6 +87,13 @@ def export(settings: ExportSettings, twin: Twin | None = None) -> Path:
         tasks = make_plan(checkpoint, family_of(config).weights(config), f"the checkpoint {path}")
         if learned:
             tasks = learned.fold(tasks)
+    name = _name(settings, checkpoint, config, path)
+    if settings.reuse and not settings.overwrite and target.exists():
+        _check_same(target, name, files | checkpoint.extra_files())
+        if settings.verify:
+            verify_export(target, tasks, settings.processes)
+        print(f"the earlier export is the same and is kept: {target}", flush=True)
+        return target
     total = _check_space(settings, config, target)
     source, free = checkpoint.describe()["format"], _free_space(target)
     print(Forecast.of(source, family_of(config).name, tasks, total, free), flush=True)
@@ -93,9 +102,9 @@ def export(settings: ExportSettings, twin: Twin | None = None) -> Path:
         config,
         settings.parallelism.tp_size,
         settings.weight_data_type,
-        source=checkpoint.describe() | ({"notes": list(notes)} if notes else {}),
+        source=checkpoint.describe() | {IDENTITY: name} | ({"notes": list(notes)} if notes else {}),
         overwrite=settings.overwrite,
-        name=_name(settings, checkpoint, config, path),
+        name=name,
     )
     with writer:
         for name, content in (files | checkpoint.extra_files()).items():
@@ -170,6 +179,30 @@ def _name(
         *settings.adapter_checkpoints,
     )
     return identity(values, [path, *map(Path, parts)])
+
+
+def _check_same(target: Path, name: str, small: Mapping[str, bytes]) -> None:
+    """Raises CheckpointError where the export in `target` is another one, or not whole.
+
+    small: the files beside the weights, by name
+    """
+    manifest = read_manifest(target)
+    problems = Problems(f"the earlier export {target}")
+    known = manifest is not None and manifest.source.get(IDENTITY) == name
+    if manifest is None or not known or not _holds(target, small):
+        problems.add(
+            "it is of another checkpoint, or of other settings",
+            change="export.model.overwrite=True to replace it",
+        )
+    else:
+        check_files(target, manifest.entries, problems, digests=False)
+    problems.raise_if_any(CheckpointError)
+
+
+def _holds(folder: Path, files: Mapping[str, bytes]) -> bool:
+    """Whether the folder has these files as they are."""
+    paths = {folder / name: content for name, content in files.items()}
+    return all(path.is_file() and path.read_bytes() == paths[path] for path in paths)
 
 
 def open_source(

@@ -67,7 +67,7 @@ class ModelRepository:
         if text_models:
             check_tokenizer(checkpoint)
             targets += [self.root / name for name in names.values()]
-        if not settings.overwrite:
+        if not (settings.overwrite or settings.reuse):
             refuse_existing(targets)
         config = model_config(settings, checkpoint)
         staging = self.root.with_name(self.root.name + ".partial")

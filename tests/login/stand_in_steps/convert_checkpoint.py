@@ -14,4 +14,6 @@ with Path("ran").open("a") as ran:
 if "EXPORT_WAITS" in os.environ:
     Path(os.environ["EXPORT_WAITS"]).write_text(str(os.getpid()))
     time.sleep(60)
-sys.exit(int(os.environ.get("EXPORT_EXITS", "0")))
+fails_for = os.environ.get("EXPORT_FAILS_FOR", settings["weight_data_type"])
+if settings["weight_data_type"] == fails_for:
+    sys.exit(int(os.environ.get("EXPORT_EXITS", "0")))

@@ -17,7 +17,9 @@ settings = yaml.safe_load(Path(sys.argv[sys.argv.index("--settings") + 1]).read_
 known = settings["replica"]
 replica = sys.argv[sys.argv.index("--replica") + 1] if "--replica" in sys.argv else known
 number = "" if replica is None else f"-{replica}"
-ready_file = Path(settings["results_dir"]) / f"ready{number}.json"
+published = Path(settings["results_dir"]) / f"ready{number}.json"
+held_back = settings["promote"] is not None
+ready_file = published.with_name(f"ready.candidate{number}.json") if held_back else published
 ready = {"http": "127.0.0.1:8000", "job": {"folder": settings["job_folder"]}}
 behaviour = os.environ.get("SERVER", "")
 results = Path(settings["results_dir"])
@@ -51,3 +53,6 @@ if behaviour == "dies_later":
     sys.exit(9)
 while True:
     time.sleep(0.05)
+    if held_back and Path(settings["job_folder"], "promotion.json").exists():
+        ready_file.replace(published)
+        held_back = False

@@ -1,0 +1,68 @@
+"""Step: compare the evaluations of one model in several precisions."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher_scripts.steps.packages import check_packages
+
+if __name__ == "__main__":
+    check_packages("write_ladder", "jinja2", "matplotlib", "numpy", "yaml")
+
+from launcher_scripts.checkpoint.convert.manifest import FileEntry, read_manifest
+from launcher_scripts.common.errors import CheckpointError, ServerError
+from launcher_scripts.config.ladder import LadderRung, LadderSettings
+from launcher_scripts.evaluation.ladder import choose, ladder_table, read_row
+from launcher_scripts.evaluation.report import Report
+from launcher_scripts.steps.command import run_step
+
+_SCALE_BYTES = 4  # of an output channel of an int8 matrix
+_LAYERS = (".layers.", ".block.")  # in the names of what int8_mode quantizes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_step("Compare a ladder's rungs.", LadderSettings, write, argv)
+
+
+def write(settings: LadderSettings) -> None:
+    """Write the report's section `ladder` and print its table.
+
+    Raises ServerError where no rung was evaluated.
+    """
+    rows = [read_row(rung, weight_bytes(rung)) for rung in settings.rungs]
+    chosen, why = choose(rows)
+    report = Report(Path(settings.results_dir), settings.model_name)
+    report.add_ladder(settings, rows, chosen, why)
+    print("\n".join([ladder_table(rows), "", why, f"report: {report.html_file}"]), flush=True)
+    if all(row.failure for row in rows):
+        raise ServerError("no rung of the ladder was evaluated")
+
+
+def weight_bytes(rung: LadderRung) -> int | None:
+    """Bytes of the weight files of all ranks; None where no manifest tells.
+
+    The files of int8 hold a half type: what the server makes of their matrices is counted.
+    """
+    try:
+        manifest = None if rung.checkpoint_dir is None else read_manifest(Path(rung.checkpoint_dir))
+    except CheckpointError:
+        return None
+    if manifest is None:
+        return None
+    int8 = rung.name == "int8"
+    return sum(_bytes(entry, int8=int8) for entry in manifest.files if entry.shape is not None)
+
+
+def _bytes(entry: FileEntry, *, int8: bool) -> int:
+    shape = entry.shape or ()
+    matrix = len(shape) > 1 and any(part in entry.name for part in _LAYERS)
+    if int8 and matrix:
+        return math.prod(shape) + _SCALE_BYTES * math.prod(shape[1:])
+    return entry.bytes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+#!/bin/bash
+# ladder: ladder_gpt3_126m
+#SBATCH --job-name=nemo-megatron-ladder_gpt3_126m
+#SBATCH --no-requeue
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output=/mount/results/jobs/ladder/log-ladder_gpt3_126m_%j.out
+#SBATCH --time=0:10:00
+
+# The first command that fails ends the job, and its exit code is the job's.
+set -euo pipefail
+
+export PYTHONPATH=/opt/NeMo-Megatron-Launcher
+export PYTHONUNBUFFERED=1
+export TRANSFORMERS_OFFLINE=1
+
+# Step 1 of 1: write_ladder
+exec srun \
+    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
+    --kill-on-bad-exit=1 --overlap --mpi=none \
+    --chdir=/mount/results/jobs/ladder \
+    python3 -m launcher_scripts.steps.write_ladder --settings /mount/results/jobs/ladder/ladder_gpt3_126m_hydra.yaml
