@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from launcher_scripts.checkpoint.convert.forecast import Forecast, weight_bytes
 from launcher_scripts.checkpoint.convert.journal import identity
@@ -42,8 +42,21 @@ from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, check_division
 
+
+class SourceFormat(Protocol):
+    """A class of SOURCES: reads checkpoints of one format."""
+
+    def matches(self, archive: Archive, /) -> bool:
+        """Whether the archive looks like one of this format."""
+        ...
+
+    def open(self, archive: Archive, hints: Hints, /) -> SourceCheckpoint:
+        """Raises CheckpointError for what is damaged, incomplete or not supported."""
+        ...
+
+
 # The formats that can be exported, by name.
-SOURCES = {
+SOURCES: dict[str, SourceFormat] = {
     "nemo": NemoCheckpoint,
     "megatron": MegatronCheckpoint,
     "megatron_core": MegatronCoreCheckpoint,

@@ -80,7 +80,7 @@ class PeftSettings:
 
     def scale(self, problems: Problems) -> float:
         """alpha / dim."""
-        found = [self.raw.get(key) for key in ("alpha", "dim")]
+        found: list[Any] = [self.raw.get(key) for key in ("alpha", "dim")]
         if not all(type(value) in (int, float) and value > 0 for value in found):
             problems.add("alpha and dim must be positive numbers", got=found)
             return 1.0

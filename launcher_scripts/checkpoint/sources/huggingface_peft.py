@@ -329,7 +329,7 @@ def _drop_copies(learned: dict[str, tuple[Learned, ...]], base: SourceCheckpoint
     for name, other in {(name, other) for name, others in tied for other in others}:
         pair = (*learned.get(name, ()), *learned.get(other, ()))
         tables = [float32(each.values.read()) for each in pair if isinstance(each, Replaced)]
-        if len(tables) == 2 and np.array_equal(*tables):
+        if len(tables) == 2 and np.array_equal(tables[0], tables[1]):
             del learned[other]
             found = True
     return found

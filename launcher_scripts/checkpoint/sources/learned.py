@@ -204,8 +204,12 @@ def with_learned_parts(
 
 def _read_adapter(path: Path, base: SourceCheckpoint) -> Adapter | None:
     """An adapter of another maker than NeMo 1; None for what is none."""
-    found = next((each for each in (huggingface_peft, core_peft) if each.matches(path)), None)
-    if found is None:
+    readers = (
+        (huggingface_peft.matches, huggingface_peft.read_adapter),
+        (core_peft.matches, core_peft.read_adapter),
+    )
+    read = next((read for matches, read in readers if matches(path)), None)
+    if read is None:
         if path.is_dir() and not config_files(Archive(path)):
             files = (
                 f"{huggingface_peft.CONFIG_NAME} (Hugging Face PEFT)",
@@ -215,6 +219,6 @@ def _read_adapter(path: Path, base: SourceCheckpoint) -> Adapter | None:
             raise CheckpointError(problem(f"{path} holds no adapter that is known", choices=files))
         return None
     try:
-        return found.read_adapter(path, base)
+        return read(path, base)
     except LauncherError as error:
         raise CheckpointError(str(error)) from error  # one message, which names the adapter

@@ -11,9 +11,10 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.layouts import LAYOUTS, Layout
 from launcher_scripts.checkpoint.convert.plan import Task, float32, source_of, stored_blocks
@@ -42,11 +43,11 @@ class Learned(Protocol):
         """What does not fit within itself."""
         ...
 
-    def arrays(self) -> Sequence[np.ndarray]:
+    def arrays(self) -> Sequence[NDArray[Any]]:
         """Its values in float32, each laid out like the tensor."""
         ...
 
-    def apply(self, unit: np.ndarray, *values: np.ndarray) -> np.ndarray:
+    def apply(self, unit: NDArray[Any], *values: NDArray[Any]) -> NDArray[Any]:
         """A part of the stored form [..., columns], of any floats, merged with the same part of
         its values, whose memory it may take."""
         ...
@@ -84,12 +85,12 @@ class LowRank:
             return f"its magnitudes {self.magnitude.shape} do not fit its matrix {up}"
         return None
 
-    def arrays(self) -> Sequence[np.ndarray]:
+    def arrays(self) -> Sequence[NDArray[Any]]:
         update = float32(self.up.read()) * np.float32(self.scale) @ float32(self.down.read())
         laid = update.T if self.input_first else update
         return [laid] if self.magnitude is None else [laid, float32(self.magnitude.read())]
 
-    def apply(self, unit: np.ndarray, *values: np.ndarray) -> np.ndarray:
+    def apply(self, unit: NDArray[Any], *values: NDArray[Any]) -> NDArray[Any]:
         merged = _sum(values[0], unit)
         if self.magnitude is not None:
             merged *= values[1] / np.linalg.norm(merged, axis=0)
@@ -113,10 +114,10 @@ class Added:
     def problem(self) -> str | None:
         return None
 
-    def arrays(self) -> Sequence[np.ndarray]:
+    def arrays(self) -> Sequence[NDArray[Any]]:
         return [float32(self.vector.read()) * np.float32(self.scale)]
 
-    def apply(self, unit: np.ndarray, *values: np.ndarray) -> np.ndarray:
+    def apply(self, unit: NDArray[Any], *values: NDArray[Any]) -> NDArray[Any]:
         return _sum(values[0], unit)
 
 
@@ -139,10 +140,10 @@ class Replaced:
             return f"it has {self.values.shape[0]} rows for {len(self.rows)} tokens"
         return None
 
-    def arrays(self) -> Sequence[np.ndarray]:
+    def arrays(self) -> Sequence[NDArray[Any]]:
         return [float32(self.values.read())]
 
-    def apply(self, unit: np.ndarray, *values: np.ndarray) -> np.ndarray:
+    def apply(self, unit: NDArray[Any], *values: NDArray[Any]) -> NDArray[Any]:
         if self.rows is None:
             return values[0]
         merged = np.array(float32(unit))
@@ -150,7 +151,7 @@ class Replaced:
         return merged
 
 
-def _sum(values: np.ndarray, unit: np.ndarray) -> np.ndarray:
+def _sum(values: NDArray[Any], unit: NDArray[Any]) -> NDArray[Any]:
     """values + unit in the memory of the values; only a part of the unit is made float32 at a
     time."""
     for start in range(0, unit.shape[-1], _COLUMNS):
@@ -311,7 +312,7 @@ class _Place:
         named = [int(getattr(self.config, axis)) for axis in self.spec.blocks] or widths
         return widths == named and (*blocks[0].shape[:-1], columns) == expected
 
-    def stored(self, values: np.ndarray) -> list[np.ndarray]:
+    def stored(self, values: NDArray[Any]) -> list[NDArray[Any]]:
         """Values laid out like the tensor, as blocks of the stored form. Where a row is made of
         several tensors, each is a block, and the others are zero."""
         tensors = [
@@ -321,7 +322,7 @@ class _Place:
         blocks = stored_blocks(self.layout, tensors, self.spec, self.config)
         return [block[0] if len(block) == 1 else np.concatenate(block, axis=-1) for block in blocks]
 
-    def _rows(self, values: np.ndarray) -> list[int]:
+    def _rows(self, values: NDArray[Any]) -> list[int]:
         if self.count == 1:
             return [len(values)]
         if self.count != len(self.spec.blocks):
@@ -349,7 +350,9 @@ class _Merged:
             for number, block in enumerate(blocks)
         ]
 
-    def _merged(self, block: Sequence[np.ndarray], parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def _merged(
+        self, block: Sequence[NDArray[Any]], parts: Sequence[NDArray[Any]]
+    ) -> list[NDArray[Any]]:
         merged, start = [], 0
         for unit in block:
             stop = start + unit.shape[-1]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats import torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
@@ -149,7 +150,7 @@ def _read_ranks(archive: Archive, root: str) -> list[list[dict[str, SourceTensor
     return ranks
 
 
-def _flat(state: Mapping[Any, Any]) -> Iterator[tuple[str, np.ndarray]]:
+def _flat(state: Mapping[Any, Any]) -> Iterator[tuple[str, NDArray[Any]]]:
     """The tensors of nested dictionaries; names joined by dots."""
     for key, value in state.items():
         if isinstance(value, np.ndarray):
@@ -182,7 +183,7 @@ def _sorted(path: Path, raw: Mapping[str, Any], shards: Shards) -> PartFile:
         used = _place(part, match, tensors, problems)
         unused += not used
     problems.raise_if_any(CheckpointError)
-    notes = ()
+    notes: tuple[str, ...] = ()
     if unused:
         notes = (f"{path.name}: LoRA of cross-attention's query, key and value is never used",)
     if len(families) > 1:
