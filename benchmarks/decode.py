@@ -100,7 +100,7 @@ def measure_t5(name: str, config: T5Config, report: dict) -> list[dict]:
     read = [weights.head.weight]
     for layer in weights.decoder_layers.values():
         parts = (layer.query_key_value, layer.attention_dense, layer.source_query)
-        parts += (layer.source_dense, layer.mlp_up, layer.mlp_gate, layer.mlp_down)
+        parts += (layer.source_dense, layer.mlp.up, layer.mlp.gate, layer.mlp.down)
         read += [part.weight for part in parts]
     token_bytes = 2 * config.num_decoder_layers * 2 * config.num_heads * config.head_size
     rows = []

@@ -80,10 +80,6 @@ class T5Config(LearnedPartSizes):
     full_attention_layers: str | None = None
     parts: LearnedParts = NO_PARTS
 
-    # What engine/model/rotary.py asks of a model, besides.
-    rotary_local_base = rotary_scaling = rotary_attention_factor = None
-    rotary_interpolation_factor = 1.0
-
     def __post_init__(self) -> None:
         problems = Problems("the T5 hyperparameters")
         sizes = ("vocab_size", "num_layers", "hidden_size", "num_heads", "head_size", "ffn_size")
@@ -138,10 +134,6 @@ class T5Config(LearnedPartSizes):
     @property
     def kv_size(self) -> int:
         return self.kv_heads * self.head_size
-
-    @property
-    def rotary_size(self) -> int:
-        return self.head_size
 
     @property
     def norm_placement(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ NO_TASK = -1
 Prompt = int | Tensor
 
 
+@final
 @dataclass(frozen=True)
 class IA3Factors:
     """IA3 of one attention and its MLP (Liu et al. 2022), by task: [tasks + 1, width] each.

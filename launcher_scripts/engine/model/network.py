@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -13,6 +12,8 @@ from launcher_scripts.engine.model.decode_step import DecodeStep
 from launcher_scripts.engine.model.encode_step import EncodeStep
 from launcher_scripts.engine.model.layers import Rows, Segment
 from launcher_scripts.engine.runner.prompt_batch import PromptBatch
+from launcher_scripts.kernels.ops import Ops
+from launcher_scripts.models.family import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,18 @@ class Network(Protocol):
     replays_prompts: whether the sizes of a prefill step decide alone what it launches
     """
 
-    config: Any
     cache: KVCache
-    kernels: ModuleType
-    step: DecodeStep | None
+    kernels: Ops
     step_obstacles: list[str]
     encode_step: EncodeStep | None
     encode_obstacles: list[str]
     replays_prompts: bool
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def step(self) -> DecodeStep | None: ...
 
     def encode(self, ids: Tensor, segments: tuple[Segment, ...], *, attentions: bool) -> Encoded:
         """Run the encoder over ids [N] of several rows and keep what the decoder needs of it.

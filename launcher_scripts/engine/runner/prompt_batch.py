@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from launcher_scripts.engine.core.plan import PrefillPart, RowStart
@@ -16,7 +17,8 @@ from launcher_scripts.kernels.operands import QUERIES_PER_TILE, PromptSpans
 
 TOKEN_BUCKETS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 ROW_BUCKETS = (1, 16)
-NOTHING = np.empty(0, dtype=np.int64)
+Integers = NDArray[np.int64]
+NOTHING: Integers = np.empty(0, dtype=np.int64)
 
 
 class Sizes(NamedTuple):
@@ -143,14 +145,14 @@ def unpacked(
 ) -> PromptBatch:
     """The parts of `to_device`'s vector, as views."""
     tokens, tiles, rows = sizes
-    ids, positions, slots, pieces, *of_rows = packed.split(
+    ids, positions, slots, pieces, row_slots, lengths, last, ended = packed.split(
         [tokens, tokens, tokens, 4 * tiles, rows, rows, rows, rows]
     )
     spans = PromptSpans(spans.spans, pieces.view(-1, 4))
-    return PromptBatch(ids, positions, slots, spans, *of_rows, segments)
+    return PromptBatch(ids, positions, slots, spans, row_slots, lengths, last, ended, segments)
 
 
-def _filled(values: Sequence[int] | np.ndarray, size: int, rest: int) -> np.ndarray:
+def _filled(values: Sequence[int] | Integers, size: int, rest: int) -> Integers:
     filled = np.full(size, rest, dtype=np.int64)
     filled[: len(values)] = values
     return filled
