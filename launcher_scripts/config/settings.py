@@ -323,7 +323,7 @@ class EvaluateSettings(EvaluateOptions):
         problems.raise_if_any(ConfigError)
 
 
-Settings = TypeVar("Settings", ExportSettings, DeploySettings, GatewayJobSettings, EvaluateSettings)
+Settings = TypeVar("Settings")
 
 
 def settings_text(settings: Any) -> str:

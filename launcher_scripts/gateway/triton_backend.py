@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import numpy as np
 import tritonclient.grpc.aio as triton
-from tritonclient.utils import InferenceServerException as ServerFailure
+from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.clients.connection import GRPC_ARGUMENTS, NUMPY_TYPES
 from launcher_scripts.config.security import ClientTls
@@ -27,6 +27,7 @@ from launcher_scripts.gateway.api_errors import (
 )
 from launcher_scripts.gateway.backend import Increment, RowRequest, TokenLogProb
 
+ServerFailure = InferenceServerException
 # An id that no vocabulary has, for rows that no token ends.
 NO_END_ID = (1 << 31) - 1
 # What the token model writes before its errors in a stream, where Triton gives them no status.
@@ -218,7 +219,9 @@ class TritonBackend:
         array = np.asarray(value, dtype=self._types[name])
         return array.reshape(1, *(array.shape or (1,)))
 
-    def _failure(self, error: Exception, request: RowRequest) -> ApiError:
+    def _failure(
+        self, error: InferenceServerException | grpc.RpcError, request: RowRequest
+    ) -> ApiError:
         """What the transport's error means for the client."""
         if isinstance(error, ServerFailure):
             status, message = str(error.status()), str(error.message())

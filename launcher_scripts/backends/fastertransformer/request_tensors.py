@@ -49,7 +49,7 @@ def to_requests(contract: Contract, tensors: Mapping[str, Tensor]) -> list[Gener
     columns = {
         name: _column(tensors, name, contract, problems, rows)
         for name in (contract.lengths, contract.output_len, *SAMPLING_FIELDS, *REQUEST_FIELDS)
-        if name in contract.known
+        if name is not None and name in contract.known
     }
     fields = {
         **{field: columns[name] for name, field in REQUEST_FIELDS.items() if name in columns},
