@@ -40,8 +40,8 @@ def refuse_unfit(tasks: Sequence[Task], unfit: Mapping[str, UnfitValues], origin
 
 def _nonfinite(task: Task) -> Iterator[str]:
     """A line per source tensor with values that are NaN or infinite; none if they become so."""
-    learned = [source for change in task.changes for source in change.sources()]
-    for key, tensor in [*zip(task.keys, task.tensors, strict=True), *learned]:
+    changed = [source for change in task.changes for source in change.sources()]
+    for key, tensor in [*zip(task.keys, task.tensors, strict=True), *changed]:
         values = tensor.read()
         if count := _count(values):
             yield f"{key} has {count} NaN or infinite values of {values.size}"

@@ -9,7 +9,7 @@ from launcher_scripts.common.errors import Problems, RequestError
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.contract.tensors import MOST_LOG_PROBS
 from launcher_scripts.engine.core.prompts import (
-    check_learned,
+    check_adapters,
     prompt_start_id,
     real_ids,
     with_prompt,
@@ -75,7 +75,7 @@ def check_request(
     """
     problems = Problems("the request")
     _check_asked(problems, request, config)
-    check_learned(problems, request, config)
+    check_adapters(problems, request, config)
     _check_ids(problems, request, config)
     if session is None:
         _check_lengths(problems, request, config, cache_tokens)

@@ -385,11 +385,11 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
 def obstacles(
     config: object,
     communicator: Communicator,
-    learned: Sequence[object],
+    adapters: Sequence[object],
 ) -> list[str]:
     """Why the model's decode steps cannot go through a DecodeStep; empty where they can.
 
-    learned: what is learned on top of the layers, None where there is nothing
+    adapters: what works inside of the layers, None where there is nothing
     """
     found = []
     if communicator.parallelism.pp_size > 1:
@@ -402,7 +402,7 @@ def obstacles(
             found.append("layers choose among experts")
         if config.rotary_scaling in ("longrope", "dynamic"):
             found.append("rotary positions depend on a row's length")
-    if any(part is not None for part in learned):
+    if any(part is not None for part in adapters):
         found.append("IA3 or adapters work inside the layers")
     if getattr(config, "head_size", 2) % 2:
         found.append("heads have an odd number of features")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from launcher_scripts.engine.core.kv_cache import KVCache
 from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.model.adapters import layer_adapters, with_virtual_tokens
 from launcher_scripts.engine.model.decode_step import (
     MLP,
     Block,
@@ -35,7 +36,6 @@ from launcher_scripts.engine.model.layers import (
     alibi_slopes,
     new_token_tasks,
 )
-from launcher_scripts.engine.model.learned_parts import learned_of, with_virtual_tokens
 from launcher_scripts.engine.model.network import Encoded
 from launcher_scripts.engine.model.rotary import Rotary, gpt_rotary, plain_frequencies
 from launcher_scripts.engine.model.weights import Embedding
@@ -83,7 +83,7 @@ class Decoder:
         self.step_obstacles = obstacles(
             self.config,
             communicator,
-            learned_of(weights.layers.values()),
+            layer_adapters(weights.layers.values()),
         )
         self.step: PromptStep | None = None
         if weights.embedding is not None and weights.head is not None and not self.step_obstacles:

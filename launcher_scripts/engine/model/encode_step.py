@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.model.adapters import layer_adapters
 from launcher_scripts.engine.model.decode_step import MLP, Sublayer, obstacles, through
 from launcher_scripts.engine.model.embedding import embed
-from launcher_scripts.engine.model.learned_parts import learned_of
 from launcher_scripts.engine.model.t5_weights import T5Weights
 from launcher_scripts.engine.model.weights import Embedding
 from launcher_scripts.engine.runner.graphs import StepGraphs
@@ -138,7 +138,7 @@ class SpanAttention(Sublayer[SpanContext]):
 def encode_obstacles(weights: T5Weights, communicator: Communicator) -> list[str]:
     """Why a model's inputs cannot go through an EncodeStep; empty where they can."""
     layers = [*weights.encoder_layers.values(), *weights.decoder_layers.values()]
-    found = obstacles(weights.config, communicator, learned_of(layers))
+    found = obstacles(weights.config, communicator, layer_adapters(layers))
     if communicator.tp_size > 1:
         found.append("ranks add many tokens up in the compute type")
     return found

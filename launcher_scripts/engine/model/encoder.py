@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.model.adapters import scaled, token_tasks, with_virtual_tokens
 from launcher_scripts.engine.model.embedding import embed
 from launcher_scripts.engine.model.layers import ParallelLayer, Scores, Segment
-from launcher_scripts.engine.model.learned_parts import scaled, token_tasks, with_virtual_tokens
 from launcher_scripts.engine.model.network import Encoded
 from launcher_scripts.engine.model.rotary import encoder_decoder_rotary
 from launcher_scripts.engine.model.t5_weights import EncoderLayerWeights, T5Weights

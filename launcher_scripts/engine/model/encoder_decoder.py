@@ -14,6 +14,7 @@ from torch import Tensor
 
 from launcher_scripts.engine.core.kv_cache import KVCache
 from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.model.adapters import layer_adapters, scaled
 from launcher_scripts.engine.model.decode_step import (
     MLP,
     DecodeStep,
@@ -42,7 +43,6 @@ from launcher_scripts.engine.model.layers import (
     SourceRows,
     new_token_tasks,
 )
-from launcher_scripts.engine.model.learned_parts import learned_of, scaled
 from launcher_scripts.engine.model.network import Encoded
 from launcher_scripts.engine.model.rotary import encoder_decoder_rotary
 from launcher_scripts.engine.model.t5_weights import CrossLayerWeights, T5Weights
@@ -209,7 +209,7 @@ class EncoderDecoder:
         self.step_obstacles = obstacles(
             self.config,
             communicator,
-            learned_of(weights.decoder_layers.values()),
+            layer_adapters(weights.decoder_layers.values()),
         )
         self.step: DecodeStep | None = None
         if weights.decoder_embedding and weights.head and not self.step_obstacles:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.engine.model.adapters import Adapter, IA3Factors
 from launcher_scripts.engine.model.experts import Experts, SharedExpert
-from launcher_scripts.engine.model.learned_parts import Adapter, IA3Factors
 from launcher_scripts.engine.model.weights import Embedding, MLPWeights, WeightLoader
 from launcher_scripts.kernels.operands import HeadNorms, Linear, Norm, RelativeBias
+from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
 from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.gpt import GPTConfig
-from launcher_scripts.models.learned_parts import ATTENTION_ADAPTER, FFN_ADAPTER
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.model.experts import Experts, mixture
-from launcher_scripts.engine.model.gpt_weights import LayerWeights
-from launcher_scripts.engine.model.learned_parts import (
+from launcher_scripts.engine.model.adapters import (
     NO_TASK,
     Adapter,
     Prompt,
     scaled,
     token_tasks,
 )
+from launcher_scripts.engine.model.experts import Experts, mixture
+from launcher_scripts.engine.model.gpt_weights import LayerWeights
 from launcher_scripts.engine.model.rotary import Tables
 from launcher_scripts.kernels.operands import (
     Heads,

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.model.learned_parts import Adapter, IA3Factors
+from launcher_scripts.engine.model.adapters import Adapter, IA3Factors
 from launcher_scripts.engine.model.relative_bias import relative_bias
 from launcher_scripts.engine.model.weights import Embedding, MLPWeights, WeightLoader
 from launcher_scripts.kernels.operands import Linear, Norm, RelativeBias
+from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
 from launcher_scripts.models.bart import BartConfig
-from launcher_scripts.models.learned_parts import ATTENTION_ADAPTER, FFN_ADAPTER
 from launcher_scripts.models.t5 import T5Config
 
 # By layer.

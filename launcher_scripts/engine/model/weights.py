@@ -14,16 +14,16 @@ from torch import Tensor
 
 from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.engine.model.learned_parts import Adapter, IA3Factors
+from launcher_scripts.engine.model.adapters import Adapter, IA3Factors
 from launcher_scripts.kernels.operands import Linear, Norm
 from launcher_scripts.kernels.quantization import quantized
 from launcher_scripts.models import family_of
-from launcher_scripts.models.family import ModelConfig, WeightSpec
-from launcher_scripts.models.learned_parts import (
+from launcher_scripts.models.adapters import (
     ADAPTER_NORM_EPS,
-    LearnedParts,
-    learned_parts_of,
+    Adapters,
+    adapters_of,
 )
+from launcher_scripts.models.family import ModelConfig, WeightSpec
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -92,8 +92,8 @@ class WeightLoader(ABC):
         """The rank's weights; everything it needs, and nothing else, is read."""
 
     @property
-    def _parts(self) -> LearnedParts:
-        return learned_parts_of(self.config)
+    def _parts(self) -> Adapters:
+        return adapters_of(self.config)
 
     def _prompt_tables(self) -> tuple[Tensor, ...]:
         return tuple(

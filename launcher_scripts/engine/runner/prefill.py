@@ -16,8 +16,8 @@ from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.engine.core.sampler import Sampled, sampling_batch
 from launcher_scripts.engine.core.token_choice import TokenChoice
 from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.model.adapters import Prompt
 from launcher_scripts.engine.model.layers import Segment
-from launcher_scripts.engine.model.learned_parts import Prompt
 from launcher_scripts.engine.model.network import Network
 from launcher_scripts.engine.runner.graphs import StepGraphs
 from launcher_scripts.engine.runner.prompt_batch import (
@@ -30,7 +30,7 @@ from launcher_scripts.engine.runner.prompt_batch import (
     unpacked,
 )
 from launcher_scripts.kernels.operands import PromptSpans
-from launcher_scripts.models.learned_parts import learned_parts_of
+from launcher_scripts.models.adapters import adapters_of
 
 
 class Prefill:
@@ -61,7 +61,7 @@ class Prefill:
         same_layers = (
             communicator.parallelism.pp_size == 1
             and network.replays_prompts
-            and not learned_parts_of(network.config).ia3_num_tasks
+            and not adapters_of(network.config).ia3_num_tasks
         )
         self._graphs = graphs if same_layers else None
 

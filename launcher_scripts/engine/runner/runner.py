@@ -21,7 +21,7 @@ from launcher_scripts.engine.model.network import Encoded, Network
 from launcher_scripts.engine.runner.decode_batches import DecodeBatches
 from launcher_scripts.engine.runner.graphs import StepGraphs, bucket_bounds, step_shapes
 from launcher_scripts.engine.runner.prefill import Prefill
-from launcher_scripts.models.learned_parts import learned_parts_of
+from launcher_scripts.models.adapters import adapters_of
 
 FIRST_STEPS = 2  # shapes of decode steps that are recorded before those of inputs
 FIRST_PROMPTS = 4  # shapes that are recorded before those of decode steps
@@ -56,7 +56,7 @@ class Runner:
         self._prefill = Prefill(
             decoder, communicator, self.states, self._choice, self.beams, self._graphs, device
         )
-        self._has_ia3 = learned_parts_of(decoder.config).ia3_num_tasks > 0
+        self._has_ia3 = adapters_of(decoder.config).ia3_num_tasks > 0
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
