@@ -27,10 +27,10 @@ from launcher_scripts.kernels.operands import (
     LayerCache,
     Linear,
     Norm,
-    PromptSpans,
     RelativeBias,
     RowColumns,
     StepRows,
+    VarlenBatch,
 )
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.kernels.reference import EXACT_IDS
@@ -79,7 +79,7 @@ class PromptContext:
     """
 
     slots: Tensor
-    spans: PromptSpans
+    spans: VarlenBatch
     turns: Turns
 
     def attend(self, x: Hidden, layer: SelfAttention) -> Tensor:

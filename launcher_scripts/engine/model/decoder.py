@@ -27,12 +27,12 @@ from launcher_scripts.engine.model.experts import Experts
 from launcher_scripts.engine.model.gpt_weights import GPTWeights
 from launcher_scripts.engine.model.heads import local_heads
 from launcher_scripts.engine.model.layers import (
+    Chunk,
     DecodeContext,
     DecoderLayer,
     LayerContext,
     PrefillContext,
     Rows,
-    Segment,
     alibi_slopes,
     new_token_tasks,
 )
@@ -106,9 +106,9 @@ class Decoder:
 
         Through the sublayers of a decode step where these can; between ranks the layers send half.
         """
-        reach = self._reach_of(prompts.segments)
+        reach = self._reach_of(prompts.chunks)
         rotary = self._turns(self._rotary, prompts.positions, reach)
-        windows = any(segment.window for segment in prompts.segments)
+        windows = any(chunk.window for chunk in prompts.chunks)
         embedding = self.weights.embedding
         if (
             self.step is not None
@@ -117,7 +117,7 @@ class Decoder:
             and not windows
         ):
             self.cache.ids[prompts.slots] = prompts.ids
-            exact = self._embed(embedding, prompts.ids, prompts.positions, prompts.segments)
+            exact = self._embed(embedding, prompts.ids, prompts.positions, prompts.chunks)
             turns = (rotary, self._turns(self._local_rotary, prompts.positions))
             return self.step.prompts(exact, PromptContext(prompts.slots, prompts.spans, turns))
         context = PrefillContext(
@@ -125,9 +125,9 @@ class Decoder:
             positions=prompts.positions,
             rotary=rotary,
             local_rotary=self._turns(self._local_rotary, prompts.positions),
-            segments=prompts.segments,
+            chunks=prompts.chunks,
             spans=prompts.spans,
-            ia3_tasks=new_token_tasks(self.config, prompts.segments, self.device),
+            ia3_tasks=new_token_tasks(self.config, prompts.chunks, self.device),
         )
         return self._forward(prompts.ids, prompts.positions, context)
 
@@ -161,8 +161,8 @@ class Decoder:
         self.cache.ids[context.slots] = ids
         embedding = self.weights.embedding
         if embedding is not None:
-            segments = context.segments if isinstance(context, PrefillContext) else ()
-            x = self._embed(embedding, ids, positions, segments)
+            chunks = context.chunks if isinstance(context, PrefillContext) else ()
+            x = self._embed(embedding, ids, positions, chunks)
         else:
             x = self.communicator.from_previous_stage(
                 torch.empty(
@@ -221,10 +221,10 @@ class Decoder:
         )
 
     def _embed(
-        self, embedding: Embedding, ids: Tensor, positions: Tensor, segments: Sequence[Segment]
+        self, embedding: Embedding, ids: Tensor, positions: Tensor, chunks: Sequence[Chunk]
     ) -> Tensor:
-        counts = [segment.count for segment in segments]
-        prompts = [segment.prompt for segment in segments]
+        counts = [chunk.count for chunk in chunks]
+        prompts = [chunk.prompt for chunk in chunks]
         return embed(
             embedding,
             ids,
@@ -249,12 +249,12 @@ class Decoder:
     ) -> tuple[Tensor, Tensor] | None:
         return None if rotary is None else rotary.tables(self.kernels, positions, reach)
 
-    def _reach_of(self, segments: Sequence[Segment]) -> Tensor | None:
+    def _reach_of(self, chunks: Sequence[Chunk]) -> Tensor | None:
         """See Rotary.tables."""
         if self._rotary is None or not self._rotary.of_row:
             return None
-        reach = [self._rotary.reach_of_prompt(each.prompt_end, each.most) for each in segments]
-        counts = torch.tensor([each.count for each in segments])
+        reach = [self._rotary.reach_of_prompt(each.prompt_end, each.most) for each in chunks]
+        counts = torch.tensor([each.count for each in chunks])
         return torch.tensor(reach).repeat_interleave(counts).to(self.device, non_blocking=True)
 
     def _reach_of_next(self, positions: Tensor, rows: Rows) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.adapters import scaled, token_tasks, with_virtual_tokens
 from launcher_scripts.engine.model.embedding import embed
-from launcher_scripts.engine.model.layers import ParallelLayer, Scores, Segment
+from launcher_scripts.engine.model.layers import Chunk, ParallelLayer, Scores
 from launcher_scripts.engine.model.network import Encoded
 from launcher_scripts.engine.model.rotary import encoder_decoder_rotary
 from launcher_scripts.engine.model.t5_weights import EncoderLayerWeights, T5Weights
@@ -140,17 +140,17 @@ class Encoder:
         ]
         self._rotary = encoder_decoder_rotary(self.config, device)
 
-    def tasks(self, segments: Sequence[Segment]) -> Tensor | None:
+    def tasks(self, chunks: Sequence[Chunk]) -> Tensor | None:
         """Every source token's row of the IA3 factors, [N]; None without IA3."""
-        tasks = [segment.ia3_task for segment in segments]
-        counts = [segment.source for segment in segments]
+        tasks = [chunk.ia3_task for chunk in chunks]
+        counts = [chunk.source for chunk in chunks]
         return token_tasks(self.config, tasks, counts, self.device)
 
-    def forward(self, ids: Tensor, segments: Sequence[Segment], *, attentions: bool) -> Encoded:
-        """Run ids [N] of the segments' sources; every rank gets the result."""
-        counts = [segment.source for segment in segments]
+    def forward(self, ids: Tensor, chunks: Sequence[Chunk], *, attentions: bool) -> Encoded:
+        """Run ids [N] of the chunks' sources; every rank gets the result."""
+        counts = [chunk.source for chunk in chunks]
         spans = Spans(torch.tensor(span_blocks(counts)).to(self.device, non_blocking=True))
-        tasks = self.tasks(segments)
+        tasks = self.tasks(chunks)
         positions = torch.cat([torch.arange(count) for count in counts])
         positions = positions.to(self.device, non_blocking=True)
         rotary = None
@@ -158,7 +158,7 @@ class Encoder:
             rotary = self._rotary.tables(self.kernels, positions, None)
         embedding, start = self.weights.encoder_embedding, None
         if embedding is not None:
-            start = partial(self._embed, embedding, ids, positions, segments)
+            start = partial(self._embed, embedding, ids, positions, chunks)
         collected: list[list[Tensor]] = []
 
         def layers(x: Tensor) -> Tensor:
@@ -184,10 +184,10 @@ class Encoder:
         return Encoded(hidden, rows)
 
     def _embed(
-        self, embedding: Embedding, ids: Tensor, positions: Tensor, segments: Sequence[Segment]
+        self, embedding: Embedding, ids: Tensor, positions: Tensor, chunks: Sequence[Chunk]
     ) -> Tensor:
-        counts = [segment.source for segment in segments]
-        prompts = [segment.prompt for segment in segments]
+        counts = [chunk.source for chunk in chunks]
+        prompts = [chunk.prompt for chunk in chunks]
         return embed(
             embedding,
             ids,

@@ -34,12 +34,12 @@ from launcher_scripts.engine.model.encode_step import (
 from launcher_scripts.engine.model.encoder import Encoder, through_stage
 from launcher_scripts.engine.model.heads import decoder_heads, encoder_heads
 from launcher_scripts.engine.model.layers import (
+    Chunk,
     DecodeContext,
     ParallelLayer,
     PrefillContext,
     Rows,
     Scores,
-    Segment,
     SourceRows,
     new_token_tasks,
 )
@@ -161,14 +161,12 @@ class CrossLayer(ParallelLayer):
                 positions=context.positions,
                 **scores,
             )
-        parts = query.split([segment.count for segment in context.segments])
+        parts = query.split([chunk.count for chunk in context.chunks])
         outputs = []
-        for part, segment in zip(parts, context.segments, strict=True):
-            tokens = slice(segment.start - segment.source, segment.start)
+        for part, chunk in zip(parts, context.chunks, strict=True):
+            tokens = slice(chunk.start - chunk.source, chunk.start)
             key, value = self.cache.keys[None, :, tokens], self.cache.values[None, :, tokens]
-            out = self.kernels.source_attention(
-                part[None], key, value, first=segment.past, **scores
-            )
+            out = self.kernels.source_attention(part[None], key, value, first=chunk.past, **scores)
             outputs.append(out[0])
         return torch.cat(outputs)
 
@@ -220,13 +218,13 @@ class EncoderDecoder:
         if weights.encoder_embedding and not self.encode_obstacles:
             self.encode_step = self._encode_step(weights.encoder_embedding, of_encoder)
 
-    def encode(self, ids: Tensor, segments: tuple[Segment, ...], *, attentions: bool) -> Encoded:
+    def encode(self, ids: Tensor, chunks: tuple[Chunk, ...], *, attentions: bool) -> Encoded:
         """See Network."""
-        encoded = self._encoder.forward(ids, segments, attentions=attentions)
+        encoded = self._encoder.forward(ids, chunks, attentions=attentions)
         if self._layers:
-            spans = [torch.arange(each.start - each.source, each.start) for each in segments]
+            spans = [torch.arange(each.start - each.source, each.start) for each in chunks]
             slots = torch.cat(spans).to(self.device, non_blocking=True)
-            tasks = self._encoder.tasks(segments)
+            tasks = self._encoder.tasks(chunks)
             for layer in self._layers:
                 layer.store_source(encoded.hidden, slots, tasks)
         return encoded
@@ -236,10 +234,10 @@ class EncoderDecoder:
         context = PrefillContext(
             slots=prompts.slots,
             rotary=self._turns(prompts.positions),
-            segments=prompts.segments,
+            chunks=prompts.chunks,
             spans=prompts.spans,
             positions=prompts.positions,
-            ia3_tasks=new_token_tasks(self.config, prompts.segments, self.device),
+            ia3_tasks=new_token_tasks(self.config, prompts.chunks, self.device),
         )
         return self._forward(prompts.ids, context)
 

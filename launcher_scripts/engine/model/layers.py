@@ -25,8 +25,8 @@ from launcher_scripts.kernels.operands import (
     LayerCache,
     Linear,
     Norm,
-    PromptSpans,
     RelativeBias,
+    VarlenBatch,
 )
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models.agm import AgmConfig
@@ -34,7 +34,7 @@ from launcher_scripts.models.gpt import GPTConfig
 
 
 @dataclass(frozen=True)
-class Segment:
+class Chunk:
     """Consecutive new tokens of one row in a prefill step.
 
     start:  the row's first cache token;  past: tokens of the row that are already there
@@ -57,12 +57,10 @@ class Segment:
     most: int = 0
 
 
-def new_token_tasks(
-    config: object, segments: Sequence[Segment], device: torch.device
-) -> Tensor | None:
+def new_token_tasks(config: object, chunks: Sequence[Chunk], device: torch.device) -> Tensor | None:
     """Every new token's row of the IA3 factors, int64 [N]; None for a model without IA3."""
-    tasks = [segment.ia3_task for segment in segments]
-    counts = [segment.count for segment in segments]
+    tasks = [chunk.ia3_task for chunk in chunks]
+    counts = [chunk.count for chunk in chunks]
     return token_tasks(config, tasks, counts, device)
 
 
@@ -115,10 +113,10 @@ class ForwardContext:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillContext(ForwardContext):
-    """segments: the rows of a prefill step, in order;  spans: which of its tokens are whose"""
+    """chunks: the rows of a prefill step, in order;  spans: which of its tokens are whose"""
 
-    segments: tuple[Segment, ...]
-    spans: PromptSpans
+    chunks: tuple[Chunk, ...]
+    spans: VarlenBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,22 +267,22 @@ class DecoderLayer(ParallelLayer):
                 positions=context.positions,
                 **scores,
             )
-        if not any(segment.window for segment in context.segments):
+        if not any(chunk.window for chunk in context.chunks):
             return self.kernels.prompt_attention(
                 query, self.cache, context.spans, self.slopes, window=self.window, **scores
             )
-        parts = query.split([segment.count for segment in context.segments])
+        parts = query.split([chunk.count for chunk in context.chunks])
         outputs = [
             self.kernels.context_attention(
                 part,
                 self.cache,
-                segment.start,
-                segment.past,
+                chunk.start,
+                chunk.past,
                 self.slopes,
-                window=min(filter(None, (segment.window, self.window)), default=0),
+                window=min(filter(None, (chunk.window, self.window)), default=0),
                 **scores,
             )
-            for part, segment in zip(parts, context.segments, strict=True)
+            for part, chunk in zip(parts, context.chunks, strict=True)
         ]
         return torch.cat(outputs)
 

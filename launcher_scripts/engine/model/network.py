@@ -10,7 +10,7 @@ from torch import Tensor
 from launcher_scripts.engine.core.kv_cache import KVCache
 from launcher_scripts.engine.model.decode_step import DecodeStep
 from launcher_scripts.engine.model.encode_step import EncodeStep
-from launcher_scripts.engine.model.layers import Rows, Segment
+from launcher_scripts.engine.model.layers import Chunk, Rows
 from launcher_scripts.engine.runner.prompt_batch import PromptBatch
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models.family import ModelConfig
@@ -49,10 +49,10 @@ class Network(Protocol):
     @property
     def step(self) -> DecodeStep | None: ...
 
-    def encode(self, ids: Tensor, segments: tuple[Segment, ...], *, attentions: bool) -> Encoded:
+    def encode(self, ids: Tensor, chunks: tuple[Chunk, ...], *, attentions: bool) -> Encoded:
         """Run the encoder over ids [N] of several rows and keep what the decoder needs of it.
 
-        Only called for models with an encoder; a segment's start is its row's first cache token.
+        Only called for models with an encoder; a chunk's start is its row's first cache token.
         """
         ...
 

@@ -17,7 +17,7 @@ from launcher_scripts.engine.core.sampler import Sampled, sampling_batch
 from launcher_scripts.engine.core.token_choice import TokenChoice
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.adapters import Prompt
-from launcher_scripts.engine.model.layers import Segment
+from launcher_scripts.engine.model.layers import Chunk
 from launcher_scripts.engine.model.network import Network
 from launcher_scripts.engine.runner.graphs import StepGraphs
 from launcher_scripts.engine.runner.prompt_batch import (
@@ -29,7 +29,7 @@ from launcher_scripts.engine.runner.prompt_batch import (
     bucket_sizes,
     unpacked,
 )
-from launcher_scripts.kernels.operands import PromptSpans
+from launcher_scripts.kernels.operands import VarlenBatch
 from launcher_scripts.models.adapters import adapters_of
 
 
@@ -96,7 +96,7 @@ class Prefill:
         graphs.record(("prompts", sizes, shape.greedy), packed, step)
 
     def _step_of(
-        self, sizes: Sizes, spans: PromptSpans, *, greedy: bool
+        self, sizes: Sizes, spans: VarlenBatch, *, greedy: bool
     ) -> Callable[[Tensor], Tensor]:
         """A pass over a packed batch: the tokens that follow if they are the likeliest, or the
         logits where prompts end.
@@ -131,8 +131,8 @@ class Prefill:
         result.tokens.append(TokenCopy(slots, sampled, batch.scored_rows))
 
     def _launch(self, prompts: PackedPrompts, result: StepResult) -> None:
-        segments = tuple(
-            Segment(
+        chunks = tuple(
+            Chunk(
                 row.start,
                 part.past,
                 part.count,
@@ -147,7 +147,7 @@ class Prefill:
             for row, part in zip(prompts.rows, prompts.parts, strict=True)
         )
         packed = prompts.to_device(self._device, self._nowhere, None)
-        batch = unpacked(packed, prompts.sizes, prompts.spans, segments)
+        batch = unpacked(packed, prompts.sizes, prompts.spans, chunks)
         hidden = self._network.prefill(batch)
         self._states.set_length(batch.row_slots, batch.lengths)
         self._context.add(hidden, prompts.rows, prompts.parts, result)

@@ -16,7 +16,7 @@ from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch
 from launcher_scripts.engine.core.token_choice import TokenChoice
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.model.layers import Rows, Segment, SourceRows
+from launcher_scripts.engine.model.layers import Chunk, Rows, SourceRows
 from launcher_scripts.engine.model.network import Encoded, Network
 from launcher_scripts.engine.runner.decode_batches import DecodeBatches
 from launcher_scripts.engine.runner.graphs import StepGraphs, bucket_bounds, step_shapes
@@ -129,11 +129,11 @@ class Runner:
             padding = self.decoder.cache.scratch
             return Encoded(step.run(sources, padding, self.device, self._graphs))
         ids = [token for row in rows for token in row.source]
-        segments = tuple(
-            Segment(row.start, 0, 0, len(row.source), self._prefill.prompt_of(row), row.ia3_task)
+        chunks = tuple(
+            Chunk(row.start, 0, 0, len(row.source), self._prefill.prompt_of(row), row.ia3_task)
             for row in rows
         )
-        return self.decoder.encode(indices(ids, self.device), segments, attentions=asked)
+        return self.decoder.encode(indices(ids, self.device), chunks, attentions=asked)
 
     def _decode(self, plan: Plan, result: StepResult) -> None:
         batch = self._batches.plain(plan.decode)
