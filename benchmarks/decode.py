@@ -34,7 +34,7 @@ from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.plan import PrefillPart, RowStart
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.engine.model.layers import Segment
+from launcher_scripts.engine.model.layers import Chunk
 from launcher_scripts.engine.runner.loading import assemble_runner, prepare_process
 from launcher_scripts.engine.runner.prompt_batch import Nowhere, PackedPrompts, unpacked
 from launcher_scripts.engine.runner.runner import Runner
@@ -100,7 +100,7 @@ def measure_t5(name: str, config: T5Config, report: dict) -> list[dict]:
     read = [weights.head.weight]
     for layer in weights.decoder_layers.values():
         parts = (layer.query_key_value, layer.attention_dense, layer.source_query)
-        parts += (layer.source_dense, layer.mlp_up, layer.mlp_gate, layer.mlp_down)
+        parts += (layer.source_dense, layer.mlp.up, layer.mlp.gate, layer.mlp.down)
         read += [part.weight for part in parts]
     token_bytes = 2 * config.num_decoder_layers * 2 * config.num_heads * config.head_size
     rows = []
@@ -142,7 +142,7 @@ def prefill_row(name: str, runner: Runner, parameters: int, report: dict) -> dic
     row = RowStart(0, 0, tuple(range(PREFILL_TOKENS)), -1)
     prompts = PackedPrompts([row], [PrefillPart(0, 0, PREFILL_TOKENS)])
     packed = prompts.to_device(DEVICE, Nowhere(runner.decoder.cache.scratch, 0), None)
-    batch = unpacked(packed, prompts.sizes, prompts.spans, (Segment(0, 0, PREFILL_TOKENS),))
+    batch = unpacked(packed, prompts.sizes, prompts.spans, (Chunk(0, 0, PREFILL_TOKENS),))
 
     def run() -> None:
         runner.decoder.logits(runner.decoder.prefill(batch)[-1:])

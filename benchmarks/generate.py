@@ -30,8 +30,8 @@ from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.model.families import engine_family
+from launcher_scripts.engine.model.gpt_weights import GPTWeights
 from launcher_scripts.engine.model.t5_weights import T5Weights
-from launcher_scripts.engine.model.weights import GPTWeights
 from launcher_scripts.engine.runner.loading import assemble_runner, prepare_process
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.kernels.operands import Linear

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from launcher_scripts.engine.model.weights import GPTWeights, LayerWeights
+from launcher_scripts.engine.model.gpt_weights import GPTWeights, LayerWeights
 from launcher_scripts.kernels.operands import Norm
 
 
@@ -23,7 +23,7 @@ class PlainTorchGPT:
     def __init__(self, weights: GPTWeights, max_tokens: int) -> None:
         self.weights = weights
         self.config = weights.config
-        table = weights.token_table
+        table = weights.embedding.tokens
         self.dtype, self.device = table.dtype, table.device
         shape = (
             len(weights.layers),
@@ -70,7 +70,8 @@ class PlainTorchGPT:
     def _step(self, ids: Tensor, positions: Tensor, *, causal: bool) -> None:
         """Run ids [T] at positions [T] and leave the next token in self.token."""
         weights = self.weights
-        x = weights.token_table[ids] + weights.position_table[positions]  # [T, hidden]
+        tables = weights.embedding
+        x = tables.tokens[ids] + tables.positions[positions]  # [T, hidden]
         mask = None if causal else (self.columns <= positions)[None, None, None]
         for index, layer in enumerate(weights.layers.values()):
             x = self._layer(x, layer, self.cache[index], positions, mask)
@@ -94,9 +95,9 @@ class PlainTorchGPT:
             )
         mixed = mixed[0].transpose(0, 1).reshape(count, -1)
         x = x + self._linear(mixed, layer.attention_dense)
-        hidden = self._linear(self._norm(x, layer.post_attention_norm), layer.mlp_up)
+        hidden = self._linear(self._norm(x, layer.post_attention_norm), layer.mlp.up)
         hidden = functional.gelu(hidden, approximate="tanh")
-        return x + self._linear(hidden, layer.mlp_down)
+        return x + self._linear(hidden, layer.mlp.down)
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
         weight, bias = norm.weight.to(self.dtype), norm.bias.to(self.dtype)

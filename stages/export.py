@@ -120,7 +120,7 @@ class Export(Stage):
             Path(self.settings.checkpoint_path),
             Path(self.settings.triton_model_dir),
             *(Path(file) for file in files if file),
-            *(Path(path) for paths in self._learned_parts().values() for path in paths),
+            *(Path(path) for paths in self._adapters().values() for path in paths),
         ]
 
     def check_own(self) -> None:
@@ -138,7 +138,7 @@ class Export(Stage):
         key = "export.model.checkpoint_path"
         if checks.exists("the checkpoint", settings.checkpoint_path, key):
             self._check_sizes()
-        for name, paths in self._learned_parts().items():
+        for name, paths in self._adapters().items():
             for path in paths:
                 checks.exists("the checkpoint of learned parts", path, f"export.model.{name}")
         for name in ("model", "vocab_file", "merge_file"):
@@ -146,7 +146,7 @@ class Export(Stage):
             if file is not None:
                 checks.exists(f"the tokenizer's {name}", file, f"export.model.tokenizer.{name}")
 
-    def _learned_parts(self) -> dict[str, tuple[str, ...]]:
+    def _adapters(self) -> dict[str, tuple[str, ...]]:
         """Key below export.model -> the checkpoints that are added to the base."""
         return {name: getattr(self.settings, name) for name in LEARNED_PARTS}
 

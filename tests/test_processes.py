@@ -91,5 +91,7 @@ def test_a_child_is_told_of_its_parents_death() -> None:
     with parent:
         child = int(parent.stdout.readline())
         parent.kill()
-    while start_of(child) is not None:
+    limit = time.monotonic() + 60
+    while start_of(child) is not None and time.monotonic() < limit:
         time.sleep(0.01)
+    assert start_of(child) is None

@@ -8,8 +8,10 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from text_tensors import BadRequestError
 from tokenizer import Tokenizer
 
@@ -76,7 +78,7 @@ def language_ids(
     return [found for found in ids if found is not None]
 
 
-def pad_right(rows: Sequence[Sequence[int]], pad_id: int) -> np.ndarray:
+def pad_right(rows: Sequence[Sequence[int]], pad_id: int) -> NDArray[Any]:
     """UINT32 [rows, longest]; at least one column, since Triton refuses empty axes."""
     width = max(1, *(len(row) for row in rows))
     padded = np.full((len(rows), width), pad_id, dtype=np.uint32)
@@ -87,7 +89,7 @@ def pad_right(rows: Sequence[Sequence[int]], pad_id: int) -> np.ndarray:
 
 def to_word_lists(
     lines: Sequence[str], tokenizer: Tokenizer, more: Sequence[int] = ()
-) -> np.ndarray:
+) -> NDArray[Any]:
     """The table of the words of each row's line, which are comma separated; `more` as below.
 
     CSV: a word in double quotes may hold commas.
@@ -97,7 +99,7 @@ def to_word_lists(
 
 def word_table(
     rows: Sequence[Sequence[str]], tokenizer: Tokenizer, more: Sequence[int] = ()
-) -> np.ndarray:
+) -> NDArray[Any]:
     """INT32 [rows, 2, L]: the ids of a row's words, zero-padded; their end offsets, -1-padded.
 
     Words keep their leading blanks, which matter to byte-pair tokenizers; empty words are left out.

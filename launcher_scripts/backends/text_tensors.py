@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
 from older_servers import failure
 from text_parameters import ParameterError, parameter_values
 
@@ -103,14 +104,18 @@ class Tensors:
         ]
         return CompletedRequest(request, [*inputs, *made])
 
-    def array(self, request: Any, name: str) -> np.ndarray | None:
+    def array(self, request: Any, name: str) -> NDArray[Any] | None:
         """The input tensor `name` with its batch axis, or None where the request leaves it out."""
         tensor = pb_utils.get_input_tensor_by_name(request, name)
         if tensor is None:
             return None
         return self.without_axes(tensor.as_numpy())
 
-    def without_axes(self, values: np.ndarray) -> np.ndarray:
+    def given(self, request: Any, name: str) -> NDArray[Any]:
+        """As `array`, of an input that the request has."""
+        return self.without_axes(input_tensor(request, name).as_numpy())
+
+    def without_axes(self, values: NDArray[Any]) -> NDArray[Any]:
         """Values with the batch axis first."""
         return values.reshape(values.shape[self._leading_axes :])
 
@@ -133,10 +138,18 @@ class Tensors:
             raise BadRequestError(f"{name} takes a list of words per row; got {shape}")
         return [[_decode(word, name) for word in row] for row in rows]
 
-    def tensor(self, name: str, values: np.ndarray) -> Any:
+    def tensor(self, name: str, values: NDArray[Any]) -> Any:
         """An output tensor of values with a batch axis."""
         shape = (*[1] * self._leading_axes, *values.shape)
         return pb_utils.Tensor(name, np.ascontiguousarray(values.reshape(shape)))
+
+
+def input_tensor(request: Any, name: str) -> pb_utils.Tensor:
+    """An input that the request has."""
+    tensor = pb_utils.get_input_tensor_by_name(request, name)
+    if tensor is None:
+        raise BadRequestError(f"{name} is missing")
+    return tensor
 
 
 def _decode(value: bytes | str, name: str) -> str:

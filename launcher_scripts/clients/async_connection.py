@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc.aio as triton
-from tritonclient.utils import InferenceServerException as ServerFailure
+from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.clients.connection import GRPC_ARGUMENTS, NUMPY_TYPES
 from launcher_scripts.config.security import ClientTls
 
+ServerFailure = InferenceServerException
 _READY_SECONDS = 5.0
 # gRPC itself would wait up to two minutes before it looks for a server again.
 _CHANNEL = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -112,7 +112,7 @@ class Conversation:
     text: str = ""
     turns: int = field(default=0)
 
-    def answer(self, message: str) -> Iterator[str]:
+    def answer(self, message: str) -> Generator[str, None, None]:
         """The pieces of the answer to a message; what has come becomes part of the conversation.
 
         Closing the iterator cancels the request.
@@ -142,7 +142,7 @@ class Conversation:
             ),
         }
 
-    def _responses(self, tensors: Tensors) -> Iterator[Tensors]:
+    def _responses(self, tensors: Tensors) -> Generator[Tensors, None, None]:
         ensemble = self.models.text_model("ensemble")
         if self.models.decoupled:
             yield from self.server.stream(ensemble, tensors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -81,7 +81,7 @@ class Connection(Protocol):
 
     def stream(
         self, model_name: str, tensors: Tensors, step: SequenceStep | None = None
-    ) -> Iterator[Tensors]:
+    ) -> Generator[Tensors, None, None]:
         """Every response to one request, as it comes; closing the iterator cancels the request."""
         ...
 
@@ -152,7 +152,7 @@ class HttpConnection:
         model_name: str,
         tensors: Tensors,  # noqa: ARG002
         step: SequenceStep | None = None,  # noqa: ARG002
-    ) -> Iterator[Tensors]:
+    ) -> Generator[Tensors, None, None]:
         raise ServerError(
             problem(
                 f"model {model_name} cannot be streamed from over this protocol",
@@ -244,7 +244,7 @@ class GrpcConnection:
 
     def stream(
         self, model_name: str, tensors: Tensors, step: SequenceStep | None = None
-    ) -> Iterator[Tensors]:
+    ) -> Generator[Tensors, None, None]:
         """One stream at a time, cancelled only while it runs: Triton keeps an ended one's model."""
         arrived: queue.Queue[tuple[Any, Any]] = queue.Queue()
         self._client.start_stream(

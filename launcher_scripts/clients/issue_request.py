@@ -185,8 +185,9 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     result = dict(below)
     for key, value in above.items():
         lower = result.get(key)
-        both = isinstance(value, Mapping) and isinstance(lower, Mapping)
-        result[key] = merged(lower, value) if both else value
+        if isinstance(value, Mapping) and isinstance(lower, Mapping):
+            value = merged(lower, value)
+        result[key] = value
     return result
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from launcher_scripts.clients.connection import SequenceStep, Tensors
 from launcher_scripts.clients.remote import RemoteServer
@@ -56,7 +56,15 @@ class Models:
         return self.text[role]
 
 
-def find_models(server: RemoteServer, wanted: str | None) -> Models:
+class ModelServer(Protocol):
+    """What knows its models: one server, or several as one."""
+
+    def models(self) -> list[str]: ...
+
+    def model_config(self, model_name: str) -> dict[str, Any]: ...
+
+
+def find_models(server: ModelServer, wanted: str | None) -> Models:
     """The model called `wanted`; without a name the tools' usual one, else the only one."""
     served = server.models()
     if wanted is not None and wanted not in served:

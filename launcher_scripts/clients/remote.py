@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeVar
 
 from launcher_scripts.clients.connection import (
     CONNECTIONS,
@@ -13,6 +13,8 @@ from launcher_scripts.clients.connection import (
 )
 from launcher_scripts.common.errors import LauncherError, ServerError, lookup, problem
 from launcher_scripts.config.security import ClientTls
+
+Answer = TypeVar("Answer")
 
 
 class RemoteServer:
@@ -98,7 +100,7 @@ class RemoteServer:
 
     def stream(
         self, model_name: str, tensors: Tensors, step: SequenceStep | None = None
-    ) -> Iterator[Tensors]:
+    ) -> Generator[Tensors, None, None]:
         """The responses to one request as they come (gRPC alone); closing cancels the request."""
         try:
             yield from self._connection.stream(model_name, tensors, step)
@@ -107,7 +109,7 @@ class RemoteServer:
         except Exception as error:
             raise self._failure(error, f"model {model_name}") from error
 
-    def _asked(self, question: Callable[[], Any], what: str) -> Any:
+    def _asked(self, question: Callable[[], Answer], what: str) -> Answer:
         try:
             return question()
         except Exception as error:

@@ -20,7 +20,6 @@ from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.ready_file import CANDIDATE, READY, replica_file
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.harness import HarnessSettings
-from launcher_scripts.config.ladder import LadderSettings
 from launcher_scripts.config.load import LoadSettings
 from launcher_scripts.config.options import PORTS, check_options, described, option
 from launcher_scripts.config.policy import PolicySettings
@@ -356,14 +355,7 @@ class EvaluateSettings(EvaluateOptions):
         problems.raise_if_any(ConfigError)
 
 
-Settings = TypeVar(
-    "Settings",
-    ExportSettings,
-    DeploySettings,
-    GatewayJobSettings,
-    EvaluateSettings,
-    LadderSettings,
-)
+Settings = TypeVar("Settings")
 
 
 def settings_text(settings: Any) -> str:

@@ -126,7 +126,8 @@ class CoreModel:
         tokens = torch.tensor([list(ids)])
         with _on_cpu(), torch.no_grad():
             found = self._model(tokens, torch.arange(len(ids))[None], None)[0]
-        return found.float().numpy()
+        logits: NDArray[np.float32] = found.float().numpy()
+        return logits
 
 
 def unsupported_reasons(said: Mapping[str, Any]) -> list[str]:

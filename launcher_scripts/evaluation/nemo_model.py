@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.evaluation.tasks.task import REFERENCE_KEY
+from launcher_scripts.evaluation.tasks.task import REFERENCE_KEY, Model
 
 
-class NemoModel:
+class NemoModel(Model):
     """Scores, and generates greedily; every token takes a pass over the whole row."""
 
     def __init__(self, path: Path, *, any_class: bool = False) -> None:

@@ -32,7 +32,7 @@ CLIENT_PACKAGES = (
 # Where the server is and how long to wait for it: no figure depends on these.
 _PLACES = (
     *("ready_file", "results_dir", "ready_timeout", "request_timeout", "grpc_tls"),
-    *("server_job_folder", "resume", "steps"),
+    *("server_job_folder", "published_as", "resume", "steps"),
 )
 
 

@@ -21,14 +21,14 @@ def task_table(name: str, result: TaskResult) -> str:
         return "\n".join([align(rows), *served])
     rows[0] += ["reference", "difference"]
     for cells, name in zip(rows[1:], result.metrics, strict=True):
-        metric = result.reference.metrics.get(name)
-        if metric is None:
+        other = result.reference.metrics.get(name)
+        if other is None:
             cells += ["-", "-"]
         else:
             difference = result.reference.difference[name]
             cells += [
-                _figure(metric, metric.value),
-                f"{difference * (100 if metric.percent else 1):+.2f}",
+                _figure(other, other.value),
+                f"{difference * (100 if other.percent else 1):+.2f}",
             ]
     same = len(result.items) - len(result.reference.different)
     counted = f"{same} of {len(result.items)} answers are the reference's"

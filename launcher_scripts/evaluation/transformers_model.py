@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.evaluation.tasks.task import REFERENCE_KEY, States
+from launcher_scripts.evaluation.tasks.task import REFERENCE_KEY, Model, States
 
 
-class TransformersModel:
+class TransformersModel(Model):
     """Generates greedily or by beams, and scores."""
 
     def __init__(self, folder: Path) -> None:
@@ -69,7 +69,8 @@ class TransformersModel:
         more = {"decoder_input_ids": self._torch.tensor([list(decoder_ids)])} if decoder_ids else {}
         with self._torch.inference_mode():
             found = self._model(self._torch.tensor([list(ids)]), **more).logits[0]
-        return found.numpy()
+        logits: NDArray[np.float32] = found.numpy()
+        return logits
 
     def round_weights(self, data_type: str) -> None:
         """Give every weight the value that it has in files of `data_type`; one way."""

@@ -157,7 +157,7 @@ class TritonBackend:
         array = np.asarray(value, dtype=self._types[name])
         return array.reshape(1, *(array.shape or (1,)))
 
-    def _failure(self, error: Exception, request: RowRequest) -> ApiError:
+    def _failure(self, error: ServerFailure | grpc.RpcError, request: RowRequest) -> ApiError:
         """What the transport's error means for the client."""
         if isinstance(error, ServerFailure):
             status, message = str(error.status()), str(error.message())

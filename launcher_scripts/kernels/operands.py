@@ -209,7 +209,7 @@ class RelativeBias:
 
 
 @dataclass(frozen=True)
-class PromptSpans:
+class VarlenBatch:
     """Which new tokens of a prefill step belong to which row: the rows one after the other.
 
     spans: first cache token, tokens there before, and new tokens of every row

@@ -20,12 +20,12 @@ from launcher_scripts.kernels.operands import (
     LayerCache,
     Linear,
     Norm,
-    PromptSpans,
     Ranks,
     RelativeBias,
     RowColumns,
     Spans,
     StepRows,
+    VarlenBatch,
 )
 
 Rotary: TypeAlias = tuple[Tensor, Tensor]  # cosines and sines
@@ -110,7 +110,7 @@ class Ops(Protocol):
         self,
         query: Tensor,
         cache: LayerCache,
-        spans: PromptSpans,
+        spans: VarlenBatch,
         slopes: Tensor | None,
         *,
         scale: float | None = None,

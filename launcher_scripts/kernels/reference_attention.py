@@ -11,9 +11,9 @@ from torch.nn import functional
 from launcher_scripts.kernels.operands import (
     Heads,
     LayerCache,
-    PromptSpans,
     RelativeBias,
     Spans,
+    VarlenBatch,
 )
 
 QUERIES_AT_ONCE = 512
@@ -111,7 +111,7 @@ def _attended(
 def prompt_attention(
     query: Tensor,
     cache: LayerCache,
-    spans: PromptSpans,
+    spans: VarlenBatch,
     slopes: Tensor | None,
     *,
     scale: float | None = None,

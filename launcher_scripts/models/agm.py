@@ -30,7 +30,8 @@ class AgmConfig:
     normalization = "layernorm"
     norm_placement = "pre"
     gated = False
-    parallel_residual = rotary_local_base = attention_softcap = None
+    alibi_layer_scaling = False
+    parallel_residual = rotary_local_base = attention_softcap = alibi_scale = None
     embedding_scale = logits_scale = logits_softcap = num_experts = None
 
     vocab_size: int

@@ -27,7 +27,7 @@ class BartConfig:
     The properties say in T5Config's words what every BART is.
     """
 
-    attention_softcap = logits_softcap = embedding_scale = None
+    attention_softcap = logits_softcap = embedding_scale = rotary_base = None
 
     vocab_size: int
     num_layers: int

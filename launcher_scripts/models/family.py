@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from launcher_scripts.common.errors import Problems
 from launcher_scripts.common.parallelism import Parallelism
@@ -98,7 +98,9 @@ class WeightSpec:
 
 
 class ModelConfig(Protocol):
-    """Hyperparameters every family has, in the project's own words."""
+    """Hyperparameters every family has, in the project's own words; a frozen dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def vocab_size(self) -> int: ...
@@ -111,6 +113,24 @@ class ModelConfig(Protocol):
 
     @property
     def num_heads(self) -> int: ...
+
+    @property
+    def position_embedding(self) -> str: ...
+
+    @property
+    def normalization(self) -> str: ...
+
+    @property
+    def norm_eps(self) -> float: ...
+
+    @property
+    def start_id(self) -> int: ...
+
+    @property
+    def end_id(self) -> int: ...
+
+    @property
+    def pad_id(self) -> int | None: ...
 
     def tp_sizes(self) -> list[int]:
         """The tensor-parallel sizes that can hold the model."""

@@ -13,9 +13,9 @@ from math import gcd
 
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.common.parallelism import divisors
-from launcher_scripts.models import gpt_dialects, learned_parts
+from launcher_scripts.models import adapters, gpt_dialects
+from launcher_scripts.models.adapters import NO_ADAPTERS, Adapters, AdapterSizes
 from launcher_scripts.models.family import Partition, WeightSpec, check_numbers
-from launcher_scripts.models.learned_parts import NO_PARTS, LearnedParts, LearnedPartSizes
 
 POSITION_EMBEDDINGS = ("learned", "rope", "alibi", "none")
 NORMALIZATIONS = ("layernorm", "rmsnorm")
@@ -38,7 +38,7 @@ _NEEDED_OF_SCALING = {
 
 
 @dataclass(frozen=True)
-class GPTConfig(LearnedPartSizes):
+class GPTConfig(AdapterSizes):
     """Hyperparameters of a GPT.
 
     head_size is independent of hidden_size / num_heads. `activation` "gelu" is the tanh form,
@@ -119,7 +119,7 @@ class GPTConfig(LearnedPartSizes):
     start_id: int = 50256
     end_id: int = 50256
     pad_id: int | None = None
-    parts: LearnedParts = NO_PARTS
+    parts: Adapters = NO_ADAPTERS
 
     def __post_init__(self) -> None:
         problems = Problems("the GPT hyperparameters")
@@ -283,7 +283,7 @@ def weights(config: GPTConfig) -> list[WeightSpec]:
         )
     if config.logits_bias:
         specs.append(_spec("lm_head.bias", ("vocab_size",), Partition.VOCAB_PARALLEL))
-    return specs + _layer(config) + learned_parts.weights("gpt", config.parts)
+    return specs + _layer(config) + adapters.weights("gpt", config.parts)
 
 
 def _layer(config: GPTConfig) -> list[WeightSpec]:

@@ -14,8 +14,8 @@ from math import gcd
 
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.common.parallelism import divisors
+from launcher_scripts.models.adapters import NO_ADAPTERS, Adapters, AdapterSizes
 from launcher_scripts.models.family import check_numbers
-from launcher_scripts.models.learned_parts import NO_PARTS, LearnedParts, LearnedPartSizes
 
 POSITION_EMBEDDINGS = ("relative", "learned", "rope")
 NORMALIZATIONS = ("layernorm", "rmsnorm")
@@ -23,7 +23,7 @@ ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu", "squared_relu")
 
 
 @dataclass(frozen=True)
-class T5Config(LearnedPartSizes):
+class T5Config(AdapterSizes):
     """Hyperparameters of a T5.
 
     num_layers counts the encoder's layers. head_size is independent of hidden_size / num_heads.
@@ -78,11 +78,7 @@ class T5Config(LearnedPartSizes):
     logits_softcap: float | None = None
     sliding_window: int | None = None
     full_attention_layers: str | None = None
-    parts: LearnedParts = NO_PARTS
-
-    # What engine/model/rotary.py asks of a model, besides.
-    rotary_local_base = rotary_scaling = rotary_attention_factor = None
-    rotary_interpolation_factor = 1.0
+    parts: Adapters = NO_ADAPTERS
 
     def __post_init__(self) -> None:
         problems = Problems("the T5 hyperparameters")
@@ -138,10 +134,6 @@ class T5Config(LearnedPartSizes):
     @property
     def kv_size(self) -> int:
         return self.kv_heads * self.head_size
-
-    @property
-    def rotary_size(self) -> int:
-        return self.head_size
 
     @property
     def norm_placement(self) -> str:

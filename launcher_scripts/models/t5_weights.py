@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from launcher_scripts.models import learned_parts
+from launcher_scripts.models import adapters
 from launcher_scripts.models.family import Partition, Source, WeightSpec
 from launcher_scripts.models.t5 import T5Config
 
@@ -29,7 +29,7 @@ def weights(config: T5Config) -> list[WeightSpec]:
         specs += _decoder_layer(config)
     if config.sandwich_norms:
         specs = [_of_gemma(spec) for spec in specs if spec.name != "shared.weight"]
-    return specs + learned_parts.weights("t5", config.parts, not config.encoder_only)
+    return specs + adapters.weights("t5", config.parts, not config.encoder_only)
 
 
 # Parts of names: Hugging Face's of a T5, and of a T5Gemma.

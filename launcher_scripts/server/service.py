@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.cleanup import NAME_PREFIX, remove_leftovers, temporary_folder
@@ -224,7 +225,7 @@ class Service:
         statuses = self._check()
         self._watched = self._processes(statuses)
         self._process.hide_memory()
-        facts = {
+        facts: dict[str, Any] = {
             **addresses(self._settings, self._ports, self._client),
             "listens_on": self._settings.hosts,
             "models": sorted(self._client.models()),
@@ -238,7 +239,7 @@ class Service:
             "job": job_facts(self._settings),
             "timeline": self._timeline(statuses),
         }
-        if self._gateway is not None:
+        if self._ports.gateway is not None:
             facts["openai"] = openai_address(self._settings, self._ports.gateway, self._client)
         self._ready_files.write(facts)
         print(f"ready: {json.dumps(facts)}", flush=True)

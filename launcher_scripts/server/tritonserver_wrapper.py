@@ -81,8 +81,8 @@ def backends_folder(installation: Installation) -> Path:
     It appears complete. Raises ServerError where somebody else may write to it.
     """
     made = installation.stub.stat()
-    facts = (CHECKOUT, installation.executable, installation.stub, made.st_mtime_ns, made.st_size)
-    facts += (find_overlay(),)
+    stub = (installation.stub, made.st_mtime_ns, made.st_size)
+    facts = (CHECKOUT, installation.executable, *stub, find_overlay())
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     folder = temporary_folder() / f"launcher-backends-{os.geteuid()}-{digest}"
     if _usable(folder, installation):

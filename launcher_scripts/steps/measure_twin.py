@@ -57,8 +57,8 @@ def measure(settings: EvaluateSettings) -> None:
     original = Original.of(twin, served)
     client, ready = connect(settings)
     with client, ExitStack() as stack:
-        files = [] if twin.data_file is None else [twin.data_file]
-        environment = measured_on(settings, ready, data=files, parameters=client.parameters)
+        data = [] if twin.data_file is None else [twin.data_file]
+        environment = measured_on(settings, ready, data=data, parameters=client.parameters)
         runner, reference = _reference(twin, original, stack)
         files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenizer-")))
         twins = Twins(

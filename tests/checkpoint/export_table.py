@@ -3,8 +3,8 @@
     python3 -m tests.checkpoint.export_table [NAME ...]
 
 prints one line per checkpoint. A fixture is verified against its source (`verify`); where another
-one is the same model in another wrapping or division, the digests must agree; a learned part goes
-on the base it was learned on, and must be refused alone. A golden case must have the digests that
+one is the same model in another wrapping or division, the digests must agree; an adapter goes
+on the base it was trained on, and must be refused alone. A golden case must have the digests that
 the original wrote.
 """
 
@@ -24,7 +24,7 @@ from launcher_scripts.config.settings import TokenizerSettings
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.golden_cases import digests, found_digests
 from tests.checkpoint.test_fixtures import SAME as SAME_GPT
-from tests.checkpoint.test_learned_nemo import FIXTURES as LEARNED
+from tests.checkpoint.test_nemo_adapters import FIXTURES as LEARNED
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 TP_SIZES = (1, 2)
@@ -39,7 +39,7 @@ IDS = TokenizerSettings("none", start_id=60, end_id=61, pad_id=62)
 def fixture_result(name: str, folder: Path) -> str:
     """What came of one fixture at every tensor-parallel size."""
     if name in LEARNED:
-        return _learned_result(name, folder)
+        return _adapter_result(name, folder)
     source = _source(SHARED / "fixtures" / "nemo" / name)
     for tp_size in TP_SIZES:
         exported = _quiet(source, folder / str(tp_size), tp_size, verify=True)
@@ -51,7 +51,7 @@ def fixture_result(name: str, folder: Path) -> str:
     return "ok, verified" + (f"; bytes of {SAME[name]}" if name in SAME else "")
 
 
-def _learned_result(name: str, folder: Path) -> str:
+def _adapter_result(name: str, folder: Path) -> str:
     nemo = SHARED / "fixtures" / "nemo"
     base = json.loads((nemo / name / "MANIFEST.json").read_text())["base_model_fixture"]
     part = _source(nemo / name)

@@ -1,4 +1,4 @@
-"""Makes NeMo's checkpoints of learned parts for a small GPT or T5, cut for any TP and PP."""
+"""Makes NeMo's checkpoints of adapters for a small GPT or T5, cut for any TP and PP."""
 
 from __future__ import annotations
 

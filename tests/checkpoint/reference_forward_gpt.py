@@ -21,7 +21,7 @@ def logits(
     prompt: str | None = None,
     ia3: int | None = None,
 ) -> torch.Tensor:
-    """Logits [B, S, V] of ids [B, S]. prompt, ia3: the tasks whose learned parts are used."""
+    """Logits [B, S, V] of ids [B, S]. prompt, ia3: the tasks whose adapters are used."""
     x = embedded(w, config, "wte", ids, prompt)
     if config.position_embedding == "learned":
         x = x + w["wpe"][: ids.shape[1]]

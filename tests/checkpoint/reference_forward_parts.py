@@ -1,4 +1,4 @@
-"""Learned parts in the plain forward passes: prompt tables, IA3 vectors, adapters (float32)."""
+"""Adapters in the plain forward passes: prompt tables, IA3 vectors, adapters (float32)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from launcher_scripts.models.learned_parts import ADAPTER_NORM_EPS
+from launcher_scripts.models.adapters import ADAPTER_NORM_EPS
 from tests.checkpoint.reference_weights import StoredWeights
 
 

@@ -29,7 +29,7 @@ def encode(
 ) -> torch.Tensor:
     """Encoder states [B, S, d] of ids [B, S] without padding.
 
-    prompt, ia3: the tasks whose learned parts are used
+    prompt, ia3: the tasks whose adapters are used
     """
     x = embedded(w, config, "shared.weight_T", ids, prompt)
     if config.position_embedding == "learned":

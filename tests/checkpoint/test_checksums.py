@@ -49,7 +49,7 @@ def test_an_altered_torch_file_of_hugging_face(tmp_path: Path) -> None:
     )
 
 
-def test_altered_learned_parts(tmp_path: Path) -> None:
+def test_altered_adapters(tmp_path: Path) -> None:
     table = torch.randn(9, 16)
     state = {"prompt_table": {"prompt_table.t.prompt_embeddings.weight": table}}
     path = write_parts(tmp_path / "p.nemo", {"": state})

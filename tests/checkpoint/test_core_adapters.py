@@ -324,7 +324,7 @@ def test_lora_of_a_layer_without_a_gate(pieces: int, shuffled: bool) -> None:
     tensors = {f"{stem}.linear_in.weight": down, f"{stem}.linear_out.weight": up}
     said = PeftSettings(settings("LoRA", "x"), "x", 2, False)
     adapter = adapter_of(Path("adapter"), tensors, said, small_config(), ("mcore",))
-    (found,) = adapter.learned["decoder.layers.0.mlp.linear_fc1.weight"]
+    (found,) = adapter.updates["decoder.layers.0.mlp.linear_fc1.weight"]
     np.testing.assert_array_equal(found.up.read(), rows.numpy())
     tensors[f"{stem}.linear_out.weight"] = SourceTensor.whole(stored_rows.numpy())
     with pytest.raises(CheckpointError, match="does not show in which order its rows are"):

@@ -107,7 +107,18 @@ def test_fields_that_change_nothing_are_read_over(tmp_path: Path) -> None:
     }.items():
         add(writer, key, value)
     finish(writer)
-    export_folder(tmp_path / "a.gguf", tmp_path)
+    finish(changed(tmp_path / "plain.gguf"))
+    found, plain = (
+        {
+            path.name: path.read_bytes()
+            for path in folder.iterdir()
+            if path.suffix in (".bin", ".ini")
+        }
+        for folder in (
+            export_folder(tmp_path / f"{name}.gguf", tmp_path / name) for name in ("a", "plain")
+        )
+    )
+    assert found == plain
 
 
 @pytest.mark.parametrize("name", ["attn_sinks", "attn_q_norm"])

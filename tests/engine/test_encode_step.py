@@ -14,7 +14,7 @@ from launcher_scripts.engine.model.encode_step import (
     encode_obstacles,
     pack,
 )
-from launcher_scripts.engine.model.layers import Segment
+from launcher_scripts.engine.model.layers import Chunk
 from tests.engine.small_models import engine_for
 from tests.engine.small_t5 import VARIANTS, t5_config, t5_tensors
 
@@ -43,9 +43,9 @@ def states_and_cache(runner, values, tokens):
 @torch.inference_mode()
 def test_the_general_path_says_the_same(runner):
     ids = torch.tensor([token for ids, _ in ROWS for token in ids])
-    segments = tuple(Segment(start + len(ids), 0, 0, len(ids)) for ids, start in ROWS)
+    chunks = tuple(Chunk(start + len(ids), 0, 0, len(ids)) for ids, start in ROWS)
     states, cache = states_and_cache(runner, pack(ROWS), len(ids))
-    expected = runner.decoder.encode(ids, segments, attentions=False).hidden
+    expected = runner.decoder.encode(ids, chunks, attentions=False).hidden
     assert torch.allclose(states, expected, atol=ROUNDING)
     for layer, (keys, values) in zip(runner.decoder.cache.layers.values(), cache, strict=True):
         written = ~keys[0, :, 0].isnan()

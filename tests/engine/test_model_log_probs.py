@@ -18,7 +18,7 @@ from launcher_scripts.engine.core import context_results
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
-from launcher_scripts.models.learned_parts import LearnedParts, PromptTask
+from launcher_scripts.models.adapters import Adapters, PromptTask
 from tests.checkpoint import reference_forward_gpt
 from tests.engine.small_bart import bart_config, plain_logits
 from tests.engine.small_models import (
@@ -207,7 +207,7 @@ def test_prompts_that_run_in_steps_of_a_few_tokens_have_the_same(make, step, mon
 def test_virtual_tokens_have_none(soft):
     """Those among the ids count as places; a table in front of them does not."""
     table = PromptTask("squad", 3)
-    config = small_config(parts=LearnedParts(prompt_tasks=(table,), prompt_start_id=VOCAB))
+    config = small_config(parts=Adapters(prompt_tasks=(table,), prompt_start_id=VOCAB))
     tensors = random_tensors(config)
     weights = {name: torch.from_numpy(values) for name, values in tensors.items()}
     virtual = (67, 68, 69)

@@ -77,7 +77,7 @@ def test_a_session_goes_on_as_one_long_prompt(engine):
 def windowed_next(decoder: Decoder, text: Sequence[int], window: int) -> int:
     """The likeliest next token by the plainest forward pass there is, with banded attention."""
     layers = decoder._layers
-    x = decoder._embed(torch.tensor(text), torch.arange(len(text)), ())
+    x = decoder._embed(decoder.weights.embedding, torch.tensor(text), torch.arange(len(text)), ())
     rotary = decoder._turns(decoder._rotary, torch.arange(len(text)))
     for layer in layers:
         heads, size = layer.heads, layer.heads.head_size
@@ -97,9 +97,9 @@ def windowed_next(decoder: Decoder, text: Sequence[int], window: int) -> int:
         out = (scores.softmax(-1) @ value).transpose(0, 1).reshape(len(text), -1)
         x = reference.project_add(out, layer.weights.attention_dense, x)
         hidden = reference.mlp_up(
-            x, layer.weights.mlp_up, layer.weights.mlp_gate, decoder.config.activation
+            x, layer.weights.mlp.up, layer.weights.mlp.gate, decoder.config.activation
         )
-        x = reference.project_add(hidden, layer.weights.mlp_down, x)
+        x = reference.project_add(hidden, layer.weights.mlp.down, x)
     return int(decoder.logits(x[-1:]).argmax())
 
 

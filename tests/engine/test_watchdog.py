@@ -55,7 +55,7 @@ CASES = {
     "one does not take the step": (TP2, beat("all_reduce", 5), beat("waiting", 4, step=6), [1]),
     "nothing to do": (TP2, beat("waiting", 4, quiet=900.0), beat("waiting", 4, quiet=900.0), []),
     "a stage computes long": (PP2, beat("computing", 0), beat("receive", 1), []),
-    "a stage computes for ever": (PP2, beat("computing", 0, quiet=200.0), beat("receive", 1), [0]),
+    "a stage never ends": (PP2, beat("computing", 0, quiet=200.0), beat("receive", 1), [0]),
     "a stage computes longer than such steps took": (
         PP2,
         beat("computing", 0, quiet=7.0, alone=2.0),
@@ -109,7 +109,7 @@ ON_DEVICES = {
         on_device("compiling a kernel", 6, 6, 0.0, patience=120.0),
         [],
     ),
-    "it compiles a kernel for ever": (
+    "it never ends compiling a kernel": (
         on_device("waiting for its device", 7, 6),
         on_device("compiling a kernel", 6, 6, 0.0, quiet=130.0, patience=120.0),
         [1],

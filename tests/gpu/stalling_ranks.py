@@ -2,7 +2,8 @@
 
     python3 -m tests.gpu.stalling_ranks WAY RANKS FOLDER [cuda | cpu]
 
-prints a JSON object. A program of its own: a process whose device waits for ever only ends at once.
+prints a JSON object. A program of its own: a process whose device waits indefinitely can only be
+killed.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from launcher_scripts.engine.model.layers import alibi_slopes
-from launcher_scripts.kernels.operands import Heads, PromptSpans, RelativeBias
+from launcher_scripts.kernels.operands import Heads, RelativeBias, VarlenBatch
 from tests.kernels.kernel_checks import (
     DEVICE,
     DOT_TYPES,
@@ -36,7 +36,7 @@ def filled_cache(heads: Heads, dtype: torch.dtype):
     return cache
 
 
-def with_tiles(spans: PromptSpans) -> PromptSpans:
+def with_tiles(spans: VarlenBatch) -> VarlenBatch:
     """With what fills a step of 203 tokens up to 270, and pieces that do nothing."""
     rows = [*spans.pieces(), (203, -64, 0, 0), (267, -3, 0, 0), (0, 0, 0, 0)]
     return replace(spans, tiles=torch.tensor(rows, device=DEVICE))
@@ -49,7 +49,7 @@ def with_tiles(spans: PromptSpans) -> PromptSpans:
 @pytest.mark.parametrize("dtype", DOT_TYPES)
 def test_prompt_attention(dtype, heads, kind):
     cache = filled_cache(heads, dtype)
-    spans = PromptSpans(SPANS)
+    spans = VarlenBatch(SPANS)
     query = random(270, heads.num_heads, heads.head_size, dtype=dtype)
     slopes = torch.tensor(alibi_slopes(heads.num_heads), device=DEVICE)
     more = {}
@@ -68,7 +68,7 @@ def test_prompt_attention(dtype, heads, kind):
 
 
 def test_pieces_hold_every_new_token_once():
-    pieces = PromptSpans(SPANS).pieces()
+    pieces = VarlenBatch(SPANS).pieces()
     places = [place + token for place, size, _, _ in pieces for token in range(size)]
     assert places == list(range(203))
     assert pieces[:2] == [(0, 64, 300, 0), (64, 6, 300, 64)]

@@ -33,7 +33,7 @@ DIVISIONS = (Parallelism(1, 1), Parallelism(2, 1), Parallelism(1, 2))
 FAMILIES = ("gpt_", "mcore_gpt_", "t5_", "peft_")
 START_SECONDS = 120.0  # many may start at the same time
 TRAININGS = "_ptl_"
-# What a checkpoint of learned parts is for an export, by a part of its name.
+# What a checkpoint of adapters is for an export, by a part of its name.
 PARTS = {
     "_ptuning_": "prompt_checkpoints",
     "_ia3_": "ia3_checkpoints",
@@ -83,7 +83,7 @@ def export(
     tokenizer: str = "none",
     data_type: str = "fp32",
 ) -> ExportSettings:
-    """Both steps of the export stage, as its job runs them; learned parts with their base."""
+    """Both steps of the export stage, as its job runs them; adapters with their base."""
     kind = next((key for part, key in PARTS.items() if part in name), None)
     base = manifest(name)["base_model_fixture"] if kind else name
     settings = ExportSettings(

@@ -261,8 +261,10 @@ def _with_tokens(
     snapshot: Snapshot | None, last: GenerateOutput | None, tokens: int
 ) -> GenerateOutput:
     """A row when it had `tokens`, or as it ended before; of a beam search the newest."""
-    if snapshot is None or (last is not None and len(last.output_ids) <= tokens):
+    if last is not None and (snapshot is None or len(last.output_ids) <= tokens):
         return last
+    if snapshot is None:
+        raise ValueError("the row has no tokens yet")
     return snapshot.output(tokens)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from launcher_scripts.contract.requests import (
@@ -162,12 +164,12 @@ def beam_axis(outputs: Outputs) -> int:
     return max(len(output.hypotheses) for output in outputs)
 
 
-def end_ids(requests: Requests, default: int) -> np.ndarray:
+def end_ids(requests: Requests, default: int) -> NDArray[Any]:
     """The id that ends each row, int64 [B]; `default` for those that name none."""
     return np.array([default if each.end_id is None else each.end_id for each in requests])
 
 
-def write_ids(ids: np.ndarray, start: int, output: GenerateOutput) -> None:
+def write_ids(ids: NDArray[Any], start: int, output: GenerateOutput) -> None:
     """Write what a row generated into its ids [beam, time], from the column `start` on."""
     for beam, hypothesis in enumerate(output.hypotheses):
         ids[beam, start : start + len(hypothesis.output_ids)] = hypothesis.output_ids
@@ -250,6 +252,7 @@ def _filled(
         some = next(iter(values.values()))
         whole = some.new_zeros(*shape, *([max(sizes)] if some.dim() == 2 else []))
         for at, own in values.items():
-            whole[(at, *map(slice, own.shape))] = own
+            place = (at, *map(slice, own.shape))
+            whole[place] = own
         filled[name] = whole
     return filled

@@ -23,7 +23,7 @@ from launcher_scripts.models.family import ModelConfig
 
 
 def _json_schema(value: Any) -> str:
-    return _library().LLMatcher.grammar_from_json_schema(json.dumps(value))
+    return str(_library().LLMatcher.grammar_from_json_schema(json.dumps(value)))
 
 
 def _json_object(value: Any) -> str:
@@ -35,13 +35,13 @@ def _json_object(value: Any) -> str:
 def _regex(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("regex is a text")
-    return _library().LLMatcher.grammar_from_regex(value)
+    return str(_library().LLMatcher.grammar_from_regex(value))
 
 
 def _choice(value: Any) -> str:
     if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
         raise ValueError("choice is a list of texts")
-    return _library().grammar_from("choice", json.dumps(value))
+    return str(_library().grammar_from("choice", json.dumps(value)))
 
 
 # key of guided_grammar -> llguidance's grammar from its value; ValueError for a wrong one

@@ -40,7 +40,7 @@ from launcher_scripts.backends.fastertransformer.nodes import (
     host_ranks,
     node_group,
 )
-from launcher_scripts.backends.fastertransformer.parameters import engine_settings
+from launcher_scripts.backends.fastertransformer.parameters import engine_settings, model_type
 from launcher_scripts.backends.fastertransformer.request_tensors import to_requests
 from launcher_scripts.backends.fastertransformer.server_watch import ServerWatch
 from launcher_scripts.backends.fastertransformer.sessions import Sessions, idle_seconds
@@ -85,13 +85,14 @@ _TYPES = {
 class TritonPythonModel:
     """One served model."""
 
+    _engine: Engine
+
     def initialize(self, args: dict[str, str]) -> None:
         """Load on every rank and generate once; the status file says ready after that.
 
         On a node that does not serve: host ranks until the end.
         """
         require_new_enough()
-        self._engine = None
         self._metrics: ModelMetrics | None = None
         self._watch = ServerWatch()
         self._status = StatusFile.of_server(args["model_name"])
@@ -105,8 +106,9 @@ class TritonPythonModel:
                 args["model_version"],
                 os.environ.get(DEVICE_VARIABLE, "auto"),
             )
-            self._contract = served_contract(settings.model_type, sessions=idle is not None)
-            self._to_tensors = ANSWER_TENSORS[settings.model_type]
+            served = model_type(config)
+            self._contract = served_contract(served, sessions=idle is not None)
+            self._to_tensors = ANSWER_TENSORS[served]
             group = node_group(os.environ, args["model_name"], Path(args["model_repository"]))
             if not group.node_rank.serves:
                 host_ranks(group, settings.checkpoint_dir, settings.start_timeout)
@@ -149,7 +151,7 @@ class TritonPythonModel:
             except Exception as error:  # the other requests go on
                 if not isinstance(error, RequestError | ParameterError):
                     traceback.print_exc()
-                self._metrics.count_failure(reason_of(error), 1)
+                self._answers.on_failure(reason_of(error), 1)
                 send_last(sender, error_response(error))
             if isinstance(sender, ChannelSender) and self._sessions is None:
                 sender.hand_over()
@@ -231,7 +233,7 @@ class TritonPythonModel:
         shape = self._shape(width, wanted)
         kind: Callable[..., Answer] = Answer
         shared = shared_id(request.request_id()) if self._streams else None
-        if shared is not None:
+        if shared is not None and shared.number is not None:
             kind = partial(SharedAnswer, self._shared.find(shared.stream), shared.number)
         answer = kind(
             self._answers,

@@ -37,6 +37,11 @@ FLAG_WORDS = {"false": "0", "true": "1"}
 ROWS_IN_FLIGHT = MOST_BEAMS
 
 
+def model_type(config: Mapping[str, Any]) -> str:
+    """The row of CONTRACTS that config.pbtxt names."""
+    return _strings(config).get("model_type", "GPT")
+
+
 def engine_settings(
     config: Mapping[str, Any], model_dir: Path, version: str, device: str
 ) -> EngineSettings:
@@ -46,11 +51,7 @@ def engine_settings(
 
     Where the checkpoint is looked for: see checkpoint_folder.
     """
-    values = {
-        name: value["string_value"].strip()
-        for name, value in config.get("parameters", {}).items()
-        if "string_value" in value
-    }
+    values = _strings(config)
     if unknown := sorted(values.keys() - set(PARAMETERS) - SERVERS_OWN):
         print(f"{WHERE} without a meaning: {', '.join(unknown)}", file=sys.stderr, flush=True)
     problems = Problems("the model's config.pbtxt")
@@ -70,9 +71,9 @@ def engine_settings(
             got=layers,
             change=f"pipeline_para_size of the {WHERE}",
         )
-    model_type = values.get("model_type", "GPT")
-    if model_type not in CONTRACTS:
-        problems.add("unknown model_type", got=model_type, choices=CONTRACTS, change=WHERE)
+    served = model_type(config)
+    if served not in CONTRACTS:
+        problems.add("unknown model_type", got=served, choices=CONTRACTS, change=WHERE)
     problems.raise_if_any(ConfigError)
     parallelism = Parallelism(numbers["tensor_para_size"], numbers["pipeline_para_size"])
     return EngineSettings(
@@ -83,7 +84,7 @@ def engine_settings(
             parallelism.tp_size,
             Path.cwd(),
         ),
-        model_type=model_type,
+        model_type=served,
         data_type=values.get("data_type", "fp32"),
         parallelism=parallelism,
         device=device,
@@ -106,3 +107,12 @@ def _integer(
         problems.add(f"{name} must be a number of at least {least}", got=text, change=WHERE)
         return least
     return int(text)
+
+
+def _strings(config: Mapping[str, Any]) -> dict[str, str]:
+    """The parameters of config.pbtxt that are texts."""
+    return {
+        name: value["string_value"].strip()
+        for name, value in config.get("parameters", {}).items()
+        if "string_value" in value
+    }

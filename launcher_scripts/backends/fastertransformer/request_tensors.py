@@ -49,7 +49,7 @@ def to_requests(contract: Contract, tensors: Mapping[str, Tensor]) -> list[Gener
     columns = {
         name: _column(tensors, name, contract, problems, rows)
         for name in (contract.lengths, contract.output_len, *SAMPLING_FIELDS, *REQUEST_FIELDS)
-        if name in contract.known
+        if name is not None and name in contract.known
     }
     fields = {
         **{field: columns[name] for name, field in REQUEST_FIELDS.items() if name in columns},
@@ -59,7 +59,7 @@ def to_requests(contract: Contract, tensors: Mapping[str, Tensor]) -> list[Gener
         },
         "logit_bias": _biases(tensors, rows, problems),
         "guided_grammar": _grammars(tensors.get(GUIDED_GRAMMAR.name), rows, problems),
-        **_learned(tensors, contract, problems, rows),
+        **_prompts_and_ia3(tensors, contract, problems, rows),
     }
     problems.raise_if_any(RequestError)
     inputs = _trimmed(ids, contract.lengths, columns[contract.lengths])
@@ -216,7 +216,7 @@ def _grammars(tensor: Tensor | None, rows: int, problems: Problems) -> list[str 
     return texts
 
 
-def _learned(
+def _prompts_and_ia3(
     tensors: Mapping[str, Tensor], contract: Contract, problems: Problems, rows: int
 ) -> dict[str, list[Any]]:
     """The fields of every row's GenerateRequest that are about IA3 and the row's own prompt."""

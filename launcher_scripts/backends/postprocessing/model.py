@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from text_deltas import RowText
 from text_tensors import BadRequestError, Tensors, answer_each, require_working_arrays
 from tokenizer import load_tokenizer
@@ -54,8 +55,8 @@ class TritonPythonModel:
         return [self.tensors.tensor("OUTPUT", texts), self.tensors.tensor("OUTPUT_DELTA", deltas)]
 
     def per_beam(
-        self, request: Any, name: str, beams: tuple[int, int], default: int | bool | np.ndarray
-    ) -> np.ndarray:
+        self, request: Any, name: str, beams: tuple[int, ...], default: int | bool | NDArray[Any]
+    ) -> NDArray[Any]:
         """The input `name` [B, beam], or `default` where it is left out."""
         values = self.tensors.array(request, name)
         if values is None:

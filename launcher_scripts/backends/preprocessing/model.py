@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from text_encoding import SpecialTokens, pad_right, to_word_lists
 from text_tensors import BadRequestError, Tensors, answer_each, require_working_arrays
 from tokenizer import load_tokenizer
@@ -62,7 +63,9 @@ class TritonPythonModel:
             self.tensors.tensor("RETURN_PROGRESS", np.ones((len(rows), 1), dtype=np.bool_)),
         ]
 
-    def word_list(self, request: Any, name: str, rows: int, more: Sequence[int] = ()) -> np.ndarray:
+    def word_list(
+        self, request: Any, name: str, rows: int, more: Sequence[int] = ()
+    ) -> NDArray[Any]:
         lines = self.tensors.texts(request, name) or [""] * rows
         if len(lines) != rows:
             raise BadRequestError(f"{name} takes one row per query; got {len(lines)} for {rows}")

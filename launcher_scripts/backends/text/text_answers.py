@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
 from older_servers import FINAL, failure
 from text_deltas import GrowingText
 from text_requests import Reader, TextRequest
@@ -47,13 +48,13 @@ class TextAnswer:
         self._lock = Lock()
         self._beams: dict[tuple[int, ...], GrowingText] = {}
         self._lengths = np.zeros((request.rows, 1))
-        self._others: dict[str, np.ndarray] = {}  # outputs that come as they are
+        self._others: dict[str, NDArray[Any]] = {}  # outputs that come as they are
         self._unsent = False
         self._queued = False  # on its way to be sent by one of the senders
         self._complete = False
         self.ended = False
 
-    def take(self, tensors: dict[str, np.ndarray], *, last: bool) -> bool:
+    def take(self, tensors: dict[str, NDArray[Any]], *, last: bool) -> bool:
         """Note a response of the token model; whether the client is to be sent one now."""
         with self._lock:
             if "news" in tensors:
@@ -72,7 +73,7 @@ class TextAnswer:
                 self.ended = True
                 self._sender.send(pb_utils.InferenceResponse(list(tensors)), flags=FINAL)
 
-    def _take_news(self, news: np.ndarray) -> None:
+    def _take_news(self, news: NDArray[Any]) -> None:
         self._lengths = news[..., 0]
         for place in np.ndindex(news.shape[:2]):
             length, prompt, start, finished = news[place][:4].tolist()
@@ -134,7 +135,7 @@ class TextAnswer:
         outputs += [pb_utils.Tensor(name, value) for name, value in self._others.items()]
         return pb_utils.InferenceResponse(outputs)
 
-    def _texts(self) -> dict[str, np.ndarray]:
+    def _texts(self) -> dict[str, NDArray[Any]]:
         shape = self._lengths.shape
         deltas, pieces, texts = (np.empty((*shape, 1), dtype=np.object_) for _ in range(3))
         for place in np.ndindex(shape):

@@ -15,8 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from threading import Lock, Thread
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 _PEER = struct.Struct("3i")  # process, user, group
 
@@ -34,7 +36,7 @@ class Message:
     key: str
     last: bool
     error: tuple[str, str] | None
-    tensors: dict[str, np.ndarray]
+    tensors: dict[str, NDArray[Any]]
 
 
 class Channel:

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
 from text_encoding import SpecialTokens, language_ids, pad_right, split_words, word_table
 from text_names import SAME_AS
-from text_tensors import BadRequestError, Tensors
+from text_tensors import BadRequestError, Tensors, input_tensor
 from tokenizer import Tokenizer
 
 TODAYS = {original: todays for todays, original in SAME_AS.items()}
@@ -48,7 +49,7 @@ class TextRequest:
     asked: list[str]
     outputs: frozenset[str]
     rows: int
-    with_prompt: np.ndarray
+    with_prompt: NDArray[Any]
     todays: bool
     streams: bool
 
@@ -84,9 +85,10 @@ class Reader:
         if prompts is None:
             raise BadRequestError(f"the prompt is missing: {self._said('INPUT_0')}")
         languages = self._languages(request, "source_language", len(prompts))
+        own: Sequence[int | None] = languages or [None] * len(prompts)
         rows = [
             self._special.around(self._tokenizer.encode(prompt), language)
-            for prompt, language in zip(prompts, languages or [None] * len(prompts), strict=True)
+            for prompt, language in zip(prompts, own, strict=True)
         ]
         lengths = np.array([[len(row)] for row in rows], dtype=np.uint32)
         inputs = {
@@ -139,7 +141,7 @@ class Reader:
             raise BadRequestError(f"{tensor} takes one per prompt; got {len(names)} for {rows}")
         return language_ids(names, tensor, self._special, self._tokenizer)
 
-    def _begun(self, request: Any, given: dict[str, str], rows: int) -> np.ndarray | None:
+    def _begun(self, request: Any, given: dict[str, str], rows: int) -> NDArray[Any] | None:
         """UINT32 [rows, n]: what the decoder begins with; None: as the model or the request says.
 
         All rows have as many.
@@ -164,8 +166,8 @@ class Reader:
         return f"{TODAYS[original]} or {original}"
 
     def _output_lengths(
-        self, request: Any, given: dict[str, str], lengths: np.ndarray
-    ) -> np.ndarray:
+        self, request: Any, given: dict[str, str], lengths: NDArray[Any]
+    ) -> NDArray[Any]:
         """UINT32 [rows, 1]; max_tokens never counts the prompt."""
         if "INPUT_1" not in given:
             raise BadRequestError(
@@ -176,16 +178,16 @@ class Reader:
             counts = counts + lengths
         return counts.astype(np.uint32)
 
-    def _counts(self, request: Any, name: str) -> np.ndarray:
+    def _counts(self, request: Any, name: str) -> NDArray[Any]:
         """Numbers that may have come with a sign, unsigned."""
-        counts = self._tensors.array(request, name)
+        counts = self._tensors.given(request, name)
         if counts.min() < 0:
             raise BadRequestError(f"{name} must be at least 0; got {counts.min()}")
         return counts.astype(np.uint32)
 
     def _passed_on(self, request: Any, original: str, name: str) -> Any:
         """An input for the token model, under its name there and with its type."""
-        tensor = pb_utils.get_input_tensor_by_name(request, name)
+        tensor = input_tensor(request, name)
         if name in SIGNED and tensor.as_numpy().dtype == np.int32:
             return self._tensors.tensor(original, self._counts(request, name))
         if name == original:
@@ -196,7 +198,9 @@ class Reader:
         """The ids that end a text besides the model's; a request's own end_id stands alone."""
         return () if "end_id" in given else self._special.ends
 
-    def _words(self, request: Any, name: str | None, rows: int, more: Sequence[int]) -> np.ndarray:
+    def _words(
+        self, request: Any, name: str | None, rows: int, more: Sequence[int]
+    ) -> NDArray[Any]:
         """The table of a words list: comma separated text of each row, or its words one by one.
 
         name: of the input, None where the request has none
@@ -216,13 +220,13 @@ class Reader:
         """A flag that holds for all rows: that of the first."""
         if name not in given:
             return default
-        return bool(self._tensors.array(request, name).reshape(-1)[0])
+        return bool(self._tensors.given(request, name).reshape(-1)[0])
 
-    def _with_prompt(self, request: Any, given: dict[str, str], rows: int) -> np.ndarray:
+    def _with_prompt(self, request: Any, given: dict[str, str], rows: int) -> NDArray[Any]:
         if "exclude_input_in_output" in given:
-            flags = ~self._tensors.array(request, "exclude_input_in_output")
+            flags = ~self._tensors.given(request, "exclude_input_in_output")
         elif "is_return_prompt" in given:
-            flags = self._tensors.array(request, "is_return_prompt")
+            flags = self._tensors.given(request, "is_return_prompt")
         else:
             return np.zeros(rows, dtype=np.bool_)
         return np.broadcast_to(flags.reshape(-1), rows)

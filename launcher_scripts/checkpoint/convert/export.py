@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from launcher_scripts.checkpoint.convert.forecast import Forecast, weight_bytes
 from launcher_scripts.checkpoint.convert.journal import identity
@@ -22,10 +22,10 @@ from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.repository import tokenizer_files
 from launcher_scripts.checkpoint.repository.served_types import backend_model_type
 from launcher_scripts.checkpoint.sources import huggingface_peft, nemo_training
+from launcher_scripts.checkpoint.sources.adapters import with_adapters
 from launcher_scripts.checkpoint.sources.gguf_checkpoint import GGUFCheckpoint
 from launcher_scripts.checkpoint.sources.hints import Hints
 from launcher_scripts.checkpoint.sources.huggingface import HuggingFaceCheckpoint
-from launcher_scripts.checkpoint.sources.learned import with_learned_parts
 from launcher_scripts.checkpoint.sources.megatron import MegatronCheckpoint
 from launcher_scripts.checkpoint.sources.megatron_core import MegatronCoreCheckpoint
 from launcher_scripts.checkpoint.sources.nemo import NemoCheckpoint
@@ -42,8 +42,21 @@ from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, check_division
 
+
+class SourceFormat(Protocol):
+    """A class of SOURCES: reads checkpoints of one format."""
+
+    def matches(self, archive: Archive, /) -> bool:
+        """Whether the archive looks like one of this format."""
+        ...
+
+    def open(self, archive: Archive, hints: Hints, /) -> SourceCheckpoint:
+        """Raises CheckpointError for what is damaged, incomplete or not supported."""
+        ...
+
+
 # The formats that can be exported, by name.
-SOURCES = {
+SOURCES: dict[str, SourceFormat] = {
     "nemo": NemoCheckpoint,
     "megatron": MegatronCheckpoint,
     "megatron_core": MegatronCoreCheckpoint,
@@ -72,21 +85,21 @@ def export(settings: ExportSettings, twin: Twin | None = None) -> Path:
         archive = Archive(path, scratch=_existing_parent(target))
         hints = Hints(settings.num_attention_heads, settings.encoder_only, wanted)
         base = open_source(archive, settings.source, hints)
-        learned = with_learned_parts(base, settings, _existing_parent(target))
-        checkpoint: SourceCheckpoint = learned or base
+        adapted = with_adapters(base, settings, _existing_parent(target))
+        checkpoint: SourceCheckpoint = adapted or base
         files = tokenizer_files.collect(settings.tokenizer, checkpoint.tokenizer_files)
         notes = (*checkpoint.notes, *tokenizer_files.missing_files(files))
         for note in notes:
             print(f"note: {note}", flush=True)
         config = _with_token_ids(settings, checkpoint, files)
-        if learned:
-            config = learned.with_start_id(config)
+        if adapted:
+            config = adapted.with_start_id(config)
         if settings.model_type:
             backend_model_type(settings.model_type, config)
         check_parallelism(settings, config)
         tasks = make_plan(checkpoint, family_of(config).weights(config), f"the checkpoint {path}")
-        if learned:
-            tasks = learned.fold(tasks)
+        if adapted:
+            tasks = adapted.fold(tasks)
     name = _name(settings, checkpoint, config, path)
     if settings.reuse and not settings.overwrite and target.exists():
         _check_same(target, name, files | checkpoint.extra_files())

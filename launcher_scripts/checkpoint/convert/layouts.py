@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert import combining_layouts as combining
 from launcher_scripts.checkpoint.convert.reshard import Blocks
 from launcher_scripts.checkpoint.formats.dtypes import widened
 from launcher_scripts.checkpoint.sources.sinusoidal_positions import sinusoidal_positions
 
-Result = Blocks | np.ndarray
+Result = Blocks | NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -32,48 +33,48 @@ class Layout:
               target's ranks share it
     """
 
-    apply: Callable[[Sequence[np.ndarray], Any], Result]
+    apply: Callable[[Sequence[NDArray[Any]], Any], Result]
     sections: int = 1
     whole: bool = False
 
 
-def as_is(tensors: Sequence[np.ndarray], _config: Any) -> np.ndarray:
+def as_is(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
     (tensor,) = tensors
     return tensor
 
 
-def transposed(tensors: Sequence[np.ndarray], _config: Any) -> np.ndarray:
+def transposed(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
     """[out, in] -> [in, out]; a bias stays as it is."""
     (tensor,) = tensors
     return tensor.T
 
 
-def plus_one(tensors: Sequence[np.ndarray], _config: Any) -> np.ndarray:
+def plus_one(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
     """A scale that is stored as its distance from one (NeMo's layernorm1p), in float32."""
     (tensor,) = tensors
     return widened(tensor).astype(np.float32) + np.float32(1)
 
 
-def first_half(tensors: Sequence[np.ndarray], _config: Any) -> np.ndarray:
+def first_half(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
     """The activated matrix of a fused gated MLP [2 ffn, in]."""
     (tensor,) = tensors
     return tensor[: len(tensor) // 2].T
 
 
-def second_half(tensors: Sequence[np.ndarray], _config: Any) -> np.ndarray:
+def second_half(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
     """The multiplied matrix of a fused gated MLP [2 ffn, in]."""
     (tensor,) = tensors
     return tensor[len(tensor) // 2 :].T
 
 
-def qkv_of_heads(tensors: Sequence[np.ndarray], config: Any) -> Blocks:
+def qkv_of_heads(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
     """Rows (head, [query, key, value], dimension): Megatron's since version 3, BLOOM's."""
     (tensor,) = tensors
     rows = tensor.reshape(config.num_heads, 3, config.head_size, *tensor.shape[1:])
     return [[head[part].T for head in rows] for part in range(3)]
 
 
-def qkv_of_groups(tensors: Sequence[np.ndarray], config: Any) -> Blocks:
+def qkv_of_groups(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
     """Rows (group, [the group's queries, key, value], dimension): Megatron-LM core's."""
     (tensor,) = tensors
     queries = config.num_heads // config.num_kv_heads
@@ -85,7 +86,7 @@ def qkv_of_groups(tensors: Sequence[np.ndarray], config: Any) -> Blocks:
     ]
 
 
-def qkv_in_blocks(tensors: Sequence[np.ndarray], config: Any) -> Blocks:
+def qkv_in_blocks(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
     """Rows ([queries, keys, values], head, dimension): NeMo's megatron_legacy, Phi-3's."""
     (tensor,) = tensors
     heads = [head.T for head in tensor.reshape(-1, config.head_size, *tensor.shape[1:])]

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,11 +19,6 @@ from typing import Any, Protocol
 from launcher_scripts.checkpoint.formats.checksums import crc32
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.untrusted import parse_json, read_plain
-
-try:
-    from blake3 import blake3
-except ImportError:
-    blake3 = None
 
 FILE_NAME = "manifest.json"
 FORMAT = "fastertransformer-checkpoint"
@@ -61,12 +57,14 @@ class Crc32:
 # What makes a digest. BLAKE3 takes 0.16 s per GB of a processor with wide vectors, sha256 with the
 # instructions made for it 0.56 s.
 DIGESTS: dict[str, Callable[[], Digest]] = {"sha256": hashlib.sha256, "crc32": Crc32}
-if blake3 is not None:
+with suppress(ImportError):
+    from blake3 import blake3
+
     DIGESTS["blake3"] = blake3
 # Of small files; every Python can compare it.
 SMALL = "sha256"
 # Of weights, beside their CRC-32.
-ALGORITHM = SMALL if blake3 is None else "blake3"
+ALGORITHM = "blake3" if "blake3" in DIGESTS else SMALL
 ALGORITHMS = ("blake3", "sha256")
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.layouts import LAYOUTS, Layout
 from launcher_scripts.checkpoint.convert.reshard import Blocks, whole_blocks
@@ -118,7 +119,7 @@ class Scale:
         ]
 
 
-def float32(values: np.ndarray) -> np.ndarray:
+def float32(values: NDArray[Any]) -> NDArray[Any]:
     """Floats of any type as float32; the same array where they are."""
     return widened(values).astype(np.float32, copy=False)
 
@@ -147,7 +148,7 @@ class Task:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def views(self) -> Iterator[np.ndarray]:
+    def views(self) -> Iterator[NDArray[Any]]:
         """What the source's files hold of the tensor."""
         for tensor in self.tensors:
             for piece in tensor.pieces:
@@ -176,7 +177,7 @@ class Task:
         try:
             blocks = self._applied(hollow)
             sizes = [sum(unit.shape[-1] for unit in block) for block in blocks]
-            found = (*blocks[0][0].shape[:-1], sum(sizes))
+            found: tuple[object, ...] = (*blocks[0][0].shape[:-1], sum(sizes))
         except (ValueError, IndexError) as error:
             found = (str(error),)
         if found != expected:
@@ -186,12 +187,12 @@ class Task:
                 choices=[f"what makes {expected}"],
             )
 
-    def _applied(self, values: Sequence[np.ndarray]) -> Blocks:
+    def _applied(self, values: Sequence[NDArray[Any]]) -> Blocks:
         return stored_blocks(self.layout, values, self.spec, self.config)
 
 
 def stored_blocks(
-    layout: Layout, values: Sequence[np.ndarray], spec: WeightSpec, config: ModelConfig
+    layout: Layout, values: Sequence[NDArray[Any]], spec: WeightSpec, config: ModelConfig
 ) -> Blocks:
     """The stored form of the source tensors of one row, which lie as `layout` says."""
     result = layout.apply(values, config)

@@ -8,17 +8,18 @@ A block of a single unit may be cut anywhere on its last axis. Everything here m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.models.family import ModelConfig, Partition, WeightSpec
 
-Blocks = Sequence[Sequence[np.ndarray]]
+Blocks = Sequence[Sequence[NDArray[Any]]]
 
 
 def rank_columns(
     spec: WeightSpec, config: ModelConfig, tp_size: int, tp_rank: int, blocks: Blocks
-) -> list[np.ndarray]:
+) -> list[NDArray[Any]]:
     """The arrays that, side by side along the last axis, are one rank's file.
 
     Heads that are fewer than the ranks are repeated: with n copies, head h serves the n
@@ -30,7 +31,7 @@ def rank_columns(
         return [whole[tp_rank * rows : (tp_rank + 1) * rows]]
     if spec.partition is not Partition.COLUMN_PARALLEL:
         return [unit for block in blocks for unit in block]
-    columns: list[np.ndarray] = []
+    columns: list[NDArray[Any]] = []
     for axis, units in zip(spec.blocks or spec.shape[-1:], blocks, strict=True):
         local = config.local_size(axis, tp_size)
         if len(units) == 1 and units[0].shape[-1] == local * tp_size:
@@ -43,7 +44,7 @@ def rank_columns(
     return columns
 
 
-def whole_blocks(spec: WeightSpec, config: ModelConfig, whole: np.ndarray) -> Blocks:
+def whole_blocks(spec: WeightSpec, config: ModelConfig, whole: NDArray[Any]) -> Blocks:
     """Blocks of a tensor that already has its stored form: [in, out] or [out].
 
     Raises ValueError where the hyperparameters say another number of columns.

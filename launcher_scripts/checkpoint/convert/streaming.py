@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, converted, plain, widened
 from launcher_scripts.checkpoint.formats.workspace import Workspace
@@ -48,13 +50,13 @@ _KINDS = {
 
 
 def strips(
-    columns: Sequence[np.ndarray],
-    dtype: np.dtype,
+    columns: Sequence[NDArray[Any]],
+    dtype: np.dtype[Any],
     name: str,
     workspace: Workspace | None = None,
     *,
     allow_nonfinite: bool = False,
-) -> Iterator[np.ndarray]:
+) -> Iterator[NDArray[Any]]:
     """Consecutive row-major pieces of the arrays standing side by side, converted to `dtype`.
 
     columns:   arrays [rows, any] with equal rows and one dtype, or vectors; at least one
@@ -86,13 +88,13 @@ def strips(
         yield convert(part)
 
 
-def _flat_strips(values: np.ndarray, convert: _Conversion) -> Iterator[np.ndarray]:
+def _flat_strips(values: NDArray[Any], convert: _Conversion) -> Iterator[NDArray[Any]]:
     count = STRIP_BYTES // values.itemsize
     for first in range(0, max(values.size, 1), count):
         yield convert(values[first : first + count])
 
 
-def _fill(target: np.ndarray, source: np.ndarray, memory: Workspace) -> None:
+def _fill(target: NDArray[Any], source: NDArray[Any], memory: Workspace) -> None:
     """target[...] = source, by tiles where they run through memory in different directions."""
     target, source = plain(target), plain(source)
     if abs(source.strides[1]) <= abs(source.strides[0]):
@@ -117,19 +119,19 @@ class _Conversion:
     name: the tensor's name, for errors
     """
 
-    dtype: np.dtype
+    dtype: np.dtype[Any]
     name: str
     memory: Workspace
     allow_nonfinite: bool
 
-    def __call__(self, values: np.ndarray) -> np.ndarray:
+    def __call__(self, values: NDArray[Any]) -> NDArray[Any]:
         found = converted(values, self.dtype, self.memory)
         kept = values.dtype == self.dtype and self.allow_nonfinite
         if not kept and not _all_finite(found):
             self._judge(widened(values), found)
         return found
 
-    def _judge(self, values: np.ndarray, found: np.ndarray) -> None:
+    def _judge(self, values: NDArray[Any], found: NDArray[Any]) -> None:
         """Raises UnfitValues where what is not finite in `found` may not be."""
         finite = np.isfinite(values)
         if not self.allow_nonfinite and not finite.all():
@@ -144,7 +146,7 @@ class _Conversion:
             )
 
 
-def _all_finite(values: np.ndarray) -> bool:
+def _all_finite(values: NDArray[Any]) -> bool:
     """Whether no value is NaN or infinite, of two bytes by the bits, which isfinite is slow at.
 
     The exponent is all ones from its own bits up among positive numbers (the largest of the bits

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.plan import Task
 from launcher_scripts.checkpoint.convert.streaming import NonfiniteValues, UnfitValues
@@ -38,14 +40,14 @@ def refuse_unfit(tasks: Sequence[Task], unfit: Mapping[str, UnfitValues], origin
 
 def _nonfinite(task: Task) -> Iterator[str]:
     """A line per source tensor with values that are NaN or infinite; none if they become so."""
-    learned = [source for change in task.changes for source in change.sources()]
-    for key, tensor in [*zip(task.keys, task.tensors, strict=True), *learned]:
+    changed = [source for change in task.changes for source in change.sources()]
+    for key, tensor in [*zip(task.keys, task.tensors, strict=True), *changed]:
         values = tensor.read()
         if count := _count(values):
             yield f"{key} has {count} NaN or infinite values of {values.size}"
 
 
-def _count(values: np.ndarray) -> int:
+def _count(values: NDArray[Any]) -> int:
     """How many are not finite; only a part of them is copied at a time."""
     rows = plain(values).reshape(-1, values.shape[-1] if values.ndim else 1)
     step = max(_CHUNK // max(rows.shape[1], 1), 1)

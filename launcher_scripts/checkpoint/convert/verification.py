@@ -7,8 +7,10 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.manifest import ALGORITHM, DIGESTS, file_digest
 from launcher_scripts.checkpoint.convert.plan import Task
@@ -60,7 +62,7 @@ def altered_files(
             for strip in strips(
                 columns, checkpoint.dtype, task.name, workspace, allow_nonfinite=True
             ):
-                digest.update(memoryview(np.ascontiguousarray(strip)).cast("B"))
+                digest.update(np.ascontiguousarray(strip).reshape(-1).view(np.uint8).data)
             expected[file.name] = (file, digest.hexdigest())
     owners = {digest: file for file, digest in expected.values()}
     altered = []
@@ -71,14 +73,15 @@ def altered_files(
     return altered
 
 
-def rebuilt(checkpoint: FTCheckpoint, spec: WeightSpec, layer: int | None) -> np.ndarray | None:
+def rebuilt(checkpoint: FTCheckpoint, spec: WeightSpec, layer: int | None) -> NDArray[Any] | None:
     """One whole stored tensor of an exported folder; None when copies of a head differ."""
     config, tp_size = checkpoint.config, checkpoint.tp_size
     if not spec.partition.per_rank:
         return checkpoint.read(spec, layer)
     ranks = [checkpoint.read(spec, layer, rank) for rank in range(tp_size)]
     if spec.partition is Partition.ROW_PARALLEL:
-        return np.concatenate([rank.view(_bits(rank)) for rank in ranks]).view(checkpoint.dtype)
+        rows: NDArray[Any] = np.concatenate([rank.view(_bits(rank)) for rank in ranks])
+        return rows.view(checkpoint.dtype)
     blocks, start = [], 0
     for axis in spec.blocks or spec.shape[-1:]:
         stop = start + config.local_size(axis, tp_size)
@@ -113,6 +116,6 @@ def _same(checkpoint: FTCheckpoint, task: Task, workspace: Workspace) -> bool:
     return at == data.size
 
 
-def _bits(values: np.ndarray) -> np.dtype:
+def _bits(values: NDArray[Any]) -> np.dtype[Any]:
     """An integer type of the same width: bfloat16's own type knows no arithmetic."""
     return np.dtype(f"<u{values.itemsize}")

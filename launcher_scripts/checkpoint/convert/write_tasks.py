@@ -11,8 +11,10 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.plan import Task
 from launcher_scripts.checkpoint.convert.progress import Progress
@@ -107,8 +109,8 @@ def _write_task(
 
 
 def _watched(
-    pieces: Iterator[np.ndarray], stop: threading.Event, progress: Progress
-) -> Iterator[np.ndarray]:
+    pieces: Iterator[NDArray[Any]], stop: threading.Event, progress: Progress
+) -> Iterator[NDArray[Any]]:
     for piece in pieces:
         if stop.is_set():
             raise Stopped

@@ -20,9 +20,9 @@ from launcher_scripts.checkpoint.fastertransformer.ini_tables import FORMATS, ta
 from launcher_scripts.common.errors import CheckpointError, LauncherError, Problems, problem
 from launcher_scripts.common.untrusted import read_plain
 from launcher_scripts.models import family_of
+from launcher_scripts.models.adapters import adapters_of
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.ini_text import FILE_NAME, parse_ini
-from launcher_scripts.models.learned_parts import learned_parts_of
 
 EXTENSION = "extension"
 EXTENSION_VERSION = 1
@@ -59,7 +59,7 @@ def format_config(
         section: {key.name: key.written(config, facts) for key in keys}
         for section, keys in form.sections.items()
     }
-    sections |= task_sections(learned_parts_of(config))
+    sections |= task_sections(adapters_of(config))
     values = {field: getattr(config, field) for field in form.extension}
     sections[EXTENSION] = {"version": EXTENSION_VERSION, **values}
     parser = configparser.RawConfigParser()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.journal import Journal
 from launcher_scripts.checkpoint.convert.manifest import (
@@ -46,7 +47,11 @@ from launcher_scripts.models.ini_text import FILE_NAME as INI_NAME
 # At most, by one call: for 2 MiB, Linux takes memory in one block. A virtual machine that gives
 # free blocks of that size back to its host must get it from there, which takes ten times as long.
 _WRITE_BYTES = 1 << 18
-DTYPES = {"fp32": np.dtype("<f4"), "fp16": np.dtype("<f2"), "bf16": BFLOAT16}
+DTYPES: dict[str, np.dtype[Any]] = {
+    "fp32": np.dtype("<f4"),
+    "fp16": np.dtype("<f2"),
+    "bf16": BFLOAT16,
+}
 
 
 @dataclass(frozen=True)
@@ -106,10 +111,10 @@ class FTCheckpoint:
         return checkpoint
 
     @property
-    def dtype(self) -> np.dtype:
+    def dtype(self) -> np.dtype[Any]:
         return DTYPES[self.weight_data_type]
 
-    def read(self, spec: WeightSpec, layer: int | None = None, tp_rank: int = 0) -> np.ndarray:
+    def read(self, spec: WeightSpec, layer: int | None = None, tp_rank: int = 0) -> NDArray[Any]:
         """One file as a read-only memory map of shape spec.shape_on(config, tp_size).
 
         bfloat16 has the dtype dtypes.BFLOAT16; its bits are `.view("<u2")`.
@@ -248,13 +253,13 @@ class FTWriter:
         """Whether an interrupted run has already written this file."""
         return file.name in self._entries
 
-    def write(self, file: WeightFile, chunks: Iterable[np.ndarray]) -> None:
+    def write(self, file: WeightFile, chunks: Iterable[NDArray[Any]]) -> None:
         """Write one weight from its consecutive pieces, each contiguous and of the right dtype."""
         digest, crc, size, name = DIGESTS[ALGORITHM](), Crc32(), 0, file.name
         path = self.partial / name
         with writing(path), _fresh(path) as out:
             for chunk in chunks:
-                data = memoryview(chunk).cast("B")
+                data = chunk.data.cast("B")
                 _write_all(out.fileno(), data)
                 digest.update(data)
                 crc.update(data)

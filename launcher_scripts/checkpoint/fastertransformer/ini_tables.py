@@ -18,10 +18,10 @@ from launcher_scripts.checkpoint.fastertransformer.ini_keys import (
     Key,
     Sections,
 )
+from launcher_scripts.models.adapters import NORM_POSITIONS, Adapters, PromptTask
 from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.gpt import NORM_PLACEMENTS, GPTConfig
-from launcher_scripts.models.learned_parts import NORM_POSITIONS, LearnedParts, PromptTask
 from launcher_scripts.models.t5 import T5Config
 
 # FasterTransformer's number for prompt tables of p-tuning and prompt tuning.
@@ -41,7 +41,7 @@ _ACTIVATIONS = {"gelu": "gelu_new", "gelu_erf": "gelu", "relu": "relu", "silu": 
 
 
 def _prompt_text(text: str) -> Any:
-    """What a model with prompt tables says: `text`, with its LearnedParts filled in."""
+    """What a model with prompt tables says: `text`, with its Adapters filled in."""
     return lambda config: text.format(config.parts) if config.parts.prompt_tasks else None
 
 
@@ -68,7 +68,7 @@ _IA3 = (
 )
 
 
-def task_sections(parts: LearnedParts) -> dict[str, dict[str, str]]:
+def task_sections(parts: Adapters) -> dict[str, dict[str, str]]:
     """[task_0], [task_1], ... for the prompt tables."""
     return {
         f"task_{number}": {"task_name": task.name, "prompt_length": str(task.length)}
@@ -76,8 +76,8 @@ def task_sections(parts: LearnedParts) -> dict[str, dict[str, str]]:
     }
 
 
-def _parts(sections: Sections, stack: IniKeys, structure: IniKeys) -> LearnedParts:
-    """The learned parts: prompts and adapters as `stack` says, IA3 as `structure` does."""
+def _parts(sections: Sections, stack: IniKeys, structure: IniKeys) -> Adapters:
+    """The adapters: prompts and bottlenecks as `stack` says, IA3 as `structure` does."""
     values: dict[str, Any] = {}
     count = stack.number("num_tasks", 0)
     if count > len(sections):
@@ -103,7 +103,7 @@ def _parts(sections: Sections, stack: IniKeys, structure: IniKeys) -> LearnedPar
         }
     values["ia3_num_tasks"] = structure.number("ia3_num_tasks", 0)
     values["ia3_adapted"] = structure.boolean("ia3_adapted", False)
-    return LearnedParts(**values)
+    return Adapters(**values)
 
 
 _GPT = (

@@ -19,9 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.checksums import Checksums
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
@@ -54,7 +55,7 @@ class Region:
     def bytes(self) -> bytes:
         return self.buffer[self.offset : self.offset + self.size]
 
-    def array(self, dtype: np.dtype, count: int) -> np.ndarray:
+    def array(self, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         """`count` items as a read-only view of the file, shape [count]."""
         self.part(0, count * dtype.itemsize)
         return np.frombuffer(self.buffer, dtype, count, self.offset)
@@ -128,7 +129,7 @@ class Archive:
         """The content of one (small) file."""
         return self.region(name).bytes()
 
-    def check(self, values: np.ndarray, what: str) -> None:
+    def check(self, values: NDArray[Any], what: str) -> None:
         """Compare the bytes of a view with the checksum that its file holds of them, if any.
 
         what: the tensor, for the error
@@ -140,7 +141,7 @@ class Archive:
             checksums, first, last = found
             checksums.check(first, last, what)
 
-    def forget(self, values: np.ndarray) -> None:
+    def forget(self, values: NDArray[Any]) -> None:
         """Let the system take the pages behind a view back; a later look reads them again."""
         found = self._place(values)
         if found is not None:
@@ -150,7 +151,7 @@ class Archive:
             if low < high:
                 checksums.buffer.madvise(mmap.MADV_DONTNEED, low, high - low)
 
-    def _place(self, values: np.ndarray) -> tuple[Checksums, int, int] | None:
+    def _place(self, values: NDArray[Any]) -> tuple[Checksums, int, int] | None:
         """The file a view lies in, its first byte and the one behind its last; None for others."""
         first = values.__array_interface__["data"][0]
         spans = zip(values.shape, values.strides, strict=True)

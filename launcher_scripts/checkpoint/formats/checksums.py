@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from launcher_scripts.common.errors import CheckpointError, problem
 
 try:
-    from zlib_ng.zlib_ng import crc32
+    from zlib_ng.zlib_ng import crc32 as crc32
 except ImportError:
-    from zlib import crc32
+    from zlib import crc32 as crc32
 
 
 @dataclass(frozen=True, order=True)

@@ -17,6 +17,7 @@ from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats import pickles, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive, Region
@@ -208,7 +209,7 @@ def _refuse_shared_places(storage_data: Mapping[Any, Any], origin: str) -> None:
             raise CheckpointError(f"{origin} puts {name} and {second} in one place of {file}")
 
 
-def _stored_part(archive: Archive, folder: str, place: Any, name: str) -> np.ndarray:
+def _stored_part(archive: Archive, folder: str, place: Any, name: str) -> NDArray[Any]:
     origin = f"{name} in {folder}{place['relative_path']}"
     values = torch_file.load(_stored(archive, folder, place, name), origin)
     if not isinstance(values, np.ndarray):

@@ -7,16 +7,21 @@ rounding to nearest even gives.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.workspace import Workspace
 
 # numpy has no bfloat16: its bits travel under this name, so that they are not taken for integers.
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
 
-FLOATS = (np.dtype("<f8"), np.dtype("<f4"), np.dtype("<f2"), BFLOAT16)
+FLOATS: tuple[np.dtype[Any], ...] = (np.dtype("<f8"), np.dtype("<f4"), np.dtype("<f2"), BFLOAT16)
+
+_Cast = Callable[[NDArray[Any], NDArray[Any], Workspace], None]
 
 _U2, _U4 = np.dtype("<u2"), np.dtype("<u4")
 # Fields of float32's bits, shifted left by one to be rid of the sign.
@@ -28,18 +33,18 @@ _CHUNK = 1 << 16
 _HALF_BIAS = np.uint16((112 << 10) & 0xFFFF)
 
 
-def dtype_name(dtype: np.dtype) -> str:
+def dtype_name(dtype: np.dtype[Any]) -> str:
     return "bfloat16" if dtype == BFLOAT16 else dtype.name
 
 
-def plain(array: np.ndarray) -> np.ndarray:
+def plain(array: NDArray[Any]) -> NDArray[Any]:
     """The array with a dtype numpy can copy fast: bfloat16 as its bits."""
     return array.view("<u2") if array.dtype == BFLOAT16 else array
 
 
 def converted(
-    values: np.ndarray, dtype: np.dtype, workspace: Workspace | None = None
-) -> np.ndarray:
+    values: NDArray[Any], dtype: np.dtype[Any], workspace: Workspace | None = None
+) -> NDArray[Any]:
     """Contiguous values as `dtype`: exact to a wider type, rounded to nearest even to a narrower.
 
     A value beyond float16's range becomes infinite. The same array where nothing is to do; else
@@ -56,29 +61,29 @@ def converted(
     return found
 
 
-def _widen_bfloat16(bits: np.ndarray, target: np.ndarray, _memory: Workspace) -> None:
+def _widen_bfloat16(bits: NDArray[Any], target: NDArray[Any], _memory: Workspace) -> None:
     np.left_shift(bits, 16, out=target.view("<u4"), dtype=_U4)
 
 
-def _bfloat16_to_float16(bits: np.ndarray, target: np.ndarray, _memory: Workspace) -> None:
+def _bfloat16_to_float16(bits: NDArray[Any], target: NDArray[Any], _memory: Workspace) -> None:
     np.take(_bfloat16_as_float16(), bits, out=target, mode="wrap")  # "raise" would copy
 
 
-def _float32_to_float16(values: np.ndarray, target: np.ndarray, memory: Workspace) -> None:
+def _float32_to_float16(values: NDArray[Any], target: NDArray[Any], memory: Workspace) -> None:
     target[...] = to_float16(values, memory)
 
 
-def _to_bfloat16(values: np.ndarray, target: np.ndarray, memory: Workspace) -> None:
+def _to_bfloat16(values: NDArray[Any], target: NDArray[Any], memory: Workspace) -> None:
     target[...] = to_bfloat16(values, memory).view("<u2")
 
 
-def _cast(values: np.ndarray, target: np.ndarray, _memory: Workspace) -> None:
+def _cast(values: NDArray[Any], target: NDArray[Any], _memory: Workspace) -> None:
     with np.errstate(over="ignore"):
         np.copyto(target, values, casting="same_kind")
 
 
 @cache
-def _bfloat16_as_float16() -> np.ndarray:
+def _bfloat16_as_float16() -> NDArray[Any]:
     """The float16 next to every bfloat16, by its bits."""
     every = np.arange(1 << 16, dtype=_U2).view(BFLOAT16)
     with np.errstate(over="ignore"):
@@ -86,7 +91,7 @@ def _bfloat16_as_float16() -> np.ndarray:
 
 
 # (from, to) -> what converts contiguous values, bfloat16 as its bits, in `memory`.
-_CASTS = {
+_CASTS: dict[tuple[np.dtype[Any], np.dtype[Any]], _Cast] = {
     (BFLOAT16, np.dtype("<f4")): _widen_bfloat16,
     (BFLOAT16, np.dtype("<f2")): _bfloat16_to_float16,
     (np.dtype("<f4"), np.dtype("<f2")): _float32_to_float16,
@@ -94,7 +99,7 @@ _CASTS = {
 }
 
 
-def to_float16(values: np.ndarray, workspace: Workspace | None = None) -> np.ndarray:
+def to_float16(values: NDArray[Any], workspace: Workspace | None = None) -> NDArray[Any]:
     """Contiguous float32 values rounded to the nearest float16, ties to even."""
     memory = workspace or Workspace()
     bits = values.view("<u4")
@@ -107,7 +112,7 @@ def to_float16(values: np.ndarray, workspace: Workspace | None = None) -> np.nda
     halves = _narrowed(rounded, "halves", memory)
     halves -= _HALF_BIAS
     halves |= signs
-    found: np.ndarray = halves.view("<f2")
+    found: NDArray[Any] = halves.view("<f2")
     magnitudes = np.left_shift(bits, 1, out=rounded)
     if magnitudes.size and magnitudes.max() >= _TOO_LARGE_HALF:
         with np.errstate(over="ignore"):
@@ -118,7 +123,7 @@ def to_float16(values: np.ndarray, workspace: Workspace | None = None) -> np.nda
     return found
 
 
-def to_bfloat16(values: np.ndarray, workspace: Workspace | None = None) -> np.ndarray:
+def to_bfloat16(values: NDArray[Any], workspace: Workspace | None = None) -> NDArray[Any]:
     """Floats rounded to the nearest bfloat16, ties to even; values beyond its range to infinity."""
     memory = workspace or Workspace()
     with np.errstate(over="ignore"):
@@ -134,7 +139,7 @@ def to_bfloat16(values: np.ndarray, workspace: Workspace | None = None) -> np.nd
     return halves.view(BFLOAT16)
 
 
-def _rounded(bits: np.ndarray, lost: int, memory: Workspace) -> np.ndarray:
+def _rounded(bits: NDArray[Any], lost: int, memory: Workspace) -> NDArray[Any]:
     """float32's bits, to be cut by the lowest `lost`: half of what goes is added, ties to even."""
     rounded = np.right_shift(bits, lost, out=memory.array("rounded", bits.shape, _U4))
     rounded &= 1
@@ -143,14 +148,14 @@ def _rounded(bits: np.ndarray, lost: int, memory: Workspace) -> np.ndarray:
     return rounded
 
 
-def _narrowed(bits: np.ndarray, name: str, memory: Workspace) -> np.ndarray:
+def _narrowed(bits: NDArray[Any], name: str, memory: Workspace) -> NDArray[Any]:
     """The lower halves of 32-bit integers."""
     halves = memory.array(name, bits.shape, _U2)
     np.copyto(halves, bits, casting="unsafe")
     return halves
 
 
-def widened(array: np.ndarray) -> np.ndarray:
+def widened(array: NDArray[Any]) -> NDArray[Any]:
     """bfloat16 as float32, exactly; any other array as it is."""
     if array.dtype != BFLOAT16:
         return array

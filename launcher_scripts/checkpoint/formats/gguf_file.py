@@ -17,6 +17,7 @@ from gguf import (
     ReaderTensor,
     dequantize,
 )
+from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import CheckpointError, problem
 
@@ -69,7 +70,7 @@ def readable_types() -> dict[int, str]:
     return found
 
 
-def read_tensor(tensor: ReaderTensor, index: int | None = None) -> np.ndarray:
+def read_tensor(tensor: ReaderTensor, index: int | None = None) -> NDArray[Any]:
     """The values as float32, rows as output features: a view of the file where it has them so.
 
     index: the one that is wanted along the first axis; default: all

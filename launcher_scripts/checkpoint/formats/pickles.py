@@ -15,7 +15,7 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from launcher_scripts.common.errors import CheckpointError
 
@@ -187,10 +187,15 @@ def _check_extent(found: Any, most: int) -> None:
     size(found, 0)
 
 
-class _Reader(pickle._Unpickler):  # type: ignore[misc]
+class _Reader(pickle._Unpickler):
     """The opcodes that checkpoints need; all others are no part of `dispatch`."""
 
-    dispatch = {  # noqa: RUF012 the base class names it
+    # What the base class keeps while it loads.
+    stack: list[Any]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
         number: action
         for number, action in pickle._Unpickler.dispatch.items()
         if bytes([number])

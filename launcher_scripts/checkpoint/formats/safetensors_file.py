@@ -10,13 +10,14 @@ import struct
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.archive import Region
 from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.common.untrusted import parse_json
 
-DTYPES = {
+DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
@@ -31,7 +32,7 @@ DTYPES = {
 _SIZE = struct.Struct("<Q")
 
 
-def load(region: Region, origin: str) -> dict[str, np.ndarray]:
+def load(region: Region, origin: str) -> dict[str, NDArray[Any]]:
     """Name -> read-only view of the mapped file.
 
     Raises CheckpointError when the header is damaged, a dtype unknown, or the file cut short or
@@ -65,7 +66,7 @@ def load(region: Region, origin: str) -> dict[str, np.ndarray]:
     return found
 
 
-def _tensor(data: Region, name: str, entry: dict[str, Any], origin: str) -> np.ndarray:
+def _tensor(data: Region, name: str, entry: dict[str, Any], origin: str) -> NDArray[Any]:
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     first, last = entry["data_offsets"]
     if not all(type(number) is int for number in (*shape, first, last)):

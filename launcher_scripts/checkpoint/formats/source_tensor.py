@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.dtypes import plain
 from launcher_scripts.checkpoint.formats.workspace import Workspace
@@ -18,7 +20,7 @@ class Piece:
     """A box of a tensor: where it starts, and its values (a view of the checkpoint)."""
 
     start: tuple[int, ...]
-    values: np.ndarray
+    values: NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,11 @@ class SourceTensor:
     """Pieces that fill `shape` completely and without overlap; all have one dtype."""
 
     shape: tuple[int, ...]
-    dtype: np.dtype
+    dtype: np.dtype[Any]
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def whole(cls, values: np.ndarray) -> SourceTensor:
+    def whole(cls, values: NDArray[Any]) -> SourceTensor:
         return cls(values.shape, values.dtype, (Piece((0,) * values.ndim, values),))
 
     @classmethod
@@ -56,7 +58,7 @@ class SourceTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def read(self, workspace: Workspace | None = None, name: str = "whole") -> np.ndarray:
+    def read(self, workspace: Workspace | None = None, name: str = "whole") -> NDArray[Any]:
         """The values: a view of the checkpoint where one piece holds all, else a copy.
 
         workspace: memory for the copy, which is called `name` there

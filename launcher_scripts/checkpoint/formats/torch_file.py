@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats import pickles, torch_legacy
 from launcher_scripts.checkpoint.formats.archive import Region
@@ -25,7 +26,7 @@ from launcher_scripts.checkpoint.formats.checksums import Checksum
 from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16
 from launcher_scripts.common.errors import CheckpointError, problem
 
-STORAGES = {
+STORAGES: dict[str, np.dtype[Any]] = {
     "DoubleStorage": np.dtype("<f8"),
     "FloatStorage": np.dtype("<f4"),
     "HalfStorage": np.dtype("<f2"),
@@ -38,7 +39,7 @@ STORAGES = {
     "UntypedStorage": np.dtype("u1"),
     "BoolStorage": np.dtype("?"),
 }
-TORCH_DTYPES = {
+TORCH_DTYPES: dict[str, np.dtype[Any]] = {
     "float64": np.dtype("<f8"),
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
@@ -61,7 +62,8 @@ def load(region: Region, origin: str, allowed: pickles.Globals | None = None) ->
     Raises CheckpointError when the file is damaged, compressed, or asks for anything but tensors
     and plain containers.
     """
-    names = ChainMap(_GLOBALS, {} if allowed is None else allowed)
+    # A ChainMap writes to its first map alone; the stubs ask for mutable ones everywhere.
+    names = ChainMap(_GLOBALS, {} if allowed is None else allowed)  # type: ignore[arg-type]
     magic = torch_legacy.MAGIC
     if region.size >= len(magic) and region.part(0, len(magic)).bytes() == magic:
         return torch_legacy.load(region, origin, names)
@@ -126,7 +128,7 @@ class _TorchFile:
             found.checksums.add(noted)
         return found
 
-    def _storage(self, pid: Any) -> np.ndarray:
+    def _storage(self, pid: Any) -> NDArray[Any]:
         """The flat array a persistent id ("storage", type, key, location, numel) stands for."""
         _, dtype, key, _, count = torch_legacy.checked_id(pid, self._origin)
         return self._entry(f"data/{key}").array(dtype, int(count))
@@ -177,8 +179,8 @@ def _is_root(name: str) -> bool:
 
 
 def rebuild_tensor(
-    storage: np.ndarray, offset: int, size: Iterable[int], stride: Iterable[int], *_: object
-) -> np.ndarray:
+    storage: NDArray[Any], offset: int, size: Iterable[int], stride: Iterable[int], *_: object
+) -> NDArray[Any]:
     """torch._utils._rebuild_tensor_v2 on a numpy array: a view, its bounds checked."""
     shape, steps = tuple(size), tuple(stride)
     if storage.ndim != 1 or not storage.flags.c_contiguous:
@@ -198,7 +200,7 @@ def rebuild_tensor(
     )
 
 
-def _rebuild_parameter(data: np.ndarray, *_: object) -> np.ndarray:
+def _rebuild_parameter(data: NDArray[Any], *_: object) -> NDArray[Any]:
     return data
 
 

@@ -8,12 +8,14 @@ release have this form.
 
 from __future__ import annotations
 
+import io
 import pickletools
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats import pickles
 from launcher_scripts.checkpoint.formats.archive import Region
@@ -42,9 +44,9 @@ def load(region: Region, origin: str, allowed: pickles.Globals) -> Any:
             problem(f"{origin}: unknown protocol", got=(protocol, machine), choices=[PROTOCOL])
         )
     content = head[slice(*spans[3])]
-    dtypes: dict[str, np.dtype] = {}
+    dtypes: dict[str, np.dtype[Any]] = {}
 
-    def note(pid: Any) -> np.ndarray:
+    def note(pid: Any) -> NDArray[Any]:
         _, dtype, key, *_ = checked_id(pid, origin)
         dtypes[str(key)] = dtype
         return np.empty(0, dtype)
@@ -76,23 +78,21 @@ class _Hollow(Mapping[tuple[str, str], Any]):
 
 def _spans(data: bytes, origin: str, count: int) -> list[tuple[int, int]]:
     """Where the first `count` pickles of `data` start and end; nothing is executed."""
-    spans, start = [], 0
+    spans, stream = [], io.BytesIO(data)
     try:
         for _ in range(count):
-            stop = start
-            for opcode, _, position in pickletools.genops(data[start:]):
-                if opcode.name == "STOP":
-                    stop = start + position + 1
-            spans.append((start, stop))
-            start = stop
+            start = stream.tell()
+            for _opcode in pickletools.genops(stream):
+                pass  # up to the one that ends the pickle
+            spans.append((start, stream.tell()))
     except Exception as error:
         raise CheckpointError(f"{origin} is damaged: {error}") from error
     return spans
 
 
 def _storages(
-    region: Region, start: int, keys: Iterable[str], dtypes: dict[str, np.dtype], origin: str
-) -> dict[str, np.ndarray]:
+    region: Region, start: int, keys: Iterable[str], dtypes: dict[str, np.dtype[Any]], origin: str
+) -> dict[str, NDArray[Any]]:
     """Key -> flat array, read from where the storages begin."""
     found = {}
     for key in keys:
@@ -114,7 +114,7 @@ def checked_id(pid: Any, origin: str) -> tuple[Any, ...]:
     return found
 
 
-def _part(storages: dict[str, np.ndarray], pid: Any, origin: str) -> np.ndarray:
+def _part(storages: dict[str, NDArray[Any]], pid: Any, origin: str) -> NDArray[Any]:
     """A storage, or the part of one that a view (key, offset, count) names."""
     _, _, key, _, _, *view = checked_id(pid, origin)
     storage = storages[str(key)]

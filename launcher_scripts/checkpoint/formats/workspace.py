@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 class Workspace:
@@ -16,14 +18,14 @@ class Workspace:
     """
 
     def __init__(self) -> None:
-        self._memory: dict[str, np.ndarray] = {}
+        self._memory: dict[str, NDArray[Any]] = {}
 
-    def array(self, name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    def array(self, name: str, shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
         """An array of any content; the last one of that name is no longer valid."""
         size = math.prod(shape) * dtype.itemsize
         memory = self._memory.get(name)
         if memory is None or memory.size < size:
             self._memory.pop(name, None)
             memory = self._memory[name] = np.empty(size, np.uint8)
-        found: np.ndarray = memory[:size].view(dtype).reshape(shape)
+        found: NDArray[Any] = memory[:size].view(dtype).reshape(shape)
         return found

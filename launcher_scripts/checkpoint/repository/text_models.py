@@ -24,8 +24,7 @@ from launcher_scripts.contract import text_names
 from launcher_scripts.contract.text import TextContract
 from launcher_scripts.models import family_of
 from launcher_scripts.models.bart import BartConfig
-from launcher_scripts.models.gpt import GPTConfig
-from launcher_scripts.models.t5 import T5Config
+from launcher_scripts.models.family import ModelConfig
 
 # The roles of the model that takes text and gives text; one code serves both.
 WHOLE = ("ensemble", "text")
@@ -135,7 +134,7 @@ def further_end_ids(folder: Path, config: Any) -> list[int]:
     return [each for each in ends if each != config.end_id and 0 <= each < config.vocab_size]
 
 
-def surrounding(config: BartConfig | T5Config | GPTConfig, files: Tokenizer) -> dict[str, Any]:
+def surrounding(config: ModelConfig, files: Tokenizer) -> dict[str, Any]:
     """What stands before and after an input, which of it is the source's language, and what the
     decoder begins with; several ids with blanks between them.
     """
@@ -160,14 +159,15 @@ def surrounding(config: BartConfig | T5Config | GPTConfig, files: Tokenizer) -> 
 def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:
     """What the version folder of a text model holds."""
     room = Path(__file__).resolve().parents[2] / "backends"
-    code = {
+    code: dict[str, tuple[str, ...]] = {
         "preprocessing": ("preprocessing/model.py", "text_encoding.py"),
         "postprocessing": ("postprocessing/model.py", text_deltas.__file__),
     }
-    whole = (*(room / "text").glob("[a-z]*.py"), "text_encoding.py", text_deltas.__file__)
-    names = code.get(role, (*whole, text_names.__file__))
+    whole = ("text_encoding.py", text_deltas.__file__, text_names.__file__)
+    text = () if role in code else (room / "text").glob("[a-z]*.py")
     return [
-        *(room / name for name in names),
+        *text,
+        *(room / name for name in code.get(role, whole)),
         room / "text_parameters.py",
         room / "text_tensors.py",
         room / "older_servers.py",

@@ -93,8 +93,9 @@ def with_token_ids(
         check_vocabulary(tokenizer, config.vocab_size)
     if tokenizer is not None and not known:
         said = (rule or _own_ids)(tokenizer)
-    end_id = _first(settings.end_id, said and said.end_id)
-    start_id = _first(settings.start_id, said and said.start_id, None if known else end_id)
+    own = said or TokenIds(None, None, None)
+    end_id = _first(settings.end_id, own.end_id)
+    start_id = _first(settings.start_id, own.start_id, None if known else end_id)
     if said is not None and end_id is None:
         raise CheckpointError(
             problem("the tokenizer has no token that ends a sequence", change=f"{KEY}.end_id")
@@ -103,7 +104,7 @@ def with_token_ids(
         config,
         start_id=_first(start_id, config.start_id),
         end_id=_first(end_id, config.end_id),
-        pad_id=_first(settings.pad_id, said and said.pad_id, config.pad_id),
+        pad_id=_first(settings.pad_id, own.pad_id, config.pad_id),
     )
 
 

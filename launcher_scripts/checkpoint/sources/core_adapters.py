@@ -20,7 +20,7 @@ from launcher_scripts.checkpoint.convert.plan import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources import core_t5
 from launcher_scripts.checkpoint.sources.core_options import nemo_dialects
-from launcher_scripts.checkpoint.sources.merging import Adapter, Learned, LowRank, Replaced
+from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank, Replaced, Update
 from launcher_scripts.checkpoint.sources.nemo_gpt import core_dialects
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models import family_of
@@ -80,7 +80,7 @@ class PeftSettings:
 
     def scale(self, problems: Problems) -> float:
         """alpha / dim."""
-        found = [self.raw.get(key) for key in ("alpha", "dim")]
+        found: list[Any] = [self.raw.get(key) for key in ("alpha", "dim")]
         if not all(type(value) in (int, float) and value > 0 for value in found):
             problems.add("alpha and dim must be positive numbers", got=found)
             return 1.0
@@ -143,7 +143,7 @@ def adapter_of(
     problems.raise_if_any(CheckpointError)
     base, own = separated(tensors)
     layers = _layers(own, settings, _gated(config), problems)
-    learned: dict[str, Learned] = {name: Replaced(tensor) for name, tensor in base.items()}
+    updates: dict[str, Update] = {name: Replaced(tensor) for name, tensor in base.items()}
     notes: set[str] = set()
     joined: dict[str, dict[str, LowRank]] = {}
     for (module, part), sides in layers.items():
@@ -155,14 +155,14 @@ def adapter_of(
             continue
         if part in _SPLIT:
             notes.add(_EARLY_BRIDGE)
-        learned[f"{_renamed(module, part)}.weight"] = value
+        updates[f"{_renamed(module, part)}.weight"] = value
     for module, parts in joined.items():
         notes.add(_NEMO_ORDER)
         value = _joined(module, parts, settings.tp_size, problems)
         if value is not None:
-            learned[f"{module}.weight"] = value
+            updates[f"{module}.weight"] = value
     problems.raise_if_any(CheckpointError)
-    values = {name: (value,) for name, value in learned.items()}
+    values = {name: (value,) for name, value in updates.items()}
     if family_of(config).name == "t5":
         own_names = dialects if "nemo" in dialects else nemo_dialects(_gated(config), False)
         values = core_t5.renamed(values)

@@ -125,7 +125,7 @@ def read_t5(
     return config, nemo_dialects(gated, options.plus_one)
 
 
-def _buckets(raw: Mapping[str, Any], table: SourceTensor, problems: Problems) -> dict[str, int]:
+def _buckets(raw: Mapping[str, Any], table: SourceTensor, problems: Problems) -> dict[str, Any]:
     """Of a table [buckets, heads]."""
     distance = size(raw, "relative_attention_max_distance", problems, 128)
     return {"num_buckets": table.shape[0], "max_distance": distance}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any
 
-import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.gguf_fields import Fields
 from launcher_scripts.checkpoint.sources import gguf_restored as restored
@@ -29,7 +29,7 @@ class Model:
 
     fields: Fields
     shapes: Mapping[str, tuple[int, ...]]
-    factors: Mapping[str, np.ndarray]
+    factors: Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)

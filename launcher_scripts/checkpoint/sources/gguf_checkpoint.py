@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
@@ -38,7 +39,7 @@ class QuantisedTensor(SourceTensor):
     restored: Any = None
     heads: Any = None
 
-    def read(self, _workspace: Workspace | None = None, _name: str = "") -> np.ndarray:
+    def read(self, _workspace: Workspace | None = None, _name: str = "") -> NDArray[Any]:
         from launcher_scripts.checkpoint.formats.gguf_file import read_tensor
 
         values = read_tensor(self.stored, self.expert)

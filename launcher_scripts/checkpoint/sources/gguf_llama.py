@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.plan import make_plan
 from launcher_scripts.checkpoint.formats.archive import Archive
@@ -43,11 +44,11 @@ class GGUFLlama:
     def __init__(self, path: Path) -> None:
         self.checkpoint = GGUFCheckpoint.open(Archive(path), Hints())
         self.metadata = self.checkpoint.metadata
-        self.shape: GPTConfig = self.checkpoint.config
-        if self.checkpoint.architecture != ARCHITECTURE or self.shape != _plain(self.shape):
-            raise CheckpointError(
-                problem(f"{path} is no plain Llama", got=self.checkpoint.architecture)
-            )
+        config, architecture = self.checkpoint.config, self.checkpoint.architecture
+        plain = _plain(config) if isinstance(config, GPTConfig) else None
+        if architecture != ARCHITECTURE or plain is None or config != plain:
+            raise CheckpointError(problem(f"{path} is no plain Llama", got=architecture))
+        self.shape = plain
         make_plan(self.checkpoint, gpt.weights(self.shape), f"the GGUF file {path}")
 
     @property
@@ -100,7 +101,7 @@ class GGUFLlama:
             ),
         }
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str) -> NDArray[Any]:
         """One tensor as float32, rows as output features, in Hugging Face's order."""
         return self.checkpoint.tensors[name].read()
 
@@ -116,7 +117,7 @@ class GGUFLlama:
             lambda: np.pad(self.read(name), ((0, padding), (0, 0))) if padding else self.read(name),
         )
 
-    def _qkv(self, block: str, groups: int) -> np.ndarray:
+    def _qkv(self, block: str, groups: int) -> NDArray[Any]:
         """[groups * (heads of a group + 2) * head_size, hidden]: q.. k v of every group."""
         shape = self.shape
         q, k, v = (self.read(f"{block}.self_attn.{part}_proj.weight") for part in "qkv")
@@ -126,13 +127,13 @@ class GGUFLlama:
         padding = ((0, groups - shape.num_kv_heads), (0, 0), (0, 0), (0, 0))
         return np.pad(merged, padding).reshape(-1, shape.hidden_size)
 
-    def _projection(self, block: str, groups: int) -> np.ndarray:
+    def _projection(self, block: str, groups: int) -> NDArray[Any]:
         """[hidden, groups * heads of a group * head_size]."""
         weight = self.read(f"{block}.self_attn.o_proj.weight")
         per_group = weight.shape[1] // self.shape.num_kv_heads
         return np.pad(weight, ((0, 0), (0, (groups - self.shape.num_kv_heads) * per_group)))
 
-    def _gate_and_up(self, block: str) -> np.ndarray:
+    def _gate_and_up(self, block: str) -> NDArray[Any]:
         parts = [self.read(f"{block}.mlp.{part}_proj.weight") for part in ("gate", "up")]
         return np.concatenate(parts)
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -28,23 +30,24 @@ class Restored:
     shape: what becomes of the shape
     """
 
-    apply: Callable[[np.ndarray, Heads], np.ndarray]
+    apply: Callable[[NDArray[Any], Heads], NDArray[Any]]
     shape: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape
 
 
-def _halves(values: np.ndarray, heads: int) -> np.ndarray:
+def _halves(values: NDArray[Any], heads: int) -> NDArray[Any]:
     """Rows that rotate together are neighbours; transformers has them half a head apart."""
     pairs = values.reshape(heads, -1, 2, *values.shape[1:])
     return pairs.swapaxes(1, 2).reshape(values.shape)
 
 
-def _grouped(values: np.ndarray, heads: Heads) -> np.ndarray:
+def _grouped(values: NDArray[Any], heads: Heads) -> NDArray[Any]:
     """Rows (all queries, all keys, all values); transformers has (the queries of a key/value head,
     its key, its value) for one such head after the other."""
     size = len(values) // (heads.queries + 2 * heads.keys)
     parts = np.split(values, [heads.queries * size, (heads.queries + heads.keys) * size])
     rows = [part.reshape(heads.keys, -1, *values.shape[1:]) for part in parts]
-    return np.concatenate(rows, axis=1).reshape(values.shape)
+    whole: NDArray[Any] = np.concatenate(rows, axis=1)
+    return whole.reshape(values.shape)
 
 
 QUERY_HALVES = Restored(lambda values, heads: _halves(values, heads.queries))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.gguf_fields import Fields
 
@@ -24,7 +25,7 @@ _CONTEXTS = (8192, *(1 << bits for bits in range(3, 21)))
 
 
 def rope_parameters(
-    fields: Fields, rotary_size: int, factors: Mapping[str, np.ndarray]
+    fields: Fields, rotary_size: int, factors: Mapping[str, NDArray[Any]]
 ) -> dict[str, Any]:
     """rope_type and its parameters, rope_theta included.
 
@@ -53,7 +54,7 @@ def rope_parameters(
 
 
 def _unfit(
-    kind: str, factors: Mapping[str, np.ndarray], rotary_size: int, scaled: bool
+    kind: str, factors: Mapping[str, NDArray[Any]], rotary_size: int, scaled: bool
 ) -> str | None:
     """What is wrong with the file's scaling."""
     if kind not in SCALINGS:
@@ -71,7 +72,7 @@ def _unfit(
 
 
 def _by_pair(
-    fields: Fields, factors: Mapping[str, np.ndarray], base: float, rotary_size: int
+    fields: Fields, factors: Mapping[str, NDArray[Any]], base: float, rotary_size: int
 ) -> dict[str, Any]:
     """The rule that gives a number per pair."""
     if all(np.all(values == 1) for values in factors.values()):
@@ -89,7 +90,7 @@ def _by_pair(
     }
 
 
-def _llama3(factors: np.ndarray, base: float, rotary_size: int) -> dict[str, Any] | None:
+def _llama3(factors: NDArray[Any], base: float, rotary_size: int) -> dict[str, Any] | None:
     """The rule of Llama 3.1 that gives `factors`; None where there is none."""
     turns = base ** (-np.arange(0, rotary_size, 2) / rotary_size) / (2 * np.pi)  # per position
     factor = float(str(np.float32(factors.max())))

@@ -23,12 +23,12 @@ from launcher_scripts.checkpoint.sources.huggingface_keys import check_keys, gen
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.source_checkpoint import WholeTensors
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
+from launcher_scripts.common.tokenizer import GENERATION_FILE
 from launcher_scripts.common.untrusted import parse_json
 from launcher_scripts.models.family import ModelConfig
 
 CONFIG_NAME = "config.json"
-GENERATION_NAME = "generation_config.json"
-# What counts of it: the token that texts begin with, which left config.json.
+# What counts of generation_config.json: the token that texts begin with, which left config.json.
 GENERATION_KEYS = ("forced_bos_token_id",)
 DECODER = ("decoder.", "lm_head.")
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -234,7 +234,7 @@ class HuggingFaceCheckpoint(WholeTensors):
         Before transformers 4.26 its values stood in config.json.
         """
         said = generation_keys(self.raw)
-        own = {tokenizer_files.GENERATION_FILE: json.dumps(said, indent=2).encode()} if said else {}
+        own = {GENERATION_FILE: json.dumps(said, indent=2).encode()} if said else {}
         more = tokenizer_files.FAIRSEQ_SETS if self.raw.get("model_type") == "mbart" else ()
         return own | tokenizer_files.plain_files(self.archive, more=more)
 
@@ -279,9 +279,9 @@ def _with_model_type(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _generation(archive: Archive) -> dict[str, Any]:
     """What generation_config.json, if there is one, says of GENERATION_KEYS."""
-    if GENERATION_NAME not in archive.names():
+    if GENERATION_FILE not in archive.names():
         return {}
-    said = read_mapping(archive, GENERATION_NAME)
+    said = read_mapping(archive, GENERATION_FILE)
     return {key: said[key] for key in GENERATION_KEYS if key in said}
 
 

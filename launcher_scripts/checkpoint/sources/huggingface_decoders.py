@@ -7,6 +7,7 @@ config classes.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
@@ -37,7 +38,7 @@ def _decoder(raw: RawConfig, **fields: Any) -> GPTConfig:
         "pad_id": raw.token("pad_token_id", None),
         **fields,
     }
-    readers = {
+    readers: dict[str, Callable[[], dict[str, Any]]] = {
         "position_embedding": lambda: rope(raw, head_size),
         "norm_eps": lambda: {"norm_eps": raw.real("rms_norm_eps", 1e-6)},
         "activation": lambda: {"activation": raw.activation("hidden_act", "silu")},

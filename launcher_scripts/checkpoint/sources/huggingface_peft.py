@@ -20,7 +20,7 @@ from launcher_scripts.checkpoint.formats import safetensors_file, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources.huggingface import ARCHITECTURES, PREFIXES, read_mapping
-from launcher_scripts.checkpoint.sources.merging import Adapter, Added, Learned, LowRank, Replaced
+from launcher_scripts.checkpoint.sources.merging import Adapter, Added, LowRank, Replaced, Update
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
 
@@ -181,20 +181,20 @@ def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
     _check_types(settings.raw, problems)
     problems.raise_if_any(CheckpointError)
     parts = _sorted(_read_tensors(archive), problems)
-    learned: dict[str, tuple[Learned, ...]] = {}
+    updates: dict[str, tuple[Update, ...]] = {}
     modules: dict[str, str] = {}
     for name, tensor in parts.whole.items():
-        learned[_stripped(name)] = (Replaced(tensor),)
+        updates[_stripped(name)] = (Replaced(tensor),)
     for module, tensor in parts.tokens.items():
         name = f"{_stripped(module)}.weight"
         rows = settings.token_rows(module)
-        learned[name] = (*learned.get(name, ()), Replaced(tensor, rows))
+        updates[name] = (*updates.get(name, ()), Replaced(tensor, rows))
     for module, sides in parts.loras.items():
         modules[_stripped(module)] = module
         for name, value in _lora(_stripped(module), module, sides, settings).items():
-            learned[name] = (*learned.get(name, ()), value)
+            updates[name] = (*updates.get(name, ()), value)
     _check_saved(settings, parts, problems)
-    ties = bool(settings.raw.get("ensure_weight_tying")) or _drop_copies(learned, base)
+    ties = bool(settings.raw.get("ensure_weight_tying")) or _drop_copies(updates, base)
     problems.raise_if_any(CheckpointError)
     prefixes = {full.removesuffix(name) for name, full in modules.items()}
 
@@ -203,7 +203,7 @@ def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
         found = [settings.targets(name, linear) for name in names]
         return None if None in found else any(found)
 
-    return Adapter(path, learned, _dialects(base), targets, ties)
+    return Adapter(path, updates, _dialects(base), targets, ties)
 
 
 def _refuse_unknown(raw: Mapping[str, Any], problems: Problems) -> None:
@@ -285,7 +285,7 @@ def _stripped(name: str) -> str:
 
 def _lora(
     name: str, module: str, sides: Mapping[str, SourceTensor], settings: _Settings
-) -> dict[str, Learned]:
+) -> dict[str, Update]:
     """What was learned for a linear layer or a table, by the names of its tensors."""
     embedding = "embedding_A" in sides
     down, up = ("embedding_A", "embedding_B") if embedding else ("A", "B")
@@ -300,7 +300,7 @@ def _lora(
     rank = sides[down].shape[0] if sides[down].shape else 0
     scale = settings.scale(module, rank)
     magnitude = sides.get("magnitude_vector")
-    found: dict[str, Learned] = {
+    found: dict[str, Update] = {
         f"{name}.weight": LowRank(sides[down], sides[up], scale, magnitude, embedding)
     }
     if "B_bias" in sides:
@@ -320,17 +320,17 @@ def _check_saved(settings: _Settings, parts: _Parts, problems: Problems) -> None
         problems.add("the biases were trained and are not in the file", got=f"bias: {bias}")
 
 
-def _drop_copies(learned: dict[str, tuple[Learned, ...]], base: SourceCheckpoint) -> bool:
+def _drop_copies(updates: dict[str, tuple[Update, ...]], base: SourceCheckpoint) -> bool:
     """Keep tables that the base ties once; whether there were two, equal."""
     found = False
     if not getattr(base.config, "tied_embeddings", False):
         return False
     tied = [pair for row in ARCHITECTURES.values() for pair in row.tied.items()]
     for name, other in {(name, other) for name, others in tied for other in others}:
-        pair = (*learned.get(name, ()), *learned.get(other, ()))
+        pair = (*updates.get(name, ()), *updates.get(other, ()))
         tables = [float32(each.values.read()) for each in pair if isinstance(each, Replaced)]
-        if len(tables) == 2 and np.array_equal(*tables):
-            del learned[other]
+        if len(tables) == 2 and np.array_equal(tables[0], tables[1]):
+            del updates[other]
             found = True
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from launcher_scripts.common.errors import Problems
 
@@ -19,6 +19,7 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 _REQUIRED = object()
+_Id = TypeVar("_Id", bound="int | None")
 
 
 class RawConfig:
@@ -106,7 +107,7 @@ class RawConfig:
         self.sections[name] = section
         return section
 
-    def token(self, name: str, default: int | None) -> int | None:
+    def token(self, name: str, default: _Id) -> int | _Id:
         """A token id; the first one where a list is allowed. Below 0 there is no such token."""
         found = self(name, default=default)
         if isinstance(found, list) and found:

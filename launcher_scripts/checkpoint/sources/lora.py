@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.dtypes import widened
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, concatenated
@@ -57,7 +59,7 @@ class MergedTensor(SourceTensor):
             )
         return cls(base.shape, np.dtype("<f4"), base.pieces, base, update)
 
-    def read(self, workspace: Workspace | None = None, name: str = "whole") -> np.ndarray:
+    def read(self, workspace: Workspace | None = None, name: str = "whole") -> NDArray[Any]:
         if self.base is None or self.update is None:
             return super().read(workspace, name)
         memory = workspace or Workspace()

@@ -202,7 +202,7 @@ def _models(loaded: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """What one rank holds: its model, or `model0`, `model1`, ... of its virtual stages, up to the
     first that is missing."""
     names = ["model"] if "model" in loaded else (f"model{number}" for number in count())
-    found = (loaded.get(name) for name in names)
+    found: Iterator[Any] = (loaded.get(name) for name in names)
     return list(takewhile(lambda model: isinstance(model, dict), found))
 
 

@@ -67,7 +67,7 @@ def _measured(shards: Shards, vocab: int, hints: Hints, problems: Problems) -> M
     layers = {int(found[1]) for name in shards if (found := re.search(r"layers\.(\d+)\.", name))}
     if positions is None or up is None:
         problems.add("the position embeddings or the first MLP are missing")
-        problems.raise_if_any(CheckpointError)
+        raise problems.error(CheckpointError)
     max_positions, hidden = positions[0].shape
     heads = hints.num_heads or 0
     if heads < 1 or hidden % heads:

@@ -11,9 +11,10 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.layouts import LAYOUTS, Layout
 from launcher_scripts.checkpoint.convert.plan import Task, float32, source_of, stored_blocks
@@ -28,7 +29,7 @@ _COLUMNS = 64
 _ZERO = np.float32(0)
 
 
-class Learned(Protocol):
+class Update(Protocol):
     """What an adapter holds for one tensor of its maker's model."""
 
     @property
@@ -42,11 +43,11 @@ class Learned(Protocol):
         """What does not fit within itself."""
         ...
 
-    def arrays(self) -> Sequence[np.ndarray]:
+    def arrays(self) -> Sequence[NDArray[Any]]:
         """Its values in float32, each laid out like the tensor."""
         ...
 
-    def apply(self, unit: np.ndarray, *values: np.ndarray) -> np.ndarray:
+    def apply(self, unit: NDArray[Any], *values: NDArray[Any]) -> NDArray[Any]:
         """A part of the stored form [..., columns], of any floats, merged with the same part of
         its values, whose memory it may take."""
         ...
@@ -84,12 +85,12 @@ class LowRank:
             return f"its magnitudes {self.magnitude.shape} do not fit its matrix {up}"
         return None
 
-    def arrays(self) -> Sequence[np.ndarray]:
+    def arrays(self) -> Sequence[NDArray[Any]]:
         update = float32(self.up.read()) * np.float32(self.scale) @ float32(self.down.read())
         laid = update.T if self.input_first else update
         return [laid] if self.magnitude is None else [laid, float32(self.magnitude.read())]
 
-    def apply(self, unit: np.ndarray, *values: np.ndarray) -> np.ndarray:
+    def apply(self, unit: NDArray[Any], *values: NDArray[Any]) -> NDArray[Any]:
         merged = _sum(values[0], unit)
         if self.magnitude is not None:
             merged *= values[1] / np.linalg.norm(merged, axis=0)
@@ -113,10 +114,10 @@ class Added:
     def problem(self) -> str | None:
         return None
 
-    def arrays(self) -> Sequence[np.ndarray]:
+    def arrays(self) -> Sequence[NDArray[Any]]:
         return [float32(self.vector.read()) * np.float32(self.scale)]
 
-    def apply(self, unit: np.ndarray, *values: np.ndarray) -> np.ndarray:
+    def apply(self, unit: NDArray[Any], *values: NDArray[Any]) -> NDArray[Any]:
         return _sum(values[0], unit)
 
 
@@ -139,10 +140,10 @@ class Replaced:
             return f"it has {self.values.shape[0]} rows for {len(self.rows)} tokens"
         return None
 
-    def arrays(self) -> Sequence[np.ndarray]:
+    def arrays(self) -> Sequence[NDArray[Any]]:
         return [float32(self.values.read())]
 
-    def apply(self, unit: np.ndarray, *values: np.ndarray) -> np.ndarray:
+    def apply(self, unit: NDArray[Any], *values: NDArray[Any]) -> NDArray[Any]:
         if self.rows is None:
             return values[0]
         merged = np.array(float32(unit))
@@ -150,7 +151,7 @@ class Replaced:
         return merged
 
 
-def _sum(values: np.ndarray, unit: np.ndarray) -> np.ndarray:
+def _sum(values: NDArray[Any], unit: NDArray[Any]) -> NDArray[Any]:
     """values + unit in the memory of the values; only a part of the unit is made float32 at a
     time."""
     for start in range(0, unit.shape[-1], _COLUMNS):
@@ -163,7 +164,7 @@ def _sum(values: np.ndarray, unit: np.ndarray) -> np.ndarray:
 class Adapter:
     """What one checkpoint of an adapter holds.
 
-    learned:  name of a tensor of the maker's model -> what was learned for it, in order
+    updates:  name of a tensor of the maker's model -> what was learned for it, in order
     dialects: sets of dialects of the weight table whose names they may be; of several the one
               that knows the most names counts
     targets:  (name of a module, whether it is a linear layer) -> whether LoRA was learned for it;
@@ -173,7 +174,7 @@ class Adapter:
     """
 
     path: Path
-    learned: Mapping[str, Sequence[Learned]]
+    updates: Mapping[str, Sequence[Update]]
     dialects: Sequence[Sequence[str]]
     targets: Callable[[str, bool], bool | None] = lambda _module, _linear: None
     ties: bool = False
@@ -186,15 +187,15 @@ class Adapter:
         """
         problems = Problems(f"the adapter {self.path}")
         claims = self._claims(tasks, problems)
-        unclaimed = sorted(self.learned.keys() - claims.keys())
+        unclaimed = sorted(self.updates.keys() - claims.keys())
         _note(problems, [f"no module of the base has {name}" for name in unclaimed])
-        for name in sorted(self.learned.keys() & claims.keys()):
-            for value in self.learned[name]:
+        for name in sorted(self.updates.keys() & claims.keys()):
+            for value in self.updates[name]:
                 self._check(name, value, claims[name], problems)
         self._check_targets(claims, problems)
         problems.raise_if_any(CheckpointError)
         changes: dict[int, list[_Merged]] = {}
-        for name, values in self.learned.items():
+        for name, values in self.updates.items():
             for place in claims[name]:
                 merged = [_Merged(name, place, place.laid(value)) for value in values]
                 changes.setdefault(place.number, []).extend(merged)
@@ -207,12 +208,12 @@ class Adapter:
         """Where every name of the adapter's maker goes."""
         every = [_claims(tasks, dialects) for dialects in self.dialects]
         found = [claims for claims in every if not _contradict(claims)] or every
-        counts = [len(claims.keys() & self.learned.keys()) for claims in found]
+        counts = [len(claims.keys() & self.updates.keys()) for claims in found]
         best = [claims for claims, n in zip(found, counts, strict=True) if n == max(counts)]
         unclear = [
             f"{name} is laid out differently in several families of its maker, and the base does "
             "not say of which it is"
-            for name, values in self.learned.items()
+            for name, values in self.updates.items()
             for value in values
             if len({_meaning(value, claims.get(name, ())) for claims in best}) > 1
         ]
@@ -220,7 +221,7 @@ class Adapter:
         return best[0]
 
     def _check(
-        self, name: str, value: Learned, places: Sequence[_Place], problems: Problems
+        self, name: str, value: Update, places: Sequence[_Place], problems: Problems
     ) -> None:
         wrong = value.problem()
         if wrong:
@@ -240,7 +241,7 @@ class Adapter:
                 choices=["an adapter of a base whose tables are two"],
             )
 
-    def _keeps_tie(self, value: Learned, places: Sequence[_Place]) -> bool:
+    def _keeps_tie(self, value: Update, places: Sequence[_Place]) -> bool:
         """Whether a table that is the output layer's too stays the same for both."""
         tables = [place for place in places if place.table]
         if len(tables) < 2 and not (tables and getattr(tables[0].config, "tied_embeddings", False)):
@@ -255,7 +256,7 @@ class Adapter:
             if module == name or len(places[0].spec.shape) != 2:
                 continue
             expected = self.targets(module, places[0].spec.partition.per_rank)
-            there = any(isinstance(value, LowRank) for value in self.learned.get(name, ()))
+            there = any(isinstance(value, LowRank) for value in self.updates.get(name, ()))
             if expected and not there:
                 missing.append(f"LoRA of {module} is missing, which its configuration names")
             if there and expected is False:
@@ -288,14 +289,14 @@ class _Place:
         """Whether it is a table of the vocabulary."""
         return self.spec.partition is Partition.VOCAB_PARALLEL
 
-    def laid(self, value: Learned) -> Learned:
+    def laid(self, value: Update) -> Update:
         """The value, as layers are laid out there: GPT-2's are [in, out]."""
         input_first = self.layout is LAYOUTS["as_is"] and self.spec.partition.per_rank
         if isinstance(value, LowRank) and input_first:
             return dataclasses.replace(value, input_first=True)
         return value
 
-    def fits(self, value: Learned) -> bool:
+    def fits(self, value: Update) -> bool:
         """Whether the value has the tensor's shape. It is tried on arrays that take no memory."""
         expected = self.spec.shape_on(self.config, 1)
         rows = value.rows if isinstance(value, Replaced) else None
@@ -311,7 +312,7 @@ class _Place:
         named = [int(getattr(self.config, axis)) for axis in self.spec.blocks] or widths
         return widths == named and (*blocks[0].shape[:-1], columns) == expected
 
-    def stored(self, values: np.ndarray) -> list[np.ndarray]:
+    def stored(self, values: NDArray[Any]) -> list[NDArray[Any]]:
         """Values laid out like the tensor, as blocks of the stored form. Where a row is made of
         several tensors, each is a block, and the others are zero."""
         tensors = [
@@ -321,7 +322,7 @@ class _Place:
         blocks = stored_blocks(self.layout, tensors, self.spec, self.config)
         return [block[0] if len(block) == 1 else np.concatenate(block, axis=-1) for block in blocks]
 
-    def _rows(self, values: np.ndarray) -> list[int]:
+    def _rows(self, values: NDArray[Any]) -> list[int]:
         if self.count == 1:
             return [len(values)]
         if self.count != len(self.spec.blocks):
@@ -335,7 +336,7 @@ class _Merged:
 
     name: str
     place: _Place
-    value: Learned
+    value: Update
 
     def sources(self) -> Iterable[tuple[str, SourceTensor]]:
         return [(f"what was learned for {self.name}", part) for part in self.value.tensors()]
@@ -349,7 +350,9 @@ class _Merged:
             for number, block in enumerate(blocks)
         ]
 
-    def _merged(self, block: Sequence[np.ndarray], parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def _merged(
+        self, block: Sequence[NDArray[Any]], parts: Sequence[NDArray[Any]]
+    ) -> list[NDArray[Any]]:
         merged, start = [], 0
         for unit in block:
             stop = start + unit.shape[-1]
@@ -368,7 +371,7 @@ def _contradict(claims: Mapping[str, Sequence[_Place]]) -> bool:
     )
 
 
-def _meaning(value: Learned, places: Sequence[_Place]) -> tuple[object, ...]:
+def _meaning(value: Update, places: Sequence[_Place]) -> tuple[object, ...]:
     """Where the rows of a tensor go: equal for dialects that agree."""
     rows = np.arange(
         value.up.shape[0] if isinstance(value, LowRank) else value.shape[0], dtype="f4"

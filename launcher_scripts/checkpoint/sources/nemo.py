@@ -72,7 +72,8 @@ class NemoCheckpoint(TensorShards):
     @classmethod
     def open(cls, archive: Archive, hints: Hints) -> NemoCheckpoint:
         """Raises CheckpointError for what is damaged, incomplete or not supported."""
-        training, notes = None, ()
+        training = None
+        notes: tuple[str, ...] = ()
         if nemo_training.is_training(archive) and not config_files(archive):
             training = nemo_training.find_checkpoint(archive, hints.training_checkpoint)
             root, raw = "", training.raw

@@ -1,4 +1,4 @@
-"""NeMo's checkpoints of learned parts: prompt learning, IA3, adapters and LoRA, without a model.
+"""NeMo's checkpoints of adapters: prompt learning, IA3, adapters and LoRA, without a model.
 
 NeMo 1.18 nests its parts (a dictionary of tensors per module, named `<layer>:<part>`); from 1.19
 on they are flat, behind `adapter_layer`. Here both have the same names: those of the target for
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats import torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
@@ -25,7 +26,7 @@ from launcher_scripts.checkpoint.sources.nemo_files import (
 )
 from launcher_scripts.checkpoint.sources.shards import merged_stages
 from launcher_scripts.common.errors import CheckpointError, Problems
-from launcher_scripts.models.learned_parts import ATTENTION_ADAPTER, FFN_ADAPTER
+from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
 
 _PREFIX = re.compile(
     r"^(?:model\.(?!layers\.)(?:module\.)?(?:language_model\.)?)?(?:enc_dec_model\.)*"
@@ -74,7 +75,7 @@ Shards = dict[str, tuple[SourceTensor, ...]]
 
 @dataclass(frozen=True)
 class PartFile:
-    """One checkpoint of learned parts, all names without prefixes.
+    """One checkpoint of adapters, all names without prefixes.
 
     raw:      model_config.yaml
     family:   gpt or t5, None where the names do not tell (prompts of 1.18)
@@ -149,7 +150,7 @@ def _read_ranks(archive: Archive, root: str) -> list[list[dict[str, SourceTensor
     return ranks
 
 
-def _flat(state: Mapping[Any, Any]) -> Iterator[tuple[str, np.ndarray]]:
+def _flat(state: Mapping[Any, Any]) -> Iterator[tuple[str, NDArray[Any]]]:
     """The tensors of nested dictionaries; names joined by dots."""
     for key, value in state.items():
         if isinstance(value, np.ndarray):
@@ -182,7 +183,7 @@ def _sorted(path: Path, raw: Mapping[str, Any], shards: Shards) -> PartFile:
         used = _place(part, match, tensors, problems)
         unused += not used
     problems.raise_if_any(CheckpointError)
-    notes = ()
+    notes: tuple[str, ...] = ()
     if unused:
         notes = (f"{path.name}: LoRA of cross-attention's query, key and value is never used",)
     if len(families) > 1:

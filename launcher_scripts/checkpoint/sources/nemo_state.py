@@ -29,7 +29,7 @@ _IGNORED = re.compile(
 _CHUNK = re.compile(r"model(\d+)")
 
 
-def stripped(tensors: StateDict) -> StateDict:
+def stripped(tensors: StateDict) -> dict[str, SourceTensor]:
     """Names without their common prefix, without what inference does not need."""
     named = {_PREFIX.sub("", name): tensor for name, tensor in tensors.items()}
     return {name: tensor for name, tensor in named.items() if not _IGNORED.fullmatch(name)}

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 
@@ -56,7 +57,7 @@ class Weight:
     """One tensor of a state dict, read when its turn comes. `read` returns float32 or float16."""
 
     shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
+    read: Callable[[], NDArray[Any]]
     dtype: str = "<f4"
 
 
@@ -67,7 +68,7 @@ class ZarrTensor:
     name: str
     shape: tuple[int, ...]
     chunks: tuple[int, ...]
-    chunk: Callable[[tuple[int, ...]], np.ndarray]
+    chunk: Callable[[tuple[int, ...]], NDArray[Any]]
     dtype: str = "<f4"
 
     def indices(self) -> Iterator[tuple[int, ...]]:
@@ -133,7 +134,7 @@ def _stack(name: str, rest: str, stack: Mapping[int, Weight], gated: bool) -> Za
     halves = 2 if gated and rest in ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias") else 1
     rows = shape[0] // halves
 
-    def chunk(index: tuple[int, ...]) -> np.ndarray:
+    def chunk(index: tuple[int, ...]) -> NDArray[Any]:
         values = stack[index[0]].read()
         return values[index[1] * rows : (index[1] + 1) * rows][None]
 
@@ -215,7 +216,7 @@ def _chunk_reader(tensor: ZarrTensor, index: tuple[int, ...]) -> Callable[[], me
                     choices=(tensor.chunks,),
                 )
             )
-        return memoryview(values).cast("B")
+        return values.data.cast("B")
 
     return read
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.plan import STORED
 from launcher_scripts.checkpoint.fastertransformer.config_ini import random_config
@@ -30,7 +31,7 @@ class RandomTensor(SourceTensor):
 
     name: str = ""
 
-    def read(self, _workspace: Workspace | None = None, _name: str = "") -> np.ndarray:
+    def read(self, _workspace: Workspace | None = None, _name: str = "") -> NDArray[Any]:
         random = np.random.default_rng(zlib.crc32(self.name.encode()))
         count = min(int(np.prod(self.shape)), BLOCK)
         values = random.standard_normal(count, dtype=np.float32) * np.float32(DEVIATION)

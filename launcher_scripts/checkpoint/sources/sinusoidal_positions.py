@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import CheckpointError, problem
 
@@ -19,7 +20,7 @@ from launcher_scripts.common.errors import CheckpointError, problem
 FIRST_ROW = 2
 
 
-def sinusoidal_positions(_tensors: Sequence[np.ndarray], config: Any) -> np.ndarray:
+def sinusoidal_positions(_tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
     """The table [max_positions, hidden]: sines, then cosines; zeros in the padding token's row.
 
     Frequencies fall from 1 to 1/10000 over the halves of the hidden axis.

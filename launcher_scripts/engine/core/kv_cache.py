@@ -72,7 +72,7 @@ class KVCache:
         shape = (len(layers), 2, heads.num_kv_heads, capacity + 1, heads.head_size)
         self._pool = torch.empty(shape, dtype=dtype, device=device)
         self.layers = {
-            layer: LayerCache(*key_value, arrivals)
+            layer: LayerCache(key_value[0], key_value[1], arrivals)
             for layer, key_value in zip(layers, self._pool, strict=True)
         }
         self.ids: Tensor = torch.zeros(capacity + 1, dtype=torch.int64, device=device)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.distributed.messages import Message, Record
-from launcher_scripts.engine.model.learned_parts import NO_TASK, Prompt
+from launcher_scripts.engine.model.adapters import NO_TASK, Prompt
 
 
 class RowStart(Record, frozen=True):

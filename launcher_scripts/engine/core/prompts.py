@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from launcher_scripts.common.errors import Problems
 from launcher_scripts.contract.requests import GenerateRequest
+from launcher_scripts.models.adapters import adapters_of
 from launcher_scripts.models.family import ModelConfig
-from launcher_scripts.models.learned_parts import learned_parts_of
 
 
 def prompt_start_id(config: ModelConfig) -> int:
     """The first id that is a virtual token: config.ini's, or the first beyond the vocabulary."""
-    return learned_parts_of(config).prompt_start_id or config.vocab_size
+    return adapters_of(config).prompt_start_id or config.vocab_size
 
 
 def real_ids(request: GenerateRequest, start: int) -> tuple[int, ...]:
@@ -32,9 +32,9 @@ def with_prompt(
     return tuple(start - 1 - token if token >= start else token for token in ids)
 
 
-def check_learned(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:
+def check_adapters(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:
     """Whether the model has the tables and vectors that the request names."""
-    parts = learned_parts_of(config)
+    parts = adapters_of(config)
     if request.ia3_task is not None:
         if not parts.ia3_num_tasks:
             problems.add("Cannot request ia3_tasks, model has no IA3 adapters")
@@ -84,7 +84,7 @@ def _length(request: GenerateRequest, config: ModelConfig) -> int:
     """Rows of the request's prompt table, 0 without one."""
     if request.prompt_embedding is not None:
         return int(request.prompt_embedding.shape[0])
-    tasks = learned_parts_of(config).prompt_tasks
+    tasks = adapters_of(config).prompt_tasks
     if request.prompt_task is None or not 0 <= request.prompt_task < len(tasks):
         return 0
     return tasks[request.prompt_task].length

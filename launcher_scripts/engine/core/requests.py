@@ -9,12 +9,17 @@ from launcher_scripts.common.errors import Problems, RequestError
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.contract.tensors import MOST_LOG_PROBS
 from launcher_scripts.engine.core.prompts import (
-    check_learned,
+    check_adapters,
     prompt_start_id,
     real_ids,
     with_prompt,
 )
-from launcher_scripts.engine.core.session import Session, check_session, prompt_in_session
+from launcher_scripts.engine.core.session import (
+    Session,
+    check_session,
+    learned_positions,
+    prompt_in_session,
+)
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
@@ -51,7 +56,7 @@ def warm_up_request(config: ModelConfig, cache_tokens: int) -> GenerateRequest:
     start = min(config.start_id, config.vocab_size - 1)
     if isinstance(config, T5Config) and config.encoder_only:
         return GenerateRequest((start,), output_len=0, return_hidden_state=True)
-    longest = config.max_positions if config.position_embedding == "learned" else cache_tokens
+    longest = learned_positions(config) or cache_tokens
     length = max(1, min(4, cache_tokens - 1, longest))
     return GenerateRequest((start,), output_len=length, start_id=start, end_id=config.vocab_size)
 
@@ -70,7 +75,7 @@ def check_request(
     """
     problems = Problems("the request")
     _check_asked(problems, request, config)
-    check_learned(problems, request, config)
+    check_adapters(problems, request, config)
     _check_ids(problems, request, config)
     if session is None:
         _check_lengths(problems, request, config, cache_tokens)
@@ -86,10 +91,11 @@ def check_request(
 
 def _check_asked(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:
     """Whether the model has the parts that the request is about."""
-    encodes = isinstance(config, ENCODER_DECODERS)
-    if not encodes and (request.decoder_input_ids or request.return_hidden_state):
-        problems.add("decoder_input_ids and hidden states need a model with an encoder")
-    if not encodes or not config.encoder_only:
+    if not isinstance(config, ENCODER_DECODERS):
+        if request.decoder_input_ids or request.return_hidden_state:
+            problems.add("decoder_input_ids and hidden states need a model with an encoder")
+        return
+    if not config.encoder_only:
         return
     if request.output_len or request.decoder_input_ids:
         problems.add("an encoder alone generates nothing", got=request.output_len)
@@ -142,15 +148,13 @@ def _check_lengths(
         problems.add(f"{output} is negative", got=output_len)
         return
     needed = prompt + max(output_len - 1, 0)
-    learned = config.position_embedding == "learned"
-    if learned and source > config.max_positions:
-        problems.add(
-            f"input_ids has {source} tokens, and the encoder has {config.max_positions} positions"
-        )
-    if learned and needed > config.max_positions:
+    most = learned_positions(config)
+    if most is not None and source > most:
+        problems.add(f"input_ids has {source} tokens, and the encoder has {most} positions")
+    if most is not None and needed > most:
         problems.add(
             f"the prompt's {prompt} tokens and {output} {output_len} need {needed} "
-            f"positions, and the model has {config.max_positions}"
+            f"positions, and the model has {most}"
         )
         return
     width = max(1, request.sampling.beam_width) if output_len else 1

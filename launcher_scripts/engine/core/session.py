@@ -15,8 +15,12 @@ from dataclasses import dataclass
 from launcher_scripts.common.errors import Problems
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.plan import Move
+from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.t5 import T5Config
+
+WITH_TABLES = (GPTConfig, T5Config, BartConfig)  # of positions, where these are learned
 
 
 @dataclass(eq=False)
@@ -96,6 +100,12 @@ def prompt_in_session(
     return session.pending or session.ended
 
 
+def learned_positions(config: ModelConfig) -> int | None:
+    """How many positions a model with a table of them has; None for one without."""
+    learned = config.position_embedding == "learned"
+    return config.max_positions if learned and isinstance(config, WITH_TABLES) else None
+
+
 def check_session(
     problems: Problems,
     session: Session,
@@ -137,8 +147,6 @@ def check_session(
             f"Session size too low ({session.session_len}) vs. total output size ({total}): "
             "session_len"
         )
-    if config.position_embedding == "learned" and positions > config.max_positions:
-        problems.add(
-            f"the session would need {positions} positions, and the model has "
-            f"{config.max_positions}"
-        )
+    most = learned_positions(config)
+    if most is not None and positions > most:
+        problems.add(f"the session would need {positions} positions, and the model has {most}")

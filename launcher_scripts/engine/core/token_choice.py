@@ -50,7 +50,7 @@ class TokenChoice:
         return Sampled(
             tokens,
             torch.empty(2, rows, device=device) if batch.log_probs else None,
-            scored and no_scores(len(scored.rows), scored.count, device),
+            None if scored is None else no_scores(len(scored.rows), scored.count, device),
         )
 
     def _everywhere(self, sampled: Sampled, slots: Tensor) -> Sampled:

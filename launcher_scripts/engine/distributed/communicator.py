@@ -155,7 +155,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
         """Every rank creates every group, in the same order, and keeps the one it is in."""
-        created = [dist.new_group(ranks) for ranks in groups]
+        created: list[dist.ProcessGroup] = [dist.new_group(ranks) for ranks in groups]
         return next(
             group for group, ranks in zip(created, groups, strict=True) if self.rank in ranks
         )

@@ -1,6 +1,6 @@
 """Listening sockets of libraries, which have no switch to close them once the ranks have met.
 
-gloo accepts whoever connects and keeps the connection for ever, so every stranger would cost a
+gloo accepts whoever connects and keeps the connection indefinitely, so every stranger would cost a
 rank a descriptor. Its loop aborts the process over a listener that is closed under it; so the
 kernel is told to drop what comes for it: connections are opened no more, those there stay.
 """

@@ -43,8 +43,9 @@ class RankProcess:
             stdin=subprocess.PIPE,
         )
         # The token is in nobody's command line or environment.
-        with suppress(BrokenPipeError), self._process.stdin as told:
-            told.write(json.dumps(asdict(order)).encode())
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError), self._process.stdin as told:
+                told.write(json.dumps(asdict(order)).encode())
 
     @property
     def pid(self) -> int:

@@ -92,8 +92,11 @@ class SymmetricSums:
         buffer = self._buffer[: tensor.numel()].view(tensor.shape)
         operations = torch.ops.symm_mem
         if route is Route.ONE_SHOT:
-            return operations.one_shot_all_reduce_copy(buffer, tensor, "sum", self._group_name)
+            total: Tensor = operations.one_shot_all_reduce_copy(
+                buffer, tensor, "sum", self._group_name
+            )
+            return total
+        total = torch.empty_like(tensor)
         buffer.copy_(tensor)
-        return operations.two_shot_all_reduce_out(
-            buffer, "sum", self._group_name, torch.empty_like(tensor)
-        )
+        operations.two_shot_all_reduce_out(buffer, "sum", self._group_name, total)
+        return total

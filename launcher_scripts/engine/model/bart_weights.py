@@ -6,11 +6,10 @@ from torch import Tensor
 
 from launcher_scripts.engine.model.t5_weights import (
     CrossLayerWeights,
-    Embedding,
     EncoderLayerWeights,
     T5Weights,
 )
-from launcher_scripts.engine.model.weights import WeightLoader
+from launcher_scripts.engine.model.weights import Embedding, MLPWeights, WeightLoader
 from launcher_scripts.kernels.operands import Linear, Norm
 from launcher_scripts.models.bart import BartConfig
 
@@ -64,7 +63,7 @@ class BartWeightLoader(WeightLoader):
             query_key_value=self._joined(names, layer, before),
             attention_dense=self._linear(f"{attention}.out_proj", layer),
             attention_norm=after,
-            **self._mlp(stem, layer),
+            mlp=self._mlp(stem, layer),
         )
 
     def _decoder_layer(self, layer: int) -> CrossLayerWeights:
@@ -81,7 +80,7 @@ class BartWeightLoader(WeightLoader):
             source_key_value=self._joined(keys_and_values, layer),
             source_dense=self._linear(f"{source}.out_proj", layer),
             source_norm=after_source,
-            **self._mlp(stem, layer),
+            mlp=self._mlp(stem, layer),
         )
 
     def _norms(self, name: str, layer: int) -> tuple[Norm | None, Norm | None]:
@@ -89,14 +88,10 @@ class BartWeightLoader(WeightLoader):
         norm = self._norm(name, layer)
         return (norm, None) if self._pre else (None, norm)
 
-    def _mlp(self, stem: str, layer: int) -> dict[str, Linear | Norm | None]:
+    def _mlp(self, stem: str, layer: int) -> MLPWeights:
         before, after = self._norms(f"{stem}.final_layer_norm", layer)
-        return {
-            "mlp_up": self._linear(f"{stem}.fc1", layer, before),
-            "mlp_gate": None,
-            "mlp_down": self._linear(f"{stem}.fc2", layer),
-            "mlp_norm": after,
-        }
+        up = self._linear(f"{stem}.fc1", layer, before)
+        return MLPWeights(up, None, self._linear(f"{stem}.fc2", layer), norm=after)
 
     def _output(self) -> Linear:
         bias = self._table("final_logits_bias") if self.config.logits_bias else None

@@ -11,13 +11,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.engine.core.plan import Bounds
 from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.model.weights import MLPWeights
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
     HeadNorms,
@@ -26,11 +27,12 @@ from launcher_scripts.kernels.operands import (
     LayerCache,
     Linear,
     Norm,
-    PromptSpans,
     RelativeBias,
     RowColumns,
     StepRows,
+    VarlenBatch,
 )
+from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.kernels.reference import EXACT_IDS
 from launcher_scripts.models.gpt import GPTConfig
 
@@ -77,7 +79,7 @@ class PromptContext:
     """
 
     slots: Tensor
-    spans: PromptSpans
+    spans: VarlenBatch
     turns: Turns
 
     def attend(self, x: Hidden, layer: SelfAttention) -> Tensor:
@@ -102,17 +104,35 @@ class PromptContext:
 Context = StepContext | PromptContext
 
 
-class Sublayer(ABC):
-    """One residual branch; `first` is the projection that reads the hidden states.
+# What a sublayer asks of the pass.
+Asked = TypeVar("Asked", contravariant=True)
+
+
+class Block(Protocol[Asked]):
+    """One or two residual branches; `first` is the projection that reads the hidden states."""
+
+    first: Linear
+    window: int
+
+    def forward(self, x: Hidden, context: Asked, norm_of_next: Norm | None) -> Hidden:
+        """Hidden states x plus what the branches add, in the form that norm_of_next asks for."""
+        ...
+
+
+class Sublayer(ABC, Generic[Asked]):
+    """One residual branch.
 
     output_norm: of what the branch adds, where there is one
+    window: how many tokens attention covers, the token's own included; 0: all
     """
+
+    window = 0
 
     def __init__(
         self,
         first: Linear,
         last: Linear,
-        kernels: ModuleType,
+        kernels: Ops,
         communicator: Communicator,
         output_norm: Norm | None = None,
     ) -> None:
@@ -122,7 +142,7 @@ class Sublayer(ABC):
         self.kernels = kernels
         self.communicator = communicator
 
-    def forward(self, x: Hidden, context: Context, norm_of_next: Norm | None) -> Hidden:
+    def forward(self, x: Hidden, context: Asked, norm_of_next: Norm | None) -> Hidden:
         return self.add(self.branch(x, context), x, norm_of_next)
 
     def add(self, inner: Tensor, x: Hidden, norm_of_next: Norm | None) -> Hidden:
@@ -138,14 +158,13 @@ class Sublayer(ABC):
         return kernels.accumulate_over_ranks(inner, self.last, x, norm_of_next, self.communicator)
 
     @abstractmethod
-    def branch(self, x: Hidden, context: Context) -> Tensor:
+    def branch(self, x: Hidden, context: Asked) -> Tensor:
         """[B, inputs of `last`]"""
 
 
-class SelfAttention(Sublayer):
+class SelfAttention(Sublayer[Context]):
     """Attention of a row's new tokens to its own, the new ones included.
 
-    window: how many tokens it covers, the token's own included; 0: all
     norms:  of every head's queries and keys, before they turn
     local:  whether they turn locally, see Turns
     """
@@ -154,7 +173,7 @@ class SelfAttention(Sublayer):
         self,
         first: Linear,
         last: Linear,
-        kernels: ModuleType,
+        kernels: Ops,
         communicator: Communicator,
         *,
         cache: LayerCache,
@@ -183,8 +202,26 @@ class SelfAttention(Sublayer):
         return context.attend(x, self)
 
 
-class SourceAttention(SelfAttention):
+class SourceAttention(Sublayer[StepContext]):
     """Attention of a row's new token to the encoder's input."""
+
+    def __init__(
+        self,
+        first: Linear,
+        last: Linear,
+        kernels: Ops,
+        communicator: Communicator,
+        *,
+        cache: LayerCache,
+        heads: Heads,
+        bias: RelativeBias | None,
+        scale: float,
+    ) -> None:
+        super().__init__(first, last, kernels, communicator)
+        self.cache = cache
+        self.heads = heads
+        self.bias = bias
+        self.scale = scale
 
     def branch(self, x: Hidden, context: StepContext) -> Tensor:
         return self.kernels.attend_source(
@@ -199,25 +236,17 @@ class SourceAttention(SelfAttention):
         )
 
 
-class MLP(Sublayer):
+class MLP(Sublayer[object]):
     """Up and down, perhaps gated."""
 
     def __init__(
-        self,
-        first: Linear,
-        last: Linear,
-        kernels: ModuleType,
-        communicator: Communicator,
-        *,
-        gate: Linear | None,
-        activation: str,
-        output_norm: Norm | None = None,
+        self, weights: MLPWeights, kernels: Ops, communicator: Communicator, *, activation: str
     ) -> None:
-        super().__init__(first, last, kernels, communicator, output_norm)
-        self.gate = None if gate is None else kernels.prepare(gate)
+        super().__init__(weights.up, weights.down, kernels, communicator, weights.output_norm)
+        self.gate = None if weights.gate is None else kernels.prepare(weights.gate)
         self.activation = activation
 
-    def branch(self, x: Hidden, _: StepContext) -> Tensor:
+    def branch(self, x: Hidden, _: object) -> Tensor:
         return self.kernels.expand(x, self.first, self.gate, self.activation)
 
 
@@ -245,14 +274,14 @@ class DecodeStep:
 
     def __init__(
         self,
-        sublayers: Sequence[Sublayer | ParallelSublayers],
+        sublayers: Sequence[Block[StepContext]],
         head: Linear,
         tables: EmbeddingTables,
         embedding_norm: Norm | None,
         turns: Turns,
         vocab_size: int,
         history: Tensor,
-        kernels: ModuleType,
+        kernels: Ops,
         communicator: Communicator,
         *,
         embedding_scale: float | None = None,
@@ -269,9 +298,8 @@ class DecodeStep:
         self.communicator = communicator
         self.embedding_scale = embedding_scale
         self.logits_softcap = logits_softcap
-        firsts = [sublayer.first.norm for sublayer in sublayers]
-        self._norms = [*firsts, self.head.norm]
-        self._windows = {each.window for each in sublayers if not isinstance(each, MLP)}
+        self._norms = [*(each.first.norm for each in sublayers), self.head.norm]
+        self._windows = {each.window for each in sublayers} - {0}
 
     def forward(self, columns: RowColumns, slots: Tensor, bounds: Bounds) -> Hidden:
         """Hidden states [B, hidden] after the last layer; the rows in slots [B] grow by a token."""
@@ -291,18 +319,9 @@ class DecodeStep:
             if self.embedding_norm is not None:
                 exact = self.kernels.norm(exact, self.embedding_norm, torch.float32)
             x = self.kernels.hidden(exact, self._norms[0], x.operand.dtype)
-        of_windows = {window: rows.within(window) for window in self._windows if window}
+        of_windows = {window: rows.within(window) for window in self._windows}
         context = StepContext({0: rows, **of_windows}, bounds, self.turns)
-        for sublayer, norm_of_next in zip(self.sublayers, self._norms[1:], strict=True):
-            x = sublayer.forward(x, context, norm_of_next)
-        return x
-
-    def prompts(self, exact: Tensor, context: PromptContext) -> Tensor:
-        """Hidden states float32 [N, hidden] after the last layer, of the new tokens' embeddings."""
-        x = self.kernels.hidden(exact, self._norms[0], self.tables.tokens.dtype)
-        for sublayer, norm_of_next in zip(self.sublayers, self._norms[1:], strict=True):
-            x = sublayer.forward(x, context, norm_of_next)
-        return x.exact
+        return through(self.sublayers, x, context, self._norms)
 
     def logits(self, x: Hidden) -> Tensor:
         """Float32 [B, vocab] on every rank."""
@@ -338,6 +357,26 @@ class DecodeStep:
         return replace(self.tables, positions=None)
 
 
+class PromptStep(DecodeStep):
+    """A DecodeStep whose sublayers take prompts, too."""
+
+    sublayers: Sequence[Block[Context]]
+
+    def prompts(self, exact: Tensor, context: PromptContext) -> Tensor:
+        """Hidden states float32 [N, hidden] after the last layer, of the new tokens' embeddings."""
+        x = self.kernels.hidden(exact, self._norms[0], self.tables.tokens.dtype)
+        return through(self.sublayers, x, context, self._norms).exact
+
+
+def through(
+    sublayers: Sequence[Block[Asked]], x: Hidden, context: Asked, norms: Sequence[Norm | None]
+) -> Hidden:
+    """Hidden states after the sublayers.  norms: before each of them, and after the last"""
+    for sublayer, norm_of_next in zip(sublayers, norms[1:], strict=True):
+        x = sublayer.forward(x, context, norm_of_next)
+    return x
+
+
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
     """softcap * tanh(logits / softcap), which keeps their order."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -346,11 +385,11 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
 def obstacles(
     config: object,
     communicator: Communicator,
-    learned: Sequence[object],
+    adapters: Sequence[object],
 ) -> list[str]:
     """Why the model's decode steps cannot go through a DecodeStep; empty where they can.
 
-    learned: what is learned on top of the layers, None where there is nothing
+    adapters: what works inside of the layers, None where there is nothing
     """
     found = []
     if communicator.parallelism.pp_size > 1:
@@ -363,7 +402,7 @@ def obstacles(
             found.append("layers choose among experts")
         if config.rotary_scaling in ("longrope", "dynamic"):
             found.append("rotary positions depend on a row's length")
-    if any(part is not None for part in learned):
+    if any(part is not None for part in adapters):
         found.append("IA3 or adapters work inside the layers")
     if getattr(config, "head_size", 2) % 2:
         found.append("heads have an odd number of features")

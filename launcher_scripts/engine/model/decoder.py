@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.engine.core.kv_cache import KVCache
 from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.model.adapters import layer_adapters, with_virtual_tokens
 from launcher_scripts.engine.model.decode_step import (
     MLP,
-    DecodeStep,
+    Block,
+    Context,
     ParallelSublayers,
     PromptContext,
+    PromptStep,
     SelfAttention,
-    Sublayer,
     capped,
     obstacles,
 )
+from launcher_scripts.engine.model.embedding import embed
+from launcher_scripts.engine.model.encode_step import EncodeStep
+from launcher_scripts.engine.model.experts import Experts
+from launcher_scripts.engine.model.gpt_weights import GPTWeights
 from launcher_scripts.engine.model.heads import local_heads
 from launcher_scripts.engine.model.layers import (
+    Chunk,
+    DecodeContext,
     DecoderLayer,
+    LayerContext,
+    PrefillContext,
     Rows,
-    Segment,
-    Step,
     alibi_slopes,
     new_token_tasks,
 )
-from launcher_scripts.engine.model.learned_parts import learned_of, with_virtual_tokens
-from launcher_scripts.engine.model.rotary import Rotary
-from launcher_scripts.engine.model.weights import GPTWeights
+from launcher_scripts.engine.model.network import Encoded
+from launcher_scripts.engine.model.rotary import Rotary, gpt_rotary, plain_frequencies
+from launcher_scripts.engine.model.weights import Embedding
 from launcher_scripts.engine.runner.prompt_batch import PromptBatch
-from launcher_scripts.kernels.operands import WIDEST_PROMPT_HEAD, EmbeddingTables
+from launcher_scripts.kernels.operands import WIDEST_PROMPT_HEAD, EmbeddingTables, Linear
+from launcher_scripts.kernels.ops import Ops
+from launcher_scripts.models.gpt import GPTConfig
 
 
 class Decoder:
@@ -46,7 +55,7 @@ class Decoder:
         self,
         weights: GPTWeights,
         cache: KVCache,
-        kernels: ModuleType,
+        kernels: Ops,
         communicator: Communicator,
         device: torch.device,
     ) -> None:
@@ -74,40 +83,53 @@ class Decoder:
         self.step_obstacles = obstacles(
             self.config,
             communicator,
-            learned_of(weights.layers.values()),
+            layer_adapters(weights.layers.values()),
         )
-        self.step = None if self.step_obstacles else self._decode_step()
+        self.step: PromptStep | None = None
+        if weights.embedding is not None and weights.head is not None and not self.step_obstacles:
+            self.step = self._decode_step(weights.embedding, weights.head)
         turns_alike = self._rotary is None or not self._rotary.of_row
         self.replays_prompts = (
             turns_alike
             and self.config.head_size <= WIDEST_PROMPT_HEAD
             and not self.config.num_experts
         )
-        self.encode_step = None
+        self.encode_step: EncodeStep | None = None
         self.encode_obstacles: list[str] = []
+
+    def encode(self, *_: object, **__: object) -> Encoded:
+        """See Network."""
+        raise ValueError("a decoder alone encodes nothing")
 
     def prefill(self, prompts: PromptBatch) -> Tensor:
         """Run the new tokens of several rows: hidden states [N, hidden].
 
         Through the sublayers of a decode step where these can; between ranks the layers send half.
         """
-        reach = self._reach_of(prompts.segments)
+        reach = self._reach_of(prompts.chunks)
         rotary = self._turns(self._rotary, prompts.positions, reach)
-        windows = any(segment.window for segment in prompts.segments)
-        if self.step is not None and self.communicator.tp_size == 1 and not windows:
+        windows = any(chunk.window for chunk in prompts.chunks)
+        embedding = self.weights.embedding
+        if (
+            self.step is not None
+            and embedding is not None
+            and self.communicator.tp_size == 1
+            and not windows
+        ):
             self.cache.ids[prompts.slots] = prompts.ids
-            exact = self._embed(prompts.ids, prompts.positions, prompts.segments)
+            exact = self._embed(embedding, prompts.ids, prompts.positions, prompts.chunks)
             turns = (rotary, self._turns(self._local_rotary, prompts.positions))
             return self.step.prompts(exact, PromptContext(prompts.slots, prompts.spans, turns))
-        step = Step(
+        context = PrefillContext(
             slots=prompts.slots,
+            positions=prompts.positions,
             rotary=rotary,
             local_rotary=self._turns(self._local_rotary, prompts.positions),
-            segments=prompts.segments,
+            chunks=prompts.chunks,
             spans=prompts.spans,
-            ia3_tasks=new_token_tasks(self.config, prompts.segments, self.device),
+            ia3_tasks=new_token_tasks(self.config, prompts.chunks, self.device),
         )
-        return self._forward(prompts.ids, prompts.positions, step)
+        return self._forward(prompts.ids, prompts.positions, context)
 
     def decode(self, ids: Tensor, rows: Rows) -> Tensor:
         """Run one token per row: hidden states [B, hidden].
@@ -115,17 +137,17 @@ class Decoder:
         A row's tokens before this one are its position, unless its positions say otherwise.
         """
         positions = rows.lengths if rows.positions is None else rows.positions
-        step = Step(
+        context = DecodeContext(
             slots=rows.starts + rows.lengths,
+            positions=rows.lengths,
             rotary=self._turns(self._rotary, positions, self._reach_of_next(positions, rows)),
             local_rotary=self._turns(self._local_rotary, positions),
             starts=rows.starts,
             lengths=rows.lengths + 1,
             longest=rows.longest,
-            positions=rows.lengths,
             ia3_tasks=rows.ia3_tasks,
         )
-        return self._forward(ids, positions, step)
+        return self._forward(ids, positions, context)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [N, vocab] on every rank of the last stage."""
@@ -135,10 +157,12 @@ class Decoder:
         logits = self.communicator.tp_concat(local)[:, : self.config.vocab_size]
         return capped(logits, self.config.logits_softcap)
 
-    def _forward(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
-        self.cache.ids[step.slots] = ids
-        if self.communicator.is_first_stage:
-            x = self._embed(ids, positions, step.segments or ())
+    def _forward(self, ids: Tensor, positions: Tensor, context: LayerContext) -> Tensor:
+        self.cache.ids[context.slots] = ids
+        embedding = self.weights.embedding
+        if embedding is not None:
+            chunks = context.chunks if isinstance(context, PrefillContext) else ()
+            x = self._embed(embedding, ids, positions, chunks)
         else:
             x = self.communicator.from_previous_stage(
                 torch.empty(
@@ -149,17 +173,18 @@ class Decoder:
                 )
             )
         for layer in self._layers:
-            x = layer.forward(x, step)
+            x = layer.forward(x, context)
         if not self.communicator.is_last_stage:
             self.communicator.to_next_stage(x)
         return x
 
-    def _decode_step(self) -> DecodeStep:
-        weights = self.weights
+    def _decode_step(self, embedding: Embedding, head: Linear) -> PromptStep:
         shared = (self.kernels, self.communicator)
         positions = torch.arange(self.cache.capacity + 1, device=self.device)
-        sublayers: list[Sublayer | ParallelSublayers] = []
-        for layer, own in weights.layers.items():
+        sublayers: list[Block[Context]] = []
+        for layer, own in self.weights.layers.items():
+            if isinstance(own.mlp, Experts):
+                raise ValueError("a decode step cannot choose among experts")
             cache = self.cache.layers[layer]
             attention = SelfAttention(
                 own.query_key_value,
@@ -176,68 +201,60 @@ class Decoder:
                 local=self._turns_locally(layer),
                 output_norm=own.attention_output_norm,
             )
-            mlp = MLP(
-                own.mlp_up,
-                own.mlp_down,
-                *shared,
-                gate=own.mlp_gate,
-                activation=self.config.activation,
-                output_norm=own.mlp_output_norm,
-            )
+            mlp = MLP(own.mlp, *shared, activation=self.config.activation)
             if self.config.parallel_residual:
                 sublayers.append(ParallelSublayers(attention, mlp))
             else:
                 sublayers += [attention, mlp]
-        tables = EmbeddingTables(weights.token_table, weights.first_id, weights.position_table)
-        return DecodeStep(
+        tables = EmbeddingTables(embedding.tokens, embedding.first_id, embedding.positions)
+        return PromptStep(
             sublayers,
-            weights.head,
+            head,
             tables,
-            weights.embedding_norm,
+            embedding.norm,
             (self._turns(self._rotary, positions), self._turns(self._local_rotary, positions)),
             self.config.vocab_size,
             self.cache.ids,
             *shared,
-            embedding_scale=self.config.embedding_scale,
+            embedding_scale=embedding.scale,
             logits_softcap=self.config.logits_softcap,
         )
 
-    def _embed(self, ids: Tensor, positions: Tensor, segments: tuple[Segment, ...]) -> Tensor:
-        weights = self.weights
-        x = self.kernels.embed(ids, weights.token_table, weights.first_id)
-        x = self.communicator.tp_sum(x)
-        if self.config.embedding_scale is not None:
-            x = x * self.config.embedding_scale
-        if segments:
-            counts = [segment.count for segment in segments]
-            prompts = [segment.prompt for segment in segments]
-            x = with_virtual_tokens(x, ids, prompts, counts, weights.prompt_tables)
-        if weights.position_table is not None:
-            x = x + self.kernels.embed(positions, weights.position_table, 0)
-        if weights.embedding_norm is not None:
-            x = self.kernels.norm(x, weights.embedding_norm, torch.float32)
-        return x
+    def _embed(
+        self, embedding: Embedding, ids: Tensor, positions: Tensor, chunks: Sequence[Chunk]
+    ) -> Tensor:
+        counts = [chunk.count for chunk in chunks]
+        prompts = [chunk.prompt for chunk in chunks]
+        return embed(
+            embedding,
+            ids,
+            positions,
+            self.kernels,
+            self.communicator,
+            lambda x: with_virtual_tokens(x, ids, prompts, counts, self.weights.prompt_tables),
+        )
 
     def _rotaries(self) -> tuple[Rotary | None, Rotary | None]:
         """Of layers that attend to everything, and of those with a window if they differ."""
-        if self.config.position_embedding != "rope":
+        config = self.config
+        if not isinstance(config, GPTConfig) or config.position_embedding != "rope":
             return None, None
-        rotary = Rotary(self.config, self.device)
-        if self.config.rotary_local_base is None:
+        rotary, base = gpt_rotary(config, self.device), config.rotary_local_base
+        if base is None:
             return rotary, None
-        return rotary, Rotary(self.config, self.device, local=True)
+        return rotary, Rotary(plain_frequencies(config.rotary_size, base), self.device)
 
     def _turns(
         self, rotary: Rotary | None, positions: Tensor, reach: Tensor | None = None
     ) -> tuple[Tensor, Tensor] | None:
         return None if rotary is None else rotary.tables(self.kernels, positions, reach)
 
-    def _reach_of(self, segments: Sequence[Segment]) -> Tensor | None:
+    def _reach_of(self, chunks: Sequence[Chunk]) -> Tensor | None:
         """See Rotary.tables."""
         if self._rotary is None or not self._rotary.of_row:
             return None
-        reach = [self._rotary.reach_of_prompt(each.prompt_end, each.most) for each in segments]
-        counts = torch.tensor([each.count for each in segments])
+        reach = [self._rotary.reach_of_prompt(each.prompt_end, each.most) for each in chunks]
+        counts = torch.tensor([each.count for each in chunks])
         return torch.tensor(reach).repeat_interleave(counts).to(self.device, non_blocking=True)
 
     def _reach_of_next(self, positions: Tensor, rows: Rows) -> Tensor | None:

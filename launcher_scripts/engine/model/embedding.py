@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.model.t5_weights import Embedding
+from launcher_scripts.engine.model.weights import Embedding
+from launcher_scripts.kernels.ops import Ops
 
 
 def embed(
     embedding: Embedding,
     ids: Tensor,
     positions: Tensor,
-    kernels: ModuleType,
+    kernels: Ops,
     communicator: Communicator,
     replaced: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Tensor:

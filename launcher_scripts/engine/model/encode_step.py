@@ -10,27 +10,29 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.model.decode_step import MLP, Sublayer, obstacles
+from launcher_scripts.engine.model.adapters import layer_adapters
+from launcher_scripts.engine.model.decode_step import MLP, Sublayer, obstacles, through
 from launcher_scripts.engine.model.embedding import embed
-from launcher_scripts.engine.model.learned_parts import learned_of
 from launcher_scripts.engine.model.t5_weights import T5Weights
-from launcher_scripts.engine.runner.graphs import GraphCache
+from launcher_scripts.engine.model.weights import Embedding
+from launcher_scripts.engine.runner.graphs import StepGraphs
 from launcher_scripts.kernels.operands import (
     SPAN_QUERIES,
     Heads,
     Hidden,
     LayerCache,
     Linear,
+    Norm,
     RelativeBias,
     Spans,
     span_blocks,
 )
+from launcher_scripts.kernels.ops import Ops
 
 # Tokens times weights that a device multiplies while its host launches a product and its company.
 LAUNCH_WORK = 12_000_000_000
@@ -107,14 +109,14 @@ class SpanContext:
     spans: Spans
 
 
-class SpanAttention(Sublayer):
+class SpanAttention(Sublayer[SpanContext]):
     """Attention of rows to all of their own tokens."""
 
     def __init__(
         self,
         first: Linear,
         last: Linear,
-        kernels: ModuleType,
+        kernels: Ops,
         communicator: Communicator,
         *,
         heads: Heads,
@@ -136,27 +138,29 @@ class SpanAttention(Sublayer):
 def encode_obstacles(weights: T5Weights, communicator: Communicator) -> list[str]:
     """Why a model's inputs cannot go through an EncodeStep; empty where they can."""
     layers = [*weights.encoder_layers.values(), *weights.decoder_layers.values()]
-    found = obstacles(weights.config, communicator, learned_of(layers))
+    found = obstacles(weights.config, communicator, layer_adapters(layers))
     if communicator.tp_size > 1:
         found.append("ranks add many tokens up in the compute type")
     return found
 
 
 def encoder_sublayers(
-    weights: T5Weights, heads: Heads, kernels: ModuleType, communicator: Communicator
-) -> list[Sublayer]:
+    weights: T5Weights, heads: Heads, kernels: Ops, communicator: Communicator
+) -> list[Sublayer[SpanContext]]:
     """The encoder's layers; heads: of one rank."""
     config, shared = weights.config, (kernels, communicator)
-    sublayers: list[Sublayer] = []
+    sublayers: list[Sublayer[SpanContext]] = []
     for own in weights.encoder_layers.values():
-        attention = {
-            "heads": heads,
-            "scale": config.attention_scale,
-            "bias": own.relative,
-        }
         sublayers += [
-            SpanAttention(own.query_key_value, own.attention_dense, *shared, **attention),
-            MLP(own.mlp_up, own.mlp_down, *shared, gate=own.mlp_gate, activation=config.activation),
+            SpanAttention(
+                own.query_key_value,
+                own.attention_dense,
+                *shared,
+                heads=heads,
+                scale=config.attention_scale,
+                bias=own.relative,
+            ),
+            MLP(own.mlp, *shared, activation=config.activation),
         ]
     return sublayers
 
@@ -171,22 +175,23 @@ class EncodeStep:
 
     def __init__(
         self,
-        weights: T5Weights,
-        sublayers: Sequence[Sublayer],
+        embedding: Embedding,
+        last_norm: Norm | None,
+        sublayers: Sequence[Sublayer[SpanContext]],
         readers: Sequence[tuple[Linear, LayerCache]],
         heads: Heads,
-        kernels: ModuleType,
+        kernels: Ops,
         communicator: Communicator,
     ) -> None:
         self.sublayers = sublayers
-        self.embedding = weights.encoder_embedding
-        self.last_norm = weights.encoder_norm
+        self.embedding = embedding
+        self.last_norm = last_norm
         self.readers = readers
         self.heads = Heads(0, heads.num_kv_heads, heads.head_size)
         self.kernels = kernels
         self.communicator = communicator
-        weights = [linear.weight.numel() for linear in self._linears()]
-        self.longest_recorded = LAUNCH_WORK * len(weights) // sum(weights)
+        sizes = [linear.weight.numel() for linear in self._linears()]
+        self.longest_recorded = LAUNCH_WORK * len(sizes) // sum(sizes)
         self._states: Tensor | None = None
         self._norms = [*(sublayer.first.norm for sublayer in sublayers), None]
 
@@ -194,12 +199,9 @@ class EncodeStep:
         """Hidden states, float32 [tokens, hidden]; the cache holds what the decoder reads."""
         kernels, dtype = self.kernels, self.embedding.tokens.dtype
         ids, positions = sources.ids, sources.positions
-        x = embed(self.embedding, ids, positions, kernels, self.communicator)
-        x = kernels.hidden(x, self._norms[0], dtype)
-        context = SpanContext(sources.spans)
-        for sublayer, norm_of_next in zip(self.sublayers, self._norms[1:], strict=True):
-            x = sublayer.forward(x, context, norm_of_next)
-        states = x.exact
+        embedded = embed(self.embedding, ids, positions, kernels, self.communicator)
+        x = kernels.hidden(embedded, self._norms[0], dtype)
+        states = through(self.sublayers, x, SpanContext(sources.spans), self._norms).exact
         if self.last_norm is not None:
             states = kernels.norm(states, self.last_norm, torch.float32)
         operand, slots = states.to(dtype), sources.slots
@@ -220,7 +222,7 @@ class EncodeStep:
         rows: Sequence[tuple[Sequence[int], int]],
         padding: int,
         device: torch.device,
-        graphs: GraphCache | None,
+        graphs: StepGraphs | None,
     ) -> Tensor:
         """forward of rows, as in `pack`; short ones on a CUDA graph, filled up with padding."""
         tokens = sum(len(ids) for ids, _ in rows)
@@ -237,7 +239,7 @@ class EncodeStep:
         found = {bucket_tokens(tokens) for tokens in range(1, most + 1)}
         return sorted(bucket for bucket in found if bucket <= most)
 
-    def record(self, filled: int, padding: int, device: torch.device, graphs: GraphCache) -> None:
+    def record(self, filled: int, padding: int, device: torch.device, graphs: StepGraphs) -> None:
         """Have the graph of one input's pass, filled up to a bucket; it is tried out on padding."""
         values = torch.tensor(pack([], padding, filled)).to(device, non_blocking=True)
         graphs.record(*self._recorded(values, filled))
@@ -245,10 +247,11 @@ class EncodeStep:
     def _recorded(
         self, values: Tensor, filled: int
     ) -> tuple[Hashable, Tensor, Callable[[Tensor], Tensor]]:
-        """Arguments of GraphCache.run; the states of all passes are kept in the same place."""
-        if self._states is None:
+        """Arguments of StepGraphs.run; the states of all passes are kept in the same place."""
+        states = self._states
+        if states is None:
             shape = self.longest_recorded, self.embedding.tokens.shape[1]
-            self._states = torch.empty(shape, device=values.device)
-        kept = self._states[:filled]
+            states = self._states = torch.empty(shape, device=values.device)
+        kept = states[:filled]
         key = ("sources", filled, values.shape[0])
         return key, values, lambda values: kept.copy_(self.forward(Sources(values, filled)))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.model.adapters import scaled, token_tasks, with_virtual_tokens
 from launcher_scripts.engine.model.embedding import embed
-from launcher_scripts.engine.model.layers import ParallelLayer, Segment
-from launcher_scripts.engine.model.learned_parts import scaled, token_tasks, with_virtual_tokens
+from launcher_scripts.engine.model.layers import Chunk, ParallelLayer, Scores
 from launcher_scripts.engine.model.network import Encoded
-from launcher_scripts.engine.model.rotary import Rotary
+from launcher_scripts.engine.model.rotary import encoder_decoder_rotary
 from launcher_scripts.engine.model.t5_weights import EncoderLayerWeights, T5Weights
+from launcher_scripts.engine.model.weights import Embedding
 from launcher_scripts.kernels.operands import Heads, Spans, span_blocks
+from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.t5 import T5Config
 
@@ -24,13 +26,14 @@ def through_stage(
     communicator: Communicator,
     shape: tuple[int, int],
     device: torch.device,
-    start: Callable[[], Tensor],
+    start: Callable[[], Tensor] | None,
     layers: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """One pipeline stage: `start` on the first, what the stage before sent on the others, then
-    `layers`, passed on. Hidden states between stages are float32 [N, hidden], which is `shape`.
+    """One pipeline stage: `start` on the first, what the stage before sent on the others, where
+    start is None; then `layers`, passed on. Hidden states between stages are float32 [N, hidden],
+    which is `shape`.
     """
-    if communicator.is_first_stage:
+    if start is not None:
         x = start()
     else:
         x = communicator.from_previous_stage(torch.empty(shape, device=device))
@@ -38,6 +41,12 @@ def through_stage(
     if not communicator.is_last_stage:
         communicator.to_next_stage(x)
     return x
+
+
+class SpanScores(Scores):
+    """What becomes of q.k, as attention of rows to themselves takes it."""
+
+    window: int
 
 
 class EncoderLayer(ParallelLayer):
@@ -49,7 +58,7 @@ class EncoderLayer(ParallelLayer):
         layer: int,
         weights: EncoderLayerWeights,
         heads: Heads,
-        kernels: ModuleType,
+        kernels: Ops,
         communicator: Communicator,
     ) -> None:
         self.config = config
@@ -75,13 +84,13 @@ class EncoderLayer(ParallelLayer):
         tasks:      [N], each token's row of the IA3 factors
         rotary:     cosines and sines of the tokens' positions, float32 [N, head_size / 2]
         """
-        weights, ia3 = self.weights, self.weights.ia3
+        weights, ia3, mlp = self.weights, self.weights.ia3, self.weights.mlp
         qkv = self.kernels.project(x, weights.query_key_value)  # [N, 3 * heads * size]
         qkv = scaled(qkv, ia3 and ia3.qkv, tasks)
         heads = self.heads
         if rotary is not None:
             qkv = self.kernels.apply_rotary(qkv, heads, rotary)
-        scores = {
+        scores: SpanScores = {
             "scale": self.config.attention_scale,
             "relative": weights.relative,
             "window": self.window,
@@ -102,12 +111,10 @@ class EncoderLayer(ParallelLayer):
             weights.attention_output_norm,
         )
         x = self.normed(x, weights.attention_norm)
-        hidden = self.kernels.mlp_up(x, weights.mlp_up, weights.mlp_gate, self.config.activation)
+        hidden = self.kernels.mlp_up(x, mlp.up, mlp.gate, self.config.activation)
         hidden = scaled(hidden, ia3 and ia3.mlp, tasks)
-        x = self.row_parallel(
-            hidden, weights.mlp_down, x, weights.mlp_adapter, weights.mlp_output_norm
-        )
-        return self.normed(x, weights.mlp_norm)
+        x = self.row_parallel(hidden, mlp.down, x, weights.mlp_adapter, mlp.output_norm)
+        return self.normed(x, mlp.norm)
 
 
 class Encoder:
@@ -117,7 +124,7 @@ class Encoder:
         self,
         weights: T5Weights,
         heads: Heads,
-        kernels: ModuleType,
+        kernels: Ops,
         communicator: Communicator,
         device: torch.device,
     ) -> None:
@@ -131,25 +138,27 @@ class Encoder:
             EncoderLayer(self.config, layer, layer_weights, heads, kernels, communicator)
             for layer, layer_weights in weights.encoder_layers.items()
         ]
-        rope = self.config.position_embedding == "rope"
-        self._rotary = Rotary(self.config, device) if rope else None
+        self._rotary = encoder_decoder_rotary(self.config, device)
 
-    def tasks(self, segments: Sequence[Segment]) -> Tensor | None:
+    def tasks(self, chunks: Sequence[Chunk]) -> Tensor | None:
         """Every source token's row of the IA3 factors, [N]; None without IA3."""
-        tasks = [segment.ia3_task for segment in segments]
-        counts = [segment.source for segment in segments]
+        tasks = [chunk.ia3_task for chunk in chunks]
+        counts = [chunk.source for chunk in chunks]
         return token_tasks(self.config, tasks, counts, self.device)
 
-    def forward(self, ids: Tensor, segments: Sequence[Segment], *, attentions: bool) -> Encoded:
-        """Run ids [N] of the segments' sources; every rank gets the result."""
-        counts = [segment.source for segment in segments]
+    def forward(self, ids: Tensor, chunks: Sequence[Chunk], *, attentions: bool) -> Encoded:
+        """Run ids [N] of the chunks' sources; every rank gets the result."""
+        counts = [chunk.source for chunk in chunks]
         spans = Spans(torch.tensor(span_blocks(counts)).to(self.device, non_blocking=True))
-        tasks = self.tasks(segments)
+        tasks = self.tasks(chunks)
         positions = torch.cat([torch.arange(count) for count in counts])
         positions = positions.to(self.device, non_blocking=True)
         rotary = None
         if self._rotary is not None:
             rotary = self._rotary.tables(self.kernels, positions, None)
+        embedding, start = self.weights.encoder_embedding, None
+        if embedding is not None:
+            start = partial(self._embed, embedding, ids, positions, chunks)
         collected: list[list[Tensor]] = []
 
         def layers(x: Tensor) -> Tensor:
@@ -163,7 +172,7 @@ class Encoder:
             self.communicator,
             (ids.shape[0], self.config.hidden_size),
             self.device,
-            lambda: self._embed(ids, positions, segments, counts),
+            start,
             layers,
         )
         if self.weights.encoder_norm is not None:
@@ -175,11 +184,12 @@ class Encoder:
         return Encoded(hidden, rows)
 
     def _embed(
-        self, ids: Tensor, positions: Tensor, segments: Sequence[Segment], counts: Sequence[int]
+        self, embedding: Embedding, ids: Tensor, positions: Tensor, chunks: Sequence[Chunk]
     ) -> Tensor:
-        prompts = [segment.prompt for segment in segments]
+        counts = [chunk.source for chunk in chunks]
+        prompts = [chunk.prompt for chunk in chunks]
         return embed(
-            self.weights.encoder_embedding,
+            embedding,
             ids,
             positions,
             self.kernels,

@@ -6,19 +6,21 @@ in the tokens right before the row's own.
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.engine.core.kv_cache import KVCache
 from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.model.adapters import layer_adapters, scaled
 from launcher_scripts.engine.model.decode_step import (
     MLP,
     DecodeStep,
     SelfAttention,
     SourceAttention,
+    StepContext,
     Sublayer,
     capped,
     obstacles,
@@ -31,15 +33,38 @@ from launcher_scripts.engine.model.encode_step import (
 )
 from launcher_scripts.engine.model.encoder import Encoder, through_stage
 from launcher_scripts.engine.model.heads import decoder_heads, encoder_heads
-from launcher_scripts.engine.model.layers import ParallelLayer, Rows, Segment, Step, new_token_tasks
-from launcher_scripts.engine.model.learned_parts import learned_of, scaled
+from launcher_scripts.engine.model.layers import (
+    Chunk,
+    DecodeContext,
+    ParallelLayer,
+    PrefillContext,
+    Rows,
+    Scores,
+    SourceRows,
+    new_token_tasks,
+)
 from launcher_scripts.engine.model.network import Encoded
-from launcher_scripts.engine.model.rotary import Rotary
+from launcher_scripts.engine.model.rotary import encoder_decoder_rotary
 from launcher_scripts.engine.model.t5_weights import CrossLayerWeights, T5Weights
+from launcher_scripts.engine.model.weights import Embedding
 from launcher_scripts.engine.runner.prompt_batch import PromptBatch
-from launcher_scripts.kernels.operands import EmbeddingTables, Heads, LayerCache, RelativeBias
+from launcher_scripts.kernels.operands import (
+    EmbeddingTables,
+    Heads,
+    LayerCache,
+    Linear,
+    RelativeBias,
+)
+from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.t5 import T5Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossContext(DecodeContext):
+    """source: cache tokens of the encoder's inputs"""
+
+    source: SourceRows
 
 
 class CrossLayer(ParallelLayer):
@@ -52,7 +77,7 @@ class CrossLayer(ParallelLayer):
         weights: CrossLayerWeights,
         cache: LayerCache,
         heads: Heads,
-        kernels: ModuleType,
+        kernels: Ops,
         communicator: Communicator,
     ) -> None:
         self.config = config
@@ -74,13 +99,13 @@ class CrossLayer(ParallelLayer):
         only = Heads(0, self.heads.num_kv_heads, self.heads.head_size)
         self.kernels.store_kv(key_value, only, None, slots, self.cache)
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, context: PrefillContext | CrossContext) -> Tensor:
         """x float32 [N, hidden] -> float32 [N, hidden]."""
-        weights, ia3 = self.weights, self.weights.ia3
+        weights, ia3, mlp = self.weights, self.weights.ia3, self.weights.mlp
         qkv = self.kernels.project(x, weights.query_key_value)  # [N, 3 * heads * size]
-        qkv = scaled(qkv, ia3 and ia3.qkv, step.ia3_tasks)
-        query = self.kernels.store_kv(qkv, self.heads, step.rotary, step.slots, self.cache)
-        attended = self._attend(query, step)
+        qkv = scaled(qkv, ia3 and ia3.qkv, context.ia3_tasks)
+        query = self.kernels.store_kv(qkv, self.heads, context.rotary, context.slots, self.cache)
+        attended = self._attend(query, context)
         x = self.row_parallel(
             attended,
             weights.attention_dense,
@@ -90,32 +115,30 @@ class CrossLayer(ParallelLayer):
         )
         x = self.normed(x, weights.attention_norm)
         query = self.kernels.project(x, weights.source_query).view(query.shape)
-        attended = self._attend_source(query, step)
+        attended = self._attend_source(query, context)
         x = self.row_parallel(attended, weights.source_dense, x, norm=weights.source_output_norm)
         x = self.normed(x, weights.source_norm)
-        hidden = self.kernels.mlp_up(x, weights.mlp_up, weights.mlp_gate, self.config.activation)
-        hidden = scaled(hidden, ia3 and ia3.mlp, step.ia3_tasks)
-        x = self.row_parallel(
-            hidden, weights.mlp_down, x, weights.mlp_adapter, weights.mlp_output_norm
-        )
-        return self.normed(x, weights.mlp_norm)
+        hidden = self.kernels.mlp_up(x, mlp.up, mlp.gate, self.config.activation)
+        hidden = scaled(hidden, ia3 and ia3.mlp, context.ia3_tasks)
+        x = self.row_parallel(hidden, mlp.down, x, weights.mlp_adapter, mlp.output_norm)
+        return self.normed(x, mlp.norm)
 
-    def _attend(self, query: Tensor, step: Step) -> Tensor:
+    def _attend(self, query: Tensor, context: PrefillContext | CrossContext) -> Tensor:
         scores = self._scores(self.weights.relative)
-        if step.segments is None:
+        if isinstance(context, CrossContext):
             return self.kernels.decode_attention(
                 query,
                 self.cache,
-                *step.within(self.window),
+                *context.within(self.window),
                 None,
-                positions=step.positions,
+                positions=context.positions,
                 **scores,
             )
         return self.kernels.prompt_attention(
-            query, self.cache, step.spans, None, window=self.window, **scores
+            query, self.cache, context.spans, None, window=self.window, **scores
         )
 
-    def _scores(self, relative: RelativeBias | None) -> dict[str, Any]:
+    def _scores(self, relative: RelativeBias | None) -> Scores:
         """What becomes of q.k."""
         config = self.config
         return {
@@ -124,10 +147,10 @@ class CrossLayer(ParallelLayer):
             "softcap": config.attention_softcap,
         }
 
-    def _attend_source(self, query: Tensor, step: Step) -> Tensor:
+    def _attend_source(self, query: Tensor, context: PrefillContext | CrossContext) -> Tensor:
         scores = self._scores(self.weights.source_relative)
-        if step.segments is None:
-            source = step.source
+        if isinstance(context, CrossContext):
+            source = context.source
             return self.kernels.decode_attention(
                 query,
                 self.cache,
@@ -135,17 +158,15 @@ class CrossLayer(ParallelLayer):
                 source.lengths,
                 source.longest,
                 None,
-                positions=step.positions,
+                positions=context.positions,
                 **scores,
             )
-        parts = query.split([segment.count for segment in step.segments])
+        parts = query.split([chunk.count for chunk in context.chunks])
         outputs = []
-        for part, segment in zip(parts, step.segments, strict=True):
-            tokens = slice(segment.start - segment.source, segment.start)
+        for part, chunk in zip(parts, context.chunks, strict=True):
+            tokens = slice(chunk.start - chunk.source, chunk.start)
             key, value = self.cache.keys[None, :, tokens], self.cache.values[None, :, tokens]
-            out = self.kernels.source_attention(
-                part[None], key, value, first=segment.past, **scores
-            )
+            out = self.kernels.source_attention(part[None], key, value, first=chunk.past, **scores)
             outputs.append(out[0])
         return torch.cat(outputs)
 
@@ -157,7 +178,7 @@ class EncoderDecoder:
         self,
         weights: T5Weights,
         cache: KVCache,
-        kernels: ModuleType,
+        kernels: Ops,
         communicator: Communicator,
         device: torch.device,
     ) -> None:
@@ -169,8 +190,7 @@ class EncoderDecoder:
         self.device = device
         self.heads = decoder_heads(self.config, communicator.tp_size)
         of_encoder = encoder_heads(self.config, communicator.tp_size)
-        rope = self.config.position_embedding == "rope"
-        self._rotary = Rotary(self.config, device) if rope else None
+        self._rotary = encoder_decoder_rotary(self.config, device)
         self._encoder = Encoder(weights, of_encoder, kernels, communicator, device)
         self._layers = [
             CrossLayer(
@@ -187,51 +207,55 @@ class EncoderDecoder:
         self.step_obstacles = obstacles(
             self.config,
             communicator,
-            learned_of(weights.decoder_layers.values()),
+            layer_adapters(weights.decoder_layers.values()),
         )
-        self.step = None
-        if self._layers and not self.step_obstacles:
-            self.step = self._decode_step()
+        self.step: DecodeStep | None = None
+        if weights.decoder_embedding and weights.head and not self.step_obstacles:
+            self.step = self._decode_step(weights.decoder_embedding, weights.head)
         self.replays_prompts = False
         self.encode_obstacles = encode_obstacles(weights, communicator)
-        self.encode_step = None if self.encode_obstacles else self._encode_step(of_encoder)
+        self.encode_step: EncodeStep | None = None
+        if weights.encoder_embedding and not self.encode_obstacles:
+            self.encode_step = self._encode_step(weights.encoder_embedding, of_encoder)
 
-    def encode(self, ids: Tensor, segments: tuple[Segment, ...], *, attentions: bool) -> Encoded:
+    def encode(self, ids: Tensor, chunks: tuple[Chunk, ...], *, attentions: bool) -> Encoded:
         """See Network."""
-        encoded = self._encoder.forward(ids, segments, attentions=attentions)
+        encoded = self._encoder.forward(ids, chunks, attentions=attentions)
         if self._layers:
-            spans = [torch.arange(each.start - each.source, each.start) for each in segments]
+            spans = [torch.arange(each.start - each.source, each.start) for each in chunks]
             slots = torch.cat(spans).to(self.device, non_blocking=True)
-            tasks = self._encoder.tasks(segments)
+            tasks = self._encoder.tasks(chunks)
             for layer in self._layers:
                 layer.store_source(encoded.hidden, slots, tasks)
         return encoded
 
     def prefill(self, prompts: PromptBatch) -> Tensor:
         """See Network."""
-        step = Step(
+        context = PrefillContext(
             slots=prompts.slots,
             rotary=self._turns(prompts.positions),
-            segments=prompts.segments,
+            chunks=prompts.chunks,
             spans=prompts.spans,
             positions=prompts.positions,
-            ia3_tasks=new_token_tasks(self.config, prompts.segments, self.device),
+            ia3_tasks=new_token_tasks(self.config, prompts.chunks, self.device),
         )
-        return self._forward(prompts.ids, step)
+        return self._forward(prompts.ids, context)
 
     def decode(self, ids: Tensor, rows: Rows) -> Tensor:
         """See Network. Rows that only fill a step up have no source, and attend to themselves."""
-        step = Step(
+        if rows.source is None:
+            raise ValueError("the step says nothing of the encoder's inputs")
+        context = CrossContext(
             slots=rows.starts + rows.lengths,
             rotary=self._turns(rows.lengths),
             starts=rows.starts,
             lengths=rows.lengths + 1,
             longest=rows.longest,
             positions=rows.lengths,
-            source=Rows(rows.source_starts, rows.sources.clamp(min=1), rows.longest_source),
+            source=replace(rows.source, lengths=rows.source.lengths.clamp(min=1)),
             ia3_tasks=rows.ia3_tasks,
         )
-        return self._forward(ids, step)
+        return self._forward(ids, context)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See Network."""
@@ -247,77 +271,68 @@ class EncoderDecoder:
             return None
         return self._rotary.tables(self.kernels, positions, None)
 
-    def _decode_step(self) -> DecodeStep:
-        weights = self.weights
-        shared = (self.kernels, self.communicator)
-        sublayers: list[Sublayer] = []
+    def _decode_step(self, embedding: Embedding, head: Linear) -> DecodeStep:
+        config, shared = self.config, (self.kernels, self.communicator)
+        scale = config.decoder_attention_scale
+        sublayers: list[Sublayer[StepContext]] = []
         for layer in self._layers:
             own = layer.weights
-            attention = {
-                "cache": layer.cache,
-                "heads": self.heads,
-                "scale": self.config.decoder_attention_scale,
-            }
             sublayers += [
                 SelfAttention(
                     own.query_key_value,
                     own.attention_dense,
                     *shared,
+                    cache=layer.cache,
+                    heads=self.heads,
                     bias=own.relative,
-                    **attention,
+                    scale=scale,
                 ),
                 SourceAttention(
                     own.source_query,
                     own.source_dense,
                     *shared,
+                    cache=layer.cache,
+                    heads=self.heads,
                     bias=own.source_relative,
-                    **attention,
+                    scale=scale,
                 ),
-                MLP(
-                    own.mlp_up,
-                    own.mlp_down,
-                    *shared,
-                    gate=own.mlp_gate,
-                    activation=self.config.activation,
-                ),
+                MLP(own.mlp, *shared, activation=config.activation),
             ]
-        embedding = weights.decoder_embedding
         tables = EmbeddingTables(embedding.tokens, embedding.first_id, embedding.positions)
         return DecodeStep(
             sublayers,
-            weights.head,
+            head,
             tables,
             embedding.norm,
             (None, None),
-            self.config.vocab_size,
+            config.vocab_size,
             self.cache.ids,
             *shared,
         )
 
-    def _encode_step(self, heads: Heads) -> EncodeStep:
+    def _encode_step(self, embedding: Embedding, heads: Heads) -> EncodeStep:
         readers = [(layer.weights.source_key_value, layer.cache) for layer in self._layers]
         shared = (self.kernels, self.communicator)
         sublayers = encoder_sublayers(self.weights, heads, *shared)
-        return EncodeStep(self.weights, sublayers, readers, self.heads, *shared)
+        last_norm = self.weights.encoder_norm
+        return EncodeStep(embedding, last_norm, sublayers, readers, self.heads, *shared)
 
-    def _forward(self, ids: Tensor, step: Step) -> Tensor:
-        self.cache.ids[step.slots] = ids
+    def _forward(self, ids: Tensor, context: PrefillContext | CrossContext) -> Tensor:
+        self.cache.ids[context.slots] = ids
+        embedding, start = self.weights.decoder_embedding, None
+        if embedding is not None:
+            shared = (self.kernels, self.communicator)
+            start = partial(embed, embedding, ids, context.positions, *shared)
 
         def layers(x: Tensor) -> Tensor:
             for layer in self._layers:
-                x = layer.forward(x, step)
+                x = layer.forward(x, context)
             return x
 
         return through_stage(
             self.communicator,
             (ids.shape[0], self.config.hidden_size),
             self.device,
-            lambda: embed(
-                self.weights.decoder_embedding,
-                ids,
-                step.positions,
-                self.kernels,
-                self.communicator,
-            ),
+            start,
             layers,
         )

@@ -4,24 +4,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from launcher_scripts.engine.model.weights import MLPWeights
 from launcher_scripts.kernels.operands import Linear, Norm
+from launcher_scripts.kernels.ops import Ops
 
 COPY_COST = 3  # what a copied weight costs: it is read, written and read again
 
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """An MLP that every token goes through, weighed by sigmoid(scale(x)) where that is there; gate
-    as in MLP."""
+    """An MLP that every token goes through, weighed by sigmoid(scale(x)) where that is there."""
 
-    up: Linear
-    gate: Linear
-    down: Linear
+    mlp: MLPWeights
     scale: Linear | None
 
 
@@ -50,9 +48,7 @@ class Experts:
         return self.up.shape[0]
 
 
-def mixture(
-    kernels: ModuleType, x: Tensor, experts: Experts, activation: str, *, few: bool
-) -> Tensor:
+def mixture(kernels: Ops, x: Tensor, experts: Experts, activation: str, *, few: bool) -> Tensor:
     """What the experts add to x float32 [N, hidden], before the sum over ranks: the same.
 
     few: the tokens of a decode step, whose launches must not depend on what the router says, since
@@ -69,14 +65,14 @@ def mixture(
     if experts.shared is None:
         return out
     shared = experts.shared
-    inner = kernels.mlp_up(hidden, shared.up, shared.gate, activation)
-    result = kernels.project(inner, shared.down).float()
+    inner = kernels.mlp_up(hidden, shared.mlp.up, shared.mlp.gate, activation)
+    result = kernels.project(inner, shared.mlp.down).float()
     if shared.scale is not None:
         result = result * kernels.project(hidden, shared.scale).float().sigmoid()
     return out + result
 
 
-def _route(kernels: ModuleType, hidden: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+def _route(kernels: Ops, hidden: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """Every token's experts, int64 [N, per_token], and what their results are multiplied by."""
     scores = kernels.project(hidden, experts.router).float().softmax(-1)
     weights, chosen = scores.topk(experts.per_token, -1)
@@ -89,7 +85,7 @@ def _route(kernels: ModuleType, hidden: Tensor, experts: Experts) -> tuple[Tenso
 class _Routed:
     """Tokens hidden [N, hidden] and their experts; three ways to the same sum, [N, hidden]."""
 
-    kernels: ModuleType
+    kernels: Ops
     hidden: Tensor
     experts: Experts
     activation: str

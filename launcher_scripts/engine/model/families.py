@@ -11,6 +11,7 @@ from launcher_scripts.engine.model.agm_weights import AgmWeightLoader
 from launcher_scripts.engine.model.bart_weights import BartWeightLoader
 from launcher_scripts.engine.model.decoder import Decoder
 from launcher_scripts.engine.model.encoder_decoder import EncoderDecoder
+from launcher_scripts.engine.model.gpt_weights import GPTWeightLoader
 from launcher_scripts.engine.model.heads import decoder_heads, local_heads
 from launcher_scripts.engine.model.network import Network
 from launcher_scripts.engine.model.t5_weights import T5WeightLoader
@@ -79,7 +80,7 @@ def _t5_depth(config: T5Config | BartConfig) -> int:
 
 FAMILIES = {
     "gpt": EngineFamily(
-        WeightLoader,
+        GPTWeightLoader,
         Decoder,
         local_heads,
         lambda config: config.num_layers,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from launcher_scripts.kernels.operands import Heads
+from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 
 
-def local_heads(config: GPTConfig, tp_size: int) -> Heads:
+def local_heads(config: GPTConfig | AgmConfig, tp_size: int) -> Heads:
     """The heads of one rank; key/value heads are copied where the ranks outnumber them."""
     return Heads(
         num_heads=config.num_heads // tp_size,

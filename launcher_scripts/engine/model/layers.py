@@ -4,28 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.model.experts import mixture
-from launcher_scripts.engine.model.learned_parts import (
+from launcher_scripts.engine.model.adapters import (
     NO_TASK,
     Adapter,
     Prompt,
     scaled,
     token_tasks,
 )
-from launcher_scripts.engine.model.weights import LayerWeights
-from launcher_scripts.kernels.operands import Heads, LayerCache, Linear, Norm, PromptSpans
+from launcher_scripts.engine.model.experts import Experts, mixture
+from launcher_scripts.engine.model.gpt_weights import LayerWeights
+from launcher_scripts.engine.model.rotary import Tables
+from launcher_scripts.kernels.operands import (
+    Heads,
+    LayerCache,
+    Linear,
+    Norm,
+    RelativeBias,
+    VarlenBatch,
+)
+from launcher_scripts.kernels.ops import Ops
+from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.gpt import GPTConfig
 
 
 @dataclass(frozen=True)
-class Segment:
+class Chunk:
     """Consecutive new tokens of one row in a prefill step.
 
     start:  the row's first cache token;  past: tokens of the row that are already there
@@ -48,66 +57,78 @@ class Segment:
     most: int = 0
 
 
-def new_token_tasks(
-    config: object, segments: Sequence[Segment], device: torch.device
-) -> Tensor | None:
+def new_token_tasks(config: object, chunks: Sequence[Chunk], device: torch.device) -> Tensor | None:
     """Every new token's row of the IA3 factors, int64 [N]; None for a model without IA3."""
-    tasks = [segment.ia3_task for segment in segments]
-    counts = [segment.count for segment in segments]
+    tasks = [chunk.ia3_task for chunk in chunks]
+    counts = [chunk.count for chunk in chunks]
     return token_tasks(config, tasks, counts, device)
+
+
+@dataclass(frozen=True)
+class SourceRows:
+    """The encoder's inputs of a decode step's rows: first cache tokens and lengths, both [B], and
+    what bounds the lengths. Hypotheses of one beam search share theirs.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    longest: int
 
 
 @dataclass(frozen=True)
 class Rows:
     """The rows of a decode step: first cache tokens, and tokens in the cache so far, both [B].
 
-    longest bounds the lengths, the new tokens included. sources [B] and longest_source are the
-    same of the encoder's inputs, where there is an encoder; source_starts [B] their first cache
-    tokens, which hypotheses of one beam search share. ia3_tasks [B] are the rows of the IA3
+    longest bounds the lengths, the new tokens included. ia3_tasks [B] are the rows of the IA3
     factors. positions [B] are those of the new tokens where they are not the lengths; most [B] how
-    many positions a row may come to have.
+    many positions a row may come to have. source: where there is an encoder
     """
 
     starts: Tensor
     lengths: Tensor
     longest: int
-    sources: Tensor | None = None
-    longest_source: int = 0
+    source: SourceRows | None = None
     ia3_tasks: Tensor | None = None
-    source_starts: Tensor | None = None
     positions: Tensor | None = None
     most: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Step:
+@dataclass(frozen=True, kw_only=True)
+class ForwardContext:
     """What every layer of one forward pass shares.
 
     slots:     [N], the cache token of each new token
+    positions: [N], of each new token; a relative bias counts from them
     rotary:    cosines and sines [N, rotary_size / 2], or None; local_rotary those of layers that
                turn at speeds of their own
-    segments:  rows of a prefill step, in order; None for a decode step
-    spans:     which tokens of a prefill step are whose
-    starts, lengths, longest: the rows of a decode step (see decode_attention)
-    positions: [N], where a relative bias counts from
-    source:    cache tokens of the encoder's inputs in a decode step
     ia3_tasks: [N], each token's row of the IA3 factors; None without IA3
     """
 
     slots: Tensor
-    rotary: tuple[Tensor, Tensor] | None = None
-    local_rotary: tuple[Tensor, Tensor] | None = None
-    segments: tuple[Segment, ...] | None = None
-    spans: PromptSpans | None = None
-    starts: Tensor | None = None
-    lengths: Tensor | None = None
-    longest: int = 0
-    positions: Tensor | None = None
-    source: Rows | None = None
+    positions: Tensor
+    rotary: Tables | None = None
+    local_rotary: Tables | None = None
     ia3_tasks: Tensor | None = None
 
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillContext(ForwardContext):
+    """chunks: the rows of a prefill step, in order;  spans: which of its tokens are whose"""
+
+    chunks: tuple[Chunk, ...]
+    spans: VarlenBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeContext(ForwardContext):
+    """starts, lengths, longest: the rows of a decode step (see decode_attention)"""
+
+    starts: Tensor
+    lengths: Tensor
+    longest: int
+
     def within(self, window: int) -> tuple[Tensor, Tensor, int]:
-        """Of a decode step: starts, lengths and longest of the last `window` tokens; 0: of all."""
+        """Starts, lengths and longest of the last `window` tokens; 0: of all."""
         if not window or window >= self.longest:
             return self.starts, self.lengths, self.longest
         outside = (self.lengths - window).clamp(min=0)
@@ -117,7 +138,7 @@ class Step:
 class ParallelLayer:
     """What tensor-parallel layers share."""
 
-    kernels: ModuleType
+    kernels: Ops
     communicator: Communicator
 
     def row_parallel(
@@ -155,6 +176,17 @@ class ParallelLayer:
         return self.kernels.norm(out, adapter.norm_after, out.dtype)
 
 
+LayerContext = PrefillContext | DecodeContext
+
+
+class Scores(TypedDict):
+    """What becomes of q.k, as attention takes it."""
+
+    scale: float
+    relative: RelativeBias | None
+    softcap: float | None
+
+
 class DecoderLayer(ParallelLayer):
     """Self attention and MLP with their norms: before them (pre), after the sums (post), or before
     them and before the sums (sandwich).
@@ -164,13 +196,13 @@ class DecoderLayer(ParallelLayer):
 
     def __init__(
         self,
-        config: GPTConfig,
+        config: GPTConfig | AgmConfig,
         layer: int,
         weights: LayerWeights,
         cache: LayerCache,
         heads: Heads,
         slopes: Tensor | None,
-        kernels: ModuleType,
+        kernels: Ops,
         communicator: Communicator,
     ) -> None:
         self.config = config
@@ -183,17 +215,17 @@ class DecoderLayer(ParallelLayer):
         self.post_norm = config.norm_placement == "post"
         self.window = config.window(layer)
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """x float32 [N, hidden] -> float32 [N, hidden]."""
         weights = self.weights
-        ia3, tasks = weights.ia3, step.ia3_tasks
+        ia3, tasks = weights.ia3, context.ia3_tasks
         qkv = self.kernels.project(x, weights.query_key_value)  # [N, q + k + v]
         qkv = scaled(qkv, ia3 and ia3.qkv, tasks)
         qkv = self.kernels.norm_heads(qkv, self.heads, weights.head_norms, self.kernels.norm)
         local = self.window and self.config.rotary_local_base
-        rotary = step.local_rotary if local else step.rotary
-        query = self.kernels.store_kv(qkv, self.heads, rotary, step.slots, self.cache)
-        attended = self._attend(query, step)
+        rotary = context.local_rotary if local else context.rotary
+        query = self.kernels.store_kv(qkv, self.heads, rotary, context.slots, self.cache)
+        attended = self._attend(query, context)
         before = x
         x = self.row_parallel(
             attended,
@@ -204,62 +236,55 @@ class DecoderLayer(ParallelLayer):
         )
         if self.post_norm:
             x = self.kernels.norm(x, weights.input_norm, torch.float32)
-        x = self._with_mlp(before if self.config.parallel_residual else x, x, step)
+        x = self._with_mlp(before if self.config.parallel_residual else x, x, context)
         if self.post_norm:
             x = self.kernels.norm(x, weights.post_attention_norm, torch.float32)
         return x
 
-    def _with_mlp(self, x: Tensor, residual: Tensor, step: Step) -> Tensor:
+    def _with_mlp(self, x: Tensor, residual: Tensor, context: LayerContext) -> Tensor:
         """residual plus what the MLP, or the experts, make of x."""
-        weights, activation = self.weights, self.config.activation
-        if weights.experts is not None:
-            few = step.segments is None
-            added = mixture(self.kernels, x, weights.experts, activation, few=few)
+        weights, mlp, activation = self.weights, self.weights.mlp, self.config.activation
+        if isinstance(mlp, Experts):
+            few = isinstance(context, DecodeContext)
+            added = mixture(self.kernels, x, mlp, activation, few=few)
             return residual + self.communicator.tp_sum(added)
-        hidden = self.kernels.mlp_up(
-            x, weights.mlp_up, weights.mlp_gate, activation
-        )  # [N, ffn / tp]
-        hidden = scaled(hidden, weights.ia3 and weights.ia3.mlp, step.ia3_tasks)
-        return self.row_parallel(
-            hidden, weights.mlp_down, residual, weights.mlp_adapter, weights.mlp_output_norm
-        )
+        hidden = self.kernels.mlp_up(x, mlp.up, mlp.gate, activation)  # [N, ffn / tp]
+        hidden = scaled(hidden, weights.ia3 and weights.ia3.mlp, context.ia3_tasks)
+        return self.row_parallel(hidden, mlp.down, residual, weights.mlp_adapter, mlp.output_norm)
 
-    def _attend(self, query: Tensor, step: Step) -> Tensor:
-        scores = {
+    def _attend(self, query: Tensor, context: LayerContext) -> Tensor:
+        scores: Scores = {
             "scale": self.config.attention_scale,
             "relative": self.weights.relative,
             "softcap": self.config.attention_softcap,
         }
-        if step.segments is None:
-            return self._attend_rows(query, step, scores)
-        if not any(segment.window for segment in step.segments):
-            return self.kernels.prompt_attention(
-                query, self.cache, step.spans, self.slopes, window=self.window, **scores
+        if isinstance(context, DecodeContext):
+            return self.kernels.decode_attention(
+                query,
+                self.cache,
+                *context.within(self.window),
+                self.slopes,
+                positions=context.positions,
+                **scores,
             )
-        parts = query.split([segment.count for segment in step.segments])
+        if not any(chunk.window for chunk in context.chunks):
+            return self.kernels.prompt_attention(
+                query, self.cache, context.spans, self.slopes, window=self.window, **scores
+            )
+        parts = query.split([chunk.count for chunk in context.chunks])
         outputs = [
             self.kernels.context_attention(
                 part,
                 self.cache,
-                segment.start,
-                segment.past,
+                chunk.start,
+                chunk.past,
                 self.slopes,
-                window=min(filter(None, (segment.window, self.window)), default=0),
+                window=min(filter(None, (chunk.window, self.window)), default=0),
                 **scores,
             )
-            for part, segment in zip(parts, step.segments, strict=True)
+            for part, chunk in zip(parts, context.chunks, strict=True)
         ]
         return torch.cat(outputs)
-
-    def _attend_rows(self, query: Tensor, step: Step, scores: dict[str, Any]) -> Tensor:
-        return self.kernels.decode_attention(
-            query,
-            self.cache,
-            *step.within(self.window),
-            self.slopes,
-            positions=step.positions,
-            **scores,
-        )
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from launcher_scripts.engine.core.kv_cache import KVCache
 from launcher_scripts.engine.model.decode_step import DecodeStep
 from launcher_scripts.engine.model.encode_step import EncodeStep
-from launcher_scripts.engine.model.layers import Rows, Segment
+from launcher_scripts.engine.model.layers import Chunk, Rows
 from launcher_scripts.engine.runner.prompt_batch import PromptBatch
+from launcher_scripts.kernels.ops import Ops
+from launcher_scripts.models.family import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,23 @@ class Network(Protocol):
     replays_prompts: whether the sizes of a prefill step decide alone what it launches
     """
 
-    config: Any
     cache: KVCache
-    kernels: ModuleType
-    step: DecodeStep | None
+    kernels: Ops
     step_obstacles: list[str]
     encode_step: EncodeStep | None
     encode_obstacles: list[str]
     replays_prompts: bool
 
-    def encode(self, ids: Tensor, segments: tuple[Segment, ...], *, attentions: bool) -> Encoded:
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def step(self) -> DecodeStep | None: ...
+
+    def encode(self, ids: Tensor, chunks: tuple[Chunk, ...], *, attentions: bool) -> Encoded:
         """Run the encoder over ids [N] of several rows and keep what the decoder needs of it.
 
-        Only called for models with an encoder; a segment's start is its row's first cache token.
+        Only called for models with an encoder; a chunk's start is its row's first cache token.
         """
         ...
 

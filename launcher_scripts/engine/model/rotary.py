@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from launcher_scripts.kernels.ops import Ops
+from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.t5 import T5Config
 
 Tables = tuple[Tensor, Tensor]
 
@@ -16,86 +18,134 @@ Tables = tuple[Tensor, Tensor]
 class Rotary:
     """Cosines and sines of a model's positions.
 
+    frequencies: how fast each pair turns, [rotary_size / 2];  scale: of cosines and sines
     of_row: whether the speeds depend on how long a row is, beside the position (LongRoPE, dynamic
             NTK); then a table of all positions cannot be made beforehand
     """
 
-    def __init__(self, config: GPTConfig, device: torch.device, *, local: bool = False) -> None:
-        """local: of the layers with a window, where these turn by a base of their own"""
-        self._local_base = config.rotary_local_base if local else None
-        scaling = None if self._local_base else config.rotary_scaling
-        self.of_row = scaling in ("longrope", "dynamic")
-        self._dynamic = scaling == "dynamic"
-        self._config = config
-        self._scale = 1.0 if self._local_base else config.rotary_attention_factor or 1.0
-        self._frequencies = self._make().to(device)
-        self._long = None
-        if scaling == "longrope":
-            self._long = (self._plain() / _factors(config.rotary_long_factors)).float().to(device)
+    of_row = False
 
-    def tables(self, kernels: ModuleType, positions: Tensor, reach: Tensor | None) -> Tables:
+    def __init__(self, frequencies: Tensor, device: torch.device, scale: float = 1.0) -> None:
+        self._frequencies = frequencies.float().to(device)
+        self._scale = scale
+
+    def tables(self, kernels: Ops, positions: Tensor, reach: Tensor | None) -> Tables:
         """Cosines and sines of positions [N], float32 [N, rotary_size / 2].
 
         reach: int64 [N], the length that each token's row is turned for, where that matters: the
                tokens a row may come to have (LongRoPE), or those it has so far (dynamic)
         """
-        frequencies = self._frequencies
-        if self._long is not None:
-            long = reach > self._config.rotary_original_positions
-            frequencies = torch.where(long[:, None], self._long, frequencies)
-        elif self._dynamic:
-            frequencies = self._stretched(reach)
+        frequencies = self._frequencies if reach is None else self._of_rows(reach)
         cosines, sines = kernels.rotary_table(positions, frequencies)
         if self._scale != 1.0:
             return cosines * self._scale, sines * self._scale
         return cosines, sines
 
-    def reach_of_prompt(self, prompt: int, most: int) -> int:
+    def reach_of_prompt(self, _prompt: int, most: int) -> int:
         """The reach of a prompt's tokens.  most: how many tokens the row may come to have"""
-        return prompt if self._dynamic else most
+        return most
 
-    def reach_of_next(self, positions: Tensor, most: Tensor | None) -> Tensor | None:
+    def reach_of_next(self, _positions: Tensor, most: Tensor | None) -> Tensor | None:
         """The reach of the tokens that a decode step adds at positions [B]."""
-        return positions + 1 if self._dynamic else most
+        return most
 
-    def _make(self) -> Tensor:
-        config, frequencies = self._config, self._plain()
-        if self._local_base:
-            return frequencies.float()
-        if config.rotary_scaling == "llama3":
-            frequencies = _llama3(frequencies, config)
-        elif config.rotary_scaling in ("factors", "longrope"):
-            frequencies = frequencies / _factors(config.rotary_factors)
-        return (frequencies / config.rotary_interpolation_factor).float()
+    def _of_rows(self, _reach: Tensor) -> Tensor:
+        return self._frequencies
 
-    def _plain(self) -> Tensor:
-        size = self._config.rotary_size
-        return (self._local_base or self._config.rotary_base) ** -_exponents(size)
 
-    def _stretched(self, reach: Tensor) -> Tensor:
-        """Dynamic NTK: the base grows with a row that is longer than rotary_original_positions."""
-        config = self._config
-        factor, size = config.rotary_scaling_factor, config.rotary_size
-        longer = (reach / config.rotary_original_positions).double().clamp(min=1)
-        growth = (factor * longer - (factor - 1)) ** (size / (size - 2))
-        base = (config.rotary_base * growth)[:, None]
-        return (base ** -_exponents(size).to(base.device)).float()
+class LongRotary(Rotary):
+    """LongRoPE: rows longer than `original` positions turn at speeds of their own."""
+
+    of_row = True
+
+    def __init__(
+        self, short: Tensor, long: Tensor, original: int, device: torch.device, scale: float
+    ) -> None:
+        super().__init__(short, device, scale)
+        self._long, self._original = long.float().to(device), original
+
+    def _of_rows(self, reach: Tensor) -> Tensor:
+        return torch.where((reach > self._original)[:, None], self._long, self._frequencies)
+
+
+class DynamicRotary(Rotary):
+    """Dynamic NTK: the base grows with a row that is longer than `original` positions."""
+
+    of_row = True
+
+    def __init__(
+        self,
+        size: int,
+        base: float,
+        factor: float,
+        original: int,
+        device: torch.device,
+        scale: float,
+    ) -> None:
+        super().__init__(plain_frequencies(size, base), device, scale)
+        self._size, self._base, self._factor, self._original = size, base, factor, original
+
+    def reach_of_prompt(self, prompt: int, _most: int) -> int:
+        return prompt
+
+    def reach_of_next(self, positions: Tensor, _most: Tensor | None) -> Tensor | None:
+        return positions + 1
+
+    def _of_rows(self, reach: Tensor) -> Tensor:
+        longer = (reach / self._original).double().clamp(min=1)
+        growth = (self._factor * longer - (self._factor - 1)) ** (self._size / (self._size - 2))
+        base = (self._base * growth)[:, None]
+        return (base ** -_exponents(self._size).to(base.device)).float()
+
+
+def plain_frequencies(size: int, base: float) -> Tensor:
+    """Float64 [size / 2]."""
+    return base ** -_exponents(size)
+
+
+def gpt_rotary(config: GPTConfig, device: torch.device) -> Rotary:
+    """As `config`, which has what its rotary_scaling needs, says."""
+    size, base = config.rotary_size, config.rotary_base
+    plain = plain_frequencies(size, base)
+    interpolation, scale = config.rotary_interpolation_factor, config.rotary_attention_factor or 1.0
+    original = config.rotary_original_positions or config.max_positions
+    factor = config.rotary_scaling_factor or 1.0
+    if config.rotary_scaling == "dynamic":
+        return DynamicRotary(size, base, factor, original, device, scale)
+    if config.rotary_scaling == "longrope":
+        short = plain / _factors(config.rotary_factors) / interpolation
+        return LongRotary(
+            short, plain / _factors(config.rotary_long_factors), original, device, scale
+        )
+    if config.rotary_scaling == "factors":
+        plain = plain / _factors(config.rotary_factors)
+    elif config.rotary_scaling == "llama3":
+        low = config.rotary_low_frequency_factor or 1.0
+        high = config.rotary_high_frequency_factor or 4.0
+        plain = _llama3(plain, factor, original, low, high)
+    return Rotary(plain / interpolation, device, scale)
+
+
+def encoder_decoder_rotary(config: T5Config | BartConfig, device: torch.device) -> Rotary | None:
+    """Of both stacks, where the model has such positions."""
+    if config.rotary_base is None:
+        return None
+    return Rotary(plain_frequencies(config.head_size, config.rotary_base), device)
 
 
 def _exponents(size: int) -> Tensor:
     return torch.arange(0, size, 2, dtype=torch.float64) / size
 
 
-def _factors(text: str) -> Tensor:
-    return torch.tensor([float(part) for part in text.split(",")], dtype=torch.float64)
+def _factors(text: str | None) -> Tensor:
+    return torch.tensor([float(part) for part in (text or "").split(",")], dtype=torch.float64)
 
 
-def _llama3(frequencies: Tensor, config: GPTConfig) -> Tensor:
-    """Llama 3.1's rule: pairs that turn less than rotary_low_frequency_factor times within
-    rotary_original_positions turn rotary_scaling_factor times slower, those that turn more than
-    rotary_high_frequency_factor times as before, and those in between in between.
+def _llama3(frequencies: Tensor, factor: float, original: int, low: float, high: float) -> Tensor:
+    """Llama 3.1's rule: pairs that turn less than `low` times within `original` positions turn
+    `factor` times slower, those that turn more than `high` times as before, and those in between
+    in between.
     """
-    low, high = config.rotary_low_frequency_factor, config.rotary_high_frequency_factor
-    turns = config.rotary_original_positions * frequencies / (2 * math.pi)
+    turns = original * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / config.rotary_scaling_factor
+    return kept * frequencies + (1 - kept) * frequencies / factor

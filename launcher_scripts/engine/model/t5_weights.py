@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.model.learned_parts import Adapter, IA3Factors
+from launcher_scripts.engine.model.adapters import Adapter, IA3Factors
 from launcher_scripts.engine.model.relative_bias import relative_bias
-from launcher_scripts.engine.model.weights import WeightLoader
+from launcher_scripts.engine.model.weights import Embedding, MLPWeights, WeightLoader
 from launcher_scripts.kernels.operands import Linear, Norm, RelativeBias
+from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.t5 import T5Config
+
+# By layer.
+Biases = Mapping[int, RelativeBias | None]
 
 
 @dataclass(frozen=True)
 class EncoderLayerWeights:
     """One layer; norms before attention and MLP live in the projections that follow them.
 
-    attention_norm, mlp_norm: those that come after the sums instead
-    attention_output_norm, mlp_output_norm: those before the sums, besides
+    attention_norm: one that comes after the sum instead
+    attention_output_norm: one before the sum, besides
     relative: what a score gains by distance
     """
 
     query_key_value: Linear
     attention_dense: Linear
-    mlp_up: Linear
-    mlp_gate: Linear | None
-    mlp_down: Linear
+    mlp: MLPWeights
     relative: RelativeBias | None = None
     ia3: IA3Factors | None = None
     attention_adapter: Adapter | None = None
     mlp_adapter: Adapter | None = None
     attention_norm: Norm | None = None
-    mlp_norm: Norm | None = None
     attention_output_norm: Norm | None = None
-    mlp_output_norm: Norm | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,20 +54,6 @@ class CrossLayerWeights(EncoderLayerWeights):
     source_norm: Norm | None = None
     source_output_norm: Norm | None = None
     source_relative: RelativeBias | None = None
-
-
-@dataclass(frozen=True)
-class Embedding:
-    """tokens: [vocab / tp, hidden], ids from first_id on; positions: [max_positions, hidden].
-
-    norm: of the sum of both; scale: of the tokens' part
-    """
-
-    first_id: int
-    tokens: Tensor
-    positions: Tensor | None
-    norm: Norm | None = None
-    scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -134,7 +121,7 @@ class T5WeightLoader(WeightLoader):
     def _decoder_layers(self) -> dict[int, CrossLayerWeights]:
         layers = self._own(self.config.num_decoder_layers)
         own = self._biases("decoder", "layer.0.SelfAttention", layers, False)
-        source = dict.fromkeys(layers)
+        source: Biases = dict.fromkeys(layers)
         if self.config.cross_attention_relative_bias:
             source = self._biases("decoder", "layer.1.EncDecAttention", layers, True)
         return {layer: self._decoder_layer(layer, own[layer], source[layer]) for layer in layers}
@@ -148,9 +135,10 @@ class T5WeightLoader(WeightLoader):
             attention_dense=self._linear(f"{attention}.o", layer),
             relative=relative,
             attention_output_norm=self._output_norm(f"{stem}.0", layer),
-            **self._mlp(f"{stem}.1", layer),
+            mlp=self._mlp(f"{stem}.1", layer),
             ia3=self._ia3(attention, f"{stem}.1.DenseReluDense", layer, self._width),
-            **self._adapters("encoder.block.*", layer),
+            attention_adapter=self._adapter(f"encoder.block.*.{ATTENTION_ADAPTER}", layer),
+            mlp_adapter=self._adapter(f"encoder.block.*.{FFN_ADAPTER}", layer),
         )
 
     def _decoder_layer(
@@ -172,9 +160,10 @@ class T5WeightLoader(WeightLoader):
             source_key_value=self._joined([f"{source}.{part}" for part in "kv"], layer),
             source_dense=self._linear(f"{source}.o", layer),
             source_relative=source_relative,
-            **self._mlp(f"{stem}.2", layer),
+            mlp=self._mlp(f"{stem}.2", layer),
             ia3=self._ia3(own, f"{stem}.2.DenseReluDense", layer, self._width, source),
-            **self._adapters("decoder.block.*", layer),
+            attention_adapter=self._adapter(f"decoder.block.*.{ATTENTION_ADAPTER}", layer),
+            mlp_adapter=self._adapter(f"decoder.block.*.{FFN_ADAPTER}", layer),
         )
 
     @property
@@ -185,19 +174,17 @@ class T5WeightLoader(WeightLoader):
     def _output_norm(self, stem: str, layer: int) -> Norm | None:
         return self._norm(f"{stem}.output_norm", layer) if self.config.sandwich_norms else None
 
-    def _mlp(self, stem: str, layer: int) -> dict[str, Linear | Norm | None]:
+    def _mlp(self, stem: str, layer: int) -> MLPWeights:
         norm = self._norm(f"{stem}.layer_norm", layer)
         inner = f"{stem}.DenseReluDense"
-        return {
-            "mlp_up": self._linear(f"{inner}.wi", layer, norm),
-            "mlp_gate": self._linear(f"{inner}.wi2", layer, norm) if self.config.gated else None,
-            "mlp_down": self._linear(f"{inner}.wo", layer),
-            "mlp_output_norm": self._output_norm(stem, layer),
-        }
+        return MLPWeights(
+            self._linear(f"{inner}.wi", layer, norm),
+            self._linear(f"{inner}.wi2", layer, norm) if self.config.gated else None,
+            self._linear(f"{inner}.wo", layer),
+            self._output_norm(stem, layer),
+        )
 
-    def _biases(
-        self, side: str, attention: str, layers: range, bidirectional: bool
-    ) -> dict[int, RelativeBias | None]:
+    def _biases(self, side: str, attention: str, layers: range, bidirectional: bool) -> Biases:
         """By layer; those that share a table share what is made of it, unless they scale it."""
         config = self.config
         if config.position_embedding != "relative":
@@ -219,8 +206,10 @@ class T5WeightLoader(WeightLoader):
     def _output(self, embedding: Embedding | None) -> Linear:
         """The head with the last norm, whose gain takes the logits' scale, and the logits' bias."""
         config = self.config
-        tied = config.tied_embeddings and embedding is not None
-        weight = embedding.tokens if tied else self._table("lm_head.weight")
+        if config.tied_embeddings and embedding is not None:
+            weight = embedding.tokens
+        else:
+            weight = self._table("lm_head.weight")
         norm = self._norm("decoder.final_layer_norm")
         scaled = replace(
             norm,

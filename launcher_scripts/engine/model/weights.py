@@ -2,106 +2,64 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16
-from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.engine.model.experts import Experts, SharedExpert
-from launcher_scripts.engine.model.learned_parts import Adapter, IA3Factors
-from launcher_scripts.kernels.operands import HeadNorms, Linear, Norm, RelativeBias
+from launcher_scripts.engine.model.adapters import Adapter, IA3Factors
+from launcher_scripts.kernels.operands import Linear, Norm
 from launcher_scripts.kernels.quantization import quantized
 from launcher_scripts.models import family_of
-from launcher_scripts.models.family import ModelConfig, WeightSpec
-from launcher_scripts.models.gpt import GPTConfig
-from launcher_scripts.models.learned_parts import (
+from launcher_scripts.models.adapters import (
     ADAPTER_NORM_EPS,
-    ATTENTION_ADAPTER,
-    FFN_ADAPTER,
-    LearnedParts,
-    learned_parts_of,
+    Adapters,
+    adapters_of,
 )
+from launcher_scripts.models.family import ModelConfig, WeightSpec
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-Stored = np.ndarray | Tensor
+Stored = NDArray[Any] | Tensor
 Reader = Callable[[WeightSpec, int | None], Stored]
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """One layer. Norms of a pre-norm layer live in the projections that follow them.
+class Embedding:
+    """tokens: [vocab / tp, hidden], ids from first_id on; positions: [max_positions, hidden].
 
-    head_norms: of every head's queries and keys, where there are such
-    attention_output_norm, mlp_output_norm: of what a branch adds, where it has such
-    relative: what a score gains by distance, where the layer has a table of its own
-    experts: what takes the place of the MLP, where the model has experts
+    Padded rows of tokens are zero. norm: of the sum of both; scale: of the tokens' part
     """
 
-    query_key_value: Linear
-    attention_dense: Linear
-    mlp_up: Linear | None
-    mlp_gate: Linear | None
-    mlp_down: Linear | None
-    input_norm: Norm
-    post_attention_norm: Norm
-    head_norms: HeadNorms | None = None
-    attention_output_norm: Norm | None = None
-    mlp_output_norm: Norm | None = None
-    relative: RelativeBias | None = None
-    experts: Experts | None = None
-    ia3: IA3Factors | None = None
-    attention_adapter: Adapter | None = None
-    mlp_adapter: Adapter | None = None
+    first_id: int
+    tokens: Tensor
+    positions: Tensor | None
+    norm: Norm | None = None
+    scale: float | None = None
 
 
 @dataclass(frozen=True)
-class GPTWeights:
-    """One rank's part of a GPT.
+class MLPWeights:
+    """Up, gate where there is one, and down.
 
-    token_table: [vocab / tp, hidden], ids from first_id on; padded rows are zero
-    head:        the output projection with the final norm, on the last pipeline stage
-    layers:      by global layer number
-    prompt_tables: of every task, [virtual tokens, hidden], on the first pipeline stage
+    output_norm: of what the MLP adds, where it has such;  norm: one that comes after the sum
     """
 
-    config: GPTConfig
-    first_id: int
-    token_table: Tensor | None
-    position_table: Tensor | None
-    embedding_norm: Norm | None
-    layers: dict[int, LayerWeights]
-    head: Linear | None
-    prompt_tables: tuple[Tensor, ...] = ()
-
-    def bytes(self) -> int:
-        """Device bytes of the tables and matrices."""
-        found = {id(tensor): tensor for tensor in self._matrices() if tensor is not None}
-        return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
-
-    def _matrices(self) -> list[Tensor | None]:
-        matrices = [self.token_table, self.position_table]
-        matrices.append(None if self.head is None else self.head.weight)
-        for layer in self.layers.values():
-            for linear in (
-                layer.query_key_value,
-                layer.attention_dense,
-                layer.mlp_up,
-                layer.mlp_gate,
-                layer.mlp_down,
-            ):
-                matrices.append(None if linear is None else linear.weight)
-            if layer.experts is not None:
-                matrices += [layer.experts.up, layer.experts.gate, layer.experts.down]
-        return matrices
+    up: Linear
+    gate: Linear | None
+    down: Linear
+    output_norm: Norm | None = None
+    norm: Norm | None = None
 
 
-class WeightLoader:
+class WeightLoader(ABC):
     """Turns stored tensors ([in, out], one file per rank) into a rank's operands ([out, in]).
 
     read:  the stored tensor of a WeightSpec and layer, as this rank's file holds it
@@ -129,33 +87,13 @@ class WeightLoader:
         self._read = read
         self._specs = {spec.name: spec for spec in family_of(config).weights(config)}
 
-    def load(self) -> GPTWeights:
-        """Everything this rank needs, and nothing else, is read."""
-        config = self.config
-        first = self.pp_rank == 0
-        last = self.pp_rank == self.parallelism.pp_size - 1
-        tied = config.tied_embeddings
-        table = self._table("wte") if first or (last and tied) else None
-        learned = config.position_embedding == "learned"
-        return GPTWeights(
-            config=config,
-            first_id=self.tp_rank * config.local_size("vocab_size", self.parallelism.tp_size),
-            token_table=table if first else None,
-            position_table=self._tensor("wpe", self.dtype) if first and learned else None,
-            embedding_norm=self._norm("pre_decoder_layernorm")
-            if first and config.embedding_norm
-            else None,
-            layers={
-                layer: self._layer(layer)
-                for layer in self.parallelism.layers(config.num_layers, self.pp_rank)
-            },
-            head=self._head(table) if last else None,
-            prompt_tables=self._prompt_tables() if first else (),
-        )
+    @abstractmethod
+    def load(self) -> Any:
+        """The rank's weights; everything it needs, and nothing else, is read."""
 
     @property
-    def _parts(self) -> LearnedParts:
-        return learned_parts_of(self.config)
+    def _parts(self) -> Adapters:
+        return adapters_of(self.config)
 
     def _prompt_tables(self) -> tuple[Tensor, ...]:
         return tuple(
@@ -183,12 +121,6 @@ class WeightLoader:
         whole = torch.cat([parts[0].new_ones(parts[0].shape[0], ones), *parts], dim=1)
         return torch.cat([whole, torch.ones_like(whole[:1])])
 
-    def _adapters(self, stem: str, layer: int) -> dict[str, Adapter | None]:
-        return {
-            "attention_adapter": self._adapter(f"{stem}.{ATTENTION_ADAPTER}", layer),
-            "mlp_adapter": self._adapter(f"{stem}.{FFN_ADAPTER}", layer),
-        }
-
     def _adapter(self, stem: str, layer: int) -> Adapter | None:
         if not self._parts.adapter_size:
             return None
@@ -204,87 +136,6 @@ class WeightLoader:
 
     def _own(self, num_layers: int) -> range:
         return self.parallelism.layers(num_layers, self.pp_rank)
-
-    def _head(self, table: Tensor | None) -> Linear:
-        weight = table if self.config.tied_embeddings else self._table("lm_head.weight")
-        norm = self._norm("final_layernorm") if self.config.final_norm else None
-        bias = self._table("lm_head.bias") if self.config.logits_bias else None
-        return Linear(weight, bias, _scaled(norm, self.config.logits_scale))
-
-    def _layer(self, layer: int) -> LayerWeights:
-        input_norm = self._norm("layers.*.input_layernorm", layer)
-        post_attention = self._norm("layers.*.post_attention_layernorm", layer)
-        pre = self.config.norm_placement != "post"
-        sandwich = self.config.norm_placement == "sandwich"
-        up_norm = post_attention if pre else None
-        mlp = (None, None, None)
-        if not self.config.num_experts:
-            mlp = self._mlp("layers.*.mlp", layer, up_norm)
-        return LayerWeights(
-            query_key_value=self._linear(
-                "layers.*.attention.query_key_value", layer, input_norm if pre else None
-            ),
-            attention_dense=self._linear("layers.*.attention.dense", layer),
-            mlp_up=mlp[0],
-            mlp_gate=mlp[1],
-            mlp_down=mlp[2],
-            experts=self._experts(layer, post_attention) if self.config.num_experts else None,
-            input_norm=input_norm,
-            post_attention_norm=post_attention,
-            head_norms=self._head_norms(layer),
-            attention_output_norm=self._norm("layers.*.attention.output_norm", layer)
-            if sandwich
-            else None,
-            mlp_output_norm=self._norm("layers.*.mlp.output_norm", layer) if sandwich else None,
-            ia3=self._ia3(
-                "layers.*.attention",
-                "layers.*.mlp",
-                layer,
-                self.config.local_size("q_size", self.parallelism.tp_size),
-            ),
-            **self._adapters("layers.*", layer),
-        )
-
-    def _mlp(
-        self, name: str, layer: int, norm: Norm | None = None
-    ) -> tuple[Linear, Linear | None, Linear]:
-        """Up, gate where there is one, and down."""
-        gate = None
-        if self.config.gated:
-            gate = self._linear(f"{name}.dense_h_to_4h_2", layer, norm)
-        up = self._linear(f"{name}.dense_h_to_4h", layer, norm)
-        return up, gate, self._linear(f"{name}.dense_4h_to_h", layer)
-
-    def _experts(self, layer: int, norm: Norm) -> Experts:
-        config = self.config
-        if self.int8:
-            raise CheckpointError("int8_mode is not supported for a model with experts")
-
-        def stacked(name: str) -> Tensor:
-            whole = None
-            for expert in range(config.num_experts):
-                part = self._whole(f"layers.*.mlp.experts.{expert}.{name}", layer).weight
-                if whole is None:
-                    whole = part.new_empty(config.num_experts, *part.shape)
-                whole[expert] = part
-            return whole
-
-        shared = None
-        if config.shared_expert_size is not None:
-            scale = None
-            if config.shared_expert_gate is not False:
-                scale = self._linear("layers.*.mlp.shared_expert_gate", layer)
-            shared = SharedExpert(*self._mlp("layers.*.mlp.shared_expert", layer), scale)
-        return Experts(
-            self._linear("layers.*.mlp.router", layer),
-            norm,
-            stacked("dense_h_to_4h"),
-            stacked("dense_h_to_4h_2") if config.gated else None,
-            stacked("dense_4h_to_h"),
-            config.experts_per_token,
-            bool(config.normalized_experts),
-            shared,
-        )
 
     def _linear(self, name: str, layer: int, norm: Norm | None = None) -> Linear:
         return self._stored(self._whole(name, layer, norm))
@@ -318,14 +169,6 @@ class WeightLoader:
             weight = weight + 1
         return Norm(self.config.normalization, weight, bias, self.config.norm_eps)
 
-    def _head_norms(self, layer: int) -> HeadNorms | None:
-        if not self.config.qk_norm:
-            return None
-        stem = "layers.*.attention"
-        return HeadNorms(
-            self._norm(f"{stem}.query_norm", layer), self._norm(f"{stem}.key_norm", layer)
-        )
-
     def _table(self, name: str) -> Tensor:
         """This rank's part of a vocabulary table or vector; what is past the vocabulary is zero."""
         spec = self._specs[name]
@@ -339,14 +182,6 @@ class WeightLoader:
 
     def _tensor(self, name: str, dtype: torch.dtype, layer: int | None = None) -> Tensor:
         return _tensor(self._read(self._specs[name], layer), dtype, self.device)
-
-
-def _scaled(norm: Norm | None, scale: float | None) -> Norm | None:
-    """The norm with its result multiplied."""
-    if norm is None or scale is None:
-        return norm
-    bias = None if norm.bias is None else norm.bias * scale
-    return replace(norm, weight=norm.weight * scale, bias=bias)
 
 
 def _tensor(array: Stored, dtype: torch.dtype, device: torch.device) -> Tensor:

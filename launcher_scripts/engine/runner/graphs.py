@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.engine.core.plan import Bounds, StepShape
 from launcher_scripts.engine.distributed.heartbeat import RECORDING, Progress
+
+Made = TypeVar("Made")
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 SMALLEST_CONTEXT = 256
@@ -68,7 +71,23 @@ class _Recorded:
     graph: torch.cuda.CUDAGraph | None
     slots: Tensor
     source: Tensor | None
-    output: Tensor | None
+    output: Any
+
+
+class StepGraphs(Protocol):
+    """What a runner asks of the graphs of its steps."""
+
+    def run(self, key: Hashable, slots: Tensor, function: Callable[[Tensor], Made]) -> Made:
+        """function(slots); `key` names everything else its kernels depend on."""
+        ...
+
+    def record(self, key: Hashable, slots: Tensor, function: Callable[[Tensor], object]) -> None:
+        """Have function's graph for `run` before it is needed; function runs with these slots."""
+        ...
+
+    def clear(self) -> None:
+        """Forget every graph."""
+        ...
 
 
 class GraphCache:
@@ -83,10 +102,8 @@ class GraphCache:
         self._progress = progress
         self._pool = torch.cuda.graph_pool_handle()
 
-    def run(
-        self, key: Hashable, slots: Tensor, function: Callable[[Tensor], Tensor | None]
-    ) -> Tensor | None:
-        """function(slots); `key` names everything else its kernels depend on."""
+    def run(self, key: Hashable, slots: Tensor, function: Callable[[Tensor], Made]) -> Made:
+        """See StepGraphs."""
         recorded = self._recorded.get(key)
         if recorded is None:
             self._recorded[key] = _Recorded(None, slots.clone(), None, None)
@@ -94,21 +111,23 @@ class GraphCache:
         if recorded.source is not slots:
             recorded.slots.copy_(slots)
             recorded.source = slots
-        if recorded.graph is None:
-            self._capture(recorded, function)
-        recorded.graph.replay()
-        return recorded.output
+        graph = recorded.graph
+        if graph is None:
+            graph = self._capture(recorded, function)
+        graph.replay()
+        output: Made = recorded.output
+        return output
 
-    def record(
-        self, key: Hashable, slots: Tensor, function: Callable[[Tensor], Tensor | None]
-    ) -> None:
-        """Have function's graph for `run` before it is needed; function runs with these slots."""
+    def record(self, key: Hashable, slots: Tensor, function: Callable[[Tensor], object]) -> None:
+        """See StepGraphs."""
         if key in self._recorded:
             return
         self.run(key, slots, function)
         self._capture(self._recorded[key], function)
 
-    def _capture(self, recorded: _Recorded, function: Callable[[Tensor], Tensor | None]) -> None:
+    def _capture(
+        self, recorded: _Recorded, function: Callable[[Tensor], object]
+    ) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with (
             self._progress.phase(RECORDING),
@@ -116,6 +135,7 @@ class GraphCache:
         ):
             recorded.output = function(recorded.slots)
         recorded.graph = graph
+        return graph
 
     def clear(self) -> None:
         """Forget every graph; a communicator cannot end while a graph holds its operations."""

@@ -17,6 +17,7 @@ from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.distributed.symmetric_memory import LANE_WORDS
 from launcher_scripts.engine.model.families import engine_family
 from launcher_scripts.engine.model.weights import DTYPES
+from launcher_scripts.engine.runner.graphs import Made
 from launcher_scripts.engine.runner.loading import EngineSettings, Launches, assemble_runner
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.engine.runner.timeline import Timeline
@@ -89,8 +90,14 @@ class FakeCommunicator(Communicator):
 class EagerGraphs:
     """Stands for the CUDA graphs: a step that is to be recorded is launched."""
 
-    def record(self, _: Hashable, slots: Tensor, function: Callable[[Tensor], Any]) -> None:
+    def run(self, _: Hashable, slots: Tensor, function: Callable[[Tensor], Made]) -> Made:
+        return function(slots)
+
+    def record(self, _: Hashable, slots: Tensor, function: Callable[[Tensor], object]) -> None:
         function(slots)
+
+    def clear(self) -> None:
+        """There are none."""
 
 
 def traced_runner(settings: EngineSettings, config: ModelConfig) -> Runner:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,9 +26,10 @@ from launcher_scripts.engine.distributed.messages import Message, RankInfo
 from launcher_scripts.engine.distributed.step_times import watch_steps
 from launcher_scripts.engine.model.families import FAMILIES, engine_family
 from launcher_scripts.engine.model.weights import DTYPES
-from launcher_scripts.engine.runner.graphs import GraphCache
+from launcher_scripts.engine.runner.graphs import GraphCache, StepGraphs
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.kernels import kernels_for
+from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.repository import check_int8_mode
@@ -168,7 +168,7 @@ def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:
     return checkpoint
 
 
-def served_part(config: Any, model_type: str | None) -> ModelConfig:
+def served_part(config: ModelConfig, model_type: str | None) -> ModelConfig:
     """What `model_type` serves of a checkpoint: all of it, or an encoder-decoder's encoder."""
     if model_type is None:
         return config
@@ -215,8 +215,8 @@ def load_weights(
 class Launches:
     """How a rank launches its operations: as those of `kernels`, and whole steps as `graphs`."""
 
-    kernels: ModuleType
-    graphs: GraphCache | None = None
+    kernels: Ops
+    graphs: StepGraphs | None = None
 
     @classmethod
     def on(cls, device: torch.device, progress: Progress) -> Launches:

@@ -16,10 +16,10 @@ from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.engine.core.sampler import Sampled, sampling_batch
 from launcher_scripts.engine.core.token_choice import TokenChoice
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.model.layers import Segment
-from launcher_scripts.engine.model.learned_parts import Prompt
+from launcher_scripts.engine.model.adapters import Prompt
+from launcher_scripts.engine.model.layers import Chunk
 from launcher_scripts.engine.model.network import Network
-from launcher_scripts.engine.runner.graphs import GraphCache
+from launcher_scripts.engine.runner.graphs import StepGraphs
 from launcher_scripts.engine.runner.prompt_batch import (
     ROW_BUCKETS,
     TOKEN_BUCKETS,
@@ -29,8 +29,8 @@ from launcher_scripts.engine.runner.prompt_batch import (
     bucket_sizes,
     unpacked,
 )
-from launcher_scripts.kernels.operands import PromptSpans
-from launcher_scripts.models.learned_parts import learned_parts_of
+from launcher_scripts.kernels.operands import VarlenBatch
+from launcher_scripts.models.adapters import adapters_of
 
 
 class Prefill:
@@ -47,7 +47,7 @@ class Prefill:
         states: RowStates,
         choice: TokenChoice,
         beams: BeamSearch,
-        graphs: GraphCache | None,
+        graphs: StepGraphs | None,
         device: torch.device,
     ) -> None:
         self._network = network
@@ -55,38 +55,30 @@ class Prefill:
         self._states = states
         self._choice = choice
         self._beams = beams
-        self._graphs = graphs
         self._device = device
         self._context = ContextResults(network, communicator, device)
         self._nowhere = Nowhere(network.cache.scratch, states.padding_slot)
-        self._same_layers = (
+        same_layers = (
             communicator.parallelism.pp_size == 1
             and network.replays_prompts
-            and not learned_parts_of(network.config).ia3_num_tasks
+            and not adapters_of(network.config).ia3_num_tasks
         )
+        self._graphs = graphs if same_layers else None
 
     def run(
         self, rows: Sequence[RowStart], parts: Sequence[PrefillPart], result: StepResult
     ) -> None:
         """Run the parts of the rows' prompts; prompts that end give their first tokens."""
         prompts = PackedPrompts(rows, parts)
-        sizes = prompts.bucket() if self._replays(rows) else None
-        if sizes is None:
+        sizes = prompts.bucket() if self._graphs is not None and _alike(rows) else None
+        if self._graphs is None or sizes is None:
             self._launch(prompts, result)
         else:
-            self._replay(prompts, sizes, result)
-
-    def _replays(self, rows: Sequence[RowStart]) -> bool:
-        """Whether nothing about the rows but their numbers decides what is launched."""
-        if self._graphs is None or not self._same_layers:
-            return False
-        return not any(
-            row.window or row.beams or row.prompt is not None or row.asks_of_prompt for row in rows
-        )
+            self._replay(self._graphs, prompts, sizes, result)
 
     def shapes_to_record(self) -> list[StepShape]:
         """The passes that requests may need, where they are CUDA graphs; short ones first."""
-        if self._graphs is None or not self._same_layers:
+        if self._graphs is None:
             return []
         return [
             StepShape(rows, 0, 0, greedy, prompt=tokens)
@@ -95,16 +87,16 @@ class Prefill:
             for tokens in TOKEN_BUCKETS
         ]
 
-    def record(self, shape: StepShape) -> None:
+    def record(self, shape: StepShape, graphs: StepGraphs) -> None:
         """Have the graph of such a pass; it is tried out on nobody's tokens."""
         sizes = bucket_sizes(shape.prompt, shape.rows)
         prompts = PackedPrompts([], [])
         packed = prompts.to_device(self._device, self._nowhere, sizes)
         step = self._step_of(sizes, prompts.spans, greedy=shape.greedy)
-        self._graphs.record(("prompts", sizes, shape.greedy), packed, step)
+        graphs.record(("prompts", sizes, shape.greedy), packed, step)
 
     def _step_of(
-        self, sizes: Sizes, spans: PromptSpans, *, greedy: bool
+        self, sizes: Sizes, spans: VarlenBatch, *, greedy: bool
     ) -> Callable[[Tensor], Tensor]:
         """A pass over a packed batch: the tokens that follow if they are the likeliest, or the
         logits where prompts end.
@@ -119,13 +111,15 @@ class Prefill:
 
         return step
 
-    def _replay(self, prompts: PackedPrompts, sizes: Sizes, result: StepResult) -> None:
+    def _replay(
+        self, graphs: StepGraphs, prompts: PackedPrompts, sizes: Sizes, result: StepResult
+    ) -> None:
         """The pass as a CUDA graph, up to the tokens where all rows are greedy, else the logits."""
         complete = list(prompts.complete.values())
         batch = sampling_batch(complete, self._device)
         packed = prompts.to_device(self._device, self._nowhere, sizes)
         step = self._step_of(sizes, prompts.spans, greedy=batch.greedy)
-        made = self._graphs.run(("prompts", sizes, batch.greedy), packed, step)
+        made = graphs.run(("prompts", sizes, batch.greedy), packed, step)
         if not complete:
             return
         if batch.greedy:
@@ -137,8 +131,8 @@ class Prefill:
         result.tokens.append(TokenCopy(slots, sampled, batch.scored_rows))
 
     def _launch(self, prompts: PackedPrompts, result: StepResult) -> None:
-        segments = tuple(
-            Segment(
+        chunks = tuple(
+            Chunk(
                 row.start,
                 part.past,
                 part.count,
@@ -153,7 +147,7 @@ class Prefill:
             for row, part in zip(prompts.rows, prompts.parts, strict=True)
         )
         packed = prompts.to_device(self._device, self._nowhere, None)
-        batch = unpacked(packed, prompts.sizes, prompts.spans, segments)
+        batch = unpacked(packed, prompts.sizes, prompts.spans, chunks)
         hidden = self._network.prefill(batch)
         self._states.set_length(batch.row_slots, batch.lengths)
         self._context.add(hidden, prompts.rows, prompts.parts, result)
@@ -209,3 +203,10 @@ class Prefill:
         if isinstance(row.prompt, Tensor):
             return row.prompt.to(self._device, non_blocking=True)
         return row.prompt
+
+
+def _alike(rows: Sequence[RowStart]) -> bool:
+    """Whether nothing about the rows but their numbers decides what is launched."""
+    return not any(
+        row.window or row.beams or row.prompt is not None or row.asks_of_prompt for row in rows
+    )

@@ -8,19 +8,21 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from launcher_scripts.engine.core.plan import PrefillPart, RowStart
-from launcher_scripts.engine.model.layers import Segment
-from launcher_scripts.kernels.operands import QUERIES_PER_TILE, PromptSpans
+from launcher_scripts.engine.model.layers import Chunk
+from launcher_scripts.kernels.operands import QUERIES_PER_TILE, VarlenBatch
 
 TOKEN_BUCKETS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 ROW_BUCKETS = (1, 16)
-NOTHING = np.empty(0, dtype=np.int64)
+Integers = NDArray[np.int64]
+NOTHING: Integers = np.empty(0, dtype=np.int64)
 
 
 class Sizes(NamedTuple):
-    """How many of each a packed batch has: tokens, pieces of queries (see PromptSpans), rows."""
+    """How many of each a packed batch has: tokens, pieces of queries (see VarlenBatch), rows."""
 
     tokens: int
     tiles: int
@@ -34,18 +36,18 @@ class PromptBatch:
     ids, positions, slots: [N], the slots are cache tokens
     row_slots, lengths:    [R], the rows, and how many tokens of each are then in the cache
     last, ended:           [R], places of the last tokens of prompts that end, and their rows
-    segments:              of every row; none where the batch only fills a recorded one
+    chunks:              of every row; none where the batch only fills a recorded one
     """
 
     ids: Tensor
     positions: Tensor
     slots: Tensor
-    spans: PromptSpans
+    spans: VarlenBatch
     row_slots: Tensor
     lengths: Tensor
     last: Tensor
     ended: Tensor
-    segments: tuple[Segment, ...]
+    chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class PackedPrompts:
     def __init__(self, rows: Sequence[RowStart], parts: Sequence[PrefillPart]) -> None:
         self.rows = rows
         self.parts = parts
-        self.spans = PromptSpans(
+        self.spans = VarlenBatch(
             tuple((row.start, part.past, part.count) for row, part in self._pairs())
         )
         ends = np.cumsum([part.count for part in parts]) - 1
@@ -139,18 +141,18 @@ def filling_pieces(first: int, end: int) -> list[tuple[int, int, int, int]]:
 
 
 def unpacked(
-    packed: Tensor, sizes: Sizes, spans: PromptSpans, segments: tuple[Segment, ...] = ()
+    packed: Tensor, sizes: Sizes, spans: VarlenBatch, chunks: tuple[Chunk, ...] = ()
 ) -> PromptBatch:
     """The parts of `to_device`'s vector, as views."""
     tokens, tiles, rows = sizes
-    ids, positions, slots, pieces, *of_rows = packed.split(
+    ids, positions, slots, pieces, row_slots, lengths, last, ended = packed.split(
         [tokens, tokens, tokens, 4 * tiles, rows, rows, rows, rows]
     )
-    spans = PromptSpans(spans.spans, pieces.view(-1, 4))
-    return PromptBatch(ids, positions, slots, spans, *of_rows, segments)
+    spans = VarlenBatch(spans.spans, pieces.view(-1, 4))
+    return PromptBatch(ids, positions, slots, spans, row_slots, lengths, last, ended, chunks)
 
 
-def _filled(values: Sequence[int] | np.ndarray, size: int, rest: int) -> np.ndarray:
+def _filled(values: Sequence[int] | Integers, size: int, rest: int) -> Integers:
     filled = np.full(size, rest, dtype=np.int64)
     filled[: len(values)] = values
     return filled

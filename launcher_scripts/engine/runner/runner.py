@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,12 +16,12 @@ from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch
 from launcher_scripts.engine.core.token_choice import TokenChoice
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.model.layers import Rows, Segment
+from launcher_scripts.engine.model.layers import Chunk, Rows, SourceRows
 from launcher_scripts.engine.model.network import Encoded, Network
 from launcher_scripts.engine.runner.decode_batches import DecodeBatches
-from launcher_scripts.engine.runner.graphs import GraphCache, bucket_bounds, step_shapes
+from launcher_scripts.engine.runner.graphs import StepGraphs, bucket_bounds, step_shapes
 from launcher_scripts.engine.runner.prefill import Prefill
-from launcher_scripts.models.learned_parts import learned_parts_of
+from launcher_scripts.models.adapters import adapters_of
 
 FIRST_STEPS = 2  # shapes of decode steps that are recorded before those of inputs
 FIRST_PROMPTS = 4  # shapes that are recorded before those of decode steps
@@ -36,7 +37,7 @@ class Runner:
         slots: int,
         device: torch.device,
         longest: Bounds,
-        graphs: GraphCache | None,
+        graphs: StepGraphs | None,
     ) -> None:
         """longest: what a decode step reads of a row of the model's full length;  graphs: where
         steps are kept as such
@@ -55,7 +56,7 @@ class Runner:
         self._prefill = Prefill(
             decoder, communicator, self.states, self._choice, self.beams, self._graphs, device
         )
-        self._has_ia3 = learned_parts_of(decoder.config).ia3_num_tasks > 0
+        self._has_ia3 = adapters_of(decoder.config).ia3_num_tasks > 0
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
@@ -81,8 +82,9 @@ class Runner:
             self._decode_with_beams(plan, result)
         elif plan.decode:
             self._decode(plan, result)
-        for shape in plan.record:
-            self._record(shape)
+        if self._graphs is not None:
+            for shape in plan.record:
+                self._record(shape, self._graphs)
         return result
 
     def shapes_to_record(self) -> list[StepShape]:
@@ -114,9 +116,9 @@ class Runner:
         hidden = encoded.hidden.split([len(row.source) for row in rows])
         for index, row in enumerate(rows):
             if row.request.return_hidden_state:
-                attentions = (
-                    encoded.attentions[index].cpu() if row.request.return_attentions else None
-                )
+                attentions = None
+                if encoded.attentions is not None and row.request.return_attentions:
+                    attentions = encoded.attentions[index].cpu()
                 result.encoded.append(EncodedRow(row.slot, hidden[index].cpu(), attentions))
 
     def _encoded(self, rows: Sequence[RowStart]) -> Encoded:
@@ -127,11 +129,11 @@ class Runner:
             padding = self.decoder.cache.scratch
             return Encoded(step.run(sources, padding, self.device, self._graphs))
         ids = [token for row in rows for token in row.source]
-        segments = tuple(
-            Segment(row.start, 0, 0, len(row.source), self._prefill.prompt_of(row), row.ia3_task)
+        chunks = tuple(
+            Chunk(row.start, 0, 0, len(row.source), self._prefill.prompt_of(row), row.ia3_task)
             for row in rows
         )
-        return self.decoder.encode(indices(ids, self.device), segments, attentions=asked)
+        return self.decoder.encode(indices(ids, self.device), chunks, attentions=asked)
 
     def _decode(self, plan: Plan, result: StepResult) -> None:
         batch = self._batches.plain(plan.decode)
@@ -139,36 +141,33 @@ class Runner:
             logits = self._forward_step(batch.slots, plan.bounds)
             sampled = self._choice.choose(logits, batch, plan.bounds.own)
         else:
-            sampled = self._decode_on_graph(batch, bucket_bounds(plan.bounds))
+            sampled = self._decode_on_graph(self._graphs, batch, bucket_bounds(plan.bounds))
         result.tokens.append(TokenCopy(plan.decode, sampled, batch.scored_rows))
 
-    def _decode_on_graph(self, batch: SamplingBatch, bounds: Bounds) -> Sampled:
+    def _decode_on_graph(self, graphs: StepGraphs, batch: SamplingBatch, bounds: Bounds) -> Sampled:
         """The step as a CUDA graph: if it is not, recorded when its shape comes a second time."""
         key = (batch.slots.shape[0], bounds, batch.greedy)
-        found = self._graphs.run(key, batch.slots, self._step_of(bounds, greedy=batch.greedy))
-        return Sampled(found) if batch.greedy else self._choice.choose(found, batch, bounds.own)
+        if batch.greedy:
+            greedy = partial(self.greedy_step, bounds=bounds)
+            return Sampled(graphs.run(key, batch.slots, greedy))
+        logits = graphs.run(key, batch.slots, partial(self._forward_step, bounds=bounds))
+        return self._choice.choose(logits, batch, bounds.own)
 
-    def _record(self, shape: StepShape) -> None:
+    def _record(self, shape: StepShape, graphs: StepGraphs) -> None:
         """Have the graph of such steps; it is tried out on padding rows."""
         if shape.prompt and self.decoder.encode_step is not None:
             padding = self.decoder.cache.scratch
-            self.decoder.encode_step.record(shape.prompt, padding, self.device, self._graphs)
+            self.decoder.encode_step.record(shape.prompt, padding, self.device, graphs)
             return
         if shape.prompt:
-            self._prefill.record(shape)
+            self._prefill.record(shape, graphs)
             return
         bounds = Bounds(shape.own, shape.source)
-        self._graphs.record(
+        graphs.record(
             (shape.rows, bounds, shape.greedy),
             indices([self.states.padding_slot] * shape.rows, self.device),
-            self._step_of(bounds, greedy=shape.greedy),
+            partial(self.greedy_step if shape.greedy else self._forward_step, bounds=bounds),
         )
-
-    def _step_of(self, bounds: Bounds, *, greedy: bool) -> Callable[[Tensor], Tensor | None]:
-        """A step of the rows in slots [B]: the ids of greedy ones, logits of others."""
-        if greedy:
-            return lambda slots: self.greedy_step(slots, bounds)
-        return lambda slots: self._forward_step(slots, bounds)
 
     def _decode_with_beams(self, plan: Plan, result: StepResult) -> None:
         mixed = self._batches.mixed(plan)
@@ -179,7 +178,7 @@ class Runner:
             logits = self._graphs.run(
                 (mixed.slots.shape[0], bounds, False),
                 mixed.slots,
-                lambda slots: self._forward_step(slots, bounds),
+                partial(self._forward_step, bounds=bounds),
             )
         plain = len(plan.decode)
         if mixed.plain is not None:
@@ -207,14 +206,16 @@ class Runner:
             positions = length + states.dropped[slots]
             outside = (length + 1 - states.window[slots]).clamp(min=0)
             start, length = start + outside, length - outside
+        source = None
+        if bounds.source:
+            found = states.source_start[slots], states.source_length[slots]
+            source = SourceRows(*found, bounds.source)
         rows = Rows(
             start,
             length,
             bounds.own,
-            states.source_length[slots] if bounds.source else None,
-            bounds.source,
+            source,
             states.ia3_task[slots] if self._has_ia3 else None,
-            states.source_start[slots] if bounds.source else None,
             positions,
             states.most[slots],
         )

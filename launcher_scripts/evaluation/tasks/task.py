@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.tokenizer import Tokenizer
 from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
@@ -100,10 +101,16 @@ class Model(Protocol):
         ...
 
     def hidden_states(
-        self, rows: Iterable[GenerateRequest], in_flight: int = 8
+        self,
+        rows: Iterable[GenerateRequest],  # noqa: ARG002
+        in_flight: int = 8,  # noqa: ARG002
     ) -> Iterator[States]:
-        """An encoder's states at every position of every row, in order."""
-        ...
+        """An encoder's states at every position of every row, in order.
+
+        Raises ConfigError for a model that gives none.
+        """
+        what = f"{type(self).__name__} gives no states of its encoder"
+        raise ConfigError(problem(what, change=REFERENCE_KEY))
 
 
 # Called with the number of items done and the number of all.

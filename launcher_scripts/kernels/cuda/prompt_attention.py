@@ -14,8 +14,8 @@ from launcher_scripts.kernels.operands import (
     QUERIES_PER_TILE,
     WIDEST_PROMPT_HEAD,
     LayerCache,
-    PromptSpans,
     RelativeBias,
+    VarlenBatch,
 )
 
 WIDE_HEAD = 128  # wider ones take more registers and shared memory
@@ -45,7 +45,7 @@ def attend_prompts(
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: a tile of one row's queries (see PromptSpans.tiles) and one head.
+    """One program: a tile of one row's queries (see VarlenBatch.tiles) and one head.
 
     The softmax runs along with the sum, in float32 and by powers of two (Dao et al. 2022). Keys
     that all queries of the tile may see need no mask.
@@ -168,7 +168,7 @@ def _add_keys(
 def prompt_attention(
     query: Tensor,
     cache: LayerCache,
-    spans: PromptSpans,
+    spans: VarlenBatch,
     slopes: Tensor | None,
     *,
     scale: float | None = None,

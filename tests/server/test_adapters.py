@@ -18,7 +18,7 @@ from launcher_scripts.config.settings import TokenizerSettings
 from launcher_scripts.contract.tensors import GPT_INPUTS, GPT_OUTPUTS
 from launcher_scripts.engine.engine import Engine
 from tests.engine.small_models import engine_for, write_checkpoint
-from tests.engine.test_learned_parts import BOOLQ, CASES, SQUAD, TEXT, Model, gpt, t5
+from tests.engine.test_adapters import BOOLQ, CASES, SQUAD, TEXT, Model, gpt, t5
 from tests.server.processes import running
 from tests.server.repositories import export_settings
 from tests.server.requests import Client, generated, ids_request

@@ -1,7 +1,7 @@
-"""A source checkpoint together with the parts that were learned on top of it.
+"""A source checkpoint together with the adapters that were trained on top of it.
 
 To the export it looks like any other source: NeMo's LoRA changes the tensors that are found, prompt
-tables, IA3 vectors and adapters are further tensors, for the rows that models/learned_parts.py
+tables, IA3 vectors and adapters are further tensors, for the rows that models/adapters.py
 adds to the weight table. Adapters of other tools change the stored form of the weights
 (merging.py), and so does IA3 that is folded in.
 """
@@ -20,7 +20,7 @@ from launcher_scripts.checkpoint.formats.distributed import METADATA
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.repository.tokenizer_files import TokenRule
 from launcher_scripts.checkpoint.sources import core_peft, huggingface_peft
-from launcher_scripts.checkpoint.sources.learned_collect import (
+from launcher_scripts.checkpoint.sources.adapter_collect import (
     COLLECT,
     Collected,
     check_folded,
@@ -35,20 +35,20 @@ from launcher_scripts.checkpoint.sources.shards import Shards, find_whole
 from launcher_scripts.common.errors import CheckpointError, LauncherError, Problems, problem
 from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.models import family_of
-from launcher_scripts.models.family import Partition
-from launcher_scripts.models.learned_parts import (
+from launcher_scripts.models.adapters import (
     DIALECT,
     IA3Site,
     ia3_keys,
     ia3_sites,
 )
+from launcher_scripts.models.family import Partition
 
 FAMILIES = ("gpt", "t5")
 
 
 @dataclass(frozen=True)
-class LearnedCheckpoint:
-    """`base` with its learned parts; a SourceCheckpoint itself.
+class AdaptedCheckpoint:
+    """`base` with its adapters; a SourceCheckpoint itself.
 
     config:          base's hyperparameters with the parts in
     shards:          the rows of the parts, under their own names
@@ -152,9 +152,9 @@ class LearnedCheckpoint:
         return dataclasses.replace(config, start_id=config.pad_id)
 
 
-def with_learned_parts(
+def with_adapters(
     base: SourceCheckpoint, settings: ExportSettings, scratch: Path | None = None
-) -> LearnedCheckpoint | None:
+) -> AdaptedCheckpoint | None:
     """`base` with the parts the settings name; None without any.
 
     Raises CheckpointError with everything that does not fit the base or each other.
@@ -189,7 +189,7 @@ def with_learned_parts(
     if missing:
         problems.add("LoRA is for tensors that the base does not have", got=missing[:3])
     problems.raise_if_any(CheckpointError)
-    return LearnedCheckpoint(
+    return AdaptedCheckpoint(
         base,
         config,
         found.shards,
@@ -204,8 +204,12 @@ def with_learned_parts(
 
 def _read_adapter(path: Path, base: SourceCheckpoint) -> Adapter | None:
     """An adapter of another maker than NeMo 1; None for what is none."""
-    found = next((each for each in (huggingface_peft, core_peft) if each.matches(path)), None)
-    if found is None:
+    readers = (
+        (huggingface_peft.matches, huggingface_peft.read_adapter),
+        (core_peft.matches, core_peft.read_adapter),
+    )
+    read = next((read for matches, read in readers if matches(path)), None)
+    if read is None:
         if path.is_dir() and not config_files(Archive(path)):
             files = (
                 f"{huggingface_peft.CONFIG_NAME} (Hugging Face PEFT)",
@@ -215,6 +219,6 @@ def _read_adapter(path: Path, base: SourceCheckpoint) -> Adapter | None:
             raise CheckpointError(problem(f"{path} holds no adapter that is known", choices=files))
         return None
     try:
-        return found.read_adapter(path, base)
+        return read(path, base)
     except LauncherError as error:
         raise CheckpointError(str(error)) from error  # one message, which names the adapter

@@ -1,4 +1,4 @@
-"""What is learned on top of a finished model: prompt tables, IA3 vectors, adapters.
+"""Parameter-efficient tuning of a finished model: prompt tables, IA3 vectors, bottleneck adapters.
 
 Their rows are added to the weight table of the family. File names and shapes are those of
 FasterTransformer's T5; a GPT takes the same below its own layer names, since FasterTransformer's
@@ -33,7 +33,7 @@ MOST_TASKS = 1 << 16
 
 
 @dataclass(frozen=True)
-class LearnedParts:
+class Adapters:
     """What a checkpoint has besides its model.
 
     prompt_start_id:       token ids from here on are rows of a task's prompt table
@@ -82,19 +82,19 @@ class LearnedParts:
         return [name for name, value in found.items() if value]
 
 
-NO_PARTS = LearnedParts()
+NO_ADAPTERS = Adapters()
 
 
-def learned_parts_of(config: object) -> LearnedParts:
-    """What a model of any family has learned besides itself."""
-    parts: LearnedParts = getattr(config, "parts", NO_PARTS)
+def adapters_of(config: object) -> Adapters:
+    """The adapters of a model of any family."""
+    parts: Adapters = getattr(config, "parts", NO_ADAPTERS)
     return parts
 
 
-class LearnedPartSizes:
+class AdapterSizes:
     """Axes of the rows below, for a config with a field `parts`."""
 
-    parts: LearnedParts
+    parts: Adapters
 
     @property
     def ia3_num_tasks(self) -> int:
@@ -153,7 +153,7 @@ def adapter_stems(family: str, decoder: bool = True) -> tuple[str, ...]:
     return tuple(f"{stack}.{name}" for stack in stacks for name in (ATTENTION_ADAPTER, FFN_ADAPTER))
 
 
-def weights(family: str, parts: LearnedParts, decoder: bool = True) -> list[WeightSpec]:
+def weights(family: str, parts: Adapters, decoder: bool = True) -> list[WeightSpec]:
     """The rows of `parts`, to be added to the family's."""
     prefix = "model." if family == "gpt" else ""
     specs = [

@@ -1,4 +1,4 @@
-"""What the checkpoints of learned parts hold together, and whether it fits the base."""
+"""What the checkpoints of adapters hold together, and whether it fits the base."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from launcher_scripts.checkpoint.sources.nemo_parts import PartFile, read_parts,
 from launcher_scripts.checkpoint.sources.prompt_tables import read_tables
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
-from launcher_scripts.models.learned_parts import LearnedParts, PromptTask, ia3_keys, ia3_sites
+from launcher_scripts.models.adapters import Adapters, PromptTask, ia3_keys, ia3_sites
 
 KEYS = {
     "prompt": "export.model.prompt_checkpoints",
@@ -142,7 +142,7 @@ def found_parts(
     lists: Mapping[str, Sequence[str]],
     in_place: bool,
     problems: Problems,
-) -> LearnedParts:
+) -> Adapters:
     if len(found.inserted) > 1:
         problems.add(
             "a model takes one set of adapters",
@@ -159,7 +159,7 @@ def found_parts(
         values |= {"ia3_adapted": True} if in_place else {"ia3_num_tasks": len(lists["ia3"])}
     for part in found.inserted[:1]:
         values |= _adapter_values(part, problems)
-    return LearnedParts(**values)
+    return Adapters(**values)
 
 
 def _adapter_values(part: PartFile, problems: Problems) -> dict[str, Any]:

@@ -13,12 +13,12 @@ import torch
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.models.learned_parts import LearnedParts, PromptTask
+from launcher_scripts.models.adapters import Adapters, PromptTask
 from tests.checkpoint import reference_forward_gpt, reference_forward_t5
 from tests.engine.small_models import engine_for, load_engine, random_tensors, small_config
 from tests.engine.small_t5 import DECODER, NEMO, as_encoder, t5_config, t5_tensors
 
-PARTS = LearnedParts(
+PARTS = Adapters(
     prompt_tasks=(PromptTask("squad", 3), PromptTask("boolq", 5)),
     prompt_start_id=67,
     ia3_num_tasks=2,
@@ -54,7 +54,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Model:
-    """A small model with learned parts: engines over it, and its plain forward."""
+    """A small model with adapters: engines over it, and its plain forward."""
 
     config: Any
     tensors: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What is learned on top of a finished model, at work: virtual tokens, IA3 and adapters.
+"""Adapters of a finished model at work: virtual tokens, IA3 and bottlenecks.
 
 In the engine's ids a virtual token is a negative number: -1 - n is row n of its row's prompt table.
 It has a position and a place in the cache as any other token does.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.kernels.operands import Linear, Norm
-from launcher_scripts.models.learned_parts import learned_parts_of
+from launcher_scripts.models.adapters import adapters_of
 
 # The last row of every IA3 table: factors of one, for rows without a task.
 NO_TASK = -1
@@ -23,6 +23,7 @@ NO_TASK = -1
 Prompt = int | Tensor
 
 
+@final
 @dataclass(frozen=True)
 class IA3Factors:
     """IA3 of one attention and its MLP (Liu et al. 2022), by task: [tasks + 1, width] each.
@@ -49,7 +50,7 @@ class Adapter:
     norm_after: Norm | None = None
 
 
-def learned_of(layers: Iterable[Any]) -> list[IA3Factors | Adapter | None]:
+def layer_adapters(layers: Iterable[Any]) -> list[IA3Factors | Adapter | None]:
     """What works inside of these layers' weights; None for what a layer does not have."""
     return [
         part for layer in layers for part in (layer.ia3, layer.attention_adapter, layer.mlp_adapter)
@@ -68,7 +69,7 @@ def token_tasks(
 
     tasks, counts: of every row with new tokens
     """
-    if not learned_parts_of(config).ia3_num_tasks:
+    if not adapters_of(config).ia3_num_tasks:
         return None
     whole = torch.tensor(tasks).repeat_interleave(torch.tensor(counts))
     return whole.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Learned parts that NeMo wrote: its own logits, and the bytes of the original converters."""
+"""Adapters that NeMo wrote: its own logits, and the bytes of the original converters."""
 
 from __future__ import annotations
 

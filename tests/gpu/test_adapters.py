@@ -11,7 +11,7 @@ import pytest
 
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.models.learned_parts import LearnedParts, PromptTask
+from launcher_scripts.models.adapters import Adapters, PromptTask
 from tests.engine.small_agm import agm_config, agm_tensors
 from tests.engine.small_bart import bart_config
 from tests.engine.small_models import engine_for, random_tensors, small_config
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
 
 VOCAB, OUTPUT_LEN = 515, 20
 TEXT = tuple((7 * i) % 500 for i in range(23))
-PARTS = LearnedParts(
+PARTS = Adapters(
     prompt_tasks=(PromptTask("squad", 3), PromptTask("boolq", 5)),
     prompt_start_id=VOCAB,
     ia3_num_tasks=2,

@@ -13,7 +13,7 @@ from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from tests.checkpoint.exporting import export_folder
-from tests.checkpoint.test_learned_nemo import FIXTURES, IA3, PROMPT
+from tests.checkpoint.test_nemo_adapters import FIXTURES, IA3, PROMPT
 
 TOLERANCE = 2e-4
 

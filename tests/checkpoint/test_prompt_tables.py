@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from launcher_scripts.models.learned_parts import PromptTask
+from launcher_scripts.models.adapters import PromptTask
 from tests.checkpoint.exporting import export_folder, open_weights
 from tests.checkpoint.exporting import refused_export as refused
 from tests.checkpoint.parts_maker import Random, prompt_config, prompt_state, write_parts

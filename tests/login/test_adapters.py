@@ -1,4 +1,4 @@
-"""Checkpoints of learned parts in the configuration of an export."""
+"""Checkpoints of adapters in the configuration of an export."""
 
 from __future__ import annotations
 

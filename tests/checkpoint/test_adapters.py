@@ -1,4 +1,4 @@
-"""Learned parts of a small GPT: any source TP and PP, any target TP, and what is refused."""
+"""Adapters of a small GPT: any source TP and PP, any target TP, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,0 +1,2 @@
+# The module as it lies in the folder of a text model.
+from launcher_scripts.common.text_deltas import *  # noqa: F403
