@@ -39,7 +39,7 @@ def test_lm_eval_is_asked_where_it_has_tasks(
 ) -> None:
     assert harness_of(plan(*STAGES, *arguments)) is None
     made = plan(*STAGES, *arguments, TASKS, data, "deploy.gateway.port=0")
-    assert made.stages[2].step_names() == ("measure_accuracy", "measure_speed", "run_harness")
+    assert made.stages[2].step_names()[-2:] == ("run_harness", "judge")
     harness = harness_of(made)
     assert harness.tasks == ("lambada_openai", "boolq") and harness.gateway is None
     assert tmp_path / "data sets" in made.stages[2].paths()

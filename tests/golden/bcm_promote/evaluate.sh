@@ -62,7 +62,7 @@ beside_server() {
             checked=$SECONDS
             if server_ended && kill -0 "$client" 2> /dev/null; then
                 explain "the server ended before the evaluation did"
-                exit 1
+                exit 3
             fi
         fi
         sleep 0.2
@@ -70,7 +70,7 @@ beside_server() {
     wait "$client" || code=$?
     client=
     if [ "$code" != 0 ]; then
-        explain "the evaluation failed with exit code $code"
+        explain "the evaluation ended with exit code $code"
         exit "$code"
     fi
 }
@@ -90,7 +90,7 @@ clean_up() {
     if server_lives; then signal_server KILL; fi
 }
 trap clean_up EXIT
-trap 'echo "error: the time limit or a preemption ends this job" >&2; exit 1' USR1
+trap 'echo "error: the time limit or a preemption ends this job" >&2; exit 3' USR1
 trap 'exit 143' TERM
 
 # Step 1 of 2: measure_accuracy
