@@ -148,7 +148,7 @@ def _of_bounds(
         rows = content.get("speed", {}).get("rows", [])
         yield from _speed(rows, bounds.speed)
     if bounds.load is not None:
-        yield from _load(content.get("load", {}).get("runs", []), bounds.load)
+        yield from _load(_carried(content.get("load", {})), bounds.load)
 
 
 def _figures_of(bounds: Bounds) -> Iterator[tuple[tuple[str, str], str, MetricBounds]]:
@@ -310,6 +310,18 @@ def _speed(rows: Sequence[Content], bounds: SpeedBounds) -> Iterator[Check]:
     found = [{name: row[f"latency_{name}_ms"] for name in TIMES} for row in rows]
     yield from _times(key, what, bounds.max_latency_ms, found, how)
     yield from _best("speed", rows, "tokens_per_second", bounds.min_tokens_per_second, how)
+
+
+def _carried(load: Content) -> list[Content]:
+    """The runs without those of a search that went beyond the saturation: it looks for overload."""
+    full = load.get("saturation") or {}
+
+    def beyond(run: Content) -> bool:
+        sizes = ((run[size], full.get(size)) for size in ("clients", "rate"))
+        more = any(one is not None and most is not None and one > most for one, most in sizes)
+        return more and run["path"] == full["path"]
+
+    return [run for run in load.get("runs", []) if not beyond(run)]
 
 
 def _load(runs: Sequence[Content], bounds: LoadBounds) -> Iterator[Check]:

@@ -259,6 +259,16 @@ def test_only_the_runs_that_are_chosen_count() -> None:
     assert judged(content, load={**bound, "clients": 64}).verdict == "INCONCLUSIVE"
 
 
+def test_what_a_search_overloaded_does_not_count() -> None:
+    overloaded = run(clients=16, failed=5, valid=False, invalid_reasons=["5 failed."])
+    full = {"path": "gateway", "clients": 8, "rate": None, "text": "16 clients fail."}
+    runs = [run(), run(clients=8), overloaded]
+    assert judged(report(load={"runs": runs, "saturation": None})).verdict == "NO-GO"
+    assert judged(report(load={"runs": runs, "saturation": full})).verdict == "GO"
+    elsewhere = {**full, "path": "grpc"}
+    assert judged(report(load={"runs": runs, "saturation": elsewhere})).verdict == "NO-GO"
+
+
 def test_a_perplexity_is_worse_when_it_rises(tmp_path: Path) -> None:
     def section(shift: float) -> dict[str, Any]:
         items = [
@@ -290,12 +300,18 @@ def test_figures_of_all_items_together_are_compared_by_their_intervals(tmp_path:
 
 def test_tasks_of_the_harness_are_paired_by_their_samples(tmp_path: Path) -> None:
     def section(folder: Path, right: int) -> dict[str, Any]:
-        folder.mkdir()
-        samples = [{"doc_id": n, "target": "x", "acc": float(n < right)} for n in range(300)]
-        (folder / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
+        (folder / "harness").mkdir(parents=True)
+        samples = [
+            {"doc_id": n, "target": "x", "filter": name, "acc": float(n < many), "perplexity": -n}
+            for n in range(300)
+            for name, many in (("none", right), ("strict", 150))
+        ]
+        lines = "".join(json.dumps(one) + "\n" for one in samples)
+        (folder / "harness" / "samples.jsonl").write_text(lines)
         share = right / 300
         metric = {"value": share, "low": 0.0, "high": 1.0, "percent": True, "meaning": ""}
-        boolq = {"metrics": {"acc": metric}, "items": 300, "samples": "samples.jsonl"}
+        metrics = {"acc": metric, "acc,strict": metric, "perplexity": {**metric, "percent": False}}
+        boolq = {"metrics": metrics, "items": 300, "samples": "samples.jsonl"}
         content = report(harness={"tasks": {"boolq": boolq}})
         (folder / "report.json").write_text(json.dumps(content))
         return content
@@ -307,6 +323,13 @@ def test_tasks_of_the_harness_are_paired_by_their_samples(tmp_path: Path) -> Non
     verdict = gate.judge(content, asked, tmp_path / "after")
     assert verdict.verdict == "NO-GO"
     assert "40 lost, 0 won" in verdict.reasons[0].text
+    drops = {one.text.split(" from ")[0]: one for one in verdict.reasons if "drop" in one.text}
+    strict, perplexity = (
+        drops["the drop of boolq's acc,strict"],
+        drops["the drop of boolq's perplexity"],
+    )
+    assert "300 items, Tango); at most 2 % is asked; 0 lost, 0 won" in strict.text
+    assert perplexity.measured == 0.0 and "bootstrap" in perplexity.text
     (share,) = (one for one in verdict.reasons if one.bound == "harness.boolq.acc.min")
     assert "66.67 % (95 % interval 61.15 % to 71.76 %, 300 items, Wilson)" in share.text
 
