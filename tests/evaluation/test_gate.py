@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
-from launcher_scripts.config.policy import PolicySettings, read_policy
+from launcher_scripts.config.policy import (
+    AgreementBounds,
+    Bounds,
+    PolicySettings,
+    TwinBounds,
+    read_policy,
+)
 from launcher_scripts.config.schema import build
 from launcher_scripts.evaluation import __main__ as commands
 from launcher_scripts.evaluation import gate
@@ -406,3 +412,12 @@ def test_what_cannot_be_judged_is_no_verdict(
     assert "is no report: FileNotFoundError" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="3"):
         commands.main(["judge"])
+
+
+def test_the_documented_policy_is_one(checkout: Path, tmp_path: Path) -> None:
+    text = (checkout / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    example = text.partition("### The policy")[2].partition("```yaml\n")[2].partition("```")[0]
+    (tmp_path / "policy.yaml").write_text(example)
+    documented = read_policy(tmp_path / "policy.yaml")
+    assert documented.twin == TwinBounds(0.02, 0.95, 1.0, 0)
+    assert documented.if_measured == Bounds(reference=AgreementBounds(max_drop=0.02))
