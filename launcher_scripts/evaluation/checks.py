@@ -23,7 +23,7 @@ from launcher_scripts.config.policy import (
 )
 from launcher_scripts.evaluation import paired, statistics
 from launcher_scripts.evaluation.paired import Others
-from launcher_scripts.evaluation.report_content import harness_items, read_content
+from launcher_scripts.evaluation.report_content import harness_samples, read_content
 from launcher_scripts.evaluation.statistics import Interval
 
 Content = Mapping[str, Any]
@@ -119,7 +119,7 @@ def tasks_of(content: Content, folder: Path) -> Tasks:
         for name, task in sorted(content["tasks"].items())
     }
     harness = {
-        ("harness", name): TaskSection(task["metrics"], harness_items(task, folder), task)
+        ("harness", name): TaskSection(task["metrics"], harness_samples(task, folder), task)
         for name, task in sorted(content.get("harness", {}).get("tasks", {}).items())
     }
     return {**native, **harness}
@@ -149,7 +149,7 @@ def _of_bounds(
         rows = content.get("speed", {}).get("rows", [])
         yield from _speed(rows, bounds.speed)
     if bounds.load is not None:
-        yield from _load(content.get("load", {}).get("runs", []), bounds.load)
+        yield from _load(_carried(content.get("load", {})), bounds.load)
 
 
 def _figures_of(bounds: Bounds) -> Iterator[tuple[tuple[str, str], str, MetricBounds]]:
@@ -313,6 +313,18 @@ def _speed(rows: Sequence[Content], bounds: SpeedBounds) -> Iterator[Check]:
     found = [{name: row[f"latency_{name}_ms"] for name in TIMES} for row in rows]
     yield from _times(key, what, bounds.max_latency_ms, found, how)
     yield from _best("speed", rows, "tokens_per_second", bounds.min_tokens_per_second, how)
+
+
+def _carried(load: Content) -> list[Content]:
+    """The runs without those of a search that went beyond the saturation: it looks for overload."""
+    full = load.get("saturation") or {}
+
+    def beyond(run: Content) -> bool:
+        sizes = ((run[size], full.get(size)) for size in ("clients", "rate"))
+        more = any(one is not None and most is not None and one > most for one, most in sizes)
+        return more and run["path"] == full["path"]
+
+    return [run for run in load.get("runs", []) if not beyond(run)]
 
 
 def _load(runs: Sequence[Content], bounds: LoadBounds) -> Iterator[Check]:

@@ -17,7 +17,10 @@ FIELDS = {
     "last_token_accuracy": "last_token_correct",
     "perplexity": "log_likelihood",
 }
-LOWER_IS_BETTER = ("perplexity", "bits_per_byte")
+PERPLEXITY = "perplexity"
+LOWER_IS_BETTER = frozenset(
+    (PERPLEXITY, "word_perplexity", "byte_perplexity", "bits_per_byte", "ter", "wer", "brier_score")
+)
 LOG_LIKELIHOOD = "log_likelihood"
 
 Item = Mapping[str, Any]
@@ -73,9 +76,10 @@ def of_report(
 
 def values(items: Sequence[Item], figure: str) -> list[float] | None:
     """What a figure is made of, item by item; None: it is one of all items together."""
-    field = FIELDS.get(figure, figure)
-    found = [item[field] for item in items if isinstance(item.get(field), (bool, int, float))]
-    return found if found and len(found) == len(items) else None
+    items = [item for item in items if _is_of(item, figure)]
+    found = [item.get(_field(item, figure)) for item in items]
+    numbers = [value for value in found if isinstance(value, (bool, int, float))]
+    return numbers if numbers and len(numbers) == len(items) else None
 
 
 def flags(of_items: Sequence[float]) -> bool:
@@ -89,19 +93,20 @@ def drop(figure: str, metric: Mapping[str, Any], others: Others) -> tuple[Interv
     Of a percentage it is the difference of the fractions, of another figure a part of the others'.
     None: without an item in common there is nothing to compare.
     """
-    if not others.pairs:
+    pairs = [pair for pair in others.pairs if _is_of(pair[0], figure)]
+    if not pairs:
         return None
     other = others.metrics[figure]
-    ours, theirs = (values(side, figure) for side in zip(*others.pairs, strict=True))
+    ours, theirs = (values(side, figure) for side in zip(*pairs, strict=True))
     if ours is None or theirs is None:
-        return _unpaired(figure, metric, other, len(others.pairs)), "the intervals of both"
+        return _unpaired(figure, metric, other, len(pairs)), "the intervals of both"
     if flags(ours) and flags(theirs):
         lost = sum(a < b for a, b in zip(ours, theirs, strict=True))
         won = sum(a > b for a, b in zip(ours, theirs, strict=True))
         test = f"{lost} lost, {won} won, McNemar's p {statistics.mcnemar(lost, won):.2g}"
         return statistics.paired_share(lost, won, len(ours)), test
     lost_each = statistics.mean([b - a for a, b in zip(ours, theirs, strict=True)])
-    if figure == "perplexity" and FIELDS[figure] in others.pairs[0][0]:
+    if figure == PERPLEXITY:  # of the items' log-likelihoods
         return lost_each.mapped(math.expm1), "paired bootstrap"
     return _relative(lost_each, figure, other), "paired bootstrap"
 
@@ -118,11 +123,25 @@ def largest_difference(others: Others) -> float | None:
 
 def _same_flags(one: Item, other: Item, metrics: Iterable[str]) -> bool:
     """Whether the items agree in all that is right or wrong of both."""
+    judged = {figure.partition(",")[0] for figure in metrics}
     return all(
         one[name] == value
         for name, value in other.items()
-        if name in one and (isinstance(value, bool) or (name in metrics and value in (0, 1)))
+        if name in one and (isinstance(value, bool) or (name in judged and value in (0, 1)))
     )
+
+
+def _field(item: Item, figure: str) -> str:
+    """What an item calls what the figure is made of; lm-eval's names end with their filter."""
+    name = figure.partition(",")[0]
+    own = FIELDS.get(name, name)
+    return own if own in item else name
+
+
+def _is_of(item: Item, figure: str) -> bool:
+    """Whether an item went through the figure's filter; lm-eval's usual one is called none."""
+    wanted = figure.partition(",")[2] or "none"
+    return bool(item.get("filter", wanted) == wanted)
 
 
 def _unpaired(
@@ -141,6 +160,6 @@ def _unpaired(
 
 def _relative(lost: Interval, figure: str, other: Mapping[str, Any]) -> Interval:
     """A loss in the unit in which drops are bounded, positive where the figure is worse."""
-    sign = -1.0 if figure.endswith(LOWER_IS_BETTER) else 1.0
+    sign = -1.0 if figure.partition(",")[0] in LOWER_IS_BETTER else 1.0
     unit = 1.0 if other["percent"] else abs(other["value"]) or 1.0
     return lost.mapped(lambda value: sign * value / unit)

@@ -41,26 +41,37 @@ def report_file(path: Path) -> Path:
     return path / FILE_NAME if path.is_dir() else path
 
 
-def harness_items(task: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """The items of a task of lm-evaluation-harness, from its samples file below `folder`/harness.
+def harness_samples(task: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """What lm-evaluation-harness wrote for each item of a task, below `folder`/harness.
 
-    Each has index (the harness' doc_id), target, what the task's figures are made of, and
-    prediction where a text was generated. None where the file is gone; ConfigError for a damaged
-    one.
+    Its file of samples has a JSON object a line, with doc_id, target, the filter that the answer
+    went through, and the item's own figures; index is (doc_id, filter). None where the file is
+    gone; ConfigError for a damaged one.
     """
     path = folder / "harness" / str(task.get("samples"))
-    items: dict[int, dict[str, Any]] = {}
     try:
-        for line in path.read_text(encoding="utf-8").split("\n"):
-            if line:
-                sample = parse_json(line)
-                # With several filters a document comes several times; the first counts.
-                items.setdefault(int(sample["doc_id"]), _harness_item(sample, task["metrics"]))
+        lines = [parse_json(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        return [{**line, "index": (line["doc_id"], line.get("filter"))} for line in lines]
     except OSError:
         return []
     except (ValueError, KeyError, TypeError) as error:
         what = f"{path} is no samples file: {type(error).__name__}: {error}"
         raise ConfigError(problem(what)) from error
+
+
+def harness_items(task: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """The items of a task of lm-evaluation-harness, in the order of its doc_id.
+
+    Each has index (the doc_id), target, what the task's figures are made of, and prediction where a
+    text was generated. With several filters the first one counts.
+    """
+    items: dict[int, dict[str, Any]] = {}
+    for sample in harness_samples(task, folder):
+        try:
+            items.setdefault(int(sample["doc_id"]), _harness_item(sample, task["metrics"]))
+        except (ValueError, KeyError, TypeError) as error:
+            what = f"a sample of {task.get('samples')} is none: {type(error).__name__}: {error}"
+            raise ConfigError(problem(what, got=str(sample)[:100])) from error
     return [items[index] for index in sorted(items)]
 
 

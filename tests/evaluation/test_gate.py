@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
-from launcher_scripts.config.policy import PolicySettings, read_policy
+from launcher_scripts.config.policy import (
+    AgreementBounds,
+    Bounds,
+    PolicySettings,
+    TwinBounds,
+    read_policy,
+)
 from launcher_scripts.config.schema import build
 from launcher_scripts.evaluation import __main__ as commands
 from launcher_scripts.evaluation import gate
@@ -259,6 +265,16 @@ def test_only_the_runs_that_are_chosen_count() -> None:
     assert judged(content, load={**bound, "clients": 64}).verdict == "INCONCLUSIVE"
 
 
+def test_what_a_search_overloaded_does_not_count() -> None:
+    overloaded = run(clients=16, failed=5, valid=False, invalid_reasons=["5 failed."])
+    full = {"path": "gateway", "clients": 8, "rate": None, "text": "16 clients fail."}
+    runs = [run(), run(clients=8), overloaded]
+    assert judged(report(load={"runs": runs, "saturation": None})).verdict == "NO-GO"
+    assert judged(report(load={"runs": runs, "saturation": full})).verdict == "GO"
+    elsewhere = {**full, "path": "grpc"}
+    assert judged(report(load={"runs": runs, "saturation": elsewhere})).verdict == "NO-GO"
+
+
 def test_a_perplexity_is_worse_when_it_rises(tmp_path: Path) -> None:
     def section(shift: float) -> dict[str, Any]:
         items = [
@@ -290,15 +306,18 @@ def test_figures_of_all_items_together_are_compared_by_their_intervals(tmp_path:
 
 def test_tasks_of_the_harness_are_paired_by_their_samples(tmp_path: Path) -> None:
     def section(folder: Path, right: int) -> dict[str, Any]:
-        folder.mkdir()
-        samples = [{"doc_id": n, "target": "x", "acc": float(n < right)} for n in range(300)]
-        (folder / "harness").mkdir()
-        (folder / "harness" / "samples.jsonl").write_text(
-            "".join(json.dumps(one) + "\n" for one in samples)
-        )
+        (folder / "harness").mkdir(parents=True)
+        samples = [
+            {"doc_id": n, "target": "x", "filter": name, "acc": float(n < many), "perplexity": -n}
+            for n in range(300)
+            for name, many in (("none", right), ("strict", 150))
+        ]
+        lines = "".join(json.dumps(one) + "\n" for one in samples)
+        (folder / "harness" / "samples.jsonl").write_text(lines)
         share = right / 300
         metric = {"value": share, "low": 0.0, "high": 1.0, "percent": True, "meaning": ""}
-        boolq = {"metrics": {"acc": metric}, "items": 300, "samples": "samples.jsonl"}
+        metrics = {"acc": metric, "acc,strict": metric, "perplexity": {**metric, "percent": False}}
+        boolq = {"metrics": metrics, "items": 300, "samples": "samples.jsonl"}
         content = report(harness={"tasks": {"boolq": boolq}})
         (folder / "report.json").write_text(json.dumps(content))
         return content
@@ -310,6 +329,13 @@ def test_tasks_of_the_harness_are_paired_by_their_samples(tmp_path: Path) -> Non
     verdict = gate.judge(content, asked, tmp_path / "after")
     assert verdict.verdict == "NO-GO"
     assert "40 lost, 0 won" in verdict.reasons[0].text
+    drops = {one.text.split(" from ")[0]: one for one in verdict.reasons if "drop" in one.text}
+    strict, perplexity = (
+        drops["the drop of boolq's acc,strict"],
+        drops["the drop of boolq's perplexity"],
+    )
+    assert "300 items, Tango); at most 2 % is asked; 0 lost, 0 won" in strict.text
+    assert perplexity.measured == 0.0 and "bootstrap" in perplexity.text
     (share,) = (one for one in verdict.reasons if one.bound == "harness.boolq.acc.min")
     assert "66.67 % (95 % interval 61.15 % to 71.76 %, 300 items, Wilson)" in share.text
 
@@ -386,3 +412,12 @@ def test_what_cannot_be_judged_is_no_verdict(
     assert "is no report: FileNotFoundError" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="3"):
         commands.main(["judge"])
+
+
+def test_the_documented_policy_is_one(checkout: Path, tmp_path: Path) -> None:
+    text = (checkout / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    example = text.partition("### The policy")[2].partition("```yaml\n")[2].partition("```")[0]
+    (tmp_path / "policy.yaml").write_text(example)
+    documented = read_policy(tmp_path / "policy.yaml")
+    assert documented.twin == TwinBounds(0.02, 0.95, 1.0, 0)
+    assert documented.if_measured == Bounds(reference=AgreementBounds(max_drop=0.02))

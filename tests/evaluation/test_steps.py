@@ -102,6 +102,30 @@ def test_the_last_step_exits_with_the_verdict(job, capsys, task, least, code, ve
     assert (written["verdict"], written["exit_code"]) == (verdict, code)
 
 
+def test_the_launcher_itself_exits_with_the_verdict(job):
+    """main.py, the job and every step are the real ones."""
+    settings_file(job)
+    arguments = [
+        "stages=[evaluate]",
+        "cluster_type=interactive",
+        f"base_results_dir={job}",
+        f"evaluate.run.results_dir={job / 'results'}",
+        f"evaluate.ready_file={job / 'ready.json'}",
+        f"evaluate.tokenizer_dir={job}",
+        "evaluate.model_name=counting",
+        "evaluate.benchmark=null",
+        f"evaluate.tasks.lambada.data_file={job / 'items.jsonl'}",
+        "evaluate.policy.metrics={lambada:{accuracy:{min:1}}}",
+    ]
+    with FakeServer() as server:
+        announce(job, server)
+        command = [sys.executable, str(ROOT / "main.py"), *arguments]
+        ran = subprocess.run(command, cwd=job, capture_output=True, text=True)
+    assert ran.returncode == 1, ran.stderr
+    assert "fail: lambada's accuracy is 66.67 % (95 % interval 20.77 % to 93.85 %" in ran.stdout
+    assert ran.stderr.startswith("NO-GO: the end of the evaluate job ")
+
+
 def test_a_step_that_breaks_leaves_no_verdict(job, capsys, monkeypatch):
     arguments = ["--settings", settings_file(job, policy=PolicySettings())]
     with FakeServer() as server:
