@@ -125,12 +125,20 @@ def test_an_added_opening_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert section["findings"][0]["evidence"]["opening_ids"] == [491]
 
 
-def test_an_opening_token_that_the_server_adds_behind_the_ids(
-    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("client", "name"),
+    [(twins.OpensPrompts, "added_bos"), (twins.DropsOpenings, "lost_bos")],
+)
+def test_an_opening_token_that_the_server_itself_adds_or_drops(
+    exported: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    client: type[twins.InProcess],
+    name: str,
 ) -> None:
-    section = twins.measured(monkeypatch, tmp_path, exported, twins.OpensPrompts)
+    section = twins.measured(monkeypatch, tmp_path, exported, client)
     (finding,) = section["findings"]
-    assert finding["name"] == "added_bos"
+    assert finding["name"] == name
     assert finding["evidence"]["error"] < 1e-5 < 0.1 < section["metrics"]["logit_error"]["value"]
 
 

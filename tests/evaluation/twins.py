@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,16 +157,27 @@ class OpensPrompts(InProcess):
     ) -> Iterator[GenerateOutput]:
         start = self.checkpoint.config.start_id
         for row in rows:
-            ids = (start, *row.input_ids)
-            request = GenerateRequest(
-                ids, row.output_len, return_context_logits=row.return_context_logits
-            )
-            (output,) = super().generate_each([request], in_flight)
-            logits = output.context_logits
-            yield GenerateOutput(
-                output.output_ids,
-                context_logits=None if logits is None else np.asarray(logits)[1:],
-            )
+            asked = replace(row, input_ids=(start, *row.input_ids))
+            (output,) = super().generate_each([asked], in_flight)
+            yield replace(output, context_logits=_rows(output)[1:])
+
+
+class DropsOpenings(InProcess):
+    """A server that does not let a prompt's first token be seen."""
+
+    def generate_each(
+        self, rows: Iterable[GenerateRequest], in_flight: int = 8
+    ) -> Iterator[GenerateOutput]:
+        for row in rows:
+            asked = replace(row, input_ids=row.input_ids[1:])
+            (output,) = super().generate_each([asked], in_flight)
+            logits = _rows(output)
+            yield replace(output, context_logits=np.concatenate([logits[:1], logits]))
+
+
+def _rows(output: GenerateOutput) -> np.ndarray:
+    """The logits [tokens, vocab]; none where they were not asked for."""
+    return np.zeros((0, 0)) if output.context_logits is None else np.asarray(output.context_logits)
 
 
 def twin_settings(

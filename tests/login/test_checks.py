@@ -276,7 +276,7 @@ def test_a_task_or_the_benchmark_can_be_left_out(plan: Planner, arguments: list[
     assert made.stages[2].step_names() == ("measure_accuracy", "judge")
     made = plan(LOCAL, stages, *arguments, "evaluate.policy=null")
     assert made.stages[2].step_names() == ("measure_accuracy", "measure_speed")
-    twin = ("evaluate.benchmark=null", "evaluate.tasks.lambada=null", "evaluate.twin={limit:3}")
+    twin = ("evaluate.benchmark=null", "evaluate.tasks.lambada=null", "evaluate.twin={}")
     made = plan(LOCAL, stages, *arguments, *twin)
     assert made.stages[2].step_names() == ("measure_twin", "judge")
 

@@ -149,7 +149,8 @@ def _opened(
             return Finding(
                 name,
                 f"The served model {verb} what it is sent: read so by the original, the logits "
-                f"differ by {error:.2g} of their size only. Send ids without the server's own.",
+                f"differ by {error:.2g} of their size only. One of the two, the client or the "
+                "server, is to open the prompts.",
                 {"opening_ids": [start_id], "error": error, "limit": limit},
             )
     return None
