@@ -31,7 +31,6 @@ from launcher_scripts.evaluation.tasks.task import (
     TaskResult,
     average,
 )
-from launcher_scripts.evaluation.transformers_model import TransformersEncoder
 
 TEMPLATE = "{text}"
 
@@ -89,6 +88,8 @@ def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
 
 def run(settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
     """Encode the texts of settings.data_file, settings.batch_size of them in flight."""
+    from launcher_scripts.evaluation.transformers_model import TransformersEncoder
+
     texts = read_texts(settings)
     reference = TransformersEncoder(Path(str(settings.reference)))
     fields = [{"text": text} for text in texts]
