@@ -227,8 +227,12 @@ def test_a_guidellm_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     command.write_text("#!/bin/sh\necho no such backend >&2\nexit 2\n")
     command.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(tmp_path / "python3"))
-    with pytest.raises(ServerError, match="guidellm ended with 2:\n\nno such backend"):
-        guidellm.run_guidellm(target("http://h:1/v1"), Load(clients=1), closed(1, 1), ["a"], 0)
+    asked = (target("http://h:1/v1"), Load(clients=1), closed(1, 1), ["a"], 0)
+    with pytest.raises(ServerError, match="guidellm ended with 2:\nno such backend"):
+        guidellm.run_guidellm(*asked, 30.0)
+    command.write_text("#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(ServerError, match=r"guidellm took 1 s; change evaluate\.load\.time_limit"):
+        guidellm.run_guidellm(*asked, 1.0)
 
 
 # The step
