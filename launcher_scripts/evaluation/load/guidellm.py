@@ -73,7 +73,7 @@ def run_guidellm(
             words = log.read_text(encoding="utf-8", errors="replace")[-_LAST_WORDS:]
             raise ServerError(f"guidellm ended with {code}:\n{words}")
         (benchmark,) = json.loads(report.read_text(encoding="utf-8"))["benchmarks"]
-    return [driven_of(benchmark, plan)]
+    return [driven_of(benchmark, plan, limit)]
 
 
 def configuration(
@@ -111,11 +111,17 @@ def configuration(
     }
 
 
-def driven_of(benchmark: Mapping[str, Any], plan: Plan) -> Driven:
-    """Its requests as answers; tokens between the first and the last one came evenly."""
+def driven_of(benchmark: Mapping[str, Any], plan: Plan, limit: float) -> Driven:
+    """Its requests as answers; tokens between the first and the last one came evenly.
+
+    Raises ServerError for times that lie further apart than the `limit` seconds of its command.
+    """
     found = [each for kind in ("successful", "errored") for each in benchmark["requests"][kind]]
     answers = [_answer(each, plan) for each in found]
     begin = min((answer.asked for answer in answers), default=0.0) + plan.warmup
+    end = max((answer.ended for answer in answers), default=0.0)
+    if not 0 <= end - begin + plan.warmup <= limit:
+        raise ServerError(f"guidellm reports requests from {begin:.3f} s to {end:.3f} s")
     counted = tuple(replace(answer, counts=answer.asked >= begin) for answer in answers)
     times = [each["info"]["timings"] for each in found]
     lags = tuple(max(0.0, each["request_start"] - each["targeted_start"]) for each in times)
