@@ -30,6 +30,7 @@ from launcher_scripts.evaluation.load.workers import run_plan
 
 FIRST_MS, NEXT_MS, INPUT, OUTPUT = 500.0, 50.0, 16, 32
 MOST_APART = 0.03
+GUIDELLM_SECONDS = 300.0
 WORDS = ("the", "people", "world", "hello")
 
 
@@ -73,7 +74,9 @@ def measured(target: Target, load: Load, requests: int) -> dict[str, LoadRun]:
     ]
     return {
         "ours": figures(load, run_plan(target, plan, 1)),
-        "guidellm": figures(load, run_guidellm(target, load, plan, texts, settings.seed)),
+        "guidellm": figures(
+            load, run_guidellm(target, load, plan, texts, settings.seed, GUIDELLM_SECONDS)
+        ),
     }
 
 

@@ -254,7 +254,18 @@ def test_a_trace_within_the_warm_up(tmp_path: Path) -> None:
         ({"requests": 3}, "one of them is null; got (3, 30.0)"),
         ({"seconds": None}, "one of them is null"),
         ({"clients": (), "trace_file": "t", "find_saturation": True}, "by clients or rates"),
-        ({"generator": "guidellm", "trace_file": "t"}, "guidellm is given no trace"),
+        ({"generator": "guidellm", "trace_file": "t"}, "texts of a file, and no trace"),
+        ({"generator": "guidellm"}, "guidellm is given a number of requests"),
+        (
+            {
+                "clients": (),
+                "rates": (1.0,),
+                "requests": 3,
+                "seconds": None,
+                "find_saturation": True,
+            },
+            "is seen in runs of seconds",
+        ),
     ],
 )
 def test_settings_that_make_no_sense(wrong: dict[str, Any], answer: str) -> None:

@@ -184,7 +184,7 @@ def test_what_guidellm_saw_becomes_the_same_figures() -> None:
         },
     }
     benchmark = {"requests": {"successful": [of_guidellm()], "errored": [failed]}}
-    driven = guidellm.driven_of(benchmark, closed(1, 2))
+    driven = guidellm.driven_of(benchmark, closed(1, 2), 60.0)
     answer, error = driven.answers
     assert answer.asked == 100.01 and answer.output_len == 5
     assert [round(at, 3) for at, _ in answer.responses] == [100.21, 100.23, 100.25, 100.27, 100.29]
@@ -195,10 +195,14 @@ def test_what_guidellm_saw_becomes_the_same_figures() -> None:
     assert run.between_tokens_ms is not None and run.between_tokens_ms["p99"] == pytest.approx(20)
     open_loop = Plan((LoadRequest((1,), 5),), 0, None, None, 0.0, 60.0)
     driven = guidellm.driven_of(
-        {"requests": {"successful": [of_guidellm()], "errored": []}}, open_loop
+        {"requests": {"successful": [of_guidellm()], "errored": []}}, open_loop, 60.0
     )
     assert driven.answers[0].asked == 100.0
     assert driven.lags == pytest.approx((0.01,))
+    benchmark = {"requests": {"successful": [of_guidellm(), of_guidellm()], "errored": []}}
+    benchmark["requests"]["successful"][0]["info"]["timings"]["targeted_start"] = 0.0
+    with pytest.raises(ServerError, match=r"guidellm reports requests from 0\.000 s to 100\.300 s"):
+        guidellm.driven_of(benchmark, open_loop, 60.0)
 
 
 def test_guidellm_is_told_what_our_client_does(tmp_path: Path) -> None:
@@ -227,8 +231,12 @@ def test_a_guidellm_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     command.write_text("#!/bin/sh\necho no such backend >&2\nexit 2\n")
     command.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(tmp_path / "python3"))
-    with pytest.raises(ServerError, match="guidellm ended with 2:\n\nno such backend"):
-        guidellm.run_guidellm(target("http://h:1/v1"), Load(clients=1), closed(1, 1), ["a"], 0)
+    asked = (target("http://h:1/v1"), Load(clients=1), closed(1, 1), ["a"], 0)
+    with pytest.raises(ServerError, match="guidellm ended with 2:\nno such backend"):
+        guidellm.run_guidellm(*asked, 30.0)
+    command.write_text("#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(ServerError, match=r"guidellm took 1 s; change evaluate\.load\.time_limit"):
+        guidellm.run_guidellm(*asked, 1.0)
 
 
 # The step

@@ -72,5 +72,16 @@ def test_the_three_paths_give_every_token(shared_server: RunningStep, tmp_path: 
         assert run["generated_tokens"] == REQUESTS * OUTPUT
         assert sum(row["tokens"] for row in run["timeline"]) == REQUESTS * OUTPUT
         assert run["goodput"] == run["requests_per_second"] > 0
-        assert 0 < run["first_token_ms"]["p50"] < run["latency_ms"]["p50"]
+        assert 0 < run["first_token_ms"]["p50"] <= run["latency_ms"]["p50"]
     assert load["saturation"] is None
+
+
+def test_whole_answers_over_both_of_tritons_ways(
+    shared_server: RunningStep, tmp_path: Path
+) -> None:
+    paths = ("grpc", "http")
+    load = measured(tmp_path, shared_server.settings.ready_file, "plain", paths=paths)
+    for run in load["runs"]:
+        assert (run["generated_tokens"], run["failed"]) == (REQUESTS * OUTPUT, 0)
+        assert run["first_token_ms"] is run["between_tokens_ms"] is None
+        assert run["latency_ms"]["p50"] > 0

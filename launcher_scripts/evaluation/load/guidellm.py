@@ -40,11 +40,12 @@ def find_guidellm() -> str:
 
 
 def run_guidellm(
-    target: Target, load: Load, plan: Plan, texts: Sequence[str], seed: int
+    target: Target, load: Load, plan: Plan, texts: Sequence[str], seed: int, limit: float
 ) -> list[Driven]:
-    """What guidellm saw. texts: the plan's prompts.
+    """What guidellm saw. texts: the plan's prompts; limit: seconds for its whole command.
 
-    Raises ServerError when it fails as a whole; requests that fail are answers with an error.
+    Raises ServerError when it fails as a whole or takes longer; requests that fail are answers with
+    an error.
     """
     command = find_guidellm()
     with tempfile.TemporaryDirectory() as name:
@@ -57,18 +58,22 @@ def run_guidellm(
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / "prompts.jsonl").write_text(lines, encoding="utf-8")
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        ran = subprocess.run(
-            [command, "run", "--disable-console", "--config", str(folder / "config.json")],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        report = folder / "report.json"
-        if ran.returncode or not report.exists():
-            words = f"{ran.stdout}\n{ran.stderr}"[-_LAST_WORDS:]
-            raise ServerError(f"guidellm ended with {ran.returncode}:\n{words}")
+        log, report = folder / "log.txt", folder / "report.json"
+        arguments = ["run", "--disable-console", "--config", str(folder / "config.json")]
+        try:
+            with log.open("wb") as out:
+                code = subprocess.run(
+                    [command, *arguments], stdout=out, stderr=out, timeout=limit, check=False
+                ).returncode
+        except subprocess.TimeoutExpired as error:
+            raise ServerError(
+                problem(f"guidellm took {limit:.0f} s", change="evaluate.load.time_limit")
+            ) from error
+        if code or not report.exists():
+            words = log.read_text(encoding="utf-8", errors="replace")[-_LAST_WORDS:]
+            raise ServerError(f"guidellm ended with {code}:\n{words}")
         (benchmark,) = json.loads(report.read_text(encoding="utf-8"))["benchmarks"]
-    return [driven_of(benchmark, plan)]
+    return [driven_of(benchmark, plan, limit)]
 
 
 def configuration(
@@ -106,11 +111,17 @@ def configuration(
     }
 
 
-def driven_of(benchmark: Mapping[str, Any], plan: Plan) -> Driven:
-    """Its requests as answers; tokens between the first and the last one came evenly."""
+def driven_of(benchmark: Mapping[str, Any], plan: Plan, limit: float) -> Driven:
+    """Its requests as answers; tokens between the first and the last one came evenly.
+
+    Raises ServerError for times that lie further apart than the `limit` seconds of its command.
+    """
     found = [each for kind in ("successful", "errored") for each in benchmark["requests"][kind]]
     answers = [_answer(each, plan) for each in found]
     begin = min((answer.asked for answer in answers), default=0.0) + plan.warmup
+    end = max((answer.ended for answer in answers), default=0.0)
+    if not 0 <= end - begin + plan.warmup <= limit:
+        raise ServerError(f"guidellm reports requests from {begin:.3f} s to {end:.3f} s")
     counted = tuple(replace(answer, counts=answer.asked >= begin) for answer in answers)
     times = [each["info"]["timings"] for each in found]
     lags = tuple(max(0.0, each["request_start"] - each["targeted_start"]) for each in times)

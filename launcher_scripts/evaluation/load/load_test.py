@@ -112,8 +112,9 @@ class LoadTest:
         generator, tokenizer = self._load.generator, self._tokenizer
         if path != "gateway" or generator == "builtin" or tokenizer is None:
             return "builtin", run_plan(target, plan, self._load.processes)
+        left = max(1.0, self._deadline - time.monotonic())
         texts = [tokenizer.decode(request.prompt_ids) for request in plan.requests]
-        return "guidellm", run_guidellm(target, load, plan, texts, self._load.seed)
+        return "guidellm", run_guidellm(target, load, plan, texts, self._load.seed, left)
 
     def _plan(self, load: Load) -> Plan:
         return make_plan(self._load, load, self._prompts, self._settings.request_timeout)
