@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 import main as entry
 from stages.plan import Plan, make_plan
@@ -26,18 +26,23 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")
-def hydra_config(checkout: Path) -> Iterator[Compose]:
-    """Compose the configuration as the command line does, with its values filled in."""
+def composed(checkout: Path) -> Iterator[Callable[..., DictConfig]]:
+    """Compose the configuration as the command line does."""
     entry.register()
     with initialize_config_dir(str(checkout / "conf"), version_base="1.3"):
+        yield lambda *overrides: compose("config", list(overrides))
 
-        def composed(*overrides: str) -> dict[str, Any]:
-            config = compose("config", list(overrides))
-            values = OmegaConf.to_container(config, resolve=True)
-            assert isinstance(values, dict)
-            return values
 
-        yield composed
+@pytest.fixture(scope="session")
+def hydra_config(composed: Callable[..., DictConfig]) -> Compose:
+    """The composed configuration with its values filled in."""
+
+    def filled(*overrides: str) -> dict[str, Any]:
+        values = OmegaConf.to_container(composed(*overrides), resolve=True)
+        assert isinstance(values, dict)
+        return values
+
+    return filled
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 
 import main as entry
 from launcher_scripts.common.errors import ConfigError
@@ -20,25 +20,21 @@ from tests.login.test_golden import BASE
 from tests.login.test_golden_jobs import compare, folder_of
 from tests.login.test_interactive import LOCAL, assert_ended
 
+Made = Callable[..., Plan]
 LADDER = "evaluate.ladder=[fp32,bf16,int8]"
 STAGES = "stages=[export,deploy,evaluate]"
 SUMMARIES = ("fp32_fp32", "bf16_bf16", "fp16_fp16_int8")
 
 
-@pytest.fixture(autouse=True)
-def hydra(checkout: Path) -> Iterator[None]:
-    entry.register()
-    with initialize_config_dir(str(checkout / "conf"), version_base="1.3"):
-        yield
-
-
-def made(*overrides: str) -> Plan:
-    return entry.read(compose("config", list(overrides)))
+@pytest.fixture
+def made(composed: Callable[..., DictConfig]) -> Made:
+    """The plan of some overrides, as main.py makes it."""
+    return lambda *overrides: entry.read(composed(*overrides))
 
 
 @pytest.mark.parametrize("cluster", ["bcm", "bcp", "interactive"])
 def test_the_comparison_has_golden_files(
-    data_dir: Path, request: pytest.FixtureRequest, cluster: str
+    made: Made, data_dir: Path, request: pytest.FixtureRequest, cluster: str
 ) -> None:
     plan = made(*BASE, LADDER, f"cluster_type={cluster}")
     update, folder = request.config.getoption("--update-golden"), data_dir.parent / "golden"
@@ -53,7 +49,7 @@ def test_the_comparison_has_golden_files(
         assert subprocess.run([bash, "-n"], input=script, text=True, check=False).returncode == 0
 
 
-def test_every_rung_has_its_precision_its_folders_and_its_names() -> None:
+def test_every_rung_has_its_precision_its_folders_and_its_names(made: Made) -> None:
     jobs = list(made(*BASE, LADDER).jobs(folder_of))
     exports = [job.settings for job in jobs if job.stage == "export"]
     types = [(each.weight_data_type, each.data_type, each.int8_mode) for each in exports]
@@ -92,7 +88,7 @@ def test_every_rung_has_its_precision_its_folders_and_its_names() -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused(overrides: tuple[str, ...], says: str) -> None:
+def test_what_cannot_work_is_refused(made: Made, overrides: tuple[str, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         made(*BASE, *overrides)
 
