@@ -21,11 +21,11 @@ from typing import Any
 
 from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ConfigError, problem
-from launcher_scripts.common.rendering import render
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
-from launcher_scripts.evaluation import plots
+from launcher_scripts.evaluation.page import html
 from launcher_scripts.evaluation.speed import SpeedRow
+from launcher_scripts.evaluation.step_reads import step_reads
 from launcher_scripts.evaluation.tasks.task import TaskResult
 
 SCHEMA = 1
@@ -83,23 +83,14 @@ class Report:
         atomic_write(self.html_file, html(json.loads(text)))
 
 
-def html(content: dict[str, Any]) -> str:
-    """The report as one self-contained page."""
-    speed = content.get("speed")
-    return render(
-        "report.html.j2",
-        report=content,
-        speed_plots=plots.speed(speed["rows"]) if speed else [],
-        task_plots={name: plots.task(task["items"]) for name, task in content["tasks"].items()},
-    )
-
-
 def measured_on(settings: EvaluateSettings, ready: dict[str, Any]) -> dict[str, Any]:
     """When, against which server and from which machine a section is measured."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "protocol": settings.protocol,
         "server": ready,
+        "gpu_price": settings.gpu_price,
+        "reads": step_reads(ready, settings.model_name),
         "client": {
             "host": platform.node(),
             "platform": platform.platform(),
