@@ -36,7 +36,7 @@ BANDWIDTH = {
 
 def gpus(measured_on: Mapping[str, Any]) -> list[str]:
     """The names of the GPUs that served, those of all replicas; none for a server on CPUs."""
-    server = measured_on["server"]
+    server = measured_on.get("server", {})
     devices = [str(rank.get("device")) for rank in server.get("ranks", [])]
     names = [device.partition("(")[2].rstrip(")") for device in devices if "cuda" in device]
     return names * len(server.get("replicas", [0]))
@@ -52,21 +52,21 @@ def cost_table(report: Mapping[str, Any]) -> dict[str, Any] | None:
 
     None where nothing was measured on GPUs. `price` is None where none was given.
     """
-    rows = []
-    section = report.get("load") or {}
+    load: Mapping[str, Any] = report.get("load") or {}
+    speed: Mapping[str, Any] = report.get("speed") or {}
     best: dict[str, Mapping[str, Any]] = {}
-    for run in section.get("runs", []):
+    for run in load.get("runs", []):
         if run["valid"] and run["tokens_per_second"] > _rate(best.get(run["path"])):
             best[run["path"]] = run
-    rows = [{"what": path, **_priced(run, section["measured_on"])} for path, run in best.items()]
-    if not rows and (report.get("speed") or {}).get("rows"):
-        section = report["speed"]
-        row = max(section["rows"], key=_rate)
-        rows = [{"what": _sizes(row), **_priced(row, section["measured_on"])}]
-    if not rows or not gpus(section["measured_on"]):
+    if best:
+        on = load["measured_on"]
+    elif speed.get("rows"):
+        on, row = speed["measured_on"], max(speed["rows"], key=_rate)
+        best = {_sizes(row): row}
+    else:
         return None
-    on = section["measured_on"]
-    return {"rows": rows, "price": on.get("gpu_price"), "gpus": gpus(on)}
+    rows = [{"what": what, **_priced(row, on)} for what, row in best.items()]
+    return {"rows": rows, "price": on.get("gpu_price"), "gpus": gpus(on)} if gpus(on) else None
 
 
 def _rate(row: Mapping[str, Any] | None) -> float:
@@ -74,9 +74,11 @@ def _rate(row: Mapping[str, Any] | None) -> float:
 
 
 def _priced(row: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, Any]:
-    price, rate, count = on.get("gpu_price"), _rate(row), len(gpus(on))
-    known = price is not None and rate > 0
-    return {"run": row, "rate": rate, "cost": price_of(rate, count, price) if known else None}
+    price: float | None = on.get("gpu_price")
+    rate = _rate(row)
+    if price is None or not rate:
+        return {"rate": rate, "cost": None}
+    return {"rate": rate, "cost": price_of(rate, len(gpus(on)), price)}
 
 
 def _sizes(row: Mapping[str, Any]) -> str:
@@ -87,16 +89,14 @@ def floor_table(report: Mapping[str, Any]) -> dict[str, Any] | None:
     """What was measured beside its floor; None for an unknown GPU or model."""
     rows: list[dict[str, Any]] = []
     facts: dict[str, Any] = {}
-    speed, load = report.get("speed"), report.get("load")
-    for section in (speed, load):
-        reads = section and Reads.of(section["measured_on"])
-        if not section or not reads:
+    for name in ("speed", "load"):
+        section: Mapping[str, Any] = report.get(name) or {}
+        reads = Reads.of(section["measured_on"]) if section else None
+        if reads is None:
             continue
         facts = {"device": reads.device, "bandwidth": reads.bandwidth, "weights": reads.step_bytes}
-        if section is speed:
-            rows += [_speed_floor(row, reads) for row in section["rows"]]
-        else:
-            rows += [_load_floor(run, reads) for run in section["runs"] if _has_floor(run)]
+        rows += [_speed_floor(row, reads) for row in section.get("rows", [])]
+        rows += [_load_floor(run, reads) for run in section.get("runs", []) if _has_floor(run)]
     return {"rows": rows, **facts} if rows else None
 
 

@@ -35,7 +35,7 @@ TITLES = {
     "floors": "What the hardware allows",
     "provenance": "Provenance",
 }
-MEASURED = ("twin", "harness", "load", "speed")
+MEASURED = ("twin", "harness", "ladder", "load", "speed")
 VERDICTS = {
     "GO": ("go", "This model may go live."),
     "NO-GO": ("no", "This model must not go live."),
@@ -173,7 +173,7 @@ def _key_figures(report: Section) -> Iterator[dict[str, str]]:
     if best:
         where = f"{best['path']}, {run_name(best)}"
         yield _key("tokens per second", f"{best['tokens_per_second']:,.0f}", where)
-        first = best["first_token_ms"]
+        first = best["first_token_ms"] or {"p50": None, "p99": None}
         after, latest = milliseconds(first["p50"]), milliseconds(first["p99"])
         yield _key("time to first token", f"{after} ms", f"p99 {latest} ms; {where}")
         cost = costs.cost_table(report)
@@ -315,7 +315,8 @@ def _load_plots(runs: Sequence[Section]) -> list[str]:
     """Closed and open loops apart, where there are at least two runs to draw a line through."""
     drawn = []
     for mode, by in (("closed", "clients"), ("open", "rate")):
-        chosen = [run for run in runs if run["valid"] and run["mode"] == mode and run[by]]
+        known = [run for run in runs if run["valid"] and run["first_token_ms"]]
+        chosen = [run for run in known if run["mode"] == mode and run[by]]
         if len(chosen) > 1:
             drawn += plots.load(chosen, by)
     return drawn
@@ -356,12 +357,13 @@ def _provenance(report: Section) -> list[dict[str, Any]]:
 
 def _measured(report: Section) -> Iterator[tuple[str, Section]]:
     yield from report["tasks"].items()
-    yield from ((name, report[name]) for name in MEASURED if report.get(name))
+    sections = ((name, report.get(name) or {}) for name in MEASURED)
+    yield from ((name, section) for name, section in sections if "measured_on" in section)
 
 
 def _facts(on: Section) -> dict[str, Any]:
     """What a section was measured on, a line each."""
-    server = on["server"]
+    server = on.get("server", {})
     facts = {
         kind: server[kind] for kind in ("http", "grpc", "openai", "replicas") if kind in server
     }

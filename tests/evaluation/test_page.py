@@ -84,6 +84,22 @@ def test_a_verdict_has_a_word_a_shape_and_a_sentence(example, verdict, shape, se
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_a_run_without_tokens_and_a_rung_that_failed_are_shown(example):
+    run = example["load"]["runs"][0]
+    run |= {"first_token_ms": None, "between_tokens_ms": None, "latency_ms": None, "goodput": None}
+    run |= {"valid": False, "invalid_reasons": ["no token came"], "tokens_per_second": 0.0}
+    rung = example["ladder"]["rows"][0]
+    rung |= {"metrics": {}, "bytes": None, "tokens_per_second": None, "latency_p50_ms": None}
+    rung |= {"verdict": None, "failure": "its server did not start"}
+    example["ladder"] |= {"chosen": None, "settings": {}}
+    example["ladder"]["measured_on"] = {"date": "2026-11-22T09:59:00+00:00", "client": {}}
+    example["verdict"]["reasons"][0]["measured"] = None
+    page = html(example)
+    assert "Invalid: grpc, 1 client." in page and "no token came" in page
+    assert "its server did not start" in page and "Take" not in page
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_reasons_keep_the_order_of_the_gate(example):
     page = html(example)
     places = [page.index(reason["bound"]) for reason in example["verdict"]["reasons"]]
