@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ def html(report: Section) -> str:
         "harness": _harness(report["harness"]) if report.get("harness") else None,
         "ladder": _ladder(report["ladder"]) if report.get("ladder") else None,
         "load": {"plots": _load_plots(runs), "timelines": list(_timelines(runs))} if runs else None,
-        "speed": plots.speed(report["speed"]["rows"]) if report.get("speed") else None,
+        "speed": {"plots": plots.speed(report["speed"]["rows"])} if report.get("speed") else None,
         "cost": costs.cost_table(report),
         "floors": costs.floor_table(report),
         "provenance": _provenance(report),
@@ -77,6 +78,7 @@ def html(report: Section) -> str:
         title=title,
         cell=cell,
         plain=plain,
+        hardware=hardware,
         run_name=run_name,
         shown=ITEMS_SHOWN,
     )
@@ -130,6 +132,15 @@ def cell(value: Any) -> str:
 
 def clipped(text: str, length: int = TEXT_SHOWN) -> str:
     return text if len(text) <= length else f"{text[:length]} …"
+
+
+def hardware(server: Section) -> str:
+    """What the ranks of a server, or of all its replicas, run on."""
+    devices = [str(rank.get("device")) for rank in server.get("ranks", [])]
+    found = Counter(device.partition("(")[2].rstrip(")") or device for device in devices)
+    each = ", ".join(f"{count} x {name}" for name, count in found.items()) or "unknown hardware"
+    replicas = server.get("replicas")
+    return f"{len(replicas)} servers, each on {each}" if replicas else each
 
 
 def run_name(run: Section) -> str:
@@ -345,10 +356,10 @@ def _provenance(report: Section) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = []
     for name, section in _measured(report):
         on = section["measured_on"]
-        facts = {key: value for key, value in on.items() if key not in ("date", "protocol")}
-        group = next((known for known in groups if known["on"] == facts), None)
+        facts = _facts(on)
+        group = next((known for known in groups if known["facts"] == facts), None)
         if group is None:
-            group = {"on": facts, "facts": _facts(facts), "names": [], "sections": []}
+            group = {"facts": facts, "names": [], "sections": []}
             groups.append(group)
         group["names"].append(title(name))
         group["sections"].append((name, on, section["settings"]))
@@ -373,5 +384,5 @@ def _facts(on: Section) -> dict[str, Any]:
     facts["client"] = on["client"]
     for kind, digest in on.get("digests", {}).items():
         facts[f"digest of {kind}"] = digest
-    known = {"server", "client", "digests"}
+    known = {"date", "protocol", "server", "client", "digests"}
     return facts | {key: value for key, value in on.items() if key not in known}

@@ -47,7 +47,12 @@ TIMELINE_POINTS = 300
 
 
 def speed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Latency and tokens per second against the batch size, a line per pair of lengths."""
+    """Latency and tokens per second against the batch size, a line per pair of lengths.
+
+    None for one batch size: a table says as much.
+    """
+    if len({row["batch_size"] for row in rows}) < 2:
+        return []
     return [
         _speed_plot(rows, "latency_p50_ms", "Latency of a request, p50 with p90 shaded [ms]"),
         _speed_plot(rows, "tokens_per_second", "Generated tokens per second"),
@@ -238,7 +243,7 @@ def _count_axis(axes: Axes, counts: Sequence[float]) -> None:
 def _value_axis(axes: Axes, values: Sequence[float]) -> None:
     """From 0, or logarithmic where the values are too far apart to be read that way."""
     if max(values) <= 10 * min(values):
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * max(values))
         return
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

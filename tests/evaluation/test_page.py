@@ -9,7 +9,7 @@ import pytest
 
 from launcher_scripts.evaluation import plots
 from launcher_scripts.evaluation.costs import cost_table, floor_table, price_of
-from launcher_scripts.evaluation.page import TITLES, clipped, figure, html
+from launcher_scripts.evaluation.page import TITLES, clipped, figure, hardware, html
 from launcher_scripts.evaluation.step_reads import step_reads
 from tests.browser import browser, missing
 
@@ -168,6 +168,25 @@ def test_answers_stand_side_by_side_with_their_differences_marked(example):
 )
 def test_figures_are_as_precise_as_they_are_read(value, percent, text):
     assert figure(value, percent) == text
+
+
+def test_hardware_is_counted():
+    ranks = [{"device": f"cuda:{number} (NVIDIA H200)"} for number in range(2)]
+    assert hardware({"ranks": ranks}) == "2 x NVIDIA H200"
+    assert hardware({"ranks": [{"device": "cpu"}]}) == "1 x cpu"
+    both = {"ranks": ranks, "replicas": ["a:1", "b:1"]}
+    assert hardware(both) == "2 servers, each on 2 x NVIDIA H200"
+    assert hardware({}) == "unknown hardware"
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_what_was_measured_on_the_same_stands_together(example):
+    example["speed"]["measured_on"]["server"]["alive_at"] = "2026-11-22T09:14:31+00:00"
+    example["load"]["measured_on"]["client"]["host"] = "node9"
+    page = html(example)
+    provenance = page[page.index('<h2 id="provenance">') :]
+    groups = re.findall("<h3>(.*?)</h3>", provenance)
+    assert groups == ["lambada, translation, twin, harness, speed", "load"]
 
 
 def test_long_texts_are_cut():
