@@ -90,7 +90,7 @@ def positions(rows: Sequence[Mapping[str, Any]]) -> str:
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_minor_locator(NullLocator())
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}"))
         axes.xaxis.set_major_locator(FixedLocator(list(middle)))
         axes.set_xticklabels([f"{row['first']}-{row['last']}" for row in rows])
         axes.set_xlabel("position in the text [tokens]")

@@ -46,6 +46,7 @@ def environment(tmp_path):
         model_name="gpt",
         tokenizer_dir="tokenizer",
         benchmark=BenchmarkSettings(),
+        gpu_price=2.5,
     )
     return measured_on(settings, READY)
 
@@ -94,6 +95,8 @@ def test_both_steps_meet_in_one_report(tmp_path):
     assert content["speed"]["rows"][2]["latency_p90_ms"] == 960.0
     for section in (task, content["speed"]):
         assert section["measured_on"]["server"] == READY
+        assert section["measured_on"]["gpu_price"] == 2.5
+        assert section["measured_on"]["reads"] is None  # there is no repository
         client = section["measured_on"]["client"]
         assert client["cores"] >= 1 and client["memory_gib"] > 0
         assert client["processor"] and client["python"] and client["tritonclient"]
