@@ -75,6 +75,7 @@ def html(report: Section) -> str:
         figure=figure,
         milliseconds=milliseconds,
         money=money,
+        size=size,
         title=title,
         cell=cell,
         plain=plain,
@@ -98,6 +99,13 @@ def figure(value: float | None, percent: bool = False) -> str:
 def milliseconds(value: float | None) -> str:
     """A time as precisely as it matters."""
     return "-" if value is None else f"{value:,.{0 if value >= 100 else 1}f}"
+
+
+def size(count: int | None) -> str:
+    """Bytes in GB, or in MB where those are few."""
+    if count is None:
+        return "-"
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
 
 
 def money(dollars: float | None) -> str:
@@ -183,7 +191,7 @@ def _key_figures(report: Section) -> Iterator[dict[str, str]]:
     best = max(_valid(report), key=lambda run: float(run["tokens_per_second"]), default=None)
     if best:
         where = f"{best['path']}, {run_name(best)}"
-        yield _key("tokens per second", f"{best['tokens_per_second']:,.0f}", where)
+        yield _key("tokens per second", figure(best["tokens_per_second"]), where)
         first = best["first_token_ms"] or {"p50": None, "p99": None}
         after, latest = milliseconds(first["p50"]), milliseconds(first["p99"])
         yield _key("time to first token", f"{after} ms", f"p99 {latest} ms; {where}")
@@ -214,7 +222,6 @@ def _task(task: Section) -> dict[str, Any]:
         "plot": plots.task(task["items"]),
         "changes": _changes(task["items"], reference) if reference else [],
         "compared": len(task["items"]),
-        "keys": list(task["items"][0]) if task["items"] else [],
     }
 
 
@@ -305,7 +312,7 @@ def _harness(harness: Section) -> list[dict[str, Any]]:
         {
             **row,
             "name": f"{name}: {row['name']}",
-            "meaning": f"{row['meaning']}; {task['items']:,} items, version {task['version']}",
+            "meaning": f"{row['meaning']}; {task['items']:,} items, version {task.get('version')}",
         }
         for name, task in harness["tasks"].items()
         for row in _metric_rows(task["metrics"])

@@ -9,7 +9,7 @@ import pytest
 
 from launcher_scripts.evaluation import plots
 from launcher_scripts.evaluation.costs import cost_table, floor_table, price_of
-from launcher_scripts.evaluation.page import TITLES, clipped, figure, hardware, html
+from launcher_scripts.evaluation.page import TITLES, clipped, figure, hardware, html, size
 from launcher_scripts.evaluation.step_reads import step_reads
 from tests.browser import browser, missing
 
@@ -179,6 +179,14 @@ def test_hardware_is_counted():
     assert hardware({}) == "unknown hardware"
 
 
+def test_sizes_are_in_the_unit_that_fits():
+    assert [size(count) for count in (2_630_000_000, 1_234_567, None)] == [
+        "2.63 GB",
+        "1.23 MB",
+        "-",
+    ]
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_what_was_measured_on_the_same_stands_together(example):
     example["speed"]["measured_on"]["server"]["alive_at"] = "2026-11-22T09:14:31+00:00"
@@ -263,8 +271,8 @@ def repository(folder, ini, files, int8_mode=0):
     (model / "1" / "2-gpu").mkdir(parents=True)
     (model / "config.pbtxt").write_text(PBTXT.format(int8_mode=int8_mode))
     (model / "1" / "2-gpu" / "config.ini").write_text(ini)
-    for name, size in files.items():
-        (model / "1" / "2-gpu" / name).write_bytes(bytes(size))
+    for name, length in files.items():
+        (model / "1" / "2-gpu" / name).write_bytes(bytes(length))
     return {"model_repository": str(folder)}
 
 
