@@ -27,7 +27,7 @@ SOURCES = sorted(
 TESTS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py"))
 TEXTS = sorted(
     path.relative_to(ROOT)
-    for pattern in ("conf/**/*.yaml", "templates/*", "docs/**/*.md", "*.md", "Makefile", ".ci/*")
+    for pattern in ("conf/**/*.yaml", "templates/**/*", "docs/**/*.md", "*.md", "Makefile", ".ci/*")
     for path in ROOT.glob(pattern)
     if path.is_file()
 )
@@ -256,11 +256,16 @@ def test_a_cluster_is_complete(name: str) -> None:
 
 
 def test_every_template_is_used() -> None:
-    templates = list((ROOT / "templates").iterdir())
+    folder = ROOT / "templates"
+    templates = [path for path in folder.rglob("*") if path.is_file()]
     files = [*templates, *(ROOT / path for path in SOURCES)]
     sources = "".join(path.read_text(encoding="utf-8") for path in files)
     for template in templates:
-        assert f'"{template.name}"' in sources, f"no code renders templates/{template.name}"
+        name = template.relative_to(folder).as_posix()
+        # A section of the report is included by its key.
+        key = template.name.removesuffix(".html.j2") if name.startswith("report/") else name
+        used = f'"{name}"' in sources or f'"{key}"' in sources
+        assert used, f"no code renders templates/{name}"
 
 
 def test_the_evaluation_tasks_have_one_list() -> None:

@@ -2,7 +2,7 @@
 
 Shell text and protobuf text exist only in templates/. Every value passes through one quoting
 filter there: `quote` for the shell, `quote_sbatch` for the lines that sbatch reads itself, `pbtxt`
-for protobuf text format.
+for protobuf text format. HTML escapes every value by itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,
+        autoescape=jinja2.select_autoescape(("html.j2",)),
     )
     environment.filters["quote"] = quote
     environment.filters["quote_sbatch"] = quote_sbatch

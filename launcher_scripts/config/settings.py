@@ -320,6 +320,7 @@ class EvaluateOptions:
     ready_timeout: float = option(1800.0, "seconds to wait for the server", least=0)
     request_timeout: float = option(600.0, "seconds to wait for one answer", least=0)
     protocol: str = option("http", "what the client speaks", choices=PROTOCOLS)
+    gpu_price: float | None = option(None, "USD for an hour of one GPU", least=0)
     replicas: int = 0
     grpc_tls: ClientTls | None = None
     resume: bool = option(True, "whether to go on where an interrupted evaluation was")

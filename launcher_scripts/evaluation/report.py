@@ -1,6 +1,6 @@
 """The report of an evaluation: report.json for programs, report.html for people.
 
-Both steps of an evaluation add their section to the same report.json (docs/evaluation.md says what
+Both steps of an evaluation add their section to the same report.json (docs/report.md says what
 is in it), and report.html is made anew from it. A section carries what it was measured on, so
 sections of different days or servers may stand side by side. Steps that share a results folder
 run one after another.
@@ -19,22 +19,22 @@ from typing import Any
 
 from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ConfigError, problem
-from launcher_scripts.common.rendering import render
 from launcher_scripts.config.harness import HarnessSettings
 from launcher_scripts.config.ladder import LadderSettings
 from launcher_scripts.config.load import LoadSettings
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.config.twin import TwinSettings
-from launcher_scripts.evaluation import plots
 from launcher_scripts.evaluation.gate import Verdict
 from launcher_scripts.evaluation.harness import HarnessResult
 from launcher_scripts.evaluation.ladder import LadderRow
 from launcher_scripts.evaluation.load.figures import LoadRun
 from launcher_scripts.evaluation.load.saturation import Saturation
+from launcher_scripts.evaluation.page import html
 from launcher_scripts.evaluation.provenance import client_versions, digests, project_commit
 from launcher_scripts.evaluation.report_content import FILE_NAME, SCHEMA, read_content
 from launcher_scripts.evaluation.speed import SpeedRow
+from launcher_scripts.evaluation.step_reads import step_reads
 from launcher_scripts.evaluation.tasks.task import TaskResult
 from launcher_scripts.evaluation.twin.measurement import TwinResult
 
@@ -73,69 +73,28 @@ class Report:
     def add_task(
         self, settings: TaskSettings, result: TaskResult, measured_on: dict[str, Any]
     ) -> None:
-        """Put one task's section into the report, in place of an earlier one."""
-        self.content["tasks"][settings.name] = {
-            "measured_on": measured_on,
-            "settings": dataclasses.asdict(settings),
-            **dataclasses.asdict(result),
-        }
+        """One task's section, in place of an earlier one, as all that follow."""
+        section = _section(measured_on, settings, dataclasses.asdict(result))
+        self.content["tasks"][settings.name] = section
         self._write()
 
     def add_speed(
-        self,
-        settings: BenchmarkSettings,
-        rows: Sequence[SpeedRow],
-        measured_on: dict[str, Any],
+        self, settings: BenchmarkSettings, rows: Sequence[SpeedRow], measured_on: dict[str, Any]
     ) -> None:
-        """Put the speed section into the report, in place of an earlier one."""
-        self.content["speed"] = {
-            "measured_on": measured_on,
-            "settings": dataclasses.asdict(settings),
-            "rows": [dataclasses.asdict(row) for row in rows],
-        }
-        self._write()
+        """The speed sweep."""
+        self._put("speed", _section(measured_on, settings, {"rows": _plain(rows)}))
 
     def add_twin(
         self, settings: TwinSettings, result: TwinResult, measured_on: dict[str, Any]
     ) -> None:
-        """Put the twin's section into the report, in place of an earlier one."""
-        self.content["twin"] = {
-            "measured_on": measured_on,
-            "settings": dataclasses.asdict(settings),
-            **dataclasses.asdict(result),
-        }
-        self._write()
-
-    def add_verdict(self, verdict: Verdict) -> None:
-        """Put the verdict into the report and, last of all, beside it as verdict.json."""
-        self.content["verdict"] = dataclasses.asdict(verdict)
-        self._write()
-        text = json.dumps(self.content["verdict"], indent=1, ensure_ascii=False)
-        atomic_write(self.verdict_file, text + "\n")
+        """The comparison with the original."""
+        self._put("twin", _section(measured_on, settings, dataclasses.asdict(result)))
 
     def add_harness(
         self, settings: HarnessSettings, result: HarnessResult, measured_on: dict[str, Any]
     ) -> None:
-        """Put what lm_eval measured into the report, in place of an earlier run."""
-        self.content["harness"] = {
-            "measured_on": measured_on,
-            "settings": dataclasses.asdict(settings),
-            **dataclasses.asdict(result),
-        }
-        self._write()
-
-    def add_ladder(
-        self, settings: LadderSettings, rows: Sequence[LadderRow], chosen: str | None, why: str
-    ) -> None:
-        """Put the comparison of a ladder's rungs into the report, in place of an earlier one."""
-        self.content["ladder"] = {
-            "measured_on": {"date": _now(), "client": _client()},
-            "settings": dataclasses.asdict(settings),
-            "rows": [dataclasses.asdict(row) for row in rows],
-            "chosen": chosen,
-            "why": why,
-        }
-        self._write()
+        """What lm_eval measured."""
+        self._put("harness", _section(measured_on, settings, dataclasses.asdict(result)))
 
     def add_load(
         self,
@@ -144,13 +103,27 @@ class Report:
         saturation: Saturation | None,
         measured_on: dict[str, Any],
     ) -> None:
-        """Put the load test's section into the report, in place of an earlier one."""
-        self.content["load"] = {
-            "measured_on": measured_on,
-            "settings": dataclasses.asdict(settings),
-            "runs": [dataclasses.asdict(run) for run in runs],
-            "saturation": saturation and dataclasses.asdict(saturation),
-        }
+        """The load test."""
+        found = saturation and dataclasses.asdict(saturation)
+        values = {"runs": _plain(runs), "saturation": found}
+        self._put("load", _section(measured_on, settings, values))
+
+    def add_ladder(
+        self, settings: LadderSettings, rows: Sequence[LadderRow], chosen: str | None, why: str
+    ) -> None:
+        """The comparison of a ladder's rungs."""
+        values = {"rows": _plain(rows), "chosen": chosen, "why": why}
+        self._put("ladder", _section({"date": _now(), "client": _client()}, settings, values))
+
+    def add_verdict(self, verdict: Verdict) -> None:
+        """The verdict, and last of all beside the report as verdict.json."""
+        values = dataclasses.asdict(verdict)
+        self._put("verdict", values)
+        text = json.dumps(values, indent=1, ensure_ascii=False)
+        atomic_write(self.verdict_file, text + "\n")
+
+    def _put(self, name: str, section: dict[str, Any]) -> None:
+        self.content[name] = section
         self._write()
 
     def _write(self) -> None:
@@ -161,15 +134,12 @@ class Report:
         atomic_write(self.html_file, html(json.loads(text)))
 
 
-def html(content: dict[str, Any]) -> str:
-    """The report as one self-contained page."""
-    speed = content.get("speed")
-    return render(
-        "report.html.j2",
-        report=content,
-        speed_plots=plots.speed(speed["rows"]) if speed else [],
-        task_plots={name: plots.task(task["items"]) for name, task in content["tasks"].items()},
-    )
+def _section(measured_on: dict[str, Any], settings: Any, values: dict[str, Any]) -> dict[str, Any]:
+    return {"measured_on": measured_on, "settings": dataclasses.asdict(settings), **values}
+
+
+def _plain(rows: Sequence[Any]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(row) for row in rows]
 
 
 def measured_on(
@@ -193,6 +163,8 @@ def measured_on(
         "parameters": dict(parameters or {}),
         "digests": digests(settings, data),
         "seeds": dict(seeds or {}),
+        "gpu_price": settings.gpu_price,
+        "reads": step_reads(ready, settings.model_name),
         "client": _client(),
     }
 

@@ -13,7 +13,7 @@ from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.evaluation.comparison import compare, compared, open_reference
-from launcher_scripts.evaluation.report import html
+from launcher_scripts.evaluation.page import html
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks.task import Metric, TaskResult
 from launcher_scripts.evaluation.transformers_model import TransformersModel
@@ -63,8 +63,8 @@ def test_another_report_is_a_reference(tmp_path: Path) -> None:
         "client": {"processor": "", "cores": 1},
     }
     page = html({"model": "m", "tasks": {"boolq": shown}})
-    assert "1 of 2 answers are the same" in page
-    assert '<td class="text">b</td><td class="text">&lt;x&gt;</td>' in page
+    assert "1 of 2 answers are the reference's" in page
+    assert "<mark>b</mark>" in page and "<mark>&lt;x&gt;</mark>" in page
 
 
 def _never(*_: object) -> TaskResult:

@@ -46,6 +46,7 @@ def environment(tmp_path):
         model_name="gpt",
         tokenizer_dir="tokenizer",
         benchmark=BenchmarkSettings(),
+        gpu_price=2.5,
     )
     return measured_on(settings, READY)
 
@@ -53,7 +54,7 @@ def environment(tmp_path):
 class Page(html.parser.HTMLParser):
     """The text of a page and what it loads; fails on tags that are not closed in order."""
 
-    VOID = ("meta", "link", "br", "img")
+    VOID = ("meta", "link", "br", "img", "input")
 
     def __init__(self, text):
         super().__init__()
@@ -70,7 +71,7 @@ class Page(html.parser.HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if self.open and self.open[-1] != "style":
+        if self.open and self.open[-1] not in ("style", "script"):
             self.text.append(data.strip())
 
 
@@ -94,6 +95,8 @@ def test_both_steps_meet_in_one_report(tmp_path):
     assert content["speed"]["rows"][2]["latency_p90_ms"] == 960.0
     for section in (task, content["speed"]):
         assert section["measured_on"]["server"] == READY
+        assert section["measured_on"]["gpu_price"] == 2.5
+        assert section["measured_on"]["reads"] is None  # there is no repository
         client = section["measured_on"]["client"]
         assert client["cores"] >= 1 and client["memory_gib"] > 0
         assert client["processor"] and client["python"] and client["tritonclient"]
@@ -136,19 +139,20 @@ def test_page_shows_figures_and_loads_nothing(tmp_path):
     report.add_speed(BenchmarkSettings(), SPEED, measured)
     text = report.html_file.read_text(encoding="utf-8")
     page = Page(text)
-    assert "<script>" not in text and "<b>" not in text
+    assert "<script" not in text and "<b>" not in text
     for shown in ("<script>x & y", "34.5 %", "27.4 % to 41.6 %", "44.14", "yes", "-3.5000", "<b>"):
         assert shown in page.text, shown
     for shown in ("720.0", "200.0", "2.51.0", "cpu on node1", "60 tokens in, 20 out", "right (1)"):
         assert shown in page.text, shown
-    assert text.count("<svg") == 3
-    assert {link for link in page.links if not link.startswith("#")} == {"report.json"}
+    assert text.count('<svg role="img"') == 3
+    assert {link for link in page.links if not link.startswith("#")} == {"report.json", "data:,"}
 
 
 def test_a_page_of_speed_alone(tmp_path):
     report = Report(tmp_path, "gpt")
     report.add_speed(BenchmarkSettings(), SPEED[:1], environment(tmp_path))
-    assert Page(report.html_file.read_text(encoding="utf-8")).text.count("speed") == 1
+    page = Page(report.html_file.read_text(encoding="utf-8"))
+    assert "Speed of one client" in page.text and "Quality" not in page.text
 
 
 def test_latencies_far_apart_are_drawn_on_a_logarithmic_axis():

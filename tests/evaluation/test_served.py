@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -123,6 +124,12 @@ def test_the_steps_report_what_they_measured(served, tmp_path, capsys):
     assert [item["target"] for item in report["tasks"]["lambada"]["items"]] == [" DE", " J"]
     ranks = report["speed"]["measured_on"]["server"]["ranks"]
     assert [rank["device"] for rank in ranks] == ["cpu", "cpu"]
+    reads = report["speed"]["measured_on"]["reads"]
+    folder = Path(served.tokenizer_dir)
+    weights = [*folder.glob("model.layers.*.bin"), *folder.glob("model.final_layernorm*.bin")]
+    weights.append(folder / "model.wte.bin")
+    assert reads["step_bytes"] == sum(file.stat().st_size for file in weights)
+    assert reads["ranks"] == 2 and reads["token_bytes"] > 0
     for row in report["speed"]["rows"]:
         assert 0 < row["latency_p50_ms"] <= row["latency_p99_ms"]
         generated = row["batch_size"] * row["output_len"] * 1000

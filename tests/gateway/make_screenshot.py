@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.gateway.browser import browser
+from tests.browser import browser
 
 WIDTH, HEIGHT = 900, 960
 TOKENS = 200

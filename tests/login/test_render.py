@@ -87,6 +87,14 @@ def test_a_missing_value_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
         render("x.j2")
 
 
+def test_html_escapes_every_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "TEMPLATES", tmp_path)
+    for name in ("page.html.j2", "text.j2"):
+        (tmp_path / name).write_text("{{ value }}")
+    assert render("page.html.j2", value="<a b='c'> &") == "&lt;a b=&#39;c&#39;&gt; &amp;"
+    assert render("text.j2", value="<a b='c'> &") == "<a b='c'> &"
+
+
 @given(st.text())
 def test_pbtxt_is_read_back(value: str) -> None:
     text_format = pytest.importorskip("google.protobuf.text_format")

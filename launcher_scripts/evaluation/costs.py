@@ -1,0 +1,159 @@
+"""What a measured rate costs at a GPU's price, and how close it comes to what the GPU allows.
+
+A floor is the least time that reading takes: for every token of a row, a decode step reads the
+weights once for all rows, and the keys and values of each row's context. It counts no arithmetic
+and no communication, so no server can be faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Bytes per second that a GPU's memory gives, by torch's name of it; from NVIDIA's data sheets.
+BANDWIDTH = {
+    "NVIDIA A10": 600e9,
+    "NVIDIA A30": 933e9,
+    "NVIDIA A40": 696e9,
+    "NVIDIA A100-PCIE-40GB": 1555e9,
+    "NVIDIA A100-SXM4-40GB": 1555e9,
+    "NVIDIA A100 80GB PCIe": 1935e9,
+    "NVIDIA A100-SXM4-80GB": 2039e9,
+    "NVIDIA B200": 8000e9,
+    "NVIDIA H100 PCIe": 2000e9,
+    "NVIDIA H100 80GB HBM3": 3350e9,
+    "NVIDIA H100 NVL": 3900e9,
+    "NVIDIA H200": 4800e9,
+    "NVIDIA L4": 300e9,
+    "NVIDIA L40": 864e9,
+    "NVIDIA L40S": 864e9,
+    "Tesla T4": 320e9,
+    "Tesla V100-SXM2-16GB": 900e9,
+    "Tesla V100-SXM2-32GB": 900e9,
+}
+
+
+def gpus(measured_on: Mapping[str, Any]) -> list[str]:
+    """The names of the GPUs that served, those of all replicas; none for a server on CPUs."""
+    server = measured_on.get("server", {})
+    devices = [str(rank.get("device")) for rank in server.get("ranks", [])]
+    names = [device.partition("(")[2].rstrip(")") for device in devices if "cuda" in device]
+    return names * len(server.get("replicas", [0]))
+
+
+def price_of(tokens_per_second: float, gpu_count: int, gpu_price: float) -> float:
+    """What a million tokens cost; gpu_price: of one GPU for an hour."""
+    return gpu_price * gpu_count / 3600 / tokens_per_second * 1e6
+
+
+def cost_table(report: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The fastest valid run of every path, else the fastest measurement of the speed sweep.
+
+    None where nothing was measured on GPUs. `price` is None where none was given.
+    """
+    load: Mapping[str, Any] = report.get("load") or {}
+    speed: Mapping[str, Any] = report.get("speed") or {}
+    best: dict[str, Mapping[str, Any]] = {}
+    for run in load.get("runs", []):
+        if run["valid"] and run["tokens_per_second"] > _rate(best.get(run["path"])):
+            best[run["path"]] = run
+    if best:
+        on = load["measured_on"]
+    elif speed.get("rows"):
+        on, row = speed["measured_on"], max(speed["rows"], key=_rate)
+        best = {_sizes(row): row}
+    else:
+        return None
+    rows = [{"what": what, **_priced(row, on)} for what, row in best.items()]
+    return {"rows": rows, "price": on.get("gpu_price"), "gpus": gpus(on)} if gpus(on) else None
+
+
+def _rate(row: Mapping[str, Any] | None) -> float:
+    return 0.0 if row is None else float(row["tokens_per_second"])
+
+
+def _priced(row: Mapping[str, Any], on: Mapping[str, Any]) -> dict[str, Any]:
+    price: float | None = on.get("gpu_price")
+    rate = _rate(row)
+    if price is None or not rate:
+        return {"rate": rate, "cost": None}
+    return {"rate": rate, "cost": price_of(rate, len(gpus(on)), price)}
+
+
+def _sizes(row: Mapping[str, Any]) -> str:
+    return f"{row['batch_size']} x {row['input_len']} in, {row['output_len']} out"
+
+
+def floor_table(report: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What was measured beside its floor; None for an unknown GPU or model."""
+    rows: list[dict[str, Any]] = []
+    facts: dict[str, Any] = {}
+    for name in ("speed", "load"):
+        section: Mapping[str, Any] = report.get(name) or {}
+        reads = Reads.of(section["measured_on"]) if section else None
+        if reads is None:
+            continue
+        facts = {"device": reads.device, "bandwidth": reads.bandwidth, "weights": reads.step_bytes}
+        rows += [_speed_floor(row, reads) for row in section.get("rows", [])]
+        rows += [_load_floor(run, reads) for run in section.get("runs", []) if _has_floor(run)]
+    return {"rows": rows, **facts} if rows else None
+
+
+def _has_floor(run: Mapping[str, Any]) -> bool:
+    return bool(run["valid"] and run["clients"] and run["generated_tokens"])
+
+
+def _speed_floor(row: Mapping[str, Any], reads: Reads) -> dict[str, Any]:
+    context = row["input_len"] + row["output_len"] / 2
+    floor = 1e3 * row["output_len"] * reads.step_seconds(row["batch_size"], context)
+    measured = row["latency_p50_ms"]
+    return {
+        "what": f"a request, {_sizes(row)}",
+        "measured": f"{measured:,.1f} ms",
+        "floor": f"at least {floor:,.1f} ms",
+        "share": floor / measured,
+    }
+
+
+def _load_floor(run: Mapping[str, Any], reads: Reads) -> dict[str, Any]:
+    requests, clients = run["requests"], run["clients"]
+    context = run["prompt_tokens"] / requests + run["generated_tokens"] / requests / 2
+    most = clients / reads.step_seconds(clients, context)
+    return {
+        "what": f"{run['path']}, {clients} client{'' if clients == 1 else 's'}",
+        "measured": f"{run['tokens_per_second']:,.0f} tokens/s",
+        "floor": f"at most {most:,.0f} tokens/s",
+        "share": run["tokens_per_second"] / most,
+    }
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a decode step reads, and how fast the GPUs that share it can.
+
+    step_bytes: of weights, by all ranks together; token_bytes: of keys and values, for each token
+    of a row's context; ranks: tensor-parallel ones, whose memories are read at once
+    """
+
+    device: str
+    bandwidth: float
+    step_bytes: float
+    token_bytes: float
+    ranks: int
+
+    @classmethod
+    def of(cls, measured_on: Mapping[str, Any]) -> Reads | None:
+        """None for a model that nothing is known of, other GPUs than one, and several servers."""
+        reads, names = measured_on.get("reads"), gpus(measured_on)
+        if not reads or len(set(names)) != 1 or names[0] not in BANDWIDTH:
+            return None
+        if "replicas" in measured_on["server"]:
+            return None
+        sizes = (reads["step_bytes"], reads["token_bytes"], reads["ranks"])
+        return cls(names[0], BANDWIDTH[names[0]], *sizes)
+
+    def step_seconds(self, rows: int, context: float) -> float:
+        """The floor of one step of so many rows, of so many tokens on average."""
+        read = self.step_bytes + rows * context * self.token_bytes
+        return read / self.bandwidth / self.ranks

@@ -1,0 +1,395 @@
+"""report.html: what is in a report as one page, which loads nothing.
+
+Here stands what the page says; templates/report/ says how it looks. Every section is optional.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from launcher_scripts.common.rendering import render
+from launcher_scripts.evaluation import costs, plots
+
+Section = Mapping[str, Any]
+
+# Rows of one table at most: report.json holds all of them.
+ITEMS_SHOWN = 200
+CHANGES_SHOWN = 100
+TIMELINES_SHOWN = 6
+TEXT_SHOWN = 1500  # letters of one text
+WORDS_COMPARED = 400  # of two texts side by side: more take too long
+
+# The sections in their order; each has a template of its name.
+TITLES = {
+    "quality": "Quality",
+    "changes": "Answers that changed",
+    "twin": "Beside the original",
+    "harness": "lm-evaluation-harness",
+    "ladder": "Precisions",
+    "load": "Load",
+    "speed": "Speed of one client",
+    "cost": "Cost",
+    "floors": "What the hardware allows",
+    "provenance": "Provenance",
+}
+MEASURED = ("twin", "harness", "ladder", "load", "speed")
+VERDICTS = {
+    "GO": ("go", "This model may go live."),
+    "NO-GO": ("no", "This model must not go live."),
+    "INCONCLUSIVE": ("open", "The measurements cannot tell whether this model may go live."),
+}
+LEVELS = {
+    "fail": ("no", "failed"),
+    "inconclusive": ("open", "cannot tell"),
+    "pass": ("go", "passed"),
+}
+
+
+def html(report: Section) -> str:
+    """The page of what report.json holds."""
+    tasks = {name: _task(task) for name, task in report["tasks"].items()}
+    runs = report.get("load", {}).get("runs", [])
+    parts = {
+        "quality": tasks,
+        "changes": {name: view for name, view in tasks.items() if view["changes"]},
+        "twin": _twin(report["twin"]) if report.get("twin") else None,
+        "harness": _harness(report["harness"]) if report.get("harness") else None,
+        "ladder": _ladder(report["ladder"]) if report.get("ladder") else None,
+        "load": {"plots": _load_plots(runs), "timelines": list(_timelines(runs))} if runs else None,
+        "speed": {"plots": plots.speed(report["speed"]["rows"])} if report.get("speed") else None,
+        "cost": costs.cost_table(report),
+        "floors": costs.floor_table(report),
+        "provenance": _provenance(report),
+    }
+    return render(
+        "report.html.j2",
+        report=report,
+        verdict=_verdict(report.get("verdict")),
+        key_figures=list(_key_figures(report)),
+        titles={name: heading for name, heading in TITLES.items() if parts[name]},
+        parts=parts,
+        figure=figure,
+        milliseconds=milliseconds,
+        money=money,
+        size=size,
+        title=title,
+        cell=cell,
+        plain=plain,
+        hardware=hardware,
+        run_name=run_name,
+        shown=ITEMS_SHOWN,
+    )
+
+
+def figure(value: float | None, percent: bool = False) -> str:
+    """A number as people read it: percentages with one decimal, four digits of others."""
+    if value is None:
+        return "-"
+    if percent:
+        return f"{100 * value:.1f} %"
+    if value and not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.1e}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{2 if abs(value) >= 0.1 else 4}f}"
+
+
+def milliseconds(value: float | None) -> str:
+    """A time as precisely as it matters."""
+    return "-" if value is None else f"{value:,.{0 if value >= 100 else 1}f}"
+
+
+def size(count: int | None) -> str:
+    """Bytes in GB, or in MB where those are few."""
+    if count is None:
+        return "-"
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+
+
+def money(dollars: float | None) -> str:
+    """Cents, or two digits of less than ten of them."""
+    return (
+        "-" if dollars is None else f"{dollars:.2f} USD" if dollars >= 0.1 else f"{dollars:.2g} USD"
+    )
+
+
+def title(name: str) -> str:
+    """A key as words."""
+    return name.replace("_", " ")
+
+
+def plain(value: Any) -> str:
+    """A bound or what was measured, whatever it is, with four digits."""
+    if not isinstance(value, float):
+        return cell(value)
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def cell(value: Any) -> str:
+    """An item's field."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    if isinstance(value, (list, tuple)):
+        return clipped("; ".join(map(str, value)))
+    return "-" if value is None else clipped(str(value))
+
+
+def clipped(text: str, length: int = TEXT_SHOWN) -> str:
+    return text if len(text) <= length else f"{text[:length]} …"
+
+
+def hardware(server: Section) -> str:
+    """What the ranks of a server, or of all its replicas, run on."""
+    devices = [str(rank.get("device")) for rank in server.get("ranks", [])]
+    found = Counter(device.partition("(")[2].rstrip(")") or device for device in devices)
+    each = ", ".join(f"{count} x {name}" for name, count in found.items()) or "unknown hardware"
+    replicas = server.get("replicas")
+    return f"{len(replicas)} servers, each on {each}" if replicas else each
+
+
+def run_name(run: Section) -> str:
+    """A load run in words."""
+    if run["mode"] == "closed":
+        return f"{run['clients']} client{'' if run['clients'] == 1 else 's'}"
+    return "trace" if run["rate"] is None else f"{run['rate']:g} requests/s"
+
+
+def _verdict(verdict: Section | None) -> dict[str, Any] | None:
+    """The badge, and the reasons by level in the gate's own order."""
+    if verdict is None:
+        return None
+    shape, sentence = VERDICTS.get(verdict["verdict"], VERDICTS["INCONCLUSIVE"])
+    reasons = [
+        {**reason, "shape": LEVELS[reason["level"]][0], "word": LEVELS[reason["level"]][1]}
+        for reason in verdict["reasons"]
+    ]
+    passed = [reason for reason in reasons if reason["level"] == "pass"]
+    others = [reason for reason in reasons if reason["level"] != "pass"]
+    return {
+        **verdict,
+        "shape": shape,
+        "sentence": sentence,
+        "others": others,
+        "passed": passed,
+    }
+
+
+def _key_figures(report: Section) -> Iterator[dict[str, str]]:
+    """What a manager asks first: how good, how like the original, how fast, how dear."""
+    for name, task in list(report["tasks"].items())[:3]:
+        for metric, found in list(task["metrics"].items())[:1]:
+            low, high = (figure(found[end], found["percent"]) for end in ("low", "high"))
+            label = f"{title(name)}: {title(metric)}"
+            yield _key(label, figure(found["value"], found["percent"]), f"95 %: {low} to {high}")
+    top1 = report.get("twin", {}).get("metrics", {}).get("top1")
+    if top1:
+        yield _key("same likeliest token", figure(top1["value"], True), "as the original's")
+    best = max(_valid(report), key=lambda run: float(run["tokens_per_second"]), default=None)
+    if best:
+        where = f"{best['path']}, {run_name(best)}"
+        yield _key("tokens per second", figure(best["tokens_per_second"]), where)
+        first = best["first_token_ms"] or {"p50": None, "p99": None}
+        after, latest = milliseconds(first["p50"]), milliseconds(first["p99"])
+        yield _key("time to first token", f"{after} ms", f"p99 {latest} ms; {where}")
+        cost = costs.cost_table(report)
+        if cost and cost["price"] is not None:
+            lowest = min(row["cost"] for row in cost["rows"] if row["cost"] is not None)
+            note = f"at {cost['price']:g} USD per GPU hour"
+            yield _key("a million tokens", money(lowest), note)
+    elif report.get("speed", {}).get("rows"):
+        row = report["speed"]["rows"][0]
+        sizes = f"{row['batch_size']} x {row['input_len']} in, {row['output_len']} out"
+        yield _key("a request, p50", f"{row['latency_p50_ms']:,.1f} ms", sizes)
+
+
+def _key(label: str, value: str, note: str) -> dict[str, str]:
+    return {"label": label, "value": value, "note": note}
+
+
+def _valid(report: Section) -> list[Section]:
+    return [run for run in report.get("load", {}).get("runs", []) if run["valid"]]
+
+
+def _task(task: Section) -> dict[str, Any]:
+    """A task's figures beside its reference's, and the items that changed."""
+    reference = task.get("reference")
+    return {
+        "rows": _metric_rows(task["metrics"], reference),
+        "plot": plots.task(task["items"]),
+        "changes": _changes(task["items"], reference) if reference else [],
+        "compared": len(task["items"]),
+    }
+
+
+def _metric_rows(metrics: Section, reference: Section | None = None) -> list[dict[str, Any]]:
+    """A row for each metric: its texts, and where its interval's plot has its marks."""
+    beside = reference["metrics"] if reference else {}
+    rows = []
+    for name, metric in metrics.items():
+        percent, other = metric["percent"], beside.get(name)
+        difference = (reference or {}).get("difference", {}).get(name)
+        ends = [figure(metric[end], percent) for end in ("low", "high")]
+        rows.append(
+            {
+                "name": title(name),
+                "value": figure(metric["value"], percent),
+                "interval": "-" if metric["low"] is None else f"{ends[0]} to {ends[1]}",
+                "marks": _marks(metric, other),
+                "reference": figure(other["value"], percent) if other else None,
+                "difference": None
+                if difference is None
+                else f"{difference * (100 if percent else 1):+.2f}",
+                "meaning": metric["meaning"],
+            }
+        )
+    return rows
+
+
+def _marks(metric: Section, reference: Section | None) -> dict[str, float | None]:
+    """Positions from 0 to 100: percentages on their whole scale, others on one of their own."""
+    found = {"value": metric["value"], "low": metric["low"], "high": metric["high"]}
+    found["reference"] = reference["value"] if reference else None
+    known = [value for value in found.values() if value is not None]
+    low, high = (0.0, 1.0) if metric["percent"] else (min(known), max(known))
+    margin = 0.0 if metric["percent"] else 0.15 * ((high - low) or 1.0)
+    low, width = low - margin, (high - low) + 2 * margin
+    return {
+        name: None if value is None else round(100 * (value - low) / width, 2)
+        for name, value in found.items()
+    }
+
+
+def _changes(items: Sequence[Section], reference: Section) -> list[dict[str, Any]]:
+    """The items that the reference answers otherwise, both answers side by side."""
+    known = {item["index"]: item for item in items}
+    changes = []
+    for index in reference["different"][:CHANGES_SHOWN]:
+        ours, theirs = known[index], reference["items"][str(index)]
+        both = [_answer(item) for item in (ours, theirs)]
+        served, other = _side_by_side(*both)
+        asked = next((ours[key] for key in ("target", "targets", "source") if key in ours), None)
+        changes.append(
+            {"index": index, "served": served, "reference": other, "target": cell(asked).strip()}
+        )
+    return changes
+
+
+def _answer(item: Section) -> str:
+    if "prediction" in item:
+        return clipped(str(item["prediction"]))
+    words = {True: "right", False: "wrong"}.get(item.get("correct", None), "-")
+    likely = item.get("log_likelihood")
+    return words if likely is None else f"{words} (log-likelihood {likely:.4f})"
+
+
+def _side_by_side(ours: str, theirs: str) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:
+    """Both texts in pieces, each with whether the other lacks it."""
+    left, right = (re.findall(r"\s+|\S+", text) for text in (ours, theirs))
+    if max(len(left), len(right)) > WORDS_COMPARED:
+        return [(ours, False)], [(theirs, False)]
+    pieces: tuple[list[tuple[str, bool]], list[tuple[str, bool]]] = ([], [])
+    matcher = difflib.SequenceMatcher(None, left, right, autojunk=False)
+    for tag, start, end, other_start, other_end in matcher.get_opcodes():
+        pieces[0].append(("".join(left[start:end]), tag != "equal"))
+        pieces[1].append(("".join(right[other_start:other_end]), tag != "equal"))
+    return tuple([piece for piece in side if piece[0]] for side in pieces)  # type: ignore[return-value]
+
+
+def _twin(twin: Section) -> dict[str, Any]:
+    return {
+        "rows": _metric_rows(twin["metrics"]),
+        "plot": plots.positions(twin["positions"]) if twin["positions"] else None,
+    }
+
+
+def _harness(harness: Section) -> list[dict[str, Any]]:
+    """A row for each metric of each task; what it counts stands where its meaning does."""
+    return [
+        {
+            **row,
+            "name": f"{name}: {row['name']}",
+            "meaning": f"{row['meaning']}; {task['items']:,} items, version {task.get('version')}",
+        }
+        for name, task in harness["tasks"].items()
+        for row in _metric_rows(task["metrics"])
+    ]
+
+
+def _ladder(ladder: Section) -> dict[str, Any]:
+    """The metrics of any rung, by name, as columns."""
+    names = dict.fromkeys(name for row in ladder["rows"] for name in row["metrics"])
+    rows = [
+        {**row, "figures": {cells["name"]: cells for cells in _metric_rows(row["metrics"])}}
+        for row in ladder["rows"]
+    ]
+    return {"columns": [title(name) for name in names], "rows": rows}
+
+
+def _load_plots(runs: Sequence[Section]) -> list[str]:
+    """Closed and open loops apart, where there are at least two runs to draw a line through."""
+    drawn = []
+    for mode, by in (("closed", "clients"), ("open", "rate")):
+        known = [run for run in runs if run["valid"] and run["first_token_ms"]]
+        chosen = [run for run in known if run["mode"] == mode and run[by]]
+        if len(chosen) > 1:
+            drawn += plots.load(chosen, by)
+    return drawn
+
+
+def _timelines(runs: Sequence[Section]) -> Iterator[dict[str, Any]]:
+    """Of each path the fastest run first, then the others, invalid ones included."""
+    drawn = sorted(
+        (run for run in runs if len(run["timeline"]) > 1),
+        key=lambda run: (run["valid"], run["tokens_per_second"]),
+        reverse=True,
+    )
+    best = {
+        path: next(run for run in drawn if run["path"] == path)
+        for path in dict.fromkeys(run["path"] for run in runs)
+        if any(run["path"] == path for run in drawn)
+    }
+    ordered = [*best.values(), *(run for run in drawn if run is not best[run["path"]])]
+    for run in ordered[:TIMELINES_SHOWN]:
+        name = f"{run['path']}, {run_name(run)}{'' if run['valid'] else ' (invalid)'}"
+        yield {"svg": plots.timeline(run, name), "first": best[run["path"]] is run}
+
+
+def _provenance(report: Section) -> list[dict[str, Any]]:
+    """Sections that were measured on the same stand together, with what they were measured on."""
+    groups: list[dict[str, Any]] = []
+    for name, section in _measured(report):
+        on = section["measured_on"]
+        facts = _facts(on)
+        group = next((known for known in groups if known["facts"] == facts), None)
+        if group is None:
+            group = {"facts": facts, "names": [], "sections": []}
+            groups.append(group)
+        group["names"].append(title(name))
+        group["sections"].append((name, on, section["settings"]))
+    return groups
+
+
+def _measured(report: Section) -> Iterator[tuple[str, Section]]:
+    yield from report["tasks"].items()
+    sections = ((name, report.get(name) or {}) for name in MEASURED)
+    yield from ((name, section) for name, section in sections if "measured_on" in section)
+
+
+def _facts(on: Section) -> dict[str, Any]:
+    """What a section was measured on, a line each."""
+    server = on.get("server", {})
+    facts = {
+        kind: server[kind] for kind in ("http", "grpc", "openai", "replicas") if kind in server
+    }
+    for rank in server.get("ranks", []):
+        facts[f"rank {rank['rank']}"] = f"{rank.get('device')} on {rank.get('host')}"
+    facts["versions"] = server.get("versions", {})
+    facts["client"] = on["client"]
+    for kind, digest in on.get("digests", {}).items():
+        facts[f"digest of {kind}"] = digest
+    known = {"date", "protocol", "server", "client", "digests"}
+    return facts | {key: value for key, value in on.items() if key not in known}
