@@ -150,7 +150,7 @@ def backend(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     room = "launcher_scripts.backends.fastertransformer"
-    bound = [f"{room}.{name}" for name in ("model", "answer", "model_metrics")]
+    bound = [f"{room}.{name}" for name in ("model", "answer", "model_metrics", "shared_stream")]
     bound.append("launcher_scripts.backends.older_servers")
     for name in bound:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -181,6 +181,17 @@ def arguments(folder: Path, **parameters: str) -> dict[str, str]:
         "model_repository": str(folder),
         "model_version": "1",
     }
+
+
+def test_a_node_that_does_not_serve_ends(backend, tmp_path, monkeypatch):
+    hosted = []
+    group = types.SimpleNamespace(node_rank=types.SimpleNamespace(serves=False))
+    monkeypatch.setattr(backend, "node_group", lambda *_: group)
+    monkeypatch.setattr(backend, "host_ranks", lambda *given: hosted.append(given[0]))
+    model = backend.TritonPythonModel()
+    model.initialize(arguments(tmp_path / "tiny"))
+    assert hosted == [group]
+    model.finalize()
 
 
 def test_requests_are_answered_each_on_its_own(backend, tmp_path, monkeypatch):

@@ -93,7 +93,7 @@ class TritonPythonModel:
         On a node that does not serve: host ranks until the end.
         """
         require_new_enough()
-        self._metrics: ModelMetrics | None = None
+        self._serving = False
         self._watch = ServerWatch()
         self._status = StatusFile.of_server(args["model_name"])
         self._status.write("loading")
@@ -129,6 +129,7 @@ class TritonPythonModel:
         self._engine.timeline.note("the first tokens are generated")
         self._status.write("ready", ranks=self._engine.ranks, timeline=self._engine.timeline.events)
         self._engine.on_failure(self._lost)
+        self._serving = True
 
     def execute(self, requests: Sequence[Any]) -> list[Any] | None:
         """Hand every request's rows to the engine; answers follow through response senders."""
@@ -269,12 +270,12 @@ class TritonPythonModel:
             end_server_later(error)
 
     def finalize(self) -> None:
-        """End every rank."""
-        if self._sessions is not None:
-            self._sessions.close()
-        self._engine.close()
-        self._answers.close()
-        if self._metrics is not None:
+        """End every rank; a node that does not serve has ended its own."""
+        if self._serving:
+            if self._sessions is not None:
+                self._sessions.close()
+            self._engine.close()
+            self._answers.close()
             self._metrics.close()
         self._watch.close()
 
