@@ -167,7 +167,7 @@ def test_a_step_says_in_one_line_what_is_missing(checkout: Path, step: str) -> N
     assert line.startswith(f"error: {step}: {sys.executable} (Python 3.")
     assert "numpy" in line and "yaml" in line and "cluster.overlay" in line
     assert f"python3 {checkout}/requirements/overlay.py --python 3." in line
-    assert ("--with torch" in line) == (step == "start_server")
+    assert ("--with torch" in line) == (step in ("start_server", "measure_twin"))
 
 
 def test_a_folder_for_another_python_is_named(checkout: Path, tmp_path: Path) -> None:

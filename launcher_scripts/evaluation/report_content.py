@@ -70,7 +70,7 @@ def harness_items(task: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]
         try:
             items.setdefault(int(sample["doc_id"]), _harness_item(sample, task["metrics"]))
         except (ValueError, KeyError, TypeError) as error:
-            what = f"a sample of {task.get('samples')} is none: {type(error).__name__}: {error}"
+            what = f"{task.get('samples')} is no samples file: {type(error).__name__}: {error}"
             raise ConfigError(problem(what, got=str(sample)[:100])) from error
     return [items[index] for index in sorted(items)]
 

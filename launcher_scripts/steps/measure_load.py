@@ -9,7 +9,9 @@ from pathlib import Path
 from launcher_scripts.steps.packages import check_packages
 
 if __name__ == "__main__":
-    check_packages("measure_load", "aiohttp", "jinja2", "matplotlib", "tritonclient", "yaml")
+    check_packages(
+        "measure_load", "aiohttp", "jinja2", "matplotlib", "numpy", "tritonclient", "yaml"
+    )
 
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
 from launcher_scripts.config.settings import EvaluateSettings

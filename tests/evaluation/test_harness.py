@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from launcher_scripts.common.errors import ConfigError, ServerError
+from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.config.harness import HarnessSettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.evaluation import harness
@@ -212,7 +213,7 @@ def test_what_cannot_work_is_one_line_and_no_report(
     for name, content in files.items():
         (job / name).write_text(content)
     with FakeServer() as server:
-        assert run(job, server, **{"openai": gateway, **changes}) == 1
+        assert run(job, server, **{"openai": gateway, **changes}) == ERROR
     captured = capsys.readouterr()
     assert says in captured.err and "Traceback" not in captured.err
     assert not (job / "results" / "report.json").exists()

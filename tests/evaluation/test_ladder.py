@@ -163,8 +163,8 @@ def test_the_step_writes_the_report_and_prints_the_table(
     assert (section["chosen"], len(section["rows"])) == ("fp32", 2)
     assert section["rows"][0]["metrics"] == {"lambada.accuracy": ACCURACY}
     page = (tmp_path / "ladder" / "report.html").read_text()
-    assert "fp32 (chosen)" in page
-    assert "50.0 % (40.0 % to 60.0 %)" in page
+    assert "<strong>Take fp32.</strong>" in page
+    assert "50.0 %<br>" in page and "40.0 % to 60.0 %" in page
     assert "failed: there is no report" in page
 
 

@@ -8,7 +8,7 @@ import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -17,6 +17,7 @@ from aiohttp import web
 
 from benchmarks.exact_server import MODEL, exact_server
 from launcher_scripts.common.errors import ConfigError, ServerError
+from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.config.load import LoadBounds, LoadPrompts, LoadSettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.evaluation.load import guidellm, load_test
@@ -246,6 +247,7 @@ class FakeClient:
     """Takes the place of the evaluation's client; `taken` is what its server has counted."""
 
     model_type, streams = "GPT", True
+    parameters: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, taken: Any) -> None:
         self._taken = iter(taken)
@@ -302,7 +304,7 @@ def test_the_step_reports_every_run(step: Any, capsys: pytest.CaptureFixture[str
 
 def test_a_step_without_a_valid_run_fails(step: Any, capsys: pytest.CaptureFixture[str]) -> None:
     code, load = step(1000, 6)  # the server began anew
-    assert code == 1
+    assert code == ERROR
     (run,) = load["runs"]
     assert not run["valid"] and any("restarted" in each for each in run["invalid_reasons"])
     assert "no run of the load test is valid" in capsys.readouterr().err
@@ -315,14 +317,14 @@ def test_what_does_not_fit_into_the_time_is_an_error(
     clock = types.SimpleNamespace(monotonic=lambda: next(times))
     monkeypatch.setattr(load_test, "time", clock)
     code, load = step(0, 6, clients=(1, 2), time_limit=10.0)
-    assert code == 1 and len(load["runs"]) == 1
+    assert code == ERROR and len(load["runs"]) == 1
     said = "the load test's 10 s were over before gateway with 2 clients"
     assert said in capsys.readouterr().err
 
 
 def test_a_path_without_an_address(step: Any, capsys: pytest.CaptureFixture[str]) -> None:
     code, load = step(paths=("gateway", "http"))
-    assert (code, load) == (1, {})
+    assert (code, load) == (ERROR, {})
     assert (
         "ready.json gives no http address; choices: grpc, openai, ranks" in capsys.readouterr().err
     )

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -121,6 +121,7 @@ class InProcess(EngineModel):
     """What the step asks of a client, of an engine in this process."""
 
     model_type = "GPT"
+    parameters: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, folder: Path, **more: Any) -> None:
         self.checkpoint = FTCheckpoint.open(folder, verify=False)
