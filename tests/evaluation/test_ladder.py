@@ -165,7 +165,7 @@ def test_the_step_writes_the_report_and_prints_the_table(
     page = (tmp_path / "ladder" / "report.html").read_text()
     assert "<strong>Take fp32.</strong>" in page
     assert "50.0 %<br>" in page and "40.0 % to 60.0 %" in page
-    assert "failed: there is no report" in page
+    assert "failed</span> there is no report" in page
 
 
 def test_a_ladder_of_which_nothing_was_evaluated_fails(tmp_path: Path) -> None:
