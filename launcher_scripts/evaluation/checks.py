@@ -30,6 +30,8 @@ Content = Mapping[str, Any]
 Show = Callable[[float], str]
 
 TIMES = tuple(field.name for field in dataclasses.fields(TimeBounds))
+# The bound of what a twin names.
+FINDINGS = "twin.max_findings"
 # What measures a task, by the key of its bounds.
 MEASURED_BY = {"metrics": "evaluate.tasks.{}", "harness": "evaluate.harness.tasks with {}"}
 
@@ -304,7 +306,7 @@ def _twin(twin: Content | None, bounds: TwinBounds) -> Iterator[Check]:
         note = "; ".join(f"{one['name']}: {one['text']}" for one in findings or [])
         count = None if findings is None else float(len(findings))
         what = "the number of findings of the twin"
-        yield Check("twin.max_findings", what, count, bounds.max_findings, False, how, plain, note)
+        yield Check(FINDINGS, what, count, bounds.max_findings, False, how, plain, note)
 
 
 def _speed(rows: Sequence[Content], bounds: SpeedBounds) -> Iterator[Check]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from launcher_scripts.common.exit_codes import VERDICTS
 from launcher_scripts.config.policy import PolicySettings
-from launcher_scripts.evaluation.checks import Check, checks
+from launcher_scripts.evaluation.checks import FINDINGS, Check, checks
 from launcher_scripts.evaluation.statistics import COUNTED, Interval
 
 FAIL, INCONCLUSIVE, PASS = LEVELS = ("fail", "inconclusive", "pass")
@@ -65,10 +65,15 @@ def judge(content: Mapping[str, Any], policy: PolicySettings, folder: Path) -> V
     """
     asked = list(checks(content, policy, folder))
     reasons = [reason(check, policy.min_items) for check in asked] or [_nothing_asked()]
-    reasons.sort(key=lambda one: LEVELS.index(one.level))
+    reasons.sort(key=_order)
     exit_code = EXIT_CODES[reasons[0].level]
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return Verdict(VERDICTS[exit_code], exit_code, reasons, dataclasses.asdict(policy), date)
+
+
+def _order(one: Reason) -> tuple[int, bool]:
+    """By level; what a twin has found comes before the figures that it explains."""
+    return LEVELS.index(one.level), not one.bound.endswith(FINDINGS)
 
 
 def reason(check: Check, min_items: int) -> Reason:

@@ -89,12 +89,12 @@ def test_a_clean_run_is_a_go() -> None:
     verdict = judged(report(), **ASKED)
     assert (verdict.verdict, verdict.exit_code) == ("GO", 0), verdict.lines()
     assert [reason.bound for reason in verdict.reasons] == [
+        "if_measured.twin.max_findings",
         "metrics.lambada.accuracy.min",
         "load.max_first_token_ms.p99",
         "load.min_goodput",
         "if_measured.twin.max_kl",
         "if_measured.twin.min_top1",
-        "if_measured.twin.max_findings",
         "if_measured.load.max_failed",
         "if_measured.load.max_invalid",
     ]
@@ -149,6 +149,16 @@ def test_a_fault_is_a_no_go_with_its_reason(
     assert (verdict.verdict, verdict.exit_code) == ("NO-GO", 1)
     assert [one.bound for one in verdict.reasons if one.level == "fail"] == [bound]
     assert verdict.reasons[0].text.startswith(says)
+
+
+def test_what_the_twin_has_found_comes_before_what_it_explains() -> None:
+    found = report(tasks={"lambada": task(200)}, twin=twin(("swapped_shard",), kl=0.5))
+    verdict = judged(found, **ASKED)
+    assert [one.bound for one in verdict.reasons if one.level == "fail"] == [
+        "if_measured.twin.max_findings",
+        "metrics.lambada.accuracy.min",
+        "if_measured.twin.max_kl",
+    ]
 
 
 def write(path: Path, **sections: Any) -> str:

@@ -283,7 +283,7 @@ def test_a_clean_run_is_valid() -> None:
 
 async def failing(request: LoadRequest) -> AsyncGenerator[int, None]:
     if len(request.prompt_ids) == 4 and request.prompt_ids[0] % 2:
-        raise ConnectionError("gone")
+        raise ConnectionError("it is\ngone")
     async for tokens in exact(request):
         yield tokens
 
@@ -309,7 +309,7 @@ def test_failed_requests() -> None:
     failed = sum(answer.error is not None for answer in of[0].answers)
     assert 0 < failed < 10
     (reason,) = reasons(of)
-    assert reason == f"{failed} of 10 requests failed; the first: ConnectionError: gone"
+    assert reason == f"{failed} of 10 requests failed; the first: ConnectionError: it is gone"
     assert figures(Load(clients=2), of).failed == failed
 
 

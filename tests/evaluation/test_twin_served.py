@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
-from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.config.settings import ExportSettings, write_settings
+from launcher_scripts.config.settings import write_settings
 from launcher_scripts.steps import measure_twin
-from launcher_scripts.steps.convert_checkpoint import convert
 from tests.server.processes import running
 
 pytest.importorskip("torch")
@@ -36,16 +33,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Pat
     }
     repository = folder / "model_repo"
     for name, (model_type, source) in sources.items():
-        settings = ExportSettings(
-            model_name=name,
-            model_type=model_type,
-            checkpoint_path=str(source),
-            triton_model_dir=str(repository / name),
-            parallelism=Parallelism(),
-            max_batch_size=4,
-        )
-        convert(settings)
-        ModelRepository(repository).write(settings)
+        twins.put_original(repository, name, source, model_type)
     with running(folder / "deploy", repository, device="cpu") as step:
         step.wait_until_ready()
         yield repository, step.settings.ready_file

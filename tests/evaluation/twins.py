@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from launcher_scripts.checkpoint.convert.export import export
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
 from launcher_scripts.checkpoint.repository.text_models import encoding_parameters
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.settings import EvaluateSettings, ExportSettings
@@ -115,6 +116,25 @@ def export_original(
             **more,
         )
     )
+
+
+def put_original(
+    repository: Path, name: str, source: Path, model_type: str = "gpt3", **more: Any
+) -> Path:
+    """Export it as a model of a repository for Triton; the folder of the shards."""
+    settings = ExportSettings(
+        model_name=name,
+        model_type=model_type,
+        checkpoint_path=str(source),
+        triton_model_dir=str(repository / name),
+        parallelism=Parallelism(),
+        max_batch_size=4,
+        processes=1,
+        **more,
+    )
+    folder = export(settings)
+    ModelRepository(repository).write(settings)
+    return folder
 
 
 class InProcess(EngineModel):

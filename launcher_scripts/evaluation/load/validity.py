@@ -31,7 +31,8 @@ def invalid_reasons(
     if not run.requests:
         reasons.append("no request was asked after the warm-up")
     if failed:
-        reasons.append(f"{_of(failed, answers)} failed; the first: {failed[0].error}")
+        first_error = " ".join(str(failed[0].error).split())
+        reasons.append(f"{_of(failed, answers)} failed; the first: {first_error}")
     if empty:
         reasons.append(f"{_of(empty, answers)} were answered without a token")
     if short:
