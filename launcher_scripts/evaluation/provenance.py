@@ -165,17 +165,22 @@ def set_up(measured_on: Mapping[str, Any], **own: Any) -> dict[str, Any]:
 
 def reference_set_up(measured_on: Mapping[str, Any], path: Path, **own: Any) -> dict[str, Any]:
     """What the answers of a reference in the folder or file `path` depend on."""
+    return {
+        **own,
+        "data": measured_on["digests"]["data"],
+        "tokenizer": measured_on["digests"]["tokenizer"],
+        "reference": files_of(path),
+        "commit": measured_on["client"]["commit"],
+        "client": {name: measured_on["client"].get(name) for name in CLIENT_PACKAGES},
+    }
+
+
+def files_of(path: Path) -> dict[str, str]:
+    """The folder or file `path`, with a digest of its files' names, sizes and times."""
     files = [path] if path.is_file() else sorted(path.rglob("*"))
     stamps = [
         (file.name, file.stat().st_size, file.stat().st_mtime_ns)
         for file in files
         if file.is_file()
     ]
-    return {
-        **own,
-        "data": measured_on["digests"]["data"],
-        "tokenizer": measured_on["digests"]["tokenizer"],
-        "reference": {"path": str(path), "files": value_digest(stamps)},
-        "commit": measured_on["client"]["commit"],
-        "client": {name: measured_on["client"].get(name) for name in CLIENT_PACKAGES},
-    }
+    return {"path": str(path), "files": value_digest(stamps)}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,19 @@ from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.config.twin import TwinSettings
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.evaluation.client import Client
+from launcher_scripts.evaluation.journal import FOLDER, Journal
+from launcher_scripts.evaluation.provenance import files_of, set_up
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import twin_table
 from launcher_scripts.evaluation.transformers_model import TransformersModel
 from launcher_scripts.evaluation.twin.diagnosis import Inspection, Reference, Rotary
-from launcher_scripts.evaluation.twin.measurement import Twins, measure_twins, read_twin_texts
+from launcher_scripts.evaluation.twin.measurement import (
+    DATA_FILE,
+    Twins,
+    measure_twins,
+    read_twin_texts,
+)
 from launcher_scripts.evaluation.twin.texts import TextSide
 from launcher_scripts.steps.evaluation_step import run_evaluation
 from launcher_scripts.steps.measure_accuracy import log_progress
@@ -38,6 +46,8 @@ from launcher_scripts.steps.originals import KEY, Original, chat_render, served_
 from launcher_scripts.steps.references import ENGINE, free_memory, opened_reference
 
 FAMILIES = ("gpt", "t5", "bart")
+# Of the twin's settings: no answer depends on these.
+_PLACES = ("checkpoint", "data_file", "batch_size")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,9 +67,12 @@ def measure(settings: EvaluateSettings) -> None:
     original = Original.of(twin, served)
     client, ready = connect(settings)
     with client, ExitStack() as stack:
-        data = [] if twin.data_file is None else [twin.data_file]
+        data = [twin.data_file or str(DATA_FILE)]
         environment = measured_on(settings, ready, data=data, parameters=client.parameters)
         runner, reference = _reference(twin, original, stack)
+        asked = _set_up(environment, twin, client, original, reference)
+        file = Path(settings.results_dir) / FOLDER / "twin.jsonl"
+        journal = stack.enter_context(Journal(file, asked, environment, resume=settings.resume))
         files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenizer-")))
         twins = Twins(
             client,
@@ -70,10 +83,29 @@ def measure(settings: EvaluateSettings) -> None:
             encodes=_encodes(client),
             positions=_positions(served.config if served else original.source.config),
             inspection=_inspection(original, served, reference),
+            continued=journal.continued,
         )
         result = measure_twins(twin, twins, texts, str(original.path), log_progress("twin"))
-    report.add_twin(twin, result, environment)
+    report.add_twin(twin, result, journal.measured_on)
     print("\n".join([twin_table(result), "", f"report: {report.html_file}"]))
+
+
+def _set_up(
+    environment: Mapping[str, Any],
+    twin: TwinSettings,
+    client: Client,
+    original: Original,
+    reference: Reference,
+) -> dict[str, Any]:
+    """What the answers of both depend on."""
+    settings = {name: value for name, value in asdict(twin).items() if name not in _PLACES}
+    places = ("opening", "closing", "decoder")
+    return set_up(
+        environment,
+        settings=settings,
+        special_ids=[client.special_ids(place) for place in places],
+        original={**files_of(original.path), "reference": reference.name},
+    )
 
 
 def _encodes(client: Client) -> bool:

@@ -19,6 +19,7 @@ from benchmarks.exact_server import MODEL, exact_server
 from launcher_scripts.common.errors import ConfigError, ServerError
 from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.config.load import LoadBounds, LoadPrompts, LoadSettings
+from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.evaluation.load import guidellm, load_test
 from launcher_scripts.evaluation.load.driver import Driven, drive
@@ -268,7 +269,9 @@ def step(exact: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_dir: 
     ready = {"openai": exact, "grpc": "h:1", "ranks": []}
     (tmp_path / "ready.json").write_text(json.dumps(ready))
 
-    def run(*taken: int, **load: Any) -> tuple[int, dict[str, Any]]:
+    def run(
+        *taken: int, policy: PolicySettings | None = None, **load: Any
+    ) -> tuple[int, dict[str, Any]]:
         client = FakeClient(taken)
         monkeypatch.setattr(measure_load, "connect", lambda _: (client, ready))
         values = {"requests": 6, "seconds": None, "warmup": 0.0, "clients": (2,)}
@@ -279,6 +282,7 @@ def step(exact: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_dir: 
             model_name=MODEL,
             tokenizer_dir=str(data_dir / "tokenizers" / "gpt2bpe"),
             load=LoadSettings(**{**values, "prompts": prompts, **load}),
+            policy=policy,
         )
         write_settings(settings, tmp_path / "settings.yaml")
         code = measure_load.main(["--settings", str(tmp_path / "settings.yaml")])
@@ -296,7 +300,7 @@ def test_the_step_reports_every_run(step: Any, capsys: pytest.CaptureFixture[str
         ("open", None, 100.0),
         ("closed", load["runs"][2]["clients"], None),
     ]
-    assert code == (0 if any(run["valid"] for run in load["runs"]) else 1)
+    assert code == (0 if any(run["valid"] for run in load["runs"]) else ERROR)
     assert load["saturation"]["path"] == "gateway" and load["saturation"]["text"] in out
     assert "gateway, 2 clients" in out and "gateway, 100 requests/s" in out
     assert load["measured_on"]["server"]["openai"] and load["settings"]["requests"] == 6
@@ -308,6 +312,15 @@ def test_a_step_without_a_valid_run_fails(step: Any, capsys: pytest.CaptureFixtu
     (run,) = load["runs"]
     assert not run["valid"] and any("restarted" in each for each in run["invalid_reasons"])
     assert "no run of the load test is valid" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("policy", "code"), [(PolicySettings(), 0), (PolicySettings(if_measured=None), ERROR)]
+)
+def test_runs_that_a_policy_judges_may_all_be_invalid(
+    step: Any, policy: PolicySettings, code: int
+) -> None:
+    assert step(1000, 6, policy=policy)[0] == code
 
 
 def test_what_does_not_fit_into_the_time_is_an_error(

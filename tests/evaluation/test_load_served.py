@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.config.load import LoadBounds, LoadPrompts, LoadSettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.steps import measure_load
@@ -45,7 +46,7 @@ def measured(folder: Path, ready_file: Path, model: str, **more: Any) -> dict[st
     write_settings(settings, folder / "settings.yaml")
     code = measure_load.main(["--settings", str(folder / "settings.yaml")])
     load: dict[str, Any] = json.loads((folder / "results" / "report.json").read_text())["load"]
-    assert code == (0 if any(run["valid"] for run in load["runs"]) else 1)
+    assert code == (0 if any(run["valid"] for run in load["runs"]) else ERROR)
     return load
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from launcher_scripts.checkpoint.sources import huggingface
-from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.common.errors import ConfigError, ServerError
 from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.twin.diagnosis import LIMITS
 from launcher_scripts.steps import originals, references
 from launcher_scripts.steps.originals import Original
@@ -65,6 +66,48 @@ def test_a_clean_export_is_its_original(
         (2, 3),
         (4, 7),
     ]
+
+
+def test_an_interrupted_twin_goes_on_to_the_same_section(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange(folder, *(f"model.layers.{n}.attention.dense.weight.0.bin" for n in (0, 1)))
+    twin = {"batch_size": 1}
+    whole = twins.measured(monkeypatch, tmp_path, folder, twin=twin)
+    generate, asked = twins.InProcess.generate_each, []
+
+    def interrupted(
+        self: twins.InProcess, rows: Iterable[GenerateRequest], in_flight: int = 8
+    ) -> Iterator[GenerateOutput]:
+        for row in rows:
+            asked.append(row)
+            if len(asked) == 5:
+                raise ServerError("gone")
+            yield from generate(self, [row], in_flight)
+
+    monkeypatch.setattr(twins.InProcess, "generate_each", interrupted)
+    with pytest.raises(ServerError, match="gone"):
+        twins.measured(monkeypatch, tmp_path, folder, twin=twin)
+    resumed = twins.measured(monkeypatch, tmp_path, folder, twin=twin, resume=True)
+    # Two for the last text, and the one whose logits are looked into.
+    assert len(asked) == 5 + 3
+    assert names(resumed) == ["swapped_shard"]
+    assert len(resumed.pop("measured_on")["runs"]) == 2
+    assert len(whole.pop("measured_on")["runs"]) == 1
+    assert resumed == whole
+
+
+@pytest.mark.parametrize("twin", [{"continuation": 3}, {"max_tokens": 8}])
+def test_a_twin_of_another_set_up_begins_anew(
+    exported: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    twin: dict[str, Any],
+) -> None:
+    twins.measured(monkeypatch, tmp_path, exported)
+    twins.measured(monkeypatch, tmp_path, exported, twin=twin, resume=True)
+    assert f"twin begins anew: other settings.{next(iter(twin))};" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

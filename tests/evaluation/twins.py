@@ -213,7 +213,7 @@ def twin_settings(
         results_dir=str(results),
         model_name="m",
         tokenizer_dir=str(folder),
-        twin=TwinSettings(data_file=str(results / "texts.jsonl"), continuation=4, **twin),
+        twin=TwinSettings(**{"data_file": str(results / "texts.jsonl"), "continuation": 4, **twin}),
     )
 
 
@@ -227,6 +227,8 @@ def measured(
     folder: Path,
     client: type[InProcess] = InProcess,
     twin: dict[str, Any] | None = None,
+    *,
+    resume: bool = False,
     **more: Any,
 ) -> dict[str, Any]:
     """The report's section of the twin of the exported `folder`, served in this process.
@@ -236,5 +238,5 @@ def measured(
     ready = {"http": "nowhere:1", "ranks": []}
     monkeypatch.setattr(measure_twin, "connect", lambda _: (client(folder, **more), ready))
     settings = twin_settings(tmp_path / "results", folder, **(twin or {}))
-    measure_twin.measure(settings)
+    measure_twin.measure(replace(settings, resume=resume))
     return read_section(settings)

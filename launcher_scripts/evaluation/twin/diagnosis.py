@@ -92,7 +92,7 @@ class Sample:
 def diagnose(
     rows: Sequence[RowComparison],
     positions: Sequence[PositionRange],
-    sample: Sample,
+    sample: Callable[[], Sample],
     reference: Reference,
     precision: str,
     inspection: Inspection,
@@ -100,6 +100,7 @@ def diagnose(
     """What explains the difference; nothing where rounding does.
 
     positions: those of `rows`
+    sample:    asked for where rounding does not explain the difference
     precision: the coarsest type of the served model's weights and computation, a key of LIMITS
     """
     limit, errors = LIMITS[precision], [each.error for each in positions]
@@ -110,12 +111,13 @@ def diagnose(
     scaled = _scaled(fit(rows), limit, said)
     if scaled is not None:
         return [scaled]
-    opened = _opened(sample, reference, limit, inspection.start_id)
+    worst = sample()
+    opened = _opened(worst, reference, limit, inspection.start_id)
     if opened is not None:
         return [opened]
     found = [*_weights(inspection), *_settings(inspection, said)]
     if not found and errors[0] <= limit:
-        found = [*_rotary(sample, limit, inspection, said)]
+        found = [*_rotary(worst, limit, inspection, said)]
     return found or [_unexplained(said)]
 
 

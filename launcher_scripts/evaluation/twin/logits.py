@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,19 @@ class RowComparison:
         """The first position at which another token is the likeliest; None: nowhere."""
         places = np.flatnonzero(~self.same)
         return int(places[0]) if len(places) else None
+
+    def plain(self) -> dict[str, list[Any]]:
+        """As values of JSON."""
+        return {item.name: getattr(self, item.name).tolist() for item in fields(self)}
+
+    @classmethod
+    def of(cls, values: Mapping[str, Sequence[Any]]) -> RowComparison:
+        """What `plain` gave."""
+        types: dict[str, Any] = {"same": np.bool_, "chosen": np.int64}
+        arrays: dict[str, Any] = {
+            name: np.array(each, types.get(name, np.float64)) for name, each in values.items()
+        }
+        return cls(**arrays)
 
     def part(self, first: int, stop: int) -> RowComparison:
         """The positions from `first` up to `stop`, which is not among them."""

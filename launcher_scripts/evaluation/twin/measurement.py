@@ -15,7 +15,15 @@ from launcher_scripts.common.errors import ConfigError, Problems, ServerError, p
 from launcher_scripts.config.twin import TwinSettings
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.evaluation.tasks.prompts import numbered, read_lines, require_items
-from launcher_scripts.evaluation.tasks.task import Metric, Model, Progress, average, fraction
+from launcher_scripts.evaluation.tasks.task import (
+    Continue,
+    Metric,
+    Model,
+    Progress,
+    average,
+    fraction,
+    from_the_first,
+)
 from launcher_scripts.evaluation.twin.diagnosis import Inspection, Reference, Sample, diagnose
 from launcher_scripts.evaluation.twin.finding import TOKENIZER, Finding
 from launcher_scripts.evaluation.twin.logits import (
@@ -46,6 +54,7 @@ class Twins:
     precision: the coarsest type of the served model's weights and computation: fp32, fp16, ...
     encodes:   whether they are encoder-decoders
     positions: tokens that fit into the model; None: any number
+    continued: what the rows are asked through, as tasks do theirs
     """
 
     model: Model
@@ -56,6 +65,7 @@ class Twins:
     encodes: bool = False
     positions: int | None = None
     inspection: Inspection = field(default_factory=Inspection)
+    continued: Continue = from_the_first
 
 
 @dataclass(frozen=True)
@@ -127,20 +137,23 @@ def measure_twins(
     source: what the original is
     """
     reading = _reading(settings, twins, texts)
-    rows, items, compared, sample = reading.rows, [], [], None
-    for index, (row, whole, comparison, logits) in enumerate(_compared(settings, twins, rows)):
-        own = comparison.part(0, len(row.compared))
-        continuation = whole.compared[len(row.compared) :]
-        if sample is None or own.kl.mean() > max(float(each.kl.mean()) for each in compared):
-            sample = Sample(row.ids, row.decoder_ids, logits[: len(row.compared)])
-        compared.append(own)
-        items.append(_item(index, row, own, comparison, continuation))
+    rows, items, compared = reading.rows, [], []
+    asked = twins.continued(lambda first: _answers(settings, twins, rows[first:]))
+    for index, (row, answer) in enumerate(zip(rows, asked, strict=True)):
+        whole = RowComparison.of(answer["compared"])
+        compared.append(whole.part(0, len(row.compared)))
+        items.append(_item(index, row, compared[-1], whole, answer["continuation"]))
         progress(index + 1, len(rows))
-    if sample is None:
+    if not rows:
         raise ConfigError(problem("there is no text to compare", change=DATA_KEY))
     positions = by_position(compared)
     findings = reading.findings + diagnose(
-        compared, positions, sample, twins.reference, twins.precision, twins.inspection
+        compared,
+        positions,
+        lambda: _sample(twins, rows[int(np.argmax([item["kl"] for item in items]))]),
+        twins.reference,
+        twins.precision,
+        twins.inspection,
     )
     metrics = _metrics(items, compared)
     if reading.own:
@@ -226,33 +239,48 @@ def _halves(text: str) -> tuple[str, str]:
     return " ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])
 
 
-def _compared(
-    settings: TwinSettings, twins: Twins, rows: Sequence[Row]
-) -> Iterator[tuple[Row, Row, RowComparison, NDArray[np.float32]]]:
-    """Every row, the row with its greedy continuation, both compared, and the served logits."""
-    whole = list(rows)
-    if settings.continuation:
-        asked = (_request(row, settings.continuation) for row in rows)
-        outputs = twins.model.generate_each(asked, settings.batch_size)
-        whole = [
-            row.followed_by(output.output_ids) for row, output in zip(rows, outputs, strict=True)
-        ]
-    asked = (_request(row, 0) for row in whole)
-    answers = twins.model.generate_each(asked, settings.batch_size)
-    for row, longer, answer in zip(rows, whole, answers, strict=True):
+def _answers(settings: TwinSettings, twins: Twins, rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Of every row its greedy continuation, and RowComparison.plain of both together."""
+    size = settings.batch_size
+    for batch in (rows[first : first + size] for first in range(0, len(rows), size)):
+        added: list[tuple[int, ...]] = [()] * len(batch)
+        if settings.continuation:
+            requests = (_request(row, settings.continuation) for row in batch)
+            outputs = twins.model.generate_each(requests, size)
+            added = [tuple(map(int, output.output_ids)) for output in outputs]
+        whole = [row.followed_by(ids) for row, ids in zip(batch, added, strict=True)]
+        served = _logits(twins, whole, size)
+        for row, ids, logits in zip(whole, added, served, strict=True):
+            theirs = twins.reference.logits(row.ids, row.decoder_ids)
+            _check_logits(row, theirs, twins.reference.name)
+            compared = compare_logits(row.compared, logits, theirs)
+            yield {"continuation": ids, "compared": compared.plain()}
+
+
+def _sample(twins: Twins, row: Row) -> Sample:
+    (logits,) = _logits(twins, [row], 1)
+    return Sample(row.ids, row.decoder_ids, logits)
+
+
+def _logits(twins: Twins, rows: Sequence[Row], in_flight: int) -> Iterator[NDArray[np.float32]]:
+    """The served model's of every row, [S, vocab]."""
+    answers = twins.model.generate_each((_request(row, 0) for row in rows), in_flight)
+    for row, answer in zip(rows, answers, strict=True):
         logits = np.asarray(answer.context_logits)
-        theirs = twins.reference.logits(longer.ids, longer.decoder_ids)
-        for who, values in (("the served model", logits), (twins.reference.name, theirs)):
-            if len(values) != len(longer.compared) or not np.isfinite(values).all():
-                raise ServerError(
-                    problem(
-                        f"the logits of {who} are no numbers, or not those of every token: the "
-                        "model's values may leave the range of its data_type",
-                        got=f"{len(values)} positions for {len(longer.compared)} tokens",
-                        change="export.triton_deployment.data_type",
-                    )
-                )
-        yield row, longer, compare_logits(longer.compared, logits, theirs), logits
+        _check_logits(row, logits, "the served model")
+        yield logits
+
+
+def _check_logits(row: Row, logits: NDArray[np.float32], who: str) -> None:
+    if len(logits) != len(row.compared) or not np.isfinite(logits).all():
+        raise ServerError(
+            problem(
+                f"the logits of {who} are no numbers, or not those of every token: the model's "
+                "values may leave the range of its data_type",
+                got=f"{len(logits)} positions for {len(row.compared)} tokens",
+                change="export.triton_deployment.data_type",
+            )
+        )
 
 
 def _request(row: Row, output_len: int) -> GenerateRequest:
