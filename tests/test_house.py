@@ -237,11 +237,12 @@ def test_a_stage_is_complete(name: str) -> None:
     for module in stage.modules:
         path = ROOT / "launcher_scripts" / "steps" / f"{module}.py"
         assert path.exists(), f"the stage {name} names the step {module}, which does not exist"
-        first = f'if __name__ == "__main__":\n    check_packages("{module}", "'
-        assert first in path.read_text(encoding="utf-8"), f"{path} does not check its packages"
+        first = rf'if __name__ == "__main__":\n    check_packages\(\s*"{module}", "'
+        text = path.read_text(encoding="utf-8")
+        assert re.search(first, text), f"{path} does not check its packages"
         if name == "evaluate":
             said = f'run_evaluation("{module}", '
-            assert said in path.read_text(encoding="utf-8"), f"{path} does not lock its results"
+            assert said in text, f"{path} does not lock its results"
     for cluster in CLUSTERS:
         golden = ROOT / "tests" / "golden" / cluster / f"{name}.sh"
         assert golden.exists(), f"{golden.relative_to(ROOT)} is missing"
