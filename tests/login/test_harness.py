@@ -44,7 +44,8 @@ def test_lm_eval_is_asked_where_it_has_tasks(
     assert harness.tasks == ("lambada_openai", "boolq") and harness.gateway is None
     assert tmp_path / "data sets" in made.stages[2].paths()
     alone = ("evaluate.tasks.lambada=null", "evaluate.benchmark=null", "deploy.gateway.port=0")
-    assert plan(*STAGES, *arguments, TASKS, data, *alone).stages[2].step_names() == ("run_harness",)
+    made = plan(*STAGES, *arguments, TASKS, data, *alone)
+    assert made.stages[2].step_names() == ("run_harness", "judge")
 
 
 def test_keys_are_those_of_the_gateway(
