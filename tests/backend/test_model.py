@@ -31,6 +31,7 @@ from tests.engine.small_models import (
     small_config,
     write_checkpoint,
 )
+from tests.processes import wait_for
 
 CONFIG = small_config(end_id=67)
 
@@ -194,6 +195,31 @@ def test_a_node_that_does_not_serve_ends(backend, tmp_path, monkeypatch):
     model.finalize()
 
 
+def test_one_thread_alone_changes_the_servers_metrics(backend, tmp_path, monkeypatch):
+    """Triton's server dies where two threads change a value at once."""
+    monkeypatch.setenv("LAUNCHER_DEVICE", "cpu")
+    write_checkpoint(tmp_path / "tiny" / "1" / "1-gpu", CONFIG, random_tensors(CONFIG), 1)
+    threads = set()
+
+    class Recording(dict):
+        def update(self, *given):
+            threads.add(threading.current_thread().name)
+            super().update(*given)
+
+    monkeypatch.setattr(sys.modules[__name__], "GAUGES", recorded := Recording())
+    model = backend.TritonPythonModel()
+    model.initialize(arguments(tmp_path / "tiny"))
+    refused = [request([[3, 4]], [9], [[2]]) for _ in range(8)]
+    callers = [threading.Thread(target=model.execute, args=([one],)) for one in refused]
+    for caller in callers:
+        caller.start()
+    wait_for(lambda: recorded.get(("launcher_request_failure_total", "tiny", "refused")) == 8)
+    for caller in callers:
+        caller.join()
+    model.finalize()
+    assert threads == {"metrics"}
+
+
 def test_requests_are_answered_each_on_its_own(backend, tmp_path, monkeypatch):
     monkeypatch.setenv("LAUNCHER_STATUS_DIR", str(tmp_path))
     monkeypatch.setenv("LAUNCHER_DEVICE", "cpu")
@@ -215,8 +241,9 @@ def test_requests_are_answered_each_on_its_own(backend, tmp_path, monkeypatch):
     assert model.execute([good, bad_row, bad_tensor]) is None
     for one in (good, bad_row, bad_tensor):
         assert one.answered.wait(120)
+    # A request counts once until its rows are known.
+    wait_for(lambda: GAUGES.get(refused, 0) == before + 2 + 1)
     model.finalize()
-    assert GAUGES[refused] == before + 2 + 1  # a request counts once until its rows are known
     reference = engine_for(CONFIG, tensors)
     expected = [generate(reference, (3, 4, 5), 2), generate(reference, (6, 7), 4)]
     reference.close()
@@ -479,7 +506,8 @@ def test_a_client_that_left_is_generated_for_no_longer(streaming_model):
     streaming_model.execute([asked])
     assert asked.answered.wait(120)
     assert asked.answers[-1].error().code() is Code.CANCELLED
-    assert [GAUGES[given_up], GAUGES[cancelled]] == [before[0] + 1, before[1] + 1]
+    after = [before[0] + 1, before[1] + 1]
+    wait_for(lambda: [GAUGES.get(key, 0) for key in (given_up, cancelled)] == after)
 
 
 def test_a_request_takes_no_longer_than_its_timeout(streaming_model):

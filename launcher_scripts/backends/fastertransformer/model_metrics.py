@@ -1,7 +1,9 @@
 """What a model adds to the server's metrics; `metric_names` says what each of them means.
 
 The values are counted by the engine. A thread hands what has changed to the server every second:
-each change of a value is a message to the server's process, too many for each token.
+each change of a value is a message to the server's process, too many for each token. No other
+thread may: two that change a value at once send a message with memory that is freed already, and
+the server dies of it.
 Triton's own histograms take one value in a message, so ours are values with the names that
 Prometheus gives the parts of a histogram. Triton calls them gauges: some readers put `_total` after
 the names of counters (prometheus_client, OpenTelemetry), and would find no `_bucket`.
@@ -10,6 +12,7 @@ the names of counters (prometheus_client, OpenTelemetry), and would find no `_bu
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -31,11 +34,11 @@ class ModelMetrics:
         self._metrics: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
         self._gauges = {metric.name: self._add(metric, metric.name) for metric in names.GAUGES}
         self._shown: dict[str, float] = {}
-        self._given_up = self._add(names.GIVEN_UP, names.GIVEN_UP.name)
         self._failures = {
             reason: self._add(names.FAILURE, names.FAILURE.name, (("reason", reason),))
             for reason in (names.REFUSED, names.CANCELLED, names.FAILED)
         }
+        self._failures[names.GIVEN_UP.name] = self._add(names.GIVEN_UP, names.GIVEN_UP.name)
         metrics = {name: each for each in names.MODEL_METRICS for name in each.samples}
         self._counted: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         for sample in engine.statistics.samples():
@@ -43,18 +46,21 @@ class ModelMetrics:
             self._metrics[key] = self._add(metrics[sample.name], *key)
             self._counted[key] = sample.value
         self._steps = engine.statistics.steps, engine.statistics.step_rows
+        self._unsent: Counter[str] = Counter()  # failures by reason, and names.GIVEN_UP
+        self._lock = threading.Lock()  # of these
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
     def count_failure(self, reason: str, rows: int) -> None:
-        """So many rows of a request will not be answered; any thread may say so.
+        """So many rows of a request will not be answered; any thread may say so at any time.
 
         reason: one of metric_names' values of `reason`
         """
-        self._failures[reason].increment(rows)
-        if reason == names.CANCELLED:
-            self._given_up.increment(1)
+        with self._lock:
+            self._unsent[reason] += rows
+            if reason == names.CANCELLED:
+                self._unsent[names.GIVEN_UP.name] += 1
 
     def close(self) -> None:
         self._closing.set()
@@ -77,6 +83,10 @@ class ModelMetrics:
         while True:
             for sample in self._engine.statistics.samples():
                 self._count(sample)
+            with self._lock:
+                failures, self._unsent = self._unsent, Counter()
+            for reason, count in failures.items():
+                self._failures[reason].increment(count)
             for name, value in self._levels().items():
                 if self._shown.get(name) != value:
                     self._shown[name] = value
