@@ -342,8 +342,14 @@ def is_decoupled(config: Mapping[str, Any]) -> bool:
 
 
 def _grpc_alone(model_name: str) -> ServerError:
-    what = f"model {model_name} streams, which only gRPC can carry"
-    return ServerError(problem(what, got="http", choices=("grpc",)))
+    return ServerError(
+        problem(
+            f"model {model_name} streams, which only gRPC can carry",
+            got="http",
+            choices=("grpc",),
+            change="the protocol, and the address to that which ready.json gives for it",
+        )
+    )
 
 
 def _received(result: Any, outputs: Sequence[str] | None) -> Tensors:
