@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
-    """The repository of a running server with the models `gpt` and `t5`, and its ready file."""
+    """The repository of a running server with `gpt` and `t5`, which streams; its ready file."""
     from tests.evaluation import twins
 
     folder = tmp_path_factory.mktemp("served_twins")
@@ -43,6 +43,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Pat
             triton_model_dir=str(repository / name),
             parallelism=Parallelism(),
             max_batch_size=4,
+            decoupled=name == "t5",
         )
         convert(settings)
         ModelRepository(repository).write(settings)
@@ -51,7 +52,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Pat
         yield repository, step.settings.ready_file
 
 
-@pytest.mark.parametrize(("name", "protocol"), [("gpt", "http"), ("t5", "grpc")])
+@pytest.mark.parametrize(("name", "protocol"), [("gpt", "grpc"), ("t5", "http")])
 def test_a_served_model_is_its_original(
     served: tuple[Path, Path],
     tmp_path: Path,
