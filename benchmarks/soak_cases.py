@@ -160,7 +160,7 @@ def _ask_ids(case: Case, server: RemoteServer) -> list[list[int]]:
 def _ask_refused(case: Case, server: RemoteServer) -> str:
     """What the server says against the request; raises ServerError when it says nothing."""
     try:
-        case.models.last_answer(server, case.models.name, case.request())
+        server.infer(case.models.name, case.request())
     except ServerError as error:
         if " refused " in str(error):
             return str(error).partition(": ")[2]
@@ -170,7 +170,7 @@ def _ask_refused(case: Case, server: RemoteServer) -> str:
 
 def _ask_text(case: Case, server: RemoteServer) -> str:
     ensemble = case.models.text_model("ensemble")
-    answer = case.models.last_answer(server, ensemble, case.request())
+    answer = server.infer(ensemble, case.request())
     return str(answer["OUTPUT_0"].ravel()[0].decode("utf-8"))
 
 

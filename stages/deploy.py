@@ -132,8 +132,15 @@ class Deploy(Stage):
             if export.settings.model_repository == self.repository:
                 wanted = export.settings
                 served_as = BACKEND_MODEL_TYPES.get(wanted.model_type, wanted.model_type)
-                sizes, folder = wanted.parallelism, wanted.checkpoint_dir
-                return [ServedModel(wanted.model_name, served_as, sizes, folder)]
+                return [
+                    ServedModel(
+                        wanted.model_name,
+                        served_as,
+                        wanted.parallelism,
+                        wanted.checkpoint_dir,
+                        wanted.decoupled,
+                    )
+                ]
         try:
             return served_models(self.launch.checks.on_host(self.repository))
         except (CheckpointError, ConfigError) as error:

@@ -376,11 +376,19 @@ class Evaluate(Stage):
                 choices=("grpc",),
                 change="evaluate.protocol, or deploy.server.security.http_host",
             )
-        elif self.settings.protocol == "grpc" and tls is None:
+        elif self._asks_over_grpc and tls is None:
             checks.problems.add(
                 "the server's gRPC speaks TLS",
                 change="evaluate.grpc_tls={ca: FILE}, whose certificates the client trusts",
             )
+
+    @property
+    def _asks_over_grpc(self) -> bool:
+        """Whether a step does; those of a model that streams do that with every protocol."""
+        settings, model = self.settings, self.served_model
+        streams = model is not None and model.decoupled
+        generates = bool(settings.tasks or settings.benchmark or settings.twin)
+        return settings.protocol == "grpc" or (streams and generates)
 
     @property
     def _beside_server(self) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -79,6 +81,16 @@ class Connection(Protocol):
         """Send one request; the result waits for its answer. outputs None: all that there are."""
         ...
 
+    def submit_streamed(
+        self,
+        model_name: str,
+        tensors: Tensors,
+        outputs: Sequence[str] | None,
+        step: SequenceStep | None = None,
+    ) -> Callable[[], Tensors]:
+        """As submit, of a decoupled model: the result is its last response, the whole answer."""
+        ...
+
     def stream(
         self, model_name: str, tensors: Tensors, step: SequenceStep | None = None
     ) -> Generator[Tensors, None, None]:
@@ -147,19 +159,11 @@ class HttpConnection:
 
         return answer
 
-    def stream(
-        self,
-        model_name: str,
-        tensors: Tensors,  # noqa: ARG002
-        step: SequenceStep | None = None,  # noqa: ARG002
-    ) -> Generator[Tensors, None, None]:
-        raise ServerError(
-            problem(
-                f"model {model_name} cannot be streamed from over this protocol",
-                got="http",
-                choices=("grpc",),
-            )
-        )
+    def submit_streamed(self, model_name: str, *_: object) -> Callable[[], Tensors]:
+        raise _grpc_alone(model_name)
+
+    def stream(self, model_name: str, *_: object) -> Generator[Tensors, None, None]:
+        raise _grpc_alone(model_name)
 
     def close(self) -> None:
         """Give up what is still in flight, which the client's own close would wait for."""
@@ -168,7 +172,7 @@ class HttpConnection:
 
 
 class GrpcConnection:
-    """Requests over gRPC."""
+    """Requests over gRPC; one that streams has a client of tritonclient, which has one stream."""
 
     def __init__(
         self,
@@ -181,7 +185,8 @@ class GrpcConnection:
 
         self._module = grpc
         self._timeout = request_timeout
-        self._client = grpc.InferenceServerClient(
+        self._connect = partial(
+            grpc.InferenceServerClient,
             address,
             verbose=verbose,
             channel_args=GRPC_ARGUMENTS,
@@ -190,6 +195,9 @@ class GrpcConnection:
             private_key=tls and tls.key,
             certificate_chain=tls and tls.certificate,
         )
+        self._client = self._connect()
+        self._idle: list[Any] = []  # clients without a stream
+        self._streaming: list[Any] = []
 
     def is_ready(self, model_name: str) -> bool:
         return bool(
@@ -242,23 +250,52 @@ class GrpcConnection:
 
         return answer
 
+    def submit_streamed(
+        self,
+        model_name: str,
+        tensors: Tensors,
+        outputs: Sequence[str] | None,
+        step: SequenceStep | None = None,
+    ) -> Callable[[], Tensors]:
+        responses = self._responses(model_name, tensors, outputs, step)
+        next(responses)
+        return lambda: deque(responses, maxlen=1).pop()
+
     def stream(
         self, model_name: str, tensors: Tensors, step: SequenceStep | None = None
     ) -> Generator[Tensors, None, None]:
-        """One stream at a time, cancelled only while it runs: Triton keeps an ended one's model."""
+        responses = self._responses(model_name, tensors, None, step)
+        next(responses)
+        return responses
+
+    def _responses(
+        self,
+        model_name: str,
+        tensors: Tensors,
+        outputs: Sequence[str] | None,
+        step: SequenceStep | None,
+    ) -> Generator[Tensors, None, None]:
+        """Nothing once the request is sent, then every response.
+
+        The stream is cancelled only while it runs: Triton keeps an ended one's model.
+        """
         arrived: queue.Queue[tuple[Any, Any]] = queue.Queue()
-        self._client.start_stream(
-            callback=lambda result, error: arrived.put((result, error)),
-            stream_timeout=self._timeout,
-        )
+        client = self._idle.pop() if self._idle else self._connect()
+        self._streaming.append(client)
         final = False
         try:
-            self._client.async_stream_infer(
+            client.start_stream(
+                callback=lambda result, error: arrived.put((result, error)),
+                stream_timeout=self._timeout,
+            )
+            client.async_stream_infer(
                 model_name,
                 _infer_inputs(self._module, tensors),
+                outputs=_infer_outputs(self._module, outputs),
                 enable_empty_final_response=True,
                 **(step.arguments() if step else {}),
             )
+            yield {}
             while not final:
                 result, error = arrived.get()
                 if error is not None:
@@ -267,12 +304,18 @@ class GrpcConnection:
                 response = result.get_response()
                 final = response.parameters["triton_final_response"].bool_param
                 if response.outputs:
-                    yield _received(result, None)
+                    yield _received(result, outputs)
         finally:
-            self._client.stop_stream(cancel_requests=not final)
+            client.stop_stream(cancel_requests=not final)
+            self._streaming.remove(client)
+            self._idle.append(client)
 
     def close(self) -> None:
-        self._client.close()
+        """Give up what is still in flight."""
+        for client in self._streaming:
+            client.stop_stream(cancel_requests=True)
+        for client in (self._client, *self._idle, *self._streaming):
+            client.close()
 
 
 CONNECTIONS: dict[str, Callable[[str, float, bool, ClientTls | None], Connection]] = {
@@ -288,6 +331,25 @@ def failure_facts(error: Exception) -> tuple[str, str, bool]:
     if isinstance(error, InferenceServerException):
         return str(error.status()), str(error.message()), True
     return str(error), str(error), False
+
+
+def is_decoupled(config: Mapping[str, Any]) -> bool:
+    """Whether a model streams: it answers a request with several responses.
+
+    config: its config.pbtxt, as Triton's JSON
+    """
+    return bool(config.get("model_transaction_policy", {}).get("decoupled"))
+
+
+def _grpc_alone(model_name: str) -> ServerError:
+    return ServerError(
+        problem(
+            f"model {model_name} streams, which only gRPC can carry",
+            got="http",
+            choices=("grpc",),
+            change="the protocol, and the address to that which ready.json gives for it",
+        )
+    )
 
 
 def _received(result: Any, outputs: Sequence[str] | None) -> Tensors:

@@ -81,11 +81,11 @@ def test(flags: argparse.Namespace) -> None:
         encoded = server.infer(models.text_model("preprocessing"), query_tensors(flags.output_len))
         block("preprocessing", encoded["INPUT_ID"], encoded["REQUEST_INPUT_LEN"])
         inputs = model_inputs(contract, encoded)
-        answer = models.last_answer(server, models.name, {**inputs, **sampling})
+        answer = server.infer(models.name, {**inputs, **sampling})
         block("fastertransformer", *shown(answer, "output_ids", flags.return_log_probs))
         block("postprocessing", *decoded(server, models, answer))
         ensemble = models.text_model("ensemble")
-        whole = models.last_answer(server, ensemble, ensemble_tensors(flags, sampling))
+        whole = server.infer(ensemble, ensemble_tensors(flags, sampling))
         block("ensemble", *shown(whole, "OUTPUT_0", flags.return_log_probs))
 
 

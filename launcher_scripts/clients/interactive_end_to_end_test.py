@@ -81,6 +81,6 @@ def talk(
     first = in_session(first_tensors(flags, len(SENTENCES)))
     for step in steps(flags):
         tensors = {**request, **(first if step.start else {})}
-        answer = models.last_answer(server, name, tensors, step)
+        answer = server.infer(name, tensors, step=step)
         block(head, *shown(answer, output, flags.return_log_probs))
     return answer

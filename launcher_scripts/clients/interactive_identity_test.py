@@ -73,6 +73,6 @@ def session(server: RemoteServer, models: Models, flags: argparse.Namespace) -> 
     for step in steps(flags):
         tensors = {**request, **(first_tensors(flags, rows) if step.start else {})}
         print("set request")
-        answers.append(models.last_answer(server, models.name, in_session(tensors), step))
+        answers.append(server.infer(models.name, in_session(tensors), step=step))
         print("get request")
     return answers

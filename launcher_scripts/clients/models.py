@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from launcher_scripts.clients.connection import SequenceStep, Tensors
-from launcher_scripts.clients.remote import RemoteServer
+from launcher_scripts.clients.connection import is_decoupled
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.models.repository import TEXT_MODELS
 
@@ -30,18 +28,6 @@ class Models:
     decoupled: bool
     sessions: bool
     text: dict[str, str]
-
-    def last_answer(
-        self,
-        server: RemoteServer,
-        name: str,
-        tensors: Tensors,
-        step: SequenceStep | None = None,
-    ) -> Tensors:
-        """The outputs of `name`, this model or its ensemble: of several responses the last."""
-        if not self.decoupled:
-            return server.infer(name, tensors, step=step)
-        return deque(server.stream(name, tensors, step), maxlen=1).pop()
 
     def text_model(self, role: str) -> str:
         """The text model of a role; raises ConfigError where the server has none."""
@@ -86,8 +72,7 @@ def find_models(server: ModelServer, wanted: str | None) -> Models:
         own = [each for each in (f"{name}_{role}", role) if each in served]
         text.update({role: own[0]} if own else {})
     model_type = parameter(config, "model_type") or "GPT"
-    decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
-    return Models(name, model_type, bool(decoupled), "sequence_batching" in config, text)
+    return Models(name, model_type, is_decoupled(config), "sequence_batching" in config, text)
 
 
 def parameter(config: Mapping[str, Any], name: str) -> str | None:

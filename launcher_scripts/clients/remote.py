@@ -10,6 +10,7 @@ from launcher_scripts.clients.connection import (
     SequenceStep,
     Tensors,
     failure_facts,
+    is_decoupled,
 )
 from launcher_scripts.common.errors import LauncherError, ServerError, lookup, problem
 from launcher_scripts.config.security import ClientTls
@@ -40,6 +41,7 @@ class RemoteServer:
         self._timeout_key = timeout_key
         connect = lookup(CONNECTIONS, protocol, "protocol")
         self._connection = connect(address, request_timeout, verbose, tls)
+        self._streams: dict[str, bool] = {}
 
     def __enter__(self) -> RemoteServer:
         return self
@@ -65,6 +67,12 @@ class RemoteServer:
         """The model's config.pbtxt, as Triton's JSON."""
         return self._asked(lambda: self._connection.model_config(model_name), f"model {model_name}")
 
+    def streams(self, model_name: str) -> bool:
+        """Whether the model answers a request with several responses (`decoupled`)."""
+        if model_name not in self._streams:
+            self._streams[model_name] = is_decoupled(self.model_config(model_name))
+        return self._streams[model_name]
+
     def requests_taken(self, model_name: str) -> int:
         """How many requests the model has taken since the server began."""
         what = f"the statistics of model {model_name}"
@@ -78,7 +86,7 @@ class RemoteServer:
         outputs: Sequence[str] | None = None,
         step: SequenceStep | None = None,
     ) -> Tensors:
-        """The outputs of one request (all there are, unless named).
+        """The outputs of one request (all there are, unless named); of a stream the last.
 
         Raises ServerError when the server refuses the request or is gone.
         """
@@ -93,9 +101,9 @@ class RemoteServer:
     ) -> Callable[[], Tensors]:
         """Send one request; the result waits for its outputs and raises as infer does."""
         what = f"model {model_name}"
-        answer = self._asked(
-            lambda: self._connection.submit(model_name, tensors, outputs, step), what
-        )
+        streams, connection = self.streams(model_name), self._connection
+        send = connection.submit_streamed if streams else connection.submit
+        answer = self._asked(lambda: send(model_name, tensors, outputs, step), what)
         return lambda: self._asked(answer, what)
 
     def stream(
@@ -112,6 +120,8 @@ class RemoteServer:
     def _asked(self, question: Callable[[], Answer], what: str) -> Answer:
         try:
             return question()
+        except LauncherError:
+            raise
         except Exception as error:
             raise self._failure(error, what) from error
 

@@ -169,11 +169,10 @@ class Client:
         """As config.pbtxt says it."""
         return str(self.parameters.get("model_type") or "GPT")
 
-    @cached_property
+    @property
     def streams(self) -> bool:
         """Whether the model answers as tokens come (`decoupled`)."""
-        config = self._server.model_config(self.model_name)
-        return bool(config.get("model_transaction_policy", {}).get("decoupled"))
+        return self._server.streams(self.model_name)
 
     def requests_taken(self) -> int:
         """How many requests the model has taken since its servers began."""

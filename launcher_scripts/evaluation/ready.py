@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ def connect(settings: EvaluateSettings) -> tuple[Client, dict[str, Any]]:
 
     Waits until every file is there and every server answers that the model is ready, at most
     settings.ready_timeout seconds. With several servers the content has their addresses under
-    `replicas`. Raises ServerError when that time is over.
+    `replicas`; `protocol` is the client's, which is gRPC for a model that streams wherever the
+    servers answer over it. Raises ServerError when that time is over.
     """
     deadline = time.monotonic() + settings.ready_timeout
     while True:
@@ -30,8 +32,9 @@ def connect(settings: EvaluateSettings) -> tuple[Client, dict[str, Any]]:
             with _client(ready, settings, PROBE_SECONDS) as probe:
                 answers = probe.is_ready()
             if answers:
+                ready = _for_streams(ready, settings)
                 return _client(ready, settings, settings.request_timeout), ready
-            reason = f"{_addresses(ready, settings)}, which {settings.ready_file} names, does not "
+            reason = f"{_addresses(ready)}, which {settings.ready_file} names, does not "
             reason += "answer ready"
         if time.monotonic() >= deadline:
             raise ServerError(
@@ -43,19 +46,31 @@ def connect(settings: EvaluateSettings) -> tuple[Client, dict[str, Any]]:
         time.sleep(POLL_SECONDS)
 
 
+def _for_streams(ready: dict[str, Any], settings: EvaluateSettings) -> dict[str, Any]:
+    """`ready`; of a model that streams, what the files say for gRPC where that is answered."""
+    with _client(ready, settings, settings.request_timeout) as client:
+        if not client.streams:
+            return ready
+    _, found = _read_ready_files(replace(settings, protocol="grpc"))
+    if found is None:
+        return ready
+    with _client(found, settings, PROBE_SECONDS) as probe:
+        return found if probe.is_ready() else ready
+
+
 def _client(ready: dict[str, Any], settings: EvaluateSettings, request_timeout: float) -> Client:
     return Client(
-        _addresses(ready, settings),
+        _addresses(ready),
         settings.model_name,
-        protocol=settings.protocol,
+        protocol=ready["protocol"],
         request_timeout=request_timeout,
         tls=settings.grpc_tls,
     )
 
 
-def _addresses(ready: dict[str, Any], settings: EvaluateSettings) -> str:
+def _addresses(ready: dict[str, Any]) -> str:
     """The address to ask, or those of all replicas with commas between them."""
-    return ",".join(ready.get("replicas", [ready[settings.protocol]]))
+    return ",".join(ready.get("replicas", [ready[ready["protocol"]]]))
 
 
 def _read_ready_files(settings: EvaluateSettings) -> tuple[str, dict[str, Any] | None]:
@@ -68,7 +83,7 @@ def _read_ready_files(settings: EvaluateSettings) -> tuple[str, dict[str, Any] |
         found.append(ready)
     if settings.replicas:
         found[0]["replicas"] = [ready[settings.protocol] for ready in found]
-    return "", found[0]
+    return "", {**found[0], "protocol": settings.protocol}
 
 
 def _read_ready_file(path: Path, settings: EvaluateSettings) -> tuple[str, dict[str, Any] | None]:

@@ -158,7 +158,7 @@ def measured_on(
     """
     return {
         "date": _now(),
-        "protocol": settings.protocol,
+        "protocol": ready.get("protocol", settings.protocol),
         "server": ready,
         "parameters": dict(parameters or {}),
         "digests": digests(settings, data),

@@ -29,6 +29,10 @@ class SpreadServer:
         """The first one's, as well."""
         return self._servers[0].models()
 
+    def streams(self, model_name: str) -> bool:
+        """As the first one's."""
+        return self._servers[0].streams(model_name)
+
     def requests_taken(self, model_name: str) -> int:
         """Of all of them together."""
         return sum(server.requests_taken(model_name) for server in self._servers)

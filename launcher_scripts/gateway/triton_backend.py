@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 
 from launcher_scripts.clients.async_connection import ServerFailure, TritonServer
-from launcher_scripts.clients.connection import NUMPY_TYPES
+from launcher_scripts.clients.connection import NUMPY_TYPES, is_decoupled
 from launcher_scripts.gateway.api_errors import (
     ApiError,
     ServerLost,
@@ -62,7 +62,7 @@ class TritonBackend:
         self.address = server.address
         self._server = server
         self._name = str(config["name"])
-        self._streams = bool(config.get("model_transaction_policy", {}).get("decoupled"))
+        self._streams = is_decoupled(config)
         self._shared = SharedStream(server, self._name, _FAILURES)
         self._running = 0  # rows
         self._types = {

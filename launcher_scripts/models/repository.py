@@ -13,6 +13,7 @@ _BACKEND = re.compile(r'\bbackend\s*:\s*"fastertransformer"')
 _PARAMETER = re.compile(
     r'key\s*:\s*"(?P<key>\w+)"\s*,?\s*value\s*:?\s*\{\s*string_value\s*:\s*"(?P<value>[^"]*)"'
 )
+_DECOUPLED = re.compile(r"\bdecoupled\s*:\s*true\b", re.IGNORECASE)
 _DEFAULT_FILE = re.compile(r'\bdefault_model_filename\s*:\s*"(?P<value>[^"]*)"')
 
 # What the user's `model_type` is called in config.pbtxt.
@@ -71,12 +72,14 @@ class ServedModel:
     """A model of the repository that our backend serves. checkpoint_dir holds its shards.
 
     model_type: as config.pbtxt says it, a row of CONTRACTS
+    decoupled:  whether it streams
     """
 
     name: str
     model_type: str
     parallelism: Parallelism
     checkpoint_dir: Path
+    decoupled: bool
 
 
 def served_models(repository: Path) -> list[ServedModel]:
@@ -96,6 +99,11 @@ def served_models(repository: Path) -> list[ServedModel]:
 def config_parameters(text: str) -> dict[str, str]:
     """The parameters of a config.pbtxt."""
     return {match["key"]: match["value"] for match in _PARAMETER.finditer(text)}
+
+
+def says_decoupled(text: str) -> bool:
+    """Whether a config.pbtxt says that the model streams."""
+    return bool(_DECOUPLED.search(text))
 
 
 def _served_model(config: Path, text: str) -> ServedModel:
@@ -121,7 +129,8 @@ def _served_model(config: Path, text: str) -> ServedModel:
         parallelism.tp_size,
     )
     model_type = parameters.get("model_type", "GPT")
-    return ServedModel(config.parent.name, model_type, parallelism, folder)
+    name = config.parent.name
+    return ServedModel(name, model_type, parallelism, folder, says_decoupled(text))
 
 
 def checkpoint_folder(

@@ -8,7 +8,6 @@ Flags are those of the NeMo Megatron launcher's script of this name, and those o
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,11 +21,13 @@ from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.options import described, option
 from launcher_scripts.config.settings import DATA_TYPES, ExportSettings, TokenizerSettings
-from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, config_parameters
+from launcher_scripts.models.repository import (
+    BACKEND_MODEL_TYPES,
+    config_parameters,
+    says_decoupled,
+)
 from launcher_scripts.steps.command import run_step
 from launcher_scripts.steps.flags import FlagTable
-
-_DECOUPLED = re.compile(r"\bdecoupled\s*:\s*true\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def settings_of(given: ModelConfigSettings, checkpoint: FTCheckpoint) -> ExportS
         int8_mode=int(given.int8_mode),
         enable_custom_all_reduce=given.enable_custom_all_reduce,
         data_type=given.data_type or checkpoint.weight_data_type,
-        decoupled=given.decoupled or bool(_DECOUPLED.search(template)),
+        decoupled=given.decoupled or says_decoupled(template),
         interactive=given.interactive or "sequence_batching" in template,
         interactive_sessions=given.interactive_sessions,
         overwrite=given.overwrite,

@@ -221,6 +221,24 @@ def test_a_sample_stream(
     assert list(map(int, last)) == [*PROMPTS[0], *wanted]
 
 
+def test_any_client_takes_the_last_answer_of_a_stream(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], served: dict[str, Any]
+) -> None:
+    whole, streamed = (
+        run(capsys, served, "issue_request", "-i", "grpc", "-m", model, str(REQUESTS / "gpt.json"))
+        for model in ("fastertransformer", "live")
+    )
+    assert "output_ids:\n" in streamed and streamed == whole
+    rows = []
+    for model in ("fastertransformer", "live"):
+        run(capsys, served, "identity_test", "-i", "grpc", "-m", model, "-o", "5")
+        rows.append((tmp_path / "triton_out").read_text())
+    assert rows[0] == rows[1]
+    assert main(["identity_test", "-u", served["http"], "-m", "live"]) == 1
+    error = capsys.readouterr().err
+    assert "live streams, which only gRPC can carry; got 'http'; choices: grpc; change" in error
+
+
 def test_identity_of_a_stream(capsys: pytest.CaptureFixture[str], served: dict[str, Any]) -> None:
     address = served["grpc"]
     assert main(["identity_test", "-u", address, "-d", "-m", "live", "-o", "5"]) == 0

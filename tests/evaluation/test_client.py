@@ -151,7 +151,7 @@ def test_connect_waits_for_the_file_and_for_the_model(tmp_path):
         with client:
             assert client.is_ready()
         writer.join()
-    assert content == ready
+    assert content == {**ready, "protocol": "http"}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
-    """The repository of a running server with the models `gpt` and `t5`, and its ready file."""
+    """The repository of a running server with `gpt` and `t5`, which streams; its ready file."""
     from tests.evaluation import twins
 
     folder = tmp_path_factory.mktemp("served_twins")
@@ -33,13 +33,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Pat
     }
     repository = folder / "model_repo"
     for name, (model_type, source) in sources.items():
-        twins.put_original(repository, name, source, model_type)
+        twins.put_original(repository, name, source, model_type, decoupled=name == "t5")
     with running(folder / "deploy", repository, device="cpu") as step:
         step.wait_until_ready()
         yield repository, step.settings.ready_file
 
 
-@pytest.mark.parametrize(("name", "protocol"), [("gpt", "http"), ("t5", "grpc")])
+@pytest.mark.parametrize(("name", "protocol"), [("gpt", "grpc"), ("t5", "http")])
 def test_a_served_model_is_its_original(
     served: tuple[Path, Path],
     tmp_path: Path,

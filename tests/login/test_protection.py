@@ -54,7 +54,10 @@ def test_a_client_speaks_as_its_server_does(hydra_config: Compose) -> None:
     with pytest.raises(ConfigError, match=r"change evaluate.grpc_tls=\{ca: FILE\}"):
         make_plan(hydra_config(*BASE, *tls, "evaluate.protocol=grpc"))
     make_plan(hydra_config(*BASE, *tls, "evaluate.in_deploy_job=True"))
-    make_plan(hydra_config(*BASE, *tls, f"{SECURITY}.http_host=0.0.0.0"))
+    over_http = (*tls, f"{SECURITY}.http_host=0.0.0.0")
+    make_plan(hydra_config(*BASE, *over_http))
+    with pytest.raises(ConfigError, match=r"change evaluate.grpc_tls=\{ca: FILE\}"):
+        make_plan(hydra_config(*BASE, *over_http, "export.triton_deployment.decoupled=True"))
     client = ("evaluate.protocol=grpc", "++evaluate.grpc_tls.ca=/ca.pem")
     assert make_plan(hydra_config(*BASE, *tls, *client)).stages[2].settings.grpc_tls.ca == "/ca.pem"
 

@@ -93,7 +93,7 @@ def _parts() -> list[list[GenerateRequest]]:
 
 def _ask(server: RemoteServer, models: Models, part: Sequence[GenerateRequest]) -> Tensors:
     tensors = request_tensors(part, models.model_type)
-    return models.last_answer(server, models.name, tensors)
+    return server.infer(models.name, tensors)
 
 
 def _answers(part: Sequence[GenerateRequest], tensors: Tensors) -> Answers:
