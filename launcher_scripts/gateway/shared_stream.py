@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -39,9 +39,16 @@ class SharedStream:
     """
 
     def __init__(
-        self, server: Streaming, model: str, failures: tuple[type[Exception], ...]
+        self,
+        server: Streaming,
+        model: str,
+        opening: Callable[[], Mapping[str, Any]],
+        failures: tuple[type[Exception], ...],
     ) -> None:
-        """failures: what `server.stream` raises of a server"""
+        """opening:  makes tensors that the model takes, because Triton wants some to open a stream
+        failures: what `server.stream` raises of a server
+        """
+        self._opening = opening
         self._server = server
         self._failures = failures
         self._model = model
@@ -51,13 +58,10 @@ class SharedStream:
         self._reading: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Task[None]] = set()
 
-    def is_open(self, tensors: Mapping[str, Any]) -> bool:
-        """Whether the stream is there; one that is not is opened meanwhile.
-
-        tensors: any that the model takes, because Triton wants some
-        """
+    def is_open(self) -> bool:
+        """Whether the stream is there; one that is not is opened meanwhile."""
         if self._reading is None:
-            self._reading = asyncio.create_task(self._read(dict(tensors)))
+            self._reading = asyncio.create_task(self._read(self._opening()))
         return bool(self._name)
 
     async def generate(

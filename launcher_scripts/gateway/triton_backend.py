@@ -63,7 +63,7 @@ class TritonBackend:
         self._server = server
         self._name = str(config["name"])
         self._streams = is_decoupled(config)
-        self._shared = SharedStream(server, self._name, _FAILURES)
+        self._shared = SharedStream(server, self._name, lambda: self._tensors(_OPENING), _FAILURES)
         self._running = 0  # rows
         self._types = {
             each["name"]: NUMPY_TYPES[each["data_type"].removeprefix("TYPE_")]
@@ -86,8 +86,7 @@ class TritonBackend:
                 )
                 return
             # A lone row has nobody to share with.
-            shares = row.is_plain and self._running > 1
-            if shares and self._shared.is_open(self._tensors(_OPENING)):
+            if row.is_plain and self._running > 1 and self._shared.is_open():
                 with contextlib.suppress(NoStream):
                     async with aclosing(self._shared.generate(tensors, **more)) as found:
                         async for news in found:

@@ -52,9 +52,9 @@ def shared(test: Callable[[Server, SharedStream], Awaitable[None]]) -> None:
 
     async def run() -> None:
         server = Server()
-        stream = SharedStream(server, "tiny", (ServerFailure,))
-        assert not stream.is_open(OPENING)
-        while not stream.is_open(OPENING):
+        stream = SharedStream(server, "tiny", lambda: OPENING, (ServerFailure,))
+        assert not stream.is_open()
+        while not stream.is_open():
             await asyncio.sleep(0)
         await asyncio.wait_for(test(server, stream), 30)
         assert server.opened == 1
@@ -97,7 +97,7 @@ def test_a_row_that_is_given_up_cancels_its_call() -> None:
             assert (await asking).ids == (1,)
         await until(lambda: server.cancelled)
         server.news.put_nowait([RowNews(0, (2,), False)])  # of nobody
-        assert stream.is_open(OPENING)
+        assert stream.is_open()
 
     shared(test)
 
