@@ -93,9 +93,9 @@ class DrainingServer(uvicorn.Server):
         loop.call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
-        working = self._gateway.life.working
-        print(f"draining: {working} requests are running", flush=True)
         self._draining = asyncio.ensure_future(self._until_drained())
+        with contextlib.suppress(BrokenPipeError):  # whoever read the lines may be gone
+            print(f"draining: {self._gateway.life.working} requests are running", flush=True)
 
     async def _until_drained(self) -> None:
         with contextlib.suppress(asyncio.TimeoutError):

@@ -408,6 +408,25 @@ def test_it_drains_and_ends(shared_server: RunningStep, tmp_path: Path) -> None:
         assert started.process.wait(60) == 0, started.err
 
 
+def test_it_ends_though_nobody_reads_its_lines(shared_server: RunningStep, tmp_path: Path) -> None:
+    """Who started it may have died; SIGTERM ends it all the same."""
+    command = [sys.executable, "-m", "launcher_scripts.steps.start_gateway"]
+    command += ["--ready", str(shared_server.settings.ready_file.parent)]
+    with (tmp_path / "gateway.err").open("w+") as said:
+        started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True)
+        try:
+            assert started.stdout is not None
+            assert started.stdout.readline().startswith("ready: ")
+            started.stdout.close()
+            started.terminate()
+            assert started.wait(60) == 0
+        finally:
+            started.kill()
+            started.wait()
+        said.seek(0)
+        assert "Traceback" not in said.read()
+
+
 def test_a_server_that_is_gone_is_said(shared_server: RunningStep, tmp_path: Path) -> None:
     """Of two servers that ready files name, one of which has never been."""
     ready = shared_server.ready
