@@ -191,14 +191,9 @@ class EventResponse(StreamingResponse):
     """Server-sent events; when the client goes, what makes them is closed at once."""
 
     def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], life: Life) -> None:
-        async def all_events() -> AsyncGenerator[bytes, None]:
-            yield first
-            async for event in events:
-                yield event
-
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        self._all_events = all_events()
-        super().__init__(self._all_events, media_type="text/event-stream", headers=headers)
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._first = first
         self._events = events
         self._life = life
 
@@ -206,9 +201,17 @@ class EventResponse(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._all_events.aclose()
             await self._events.aclose()
             self._life.leave()
+
+    async def stream_response(self, send: Send) -> None:
+        """See StreamingResponse."""
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _unless_left(request: Request, work: Awaitable[Result]) -> Result:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +22,7 @@ from launcher_scripts.gateway.served_model import ServedModel
 # OpenAI's default for completions.
 _USUAL_TOKENS = 16
 DONE = b"data: [DONE]\n\n"
+_SOME_TEXT = "some text"  # in whose place the texts are written
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class Answering(ABC):
             "created": int(time.time()),
             "model": model.name,
         }
+        opening = to_json({**self._head, "object": self.chunk_kind})
+        self._opening = b"data: " + opening[:-1] + b',"choices":'
+        self._frames: dict[int, list[bytes]] = {}
 
     async def whole(self) -> dict[str, Any]:
         """The answer. Raises ApiError."""
@@ -87,21 +91,24 @@ class Answering(ABC):
                     if choice not in begun:
                         begun.add(choice)
                         for first in self.first_deltas():
-                            yield self._event([{"index": choice, **first}], counts)
+                            usage = _usage(None) if counts else b""
+                            yield self._event(to_json([{"index": choice, **first}]), usage)
                     if not _says_something(piece):
                         continue
-                    usage = record.usage() if always else None
-                    yield b"".join(
-                        self._event([{"index": choice, **self.delta(each)}], counts, usage)
-                        for each in piece.by_token()
-                    )
+                    usage = _usage(record.usage() if always else None) if counts or always else b""
+                    texts, last = piece.by_token()
+                    events = [self._event(each, usage) for each in self._of_texts(choice, texts)]
+                    if last is not None:
+                        said = to_json([{"index": choice, **self.delta(last)}])
+                        events.append(self._event(said, usage))
+                    yield b"".join(events)
         except ApiError as error:
             if not begun:
                 raise
-            yield _event(error.body())
+            yield b"data: " + to_json(error.body()) + b"\n\n"
         else:
             if counts:
-                yield self._event([], counts, record.usage())
+                yield self._event(b"[]", _usage(record.usage()))
         yield DONE
 
     @abstractmethod
@@ -116,16 +123,20 @@ class Answering(ABC):
     def delta(self, piece: Piece) -> dict[str, Any]:
         """What is new of a choice, without its index."""
 
-    def _event(
-        self,
-        choices: Sequence[Mapping[str, Any]],
-        counts: bool,
-        usage: Mapping[str, int] | None = None,
-    ) -> bytes:
-        content = {**self._head, "object": self.chunk_kind, "choices": choices}
-        if counts or usage is not None:
-            content["usage"] = usage
-        return _event(content)
+    def _event(self, choices: bytes, usage: bytes) -> bytes:
+        """A server-sent event. choices: JSON;  usage: of `_usage`, or nothing"""
+        return b"".join((self._opening, choices, usage, b"}\n\n"))
+
+    def _of_texts(self, choice: int, texts: Sequence[str]) -> Iterator[bytes]:
+        """The choices of an event, for tokens that add these texts and nothing else.
+
+        Every token of a streamed answer passes here, so what surrounds the text is made once.
+        """
+        if texts and choice not in self._frames:
+            said = [{"index": choice, **self.delta(Piece(_SOME_TEXT))}]
+            self._frames[choice] = to_json(said).split(to_json(_SOME_TEXT))
+        for text in texts:
+            yield to_json(text).join(self._frames[choice])
 
     def _best(self, answers: Mapping[int, Piece]) -> list[int]:
         """The choices that are shown: of every prompt's rows the n likeliest per token."""
@@ -241,9 +252,9 @@ class Chat(Answering):
         }
 
 
-def _event(content: Mapping[str, Any]) -> bytes:
-    """A server-sent event."""
-    return b"data: " + to_json(content) + b"\n\n"
+def _usage(usage: Mapping[str, int] | None) -> bytes:
+    """An event's member `usage`."""
+    return b',"usage":' + to_json(usage)
 
 
 def _joined(parts: Sequence[Piece]) -> Piece:

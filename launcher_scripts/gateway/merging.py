@@ -23,6 +23,11 @@ async def merged(
     The first error of a stream is raised, and all are closed then, as they are when this generator
     is closed. Raises ApiError when `seconds` are over.
     """
+    if len(streams) == 1 and seconds is None:
+        async with aclosing(streams[0]) as only:
+            async for its_item in only:
+                yield its_item
+        return
     queue: asyncio.Queue[Item | BaseException | None] = asyncio.Queue(_AHEAD)
 
     async def pump(stream: AsyncGenerator[Item, None]) -> None:

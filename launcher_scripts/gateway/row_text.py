@@ -38,14 +38,17 @@ class Piece:
     begins_again: bool = False
     parts: tuple[str, ...] = ()
 
-    def by_token(self) -> list[Piece]:
-        """The piece as one for each token that adds something, where its parts are known."""
-        if len(self.parts) < 2:
-            return [self]
-        parts = [part for part in self.parts if part]
-        if not parts:
-            return [self]
-        return [*map(Piece, parts[:-1]), replace(self, text=parts[-1], parts=())]
+    def by_token(self) -> tuple[list[str], Piece | None]:
+        """The texts of the tokens that add text alone, and the last token's piece if it says more.
+
+        Tokens are told apart where `parts` are known.
+        """
+        if self.entries:
+            return [], self
+        texts = [text for text in self.parts or (self.text,) if text]
+        if self.finish_reason is None:
+            return texts, None
+        return texts[:-1], replace(self, text="".join(texts[-1:]), parts=())
 
 
 class RowText:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -12,6 +13,8 @@ from typing import Any, Protocol
 from launcher_scripts.contract.shared_stream import NO_STREAM, RowNews, open_id, row_id, unpack
 
 NEWS = ["news"]
+# Rows that are told of their news in one turn of the event loop.
+_TOLD_AT_ONCE = 8
 
 
 class Streaming(Protocol):
@@ -32,10 +35,51 @@ class StreamLost(Exception):
     """The stream has ended before a row of which something has come."""
 
 
+class _Inbox:
+    """What has come of one row and has not been taken yet.
+
+    begun:  something has been taken
+    listed: it is among those that are to be told
+    error:  what the row ends with, once all that came before is taken
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._ids: list[int] = []
+        self._finished = False
+        self._told = asyncio.Event()
+        self.begun = False
+        self.listed = False
+        self.error: Exception | None = None
+
+    def add(self, news: RowNews) -> None:
+        self._ids += news.ids
+        self._finished = news.finished
+
+    def tell(self) -> None:
+        """Wake whoever waits in `take`."""
+        self.listed = False
+        self._told.set()
+
+    async def take(self) -> RowNews:
+        """All that is there, at least something. Raises the error."""
+        while not self._ids and not self._finished:
+            if self.error is not None:
+                raise self.error
+            self._told.clear()
+            await self._told.wait()
+        ids, self._ids = tuple(self._ids), []
+        self.begun = True
+        return RowNews(self._number, ids, self._finished)
+
+
 class SharedStream:
     """Rows of one model of one server, whose tokens come in one stream.
 
-    The stream is opened when a row is asked for, and serves those that follow.
+    The stream is opened when a row is asked for, and serves those that follow. It is read in every
+    turn of the event loop, in which only some rows are told of their news: where this process is
+    too slow for one event a token, rows get several tokens at once, and no first token waits for
+    the later ones of other rows.
     """
 
     def __init__(
@@ -54,7 +98,8 @@ class SharedStream:
         self._model = model
         self._name = ""  # of the open stream
         self._numbers = itertools.count()
-        self._rows: dict[int, asyncio.Queue[RowNews | Exception | None]] = {}
+        self._rows: dict[int, _Inbox] = {}
+        self._untold: deque[_Inbox] = deque()
         self._reading: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -72,23 +117,21 @@ class SharedStream:
         Raises NoStream, StreamLost, and the server's failures.
         """
         number = next(self._numbers)
-        queue = self._rows[number] = asyncio.Queue()
+        inbox = self._rows[number] = _Inbox(number)
         name = row_id(self._name, number, request_id)
-        call = asyncio.create_task(self._call(queue, tensors, {**more, "request_id": name}))
+        call = asyncio.create_task(self._call(inbox, tensors, {**more, "request_id": name}))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
-        came, finished = False, False
+        finished = False
         try:
             while not finished:
-                item = await queue.get()
-                if item is None:  # the call's end, which its last news may follow
-                    continue
-                if isinstance(item, Exception):
-                    if not came and NO_STREAM in str(item):
-                        raise NoStream from item
-                    raise item
-                came, finished = True, item.finished
-                yield item
+                news = await inbox.take()
+                finished = news.finished
+                yield news
+        except Exception as error:
+            if not inbox.begun and NO_STREAM in str(error):
+                raise NoStream from error
+            raise
         finally:
             del self._rows[number]
             if not finished:  # else the call is about to end, and must not look as if given up
@@ -102,21 +145,21 @@ class SharedStream:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _call(
-        self,
-        queue: asyncio.Queue[RowNews | Exception | None],
-        tensors: Mapping[str, Any],
-        more: Mapping[str, Any],
+        self, inbox: _Inbox, tensors: Mapping[str, Any], more: Mapping[str, Any]
     ) -> None:
-        """The row's own request, which ends with nothing or with an error."""
+        """The row's own request, which ends with nothing or with an error.
+
+        Its last news may come after its end.
+        """
         try:
             async with aclosing(
                 self._server.stream(self._model, tensors, NEWS, **more)
             ) as responses:
                 async for _ in responses:
                     pass
-            queue.put_nowait(None)
         except self._failures as error:
-            queue.put_nowait(error)
+            inbox.error = error
+            inbox.tell()
 
     async def _read(self, tensors: Mapping[str, Any]) -> None:
         """Open the stream and hand out what it brings, until it ends."""
@@ -128,12 +171,33 @@ class SharedStream:
             ) as responses:
                 async for arrays in responses:
                     self._name = name
-                    for news in unpack(arrays["news"]) if arrays else ():
-                        if news.number in self._rows:
-                            self._rows[news.number].put_nowait(news)
+                    if arrays:
+                        self._hand_out(arrays["news"])
         except self._failures as failure:
             error = failure
         finally:
             self._name, self._reading = "", None
-            for queue in self._rows.values():
-                queue.put_nowait(error)
+            for inbox in self._rows.values():
+                inbox.error = inbox.error or error
+                inbox.tell()
+
+    def _hand_out(self, packed: Any) -> None:
+        """Put what a response brings where the rows find it."""
+        telling = bool(self._untold)
+        for news in unpack(packed):
+            inbox = self._rows.get(news.number)
+            if inbox is None:
+                continue
+            inbox.add(news)
+            if not inbox.listed:
+                inbox.listed = True
+                (self._untold.append if inbox.begun else self._untold.appendleft)(inbox)
+        if not telling:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Tell some rows now, and the others in the next turns."""
+        for _ in range(min(_TOLD_AT_ONCE, len(self._untold))):
+            self._untold.popleft().tell()
+        if self._untold:
+            asyncio.get_running_loop().call_soon(self._tell)

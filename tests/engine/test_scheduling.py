@@ -194,7 +194,7 @@ def answer(plan: Plan, ends: set[int] = frozenset()) -> StepResult:
 
     class Known(StepResult):
         def read(self):
-            return tokens
+            yield tokens
 
     return Known()
 
@@ -248,7 +248,7 @@ def steps_until_start(scheduler: Scheduler) -> int:
     raise AssertionError("nothing joined")
 
 
-@pytest.mark.parametrize(("rows", "waits"), [(1, 0), (3, 0), (8, 2), (32, 8), (200, 8)])
+@pytest.mark.parametrize(("rows", "waits"), [(1, 0), (6, 0), (8, 1), (20, 2), (200, 2)])
 def test_a_row_waits_for_others_where_many_decode(rows, waits):
     scheduler = running(rows)
     for _ in range(2):
@@ -256,13 +256,37 @@ def test_a_row_waits_for_others_where_many_decode(rows, waits):
         assert steps_until_start(scheduler) == waits
 
 
-def test_enough_rows_to_join_wait_no_longer():
+@pytest.mark.parametrize("lengths", [(512,), (250, 262)])
+def test_prompts_of_enough_tokens_do_not_wait(lengths):
     scheduler = running(128)
-    for _ in range(8):
-        scheduler.add(row(3, 50))
+    for length in lengths:
+        scheduler.add(row(length, 50))
     plan = scheduler.plan()
-    assert len(plan.starts) == 8
+    assert len(plan.starts) == len(lengths)
     assert len(plan.decode) == 128
+
+
+def test_a_first_token_does_not_wait_for_the_tokens_of_decoding_rows():
+    """Prompts run before the rows that decode: each part of a step is taken when it is there."""
+    scheduler = running(1)
+    (decoding,) = scheduler.rows
+    late = row(10, 50)
+    scheduler.add(late)
+    plan = scheduler.plan()
+    assert plan.prefill
+    assert plan.decode
+    seen = []
+
+    class Parts(StepResult):
+        def read(self):
+            yield [TokenResult(late.slot, 5, None)]
+            seen.append((len(late.tokens), len(decoding.tokens)))
+            yield [TokenResult(decoding.slot, 5, None)]
+
+    before = len(decoding.tokens)
+    scheduler.apply(Parts())
+    assert seen == [(1, before)]
+    assert len(decoding.tokens) == before + 1
 
 
 def test_a_row_that_finds_no_place_is_not_held_when_it_does():

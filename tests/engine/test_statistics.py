@@ -75,8 +75,8 @@ class Step(StepResult):
         super().__init__()
         self._slots = slots
 
-    def read(self) -> list[TokenResult]:
-        return [TokenResult(slot, 1, None) for slot in self._slots]
+    def read(self) -> Iterator[list[TokenResult]]:
+        yield [TokenResult(slot, 1, None) for slot in self._slots]
 
 
 def row(output_len: int, came_at: float) -> Row:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -69,8 +69,9 @@ class StepResult:
     encoded: list[EncodedRow] = field(default_factory=list)
     beams: list[BeamCopy] = field(default_factory=list)
 
-    def read(self) -> list[TokenResult]:
-        return [result for copy in self.tokens for result in copy.read()]
+    def read(self) -> Iterator[list[TokenResult]]:
+        """Tokens as the device brings them: those behind prompts before those of decoding rows."""
+        return (copy.read() for copy in self.tokens)
 
     def read_beams(self) -> list[BeamResult]:
         return [result for copy in self.beams for result in copy.read()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 
 from launcher_scripts.engine.core.kv_cache import ExtentAllocator
 from launcher_scripts.engine.core.plan import Move, Plan, PrefillPart, RowStart, TokenMask
@@ -13,10 +14,12 @@ from launcher_scripts.engine.core.row import Row, answer, snapshot, take, take_b
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.core.statistics import Statistics
 
-# A pass over prompts keeps the rows that decode waiting, however few the prompts are. So where many
-# rows decode, those that come wait for each other: so many steps at most.
-ROWS_PER_STEP_OF_PATIENCE = 4
-MOST_PATIENCE = 8
+# A pass over few tokens of prompts keeps the rows that decode waiting as long as one over
+# ENOUGH_TOKENS: the weights are read, the kernels launched. So where many rows decode, those that
+# come wait for each other until there are so many, but at most MOST_PATIENCE steps.
+ENOUGH_TOKENS = 512
+ROWS_PER_STEP_OF_PATIENCE = 8
+MOST_PATIENCE = 2
 
 
 class Scheduler:
@@ -111,18 +114,22 @@ class Scheduler:
             rows[slot].context_embeddings = total if before is None else before + total
         for slot, copy in result.prompt_scores:
             rows[slot].prompt_scores.append(copy.read())
-        tokens, searches = result.read(), result.read_beams()
-        now = self._statistics.begin_apply()
-        for token in tokens:
-            row = rows[token.slot]
-            if not row.finished:
-                take(row, token)
-                self._go_on(row, now)
-        for beams in searches:
-            row = rows[beams.slot]
-            if not row.finished:
-                take_beams(row, beams)
-                self._go_on(row, now)
+        self._statistics.begin_apply()
+        for tokens in result.read():
+            now = self._statistics.tokens_are_here()
+            for token in tokens:
+                row = rows[token.slot]
+                if not row.finished:
+                    take(row, token)
+                    self._go_on(row, now)
+        if result.beams:
+            searches = result.read_beams()
+            now = self._statistics.tokens_are_here()
+            for beams in searches:
+                row = rows[beams.slot]
+                if not row.finished:
+                    take_beams(row, beams)
+                    self._go_on(row, now)
         self._statistics.end_apply()
 
     def _go_on(self, row: Row, now: float) -> None:
@@ -173,10 +180,11 @@ class Scheduler:
 
     def _holds(self) -> bool:
         """Whether rows that wait do so a step longer, for more of them to join at once."""
-        joining = min(len(self._waiting), len(self._free_slots))
+        joining = list(islice(self._waiting, len(self._free_slots)))
         decoding = sum(map(self._decodes, self._running.values())) if joining else 0
         patience = min(decoding // ROWS_PER_STEP_OF_PATIENCE, MOST_PATIENCE)
-        holds = 0 < joining < patience and self._held < patience
+        tokens = sum(len(row.prompt) + len(row.source) for row in joining)
+        holds = 0 < tokens < ENOUGH_TOKENS and self._held < patience
         self._held = self._held + 1 if holds else 0
         return holds
 

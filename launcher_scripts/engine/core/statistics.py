@@ -84,10 +84,15 @@ class Statistics:
         self.step_rows += rows
         self._step_tokens.observe(tokens)
 
-    def begin_apply(self) -> float:
-        """The tokens of a step are here; returns the time, which is all of theirs."""
-        self._before, self._newest = self._newest, time.perf_counter()
+    def begin_apply(self) -> None:
+        """The tokens of a step are coming."""
+        self._before = self._newest
         self._rows_of_both = 0
+
+    def tokens_are_here(self) -> float:
+        """Of some rows of the step; returns the time, which is all of theirs. The decoding rows'
+        come last."""
+        self._newest = time.perf_counter()
         return self._newest
 
     def token(self, row: Row, now: float) -> None:

@@ -45,8 +45,9 @@ def corpus_scores(predictions: Sequence[str], targets: Sequence[str]) -> dict[st
         signature = str(metric.get_signature().format(short=True))
         low = high = None
         if resamples > 1:
-            # sacrebleu's interval lies around the mean of its resamples.
-            low, high = score._mean - score._ci, score._mean + score._ci
+            # sacrebleu's interval lies around the mean of its resamples; both are NumPy's float32.
+            mean, half_width = float(score._mean), float(score._ci)
+            low, high = mean - half_width, mean + half_width
         metrics[name] = Metric(score.score, low, high, False, f"sacrebleu {signature}")
     return metrics
 
