@@ -32,7 +32,8 @@ CONTENTS = (
     "|---|---|",
     "| How long does a request take? | [Requests](#requests-through-the-server) |",
     "| How many clients can one server take? | [Requests in flight](#requests-in-flight) |",
-    "| How soon does the first token come? | [Streaming](#streaming), [Start](#start) |",
+    "| How soon does the first token come? "
+    "| [Streaming](#streaming), [Gateway](#through-the-gateway), [Start](#start) |",
     "| How close are the kernels to the hardware? | [Decode steps](#decode-steps) |",
     "| What do int8 weights and more GPUs bring? "
     "| [int8](#int8-weights), [NVLink](#tensor-parallelism-over-nvlink) |",
@@ -153,6 +154,7 @@ def performance() -> list[str]:
         *_served(),
         *_in_flight(),
         *_streaming(),
+        *_gateway(),
         *_loading(),
         *_steps(),
         *_int8(),
@@ -290,6 +292,23 @@ def _streaming() -> list[str]:
             "client that left.",
         ),
         joined(tables.streaming_table(result("streaming")["rows"])),
+    ]
+
+
+def _gateway() -> list[str]:
+    report = result("gateway")
+    return [
+        "## Through the gateway",
+        prose(
+            "`benchmarks.gateway`: the same mixed requests to `/v1/completions`, streamed, one",
+            "event per token. `tokens per response` are those that arrived together. `whole",
+            "answers` are clients of the token model over gRPC, without a gateway. vLLM is",
+            f"{report['vllm']}; x is the gateway's tokens per second over vLLM's. Prompts were",
+            "held back until they had 512 tokens together; now it is 4 tokens for every row that",
+            "decodes ([decode-speed.md](decode-speed.md#requests-in-flight)): the same at 128",
+            "clients.",
+        ),
+        joined(tables.gateway_table(report["rows"])),
     ]
 
 

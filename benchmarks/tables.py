@@ -199,6 +199,24 @@ def streaming_table(rows: list[dict]) -> list[str]:
     return table([*header, "left after, ms"], lines)
 
 
+def gateway_table(rows: list[dict]) -> list[str]:
+    """Times of tokens and tokens per second through the gateway, beside vLLM's."""
+    header = ["model", "clients", "first token p50 / p99, ms", "tokens per response", "tokens/s"]
+    header += ["whole answers, tokens/s", "cores of the gateway", "vLLM: first token, ms"]
+    lines = []
+    for row in rows:
+        peer = row["vllm"]
+        cells = [model_name(row["model"]), str(row["clients"])]
+        cells += ["{p50:.1f} / {p99:.1f}".format(**row["first_token_ms"])]
+        cells += [f"{row['tokens_per_response']:.1f}", f"{row['tokens_per_s']:,}"]
+        cells += [f"{row['whole_answers_tokens_per_s']:,} ({row['ratio']:.2f}x)"]
+        cells += [f"{row['gateway_cores']:.2f}"]
+        cells += ["{p50:.1f} / {p99:.1f}".format(**peer["first_token_ms"])]
+        ratio = row["tokens_per_s"] / peer["tokens_per_s"]
+        lines.append([*cells, f"{peer['tokens_per_s']:,} ({ratio:.2f}x)"])
+    return table([*header, "tokens/s"], lines)
+
+
 def load_table(report: dict) -> list[str]:
     """Seconds from the command to what was done: of the first start, and of the fastest later."""
     first, *later = report["starts"]

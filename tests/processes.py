@@ -52,6 +52,14 @@ def command_line(pid: int) -> str:
     return read(Path(f"/proc/{pid}/cmdline")).replace(b"\0", b" ").decode()
 
 
+def parent(pid: int) -> int:
+    """Who started a process, or has taken it over. Raises LookupError when the process is gone."""
+    for line in read(Path(f"/proc/{pid}/status")).splitlines():
+        if line.startswith(b"PPid:"):
+            return int(line.split()[1])
+    raise LookupError(pid)
+
+
 def variables(pid: int) -> list[bytes]:
     """NAME=value of the environment that a process was started with."""
     return read(Path(f"/proc/{pid}/environ")).split(b"\0")

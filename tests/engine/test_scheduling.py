@@ -256,14 +256,14 @@ def test_a_row_waits_for_others_where_many_decode(rows, waits):
         assert steps_until_start(scheduler) == waits
 
 
-@pytest.mark.parametrize("lengths", [(512,), (250, 262)])
-def test_prompts_of_enough_tokens_do_not_wait(lengths):
-    scheduler = running(128)
+@pytest.mark.parametrize(("rows", "lengths"), [(8, (32,)), (128, (512,)), (128, (250, 262))])
+def test_prompts_of_enough_tokens_do_not_wait(rows, lengths):
+    scheduler = running(rows)
     for length in lengths:
         scheduler.add(row(length, 50))
     plan = scheduler.plan()
     assert len(plan.starts) == len(lengths)
-    assert len(plan.decode) == 128
+    assert len(plan.decode) == rows
 
 
 def test_a_first_token_does_not_wait_for_the_tokens_of_decoding_rows():

@@ -9,12 +9,14 @@ submission, until `jobs wait` says so; `left` counts processes, and files in sha
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import read, wait_for
+from tests.processes import parent, read, wait_for
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
 from tests.slurm.serving import NODES, TP2, Served
@@ -127,18 +129,47 @@ def test_a_disk_that_is_full_when_the_job_is_submitted(
     seconds = time.monotonic() - started
     said = "`No space left on device`; nothing is queued"
     table.add("full disk at the submission", said, ran.returncode, seconds, 0)
-    assert (ran.returncode, "No space left on device" in ran.stderr) == (1, True)
+    assert (ran.returncode, "No space left on device" in ran.stderr) == (3, True)
     assert slurm.run("squeue", "--noheader").stdout == ""
 
 
-def _damaged_checkpoint(launch: Submit) -> tuple[str, ...]:
-    """A copy that was not copied to its end."""
+def test_a_checkpoint_that_was_not_copied_to_its_end(
+    slurm: TestCluster, launch: Submit, table: Table
+) -> None:
+    data = _checkpoint(launch).read_bytes()
+    short = _other_checkpoint(launch, data[: len(data) * 3 // 4])
+    started = time.monotonic()
+    ran = launch("stages=[export,deploy]", *TP2, *short, check=False)
+    seconds = time.monotonic() - started
+    said = "`unexpected end of data`; nothing is queued"
+    table.add("checkpoint not copied to its end", said, ran.returncode, seconds, 0)
+    assert (ran.returncode, "unexpected end of data" in ran.stderr) == (3, True)
+    assert slurm.run("squeue", "--noheader").stdout == ""
+
+
+def _checkpoint(launch: Submit) -> Path:
     (named,) = (item for item in launch.arguments if item.startswith("export.model.checkpoint"))
-    whole = Path(named.partition("=")[2])
-    short = whole.with_name("short.nemo")
-    data = whole.read_bytes()
-    short.write_bytes(data[: len(data) * 3 // 4])
-    return (f"export.model.checkpoint_path={short}",)
+    return Path(named.partition("=")[2])
+
+
+def _other_checkpoint(launch: Submit, data: bytes) -> tuple[str, ...]:
+    other = _checkpoint(launch).with_name("other.nemo")
+    other.write_bytes(data)
+    return (f"export.model.checkpoint_path={other}",)
+
+
+def _damaged_checkpoint(launch: Submit) -> tuple[str, ...]:
+    """A copy with half of one of its chunks."""
+    damaged = io.BytesIO()
+    with tarfile.open(_checkpoint(launch)) as whole, tarfile.open(fileobj=damaged, mode="w") as new:
+        for member in whole.getmembers():
+            file = whole.extractfile(member)
+            data = b"" if file is None else file.read()
+            if member.name.endswith("word_embeddings.weight/0.0"):
+                data = data[: len(data) // 2]
+            member.size = len(data)
+            new.addfile(member, io.BytesIO(data))
+    return _other_checkpoint(launch, damaged.getvalue())
 
 
 def _slow_export(launch: Submit) -> tuple[str, ...]:
@@ -173,7 +204,7 @@ FAILING: dict[str, tuple[Callable[[Submit], tuple[str, ...]], str, str, int]] = 
         "FAILED",
         1,
     ),
-    "damaged checkpoint": (_damaged_checkpoint, "damaged", "FAILED", 1),
+    "damaged checkpoint": (_damaged_checkpoint, "a chunk has another size", "FAILED", 1),
     "an export beyond its time limit (1 minute)": (
         _slow_export,
         "DUE TO TIME LIMIT",
@@ -373,6 +404,13 @@ def test_a_node_s_daemon_that_stays_away(
     assert "NODE_FAIL" in waited.stderr
 
 
+def _daemon_of(pid: int) -> int:
+    """The slurmstepd above a process."""
+    while not read(Path(f"/proc/{pid}/comm")).startswith(b"slurmstepd"):
+        pid = parent(pid)
+    return pid
+
+
 @pytest.mark.parametrize("step", ["0", "batch"])
 def test_a_killed_step_daemon(
     slurm: TestCluster, serve: Any, launch: Submit, table: Table, step: str
@@ -380,7 +418,10 @@ def test_a_killed_step_daemon(
     """Slurm notices nothing; cancelling ends what goes on."""
     served = serve()
     started = time.monotonic()
-    os.kill(slurm.step_daemon(served.job_id, step), signal.SIGKILL)
+    daemon = (
+        _daemon_of(served.step("n1")) if step == "0" else slurm.step_daemon(served.job_id, step)
+    )
+    os.kill(daemon, signal.SIGKILL)
     if step == "0":
         while served.answers():
             assert time.monotonic() - started < UNREADY_SECONDS

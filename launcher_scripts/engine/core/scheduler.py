@@ -14,10 +14,10 @@ from launcher_scripts.engine.core.row import Row, answer, snapshot, take, take_b
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.core.statistics import Statistics
 
-# A pass over few tokens of prompts keeps the rows that decode waiting as long as one over
-# ENOUGH_TOKENS: the weights are read, the kernels launched. So where many rows decode, those that
-# come wait for each other until there are so many, but at most MOST_PATIENCE steps.
-ENOUGH_TOKENS = 512
+# A pass over few tokens of prompts keeps the rows that decode waiting almost as long as one over
+# more: the weights are read, the kernels launched. So rows that come wait for each other until they
+# bring so many tokens for each row that decodes, but few steps.
+TOKENS_PER_DECODING_ROW = 4
 ROWS_PER_STEP_OF_PATIENCE = 8
 MOST_PATIENCE = 2
 
@@ -184,7 +184,8 @@ class Scheduler:
         decoding = sum(map(self._decodes, self._running.values())) if joining else 0
         patience = min(decoding // ROWS_PER_STEP_OF_PATIENCE, MOST_PATIENCE)
         tokens = sum(len(row.prompt) + len(row.source) for row in joining)
-        holds = 0 < tokens < ENOUGH_TOKENS and self._held < patience
+        enough = decoding * TOKENS_PER_DECODING_ROW
+        holds = 0 < tokens < enough and self._held < patience
         self._held = self._held + 1 if holds else 0
         return holds
 
