@@ -200,7 +200,7 @@ class Job:
     @property
     def judges(self) -> bool:
         """Whether the job's exit code is that of a verdict (common/exit_codes.py)."""
-        return any(step.name == "judge" for step in self.steps)
+        return any(step.name in ("judge", "write_ladder") for step in self.steps)
 
     def settings_files(self) -> dict[Path, str]:
         """The settings files by their paths, with that of a client in the same job."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from launcher_scripts.common.errors import ConfigError, Problems
+from launcher_scripts.common.exit_codes import ERROR
 
 RUNGS = ("fp32", "bf16", "fp16", "int8")
 
@@ -30,6 +31,7 @@ class LadderSettings:
     """Compare the rungs' evaluations; the report goes to results_dir."""
 
     stage: ClassVar[str] = "ladder"
+    error_code: ClassVar[int] = ERROR
 
     results_dir: str
     model_name: str

@@ -12,7 +12,7 @@ from launcher_scripts.config.ladder import LadderRung
 from launcher_scripts.evaluation.tables import align, interval
 from launcher_scripts.evaluation.tasks.task import Metric
 
-GO = "GO"
+GO, INCONCLUSIVE = "GO", "INCONCLUSIVE"
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,14 @@ def choose(rows: Sequence[LadderRow]) -> tuple[str | None, str]:
         return best.rung, f"{best.rung} is the only rung that is GO."
     named = ", ".join(row.rung for row in good)
     return best.rung, f"{best.rung} takes the fewest bytes of the rungs that are GO: {named}."
+
+
+def exit_code(rows: Sequence[LadderRow]) -> int:
+    """Of the best verdict of a rung: whether one can go live. 0 where nobody judged."""
+    verdicts = {row.verdict for row in rows} - {None}
+    if not verdicts or GO in verdicts:
+        return 0
+    return 2 if INCONCLUSIVE in verdicts else 1
 
 
 def _cost(row: LadderRow) -> tuple[float, float]:

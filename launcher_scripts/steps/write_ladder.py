@@ -15,7 +15,7 @@ if __name__ == "__main__":
 from launcher_scripts.checkpoint.convert.manifest import FileEntry, read_manifest
 from launcher_scripts.common.errors import CheckpointError, ServerError
 from launcher_scripts.config.ladder import LadderRung, LadderSettings
-from launcher_scripts.evaluation.ladder import choose, ladder_table, read_row
+from launcher_scripts.evaluation.ladder import choose, exit_code, ladder_table, read_row
 from launcher_scripts.evaluation.report import Report
 from launcher_scripts.steps.command import run_step
 
@@ -27,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_step("Compare a ladder's rungs.", LadderSettings, write, argv)
 
 
-def write(settings: LadderSettings) -> None:
-    """Write the report's section `ladder` and print its table.
+def write(settings: LadderSettings) -> int:
+    """Write the report's section `ladder` and print its table; the status is the best verdict's.
 
     Raises ServerError where no rung was evaluated.
     """
@@ -39,6 +39,7 @@ def write(settings: LadderSettings) -> None:
     print("\n".join([ladder_table(rows), "", why, f"report: {report.html_file}"]), flush=True)
     if all(row.failure for row in rows):
         raise ServerError("no rung of the ladder was evaluated")
+    return exit_code(rows)
 
 
 def weight_bytes(rung: LadderRung) -> int | None:

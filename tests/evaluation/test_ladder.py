@@ -14,7 +14,7 @@ import pytest
 from launcher_scripts.checkpoint.convert.manifest import FileEntry, Manifest
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.config.ladder import LadderRung, LadderSettings
-from launcher_scripts.evaluation.ladder import LadderRow, choose, read_row
+from launcher_scripts.evaluation.ladder import LadderRow, choose, exit_code, read_row
 from launcher_scripts.steps.write_ladder import weight_bytes, write
 from tests.whole_job import run_whole_job
 
@@ -125,6 +125,19 @@ def test_the_cheapest_that_is_go_is_taken(
     assert re.search(why, said)
 
 
+@pytest.mark.parametrize(
+    ("verdicts", "code"),
+    [
+        ([None], 0),
+        (["GO", "NO-GO", "INCONCLUSIVE"], 0),
+        (["NO-GO", "INCONCLUSIVE", None], 2),
+        (["NO-GO", None], 1),
+    ],
+)
+def test_a_ladder_ends_with_its_best_verdict(verdicts: list[str | None], code: int) -> None:
+    assert exit_code([row("fp32", 4, verdict) for verdict in verdicts]) == code
+
+
 def test_int8_matrices_are_counted_as_they_are_served(tmp_path: Path) -> None:
     layer = FileEntry("model.layers.0.mlp.weight.0.bin", 24, "0", shape=(4, 3), dtype="float16")
     norm = FileEntry("model.layers.0.norm.weight.bin", 8, "0", shape=(4,), dtype="float16")
@@ -148,7 +161,7 @@ def test_the_step_writes_the_report_and_prints_the_table(
     )
     (Path(good.report_dir) / "verdict.json").write_text('{"verdict": "GO"}')
     failed = rung(tmp_path, "bf16")
-    write(LadderSettings(str(tmp_path / "ladder"), "tiny", (good, failed)))
+    assert write(LadderSettings(str(tmp_path / "ladder"), "tiny", (good, failed))) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].split() == [
         *("rung", "lambada.accuracy", "MB", "tokens/s"),
