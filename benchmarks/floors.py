@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -14,6 +16,9 @@ from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 
 BYTES = 2  # of a bfloat16
+RESULTS = Path(__file__).resolve().parent / "results"
+GPUS_OF_NODE = 8
+BETWEEN_NODES = (30e-6, 50e9)  # seconds of a small sum, bytes per second: assumed
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,15 @@ def within_node(microseconds_by_bytes: Mapping[str, float]) -> Callable[[int], f
 def between_nodes(latency: float, bytes_per_second: float) -> Callable[[int], float]:
     """Seconds of a sum whose bytes go out and come back over each GPU's network adapter."""
     return lambda size: latency + 2 * size / bytes_per_second
+
+
+def exchange_of(tp_size: int) -> Callable[[int], float]:
+    """Seconds of a sum over so many GPUs: as measured within a node, else as assumed."""
+    if tp_size > GPUS_OF_NODE:
+        return between_nodes(*BETWEEN_NODES)
+    report = json.loads((RESULTS / "tensor-parallel-h200.json").read_text(encoding="utf-8"))
+    sums = {row["tp_size"]: row["microseconds_by_bytes"] for row in report["sums"]}
+    return within_node(sums[min(max(sums), max(2, tp_size))]["one-shot"])
 
 
 def _gpt(config: GPTConfig, case: Case, rates: Rates) -> tuple[float, float]:

@@ -15,15 +15,13 @@ import textwrap
 from pathlib import Path
 
 from benchmarks import tables
-from benchmarks.floors import Rates, between_nodes, planned_ms, within_node
+from benchmarks.floors import BETWEEN_NODES, Rates, exchange_of, planned_ms
 from benchmarks.shapes import BATCHES, CONFIGS, GPT_43B, USE_CASES, Case
 from launcher_scripts.models.gpt import GPTConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SUMMARY = (USE_CASES["question answering"], BATCHES[-1])
-GPUS_OF_NODE = 8
-BETWEEN_NODES = (30e-6, 50e9)  # seconds of a small sum, bytes per second: assumed
 FIGURE = Path("docs") / "latency.svg"
 BEGIN = "<!-- made by python3 -m benchmarks.report -->"
 RUNS = ("serve", "serve-tp", "generate", "in-flight", "load", "decode", "tensor-parallel")
@@ -239,13 +237,7 @@ def plan(config: GPTConfig, tp_size: int) -> dict[Case, float]:
     """Milliseconds of the use cases at the rates of the run on several GPUs."""
     found = result("serve-tp")["rates"]
     rates = Rates(found["read_tb_per_s"] * 1e12, found["matrix_tflops"] * 1e12)
-    exchange = between_nodes(*BETWEEN_NODES)
-    if tp_size <= GPUS_OF_NODE:
-        sums = {
-            row["tp_size"]: row["microseconds_by_bytes"]
-            for row in result("tensor-parallel")["sums"]
-        }
-        exchange = within_node(sums[min(max(sums), max(2, tp_size))]["one-shot"])
+    exchange = exchange_of(tp_size)
     return {case: planned_ms(config, case, rates, tp_size, exchange) for case in USE_CASES.values()}
 
 

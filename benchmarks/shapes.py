@@ -86,6 +86,7 @@ LLAMA_8B = replace(
 
 # The sizes of NeMo's GPT of 43 billion weights, but for its activation.
 GPT_43B = replace(Shape(8192, 48, 64).config(), vocab_size=256000, end_id=256000)
+GPT_175B = Shape(12288, 96, 96).config()  # of Brown et al. 2020
 
 CONFIGS: dict[str, GPTConfig | T5Config] = {
     **{name: shape.config() for name, shape in SHAPES.items()},

@@ -1,0 +1,46 @@
+"""The simulated engine against what was measured, and what any engine has to keep."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.floors import RESULTS
+from benchmarks.simulate import MODELS, Simulation, StepTimes, beside_measured
+
+MEASURED = [
+    (row["model"], row["clients"])
+    for row in json.loads((RESULTS / "gateway-h200.json").read_text(encoding="utf-8"))["rows"]
+    if row["clients"] <= 128
+]
+
+
+@pytest.mark.parametrize(("shape", "clients"), MEASURED)
+def test_rates_are_within_a_tenth_of_the_measured_ones(shape: str, clients: int) -> None:
+    found = Simulation(StepTimes.of(*MODELS[shape]), clients).run()
+    row = {"model": shape, "clients": clients, "tp_size": 1, **found}
+    assert beside_measured(row)["ratio"] == pytest.approx(1, abs=0.1)
+
+
+def test_the_same_seed_gives_the_same_figures() -> None:
+    times = StepTimes.of(*MODELS["8b-modern"])
+    first, again, other = (Simulation(times, 4, seed).run() for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_more_gpus_of_a_node_are_faster_and_other_nodes_cost() -> None:
+    rates = [
+        Simulation(StepTimes.of(*MODELS["43b"], tp_size), 8).run()["tokens_per_s"]
+        for tp_size in (4, 8, 16)
+    ]
+    assert rates[0] < rates[1]
+    assert rates[2] < rates[1]
+
+
+def test_a_step_takes_longer_with_more_of_anything() -> None:
+    times = StepTimes.of(*MODELS["1.3b"])
+    assert times.decode(0, 0) == times.prefill(0, 0) == 0
+    assert times.decode(8, 800) < times.decode(8, 8000) < times.decode(32, 8000)
+    assert times.decode(32, 3200) < times.decode(512, 3200)  # operations beyond what was measured
+    assert times.prefill(65, 1) == times.prefill(128, 1) < times.prefill(2000, 1)
