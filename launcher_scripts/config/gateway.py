@@ -176,7 +176,7 @@ PRIVATE_FILES = ("api_keys", "tls_key", "grpc_tls.key")  # that nobody but their
 
 def example_command(openai: str, model: str, *, keyed: bool) -> str:
     """A line of shell that asks the gateway at `openai` (http://host:port/v1) for a completion."""
-    body = {"model": model, "prompt": "Once upon a time", "max_tokens": 16, "temperature": 0}
+    body = {"model": model, "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
     words = ["curl", f"{openai}/completions", "-H", "Content-Type: application/json"]
     words += ["-d", json.dumps(body)]
     key = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if keyed else ""

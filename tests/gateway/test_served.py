@@ -86,7 +86,7 @@ def test_the_ready_line_and_its_command(served: RunningGateway) -> None:
         text=True,
         check=True,
     )
-    assert json.loads(ran.stdout)["usage"]["completion_tokens"] == 16
+    assert json.loads(ran.stdout)["usage"]["completion_tokens"] == 8
 
 
 @pytest.mark.parametrize("model", ["gpt", "plain"])
@@ -496,4 +496,4 @@ def test_everything_may_be_encrypted(tmp_path: Path) -> None:
             command = re.search("^try: (.*)$", started.out, re.MULTILINE)[1]
             command = f"{command} -s --cacert {pem['ca.pem']}"
             ran = subprocess.run(["bash", "-c", command], capture_output=True, check=True)
-            assert json.loads(ran.stdout)["usage"]["completion_tokens"] == 16
+            assert json.loads(ran.stdout)["usage"]["completion_tokens"] == 8
