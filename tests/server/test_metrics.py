@@ -60,9 +60,15 @@ def value(found: Samples, metric: names.Metric, part: str = "", **labels: str) -
     return found[metric.name + part, frozenset(labels.items())]
 
 
-def test_every_metric_is_there_before_the_first_request(served: dict[str, Any]) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def at_start(served: dict[str, Any]) -> Samples:
+    """What was there before the first request, whichever test comes first."""
     wait_for(lambda: value(samples(served), names.CACHE_TOKENS) > 0)
-    found = samples(served)
+    return samples(served)
+
+
+def test_every_metric_is_there_before_the_first_request(at_start: Samples) -> None:
+    found = at_start
     assert {name for name, _ in found} == {
         name for metric in names.MODEL_METRICS for name in metric.samples
     }
