@@ -81,7 +81,7 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        print(self.greeting, flush=True)
+        _say(self.greeting)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """The first signal begins to drain, a second one ends everything at once."""
@@ -94,13 +94,18 @@ class DrainingServer(uvicorn.Server):
 
     def _drain(self) -> None:
         self._draining = asyncio.ensure_future(self._until_drained())
-        with contextlib.suppress(BrokenPipeError):  # whoever read the lines may be gone
-            print(f"draining: {self._gateway.life.working} requests are running", flush=True)
+        _say(f"draining: {self._gateway.life.working} requests are running")
 
     async def _until_drained(self) -> None:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._gateway.life.drained(), self._drain_seconds)
         self.should_exit = True
+
+
+def _say(lines: str) -> None:
+    """Print; whoever read what this process prints may be gone, and then nothing is lost."""
+    with contextlib.suppress(BrokenPipeError):
+        print(lines, flush=True)
 
 
 def ready_lines(address: str, models: Sequence[ServedModel], *, keyed: bool) -> str:
