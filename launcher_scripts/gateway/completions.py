@@ -93,10 +93,10 @@ class Answering(ABC):
                         for first in self.first_deltas():
                             usage = _usage(None) if counts else b""
                             yield self._event(to_json([{"index": choice, **first}]), usage)
-                    if not _says_something(piece):
+                    texts, last = piece.by_token()
+                    if not texts and last is None:
                         continue
                     usage = _usage(record.usage() if always else None) if counts or always else b""
-                    texts, last = piece.by_token()
                     events = [self._event(each, usage) for each in self._of_texts(choice, texts)]
                     if last is not None:
                         said = to_json([{"index": choice, **self.delta(last)}])
@@ -261,10 +261,6 @@ def _joined(parts: Sequence[Piece]) -> Piece:
     """The pieces of one answer as one."""
     entries = tuple(entry for part in parts for entry in part.entries)
     return replace(parts[-1], text="".join(part.text for part in parts), entries=entries)
-
-
-def _says_something(piece: Piece) -> bool:
-    return bool(piece.text or piece.entries or piece.finish_reason)
 
 
 def _mean(answer: Piece) -> float:

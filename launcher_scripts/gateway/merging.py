@@ -25,8 +25,8 @@ async def merged(
     """
     if len(streams) == 1 and seconds is None:
         async with aclosing(streams[0]) as only:
-            async for its_item in only:
-                yield its_item
+            async for item in only:
+                yield item
         return
     queue: asyncio.Queue[Item | BaseException | None] = asyncio.Queue(_AHEAD)
 
@@ -45,13 +45,13 @@ async def merged(
     running = len(tasks)
     try:
         while running:
-            item = await _next(queue, deadline, seconds)
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
+            came = await _next(queue, deadline, seconds)
+            if isinstance(came, BaseException):
+                raise came
+            if came is None:
                 running -= 1
             else:
-                yield item
+                yield came
     finally:
         for task in tasks:
             task.cancel()

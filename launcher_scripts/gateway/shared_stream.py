@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections import deque
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -39,7 +39,6 @@ class _Inbox:
     """What has come of one row and has not been taken yet.
 
     begun:  something has been taken
-    listed: it is among those that are to be told
     error:  what the row ends with, once all that came before is taken
     """
 
@@ -49,7 +48,6 @@ class _Inbox:
         self._finished = False
         self._told = asyncio.Event()
         self.begun = False
-        self.listed = False
         self.error: Exception | None = None
 
     def add(self, news: RowNews) -> None:
@@ -58,7 +56,6 @@ class _Inbox:
 
     def tell(self) -> None:
         """Wake whoever waits in `take`."""
-        self.listed = False
         self._told.set()
 
     async def take(self) -> RowNews:
@@ -99,7 +96,7 @@ class SharedStream:
         self._name = ""  # of the open stream
         self._numbers = itertools.count()
         self._rows: dict[int, _Inbox] = {}
-        self._untold: deque[_Inbox] = deque()
+        self._untold: OrderedDict[_Inbox, None] = OrderedDict()
         self._reading: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -189,15 +186,15 @@ class SharedStream:
             if inbox is None:
                 continue
             inbox.add(news)
-            if not inbox.listed:
-                inbox.listed = True
-                (self._untold.append if inbox.begun else self._untold.appendleft)(inbox)
+            if inbox not in self._untold:
+                self._untold[inbox] = None
+                self._untold.move_to_end(inbox, last=inbox.begun)
         if not telling:
             self._tell()
 
     def _tell(self) -> None:
         """Tell some rows now, and the others in the next turns."""
         for _ in range(min(_TOLD_AT_ONCE, len(self._untold))):
-            self._untold.popleft().tell()
+            self._untold.popitem(last=False)[0].tell()
         if self._untold:
             asyncio.get_running_loop().call_soon(self._tell)
