@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import TypeVar
 
 from launcher_scripts.engine.core.kv_cache import ExtentAllocator
 from launcher_scripts.engine.core.plan import Move, Plan, PrefillPart, RowStart, TokenMask
-from launcher_scripts.engine.core.results import EncodedRow, StepResult
+from launcher_scripts.engine.core.results import BeamResult, EncodedRow, StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row, answer, snapshot, take, take_beams
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.core.statistics import Statistics
@@ -20,6 +21,7 @@ from launcher_scripts.engine.core.statistics import Statistics
 TOKENS_PER_DECODING_ROW = 4
 ROWS_PER_STEP_OF_PATIENCE = 8
 MOST_PATIENCE = 2
+News = TypeVar("News", TokenResult, BeamResult)
 
 
 class Scheduler:
@@ -116,21 +118,21 @@ class Scheduler:
             rows[slot].prompt_scores.append(copy.read())
         self._statistics.begin_apply()
         for tokens in result.read():
-            now = self._statistics.tokens_are_here()
-            for token in tokens:
-                row = rows[token.slot]
-                if not row.finished:
-                    take(row, token)
-                    self._go_on(row, now)
+            self._take_part(rows, tokens, take)
         if result.beams:
-            searches = result.read_beams()
-            now = self._statistics.tokens_are_here()
-            for beams in searches:
-                row = rows[beams.slot]
-                if not row.finished:
-                    take_beams(row, beams)
-                    self._go_on(row, now)
+            self._take_part(rows, result.read_beams(), take_beams)
         self._statistics.end_apply()
+
+    def _take_part(
+        self, rows: Mapping[int, Row], news: Sequence[News], take_one: Callable[[Row, News], None]
+    ) -> None:
+        """Take what a part of a step brings its rows; those that have ended leave it."""
+        now = self._statistics.tokens_are_here()
+        for each in news:
+            row = rows[each.slot]
+            if not row.finished:
+                take_one(row, each)
+                self._go_on(row, now)
 
     def _go_on(self, row: Row, now: float) -> None:
         """Answer a row that has ended; say how far one has come that goes on."""
