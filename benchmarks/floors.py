@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks.recorded import result
 from benchmarks.shapes import Case
 from launcher_scripts.checkpoint.fastertransformer.folder import weight_files
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 
 BYTES = 2  # of a bfloat16
-RESULTS = Path(__file__).resolve().parent / "results"
 GPUS_OF_NODE = 8
 BETWEEN_NODES = (30e-6, 50e9)  # seconds of a small sum, bytes per second: assumed
 
@@ -73,8 +71,8 @@ def exchange_of(tp_size: int) -> Callable[[int], float]:
     """Seconds of a sum over so many GPUs: as measured within a node, else as assumed."""
     if tp_size > GPUS_OF_NODE:
         return between_nodes(*BETWEEN_NODES)
-    report = json.loads((RESULTS / "tensor-parallel-h200.json").read_text(encoding="utf-8"))
-    sums = {row["tp_size"]: row["microseconds_by_bytes"] for row in report["sums"]}
+    rows = result("tensor-parallel")["sums"]
+    sums = {row["tp_size"]: row["microseconds_by_bytes"] for row in rows}
     return within_node(sums[min(max(sums), max(2, tp_size))]["one-shot"])
 
 

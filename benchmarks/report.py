@@ -9,18 +9,17 @@ when a text is not what the results say.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import textwrap
 from pathlib import Path
 
 from benchmarks import tables
 from benchmarks.floors import BETWEEN_NODES, Rates, exchange_of, planned_ms
+from benchmarks.recorded import result
 from benchmarks.shapes import BATCHES, CONFIGS, GPT_43B, USE_CASES, Case
 from launcher_scripts.models.gpt import GPTConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 SUMMARY = (USE_CASES["question answering"], BATCHES[-1])
 FIGURE = Path("docs") / "latency.svg"
 BEGIN = "<!-- made by python3 -m benchmarks.report -->"
@@ -71,11 +70,6 @@ def draw_figure() -> None:
     from benchmarks.figure import draw
 
     draw(ROOT / FIGURE, result("serve")["rows"], rows_by_gpus())
-
-
-def result(name: str) -> dict:
-    """What a benchmark found on the H200s."""
-    return json.loads((RESULTS / f"{name}-h200.json").read_text(encoding="utf-8"))
 
 
 def rows_by_gpus() -> list[dict]:

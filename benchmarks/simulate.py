@@ -29,7 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.floors import BYTES, RESULTS, exchange_of, numbers
+from benchmarks.floors import BYTES, exchange_of, numbers
+from benchmarks.recorded import result
 from benchmarks.serving import INPUTS, OUTPUTS
 from benchmarks.shapes import CONFIGS, GPT_43B, GPT_175B
 from launcher_scripts.contract.requests import GenerateRequest
@@ -39,7 +40,7 @@ from launcher_scripts.engine.core.row import Row
 from launcher_scripts.engine.core.scheduler import Scheduler
 from launcher_scripts.engine.engine import STEPS_AHEAD
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
-from launcher_scripts.engine.runner.prompt_batch import ROW_BUCKETS, TOKEN_BUCKETS
+from launcher_scripts.engine.runner.prompt_batch import prompt_bucket
 from launcher_scripts.models.gpt import GPTConfig
 
 # Models, and the measured one whose decode steps come as near to their floors.
@@ -82,7 +83,7 @@ class StepTimes:
     def of(cls, config: GPTConfig, shape: str, tp_size: int = 1) -> StepTimes:
         """At the rates of results/decode-h200.json, a decode step at the share of its floor that
         was measured for `shape`."""
-        report = json.loads((RESULTS / "decode-h200.json").read_text(encoding="utf-8"))
+        report = result("decode")
         read_bytes = report["bandwidth"]["read_tb_per_s"] * 1e12
         (prefill,) = (row for row in report["rows"] if "prefill_tokens" in row)
         layers = numbers(config, lambda name: name.startswith("layers.")) / tp_size
@@ -119,7 +120,8 @@ class StepTimes:
         """A pass over so many tokens of so many prompts."""
         if not tokens:
             return 0.0
-        filled = next((size for size in TOKEN_BUCKETS if tokens <= size), tokens)
+        graph = prompt_bucket(tokens, rows)
+        filled = tokens if graph is None else graph.tokens
         read = self.layers * BYTES / self.read_bytes
         work = max(read, 2 * self.layers * filled / self.operations)
         head = 2 * self.head * rows / self.operations + self.head * BYTES / self.read_bytes
@@ -133,9 +135,11 @@ class StepTimes:
     def launch(self, plan: Plan) -> float:
         """The host's part before the device begins."""
         tokens = sum(part.count for part in plan.prefill)
-        graph = tokens <= TOKEN_BUCKETS[-1] and len(plan.prefill) <= ROW_BUCKETS[-1]
-        pass_ = 0.0 if not tokens else LAUNCH_SECONDS if graph else EAGER_SECONDS
-        return pass_ + LAUNCH_SECONDS + ROW_SECONDS * len(plan.decode)
+        launch = LAUNCH_SECONDS + ROW_SECONDS * len(plan.decode)
+        if tokens:
+            eager = prompt_bucket(tokens, len(plan.prefill)) is None
+            launch += EAGER_SECONDS if eager else LAUNCH_SECONDS
+        return launch
 
 
 class Simulation:
@@ -222,8 +226,7 @@ class _Step(StepResult):
 
 def beside_measured(row: dict) -> dict:
     """What was measured of a row's model and clients, and its ratio; nothing where it was not."""
-    report = json.loads((RESULTS / "gateway-h200.json").read_text(encoding="utf-8"))
-    for each in report["rows"]:
+    for each in result("gateway")["rows"]:
         same = (each["model"], each["clients"]) == (row["model"], row["clients"])
         if same and row["tp_size"] == 1:
             measured = each["whole_answers_tokens_per_s"]

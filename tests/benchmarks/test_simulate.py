@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from benchmarks.floors import RESULTS
+from benchmarks.recorded import result
 from benchmarks.simulate import MODELS, Simulation, StepTimes, beside_measured
 
 MEASURED = [
-    (row["model"], row["clients"])
-    for row in json.loads((RESULTS / "gateway-h200.json").read_text(encoding="utf-8"))["rows"]
-    if row["clients"] <= 128
+    (row["model"], row["clients"]) for row in result("gateway")["rows"] if row["clients"] <= 128
 ]
 
 

@@ -58,6 +58,13 @@ class Nowhere:
     slot: int
 
 
+def prompt_bucket(tokens: int, rows: int) -> Sizes | None:
+    """What a pass over so many is filled up to; None where it is larger than all buckets."""
+    filled = next((size for size in TOKEN_BUCKETS if tokens <= size), None)
+    places = next((size for size in ROW_BUCKETS if rows <= size), None)
+    return None if filled is None or places is None else bucket_sizes(filled, places)
+
+
 def bucket_sizes(tokens: int, rows: int) -> Sizes:
     """Of a batch that is filled up: every row, and what fills up, may end in part of a piece."""
     return Sizes(tokens, tokens // QUERIES_PER_TILE + rows + 1, rows)
@@ -90,11 +97,7 @@ class PackedPrompts:
 
     def bucket(self) -> Sizes | None:
         """The sizes that it is filled up to; None where it is larger than all."""
-        tokens = next((size for size in TOKEN_BUCKETS if self.tokens <= size), None)
-        rows = next((size for size in ROW_BUCKETS if len(self.parts) <= size), None)
-        if tokens is None or rows is None:
-            return None
-        return bucket_sizes(tokens, rows)
+        return prompt_bucket(self.tokens, len(self.parts))
 
     def to_device(self, device: torch.device, nowhere: Nowhere, sizes: Sizes | None) -> Tensor:
         """One int64 vector for `unpacked`; sizes: what is filled up to."""
