@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher_scripts.common.exit_codes import VERDICTS
 from launcher_scripts.config.ladder import LadderRung
 from launcher_scripts.evaluation.tables import align, interval
 from launcher_scripts.evaluation.tasks.task import Metric
 
-GO, INCONCLUSIVE = "GO", "INCONCLUSIVE"
+GO = VERDICTS[0]
+_BEST_FIRST = (0, 2, 1)  # the exit codes of verdicts
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,8 @@ def choose(rows: Sequence[LadderRow]) -> tuple[str | None, str]:
 
 def exit_code(rows: Sequence[LadderRow]) -> int:
     """Of the best verdict of a rung: whether one can go live. 0 where nobody judged."""
-    verdicts = {row.verdict for row in rows} - {None}
-    if not verdicts or GO in verdicts:
-        return 0
-    return 2 if INCONCLUSIVE in verdicts else 1
+    verdicts = {row.verdict for row in rows}
+    return next((code for code in _BEST_FIRST if VERDICTS[code] in verdicts), 0)
 
 
 def _cost(row: LadderRow) -> tuple[float, float]:
