@@ -50,6 +50,35 @@ def test_beyond_the_range_of_float32_is_infinite() -> None:
     assert np.isinf(widened(to_bfloat16(np.array([1e300, -1e300])))).all()
 
 
+def half_edges() -> np.ndarray:
+    """Every float16, and what lies half-way and next to it between two of them, as float32."""
+    halves = np.arange(0x7C01, dtype="<u2").view("<f2").astype("<f4")
+    halves[-1] = 65536
+    ties = (halves[:-1] + halves[1:]) / 2
+    sides = [np.nextafter(ties, np.float32(end)) for end in (0, np.inf)]
+    values = np.concatenate([halves, ties, *sides])
+    return np.concatenate([values, -values])
+
+
+def as_half(values: np.ndarray) -> np.ndarray:
+    return converted(values, np.dtype("<f2")).view("<u2")
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize("most", [65519.0, np.inf])
+def test_every_half_and_what_is_between(most: float) -> None:
+    values = half_edges()
+    values = values[np.abs(values) <= most]
+    assert np.array_equal(as_half(values), values.astype("<f2").view("<u2"))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=50))
+def test_any_bits_as_half(bits: list[int]) -> None:
+    values = np.array(bits, "<u4").view("<f4")
+    assert np.array_equal(as_half(values), values.astype("<f2").view("<u2"))
+
+
 def test_beyond_the_range_of_float16_is_infinite_without_a_warning() -> None:
     values = np.array([65519.0, 65520.0, -1e30], "<f4")
     assert converted(values, np.dtype("<f2")).tolist() == [65504.0, np.inf, -np.inf]
