@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.processes import wait_for
+from tests.processes import processes, variables, wait_for
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
 from tests.slurm.test_jobs import ended
@@ -86,6 +88,13 @@ def test_a_job_removes_what_killed_ones_have_left_on_its_node(
     for name in ("launcher_other_1_0_0", "launcher_test_x", "pyxis_1.0", "launcher_test_9999_0_0"):
         (Path(f"{enroot_calls}.nodes") / "n1" / name).mkdir()
     wait_for(lambda: chosen.log("deploy").count("server starts") == 1)
+    # Suspended first: a shell that sees its command die before it is killed itself would tidy up.
+    step = {f"SLURM_JOB_ID={killed}".encode(), b"SLURM_STEP_ID=0"}
+    suspended = [pid for pid, _ in processes() if step.issubset(variables(pid))]
+    assert suspended
+    for pid in suspended:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
     slurm.run("scancel", "--signal=KILL", f"{killed}.0")
     assert ended(slurm, chosen, "deploy")[0] == "FAILED"
     assert f"n1/launcher_test_{killed}_0_0" in left(enroot_calls)
