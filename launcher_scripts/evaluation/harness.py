@@ -11,6 +11,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,11 +20,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
+from launcher_scripts.common.processes import signal_when_parent_dies
 from launcher_scripts.config.harness import KEY, HarnessSettings
 from launcher_scripts.config.security import read_secrets
 from launcher_scripts.config.settings import EvaluateSettings
@@ -133,8 +136,13 @@ def models_of(openai: str, key: str | None = None) -> dict[str, dict[str, Any]]:
     return {model["id"]: model for model in _ask(f"{openai}/models", key)["data"]}
 
 
-def run(harness: HarnessSettings, gateway: Gateway, folder: Path) -> HarnessResult:
-    """lm_eval's tasks on the gateway's model; its files replace those that are in `folder`."""
+def run(
+    harness: HarnessSettings, gateway: Gateway, folder: Path, answers: Path | None = None
+) -> HarnessResult:
+    """lm_eval's tasks on the gateway's model; its files replace those that are in `folder`.
+
+    answers: where lm_eval keeps what the model answers, and looks before it asks
+    """
     model = {
         "model": gateway.model,
         "base_url": f"{gateway.openai}/completions",
@@ -143,7 +151,7 @@ def run(harness: HarnessSettings, gateway: Gateway, folder: Path) -> HarnessResu
     }
     # Not on the command line, which other users of the machine may read.
     secret = {"OPENAI_API_KEY": gateway.key} if gateway.key else {}
-    return run_lm_eval(harness, ("gateway-completions", model), folder, secret)
+    return run_lm_eval(harness, ("gateway-completions", model), folder, secret, answers)
 
 
 def run_lm_eval(
@@ -151,20 +159,22 @@ def run_lm_eval(
     model: tuple[str, Mapping[str, Any]],
     folder: Path,
     environment: Mapping[str, str] = MappingProxyType({}),
+    answers: Path | None = None,
 ) -> HarnessResult:
-    """lm_eval's tasks on any of its models: its type, and its arguments.
+    """lm_eval's tasks on any of its models: its type, and its arguments. answers: as in run.
 
     Raises ConfigError where a data set is missing, ServerError when lm_eval fails.
     """
     version = lm_eval_version(harness)
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    output = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
     with tempfile.TemporaryDirectory(prefix="lm_eval_") as cache:
         code = subprocess.run(
-            command(harness, model, partial),
+            command(harness, model, output, answers),
             cwd=harness.data,
             env={**_environment(harness), **environment, "HF_HOME": cache},
+            preexec_fn=partial(signal_when_parent_dies, signal.SIGKILL),
             check=False,
         ).returncode
     if code == NO_DATA:
@@ -172,19 +182,26 @@ def run_lm_eval(
         raise ConfigError(problem(what, change=f"{KEY}.data (docs/evaluation.md)"))
     if code:
         raise ServerError(f"lm_eval ended with exit status {code}; its last lines are above")
-    result = read_results(partial, version)
+    result = read_results(output, version)
     shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    output.rename(folder)
     return result
 
 
 def command(
-    harness: HarnessSettings, model: tuple[str, Mapping[str, Any]], output: Path
+    harness: HarnessSettings,
+    model: tuple[str, Mapping[str, Any]],
+    output: Path,
+    answers: Path | None = None,
 ) -> list[str]:
     """The command line of lm_eval."""
     kind, arguments = model
-    limits = {"--limit": harness.limit, "--num_fewshot": harness.num_fewshot}
-    given = {name: str(value) for name, value in limits.items() if value is not None}
+    options = {
+        "--limit": harness.limit,
+        "--num_fewshot": harness.num_fewshot,
+        "--use_cache": answers and answers.absolute(),
+    }
+    given = {name: str(value) for name, value in options.items() if value is not None}
     return [
         *(harness.python or sys.executable, str(PROGRAM), "run"),
         *("--model", kind, "--model_args", json.dumps(arguments)),

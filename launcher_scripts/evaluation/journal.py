@@ -15,6 +15,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from launcher_scripts.common.errors import ConfigError, problem
@@ -80,14 +81,15 @@ class Journal:
         """
         yield from self.kept
         for result in ask(len(self.kept)):
-            self._note({"result": result, **counts()})
+            self.note(result, counts())
             yield result
 
-    def _note(self, line: Mapping[str, Any]) -> None:
+    def note(self, result: Any, counts: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Write a result down, a plain value; counts: what all results until now took."""
         try:
             if self._file is None:
                 self._file = self._opened()
-            self._write(line)
+            self._write({"result": result, **counts})
         except OSError as error:
             raise ConfigError(
                 problem(f"cannot write {self.path}: {error}", change=WHERE)
@@ -231,8 +233,9 @@ def _hold(descriptor: int, path: Path) -> None:
 
 def remove_journals(folder: Path) -> None:
     """An evaluation is done: the next one asks everything again. What was put aside stays."""
-    for path in folder.glob("*.jsonl"):
-        path.unlink()
+    for kind in ("*.jsonl", "*.db"):  # the latter are lm_eval's
+        for path in folder.glob(kind):
+            path.unlink()
 
 
 def _say(text: str) -> None:

@@ -20,6 +20,7 @@ from launcher_scripts.evaluation.comparison import compared, open_reference, tim
 from launcher_scripts.evaluation.journal import FOLDER, Journal
 from launcher_scripts.evaluation.provenance import (
     data_files,
+    files_of,
     questions_of,
     reference_set_up,
     set_up,
@@ -86,7 +87,8 @@ def measure_task(
     folder = Path(settings.results_dir) / FOLDER
     around = (asked.opening_ids, asked.closing_ids, asked.decoder_ids)
     questions = {"settings": questions_of(task_settings), "special_ids": around}
-    served = set_up(environment, **questions)
+    comparing = {"reference": files_of(Path(str(task_settings.reference)))}
+    served = set_up(environment, **questions, **(comparing if name in COMPARING else {}))
     with Journal(folder / f"{name}.jsonl", served, environment, resume=resume) as journal:
         result = timed(task, task_settings, asked, log_progress(name), journal)
         environment = journal.measured_on

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 from launcher_scripts.steps.packages import check_packages
@@ -16,13 +18,18 @@ if __name__ == "__main__":
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
 from launcher_scripts.config.policy import opened
 from launcher_scripts.config.settings import EvaluateSettings
+from launcher_scripts.evaluation.journal import FOLDER, Journal
 from launcher_scripts.evaluation.load.figures import LoadRun
 from launcher_scripts.evaluation.load.load_test import LoadTest
 from launcher_scripts.evaluation.load.saturation import Saturation
+from launcher_scripts.evaluation.provenance import set_up
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import load_table
 from launcher_scripts.steps.evaluation_step import run_evaluation
+
+# Of the settings: no run's figures depend on these.
+_LIMITS = ("api_key_file", "find_saturation", "saturation_runs", "time_limit")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,19 +48,25 @@ def measure(settings: EvaluateSettings) -> None:
     report = Report(Path(settings.results_dir), settings.model_name)
     client, ready = connect(settings)
     saturation: Saturation | None = None
-    with client:
+    with client, ExitStack() as stack:
         files = [file for file in load.files.values() if file is not None]
         environment = measured_on(settings, ready, data=files, parameters=client.parameters)
+        asked = {name: value for name, value in asdict(load).items() if name not in _LIMITS}
+        served = set_up(environment, settings=asked, request_timeout=settings.request_timeout)
+        file = Path(settings.results_dir) / FOLDER / "load.jsonl"
+        journal = stack.enter_context(Journal(file, served, environment, resume=settings.resume))
 
         def noted(run: LoadRun) -> None:
             log_run(run)
-            report.add_load(load, test.runs, saturation, environment)
+            if run.valid:  # an interrupted job may be why it is not: the next one runs it again
+                journal.note(asdict(run))
+            report.add_load(load, test.runs, saturation, journal.measured_on)
 
-        test = LoadTest(settings, load, client, noted)
+        test = LoadTest(settings, load, client, noted, list(map(LoadRun.of, journal.kept)))
         test.run_all()
         if load.find_saturation:
             saturation = test.saturation()
-            report.add_load(load, test.runs, saturation, environment)
+        report.add_load(load, test.runs, saturation, journal.measured_on)
     print(load_table(test.runs))
     if saturation is not None:
         print(f"{saturation.path}: {saturation.text}")

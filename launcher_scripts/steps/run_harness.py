@@ -5,15 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from launcher_scripts.steps.packages import check_packages
 
 if __name__ == "__main__":
     check_packages("run_harness", "jinja2", "matplotlib", "numpy", "tritonclient", "yaml")
 
+from launcher_scripts.common.digests import value_digest
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.config.settings import EvaluateSettings
+from launcher_scripts.evaluation import journal
 from launcher_scripts.evaluation.harness import find_gateway, lm_eval_version, run
+from launcher_scripts.evaluation.provenance import set_up
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import harness_table
@@ -31,15 +35,25 @@ def measure(settings: EvaluateSettings) -> None:
     harness = settings.harness
     if harness is None or not harness.tasks:
         raise ConfigError(problem("no task for lm_eval", change="evaluate.harness.tasks"))
-    lm_eval_version(harness)
+    version = lm_eval_version(harness)
     report = Report(Path(settings.results_dir), settings.model_name)
     client, ready = connect(settings)
     with client:
         environment = measured_on(settings, ready, parameters=client.parameters)
     gateway = find_gateway(settings, harness, ready)
-    result = run(harness, gateway, report.results_dir / FOLDER)
+    answers = _answers(settings, set_up(environment, lm_eval=version))
+    result = run(harness, gateway, report.results_dir / FOLDER, answers)
     report.add_harness(harness, result, environment)
     print("\n".join([harness_table(result), "", f"report: {report.html_file}"]))
+
+
+def _answers(settings: EvaluateSettings, served: dict[str, Any]) -> Path:
+    """Where lm_eval keeps answers: those of the same model, tokenizer and version alone."""
+    folder = Path(settings.results_dir) / journal.FOLDER
+    if not settings.resume:
+        for old in folder.glob(f"{FOLDER}-*.db"):
+            old.unlink()
+    return folder / f"{FOLDER}-{value_digest(served)[:16]}"
 
 
 if __name__ == "__main__":

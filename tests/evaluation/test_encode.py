@@ -89,6 +89,29 @@ def test_states_are_compared_token_by_token(
         assert item["relative_difference"] == pytest.approx(error / 6, abs=error / 10 + 1e-6)
 
 
+def test_texts_are_asked_and_compared_in_parts_that_can_go_on(
+    original: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode, "PART", 2)
+    folder, model = original
+    settings = task(tmp_path, folder)
+    whole = encode.run(settings, asked_with(Encoder(model, 0.5), tmp_path), no_progress)
+    encoder = Encoder(model, 0.5)
+    kept = [
+        [{key: item[key] for key in whole.metrics} for item in whole.items[:2]],
+    ]
+
+    def continued(ask: Any) -> Iterator[Any]:
+        yield from kept
+        yield from ask(len(kept))
+
+    done: list[tuple[int, int]] = []
+    asked = dataclasses.replace(asked_with(encoder, tmp_path), continued=continued)
+    result = encode.run(settings, asked, lambda *counts: done.append(counts))
+    assert result == whole
+    assert [row.input_ids for row in encoder.rows] == [(0, 4, 1)] and done == [(3, 3)]
+
+
 def test_agreement_is_of_the_worst_token() -> None:
     reference = np.array([[1, 0], [0, 2]], np.float32)
     agreement = encode.compared(np.array([[1, 1], [0, 4]], np.float32), reference)

@@ -36,6 +36,10 @@ if sys.argv[2] == "version":
     sys.exit(int((here / "version_exits").read_text()))
 (here / "asked.json").write_text(json.dumps([sys.argv[2:], dict(os.environ), os.getcwd()]))
 output = Path(sys.argv[sys.argv.index("--output_path") + 1]) / "counting"
+answers = Path(sys.argv[sys.argv.index("--use_cache") + 1] + "_rank0.db")
+with answers.open("a") as file:
+    file.write("asked\\n")
+(here / "answers").write_text(answers.read_text())
 if (here / "writes").read_text():
     shutil.copytree("{RECORDED}", output)
 sys.exit(int((here / "run_exits").read_text()))
@@ -89,7 +93,7 @@ def asked(job: Path, **changes: Any) -> HarnessSettings:
     return HarnessSettings(**values | changes)
 
 
-def run(job: Path, server: FakeServer, **changes: Any) -> int:
+def run(job: Path, server: FakeServer, *, resume: bool = True, **changes: Any) -> int:
     """The step's exit status. openai: what the server's ready file says of its gateway."""
     openai = changes.pop("openai", None)
     ready = {"http": server.address, "models": ["counting"], "versions": {}, "ranks": []}
@@ -101,6 +105,7 @@ def run(job: Path, server: FakeServer, **changes: Any) -> int:
         tokenizer_dir=str(job),
         harness=asked(job, **changes),
         ready_timeout=0.5,
+        resume=resume,
     )
     write_settings(settings, job / "settings.yaml")
     return run_harness.main(["--settings", str(job / "settings.yaml")])
@@ -119,7 +124,7 @@ def test_lm_eval_is_asked_and_its_figures_are_reported(
     assert model["base_url"] == f"{gateway}/completions"
     assert (model["model"], model["max_length"], model["num_concurrent"]) == ("counting", 64, 8)
     assert argv[argv.index("--tasks") + 1 :][:2] == ["lambada_openai", "boolq"]
-    assert argv[-4:] == ["--limit", "5", "--num_fewshot", "2"]
+    assert argv[-6:-2] == ["--limit", "5", "--num_fewshot", "2"]
     # Nothing is downloaded, the key is not on the command line, and packages do not mix.
     assert folder == str(job / "data")
     assert (env["HF_DATASETS_OFFLINE"], env["HF_HUB_OFFLINE"]) == ("1", "1")
@@ -148,6 +153,28 @@ def test_lm_eval_is_asked_and_its_figures_are_reported(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["lm_eval", "0.4.13", "items", "value", "95", "%", "interval"]
     assert ["boolq", "acc", "5", "60.0", "%"] in [line.split()[:5] for line in lines]
+
+
+def test_lm_eval_keeps_its_answers_until_the_evaluation_is_done(job: Path, gateway: str) -> None:
+    """Of the same weights alone, and not where all is to be asked anew."""
+    journals, answers = job / "results" / "journal", job / "answers"
+    (job / "manifest.json").write_text("{}")
+    (job / "run_exits").write_text("1")
+    with FakeServer() as server:
+
+        def asked_before(**options: bool) -> int:
+            """How often lm_eval had these answers already, in a run that fails."""
+            assert run(job, server, openai=gateway, **options) == ERROR
+            return len(answers.read_text().splitlines()) - 1
+
+        assert [asked_before(), asked_before()] == [0, 1]
+        (job / "manifest.json").write_text('{"other": "weights"}')
+        assert [asked_before(), asked_before()] == [0, 1]
+        assert asked_before(resume=False) == 0
+        (job / "run_exits").write_text("0")
+        assert run(job, server, openai=gateway) == 0
+    assert len(answers.read_text().splitlines()) == 2
+    assert not journals.exists()
 
 
 def task_of(values: dict[str, Any], folder: Path) -> harness.HarnessTask:

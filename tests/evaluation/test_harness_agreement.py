@@ -6,9 +6,12 @@ is: benchmarks/clients/requirements.txt.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import re
 import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -36,6 +39,7 @@ from launcher_scripts.steps import (
     write_model_repository,
 )
 from launcher_scripts.steps.quickstart import gguf_file
+from tests.evaluation.test_journal import kill_when
 from tests.server.processes import running
 
 PROGRAM = shutil.which("lm_eval")
@@ -51,8 +55,25 @@ pytestmark = [
 ]
 
 
-def test_every_item_is_that_of_the_hf_model(tmp_path: Path) -> None:
-    """The project's own lambada, lm_eval's lambada_openai, and the choices of its boolq."""
+def answers(results: Path) -> int:
+    """How many the journal of lm_eval has."""
+    for file in results.glob("journal/harness-*.db"):
+        with (
+            contextlib.suppress(sqlite3.OperationalError),  # it has no table yet
+            contextlib.closing(sqlite3.connect(file)) as journal,
+        ):
+            (count,) = journal.execute("select count(*) from unnamed").fetchone()
+            return int(count)
+    return 0
+
+
+def test_every_item_is_that_of_the_hf_model(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The project's own lambada, lm_eval's lambada_openai, and the choices of its boolq.
+
+    lm_eval is killed half-way and goes on.
+    """
     python = Path(str(PROGRAM)).with_name("python3")
     data = write_data(tmp_path / "data")
     keys = tmp_path / "keys"
@@ -82,8 +103,14 @@ def test_every_item_is_that_of_the_hf_model(tmp_path: Path) -> None:
             harness=harness,
         )
         write_settings(settings, tmp_path / "evaluate.yaml")
-        for step in (measure_accuracy, run_harness):
-            assert step.main(["--settings", str(tmp_path / "evaluate.yaml")]) == 0
+        arguments = ["--settings", str(tmp_path / "evaluate.yaml")]
+        assert measure_accuracy.main(arguments) == 0
+        kill_when("run_harness", arguments, lambda: answers(tmp_path / "results") >= ITEMS)
+        kept = answers(tmp_path / "results")
+        capfd.readouterr()
+        assert run_harness.main(arguments) == 0
+        found = re.findall(r"Cached requests: (\d+)", capfd.readouterr().err)
+        assert sum(map(int, found)) == kept
         assert server.stop() == 0, server.err
 
     hf = run_lm_eval(harness, hf_model(gguf_file()), tmp_path / "hf")

@@ -335,6 +335,32 @@ def test_what_does_not_fit_into_the_time_is_an_error(
     assert said in capsys.readouterr().err
 
 
+def test_an_interrupted_load_test_goes_on_behind_its_valid_runs(
+    step: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"clients": (1, 2), "rates": (50.0,), "find_saturation": True, "saturation_runs": 2}
+    faults = {2: ("the server restarted",)}
+    logged: list[Any] = []
+
+    def interrupting(run: Any) -> None:
+        logged.append(run)
+        if len(logged) == 3:
+            raise ConfigError("interrupted")
+
+    monkeypatch.setattr(load_test, "invalid_reasons", lambda run, *_: faults.get(run.clients, ()))
+    monkeypatch.setattr(measure_load, "log_run", interrupting)
+    code, before = step(*range(0, 36, 6), **sizes)
+    assert code == ERROR and [run["valid"] for run in before["runs"]] == [True, False]
+    faults.clear()
+    code, load = step(*range(0, 36, 6), **sizes)
+    assert code == 0 and "load goes on behind 1 results" in capsys.readouterr().err
+    assert load["runs"][0] == before["runs"][0] and load["saturation"] is not None
+    assert [(run["clients"], run["rate"]) for run in load["runs"]][:3] == [
+        *((1, None), (2, None), (None, 50.0))
+    ]
+    assert len(load["measured_on"]["runs"]) == 2
+
+
 def test_a_path_without_an_address(step: Any, capsys: pytest.CaptureFixture[str]) -> None:
     code, load = step(paths=("gateway", "http"))
     assert (code, load) == (ERROR, {})

@@ -8,7 +8,7 @@ requests that is the last answer, as in vLLM's benchmark.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,12 @@ class LoadRun:
     @property
     def load(self) -> Load:
         return Load(self.clients, self.rate)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> LoadRun:
+        """The run that a report or a journal has as plain values."""
+        lists = {name: tuple(values[name]) for name in ("timeline", "invalid_reasons")}
+        return cls(**{**values, **lists})
 
 
 def run_figures(

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
+from launcher_scripts.common.processes import signal_when_parent_dies
 from launcher_scripts.evaluation.load.driver import Answer, Driven
 from launcher_scripts.evaluation.load.paths import Target
 from launcher_scripts.evaluation.load.plan import Load, Plan
@@ -63,7 +66,12 @@ def run_guidellm(
         try:
             with log.open("wb") as out:
                 code = subprocess.run(
-                    [command, *arguments], stdout=out, stderr=out, timeout=limit, check=False
+                    [command, *arguments],
+                    stdout=out,
+                    stderr=out,
+                    timeout=limit,
+                    preexec_fn=partial(signal_when_parent_dies, signal.SIGKILL),
+                    check=False,
                 ).returncode
         except subprocess.TimeoutExpired as error:
             raise ServerError(

@@ -37,12 +37,13 @@ class LoadTest:
         load: LoadSettings,
         client: Client,
         noted: Noted,
+        earlier: Sequence[LoadRun] = (),
     ) -> None:
-        """noted: is told every run when it ends.
+        """noted: is told every run when it ends; earlier: runs that were made already.
 
         Raises ConfigError for files that cannot be read and for paths that the ready file lacks.
         """
-        self.runs: list[LoadRun] = []
+        self.runs = list(earlier)
         self._settings, self._load, self._client, self._noted = settings, load, client, noted
         self._deadline = time.monotonic() + load.time_limit
         folder = Path(settings.tokenizer_dir)

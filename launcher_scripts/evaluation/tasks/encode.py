@@ -6,7 +6,8 @@ whose encoder transformers runs in float32. An item is compared token by token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.config.tasks import TaskSettings
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.evaluation.tasks.prompts import (
     numbered,
     prompts_of,
@@ -33,6 +35,8 @@ from launcher_scripts.evaluation.tasks.task import (
 )
 
 TEMPLATE = "{text}"
+# Texts that are asked together before the reference computes, which is not the server's time.
+PART = 64
 
 
 def read_texts(settings: TaskSettings) -> list[str]:
@@ -102,17 +106,30 @@ def run(settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
         )
         for prompt in prompts_of(settings, TEMPLATE, fields, "text")
     ]
-    served = []  # all of them before the reference computes, which is not the server's time
-    for states in asked.model.hidden_states(rows, settings.batch_size):
-        served.append(states)
-        progress(len(served), len(rows))
-    items = []
-    for index, (row, text, states) in enumerate(zip(rows, texts, served, strict=True)):
-        expected = reference.states(row)
-        if expected.shape != states.shape:
-            what = "the served model and the reference have states of other sizes"
-            sizes = f"{states.shape} and {expected.shape}"
-            raise ConfigError(problem(what, got=sizes, change=REFERENCE_KEY))
-        agreement = compared(states, expected)
-        items.append({"index": index, "text": text, "tokens": len(row.input_ids), **agreement})
+
+    def parts(first: int) -> Iterator[list[dict[str, float]]]:
+        """The agreement of PART texts, and of the next ones, from a part's number on."""
+        for begin in range(first * PART, len(rows), PART):
+            part, served = rows[begin : begin + PART], []
+            for states in asked.model.hidden_states(part, settings.batch_size):
+                served.append(states)
+                progress(begin + len(served), len(rows))
+            yield [_agreement(*each, reference.states) for each in zip(part, served, strict=True)]
+
+    agreements = itertools.chain.from_iterable(asked.continued(parts))
+    items: list[dict[str, Any]] = [
+        {"index": index, "text": text, "tokens": len(row.input_ids), **agreement}
+        for index, (row, text, agreement) in enumerate(zip(rows, texts, agreements, strict=True))
+    ]
     return TaskResult(summarise(items), items)
+
+
+def _agreement(
+    row: GenerateRequest, served: States, states_of: Callable[[GenerateRequest], States]
+) -> dict[str, float]:
+    expected = states_of(row)
+    if expected.shape != served.shape:
+        what = "the served model and the reference have states of other sizes"
+        sizes = f"{served.shape} and {expected.shape}"
+        raise ConfigError(problem(what, got=sizes, change=REFERENCE_KEY))
+    return compared(served, expected)
