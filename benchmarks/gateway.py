@@ -23,45 +23,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks.generate import machine
 from benchmarks.load_clients import load_target, measured
-from benchmarks.peers import config_of, reason
+from benchmarks.peers import config_of
 from benchmarks.repositories import RandomModel
 from benchmarks.serving import INPUTS, OUTPUTS, Server
-from benchmarks.shapes import CONFIGS, TINY
-from benchmarks.streaming import rows
+from benchmarks.streaming import Rows, beside_whole_answers
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--folder", type=Path, required=True, help="for the models; made if absent")
-    parser.add_argument("--shapes", nargs="+", choices=(*CONFIGS, *TINY), default=["1.3b"])
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 32, 128, 512])
-    parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
-    arguments = parser.parse_args(argv)
-    facts: dict = {"rows": [], "errors": []}
-    if torch.cuda.is_available():
-        facts["machine"] = machine()
-    for shape in arguments.shapes:
-        try:
-            whole = dict(rows(arguments, shape, streams=False))
-            for clients, row in gateway_rows(arguments, shape):
-                row["whole_answers_tokens_per_s"] = whole[clients]["tokens_per_s"]
-                row["ratio"] = round(row["tokens_per_s"] / whole[clients]["tokens_per_s"], 3)
-                facts["rows"].append({"model": shape, **row})
-                print(json.dumps(facts["rows"][-1]), flush=True)
-                if arguments.out:
-                    arguments.out.write_text(json.dumps(facts, indent=2), encoding="utf-8")
-        except Exception as error:  # the other models go on
-            facts["errors"].append({"model": shape, "error": reason(error)})
-            print(json.dumps(facts["errors"][-1]), flush=True)
-    return 1 if facts["errors"] else 0
+    return beside_whole_answers(argv, __doc__, [1, 32, 128, 512], gateway_rows)
 
 
-def gateway_rows(arguments: argparse.Namespace, shape: str) -> Iterator[tuple[int, dict]]:
+def gateway_rows(arguments: argparse.Namespace, shape: str) -> Rows:
     """The figures of one gateway before one server, by clients."""
     config = replace(config_of(shape), max_positions=INPUTS[1] + OUTPUTS[1])
     model = RandomModel(shape, config, max(arguments.clients), decoupled=True)

@@ -18,9 +18,10 @@ import json
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -39,11 +40,28 @@ CANCELLING = 8  # clients that leave, one after the other
 GIVEN_UP = "launcher_requests_given_up{"
 
 
+Rows = Iterator[tuple[int, dict]]
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    return beside_whole_answers(argv, __doc__, [1, 32, 128, 256], partial(rows, streams=True))
+
+
+def beside_whole_answers(
+    argv: list[str] | None,
+    document: str,
+    clients: list[int],
+    streamed: Callable[[argparse.Namespace, str], Rows],
+) -> int:
+    """A benchmark of streams, and its exit code.
+
+    document: the module's, whose first line is its help;  clients: how many by default
+    streamed: a shape's figures by clients
+    """
+    parser = argparse.ArgumentParser(description=document.partition("\n")[0])
     parser.add_argument("--folder", type=Path, required=True, help="for the models; made if absent")
     parser.add_argument("--shapes", nargs="+", choices=(*CONFIGS, *TINY), default=["1.3b"])
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 32, 128, 256])
+    parser.add_argument("--clients", type=int, nargs="+", default=clients)
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args(argv)
     facts: dict = {"rows": [], "errors": []}
@@ -52,9 +70,9 @@ def main(argv: list[str] | None = None) -> int:
     for shape in arguments.shapes:
         try:
             whole = dict(rows(arguments, shape, streams=False))
-            for clients, row in rows(arguments, shape, streams=True):
-                row["whole_answers_tokens_per_s"] = whole[clients]["tokens_per_s"]
-                row["ratio"] = round(row["tokens_per_s"] / whole[clients]["tokens_per_s"], 3)
+            for count, row in streamed(arguments, shape):
+                row["whole_answers_tokens_per_s"] = whole[count]["tokens_per_s"]
+                row["ratio"] = round(row["tokens_per_s"] / whole[count]["tokens_per_s"], 3)
                 facts["rows"].append({"model": shape, **row})
                 print(json.dumps(facts["rows"][-1]), flush=True)
                 if arguments.out:
@@ -65,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if facts["errors"] else 0
 
 
-def rows(arguments: argparse.Namespace, shape: str, *, streams: bool) -> Iterator[tuple[int, dict]]:
+def rows(arguments: argparse.Namespace, shape: str, *, streams: bool) -> Rows:
     """The figures of one server, by clients."""
     config = replace(config_of(shape), max_positions=INPUTS[1] + OUTPUTS[1])
     most = max(arguments.clients) + 1  # one for those who leave
