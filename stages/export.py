@@ -29,7 +29,7 @@ from stages.stage import Launch, Stage
 
 # Triton hands a model's name to a shell without quotes as well.
 _MODEL_NAME = re.compile(r"\w[\w.+-]*")
-LEARNED_PARTS = ("prompt_checkpoints", "ia3_checkpoints", "adapter_checkpoints")
+ADAPTERS = ("prompt_checkpoints", "ia3_checkpoints", "adapter_checkpoints")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Export(Stage):
     def settings(self) -> ExportSettings:
         run, model, deployment = self.block.run, self.block.model, self.block.triton_deployment
         said = values_of(ModelOptions, model) | values_of(ServingOptions, deployment)
-        said |= {name: _absolute(said[name]) for name in LEARNED_PARTS}
+        said |= {name: _absolute(said[name]) for name in ADAPTERS}
         return ExportSettings(
             model_name=run.model_train_name,
             model_type=run.model_type,
@@ -140,7 +140,7 @@ class Export(Stage):
             self._check_sizes()
         for name, paths in self._adapters().items():
             for path in paths:
-                checks.exists("the checkpoint of learned parts", path, f"export.model.{name}")
+                checks.exists("the checkpoint of adapters", path, f"export.model.{name}")
         for name in ("model", "vocab_file", "merge_file"):
             file = getattr(settings.tokenizer, name)
             if file is not None:
@@ -148,7 +148,7 @@ class Export(Stage):
 
     def _adapters(self) -> dict[str, tuple[str, ...]]:
         """Key below export.model -> the checkpoints that are added to the base."""
-        return {name: getattr(self.settings, name) for name in LEARNED_PARTS}
+        return {name: getattr(self.settings, name) for name in ADAPTERS}
 
     def _check_folder(self) -> None:
         """Triton wants a model's folder to have the model's name; results are not replaced."""

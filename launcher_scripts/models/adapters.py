@@ -14,7 +14,7 @@ from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.models.family import Partition, Source, WeightSpec
 
 # The dialect of the rows below.
-DIALECT = "learned_parts"
+DIALECT = "adapters"
 NORM_POSITIONS = ("pre", "post")
 ADAPTER_NORM_EPS = 1e-5
 ATTENTION_ADAPTER, FFN_ADAPTER = "after_attention_adapter", "after_ffn_adapter"

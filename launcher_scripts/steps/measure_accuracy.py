@@ -1,4 +1,4 @@
-"""Step: ask the served model the evaluation's tasks and put the answers' worth into the report."""
+"""Step: ask the served model the evaluation's tasks and put the figures into the report."""
 
 from __future__ import annotations
 

@@ -63,9 +63,9 @@ class Original:
         manifest = served.manifest if served is not None else None
         known = dict(manifest.source) if manifest is not None else {}
         name = settings.checkpoint or known.get("path")
-        if known.get("learned_parts"):
-            what = "the original alone does not have the served model's learned parts"
-            raise ConfigError(problem(what, got=sorted(known["learned_parts"]), change=KEY))
+        if known.get("adapters"):
+            what = "the original alone does not have the served model's adapters"
+            raise ConfigError(problem(what, got=sorted(known["adapters"]), change=KEY))
         if name is None or not Path(name).exists():
             what = "the original checkpoint is not there"
             if settings.checkpoint is None:

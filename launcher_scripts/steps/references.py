@@ -92,7 +92,7 @@ class EngineModel:
 def _core_model(path: Path) -> CoreModel:
     checkpoint: Any = open_source(Archive(path))
     if not isinstance(checkpoint, MegatronCoreCheckpoint) or checkpoint.adapters:
-        raise ConfigError("the core alone does not have the learned parts")
+        raise ConfigError("the core alone does not have the adapters")
     if not isinstance(checkpoint.config, GPTConfig):
         raise ConfigError("an encoder-decoder of Megatron-LM core has no reference")
     tensors = checkpoint.tensors.items()

@@ -45,7 +45,7 @@ def compare(folder: Path, settings: ExportSettings) -> dict[str, Any]:
     """
     checkpoint = FTCheckpoint.open(folder, verify=False)
     source = checkpoint.manifest.source if checkpoint.manifest is not None else {}
-    skipped = _obstacle(checkpoint, source, settings)
+    skipped = _unsupported_reason(checkpoint, source, settings)
     if skipped:
         return _said({"skipped": skipped})
     config: Any = checkpoint.config
@@ -91,13 +91,13 @@ def tolerance(dialects: Iterable[str], weight_data_type: str) -> float:
     return ROUNDED_TOLERANCES[weight_data_type] if combined else TOLERANCE
 
 
-def _obstacle(checkpoint: FTCheckpoint, source: Any, settings: ExportSettings) -> str:
+def _unsupported_reason(checkpoint: FTCheckpoint, source: Any, settings: ExportSettings) -> str:
     """Why there can be no twin; "" where there can."""
     runner = runner_of(source.get("format"))
     if runner is None or not RUNNERS[runner].rounds:
         return f"no reference computes checkpoints of {source.get('format')}"
     if settings.prompt_checkpoints or settings.ia3_checkpoints or settings.adapter_checkpoints:
-        return "the source alone does not have the learned parts"
+        return "the source alone does not have the adapters"
     if getattr(checkpoint.config, "encoder_only", False):
         return "an encoder alone has no logits"
     if missing := missing_packages(runner):

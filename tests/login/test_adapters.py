@@ -36,6 +36,6 @@ def test_what_does_not_exist_is_answered(
     with pytest.raises(ConfigError) as raised:
         plan(LOCAL, *arguments, f"export.model.{key}=[{missing}]")
     (found,) = raised.value.problems
-    assert "learned parts" in found
+    assert "the checkpoint of adapters" in found
     assert str(missing) in found
     assert f"export.model.{key}" in found

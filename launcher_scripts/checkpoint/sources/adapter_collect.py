@@ -53,7 +53,7 @@ def opened(path: Path, kind: str, family: str, scratch: Path | None) -> PartFile
     problems = Problems(str(path))
     others = sorted(part.kinds - {kind})
     if not part.kinds:
-        problems.add("it holds no learned parts", change=KEYS[kind])
+        problems.add("it holds no adapters", change=KEYS[kind])
     if others:
         shown = sorted(part.others)[:3] if "prompt" in others else others
         problems.add(f"it holds what does not belong into {KEYS[kind]}", got=shown)

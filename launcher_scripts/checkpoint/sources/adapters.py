@@ -92,7 +92,7 @@ class AdaptedCheckpoint:
 
     def describe(self) -> dict[str, Any]:
         """What the manifest records about the source."""
-        return {**self.base.describe(), "learned_parts": dict(self.sources)}
+        return {**self.base.describe(), "adapters": dict(self.sources)}
 
     def names(self) -> set[str]:
         return self.base.names() | set(self.shards)
@@ -166,10 +166,10 @@ def with_adapters(
     }
     if not any(lists.values()) and not base.adapters:
         return None
-    problems = Problems("the learned parts")
+    problems = Problems("the adapters")
     family = family_of(base.config).name
     if family not in FAMILIES:
-        problems.add("this family takes no learned parts", got=family, choices=FAMILIES)
+        problems.add("this family takes no adapters", got=family, choices=FAMILIES)
         problems.raise_if_any(CheckpointError)
     found = Collected(adapters=list(base.adapters))
     for kind, paths in lists.items():

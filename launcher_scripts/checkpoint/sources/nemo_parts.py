@@ -171,7 +171,7 @@ def _named(tensors: Any) -> dict[str, SourceTensor]:
 
 def _sorted(path: Path, raw: Mapping[str, Any], shards: Shards) -> PartFile:
     part = PartFile(path, raw)
-    problems = Problems(f"the learned parts {path}")
+    problems = Problems(f"the adapters {path}")
     families: set[str] = set()
     unused = 0
     for name, tensors in shards.items():
