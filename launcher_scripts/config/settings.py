@@ -109,6 +109,9 @@ class ServingOptions:
     max_batch_size: int = option(1, "rows of one request at most", least=1)
     int8_mode: int = option(0, "1: keep the layers' matrices as int8")
     enable_custom_all_reduce: bool = False
+    enable_prefix_caching: bool = option(
+        False, "compute what prompts of a decoder-only model have in common once"
+    )
     data_type: str = option("fp32", "what the engine computes in", choices=DATA_TYPES)
     decoupled: bool = option(False, "tokens are sent as they come")
     interactive: bool = option(False, "requests belong to sessions")

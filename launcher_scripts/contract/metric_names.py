@@ -89,6 +89,14 @@ PROMPT_TOKENS = Metric(
     "launcher_prompt_tokens_total", COUNTER, "Prompt tokens of the rows that got a place"
 )
 GENERATION_TOKENS = Metric("launcher_generation_tokens_total", COUNTER, "Tokens generated")
+PREFIX_QUERIES = Metric(
+    "launcher_prefix_cache_queries_total", COUNTER, "Prompt tokens of rows that may share them"
+)
+PREFIX_HITS = Metric(
+    "launcher_prefix_cache_hits_total",
+    COUNTER,
+    "Those of them that were not computed",
+)
 SUCCESS = Metric(
     "launcher_request_success_total",
     COUNTER,
@@ -115,7 +123,10 @@ GIVEN_UP = Metric(
 )
 
 HISTOGRAMS = (FIRST_TOKEN, INTER_TOKEN, REQUEST, QUEUE, PREFILL, STEP_TOKENS)
-COUNTERS = (PROMPT_TOKENS, GENERATION_TOKENS, SUCCESS, FAILURE, GIVEN_UP)
+COUNTERS = (
+    *(PROMPT_TOKENS, GENERATION_TOKENS, PREFIX_QUERIES, PREFIX_HITS),
+    *(SUCCESS, FAILURE, GIVEN_UP),
+)
 GAUGES = (RUNNING, WAITING, CACHE_USE, BATCH, CACHE_TOKENS, CACHE_USED)
 MODEL_METRICS = (*HISTOGRAMS, *COUNTERS, *GAUGES)
 

@@ -113,6 +113,7 @@ class GenerateRequest:
     hidden], is a table of the request's own and wins over it. Ids of input_ids from the model's
     prompt_start_id on are rows of the table; with soft_prompt the whole table comes in front of
     input_ids instead. ia3_task is the number of a loaded IA3 adapter; None: the model as it is.
+    Keys and values of a prompt are shared with requests of the same cache_salt only.
     """
 
     input_ids: tuple[int, ...]
@@ -136,6 +137,13 @@ class GenerateRequest:
     prompt_embedding: Any = None
     soft_prompt: bool = False
     ia3_task: int | None = None
+    cache_salt: str | None = None
+
+    @property
+    def asks_of_prompt(self) -> bool:
+        """Whether more is wanted of the prompt than what follows it."""
+        scored = self.num_prompt_log_probs >= 0
+        return scored or self.return_context_logits or self.return_context_embeddings
 
 
 @dataclass(frozen=True, eq=False)

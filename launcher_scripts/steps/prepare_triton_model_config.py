@@ -63,6 +63,7 @@ class ModelConfigSettings:
     )
     int8_mode: bool = option(False, "keep the layers' matrices as int8")
     enable_custom_all_reduce: bool = option(False, "as in the export's configuration")
+    enable_prefix_caching: bool = option(False, "compute what prompts have in common once")
     decoupled: bool = option(False, "tokens are sent as they come")
     interactive: bool = option(False, "requests belong to sessions")
     interactive_sessions: int = option(32, "how many at once")
@@ -122,6 +123,7 @@ def settings_of(given: ModelConfigSettings, checkpoint: FTCheckpoint) -> ExportS
         max_batch_size=given.max_batch_size,
         int8_mode=int(given.int8_mode),
         enable_custom_all_reduce=given.enable_custom_all_reduce,
+        enable_prefix_caching=given.enable_prefix_caching,
         data_type=given.data_type or checkpoint.weight_data_type,
         decoupled=given.decoupled or says_decoupled(template),
         interactive=given.interactive or "sequence_batching" in template,

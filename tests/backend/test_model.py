@@ -314,12 +314,15 @@ def test_parameters_become_settings(tmp_path):
         data_type="bf16",
         model_checkpoint_path="/elsewhere/2-gpu",
         enable_custom_all_reduce="1",
+        enable_prefix_caching="1",
     )
     assert got.parallelism == Parallelism(2, 3)
     assert (got.data_type, got.device) == ("bf16", "cpu")
     assert got.max_batch_size == 64  # rows in flight; the requests' own batches are smaller
     assert got.checkpoint_dir == Path("/elsewhere/2-gpu")
     assert got.enable_custom_all_reduce
+    assert got.enable_prefix_caching
+    assert not settings(tmp_path).enable_prefix_caching
     assert settings(tmp_path, enable_custom_all_reduce="True").enable_custom_all_reduce
     assert not settings(tmp_path, enable_custom_all_reduce="false").enable_custom_all_reduce
 

@@ -137,6 +137,7 @@ def runner_for(
     max_batch_size: int = 8,
     max_tokens: int | None = None,
     int8_mode: int = 0,
+    enable_prefix_caching: bool = False,
     launches: Launches | None = None,
     graphs: EagerGraphs | None = None,
 ) -> tuple[EngineSettings, Runner]:
@@ -148,6 +149,7 @@ def runner_for(
         max_batch_size=max_batch_size,
         max_tokens=max_tokens,
         int8_mode=int8_mode,
+        enable_prefix_caching=enable_prefix_caching,
     )
     place = torch.device(device)
     if graphs is not None:

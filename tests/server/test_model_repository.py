@@ -122,6 +122,7 @@ def test_the_model_is_what_the_contract_says(tmp_path: Path) -> None:
         "model_checkpoint_path": "1/2-gpu",
         "int8_mode": "0",
         "enable_custom_all_reduce": "1",
+        "enable_prefix_caching": "0",
     }
 
 

@@ -25,11 +25,12 @@ PARAMETERS = (
     "model_checkpoint_path",
     "int8_mode",
     "enable_custom_all_reduce",
+    "enable_prefix_caching",
 )
 # So the guides' sections on several nodes call the pipeline's size.
 PIPELINES_OLD_NAME = "layer_para_size"
 # The original's guides call these bool, its files say 0 or 1.
-FLAGS = ("enable_custom_all_reduce",)
+FLAGS = ("enable_custom_all_reduce", "enable_prefix_caching")
 FLAG_WORDS = {"false": "0", "true": "1"}
 
 # max_batch_size bounds one request; rows of many requests run together whatever it is, and the
@@ -61,7 +62,7 @@ def engine_settings(
             ("tensor_para_size", 1, None),
             ("pipeline_para_size", 1, "1"),
             ("int8_mode", 0, "0"),
-            ("enable_custom_all_reduce", 0, "0"),
+            *((name, 0, "0") for name in FLAGS),
         )
     }
     layers = values.get(PIPELINES_OLD_NAME)
@@ -90,7 +91,7 @@ def engine_settings(
         device=device,
         max_batch_size=max(ROWS_IN_FLIGHT, int(config.get("max_batch_size", 1))),
         int8_mode=numbers["int8_mode"],
-        enable_custom_all_reduce=bool(numbers["enable_custom_all_reduce"]),
+        **{name: bool(numbers[name]) for name in FLAGS},
     )
 
 

@@ -179,6 +179,7 @@ def model_config(settings: ExportSettings, checkpoint: FTCheckpoint) -> str:
             "model_checkpoint_path": checkpoint_path.as_posix(),
             "int8_mode": settings.int8_mode,
             "enable_custom_all_reduce": int(settings.enable_custom_all_reduce),
+            "enable_prefix_caching": int(settings.enable_prefix_caching),
         },
     )
 

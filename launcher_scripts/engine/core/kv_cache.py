@@ -8,13 +8,13 @@ the pool, and a row that was admitted never runs out; one that finds no room wai
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.core.plan import Move
+from launcher_scripts.engine.core.plan import Copy, Move
 from launcher_scripts.kernels.operands import Heads, LayerCache
 
 COPIED_TOKENS = 4096
@@ -84,9 +84,17 @@ class KVCache:
 
     def shift(self, moves: Sequence[Move]) -> None:
         """Bring what sessions still attend to to the front of their extents."""
-        for move in moves:
-            target = torch.arange(move.start, move.start + move.count, device=self.ids.device)[None]
-            self.copy(target + move.by, target)
+        self.copy_runs(Copy(move.start + move.by, move.start, move.count) for move in moves)
+
+    def copy_runs(self, copies: Iterable[Copy]) -> None:
+        """Copy runs of tokens, one after the other; a run may overlap what lies before it."""
+        for source, target, count in ((each.source, each.target, each.count) for each in copies):
+            for first in range(0, count, COPIED_TOKENS):
+                some = min(COPIED_TOKENS, count - first)
+                for pool in (self._pool.movedim(3, 0), self.ids):
+                    read = pool[source + first :][:some]
+                    overlaps = source - some < target < source
+                    pool[target + first :][:some] = read.clone() if overlaps else read
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy the tokens source [B, T] to target [B, T].

@@ -57,13 +57,6 @@ class RowStart(Record, frozen=True):
         return NO_TASK if self.request.ia3_task is None else self.request.ia3_task
 
     @property
-    def asks_of_prompt(self) -> bool:
-        """Whether more is wanted of the prompt than what follows it."""
-        request = self.request
-        scored = request.num_prompt_log_probs >= 0
-        return scored or request.return_context_logits or request.return_context_embeddings
-
-    @property
     def places(self) -> tuple[tuple[int, int], ...]:
         """Slot and first cache token of the row, or of every hypothesis."""
         slots = self.beams or (self.slot,)
@@ -101,6 +94,14 @@ class Move(Record, frozen=True):
     slot: int
     start: int
     by: int
+    count: int
+
+
+class Copy(Record, frozen=True):
+    """A row's prompt begins as another text: `count` tokens go from `source` to `target`."""
+
+    source: int
+    target: int
     count: int
 
 
@@ -145,7 +146,8 @@ class Plan(Message, frozen=True):
 
     beams are the first slots of the beam searches of which every hypothesis runs one token further,
     beside the rows in `decode`. reorder bounds how many of the last tokens in the cache may differ
-    between hypotheses of the searches that go on after the step. moves come before everything else.
+    between hypotheses of the searches that go on after the step. moves come before everything else,
+    then the copies, in order: one may write where one before it has read.
     windows: whether any row in `decode` has a window. longest and longest_source bound the cache
     tokens of all of them: prompt and generated ones, the new one included; and those of the
     encoder's input, where there is one.
@@ -164,13 +166,15 @@ class Plan(Message, frozen=True):
     longest: int = 0
     longest_source: int = 0
     moves: tuple[Move, ...] = ()
+    copies: tuple[Copy, ...] = ()
     windows: bool = False
     masks: tuple[TokenMask, ...] = ()
     record: tuple[StepShape, ...] = ()
 
     def size(self, rows: Mapping[int, RowStart]) -> tuple[tuple[bool, ...], int]:
         """What kinds of work the step has, and how many tokens; rows: by their slots."""
-        kinds = (self.moves, self.encode, self.prefill, self.decode, self.beams, self.record)
+        copied = self.moves or self.copies
+        kinds = (copied, self.encode, self.prefill, self.decode, self.beams, self.record)
         tokens = sum(part.count for part in self.prefill) + len(self.decode)
         tokens += sum(len(rows[slot].source) for slot in self.encode)
         tokens += sum(len(rows[slot].beams) for slot in self.beams)

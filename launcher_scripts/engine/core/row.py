@@ -22,6 +22,7 @@ from launcher_scripts.engine.core.guide import Guide
 from launcher_scripts.engine.core.hypotheses import Hypotheses, Hypothesis
 from launcher_scripts.engine.core.log_probs import TokenScores, model_log_probs, no_scores
 from launcher_scripts.engine.core.plan import RowStart
+from launcher_scripts.engine.core.prefix_cache import Prefix
 from launcher_scripts.engine.core.results import BeamResult, EncodedRow, TokenResult
 from launcher_scripts.engine.core.session import Session
 
@@ -57,7 +58,9 @@ class Row:
     empty where nothing is to be decoded. start is the cache token after those of the source. A
     row of several hypotheses has a slot for each, and their cache tokens one after the other. A
     row of a session lives in the session's extent, after the tokens of the requests before. The
-    guide's masks of the first `masked` tokens have been told to the ranks.
+    guide's masks of the first `masked` tokens have been told to the ranks. prefix is what others
+    may find of the row's tokens, None: nothing. A row that has a place and has not begun waits for
+    what another one computes.
     on_progress gets a snapshot after every token but the last, which the future brings. came_at,
     placed_at and newest_at are when it came, got its place and had its newest token, by
     time.perf_counter; 0: not yet.
@@ -71,6 +74,7 @@ class Row:
     on_progress: Progress | None = None
     slots: tuple[int, ...] = ()
     start: int = -1
+    begun: bool = False
     encoded: bool = False
     prefilled: int = 0
     launched: int = 0
@@ -85,6 +89,7 @@ class Row:
     hypotheses: Hypotheses | None = None
     session: Session | None = None
     guide: Guide | None = None
+    prefix: Prefix | None = None
     masked: int = 0
     error: RequestError | None = None
     came_at: float = field(default_factory=time.perf_counter)

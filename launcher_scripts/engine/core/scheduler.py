@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
-from launcher_scripts.engine.core.kv_cache import ExtentAllocator
-from launcher_scripts.engine.core.plan import Move, Plan, PrefillPart, RowStart, TokenMask
+from launcher_scripts.engine.core.plan import Copy, Move, Plan, PrefillPart, RowStart, TokenMask
+from launcher_scripts.engine.core.prefix_cache import BLOCK_TOKENS, Found, PrefixCache
 from launcher_scripts.engine.core.results import BeamResult, EncodedRow, StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row, answer, snapshot, take, take_beams
 from launcher_scripts.engine.core.session import Session
@@ -21,6 +21,9 @@ from launcher_scripts.engine.core.statistics import Statistics
 TOKENS_PER_DECODING_ROW = 4
 ROWS_PER_STEP_OF_PATIENCE = 8
 MOST_PATIENCE = 2
+# What another row computes now is worth waiting for if it is so many tokens: a step takes about as
+# long as computing them.
+TOKENS_WORTH_A_STEP = 64
 News = TypeVar("News", TokenResult, BeamResult)
 
 
@@ -40,12 +43,13 @@ class Scheduler:
         statistics: Statistics | None = None,
     ) -> None:
         self._free_slots = list(range(slots))[::-1]
-        self._extents = ExtentAllocator(cache_tokens)
+        self._extents = PrefixCache(cache_tokens)
         self._prefill_tokens = prefill_tokens
         self._waiting: deque[Row] = deque()
         self._running: dict[int, Row] = {}
         self._launched: deque[dict[int, Row]] = deque()
         self._moves: list[Move] = []
+        self._copies: list[Copy] = []
         self._held = 0
         self._statistics = Statistics() if statistics is None else statistics
 
@@ -68,8 +72,11 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None when there is nothing to launch."""
-        self._moves = []
+        self._moves, self._copies = [], []
         self._drop_cancelled()
+        for row in self._running.values():
+            if not row.begun:  # before rows that are admitted now, so that it never waits for them
+                self._begin(row, self._find(row))
         starts = [] if self._holds() else self._admit()
         running = [row for row in self._running.values() if self._decodes(row)]
         decode = [row for row in running if row.hypotheses is None]
@@ -97,6 +104,7 @@ class Scheduler:
             longest=max((row.cached for row in running), default=0),
             longest_source=max((len(row.source) for row in running), default=0),
             moves=tuple(self._moves),
+            copies=tuple(self._copies),
             windows=any(row.session is not None and row.session.window for row in running),
             masks=tuple(self._masks()),
         )
@@ -204,7 +212,8 @@ class Scheduler:
         return starts
 
     def _start(self, row: Row, starts: list[RowStart]) -> bool:
-        """Let a row that waits run, if there is room for it."""
+        """Let a row that waits run, if there is room for it, be it where its prefix was found."""
+        found = self._find(row)
         start = self._place(row) if row.width <= len(self._free_slots) else None
         if start is None:
             return False
@@ -214,7 +223,30 @@ class Scheduler:
         self._statistics.admit(row, time.perf_counter())
         self._make_room(row, len(row.prompt))
         starts.append(row.as_start())
+        self._begin(row, found)
         return True
+
+    def _find(self, row: Row) -> Found:
+        """The prompt's longest prefix in the cache; its last token has to be computed."""
+        if row.prefix is None or row.request.asks_of_prompt:
+            return Found()
+        return self._extents.find(row.prefix.digests[: (len(row.prompt) - 1) // BLOCK_TOKENS])
+
+    def _begin(self, row: Row, found: Found) -> None:
+        """Begin a prompt after what is found of it, unless enough of it is on its way.
+
+        That is computed by rows which have begun, so no row waits indefinitely.
+        """
+        row.begun = found.coming - found.tokens < TOKENS_WORTH_A_STEP
+        if row.prefix is None or not row.begun:
+            return
+        if found.tokens:
+            self._copies.append(Copy(found.start, row.start, found.tokens))
+        row.prefilled = row.prefix.computed = found.tokens
+        row.prefix.start = row.start
+        self._extents.add(row.prefix)
+        if not row.request.asks_of_prompt:
+            self._statistics.find_prefix(len(row.prompt), found.tokens)
 
     def _place(self, row: Row) -> int | None:
         """First token of an extent for the row; its session's, which it shares with nobody."""
@@ -268,7 +300,7 @@ class Scheduler:
         budget = self._prefill_tokens
         for row in self._running.values():
             count = min(len(row.prompt) - row.prefilled, budget)
-            if count <= 0 or (row.source and not row.encoded):
+            if count <= 0 or not row.begun or (row.source and not row.encoded):
                 continue
             if row.begins_decoding:
                 row.prefilled = count
@@ -276,6 +308,8 @@ class Scheduler:
             parts.append(PrefillPart(row.slot, row.past + row.prefilled, count))
             budget -= count
             row.prefilled += count
+            if row.prefix is not None:
+                row.prefix.computed = row.prefilled
             if row.prefilled == len(row.prompt):
                 row.launched = 1
         return parts
@@ -297,7 +331,10 @@ class Scheduler:
         del self._running[row.slot]
         row.on_progress = None
         self._free_slots += row.slots[::-1]
-        if row.session is None:
-            self._extents.free(row.extent, row.capacity)
-        else:
+        if row.session is not None:
             self._leave_session(row, row.session)
+        elif row.prefix is not None and row.begun:
+            there = (*row.prompt[: row.prefilled], *row.tokens[:-1])
+            self._extents.keep(row.prefix, there, row.capacity)
+        else:
+            self._extents.free(row.extent, row.capacity)

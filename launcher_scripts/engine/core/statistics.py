@@ -58,6 +58,7 @@ class Statistics:
     def __init__(self) -> None:
         self.steps = self.step_rows = 0
         self._prompt_tokens = self._generation_tokens = 0
+        self._prefix_queries = self._prefix_hits = 0
         self._ended = {names.STOP: 0, names.LENGTH: 0}
         self._histograms = tuple(map(Histogram, names.HISTOGRAMS))
         (
@@ -77,6 +78,11 @@ class Statistics:
         row.placed_at = now
         self._queue.observe(now - row.came_at)
         self._prompt_tokens += len(row.request.input_ids)
+
+    def find_prefix(self, tokens: int, found: int) -> None:
+        """A prompt of so many tokens began after those that were found in the cache."""
+        self._prefix_queries += tokens
+        self._prefix_hits += found
 
     def launch(self, rows: int, tokens: int) -> None:
         """A step of so many rows was launched, and computes so many tokens."""
@@ -121,6 +127,8 @@ class Statistics:
         """Everything that was counted so far."""
         yield Sample(names.PROMPT_TOKENS.name, (), self._prompt_tokens)
         yield Sample(names.GENERATION_TOKENS.name, (), self._generation_tokens)
+        yield Sample(names.PREFIX_QUERIES.name, (), self._prefix_queries)
+        yield Sample(names.PREFIX_HITS.name, (), self._prefix_hits)
         for reason, count in self._ended.items():
             yield Sample(names.SUCCESS.name, (("finished_reason", reason),), count)
         for histogram in self._histograms:

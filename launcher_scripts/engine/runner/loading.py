@@ -52,6 +52,7 @@ class EngineSettings:
                      full length, as far as memory reaches
     int8_mode:       1: the layers' matrices are kept as int8, quantized when they are loaded
     enable_custom_all_reduce: sum over ranks through the GPUs' shared memory where they have it
+    enable_prefix_caching: prompts of a decoder-only model that begin alike are computed once
     stall_timeout:   seconds without a sign of life after which a rank counts as lost
     start_timeout:   seconds a rank may take to load
     """
@@ -65,6 +66,7 @@ class EngineSettings:
     max_tokens: int | None = None
     int8_mode: int = 0
     enable_custom_all_reduce: bool = False
+    enable_prefix_caching: bool = False
     verify: bool = True
     stall_timeout: float = 4.0
     start_timeout: float = 1800.0

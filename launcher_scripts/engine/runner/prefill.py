@@ -208,5 +208,6 @@ class Prefill:
 def _alike(rows: Sequence[RowStart]) -> bool:
     """Whether nothing about the rows but their numbers decides what is launched."""
     return not any(
-        row.window or row.beams or row.prompt is not None or row.asks_of_prompt for row in rows
+        row.window or row.beams or row.prompt is not None or row.request.asks_of_prompt
+        for row in rows
     )

@@ -65,6 +65,7 @@ class Runner:
         if plan.moves:
             self.decoder.cache.shift(plan.moves)
             self.states.slide(plan.moves)
+        self.decoder.cache.copy_runs(plan.copies)
         if plan.starts:
             self._rows.update({row.slot: row for row in plan.starts})
             self.states.join(plan.starts)

@@ -1,0 +1,167 @@
+"""Keys and values of prompts that begin alike: found in the cache, they are copied, not computed.
+
+A text is found by its blocks. The digest of a block is of its ids, of all blocks before it and of
+what else decides its keys and values, so one digest says all that stands up to there. It has 256
+bits of BLAKE2b, so ids are not compared again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import pairwise
+from typing import NamedTuple
+
+from launcher_scripts.contract.requests import GenerateRequest
+from launcher_scripts.engine.core.kv_cache import ExtentAllocator
+from launcher_scripts.engine.core.requests import ENCODER_DECODERS
+from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.gpt import GPTConfig
+
+BLOCK_TOKENS = 16
+
+
+@dataclass(eq=False)
+class Prefix:
+    """What an extent begins with, block by block.
+
+    salt:     of the first block
+    digests:  of the blocks that are there or will be, as far as computed says
+    start:    first cache token;  computed: tokens there once everything launched has run
+    """
+
+    salt: bytes
+    digests: list[bytes] = field(default_factory=list)
+    start: int = -1
+    computed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Cache tokens of the blocks."""
+        return BLOCK_TOKENS * len(self.digests)
+
+    def set_text(self, ids: Sequence[int]) -> None:
+        """The blocks are those that `ids` fill; they begin as the text before did, or end there."""
+        del self.digests[len(ids) // BLOCK_TOKENS :]
+        digest = self.digests[-1] if self.digests else self.salt
+        for first in range(self.tokens, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+            block = array("q", ids[first : first + BLOCK_TOKENS])
+            digest = blake2b(digest + block.tobytes(), digest_size=32).digest()
+            self.digests.append(digest)
+
+
+class Found(NamedTuple):
+    """Where the first `tokens` tokens of a prompt are in the cache.
+
+    coming: how many will be there in a few steps; no fewer than `tokens`
+    """
+
+    start: int = -1
+    tokens: int = 0
+    coming: int = 0
+
+
+class PrefixCache(ExtentAllocator):
+    """Extents, and which prefixes are in them.
+
+    The extent of a row that ended is kept as long as nobody needs the room: it counts as free, and
+    those that were not used for longest are given up until a gap is long enough.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._holders: dict[bytes, dict[Prefix, None]] = {}  # by digest
+        self._kept: dict[Prefix, None] = {}  # the least recently used first
+
+    @property
+    def free_tokens(self) -> int:
+        return super().free_tokens + sum(prefix.tokens for prefix in tuple(self._kept))
+
+    def find(self, digests: Sequence[bytes]) -> Found:
+        """The longest prefix of a text with such blocks, which counts as used."""
+        coming = 0
+        for blocks in range(len(digests), 0, -1):
+            tokens = BLOCK_TOKENS * blocks
+            for prefix in self._holders.get(digests[blocks - 1], ()):
+                coming = coming or tokens
+                if prefix.computed >= tokens:
+                    if prefix in self._kept:
+                        self._kept[prefix] = self._kept.pop(prefix)
+                    return Found(prefix.start, tokens, coming)
+        return Found(coming=coming)
+
+    def add(self, prefix: Prefix) -> None:
+        """Let the prefix of a row that runs be found."""
+        for digest in prefix.digests:
+            self._holders.setdefault(digest, {})[prefix] = None
+
+    def keep(self, prefix: Prefix, ids: Sequence[int], length: int) -> None:
+        """The row has ended, and `ids` are in its extent of `length` tokens.
+
+        Only whole blocks are kept, unless others have them too.
+        """
+        self._remove(prefix)
+        prefix.set_text(ids)
+        prefix.computed = prefix.tokens
+        if self.find(prefix.digests).tokens < prefix.tokens:
+            self.add(prefix)
+            self._kept[prefix] = None
+        else:
+            prefix.digests.clear()
+        if prefix.tokens < length:
+            self.free(prefix.start + prefix.tokens, length - prefix.tokens)
+
+    def allocate(self, length: int) -> int | None:
+        start = super().allocate(length)
+        if start is None and self._kept and self._longest_gap() >= length:
+            while start is None:
+                self._give_up(next(iter(self._kept)))
+                start = super().allocate(length)
+        return start
+
+    def _longest_gap(self) -> int:
+        """If nothing were kept."""
+        kept = ((prefix.start, prefix.tokens) for prefix in self._kept)
+        gaps = sorted([*self._free, *kept])
+        longest, size = gaps[0][1], gaps[0][1]
+        for (start, length), (following, more) in pairwise(gaps):
+            size = size + more if start + length == following else more
+            longest = max(longest, size)
+        return longest
+
+    def _give_up(self, prefix: Prefix) -> None:
+        del self._kept[prefix]
+        self._remove(prefix)
+        self.free(prefix.start, prefix.tokens)
+
+    def _remove(self, prefix: Prefix) -> None:
+        for digest in prefix.digests:
+            holders = self._holders[digest]
+            del holders[prefix]
+            if not holders:
+                del self._holders[digest]
+
+
+def prefix_of(
+    request: GenerateRequest, prompt: Sequence[int], most: int, config: ModelConfig
+) -> Prefix | None:
+    """Of a request of its own, without a session; None where it cannot be shared.
+
+    most: how many tokens the row may come to have
+    """
+    if isinstance(config, ENCODER_DECODERS):
+        return None
+    longer = False
+    if isinstance(config, GPTConfig) and config.rotary_scaling in ("longrope", "dynamic"):
+        longer = most > (config.rotary_original_positions or config.max_positions)
+        if longer and config.rotary_scaling == "dynamic":
+            return None  # every length of a prompt turns its keys in another way
+    table = request.prompt_embedding
+    if table is not None:
+        table = blake2b(table.float().cpu().numpy().tobytes()).digest()
+    said = (request.cache_salt, request.ia3_task, request.prompt_task, table, longer)
+    prefix = Prefix(blake2b(repr(said).encode()).digest())
+    prefix.set_text(prompt)
+    return prefix
