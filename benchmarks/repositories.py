@@ -35,6 +35,7 @@ class RandomModel:
     tp_size: int = 1
     linked: bool = True
     decoupled: bool = False
+    prefix_caching: bool = False
 
     def write(self, root: Path) -> None:
         """Make the repository at `root`, or add the model to the one that is there."""
@@ -68,6 +69,7 @@ class RandomModel:
             weight_data_type="bf16",
             data_type="bf16",
             enable_custom_all_reduce=self.tp_size > 1,
+            enable_prefix_caching=self.prefix_caching,
             decoupled=self.decoupled,
         )
 
