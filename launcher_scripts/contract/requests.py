@@ -40,6 +40,7 @@ REQUEST_FIELDS = {
     "is_return_context_embeddings": "return_context_embeddings",
     "is_return_attentions": "return_attentions",
     "prompt_learning_task_name_ids": "prompt_task",
+    "cache_salt": "cache_salt",
 }
 NO_IA3_TASK = -1
 # Words lists -> field of GenerateRequest.
@@ -137,7 +138,7 @@ class GenerateRequest:
     prompt_embedding: Any = None
     soft_prompt: bool = False
     ia3_task: int | None = None
-    cache_salt: str | None = None
+    cache_salt: int = 0
 
     @property
     def asks_of_prompt(self) -> bool:

@@ -237,6 +237,13 @@ GPT_INPUTS = (
     *NUM_LOG_PROBS,
     scalar("is_return_context_logits", "BOOL", False, "return context_logits", extension=True),
     scalar("ia3_tasks", "INT32", None, "which loaded IA3 adapter to use; -1: none", extension=True),
+    scalar(
+        "cache_salt",
+        "UINT64",
+        0,
+        "only prompts of the same salt share what is computed (enable_prefix_caching)",
+        extension=True,
+    ),
     IS_RETURN_PROGRESS,
     scalar(
         "is_return_prompt",

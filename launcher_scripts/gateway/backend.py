@@ -19,6 +19,7 @@ class RowRequest:
     stop_ids:         further tokens that do
     beam_width:       2 or more: a beam search, which has no log-probabilities
     grammar:          what the text has to be, as guided_grammar says it; None: anything
+    cache_salt:       prompts share keys and values with those of the same salt
     log_probs:        how many of the likeliest tokens come with each generated one; None: nothing,
                       0: the log-probability of the token alone
     prompt_log_probs: the same for the prompt's tokens
@@ -45,6 +46,7 @@ class RowRequest:
     beam_width: int = 1
     length_penalty: float = 1.0
     grammar: str | None = None
+    cache_salt: int = 0
     log_probs: int | None = None
     prompt_log_probs: int | None = None
     timeout: float | None = None

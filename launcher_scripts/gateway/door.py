@@ -111,7 +111,8 @@ class Door:
 
         try:
             if scope["path"] not in OPEN:
-                record.client = self._keys.owner(headers) or address
+                record.owner = self._keys.owner(headers)
+                record.client = record.owner or address
             await self._app(scope, receive, tagged)
         except ApiError as error:
             await refusal(error)(scope, receive, tagged)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import time
@@ -36,11 +37,13 @@ class Prompt:
 class Record:
     """What becomes of a request, for its line in the log and for metrics.
 
+    owner: whose key it has; None: there are no keys
     received, first_token: by time.monotonic()
     """
 
     request_id: str
     client: str
+    owner: str | None = None
     received: float = 0.0
     first_token: float | None = None
     model: str = ""
@@ -162,6 +165,7 @@ class Generation:
             beam_width=wishes.rows if self._beams else 1,
             length_penalty=body.length_penalty,
             grammar=json.dumps(body.grammars[0], ensure_ascii=False) if body.grammars else None,
+            cache_salt=_cache_salt(self.record.owner, body.cache_salt),
             log_probs=0 if ranked and wishes.log_probs is None else wishes.log_probs,
             prompt_log_probs=wishes.log_probs if wishes.echo else None,
             timeout=self._timeout,
@@ -245,6 +249,14 @@ class _Shown:
             min_tokens=body.min_tokens,
             offset=len(self._echo),
         )
+
+
+def _cache_salt(owner: str | None, given: str | None) -> int:
+    """Of whom the request may share the cache with: those with its key who gave the same salt."""
+    if owner is None and given is None:
+        return 0
+    said = json.dumps((owner, given)).encode()
+    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big")
 
 
 def _check(

@@ -87,6 +87,7 @@ class SamplingBody(_Strict):
     stream_options: StreamOptions | None = None
     timeout: float | None = Field(None, gt=0, le=86400)
     return_tokens_as_token_ids: bool = False
+    cache_salt: str | None = Field(None, min_length=1, max_length=512)
     user: str | None = Field(None, max_length=512)
 
     @field_validator("stop")

@@ -139,6 +139,8 @@ class TritonBackend:
         if request.stop_ids:
             places = range(1, len(request.stop_ids) + 1)
             values["stop_words_list"] = [request.stop_ids, places]
+        if "cache_salt" not in self._types:  # such a model shares nothing
+            values.pop("cache_salt", None)
         missing = [name for name in values if name not in self._types]
         for name in missing:
             if name in _PARAMETERS:
@@ -266,6 +268,7 @@ def _sampling(request: RowRequest) -> dict[str, Any]:
         "min_length": (request.min_tokens, 0),
         "num_log_probs": (request.log_probs, None),
         "num_prompt_log_probs": (request.prompt_log_probs, None),
+        "cache_salt": (request.cache_salt, 0),
     }
     return values | {name: value for name, (value, usual) in others.items() if value != usual}
 

@@ -107,6 +107,8 @@ def test_seeds_are_64_bits():
     sent = basic()
     sent["random_seed"] = torch.tensor([seed - (1 << 64), 7]).view(torch.uint64)
     assert [row.sampling.random_seed for row in to_requests(sent)] == [seed, 7]
+    sent["cache_salt"] = sent["random_seed"]
+    assert [row.cache_salt for row in to_requests(sent)] == [seed, 7]
 
 
 def test_scalars_may_keep_their_axis():

@@ -347,15 +347,15 @@ ADAPTED = small_config(
 )
 SALTS = (
     {},
-    {"cache_salt": "one"},
-    {"cache_salt": "two"},
+    {"cache_salt": 1},
+    {"cache_salt": 2},
     {"ia3_task": 0},
     {"ia3_task": 1},
     {"prompt_task": 0},
     {"prompt_task": 1},
     {"prompt_embedding": torch.zeros(3, 32)},
     {"prompt_embedding": torch.ones(3, 32)},
-    {"prompt_embedding": torch.ones(3, 32), "cache_salt": "one"},
+    {"prompt_embedding": torch.ones(3, 32), "cache_salt": 1},
 )
 
 

@@ -62,6 +62,7 @@ REQUEST = GenerateRequest(
     prompt_embedding=np.ones((3, 4), np.float16),
     soft_prompt=True,
     ia3_task=2,
+    cache_salt=2**63,
 )
 OF_AN_ENCODER = ("decoder_input_ids", "return_hidden_state", "return_attentions")
 
@@ -81,6 +82,7 @@ def test_every_field_of_a_request_becomes_a_tensor_of_the_contract():
         assert [size for size in array.shape[1:] if size in fixed][: len(fixed)] == fixed, name
     assert sent["random_seed"].tolist() == [[2**40]]
     assert sent["top_p_reset_ids"].tolist() == [[5]]
+    assert sent["cache_salt"].tolist() == [[2**63]]
 
 
 @pytest.mark.parametrize(
@@ -282,9 +284,15 @@ def test_an_agms_output_length_counts_the_prompt():
 
 PROMPT_TABLE = {"prompt_task": 1, "prompt_embedding": REQUEST.prompt_embedding}
 FIELDS_OF = {
-    "GPT": {"return_context_embeddings": True, "ia3_task": 2, "soft_prompt": True, **PROMPT_TABLE},
+    "GPT": {
+        "return_context_embeddings": True,
+        "ia3_task": 2,
+        "soft_prompt": True,
+        "cache_salt": 3,
+        **PROMPT_TABLE,
+    },
     "T5": {"decoder_input_ids": (0, 7), "ia3_task": 2, **PROMPT_TABLE},
-    "Agm": {},
+    "Agm": {"cache_salt": 3},
     "BART": {"decoder_input_ids": (0,)},
 }
 
@@ -293,6 +301,7 @@ FIELDS_OF = {
 def test_the_server_reads_what_the_client_writes(model_type):
     nothing = dict.fromkeys((*FIELDS_OF["GPT"], *FIELDS_OF["T5"]))
     nothing |= {"return_context_embeddings": False, "soft_prompt": False, "decoder_input_ids": ()}
+    nothing["cache_salt"] = 0
     row = dataclasses.replace(REQUEST, **nothing | FIELDS_OF[model_type])
     sent = request_tensors([row, row], model_type)
     assert sent.keys() <= CONTRACTS[model_type].known.keys()

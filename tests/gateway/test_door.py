@@ -125,6 +125,23 @@ def test_keys_are_asked_for() -> None:
         assert client.get(path).status_code == 200
 
 
+def test_what_is_computed_is_shared_by_salt_and_key() -> None:
+    salts = set()
+    for keys in ({}, KEYS):
+        backend = FakeBackend()
+        client = client_of(served(backend), keys=keys)
+        for key in keys.values() or ("",):
+            headers = {"Authorization": f"Bearer {key}"}
+            for body in (BODY, BODY, {**BODY, "cache_salt": "a"}, {**BODY, "cache_salt": "b"}):
+                client.post("/v1/completions", json=body, headers=headers)
+        given = [request.cache_salt for request in backend.requests]
+        assert given[::4] == given[1::4]
+        assert (given[0] == 0) == (not keys)
+        assert all(0 <= salt < 1 << 64 for salt in given)
+        salts.update(given)
+    assert len(salts) == 3 * 3
+
+
 def test_large_bodies_are_refused_before_they_are_read() -> None:
     client = client_of(served(FakeBackend()), max_body=1000)
     body = json.dumps({"prompt": "a" * 2000}).encode()

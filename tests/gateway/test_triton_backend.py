@@ -120,6 +120,7 @@ def test_only_what_is_asked_for_is_sent() -> None:
             frequency_penalty=-0.5,
             logit_bias={3: 1.5, 4: -100.0},
             min_tokens=2,
+            cache_salt=(1 << 64) - 1,
             end_id=None,
         ),
     )
@@ -134,6 +135,7 @@ def test_only_what_is_asked_for_is_sent() -> None:
     assert given["logit_bias_ids"] == [[3, 4]]
     assert given["logit_bias_values"] == [[1.5, -100.0]]
     assert given["min_length"] == [[2]]
+    assert given["cache_salt"] == [[(1 << 64) - 1]]
     assert given["end_id"] == [[NO_END_ID]]
 
 
@@ -245,6 +247,12 @@ def test_models_of_an_earlier_export_are_named(
         generate(engine, replace(ROW, **changes))
     assert (refused.value.status, refused.value.param) == (400, param)
     assert server.tensors == {}
+
+
+def test_a_model_that_shares_nothing_is_told_no_salt() -> None:
+    engine, server = backend(news((4, 3, 0, True, [5, 6, 7, 2])), without=["cache_salt"])
+    generate(engine, replace(ROW, cache_salt=5))
+    assert "cache_salt" not in server.tensors
 
 
 @pytest.mark.parametrize("streams", [True, False])

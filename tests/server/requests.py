@@ -21,6 +21,7 @@ TYPES = {
 }
 NUMPY_TYPES = {
     "random_seed": np.uint64,
+    "cache_salt": np.uint64,
     "temperature": np.float32,
     "runtime_top_p": np.float32,
     "repetition_penalty": np.float32,
