@@ -32,7 +32,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("metrics")
-    settings = export(folder)
+    settings = export(folder, enable_prefix_caching=True)
     with running(folder / "job", settings.model_repository) as step:
         yield step.wait_until_ready()
         assert step.stop() == 0, step.err
@@ -108,6 +108,19 @@ def test_what_is_counted_is_what_was_asked_and_answered(served: dict[str, Any]) 
     for metric in (names.FIRST_TOKEN, names.QUEUE, names.PREFILL, names.REQUEST):
         assert value(grown, metric, "_count") == len(PROMPTS)
     assert value(grown, names.INTER_TOKEN, "_count") == tokens - len(PROMPTS)
+
+
+def test_prompt_tokens_are_copied_for_the_same_salt_only(served: dict[str, Any]) -> None:
+    prompt, salt = tuple(range(5, 45)), np.array([[7]], np.uint64)
+    asked = ids_request([prompt], 3)
+    before = samples(served)
+    with Client(served, "grpc") as client:
+        texts = [client.infer("tiny", **asked, **more) for more in ({}, {}, {"cache_salt": salt})]
+    assert len({text["output_ids"].tobytes() for text in texts}) == 1
+    searched = value(before, names.PREFIX_QUERIES) + 3 * len(prompt)
+    wait_for(lambda: value(samples(served), names.PREFIX_QUERIES) == searched)
+    found = samples(served)
+    assert value(found, names.PREFIX_HITS) - value(before, names.PREFIX_HITS) == 32
 
 
 def test_buckets_are_cumulative_and_the_last_has_all(served: dict[str, Any]) -> None:

@@ -127,8 +127,8 @@ class Statistics:
         """Everything that was counted so far."""
         yield Sample(names.PROMPT_TOKENS.name, (), self._prompt_tokens)
         yield Sample(names.GENERATION_TOKENS.name, (), self._generation_tokens)
-        yield Sample(names.PREFIX_QUERIES.name, (), self._prefix_queries)
         yield Sample(names.PREFIX_HITS.name, (), self._prefix_hits)
+        yield Sample(names.PREFIX_QUERIES.name, (), self._prefix_queries)
         for reason, count in self._ended.items():
             yield Sample(names.SUCCESS.name, (("finished_reason", reason),), count)
         for histogram in self._histograms:
