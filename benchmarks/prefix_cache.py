@@ -6,7 +6,7 @@
 Every prompt is a prefix that all have in common and tokens of its own (greedy, random bfloat16
 weights), asked over gRPC of a decoupled model by clients in processes of their own. "together": all
 clients ask once, at the same time, with a prefix that nobody has asked before. "steady": each asks
-one request after the other with the same prefix, which is in the cache after the first.
+one request after the other with the same prefix, which somebody has asked before.
 copied: the share of prompt tokens that were not computed, of all requests of that server so far.
 """
 
@@ -25,13 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.generate import machine
-from benchmarks.load_clients import (
-    PROCESSES,
-    SECONDS,
-    SETTLE_SECONDS,
-    TIMEOUT_SECONDS,
-    load_target,
-)
+from benchmarks.load_clients import PROCESSES, TIMEOUT_SECONDS, load_target
 from benchmarks.peers import config_of
 from benchmarks.repositories import RandomModel
 from benchmarks.serving import Server
@@ -40,12 +34,13 @@ from launcher_scripts.contract.metric_names import PREFIX_HITS, PREFIX_QUERIES
 from launcher_scripts.evaluation.load.driver import Driven
 from launcher_scripts.evaluation.load.figures import first_token, percentiles
 from launcher_scripts.evaluation.load.paths import Target
-from launcher_scripts.evaluation.load.plan import POOL, LoadRequest, Plan
+from launcher_scripts.evaluation.load.plan import LoadRequest, Plan
 from launcher_scripts.evaluation.load.workers import run_plan
 from launcher_scripts.models.gpt import GPTConfig
 
 MODEL = "prefix-cache"
 ROUNDS = 3  # of clients who come together
+TURNS = 8  # requests of each client, one after the other
 POSITIONS = 2048  # of the model; its cache has room for as many tokens of each row
 METRICS_SECONDS = 1.5  # until the server shows what it has counted
 SHAPES = [name for name, each in {**CONFIGS, **TINY}.items() if isinstance(each, GPTConfig)]
@@ -98,12 +93,15 @@ def served_rows(arguments: argparse.Namespace, *, prefix_caching: bool) -> Itera
     random = np.random.default_rng(0)
     with Server(folder) as ready:
         target = load_target("grpc", ready["grpc"], model, stream=True)
-        run_plan(target, steady(requests(random, lengths, POOL, model), 1), 1)  # graphs, kernels
+        run_plan(target, asked_by(1, requests(random, lengths, TURNS, model)), 1)  # warm up
         for clients in arguments.clients:
-            plans = [together(requests(random, lengths, clients, model)) for _ in range(ROUNDS)]
+            plans = [
+                asked_by(clients, requests(random, lengths, clients, model)) for _ in range(ROUNDS)
+            ]
             yield row("together", clients, target, plans, ready)
-            plan = steady(requests(random, lengths, POOL, model), clients)
-            yield row("steady", clients, target, [plan], ready)
+            asked = requests(random, lengths, 1 + TURNS * clients, model)
+            run_plan(target, asked_by(1, asked[:1]), 1)
+            yield row("steady", clients, target, [asked_by(clients, asked[1:])], ready)
 
 
 def requests(
@@ -118,14 +116,9 @@ def requests(
     )
 
 
-def together(asked: tuple[LoadRequest, ...]) -> Plan:
-    """One request of each client, all at the same time."""
-    return Plan(asked, len(asked), len(asked), None, 0.0, TIMEOUT_SECONDS)
-
-
-def steady(asked: tuple[LoadRequest, ...], clients: int) -> Plan:
-    """Of each client one request after the other."""
-    return Plan(asked, clients, None, SECONDS, SETTLE_SECONDS, TIMEOUT_SECONDS)
+def asked_by(clients: int, asked: tuple[LoadRequest, ...]) -> Plan:
+    """All of them, by so many clients of which each has one request at a time."""
+    return Plan(asked, clients, len(asked), None, 0.0, TIMEOUT_SECONDS)
 
 
 def row(how: str, clients: int, target: Target, plans: Sequence[Plan], ready: dict) -> dict:
@@ -137,9 +130,7 @@ def row(how: str, clients: int, target: Target, plans: Sequence[Plan], ready: di
     failed = [answer.error for answer in answers if answer.error is not None]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed; the first: {failed[0]}")
-    times = percentiles([first_token(answer) for answer in answers if answer.counts])
-    if times is None:
-        raise RuntimeError(f"no request was asked after the first {SETTLE_SECONDS:g} s")
+    times = percentiles([first_token(answer) for answer in answers])
     time.sleep(METRICS_SECONDS)
     made = {"how": how, "clients": clients, "first_token_ms": times, "copied": copied(ready)}
     print(json.dumps(made), flush=True)

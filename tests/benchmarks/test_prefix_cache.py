@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.prefix_cache import requests, together
+from benchmarks.prefix_cache import asked_by, requests
 from benchmarks.repositories import RandomModel
 from benchmarks.shapes import TINY
 
@@ -17,4 +17,4 @@ def test_prompts_of_one_round_share_a_prefix_of_their_own() -> None:
         assert len({each.prompt_ids[:40] for each in asked}) == 1
         assert len({each.prompt_ids for each in asked}) == 8
     assert rounds[0][0].prompt_ids[:16] != rounds[1][0].prompt_ids[:16]
-    assert [part.clients for part in together(rounds[0]).divided(3)] == [3, 3, 2]
+    assert [part.clients for part in asked_by(8, rounds[0]).divided(3)] == [3, 3, 2]
