@@ -35,6 +35,7 @@ from launcher_scripts.engine.core.plan import PrefillPart, RowStart
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.model.layers import Chunk
+from launcher_scripts.engine.model.model_weights import sublayers_of
 from launcher_scripts.engine.runner.loading import assemble_runner, prepare_process
 from launcher_scripts.engine.runner.prompt_batch import Nowhere, PackedPrompts, unpacked
 from launcher_scripts.engine.runner.runner import Runner
@@ -98,10 +99,9 @@ def measure_t5(name: str, config: T5Config, report: dict) -> list[dict]:
     weights = random_weights(config, int8=name.endswith(INT8))
     runner = runner_over(weights, rows=32, tokens=16384)
     read = [weights.head.weight]
-    for layer in weights.decoder_layers.values():
-        parts = (layer.query_key_value, layer.attention_dense, layer.source_query)
-        parts += (layer.source_dense, layer.mlp.up, layer.mlp.gate, layer.mlp.down)
-        read += [part.weight for part in parts]
+    for part in sublayers_of(weights.decoder.layers.values()):
+        linears = (part.in_proj, part.out_proj, getattr(part, "gate", None))
+        read += [linear.weight for linear in linears if linear is not None]
     token_bytes = 2 * config.num_decoder_layers * 2 * config.num_heads * config.head_size
     rows = []
     for count, context, source in T5_CASES:

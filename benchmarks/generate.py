@@ -30,8 +30,7 @@ from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.model.families import engine_family
-from launcher_scripts.engine.model.gpt_weights import GPTWeights
-from launcher_scripts.engine.model.t5_weights import T5Weights
+from launcher_scripts.engine.model.model_weights import ModelWeights
 from launcher_scripts.engine.runner.loading import assemble_runner, prepare_process
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.kernels.operands import Linear
@@ -144,7 +143,7 @@ def random_weights(
     rank: int = 0,
     *,
     int8: bool = False,
-) -> GPTWeights | T5Weights:
+) -> ModelWeights:
     """One rank's weights, of a size that keeps activations in range, made on its device."""
     torch.manual_seed(0)
     tp_size, device = parallelism.tp_size, torch.device("cuda", rank)
@@ -176,7 +175,7 @@ def engine_settings(**more: object) -> EngineSettings:
     return EngineSettings(Path("random"), data_type="bf16", device="cuda", **more)
 
 
-def engine_over(weights: GPTWeights) -> Engine:
+def engine_over(weights: ModelWeights) -> Engine:
     settings = engine_settings(max_batch_size=8, max_tokens=4096)
 
     def build():
@@ -193,7 +192,7 @@ def engine_generator(engine: Engine) -> Generator:
     return generate
 
 
-def plain_torch_generator(weights: GPTWeights) -> Generator:
+def plain_torch_generator(weights: ModelWeights) -> Generator:
     model = PlainTorchGPT(weights, max_tokens=max(sum(pair) for pair in LENGTHS) + 1)
 
     def generate(prompt: list[int], output_len: int) -> list[int]:
@@ -202,7 +201,7 @@ def plain_torch_generator(weights: GPTWeights) -> Generator:
     return generate
 
 
-def transformers_generator(weights: GPTWeights) -> Generator | None:
+def transformers_generator(weights: ModelWeights) -> Generator | None:
     """transformers' GPT-2 of the same sizes, with random weights of its own."""
     if importlib.util.find_spec("transformers") is None:
         return None
@@ -216,7 +215,7 @@ def transformers_generator(weights: GPTWeights) -> Generator | None:
     return generate
 
 
-PEERS: dict[str, Callable[[GPTWeights], Generator | None]] = {
+PEERS: dict[str, Callable[[ModelWeights], Generator | None]] = {
     "torch_graph": plain_torch_generator,
     "transformers": transformers_generator,
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from launcher_scripts.engine.model.gpt_weights import GPTWeights, LayerWeights
+from launcher_scripts.engine.model.model_weights import LayerWeights, ModelWeights
 from launcher_scripts.kernels.operands import Norm
 
 
@@ -20,13 +20,13 @@ class PlainTorchGPT:
     max_tokens: prompt and generated tokens the cache has room for
     """
 
-    def __init__(self, weights: GPTWeights, max_tokens: int) -> None:
+    def __init__(self, weights: ModelWeights, max_tokens: int) -> None:
         self.weights = weights
         self.config = weights.config
-        table = weights.embedding.tokens
+        table = weights.decoder.embedding.tokens
         self.dtype, self.device = table.dtype, table.device
         shape = (
-            len(weights.layers),
+            len(weights.decoder.layers),
             2,
             1,
             self.config.num_heads,
@@ -70,10 +70,10 @@ class PlainTorchGPT:
     def _step(self, ids: Tensor, positions: Tensor, *, causal: bool) -> None:
         """Run ids [T] at positions [T] and leave the next token in self.token."""
         weights = self.weights
-        tables = weights.embedding
+        tables = weights.decoder.embedding
         x = tables.tokens[ids] + tables.positions[positions]  # [T, hidden]
         mask = None if causal else (self.columns <= positions)[None, None, None]
-        for index, layer in enumerate(weights.layers.values()):
+        for index, layer in enumerate(weights.decoder.layers.values()):
             x = self._layer(x, layer, self.cache[index], positions, mask)
         head = weights.head
         last = self._norm(x[-1:], head.norm)
@@ -83,7 +83,8 @@ class PlainTorchGPT:
         self, x: Tensor, layer: LayerWeights, cache: Tensor, positions: Tensor, mask: Tensor | None
     ) -> Tensor:
         count, heads = x.shape[0], self.config.num_heads
-        qkv = self._linear(self._norm(x, layer.input_norm), layer.query_key_value)
+        attention, mlp = layer.attention, layer.mlp
+        qkv = self._linear(self._norm(x, attention.in_proj.norm), attention.in_proj)
         query, key, value = qkv.view(count, 3, heads, -1).permute(1, 2, 0, 3)[:, None]
         cache[0].index_copy_(2, positions, key)
         cache[1].index_copy_(2, positions, value)
@@ -94,10 +95,10 @@ class PlainTorchGPT:
                 query, cache[0], cache[1], attn_mask=mask
             )
         mixed = mixed[0].transpose(0, 1).reshape(count, -1)
-        x = x + self._linear(mixed, layer.attention_dense)
-        hidden = self._linear(self._norm(x, layer.post_attention_norm), layer.mlp.up)
+        x = x + self._linear(mixed, attention.out_proj)
+        hidden = self._linear(self._norm(x, mlp.in_proj.norm), mlp.in_proj)
         hidden = functional.gelu(hidden, approximate="tanh")
-        return x + self._linear(hidden, layer.mlp.down)
+        return x + self._linear(hidden, mlp.out_proj)
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
         weight, bias = norm.weight.to(self.dtype), norm.bias.to(self.dtype)

@@ -15,16 +15,35 @@ from launcher_scripts.engine.model.encode_step import (
     pack,
 )
 from launcher_scripts.engine.model.layers import Chunk
-from tests.engine.small_models import engine_for
-from tests.engine.small_t5 import VARIANTS, t5_config, t5_tensors
+from tests.engine.small_models import engine_for, generate
+from tests.engine.small_t5 import (
+    GATED,
+    SOURCE,
+    VARIANTS,
+    decoder_logits,
+    t5_config,
+    t5_tensors,
+)
 
 ROUNDING = 5e-5  # other shapes and numbers of threads add up in other orders
 ROWS = [((3, 5, 7, 11, 2), 0), ((9,), 20), ((4, 1, 8), 30)]
 
 
-@pytest.fixture(params=["google", "gated", "per_layer"])
+ROTARY = {
+    **GATED,
+    "position_embedding": "rope",
+    "rotary_base": 50.0,
+    "sliding_window": 3,
+    "full_attention_layers": "1",
+    "embedding_scale": 2.5,
+    "logits_softcap": 3.0,
+}
+CONFIGS = {**{name: VARIANTS[name] for name in ("google", "gated", "per_layer")}, "rotary": ROTARY}
+
+
+@pytest.fixture(params=CONFIGS)
 def runner(request):
-    config = t5_config(**VARIANTS[request.param])
+    config = t5_config(**CONFIGS[request.param])
     engine = engine_for(config, t5_tensors(config))
     yield engine._loaded
     engine.close()
@@ -68,6 +87,16 @@ def test_an_input_alone_says_the_same(runner):
     together, _ = states_and_cache(runner, pack(ROWS), 9)
     alone, _ = states_and_cache(runner, pack(ROWS[1:2]), 1)
     assert torch.allclose(alone, together[5:6], atol=ROUNDING)
+
+
+def test_fused_steps_choose_the_tokens_of_the_general_path():
+    """Prompts of a T5 take the general path, and what follows them fused steps."""
+    config = t5_config(**ROTARY)
+    engine = engine_for(config, t5_tensors(config))
+    chosen = generate(engine, SOURCE, 12)
+    said = decoder_logits(engine, SOURCE, (config.start_id, *chosen[:-1]))
+    engine.close()
+    assert said.argmax(-1).tolist() == chosen
 
 
 def test_what_is_packed():

@@ -18,7 +18,7 @@ from launcher_scripts.contract.requests import (
 from launcher_scripts.engine.core.row import Snapshot
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.engine.model.decoder import Decoder
+from launcher_scripts.engine.model.network import Network
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.operands import LayerCache
@@ -74,33 +74,32 @@ def test_a_session_goes_on_as_one_long_prompt(engine):
         text += answer.output_ids
 
 
-def windowed_next(decoder: Decoder, text: Sequence[int], window: int) -> int:
+def windowed_next(network: Network, text: Sequence[int], window: int) -> int:
     """The likeliest next token by the plainest forward pass there is, with banded attention."""
-    layers = decoder._layers
-    x = decoder._embed(decoder.weights.embedding, torch.tensor(text), torch.arange(len(text)), ())
-    rotary = decoder._turns(decoder._rotary, torch.arange(len(text)))
-    for layer in layers:
-        heads, size = layer.heads, layer.heads.head_size
+    positions = torch.arange(len(text))
+    x = network._decoder.embed(torch.tensor(text), positions)
+    rotary, _ = network._tables(positions)
+    for layer in network._decoder.layers:
+        attention, mlp = layer.attention, layer.mlp
+        heads, size = attention.heads, attention.heads.head_size
         cache = LayerCache(
             torch.zeros(heads.num_kv_heads, len(text), size),
             torch.zeros(heads.num_kv_heads, len(text), size),
         )
-        qkv = reference.project(x, layer.weights.query_key_value)
+        qkv = reference.project(x, attention.in_proj)
         query = reference.store_kv(qkv, heads, rotary, torch.arange(len(text)), cache)
         key = cache.keys.repeat_interleave(heads.group, 0)
         value = cache.values.repeat_interleave(heads.group, 0)
         distance = torch.arange(len(text)) - torch.arange(len(text))[:, None]
         scores = query.transpose(0, 1) @ key.transpose(1, 2) * size**-0.5
-        if layer.slopes is not None:
-            scores = scores + layer.slopes[:, None, None] * distance
+        if attention.slopes is not None:
+            scores = scores + attention.slopes[:, None, None] * distance
         scores = scores.masked_fill((distance > 0) | (distance <= -window), float("-inf"))
         out = (scores.softmax(-1) @ value).transpose(0, 1).reshape(len(text), -1)
-        x = reference.project_add(out, layer.weights.attention_dense, x)
-        hidden = reference.mlp_up(
-            x, layer.weights.mlp.up, layer.weights.mlp.gate, decoder.config.activation
-        )
-        x = reference.project_add(hidden, layer.weights.mlp.down, x)
-    return int(decoder.logits(x[-1:]).argmax())
+        x = reference.project_add(out, attention.out_proj, x)
+        hidden = reference.mlp_up(x, mlp.in_proj, mlp.gate, mlp.activation)
+        x = reference.project_add(hidden, mlp.out_proj, x)
+    return int(network.logits(x[-1:]).argmax())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,7 @@ import torch
 
 from launcher_scripts.engine.core.plan import Bounds, PrefillPart, RowStart
 from launcher_scripts.engine.core.sampler import sampling_batch
-from launcher_scripts.engine.model.decoder import Decoder
+from launcher_scripts.engine.model.network import Network
 from launcher_scripts.engine.runner.prompt_batch import Nowhere, PackedPrompts, unpacked
 from tests.engine.small_models import random_tensors, runner_for, small_config
 from tests.kernels.kernel_checks import (
@@ -57,7 +57,7 @@ MODELS = {
 }
 
 
-def logits_of(decoder: Decoder, runner: object, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_of(network: Network, runner: object, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the last tokens of prompts, and of a step behind them."""
     starts = [
         RowStart(slot, slot * EXTENT, ids, -1, stride=EXTENT)
@@ -69,12 +69,12 @@ def logits_of(decoder: Decoder, runner: object, rows: int) -> tuple[torch.Tensor
     prompts = PackedPrompts(starts, [PrefillPart(row.slot, 0, len(row.ids)) for row in starts])
     packed = prompts.to_device(runner.device, Nowhere(runner.decoder.cache.scratch, 8), None)
     batch = unpacked(packed, prompts.sizes, prompts.spans)
-    last = decoder.logits(decoder.prefill(batch)[batch.last])
+    last = network.logits(network.prefill(batch)[batch.last])
     runner.states.join(starts)
     runner.states.set_length(batch.row_slots, batch.lengths)
     slots = sampling_batch(starts, runner.device).slots
     runner.states.token[:rows] = torch.arange(rows)
-    step = decoder.step
+    step = network.step
     return last, step.logits(step.forward(runner.states.columns, slots, Bounds(max(LENGTHS) + 1)))
 
 
@@ -87,6 +87,6 @@ def test_prompts_and_steps(name, rows):
     theirs = runner.decoder
     shared = (theirs.weights, theirs.cache, fused, theirs.communicator, theirs.device)
     want = logits_of(theirs, runner, rows)
-    got = logits_of(Decoder(*shared), runner, rows)
+    got = logits_of(Network(*shared), runner, rows)
     for mine, reference in zip(got, want, strict=True):
         assert_close(mine, reference, torch.float32)

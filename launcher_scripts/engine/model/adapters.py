@@ -6,9 +6,8 @@ It has a position and a place in the cache as any other token does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -23,21 +22,6 @@ NO_TASK = -1
 Prompt = int | Tensor
 
 
-@final
-@dataclass(frozen=True)
-class IA3Factors:
-    """IA3 of one attention and its MLP (Liu et al. 2022), by task: [tasks + 1, width] each.
-
-    qkv:    factors of the projected queries (ones), keys and values
-    mlp:    of the MLP's inner activations
-    source: of the keys and values of an encoder's states, where there is one
-    """
-
-    qkv: Tensor
-    mlp: Tensor
-    source: Tensor | None = None
-
-
 @dataclass(frozen=True)
 class Adapter:
     """down(silu(up(x))), its layer norm before `up` (in it) or after `down`.
@@ -50,49 +34,43 @@ class Adapter:
     norm_after: Norm | None = None
 
 
-def layer_adapters(layers: Iterable[Any]) -> list[IA3Factors | Adapter | None]:
-    """What works inside of these layers' weights; None for what a layer does not have."""
-    return [
-        part for layer in layers for part in (layer.ia3, layer.attention_adapter, layer.mlp_adapter)
-    ]
-
-
 def scaled(x: Tensor, factors: Tensor | None, tasks: Tensor | None) -> Tensor:
     """x [N, width], each row times its task's factors; tasks [N]."""
     return x if factors is None or tasks is None else x * factors[tasks]
 
 
 def token_tasks(
-    config: object, tasks: Sequence[int], counts: Sequence[int], device: torch.device
+    config: object, rows: Sequence[tuple[int, int]], device: torch.device
 ) -> Tensor | None:
     """Every token's row of the IA3 factors, int64 [N]; None for a model without IA3.
 
-    tasks, counts: of every row with new tokens
+    rows: task and new tokens of each
     """
     if not adapters_of(config).ia3_num_tasks:
         return None
-    whole = torch.tensor(tasks).repeat_interleave(torch.tensor(counts))
-    return whole.to(device, non_blocking=True)
+    counts = torch.tensor([count for _, count in rows])
+    tasks = torch.tensor([task for task, _ in rows]).repeat_interleave(counts)
+    return tasks.to(device, non_blocking=True)
 
 
 def with_virtual_tokens(
     x: Tensor,
     ids: Tensor,
-    prompts: Sequence[Prompt | None],
-    counts: Sequence[int],
+    rows: Sequence[tuple[Prompt | None, int]],
     tables: Sequence[Tensor],
 ) -> Tensor:
     """Token embeddings x float32 [N, hidden] with the virtual tokens of rows that have a prompt.
 
-    prompts, counts: of every row in ids [N];  tables: the loaded ones, [virtual tokens, hidden]
+    rows: prompt and tokens of every row in ids [N];  tables: the loaded ones, [virtual tokens,
+          hidden]
     """
     start = 0
-    for prompt, count in zip(prompts, counts, strict=True):
+    for prompt, count in rows:
         part = slice(start, start + count)
         start += count
         if prompt is None:
             continue
         table = tables[prompt] if isinstance(prompt, int) else prompt
-        rows = (-1 - ids[part]).clamp(min=0)
-        x[part] = torch.where(ids[part, None] < 0, table[rows].float(), x[part])
+        places = (-1 - ids[part]).clamp(min=0)
+        x[part] = torch.where(ids[part, None] < 0, table[places].float(), x[part])
     return x

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from launcher_scripts.engine.model.t5_weights import (
-    CrossLayerWeights,
-    EncoderLayerWeights,
-    T5Weights,
+from launcher_scripts.engine.model.model_weights import (
+    AttentionWeights,
+    CrossAttentionWeights,
+    Embedding,
+    LayerWeights,
+    MLPWeights,
+    ModelWeights,
+    StackWeights,
 )
-from launcher_scripts.engine.model.weights import Embedding, MLPWeights, WeightLoader
+from launcher_scripts.engine.model.weights import WeightLoader
 from launcher_scripts.kernels.operands import Linear, Norm
 from launcher_scripts.models.bart import BartConfig
 
@@ -19,24 +23,25 @@ class BartWeightLoader(WeightLoader):
 
     config: BartConfig
 
-    def load(self) -> T5Weights:
+    def load(self) -> ModelWeights:
         """Everything this rank needs, and nothing else, is read."""
         config = self.config
         first = self.pp_rank == 0
         last = self.pp_rank == self.parallelism.pp_size - 1
         final = last and self._pre
         table = self._table("shared.weight") if first else None
-        return T5Weights(
-            config=config,
-            encoder_embedding=self._embedding("encoder", table),
-            encoder_layers={
-                layer: self._encoder_layer(layer) for layer in self._own(config.num_layers)
-            },
+        layers, decoder_layers = self._own(config.num_layers), self._own(config.num_decoder_layers)
+        return ModelWeights(
+            config,
+            encoder=StackWeights(
+                self._embedding("encoder", table),
+                {layer: self._encoder_layer(layer) for layer in layers},
+            ),
             encoder_norm=self._norm("encoder.layer_norm") if final else None,
-            decoder_embedding=self._embedding("decoder", table),
-            decoder_layers={
-                layer: self._decoder_layer(layer) for layer in self._own(config.num_decoder_layers)
-            },
+            decoder=StackWeights(
+                self._embedding("decoder", table),
+                {layer: self._decoder_layer(layer) for layer in decoder_layers},
+            ),
             head=self._output() if last else None,
         )
 
@@ -54,33 +59,39 @@ class BartWeightLoader(WeightLoader):
             self._norm(f"{side}.layernorm_embedding"),
         )
 
-    def _encoder_layer(self, layer: int) -> EncoderLayerWeights:
+    def _encoder_layer(self, layer: int) -> LayerWeights:
         stem = "encoder.layers.*"
         attention = f"{stem}.self_attn"
         before, after = self._norms(f"{attention}_layer_norm", layer)
         names = [f"{attention}.{part}_proj" for part in "qkv"]
-        return EncoderLayerWeights(
-            query_key_value=self._joined(names, layer, before),
-            attention_dense=self._linear(f"{attention}.out_proj", layer),
-            attention_norm=after,
-            mlp=self._mlp(stem, layer),
+        return LayerWeights(
+            AttentionWeights(
+                in_proj=self._joined(names, layer, before),
+                out_proj=self._linear(f"{attention}.out_proj", layer),
+                norm=after,
+            ),
+            self._mlp(stem, layer),
         )
 
-    def _decoder_layer(self, layer: int) -> CrossLayerWeights:
+    def _decoder_layer(self, layer: int) -> LayerWeights:
         stem = "decoder.layers.*"
         own, source = f"{stem}.self_attn", f"{stem}.encoder_attn"
         before, after = self._norms(f"{own}_layer_norm", layer)
         before_source, after_source = self._norms(f"{source}_layer_norm", layer)
         keys_and_values = [f"{source}.{part}_proj" for part in "kv"]
-        return CrossLayerWeights(
-            query_key_value=self._linear(f"{own}.qkv", layer, before),
-            attention_dense=self._linear(f"{own}.out_proj", layer),
-            attention_norm=after,
-            source_query=self._linear(f"{source}.q_proj", layer, before_source),
-            source_key_value=self._joined(keys_and_values, layer),
-            source_dense=self._linear(f"{source}.out_proj", layer),
-            source_norm=after_source,
-            mlp=self._mlp(stem, layer),
+        return LayerWeights(
+            AttentionWeights(
+                in_proj=self._linear(f"{own}.qkv", layer, before),
+                out_proj=self._linear(f"{own}.out_proj", layer),
+                norm=after,
+            ),
+            self._mlp(stem, layer),
+            CrossAttentionWeights(
+                in_proj=self._linear(f"{source}.q_proj", layer, before_source),
+                key_value=self._joined(keys_and_values, layer),
+                out_proj=self._linear(f"{source}.out_proj", layer),
+                norm=after_source,
+            ),
         )
 
     def _norms(self, name: str, layer: int) -> tuple[Norm | None, Norm | None]:
@@ -91,7 +102,7 @@ class BartWeightLoader(WeightLoader):
     def _mlp(self, stem: str, layer: int) -> MLPWeights:
         before, after = self._norms(f"{stem}.final_layer_norm", layer)
         up = self._linear(f"{stem}.fc1", layer, before)
-        return MLPWeights(up, None, self._linear(f"{stem}.fc2", layer), norm=after)
+        return MLPWeights(in_proj=up, out_proj=self._linear(f"{stem}.fc2", layer), norm=after)
 
     def _output(self) -> Linear:
         bias = self._table("final_logits_bias") if self.config.logits_bias else None

@@ -1,38 +1,26 @@
 """The fast way through an encoder: rows of several tokens in, their hidden states out.
 
-The sublayers are those of a decode step (see decode_step.py), but for the attention; what they
-cannot express goes through `Encoder`. A pass reads all that changes from one tensor, so that short
-ones can be recorded.
+The sublayers take fused steps, as those of a decode step do (see decode_step.py); what these cannot
+express goes through `Encoder`. A pass reads all that changes from one tensor, so that short ones
+can be recorded.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.model.adapters import layer_adapters
-from launcher_scripts.engine.model.decode_step import MLP, Sublayer, obstacles, through
-from launcher_scripts.engine.model.embedding import embed
-from launcher_scripts.engine.model.t5_weights import T5Weights
-from launcher_scripts.engine.model.weights import Embedding
+from launcher_scripts.engine.model.decode_step import obstacles, prepared, through
+from launcher_scripts.engine.model.encoder import Encoder
+from launcher_scripts.engine.model.layers import CrossAttention
+from launcher_scripts.engine.model.model_weights import Embedding, ModelWeights, sublayers_of
 from launcher_scripts.engine.runner.graphs import StepGraphs
-from launcher_scripts.kernels.operands import (
-    SPAN_QUERIES,
-    Heads,
-    Hidden,
-    LayerCache,
-    Linear,
-    Norm,
-    RelativeBias,
-    Spans,
-    span_blocks,
-)
-from launcher_scripts.kernels.ops import Ops
+from launcher_scripts.kernels.operands import SPAN_QUERIES, Spans, span_blocks
 
 # Tokens times weights that a device multiplies while its host launches a product and its company.
 LAUNCH_WORK = 12_000_000_000
@@ -102,120 +90,49 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-@dataclass(frozen=True)
-class SpanContext:
-    """What the sublayers of one pass share."""
-
-    spans: Spans
-
-
-class SpanAttention(Sublayer[SpanContext]):
-    """Attention of rows to all of their own tokens."""
-
-    def __init__(
-        self,
-        first: Linear,
-        last: Linear,
-        kernels: Ops,
-        communicator: Communicator,
-        *,
-        heads: Heads,
-        scale: float,
-        bias: RelativeBias | None,
-    ) -> None:
-        super().__init__(first, last, kernels, communicator)
-        self.heads = heads
-        self.scale = scale
-        self.bias = bias
-
-    def branch(self, x: Hidden, context: SpanContext) -> Tensor:
-        qkv = self.kernels.project_hidden(x, self.first)
-        return self.kernels.attend_spans(
-            qkv, self.heads, context.spans, scale=self.scale, relative=self.bias
-        )
-
-
-def encode_obstacles(weights: T5Weights, communicator: Communicator) -> list[str]:
+def encode_obstacles(weights: ModelWeights, communicator: Communicator) -> list[str]:
     """Why a model's inputs cannot go through an EncodeStep; empty where they can."""
-    layers = [*weights.encoder_layers.values(), *weights.decoder_layers.values()]
-    found = obstacles(weights.config, communicator, layer_adapters(layers))
+    layers = [layer for stack in weights.stacks for layer in stack.layers.values()]
+    found = obstacles(weights.config, communicator, layers)
     if communicator.tp_size > 1:
         found.append("ranks add many tokens up in the compute type")
     return found
-
-
-def encoder_sublayers(
-    weights: T5Weights, heads: Heads, kernels: Ops, communicator: Communicator
-) -> list[Sublayer[SpanContext]]:
-    """The encoder's layers; heads: of one rank."""
-    config, shared = weights.config, (kernels, communicator)
-    sublayers: list[Sublayer[SpanContext]] = []
-    for own in weights.encoder_layers.values():
-        sublayers += [
-            SpanAttention(
-                own.query_key_value,
-                own.attention_dense,
-                *shared,
-                heads=heads,
-                scale=config.attention_scale,
-                bias=own.relative,
-            ),
-            MLP(own.mlp, *shared, activation=config.activation),
-        ]
-    return sublayers
 
 
 class EncodeStep:
     """The encoder of a rank that has all layers, and the keys and values the decoder wants of it.
 
     longest_recorded: tokens, up to which the host would hold the device up
-    readers: what reads the states, one projection per decoder layer, and the cache for its keys
-             and values;  heads: of the decoder
+    readers: the decoder's attention to the states
     """
 
     def __init__(
-        self,
-        embedding: Embedding,
-        last_norm: Norm | None,
-        sublayers: Sequence[Sublayer[SpanContext]],
-        readers: Sequence[tuple[Linear, LayerCache]],
-        heads: Heads,
-        kernels: Ops,
-        communicator: Communicator,
+        self, encoder: Encoder, embedding: Embedding, readers: Sequence[CrossAttention]
     ) -> None:
-        self.sublayers = sublayers
+        self.encoder = encoder
         self.embedding = embedding
-        self.last_norm = last_norm
         self.readers = readers
-        self.heads = Heads(0, heads.num_kv_heads, heads.head_size)
-        self.kernels = kernels
-        self.communicator = communicator
-        sizes = [linear.weight.numel() for linear in self._linears()]
+        self._norms = prepared(encoder.stack.sublayers, None)
+        parts = sublayers_of(encoder.weights.layers.values())
+        linears = [linear for part in parts for linear in part.linears()]
+        linears += [reader.key_value for reader in readers]
+        sizes = [linear.weight.numel() for linear in linears]
         self.longest_recorded = LAUNCH_WORK * len(sizes) // sum(sizes)
         self._states: Tensor | None = None
-        self._norms = [*(sublayer.first.norm for sublayer in sublayers), None]
 
     def forward(self, sources: Sources) -> Tensor:
         """Hidden states, float32 [tokens, hidden]; the cache holds what the decoder reads."""
-        kernels, dtype = self.kernels, self.embedding.tokens.dtype
-        ids, positions = sources.ids, sources.positions
-        embedded = embed(self.embedding, ids, positions, kernels, self.communicator)
-        x = kernels.hidden(embedded, self._norms[0], dtype)
-        states = through(self.sublayers, x, SpanContext(sources.spans), self._norms).exact
-        if self.last_norm is not None:
-            states = kernels.norm(states, self.last_norm, torch.float32)
-        operand, slots = states.to(dtype), sources.slots
-        for linear, cache in self.readers:
-            kernels.store_kv(kernels.project(operand, linear), self.heads, None, slots, cache)
+        encoder, dtype = self.encoder, self.embedding.tokens.dtype
+        positions, slots = sources.positions, sources.slots
+        embedded = encoder.stack.embed(sources.ids, positions)
+        x = encoder.kernels.hidden(embedded, self._norms[0], dtype)
+        context = encoder.context(sources.spans, positions)
+        x = through(encoder.stack.sublayers, x, context, self._norms)
+        states = encoder.normed(x.exact)
+        operand = states.to(dtype)
+        for reader in self.readers:
+            reader.store(operand, slots)
         return states
-
-    def _linears(self) -> Iterator[Linear]:
-        for sublayer in self.sublayers:
-            yield from (sublayer.first, sublayer.last)
-            gate = getattr(sublayer, "gate", None)
-            if gate is not None:
-                yield gate
-        yield from (linear for linear, _ in self.readers)
 
     def run(
         self,

@@ -8,44 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.model.weights import MLPWeights
-from launcher_scripts.kernels.operands import Linear, Norm
+from launcher_scripts.engine.model.model_weights import Experts
+from launcher_scripts.kernels.operands import Linear
 from launcher_scripts.kernels.ops import Ops
 
 COPY_COST = 3  # what a copied weight costs: it is read, written and read again
-
-
-@dataclass(frozen=True)
-class SharedExpert:
-    """An MLP that every token goes through, weighed by sigmoid(scale(x)) where that is there."""
-
-    mlp: MLPWeights
-    scale: Linear | None
-
-
-@dataclass(frozen=True)
-class Experts:
-    """One rank's parts of a layer's experts.
-
-    router: [experts, hidden];  norm: of what router and experts read
-    up, gate: [experts, ffn / tp, hidden], `gate` where the MLPs are gated
-    down:   [experts, hidden, ffn / tp]
-    per_token:  how many experts a token goes through
-    normalized: whether their weights, of a softmax over all experts, are divided by their sum
-    """
-
-    router: Linear
-    norm: Norm
-    up: Tensor
-    gate: Tensor | None
-    down: Tensor
-    per_token: int
-    normalized: bool
-    shared: SharedExpert | None = None
-
-    @property
-    def count(self) -> int:
-        return self.up.shape[0]
 
 
 def mixture(kernels: Ops, x: Tensor, experts: Experts, activation: str, *, few: bool) -> Tensor:
@@ -54,7 +21,8 @@ def mixture(kernels: Ops, x: Tensor, experts: Experts, activation: str, *, few: 
     few: the tokens of a decode step, whose launches must not depend on what the router says, since
     they may be recorded
     """
-    hidden = kernels.norm(x, experts.norm, experts.up.dtype)
+    norm, dtype = experts.in_proj.norm, experts.in_proj.dtype
+    hidden = x.to(dtype) if norm is None else kernels.norm(x, norm, dtype)
     routed = _Routed(kernels, hidden, experts, activation, *_route(kernels, hidden, experts))
     if not few:
         out = routed.one_by_one()
@@ -65,8 +33,8 @@ def mixture(kernels: Ops, x: Tensor, experts: Experts, activation: str, *, few: 
     if experts.shared is None:
         return out
     shared = experts.shared
-    inner = kernels.mlp_up(hidden, shared.mlp.up, shared.mlp.gate, activation)
-    result = kernels.project(inner, shared.mlp.down).float()
+    inner = kernels.mlp_up(hidden, shared.mlp.in_proj, shared.mlp.gate, activation)
+    result = kernels.project(inner, shared.mlp.out_proj).float()
     if shared.scale is not None:
         result = result * kernels.project(hidden, shared.scale).float().sigmoid()
     return out + result
@@ -113,16 +81,17 @@ class _Routed:
     def copied(self) -> Tensor:
         """The chosen experts' weights are copied side by side."""
         experts, chosen = self.experts, self.chosen
-        inner = torch.einsum("nkfh,nh->nkf", experts.up[chosen], self.hidden)
+        inner = torch.einsum("nkfh,nh->nkf", experts.in_proj.weight[chosen], self.hidden)
         inner = self.kernels.ACTIVATIONS[self.activation](inner)
         if experts.gate is not None:
-            inner = inner * torch.einsum("nkfh,nh->nkf", experts.gate[chosen], self.hidden)
-        results = torch.einsum("nkhf,nkf->nkh", experts.down[chosen], inner)
+            inner = inner * torch.einsum("nkfh,nh->nkf", experts.gate.weight[chosen], self.hidden)
+        results = torch.einsum("nkhf,nkf->nkh", experts.out_proj.weight[chosen], inner)
         return (results.float() * self.weights[..., None]).sum(1)
 
     def _through(self, expert: int, hidden: Tensor) -> Tensor:
         """One expert's result for hidden [n, hidden], float32."""
         experts, kernels = self.experts, self.kernels
-        gate = None if experts.gate is None else Linear(experts.gate[expert])
-        inner = kernels.mlp_up(hidden, Linear(experts.up[expert]), gate, self.activation)
-        return kernels.project(inner, Linear(experts.down[expert])).float()
+        gate = None if experts.gate is None else Linear(experts.gate.weight[expert])
+        up, down = Linear(experts.in_proj.weight[expert]), Linear(experts.out_proj.weight[expert])
+        inner = kernels.mlp_up(hidden, up, gate, self.activation)
+        return kernels.project(inner, down).float()

@@ -9,11 +9,8 @@ from typing import Any
 from launcher_scripts.engine.core.plan import Bounds
 from launcher_scripts.engine.model.agm_weights import AgmWeightLoader
 from launcher_scripts.engine.model.bart_weights import BartWeightLoader
-from launcher_scripts.engine.model.decoder import Decoder
-from launcher_scripts.engine.model.encoder_decoder import EncoderDecoder
 from launcher_scripts.engine.model.gpt_weights import GPTWeightLoader
 from launcher_scripts.engine.model.heads import decoder_heads, local_heads
-from launcher_scripts.engine.model.network import Network
 from launcher_scripts.engine.model.t5_weights import T5WeightLoader
 from launcher_scripts.engine.model.weights import WeightLoader
 from launcher_scripts.kernels.operands import Heads
@@ -36,7 +33,6 @@ class EngineFamily:
     """A row of FAMILIES.
 
     loader:        the reader of a rank's weights
-    network:       (weights, cache, kernels, communicator, device) -> the rank's part of the model
     heads:         (config, tp_size) -> the heads of one rank
     cached_layers: config -> how many layers keep keys and values
     depth:         config -> the most pipeline stages there can be
@@ -45,7 +41,6 @@ class EngineFamily:
     """
 
     loader: type[WeightLoader]
-    network: Callable[..., Network]
     heads: Callable[[Any, int], Heads]
     cached_layers: Callable[[Any], int]
     depth: Callable[[Any], int]
@@ -81,7 +76,6 @@ def _t5_depth(config: T5Config | BartConfig) -> int:
 FAMILIES = {
     "gpt": EngineFamily(
         GPTWeightLoader,
-        Decoder,
         local_heads,
         lambda config: config.num_layers,
         lambda config: config.num_layers,
@@ -90,7 +84,6 @@ FAMILIES = {
     ),
     "t5": EngineFamily(
         T5WeightLoader,
-        EncoderDecoder,
         decoder_heads,
         lambda config: 0 if config.encoder_only else config.num_decoder_layers,
         _t5_depth,
@@ -99,7 +92,6 @@ FAMILIES = {
     ),
     "bart": EngineFamily(
         BartWeightLoader,
-        EncoderDecoder,
         decoder_heads,
         lambda config: config.num_decoder_layers,
         _t5_depth,
@@ -108,7 +100,6 @@ FAMILIES = {
     ),
     "agm": EngineFamily(
         AgmWeightLoader,
-        Decoder,
         local_heads,
         lambda config: config.num_layers,
         lambda config: config.num_layers,

@@ -2,76 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 
 from launcher_scripts.common.errors import CheckpointError
-from launcher_scripts.engine.model.adapters import Adapter, IA3Factors
-from launcher_scripts.engine.model.experts import Experts, SharedExpert
-from launcher_scripts.engine.model.weights import Embedding, MLPWeights, WeightLoader
-from launcher_scripts.kernels.operands import HeadNorms, Linear, Norm, RelativeBias
+from launcher_scripts.engine.model.model_weights import (
+    AttentionWeights,
+    Embedding,
+    Experts,
+    LayerWeights,
+    MLPWeights,
+    ModelWeights,
+    SharedExpert,
+    StackWeights,
+)
+from launcher_scripts.engine.model.weights import WeightLoader
+from launcher_scripts.kernels.operands import HeadNorms, Linear, Norm
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
-from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.gpt import GPTConfig
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """One layer. Norms of a pre-norm layer live in the projections that follow them.
-
-    head_norms: of every head's queries and keys, where there are such
-    attention_output_norm: of what attention adds, where it has such
-    relative: what a score gains by distance, where the layer has a table of its own
-    """
-
-    query_key_value: Linear
-    attention_dense: Linear
-    mlp: MLPWeights | Experts
-    input_norm: Norm
-    post_attention_norm: Norm
-    head_norms: HeadNorms | None = None
-    attention_output_norm: Norm | None = None
-    relative: RelativeBias | None = None
-    ia3: IA3Factors | None = None
-    attention_adapter: Adapter | None = None
-    mlp_adapter: Adapter | None = None
-
-
-@dataclass(frozen=True)
-class GPTWeights:
-    """One rank's part of a GPT.
-
-    embedding: on the first pipeline stage
-    layers:    by global layer number
-    head:      the output projection with the final norm, on the last pipeline stage
-    prompt_tables: of every task, [virtual tokens, hidden], on the first pipeline stage
-    """
-
-    config: GPTConfig | AgmConfig
-    embedding: Embedding | None
-    layers: dict[int, LayerWeights]
-    head: Linear | None
-    prompt_tables: tuple[Tensor, ...] = ()
-
-    def bytes(self) -> int:
-        """Device bytes of the tables and matrices."""
-        found = {id(tensor): tensor for tensor in self._matrices() if tensor is not None}
-        return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
-
-    def _matrices(self) -> list[Tensor | None]:
-        matrices: list[Tensor | None] = []
-        if self.embedding is not None:
-            matrices += [self.embedding.tokens, self.embedding.positions]
-        linears = [self.head]
-        for layer in self.layers.values():
-            linears += [layer.query_key_value, layer.attention_dense]
-            mlp = layer.mlp
-            if isinstance(mlp, MLPWeights):
-                linears += [mlp.up, mlp.gate, mlp.down]
-            else:
-                matrices += [mlp.up, mlp.gate, mlp.down]
-        return matrices + [linear.weight for linear in linears if linear is not None]
 
 
 class GPTWeightLoader(WeightLoader):
@@ -79,19 +28,18 @@ class GPTWeightLoader(WeightLoader):
 
     config: GPTConfig
 
-    def load(self) -> GPTWeights:
+    def load(self) -> ModelWeights:
         """Everything this rank needs, and nothing else, is read."""
         config = self.config
         first = self.pp_rank == 0
         last = self.pp_rank == self.parallelism.pp_size - 1
         table = self._table("wte") if first or (last and config.tied_embeddings) else None
-        return GPTWeights(
-            config=config,
-            embedding=self._embedding(table) if first and table is not None else None,
-            layers={layer: self._layer(layer) for layer in self._own(config.num_layers)},
-            head=self._head(table) if last else None,
-            prompt_tables=self._prompt_tables() if first else (),
+        decoder = StackWeights(
+            self._embedding(table) if first and table is not None else None,
+            {layer: self._layer(layer) for layer in self._own(config.num_layers)},
+            self._prompt_tables() if first else (),
         )
+        return ModelWeights(config, decoder, self._head(table) if last else None)
 
     def _embedding(self, table: Tensor) -> Embedding:
         config = self.config
@@ -114,49 +62,52 @@ class GPTWeightLoader(WeightLoader):
     def _layer(self, layer: int) -> LayerWeights:
         input_norm = self._norm("layers.*.input_layernorm", layer)
         post_attention = self._norm("layers.*.post_attention_layernorm", layer)
-        pre = self.config.norm_placement != "post"
-        stem, sandwich = "layers.*.attention", self.config.norm_placement == "sandwich"
-        mlp: MLPWeights | Experts
-        if self.config.num_experts:
-            mlp = self._experts(layer, post_attention, self.config.num_experts)
-        else:
-            output_norm = self._norm("layers.*.mlp.output_norm", layer) if sandwich else None
-            mlp = self._mlp("layers.*.mlp", layer, post_attention if pre else None, output_norm)
-        width = self.config.local_size("q_size", self.parallelism.tp_size)
-        return LayerWeights(
-            query_key_value=self._linear(
-                f"{stem}.query_key_value", layer, input_norm if pre else None
-            ),
-            attention_dense=self._linear(f"{stem}.dense", layer),
-            mlp=mlp,
-            input_norm=input_norm,
-            post_attention_norm=post_attention,
-            head_norms=self._head_norms(layer),
-            attention_output_norm=self._norm(f"{stem}.output_norm", layer) if sandwich else None,
-            ia3=self._ia3(stem, "layers.*.mlp", layer, width),
-            attention_adapter=self._adapter(f"layers.*.{ATTENTION_ADAPTER}", layer),
-            mlp_adapter=self._adapter(f"layers.*.{FFN_ADAPTER}", layer),
+        after = self.config.norm_placement == "post"
+        stem, width = (
+            "layers.*.attention",
+            self.config.local_size("q_size", self.parallelism.tp_size),
         )
+        attention = AttentionWeights(
+            in_proj=self._linear(f"{stem}.query_key_value", layer, None if after else input_norm),
+            out_proj=self._linear(f"{stem}.dense", layer),
+            output_norm=self._output_norm(stem, layer),
+            norm=input_norm if after else None,
+            head_norms=self._head_norms(layer),
+            ia3=self._ia3([f"{stem}.{part}" for part in "kv"], layer, width),
+            adapter=self._adapter(f"layers.*.{ATTENTION_ADAPTER}", layer),
+        )
+        if self.config.num_experts:
+            return LayerWeights(
+                attention, self._experts(layer, post_attention, self.config.num_experts)
+            )
+        mlp = self._mlp("layers.*.mlp", layer, None if after else post_attention)
+        mlp = replace(
+            mlp,
+            output_norm=self._output_norm("layers.*.mlp", layer),
+            norm=post_attention if after else None,
+            ia3=self._ia3(["layers.*.mlp"], layer),
+            adapter=self._adapter(f"layers.*.{FFN_ADAPTER}", layer),
+        )
+        return LayerWeights(attention, mlp)
 
-    def _mlp(
-        self,
-        name: str,
-        layer: int,
-        norm: Norm | None = None,
-        output_norm: Norm | None = None,
-    ) -> MLPWeights:
+    def _output_norm(self, stem: str, layer: int) -> Norm | None:
+        sandwich = self.config.norm_placement == "sandwich"
+        return self._norm(f"{stem}.output_norm", layer) if sandwich else None
+
+    def _mlp(self, name: str, layer: int, norm: Norm | None = None) -> MLPWeights:
         gate = None
         if self.config.gated:
             gate = self._linear(f"{name}.dense_h_to_4h_2", layer, norm)
         up = self._linear(f"{name}.dense_h_to_4h", layer, norm)
-        return MLPWeights(up, gate, self._linear(f"{name}.dense_4h_to_h", layer), output_norm)
+        down = self._linear(f"{name}.dense_4h_to_h", layer)
+        return MLPWeights(in_proj=up, gate=gate, out_proj=down)
 
     def _experts(self, layer: int, norm: Norm, count: int) -> Experts:
         config = self.config
         if self.int8:
             raise CheckpointError("int8_mode is not supported for a model with experts")
 
-        def stacked(name: str) -> Tensor:
+        def stacked(name: str, norm: Norm | None = None) -> Linear:
             parts = (
                 self._whole(f"layers.*.mlp.experts.{expert}.{name}", layer).weight
                 for expert in range(count)
@@ -166,7 +117,7 @@ class GPTWeightLoader(WeightLoader):
             whole[0] = first
             for expert, part in enumerate(parts, start=1):
                 whole[expert] = part
-            return whole
+            return Linear(whole, norm=norm)
 
         shared = None
         if config.shared_expert_size is not None:
@@ -175,14 +126,13 @@ class GPTWeightLoader(WeightLoader):
                 scale = self._linear("layers.*.mlp.shared_expert_gate", layer)
             shared = SharedExpert(self._mlp("layers.*.mlp.shared_expert", layer), scale)
         return Experts(
-            self._linear("layers.*.mlp.router", layer),
-            norm,
-            stacked("dense_h_to_4h"),
-            stacked("dense_h_to_4h_2") if config.gated else None,
-            stacked("dense_4h_to_h"),
-            config.experts_per_token or 1,
-            bool(config.normalized_experts),
-            shared,
+            router=self._linear("layers.*.mlp.router", layer),
+            in_proj=stacked("dense_h_to_4h", norm),
+            gate=stacked("dense_h_to_4h_2") if config.gated else None,
+            out_proj=stacked("dense_4h_to_h"),
+            per_token=config.experts_per_token or 1,
+            normalized=bool(config.normalized_experts),
+            shared=shared,
         )
 
     def _head_norms(self, layer: int) -> HeadNorms | None:

@@ -1,36 +1,39 @@
-"""A transformer layer of a GPT decoder on one rank, and what every decoder's layers share."""
+"""A transformer layer on one rank: sublayers that add to the hidden states, one after the other.
+
+There are two ways through a sublayer. The general one, `forward`, takes and gives the residual
+stream, and does what any model asks for. The fused one, `step`, hands on hidden states in the form
+that the first projection of the next sublayer reads. What the tokens attend to is up to the pass:
+each kind of pass has a context.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import Generic, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.model.adapters import (
-    NO_TASK,
-    Adapter,
-    Prompt,
-    scaled,
-    token_tasks,
+from launcher_scripts.engine.model.adapters import NO_TASK, Adapter, Prompt, scaled
+from launcher_scripts.engine.model.experts import mixture
+from launcher_scripts.engine.model.model_weights import (
+    AttentionWeights,
+    CrossAttentionWeights,
+    Experts,
+    MLPWeights,
+    SublayerWeights,
 )
-from launcher_scripts.engine.model.experts import Experts, mixture
-from launcher_scripts.engine.model.gpt_weights import LayerWeights
-from launcher_scripts.engine.model.rotary import Tables
+from launcher_scripts.engine.model.rotary import RotaryTables
 from launcher_scripts.kernels.operands import (
     Heads,
+    Hidden,
     LayerCache,
-    Linear,
     Norm,
     RelativeBias,
-    VarlenBatch,
 )
 from launcher_scripts.kernels.ops import Ops
-from launcher_scripts.models.agm import AgmConfig
-from launcher_scripts.models.gpt import GPTConfig
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,6 @@ class Chunk:
     window: int = 0
     prompt_end: int = 0
     most: int = 0
-
-
-def new_token_tasks(config: object, chunks: Sequence[Chunk], device: torch.device) -> Tensor | None:
-    """Every new token's row of the IA3 factors, int64 [N]; None for a model without IA3."""
-    tasks = [chunk.ia3_task for chunk in chunks]
-    counts = [chunk.count for chunk in chunks]
-    return token_tasks(config, tasks, counts, device)
 
 
 @dataclass(frozen=True)
@@ -93,90 +89,31 @@ class Rows:
     most: Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ForwardContext:
-    """What every layer of one forward pass shares.
+# What a pass hands from sublayer to sublayer: Tensor on the general path, Hidden on the fused one.
+Stream = TypeVar("Stream", contravariant=True)
+Given = TypeVar("Given", Tensor, Hidden)
 
-    slots:     [N], the cache token of each new token
-    positions: [N], of each new token; a relative bias counts from them
-    rotary:    cosines and sines [N, rotary_size / 2], or None; local_rotary those of layers that
-               turn at speeds of their own
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardContext(ABC, Generic[Stream]):
+    """What the sublayers of one pass share.
+
+    rotary:    of the new tokens' positions; of a StepContext, of all positions
     ia3_tasks: [N], each token's row of the IA3 factors; None without IA3
+    few:       whether they are the tokens of a decode step (see mixture)
     """
 
-    slots: Tensor
-    positions: Tensor
-    rotary: Tables | None = None
-    local_rotary: Tables | None = None
+    few = False
+    rotary: RotaryTables = (None, None)
     ia3_tasks: Tensor | None = None
 
+    @abstractmethod
+    def attend(self, x: Stream, layer: SelfAttention) -> Tensor:
+        """Attention of the new tokens to their rows: [N, heads * head_size]."""
 
-@dataclass(frozen=True, kw_only=True)
-class PrefillContext(ForwardContext):
-    """chunks: the rows of a prefill step, in order;  spans: which of its tokens are whose"""
-
-    chunks: tuple[Chunk, ...]
-    spans: VarlenBatch
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeContext(ForwardContext):
-    """starts, lengths, longest: the rows of a decode step (see decode_attention)"""
-
-    starts: Tensor
-    lengths: Tensor
-    longest: int
-
-    def within(self, window: int) -> tuple[Tensor, Tensor, int]:
-        """Starts, lengths and longest of the last `window` tokens; 0: of all."""
-        if not window or window >= self.longest:
-            return self.starts, self.lengths, self.longest
-        outside = (self.lengths - window).clamp(min=0)
-        return self.starts + outside, self.lengths - outside, window
-
-
-class ParallelLayer:
-    """What tensor-parallel layers share."""
-
-    kernels: Ops
-    communicator: Communicator
-
-    def row_parallel(
-        self,
-        x: Tensor,
-        linear: Linear,
-        residual: Tensor,
-        adapter: Adapter | None = None,
-        norm: Norm | None = None,
-    ) -> Tensor:
-        """residual + linear(x), where x and the weight's inputs are split over the ranks.
-
-        adapter: is given linear(x) without its bias, and added to it
-        norm:    of linear(x) before it is added
-        """
-        if self.communicator.tp_size == 1 and adapter is None and norm is None:
-            return self.kernels.project_add(x, linear, residual)
-        out = self.communicator.tp_sum(self.kernels.project(x, replace(linear, bias=None)))
-        if norm is not None:
-            out = out if linear.bias is None else out + linear.bias
-            return residual + self.kernels.norm(out, norm, torch.float32)
-        if adapter is not None:
-            residual = self.kernels.add_residual(self._adapted(out, adapter), None, residual)
-        return self.kernels.add_residual(out, linear.bias, residual)
-
-    def normed(self, x: Tensor, norm: Norm | None) -> Tensor:
-        """x float32 [N, hidden] after the norm that follows a sum, where there is one."""
-        return x if norm is None else self.kernels.norm(x, norm, torch.float32)
-
-    def _adapted(self, x: Tensor, adapter: Adapter) -> Tensor:
-        inner = self.kernels.mlp_up(x, adapter.up, None, "silu")
-        out = self.communicator.tp_sum(self.kernels.project(inner, adapter.down))
-        if adapter.norm_after is None:
-            return out
-        return self.kernels.norm(out, adapter.norm_after, out.dtype)
-
-
-LayerContext = PrefillContext | DecodeContext
+    def attend_source(self, _x: Stream, _layer: CrossAttention, /) -> Tensor:
+        """Attention of the new tokens to the encoder's inputs: [N, heads * head_size]."""
+        raise ValueError("such a pass has no encoder's inputs")
 
 
 class Scores(TypedDict):
@@ -187,104 +124,254 @@ class Scores(TypedDict):
     softcap: float | None
 
 
-class DecoderLayer(ParallelLayer):
-    """Self attention and MLP with their norms: before them (pre), after the sums (post), or before
-    them and before the sums (sandwich).
+class Sublayer(ABC):
+    """One residual branch: attention or an MLP, with the norms about it.
 
     window: how many tokens attention covers, the token's own included; 0: all
     """
 
-    def __init__(
-        self,
-        config: GPTConfig | AgmConfig,
-        layer: int,
-        weights: LayerWeights,
-        cache: LayerCache,
-        heads: Heads,
-        slopes: Tensor | None,
-        kernels: Ops,
-        communicator: Communicator,
-    ) -> None:
-        self.config = config
-        self.weights = weights
-        self.cache = cache
-        self.heads = heads
-        self.slopes = slopes
+    window = 0
+
+    def __init__(self, weights: SublayerWeights, kernels: Ops, communicator: Communicator) -> None:
+        self.in_proj = weights.in_proj
+        self.out_proj = weights.out_proj
+        self.output_norm = weights.output_norm
+        self.norm = weights.norm
+        self.adapter = weights.adapter
+        self.ia3 = weights.ia3
         self.kernels = kernels
         self.communicator = communicator
-        self.post_norm = config.norm_placement == "post"
-        self.window = config.window(layer)
 
-    def forward(self, x: Tensor, context: LayerContext) -> Tensor:
-        """x float32 [N, hidden] -> float32 [N, hidden]."""
-        weights = self.weights
-        ia3, tasks = weights.ia3, context.ia3_tasks
-        qkv = self.kernels.project(x, weights.query_key_value)  # [N, q + k + v]
-        qkv = scaled(qkv, ia3 and ia3.qkv, tasks)
-        qkv = self.kernels.norm_heads(qkv, self.heads, weights.head_norms, self.kernels.norm)
-        local = self.window and self.config.rotary_local_base
-        rotary = context.local_rotary if local else context.rotary
-        query = self.kernels.store_kv(qkv, self.heads, rotary, context.slots, self.cache)
-        attended = self._attend(query, context)
-        before = x
-        x = self.row_parallel(
-            attended,
-            weights.attention_dense,
-            x,
-            weights.attention_adapter,
-            weights.attention_output_norm,
-        )
-        if self.post_norm:
-            x = self.kernels.norm(x, weights.input_norm, torch.float32)
-        x = self._with_mlp(before if self.config.parallel_residual else x, x, context)
-        if self.post_norm:
-            x = self.kernels.norm(x, weights.post_attention_norm, torch.float32)
-        return x
+    @property
+    def input_norm(self) -> Norm | None:
+        """What hidden states are normalized by for the branch."""
+        return self.in_proj.norm
 
-    def _with_mlp(self, x: Tensor, residual: Tensor, context: LayerContext) -> Tensor:
-        """residual plus what the MLP, or the experts, make of x."""
-        weights, mlp, activation = self.weights, self.weights.mlp, self.config.activation
-        if isinstance(mlp, Experts):
-            few = isinstance(context, DecodeContext)
-            added = mixture(self.kernels, x, mlp, activation, few=few)
-            return residual + self.communicator.tp_sum(added)
-        hidden = self.kernels.mlp_up(x, mlp.up, mlp.gate, activation)  # [N, ffn / tp]
-        hidden = scaled(hidden, weights.ia3 and weights.ia3.mlp, context.ia3_tasks)
-        return self.row_parallel(hidden, mlp.down, residual, weights.mlp_adapter, mlp.output_norm)
+    def prepare(self) -> None:
+        """Make what fused steps want to know of the weights beforehand."""
+        self.in_proj = self.kernels.prepare(self.in_proj)
 
-    def _attend(self, query: Tensor, context: LayerContext) -> Tensor:
-        scores: Scores = {
-            "scale": self.config.attention_scale,
-            "relative": self.weights.relative,
-            "softcap": self.config.attention_softcap,
-        }
-        if isinstance(context, DecodeContext):
-            return self.kernels.decode_attention(
-                query,
-                self.cache,
-                *context.within(self.window),
-                self.slopes,
-                positions=context.positions,
-                **scores,
-            )
-        if not any(chunk.window for chunk in context.chunks):
-            return self.kernels.prompt_attention(
-                query, self.cache, context.spans, self.slopes, window=self.window, **scores
-            )
-        parts = query.split([chunk.count for chunk in context.chunks])
-        outputs = [
-            self.kernels.context_attention(
-                part,
-                self.cache,
-                chunk.start,
-                chunk.past,
-                self.slopes,
-                window=min(filter(None, (chunk.window, self.window)), default=0),
-                **scores,
-            )
-            for part, chunk in zip(parts, context.chunks, strict=True)
-        ]
-        return torch.cat(outputs)
+    @abstractmethod
+    def branch(self, x: Given, context: ForwardContext[Given]) -> Tensor:
+        """What out_proj reads: [N, its inputs]."""
+
+    def forward(self, x: Tensor, context: ForwardContext[Tensor]) -> Tensor:
+        """x float32 [N, hidden] plus what the branch adds: the same."""
+        return self.add(self.branch(x, context), x)
+
+    def step(self, x: Hidden, context: ForwardContext[Hidden], norm_of_next: Norm | None) -> Hidden:
+        """`forward` of hidden states, in the form that norm_of_next asks for."""
+        return self.accumulate(self.branch(x, context), x, norm_of_next)
+
+    def project(self, x: Tensor | Hidden) -> Tensor:
+        """in_proj of the normalized x: [N, out]."""
+        if isinstance(x, Hidden):
+            return self.kernels.project_hidden(x, self.in_proj)
+        return self.kernels.project(x, self.in_proj)
+
+    def add(self, inner: Tensor, residual: Tensor) -> Tensor:
+        """residual + out_proj(inner), where both are split over the ranks: float32 [N, hidden]."""
+        if self.communicator.tp_size == 1 and self.adapter is None and self.output_norm is None:
+            x = self.kernels.project_add(inner, self.out_proj, residual)
+        else:
+            x = self._add_sum(inner, residual)
+        return x if self.norm is None else self.kernels.norm(x, self.norm, torch.float32)
+
+    def _add_sum(self, inner: Tensor, residual: Tensor) -> Tensor:
+        kernels, linear = self.kernels, self.out_proj
+        out = self.communicator.tp_sum(kernels.project(inner, replace(linear, bias=None)))
+        if self.output_norm is not None:
+            out = out if linear.bias is None else out + linear.bias
+            return residual + kernels.norm(out, self.output_norm, torch.float32)
+        if self.adapter is not None:
+            residual = kernels.add_residual(self._adapted(out, self.adapter), None, residual)
+        return kernels.add_residual(out, linear.bias, residual)
+
+    def _adapted(self, x: Tensor, adapter: Adapter) -> Tensor:
+        inner = self.kernels.mlp_up(x, adapter.up, None, "silu")
+        out = self.communicator.tp_sum(self.kernels.project(inner, adapter.down))
+        if adapter.norm_after is None:
+            return out
+        return self.kernels.norm(out, adapter.norm_after, out.dtype)
+
+    def accumulate(self, inner: Tensor, x: Hidden, norm_of_next: Norm | None) -> Hidden:
+        """Hidden states x plus out_proj(inner), in the form that norm_of_next asks for."""
+        kernels, linear = self.kernels, self.out_proj
+        if self.output_norm is not None:
+            out = self.communicator.tp_sum(kernels.partial_product(inner, linear))
+            out = out if linear.bias is None else out + linear.bias
+            exact = x.exact + kernels.norm(out, self.output_norm, torch.float32)
+            return kernels.hidden(exact, norm_of_next, x.operand.dtype)
+        if self.communicator.tp_size == 1:
+            return kernels.accumulate(inner, linear, x, norm_of_next)
+        return kernels.accumulate_over_ranks(inner, linear, x, norm_of_next, self.communicator)
+
+
+class SelfAttention(Sublayer):
+    """Attention of a row's tokens to each other.
+
+    cache:  of the layer; an encoder's holds no tokens
+    slopes: ALiBi's, float32 [heads]
+    local:  whether the layer rotates by the second of the context's tables
+    """
+
+    def __init__(
+        self,
+        weights: AttentionWeights,
+        kernels: Ops,
+        communicator: Communicator,
+        *,
+        cache: LayerCache,
+        heads: Heads,
+        scale: float,
+        softcap: float | None = None,
+        slopes: Tensor | None = None,
+        window: int = 0,
+        local: bool = False,
+    ) -> None:
+        super().__init__(weights, kernels, communicator)
+        self.head_norms = weights.head_norms
+        self.cache = cache
+        self.heads = heads
+        self.scores: Scores = {"scale": scale, "relative": weights.relative, "softcap": softcap}
+        self.slopes = slopes
+        self.window = window
+        self.local = local
+
+    def branch(self, x: Given, context: ForwardContext[Given]) -> Tensor:
+        return context.attend(x, self)
+
+    def store(
+        self, x: Tensor | Hidden, slots: Tensor, context: ForwardContext[Tensor | Hidden]
+    ) -> Tensor:
+        """Queries [N, heads, head_size]; keys and values go to the cache tokens slots [N]."""
+        kernels = self.kernels
+        qkv = scaled(self.project(x), self.ia3, context.ia3_tasks)  # [N, q + k + v]
+        qkv = kernels.norm_heads(qkv, self.heads, self.head_norms, kernels.norm)
+        return kernels.store_kv(qkv, self.heads, context.rotary[self.local], slots, self.cache)
+
+
+class CrossAttention(Sublayer):
+    """Attention to the encoder's inputs, whose keys and values are in the cache."""
+
+    def __init__(
+        self,
+        weights: CrossAttentionWeights,
+        kernels: Ops,
+        communicator: Communicator,
+        *,
+        cache: LayerCache,
+        heads: Heads,
+        scale: float,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__(weights, kernels, communicator)
+        self.key_value = weights.key_value
+        self.cache = cache
+        self.heads = heads
+        self.scores: Scores = {"scale": scale, "relative": weights.relative, "softcap": softcap}
+
+    def branch(self, x: Given, context: ForwardContext[Given]) -> Tensor:
+        return context.attend_source(x, self)
+
+    def query(self, x: Tensor | Hidden) -> Tensor:
+        """[N, heads, head_size]"""
+        query = self.project(x)
+        return query.view(query.shape[0], self.heads.num_heads, self.heads.head_size)
+
+    def store(self, states: Tensor, slots: Tensor, tasks: Tensor | None = None) -> None:
+        """Put keys and values of the encoder's states [N, hidden] at cache tokens slots [N].
+
+        tasks: [N], each state's row of the IA3 factors
+        """
+        key_value = scaled(self.kernels.project(states, self.key_value), self.ia3, tasks)
+        only = Heads(0, self.heads.num_kv_heads, self.heads.head_size)
+        self.kernels.store_kv(key_value, only, None, slots, self.cache)
+
+
+class MLP(Sublayer):
+    """Up and down, perhaps gated."""
+
+    def __init__(
+        self, weights: MLPWeights, kernels: Ops, communicator: Communicator, activation: str
+    ) -> None:
+        super().__init__(weights, kernels, communicator)
+        self.gate = weights.gate
+        self.activation = activation
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.gate = self.gate and self.kernels.prepare(self.gate)
+
+    def branch(self, x: Given, context: ForwardContext[Given]) -> Tensor:
+        if isinstance(x, Hidden):
+            return self.kernels.expand(x, self.in_proj, self.gate, self.activation)
+        hidden = self.kernels.mlp_up(x, self.in_proj, self.gate, self.activation)
+        return scaled(hidden, self.ia3, context.ia3_tasks)
+
+
+class MixtureOfExperts(MLP):
+    """The experts of a layer, of which each token goes through a few."""
+
+    def __init__(
+        self, weights: Experts, kernels: Ops, communicator: Communicator, activation: str
+    ) -> None:
+        super().__init__(weights, kernels, communicator, activation)
+        self.experts = weights
+
+    def branch(self, x: Given, context: ForwardContext[Given]) -> Tensor:
+        """What this rank's parts of the experts add: float32 [N, hidden]."""
+        if isinstance(x, Hidden):
+            raise ValueError("a fused step cannot choose among experts")
+        return mixture(self.kernels, x, self.experts, self.activation, few=context.few)
+
+    def add(self, inner: Tensor, residual: Tensor) -> Tensor:
+        return residual + self.communicator.tp_sum(inner)
+
+
+class ParallelSublayers:
+    """Attention and MLP that read the same hidden states, each behind its norm."""
+
+    def __init__(self, attention: SelfAttention, mlp: MLP) -> None:
+        self.input_norm = attention.input_norm
+        self.window = attention.window
+        self.attention = attention
+        self.mlp = mlp
+
+    def prepare(self) -> None:
+        """See Sublayer."""
+        self.attention.prepare()
+        self.mlp.prepare()
+
+    def forward(self, x: Tensor, context: ForwardContext[Tensor]) -> Tensor:
+        """See Sublayer."""
+        attended = self.attention.forward(x, context)
+        return self.mlp.add(self.mlp.branch(x, context), attended)
+
+    def step(self, x: Hidden, context: ForwardContext[Hidden], norm_of_next: Norm | None) -> Hidden:
+        """See Sublayer."""
+        mlp = self.mlp
+        own = mlp.kernels.hidden(x.exact, mlp.input_norm, x.operand.dtype)
+        inner = mlp.branch(own, context)
+        return mlp.accumulate(inner, self.attention.step(x, context, None), norm_of_next)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a decoder or an encoder; parallel: attention and MLP read the same."""
+
+    attention: SelfAttention
+    mlp: MLP
+    cross_attention: CrossAttention | None = None
+    parallel: bool = False
+
+    @property
+    def sublayers(self) -> list[Sublayer | ParallelSublayers]:
+        """In their order."""
+        if self.parallel:
+            return [ParallelSublayers(self.attention, self.mlp)]
+        found = (self.attention, self.cross_attention, self.mlp)
+        return [each for each in found if each is not None]
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

@@ -1,17 +1,40 @@
-"""What a runner asks of the model it runs, whatever its family."""
+"""One rank's part of a model: token ids in, logits out, keys and values left in the cache.
+
+Where there is an encoder, the keys and values of a row's source are computed once per decoder layer
+and kept in the tokens right before the row's own.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from launcher_scripts.engine.core.kv_cache import KVCache
-from launcher_scripts.engine.model.decode_step import DecodeStep
-from launcher_scripts.engine.model.encode_step import EncodeStep
-from launcher_scripts.engine.model.layers import Chunk, Rows
+from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.model.adapters import Prompt, token_tasks
+from launcher_scripts.engine.model.decode_step import DecodeStep, capped, obstacles
+from launcher_scripts.engine.model.encode_step import EncodeStep, encode_obstacles
+from launcher_scripts.engine.model.encoder import Encoder
+from launcher_scripts.engine.model.families import engine_family
+from launcher_scripts.engine.model.forward_context import DecodeContext, PrefillContext
+from launcher_scripts.engine.model.layers import (
+    MLP,
+    Chunk,
+    CrossAttention,
+    Layer,
+    MixtureOfExperts,
+    Rows,
+    SelfAttention,
+    alibi_slopes,
+)
+from launcher_scripts.engine.model.model_weights import Experts, LayerWeights, ModelWeights
+from launcher_scripts.engine.model.rotary import RotaryTables, rotaries, rotary_tables
+from launcher_scripts.engine.model.stack import Stack
 from launcher_scripts.engine.runner.prompt_batch import PromptBatch
+from launcher_scripts.kernels.operands import WIDEST_PROMPT_HEAD
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models.family import ModelConfig
 
@@ -28,42 +51,214 @@ class Encoded:
     attentions: list[Tensor] | None = None
 
 
-class Network(Protocol):
-    """One rank's part of a model; its keys and values are in `cache`.
+class Network:
+    """The layers of one pipeline stage of a decoder, and of its encoder where it has one.
 
     step: the fast way to decode, or None where there is none, for the reasons in step_obstacles;
     encode_step, encode_obstacles: the same of encoding, None and empty without an encoder
     replays_prompts: whether the sizes of a prefill step decide alone what it launches
     """
 
-    cache: KVCache
-    kernels: Ops
-    step_obstacles: list[str]
-    encode_step: EncodeStep | None
-    encode_obstacles: list[str]
-    replays_prompts: bool
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def step(self) -> DecodeStep | None: ...
+    def __init__(
+        self,
+        weights: ModelWeights,
+        cache: KVCache,
+        kernels: Ops,
+        communicator: Communicator,
+        device: torch.device,
+    ) -> None:
+        config = weights.config
+        self.config: ModelConfig = config
+        self.weights = weights
+        self.cache = cache
+        self.kernels = kernels
+        self.communicator = communicator
+        self.device = device
+        self.heads = engine_family(config).heads(config, communicator.tp_size)
+        shared = (kernels, communicator, device)
+        self._rotaries = rotaries(config, device)
+        layers = [self._layer(layer, own) for layer, own in weights.decoder.layers.items()]
+        self._decoder = Stack(weights.decoder, layers, config.hidden_size, *shared)
+        self._encoder: Encoder | None = None
+        if weights.encoder is not None:
+            self._encoder = Encoder(config, weights.encoder, weights.encoder_norm, *shared)
+        self._readers = [layer.cross_attention for layer in layers if layer.cross_attention]
+        self.step_obstacles = obstacles(config, communicator, weights.decoder.layers.values())
+        self.step = self._decode_step()
+        self.encode_obstacles: list[str] = []
+        self.encode_step: EncodeStep | None = None
+        if self._encoder is not None:
+            self.encode_obstacles = encode_obstacles(weights, communicator)
+            embedding = self._encoder.stack.embedding
+            if embedding is not None and not self.encode_obstacles:
+                self.encode_step = EncodeStep(self._encoder, embedding, self._readers)
+        self.replays_prompts = (
+            self._encoder is None
+            and not self._rotates_by_row
+            and config.head_size <= WIDEST_PROMPT_HEAD
+            and not config.num_experts
+        )
 
     def encode(self, ids: Tensor, chunks: tuple[Chunk, ...], *, attentions: bool) -> Encoded:
         """Run the encoder over ids [N] of several rows and keep what the decoder needs of it.
 
         Only called for models with an encoder; a chunk's start is its row's first cache token.
         """
-        ...
+        if self._encoder is None:
+            raise ValueError("a decoder alone encodes nothing")
+        tasks = self._tasks([(chunk.ia3_task, chunk.source) for chunk in chunks])
+        encoded = Encoded(*self._encoder.forward(ids, chunks, tasks, attentions=attentions))
+        if self._readers:
+            spans = [torch.arange(each.start - each.source, each.start) for each in chunks]
+            slots = torch.cat(spans).to(self.device, non_blocking=True)
+            for reader in self._readers:
+                reader.store(encoded.hidden, slots, tasks)
+        return encoded
 
     def prefill(self, prompts: PromptBatch) -> Tensor:
-        """Run the new tokens of several rows: hidden states [N, hidden]."""
-        ...
+        """Run the new tokens of several rows: hidden states [N, hidden].
+
+        A decoder alone goes by fused steps where it can; between ranks the general path sends half.
+        """
+        chunks, positions = prompts.chunks, prompts.positions
+        context = PrefillContext(
+            slots=prompts.slots,
+            rotary=self._tables(positions, self._reach_of(chunks)),
+            chunks=chunks,
+            spans=prompts.spans,
+            windowed=any(chunk.window for chunk in chunks),
+            ia3_tasks=self._tasks([(chunk.ia3_task, chunk.count) for chunk in chunks]),
+        )
+        rows = [(chunk.prompt, chunk.count) for chunk in chunks]
+        fused = self._encoder is None and self.communicator.tp_size == 1 and not context.windowed
+        if self.step is None or not fused:
+            return self._forward(prompts.ids, positions, context, rows)
+        self.cache.ids[prompts.slots] = prompts.ids
+        return self.step.prompts(self._decoder.embed(prompts.ids, positions, rows), context)
 
     def decode(self, ids: Tensor, rows: Rows) -> Tensor:
-        """Run one token per row: hidden states [B, hidden]."""
-        ...
+        """Run one token per row: hidden states [B, hidden].
+
+        A row's tokens before this one are its position, unless its positions say otherwise. Rows
+        that only fill a step up have no source, and attend to themselves.
+        """
+        positions = rows.lengths if rows.positions is None else rows.positions
+        source = rows.source
+        context = DecodeContext(
+            slots=rows.starts + rows.lengths,
+            rotary=self._tables(positions, self._reach_of_next(positions, rows)),
+            starts=rows.starts,
+            lengths=rows.lengths + 1,
+            longest=rows.longest,
+            positions=rows.lengths,
+            source=source and replace(source, lengths=source.lengths.clamp(min=1)),
+            ia3_tasks=rows.ia3_tasks,
+        )
+        return self._forward(ids, positions, context)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [N, vocab] on every rank of the last stage."""
-        ...
+        if self.weights.head is None:
+            raise RuntimeError("only the last pipeline stage has an output projection")
+        local = self.kernels.logits(hidden, self.weights.head)
+        logits = self.communicator.tp_concat(local)[:, : self.config.vocab_size]
+        return capped(logits, self.weights.config.logits_softcap)
+
+    def _forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        context: PrefillContext | DecodeContext,
+        rows: Sequence[tuple[Prompt | None, int]] = (),
+    ) -> Tensor:
+        self.cache.ids[context.slots] = ids
+        return self._decoder.forward(ids, positions, context, rows)
+
+    def _layer(self, layer: int, weights: LayerWeights) -> Layer:
+        config, shared = self.weights.config, (self.kernels, self.communicator)
+        cache, window, cross_attention = self.cache.layers[layer], config.window(layer), None
+        scale, parallel = config.attention_scale, getattr(config, "parallel_residual", False)
+        if weights.cross_attention is not None:
+            scale = config.decoder_attention_scale
+            cross_attention = CrossAttention(
+                weights.cross_attention,
+                *shared,
+                cache=cache,
+                heads=self.heads,
+                scale=scale,
+                softcap=config.attention_softcap,
+            )
+        attention = SelfAttention(
+            weights.attention,
+            *shared,
+            cache=cache,
+            heads=self.heads,
+            scale=scale,
+            softcap=config.attention_softcap,
+            slopes=self._slopes(layer),
+            window=window,
+            local=window > 0 and self._rotaries[1] is not None,
+        )
+        mlp = weights.mlp
+        if isinstance(mlp, Experts):
+            own: MLP = MixtureOfExperts(mlp, *shared, config.activation)
+        else:
+            own = MLP(mlp, *shared, config.activation)
+        return Layer(attention, own, cross_attention, bool(parallel))
+
+    def _decode_step(self) -> DecodeStep | None:
+        config, embedding = self.weights.config, self._decoder.embedding
+        head = self.weights.head
+        if embedding is None or head is None or self.step_obstacles:
+            return None
+        return DecodeStep(
+            self._decoder.sublayers,
+            head,
+            embedding,
+            self._tables(torch.arange(self.cache.capacity + 1, device=self.device)),
+            config.vocab_size,
+            config.logits_softcap,
+            self.cache.ids,
+            self.kernels,
+            self.communicator,
+        )
+
+    def _tasks(self, rows: Sequence[tuple[int, int]]) -> Tensor | None:
+        """Every token's row of the IA3 factors; see token_tasks."""
+        return token_tasks(self.config, rows, self.device)
+
+    @property
+    def _rotates_by_row(self) -> bool:
+        """See Rotary.of_row."""
+        usual = self._rotaries[0]
+        return usual is not None and usual.of_row
+
+    def _tables(self, positions: Tensor, reach: Tensor | None = None) -> RotaryTables:
+        return rotary_tables(self._rotaries, self.kernels, positions, reach)
+
+    def _reach_of(self, chunks: Sequence[Chunk]) -> Tensor | None:
+        """See Rotary.tables."""
+        rotary = self._rotaries[0]
+        if rotary is None or not rotary.of_row:
+            return None
+        reach = [rotary.reach_of_prompt(each.prompt_end, each.most) for each in chunks]
+        counts = torch.tensor([each.count for each in chunks])
+        return torch.tensor(reach).repeat_interleave(counts).to(self.device, non_blocking=True)
+
+    def _reach_of_next(self, positions: Tensor, rows: Rows) -> Tensor | None:
+        rotary = self._rotaries[0]
+        if rotary is None or not rotary.of_row:
+            return None
+        return rotary.reach_of_next(positions, rows.most)
+
+    def _slopes(self, layer: int) -> Tensor | None:
+        """ALiBi slopes of this rank's heads, float32 [heads]."""
+        config, heads = self.weights.config, self.heads.num_heads
+        if config.position_embedding != "alibi":
+            return None
+        first = self.communicator.tp_rank * heads
+        slopes = alibi_slopes(config.num_heads)[first : first + heads]
+        scale = config.alibi_scale or 1.0
+        if config.alibi_layer_scaling:
+            scale *= layer + 1
+        return torch.tensor(slopes, device=self.device) * scale

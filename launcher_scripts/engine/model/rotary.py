@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.kernels.ops import Ops
-from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.gpt import GPTConfig
-from launcher_scripts.models.t5 import T5Config
 
 Tables = tuple[Tensor, Tensor]
+# Of the layers that rotate as the model does, and of those with a base of their own.
+RotaryTables = tuple[Tables | None, Tables | None]
 
 
 class Rotary:
@@ -103,7 +104,33 @@ def plain_frequencies(size: int, base: float) -> Tensor:
     return base ** -_exponents(size)
 
 
-def gpt_rotary(config: GPTConfig, device: torch.device) -> Rotary:
+def rotaries(config: Any, device: torch.device) -> tuple[Rotary | None, Rotary | None]:
+    """Those of a model's layers, in the order of RotaryTables."""
+    if config.position_embedding != "rope":
+        return None, None
+    if not isinstance(config, GPTConfig):
+        return Rotary(plain_frequencies(config.head_size, config.rotary_base), device), None
+    local = None
+    if config.rotary_local_base is not None:
+        local = Rotary(plain_frequencies(config.rotary_size, config.rotary_local_base), device)
+    return _gpt_rotary(config, device), local
+
+
+def rotary_tables(
+    pair: tuple[Rotary | None, Rotary | None],
+    kernels: Ops,
+    positions: Tensor,
+    reach: Tensor | None = None,
+) -> RotaryTables:
+    """Of positions [N]; see Rotary.tables."""
+    usual, local = pair
+    return (
+        None if usual is None else usual.tables(kernels, positions, reach),
+        None if local is None else local.tables(kernels, positions, None),
+    )
+
+
+def _gpt_rotary(config: GPTConfig, device: torch.device) -> Rotary:
     """As `config`, which has what its rotary_scaling needs, says."""
     size, base = config.rotary_size, config.rotary_base
     plain = plain_frequencies(size, base)
@@ -124,13 +151,6 @@ def gpt_rotary(config: GPTConfig, device: torch.device) -> Rotary:
         high = config.rotary_high_frequency_factor or 4.0
         plain = _llama3(plain, factor, original, low, high)
     return Rotary(plain / interpolation, device, scale)
-
-
-def encoder_decoder_rotary(config: T5Config | BartConfig, device: torch.device) -> Rotary | None:
-    """Of both stacks, where the model has such positions."""
-    if config.rotary_base is None:
-        return None
-    return Rotary(plain_frequencies(config.head_size, config.rotary_base), device)
 
 
 def _exponents(size: int) -> Tensor:

@@ -3,76 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from launcher_scripts.engine.model.adapters import Adapter, IA3Factors
+from launcher_scripts.engine.model.model_weights import (
+    AttentionWeights,
+    CrossAttentionWeights,
+    Embedding,
+    LayerWeights,
+    MLPWeights,
+    ModelWeights,
+    StackWeights,
+)
 from launcher_scripts.engine.model.relative_bias import relative_bias
-from launcher_scripts.engine.model.weights import Embedding, MLPWeights, WeightLoader
+from launcher_scripts.engine.model.weights import WeightLoader
 from launcher_scripts.kernels.operands import Linear, Norm, RelativeBias
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
-from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.t5 import T5Config
 
 # By layer.
 Biases = Mapping[int, RelativeBias | None]
-
-
-@dataclass(frozen=True)
-class EncoderLayerWeights:
-    """One layer; norms before attention and MLP live in the projections that follow them.
-
-    attention_norm: one that comes after the sum instead
-    attention_output_norm: one before the sum, besides
-    relative: what a score gains by distance
-    """
-
-    query_key_value: Linear
-    attention_dense: Linear
-    mlp: MLPWeights
-    relative: RelativeBias | None = None
-    ia3: IA3Factors | None = None
-    attention_adapter: Adapter | None = None
-    mlp_adapter: Adapter | None = None
-    attention_norm: Norm | None = None
-    attention_output_norm: Norm | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CrossLayerWeights(EncoderLayerWeights):
-    """One decoder layer: attention to the encoder's states beside the rest.
-
-    source_key_value reads the encoder's states as they are. source_norm comes after the sum.
-    source_relative is what a score of the attention to the source gains by distance.
-    """
-
-    source_query: Linear
-    source_key_value: Linear
-    source_dense: Linear
-    source_norm: Norm | None = None
-    source_output_norm: Norm | None = None
-    source_relative: RelativeBias | None = None
-
-
-@dataclass(frozen=True)
-class T5Weights:
-    """One rank's part of a T5 or BART, or of an encoder alone.
-
-    Embeddings are on the first pipeline stage, the encoder's last norm and the head on the last;
-    layers go by their global number in their stack. prompt_tables, [virtual tokens, hidden] of
-    every task, are with the encoder's embedding.
-    """
-
-    config: T5Config | BartConfig
-    encoder_embedding: Embedding | None
-    encoder_layers: dict[int, EncoderLayerWeights]
-    encoder_norm: Norm | None
-    decoder_embedding: Embedding | None
-    decoder_layers: dict[int, CrossLayerWeights]
-    head: Linear | None
-    prompt_tables: tuple[Tensor, ...] = ()
 
 
 class T5WeightLoader(WeightLoader):
@@ -80,7 +31,7 @@ class T5WeightLoader(WeightLoader):
 
     config: T5Config
 
-    def load(self) -> T5Weights:
+    def load(self) -> ModelWeights:
         """Everything this rank needs, and nothing else, is read."""
         config = self.config
         first = self.pp_rank == 0
@@ -92,15 +43,15 @@ class T5WeightLoader(WeightLoader):
             decoder = self._embedding(
                 "decoder.embed_tokens.weight", "decoder.embed_positions.weight"
             )
-        return T5Weights(
-            config=config,
-            encoder_embedding=encoder,
-            encoder_layers=self._encoder_layers(),
+        prompt_tables = self._prompt_tables() if first else ()
+        return ModelWeights(
+            config,
+            encoder=StackWeights(encoder, self._encoder_layers(), prompt_tables),
             encoder_norm=self._norm("encoder.final_layer_norm") if last else None,
-            decoder_embedding=decoder if decodes else None,
-            decoder_layers=self._decoder_layers() if decodes else {},
+            decoder=StackWeights(
+                decoder if decodes else None, self._decoder_layers() if decodes else {}
+            ),
             head=self._output(decoder) if last and decodes else None,
-            prompt_tables=self._prompt_tables() if first else (),
         )
 
     def _embedding(self, tokens: str, positions: str) -> Embedding:
@@ -113,12 +64,12 @@ class T5WeightLoader(WeightLoader):
             scale=self.config.embedding_scale,
         )
 
-    def _encoder_layers(self) -> dict[int, EncoderLayerWeights]:
+    def _encoder_layers(self) -> dict[int, LayerWeights]:
         layers = self._own(self.config.num_layers)
         relative = self._biases("encoder", "layer.0.SelfAttention", layers, True)
         return {layer: self._encoder_layer(layer, relative[layer]) for layer in layers}
 
-    def _decoder_layers(self) -> dict[int, CrossLayerWeights]:
+    def _decoder_layers(self) -> dict[int, LayerWeights]:
         layers = self._own(self.config.num_decoder_layers)
         own = self._biases("decoder", "layer.0.SelfAttention", layers, False)
         source: Biases = dict.fromkeys(layers)
@@ -126,44 +77,48 @@ class T5WeightLoader(WeightLoader):
             source = self._biases("decoder", "layer.1.EncDecAttention", layers, True)
         return {layer: self._decoder_layer(layer, own[layer], source[layer]) for layer in layers}
 
-    def _encoder_layer(self, layer: int, relative: RelativeBias | None) -> EncoderLayerWeights:
-        stem = "encoder.block.*.layer"
-        attention = f"{stem}.0.SelfAttention"
-        norm = self._norm(f"{stem}.0.layer_norm", layer)
-        return EncoderLayerWeights(
-            query_key_value=self._joined([f"{attention}.{part}" for part in "qkv"], layer, norm),
-            attention_dense=self._linear(f"{attention}.o", layer),
-            relative=relative,
-            attention_output_norm=self._output_norm(f"{stem}.0", layer),
-            mlp=self._mlp(f"{stem}.1", layer),
-            ia3=self._ia3(attention, f"{stem}.1.DenseReluDense", layer, self._width),
-            attention_adapter=self._adapter(f"encoder.block.*.{ATTENTION_ADAPTER}", layer),
-            mlp_adapter=self._adapter(f"encoder.block.*.{FFN_ADAPTER}", layer),
-        )
+    def _encoder_layer(self, layer: int, relative: RelativeBias | None) -> LayerWeights:
+        stem = "encoder.block.*.layer.0"
+        names = [f"{stem}.SelfAttention.{part}" for part in "qkv"]
+        in_proj = self._joined(names, layer, self._norm(f"{stem}.layer_norm", layer))
+        attention = self._attention("encoder", layer, in_proj, relative)
+        return LayerWeights(attention, self._mlp("encoder", 1, layer))
 
     def _decoder_layer(
         self, layer: int, relative: RelativeBias | None, source_relative: RelativeBias | None
-    ) -> CrossLayerWeights:
+    ) -> LayerWeights:
         stem = "decoder.block.*.layer"
-        own, source = f"{stem}.0.SelfAttention", f"{stem}.1.EncDecAttention"
-        return CrossLayerWeights(
-            query_key_value=self._linear(
-                f"{own}.qkv", layer, self._norm(f"{stem}.0.layer_norm", layer)
+        norm = self._norm(f"{stem}.0.layer_norm", layer)
+        in_proj = self._linear(f"{stem}.0.SelfAttention.qkv", layer, norm)
+        source = f"{stem}.1.EncDecAttention"
+        source_kv = [f"{source}.{part}" for part in "kv"]
+        return LayerWeights(
+            self._attention("decoder", layer, in_proj, relative),
+            self._mlp("decoder", 2, layer),
+            CrossAttentionWeights(
+                in_proj=self._linear(
+                    f"{source}.q", layer, self._norm(f"{stem}.1.layer_norm", layer)
+                ),
+                key_value=self._joined(source_kv, layer),
+                out_proj=self._linear(f"{source}.o", layer),
+                output_norm=self._output_norm(f"{stem}.1", layer),
+                relative=source_relative,
+                ia3=self._ia3(source_kv, layer),
             ),
-            attention_dense=self._linear(f"{own}.o", layer),
+        )
+
+    def _attention(
+        self, side: str, layer: int, in_proj: Linear, relative: RelativeBias | None
+    ) -> AttentionWeights:
+        stem = f"{side}.block.*.layer.0"
+        attention, width = f"{stem}.SelfAttention", self._width
+        return AttentionWeights(
+            in_proj=in_proj,
+            out_proj=self._linear(f"{attention}.o", layer),
+            output_norm=self._output_norm(stem, layer),
             relative=relative,
-            attention_output_norm=self._output_norm(f"{stem}.0", layer),
-            source_output_norm=self._output_norm(f"{stem}.1", layer),
-            source_query=self._linear(
-                f"{source}.q", layer, self._norm(f"{stem}.1.layer_norm", layer)
-            ),
-            source_key_value=self._joined([f"{source}.{part}" for part in "kv"], layer),
-            source_dense=self._linear(f"{source}.o", layer),
-            source_relative=source_relative,
-            mlp=self._mlp(f"{stem}.2", layer),
-            ia3=self._ia3(own, f"{stem}.2.DenseReluDense", layer, self._width, source),
-            attention_adapter=self._adapter(f"decoder.block.*.{ATTENTION_ADAPTER}", layer),
-            mlp_adapter=self._adapter(f"decoder.block.*.{FFN_ADAPTER}", layer),
+            ia3=self._ia3([f"{attention}.{part}" for part in "kv"], layer, width),
+            adapter=self._adapter(f"{side}.block.*.{ATTENTION_ADAPTER}", layer),
         )
 
     @property
@@ -174,14 +129,17 @@ class T5WeightLoader(WeightLoader):
     def _output_norm(self, stem: str, layer: int) -> Norm | None:
         return self._norm(f"{stem}.output_norm", layer) if self.config.sandwich_norms else None
 
-    def _mlp(self, stem: str, layer: int) -> MLPWeights:
-        norm = self._norm(f"{stem}.layer_norm", layer)
-        inner = f"{stem}.DenseReluDense"
+    def _mlp(self, side: str, place: int, layer: int) -> MLPWeights:
+        """place: among the sublayers"""
+        stem = f"{side}.block.*.layer.{place}"
+        norm, inner = self._norm(f"{stem}.layer_norm", layer), f"{stem}.DenseReluDense"
         return MLPWeights(
-            self._linear(f"{inner}.wi", layer, norm),
-            self._linear(f"{inner}.wi2", layer, norm) if self.config.gated else None,
-            self._linear(f"{inner}.wo", layer),
-            self._output_norm(stem, layer),
+            in_proj=self._linear(f"{inner}.wi", layer, norm),
+            gate=self._linear(f"{inner}.wi2", layer, norm) if self.config.gated else None,
+            out_proj=self._linear(f"{inner}.wo", layer),
+            output_norm=self._output_norm(stem, layer),
+            ia3=self._ia3([inner], layer),
+            adapter=self._adapter(f"{side}.block.*.{FFN_ADAPTER}", layer),
         )
 
     def _biases(self, side: str, attention: str, layers: range, bidirectional: bool) -> Biases:

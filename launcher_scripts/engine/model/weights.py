@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,8 @@ from torch import Tensor
 
 from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.engine.model.adapters import Adapter, IA3Factors
+from launcher_scripts.engine.model.adapters import Adapter
+from launcher_scripts.engine.model.model_weights import ModelWeights
 from launcher_scripts.kernels.operands import Linear, Norm
 from launcher_scripts.kernels.quantization import quantized
 from launcher_scripts.models import family_of
@@ -29,34 +29,6 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 Stored = NDArray[Any] | Tensor
 Reader = Callable[[WeightSpec, int | None], Stored]
-
-
-@dataclass(frozen=True)
-class Embedding:
-    """tokens: [vocab / tp, hidden], ids from first_id on; positions: [max_positions, hidden].
-
-    Padded rows of tokens are zero. norm: of the sum of both; scale: of the tokens' part
-    """
-
-    first_id: int
-    tokens: Tensor
-    positions: Tensor | None
-    norm: Norm | None = None
-    scale: float | None = None
-
-
-@dataclass(frozen=True)
-class MLPWeights:
-    """Up, gate where there is one, and down.
-
-    output_norm: of what the MLP adds, where it has such;  norm: one that comes after the sum
-    """
-
-    up: Linear
-    gate: Linear | None
-    down: Linear
-    output_norm: Norm | None = None
-    norm: Norm | None = None
 
 
 class WeightLoader(ABC):
@@ -88,7 +60,7 @@ class WeightLoader(ABC):
         self._specs = {spec.name: spec for spec in family_of(config).weights(config)}
 
     @abstractmethod
-    def load(self) -> Any:
+    def load(self) -> ModelWeights:
         """The rank's weights; everything it needs, and nothing else, is read."""
 
     @property
@@ -101,22 +73,12 @@ class WeightLoader(ABC):
             for task in self._parts.prompt_tasks
         )
 
-    def _ia3(
-        self, attention: str, mlp: str, layer: int, queries: int, source: str | None = None
-    ) -> IA3Factors | None:
-        """queries: width of this rank's;  source: the attention to an encoder's states"""
-        if not self._parts.ia3_num_tasks:
-            return None
-        return IA3Factors(
-            self._factors([f"{attention}.{part}" for part in "kv"], layer, queries),
-            self._factors([mlp], layer),
-            self._factors([f"{source}.{part}" for part in "kv"], layer) if source else None,
-        )
-
-    def _factors(self, stems: list[str], layer: int, ones: int = 0) -> Tensor:
+    def _ia3(self, stems: list[str], layer: int, ones: int = 0) -> Tensor | None:
         """`ones` columns of ones, then the vectors [tasks, width] of `stems`; one row of ones more,
         for rows without a task.
         """
+        if not self._parts.ia3_num_tasks:
+            return None
         parts = [self._tensor(f"{stem}.ia3.weight", self.dtype, layer) for stem in stems]
         whole = torch.cat([parts[0].new_ones(parts[0].shape[0], ones), *parts], dim=1)
         return torch.cat([whole, torch.ones_like(whole[:1])])

@@ -25,6 +25,7 @@ from launcher_scripts.engine.distributed.heartbeat import Progress
 from launcher_scripts.engine.distributed.messages import Message, RankInfo
 from launcher_scripts.engine.distributed.step_times import watch_steps
 from launcher_scripts.engine.model.families import FAMILIES, engine_family
+from launcher_scripts.engine.model.network import Network
 from launcher_scripts.engine.model.weights import DTYPES
 from launcher_scripts.engine.runner.graphs import GraphCache, StepGraphs
 from launcher_scripts.engine.runner.runner import Runner
@@ -260,7 +261,7 @@ def assemble_runner(
     cache = KVCache(layers, heads, capacity, dtype, device, settings.max_batch_size)
     if device.type == "cuda" and settings.parallelism.world_size > 1:
         watch_steps(communicator.progress, config, settings.parallelism, settings.nodes)
-    network = family.network(weights, cache, launches.kernels, communicator, device)
+    network = Network(weights, cache, launches.kernels, communicator, device)
     longest = family.longest(config)
     rows = settings.max_batch_size
     return Runner(network, communicator, rows, device, longest, launches.graphs)
