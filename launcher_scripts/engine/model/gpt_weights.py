@@ -60,13 +60,11 @@ class GPTWeightLoader(WeightLoader):
         return Linear(table, bias, _scaled(norm, self.config.logits_scale))
 
     def _layer(self, layer: int) -> LayerWeights:
+        config, stem, mlp = self.config, "layers.*.attention", "layers.*.mlp"
         input_norm = self._norm("layers.*.input_layernorm", layer)
         post_attention = self._norm("layers.*.post_attention_layernorm", layer)
-        after = self.config.norm_placement == "post"
-        stem, width = (
-            "layers.*.attention",
-            self.config.local_size("q_size", self.parallelism.tp_size),
-        )
+        after = config.norm_placement == "post"
+        width = config.local_size("q_size", self.parallelism.tp_size)
         attention = AttentionWeights(
             in_proj=self._linear(f"{stem}.query_key_value", layer, None if after else input_norm),
             out_proj=self._linear(f"{stem}.dense", layer),
@@ -76,19 +74,19 @@ class GPTWeightLoader(WeightLoader):
             ia3=self._ia3([f"{stem}.{part}" for part in "kv"], layer, width),
             adapter=self._adapter(f"layers.*.{ATTENTION_ADAPTER}", layer),
         )
-        if self.config.num_experts:
-            return LayerWeights(
-                attention, self._experts(layer, post_attention, self.config.num_experts)
-            )
-        mlp = self._mlp("layers.*.mlp", layer, None if after else post_attention)
-        mlp = replace(
-            mlp,
-            output_norm=self._output_norm("layers.*.mlp", layer),
-            norm=post_attention if after else None,
-            ia3=self._ia3(["layers.*.mlp"], layer),
-            adapter=self._adapter(f"layers.*.{FFN_ADAPTER}", layer),
+        if config.num_experts:
+            return LayerWeights(attention, self._experts(layer, post_attention, config.num_experts))
+        plain = self._mlp(mlp, layer, None if after else post_attention)
+        return LayerWeights(
+            attention,
+            replace(
+                plain,
+                output_norm=self._output_norm(mlp, layer),
+                norm=post_attention if after else None,
+                ia3=self._ia3([mlp], layer),
+                adapter=self._adapter(f"layers.*.{FFN_ADAPTER}", layer),
+            ),
         )
-        return LayerWeights(attention, mlp)
 
     def _output_norm(self, stem: str, layer: int) -> Norm | None:
         sandwich = self.config.norm_placement == "sandwich"

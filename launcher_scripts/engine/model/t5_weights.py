@@ -111,7 +111,8 @@ class T5WeightLoader(WeightLoader):
         self, side: str, layer: int, in_proj: Linear, relative: RelativeBias | None
     ) -> AttentionWeights:
         stem = f"{side}.block.*.layer.0"
-        attention, width = f"{stem}.SelfAttention", self._width
+        attention = f"{stem}.SelfAttention"
+        width = self.config.local_size("inner_size", self.parallelism.tp_size)  # of the queries
         return AttentionWeights(
             in_proj=in_proj,
             out_proj=self._linear(f"{attention}.o", layer),
@@ -120,11 +121,6 @@ class T5WeightLoader(WeightLoader):
             ia3=self._ia3([f"{attention}.{part}" for part in "kv"], layer, width),
             adapter=self._adapter(f"{side}.block.*.{ATTENTION_ADAPTER}", layer),
         )
-
-    @property
-    def _width(self) -> int:
-        """Of this rank's queries."""
-        return self.config.local_size("inner_size", self.parallelism.tp_size)
 
     def _output_norm(self, stem: str, layer: int) -> Norm | None:
         return self._norm(f"{stem}.output_norm", layer) if self.config.sandwich_norms else None
