@@ -323,7 +323,9 @@ class Engine:
 
 
 def _say_general_paths(network: Network) -> None:
-    if network.step_obstacles:
-        print(f"decode steps take the general path: {'; '.join(network.step_obstacles)}")
-    if network.encode_obstacles:
-        print(f"the encoder takes the general path: {'; '.join(network.encode_obstacles)}")
+    if network.step_unsupported_reasons:
+        print(f"decode steps take the general path: {'; '.join(network.step_unsupported_reasons)}")
+    if network.encode_unsupported_reasons:
+        print(
+            f"the encoder takes the general path: {'; '.join(network.encode_unsupported_reasons)}"
+        )

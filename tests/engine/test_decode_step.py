@@ -14,9 +14,9 @@ from launcher_scripts.engine.distributed.symmetric_memory import (
     ONE_SHOT_BYTES,
     Route,
     choose_route,
-    obstacle,
+    unsupported_reason,
 )
-from launcher_scripts.engine.model.decode_step import obstacles
+from launcher_scripts.engine.model.decode_step import unsupported_reasons
 from launcher_scripts.kernels.reference import largest_of_ranks
 from tests.engine.small_models import engine_for, random_tensors, small_config
 
@@ -28,18 +28,18 @@ def layer_with(**parts):
 
 def test_what_keeps_a_model_from_fused_steps():
     config = small_config()
-    assert obstacles(config, Communicator(), [layer_with()]) == []
+    assert unsupported_reasons(config, Communicator(), [layer_with()]) == []
     for adapted in (layer_with(ia3=torch.ones(2, 3)), layer_with(adapter=object())):
-        assert obstacles(config, Communicator(), [layer_with(), adapted]) == [
+        assert unsupported_reasons(config, Communicator(), [layer_with(), adapted]) == [
             "IA3 or adapters work inside the layers",
         ]
     post = small_config(norm_placement="post")
-    assert obstacles(post, Communicator(Parallelism(1, 2)), []) == [
+    assert unsupported_reasons(post, Communicator(Parallelism(1, 2)), []) == [
         "the layers are split into pipeline stages",
         "norms follow the branches or the sums",
     ]
     odd = SimpleNamespace(norm_placement="pre", head_size=7)
-    assert obstacles(odd, Communicator(), []) == ["heads have an odd number of features"]
+    assert unsupported_reasons(odd, Communicator(), []) == ["heads have an odd number of features"]
 
 
 @pytest.mark.parametrize(("placement", "said"), [("pre", False), ("post", True)])
@@ -79,6 +79,6 @@ def test_how_a_sum_travels():
 
 def test_ranks_that_cannot_share_memory():
     cuda = torch.device("cuda", 0)
-    assert obstacle([("a", torch.device("cpu"))]) == "the ranks are not on CUDA devices"
-    assert obstacle([("a", cuda), ("b", cuda)]) == "the ranks are on different nodes"
-    assert obstacle([("a", cuda), ("a", cuda)]) is None
+    assert unsupported_reason([("a", torch.device("cpu"))]) == "the ranks are not on CUDA devices"
+    assert unsupported_reason([("a", cuda), ("b", cuda)]) == "the ranks are on different nodes"
+    assert unsupported_reason([("a", cuda), ("a", cuda)]) is None

@@ -11,7 +11,7 @@ from launcher_scripts.engine.model import encode_step
 from launcher_scripts.engine.model.encode_step import (
     Sources,
     bucket_tokens,
-    encode_obstacles,
+    encode_unsupported_reasons,
     pack,
 )
 from launcher_scripts.engine.model.layers import Chunk
@@ -165,6 +165,6 @@ def test_passes_of_single_inputs_are_recorded_before(runner, monkeypatch):
 
 def test_ranks_of_a_tensor_take_the_general_path(runner):
     weights = runner.decoder.weights
-    assert encode_obstacles(weights, Communicator()) == []
-    found = encode_obstacles(weights, Communicator(Parallelism(2), 0))
+    assert encode_unsupported_reasons(weights, Communicator()) == []
+    found = encode_unsupported_reasons(weights, Communicator(Parallelism(2), 0))
     assert found == ["ranks add many tokens up in the compute type"]

@@ -22,7 +22,7 @@ from launcher_scripts.engine.distributed.symmetric_memory import (
     Route,
     SymmetricSums,
     choose_route,
-    obstacle,
+    unsupported_reason,
 )
 from launcher_scripts.kernels.operands import PeerBuffers
 
@@ -192,7 +192,7 @@ class ProcessGroupCommunicator(Communicator):
     def use_peer_memory(self) -> None:
         if self.tp_size == 1:
             return
-        reason = obstacle(self._peer_devices())
+        reason = unsupported_reason(self._peer_devices())
         if self._all_agree(reason is None):
             try:
                 self._symmetric = SymmetricSums(self.tp_group, self.device)

@@ -44,7 +44,7 @@ def choose_route(tensor: Tensor) -> Route:
     return Route.ONE_SHOT if size <= ONE_SHOT_BYTES else Route.TWO_SHOT
 
 
-def obstacle(peers: Sequence[tuple[str, torch.device]]) -> str | None:
+def unsupported_reason(peers: Sequence[tuple[str, torch.device]]) -> str | None:
     """Why ranks on these hosts and devices cannot sum through each other's memory, if so."""
     if any(device.type != "cuda" for _, device in peers):
         return "the ranks are not on CUDA devices"

@@ -2,8 +2,8 @@
 
 The sublayers hand each other their hidden states in the form that the next one's first projection
 reads. The operations are fusions of those of the general path; what they cannot express goes
-through `Network.decode` (see `obstacles`). The prompts of a GPT take this way, too, all new tokens
-at once.
+through `Network.decode` (see `unsupported_reasons`). The prompts of a GPT take this way, too, all
+new tokens at once.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def obstacles(
+def unsupported_reasons(
     config: object, communicator: Communicator, layers: Iterable[LayerWeights]
 ) -> list[str]:
     """Why the model's decode steps cannot go through a DecodeStep; empty where they can."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.model.decode_step import obstacles, prepared, through
+from launcher_scripts.engine.model.decode_step import prepared, through, unsupported_reasons
 from launcher_scripts.engine.model.encoder import Encoder
 from launcher_scripts.engine.model.layers import CrossAttention
 from launcher_scripts.engine.model.model_weights import Embedding, ModelWeights, sublayers_of
@@ -90,10 +90,10 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def encode_obstacles(weights: ModelWeights, communicator: Communicator) -> list[str]:
+def encode_unsupported_reasons(weights: ModelWeights, communicator: Communicator) -> list[str]:
     """Why a model's inputs cannot go through an EncodeStep; empty where they can."""
     layers = [layer for stack in weights.stacks for layer in stack.layers.values()]
-    found = obstacles(weights.config, communicator, layers)
+    found = unsupported_reasons(weights.config, communicator, layers)
     if communicator.tp_size > 1:
         found.append("ranks add many tokens up in the compute type")
     return found

@@ -15,8 +15,8 @@ from torch import Tensor
 from launcher_scripts.engine.core.kv_cache import KVCache
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.adapters import Prompt, token_tasks
-from launcher_scripts.engine.model.decode_step import DecodeStep, capped, obstacles
-from launcher_scripts.engine.model.encode_step import EncodeStep, encode_obstacles
+from launcher_scripts.engine.model.decode_step import DecodeStep, capped, unsupported_reasons
+from launcher_scripts.engine.model.encode_step import EncodeStep, encode_unsupported_reasons
 from launcher_scripts.engine.model.encoder import Encoder
 from launcher_scripts.engine.model.families import engine_family
 from launcher_scripts.engine.model.forward_context import DecodeContext, PrefillContext
@@ -54,8 +54,8 @@ class Encoded:
 class Network:
     """The layers of one pipeline stage of a decoder, and of its encoder where it has one.
 
-    step: the fast way to decode, or None where there is none, for the reasons in step_obstacles;
-    encode_step, encode_obstacles: the same of encoding, None and empty without an encoder
+    step: the fast way to decode; None where there is none, for step_unsupported_reasons
+    encode_step, encode_unsupported_reasons: the same of encoding; None and empty without an encoder
     replays_prompts: whether the sizes of a prefill step decide alone what it launches
     """
 
@@ -83,14 +83,16 @@ class Network:
         if weights.encoder is not None:
             self._encoder = Encoder(config, weights.encoder, weights.encoder_norm, *shared)
         self._readers = [layer.cross_attention for layer in layers if layer.cross_attention]
-        self.step_obstacles = obstacles(config, communicator, weights.decoder.layers.values())
+        self.step_unsupported_reasons = unsupported_reasons(
+            config, communicator, weights.decoder.layers.values()
+        )
         self.step = self._decode_step()
-        self.encode_obstacles: list[str] = []
+        self.encode_unsupported_reasons: list[str] = []
         self.encode_step: EncodeStep | None = None
         if self._encoder is not None:
-            self.encode_obstacles = encode_obstacles(weights, communicator)
+            self.encode_unsupported_reasons = encode_unsupported_reasons(weights, communicator)
             embedding = self._encoder.stack.embedding
-            if embedding is not None and not self.encode_obstacles:
+            if embedding is not None and not self.encode_unsupported_reasons:
                 self.encode_step = EncodeStep(self._encoder, embedding, self._readers)
         self.replays_prompts = (
             self._encoder is None
@@ -209,7 +211,7 @@ class Network:
     def _decode_step(self) -> DecodeStep | None:
         config, embedding = self.weights.config, self._decoder.embedding
         head = self.weights.head
-        if embedding is None or head is None or self.step_obstacles:
+        if embedding is None or head is None or self.step_unsupported_reasons:
             return None
         return DecodeStep(
             self._decoder.sublayers,
