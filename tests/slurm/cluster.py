@@ -32,6 +32,8 @@ from tests.slurm.accounting import (
 )
 from tests.slurm.configuration import Paths, write_configuration
 
+LAST_MOMENT = 10.0  # seconds that an ended job's last process may take to go
+
 _PACKAGES = "slurm-wlm munge libpmix-dev libslurm-dev gcc libc6-dev"
 _SPANK_SOURCE = Path(__file__).parent / "spank" / "pyxis_double.c"
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "gcc")
@@ -196,6 +198,16 @@ class TestCluster:
             if ours and (job_id is None or job in environment):
                 found.append(pid)
         return found
+
+    def left_processes(self, job_id: str | None = None) -> list[str]:
+        """Command lines of processes that outlive their jobs.
+
+        What Slurm has just ended may be there for a moment: it tells of a job's end before the
+        kernel has removed the last process.
+        """
+        with contextlib.suppress(TimeoutError):
+            wait_for(lambda: not self.job_processes(job_id), timeout=LAST_MOMENT)
+        return [command_line(pid) for pid in self.job_processes(job_id)]
 
     def pyxis_record(self) -> list[dict[str, Any]]:
         """What the SPANK test double has seen so far."""

@@ -33,7 +33,7 @@ def running_slurm() -> Iterator[TestCluster]:
         yield cluster
         cluster.stop()
         assert cluster.step_daemons() == []
-        assert cluster.job_processes() == []
+        assert cluster.left_processes() == []
     finally:
         cluster.stop()
         shutil.rmtree(root, ignore_errors=True)

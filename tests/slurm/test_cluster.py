@@ -99,7 +99,7 @@ def test_a_cancelled_job_leaves_no_process(slurm: TestCluster, tmp_path: Path) -
     slurm.run("scancel", job_id)
     assert slurm.wait(job_id)["JobState"] == "CANCELLED"
     slurm.cancel_all()
-    assert slurm.job_processes(job_id) == []
+    assert slurm.left_processes(job_id) == []
 
 
 def _submit(slurm: TestCluster, script: Path, *options: str) -> str:

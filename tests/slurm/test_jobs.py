@@ -71,7 +71,7 @@ def test_evaluation_starts_beside_the_server_and_cancelling_stops_it_in_order(
     slurm.run("scancel", job_id)
     assert ended(slurm, submit, "deploy")[0] == "CANCELLED"
     slurm.cancel_all()
-    assert slurm.job_processes(job_id) == []
+    assert slurm.left_processes(job_id) == []
     assert "server stopped in order" in submit.log("deploy")
 
 
@@ -243,7 +243,7 @@ def test_one_dead_task_ends_the_other(slurm: TestCluster, submit: Submit, launch
     submit(*submit.served, "deploy.run.nodes=2")
     assert ended(slurm, submit, "deploy")[0] == "FAILED"
     assert "1: rank 1 found no GPU" in submit.log("deploy")
-    assert slurm.job_processes(submit.record("deploy")["job_id"]) == []
+    assert slurm.left_processes(submit.record("deploy")["job_id"]) == []
 
 
 def test_the_documented_command_line(

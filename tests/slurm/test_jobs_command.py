@@ -102,7 +102,7 @@ def test_a_gateway_is_stopped_alone_and_started_again_before_the_same_servers(
     assert joined["state"] == "RUNNING"
     folders = [str(submit.record(*job)["folder"]) for job in (("deploy", 1), ("deploy", 2))]
     assert jobs("stop", *folders, "gateway_tiny").returncode == 0
-    assert slurm.job_processes() == []
+    assert slurm.left_processes() == []
 
 
 def test_one_replica_is_stopped_and_the_others_go_on(
@@ -118,7 +118,7 @@ def test_one_replica_is_stopped_and_the_others_go_on(
     assert jobs("stop", f"{record['job_id']}_1").returncode == 0
     assert [item["state"] for item in statuses(jobs, "deploy_tiny")] == ["RUNNING", "COMPLETED"]
     assert jobs("stop", "deploy_tiny").returncode == 0
-    assert slurm.job_processes() == []
+    assert slurm.left_processes() == []
 
 
 def test_a_server_is_watched_and_stopped_in_order(
@@ -136,7 +136,7 @@ def test_a_server_is_watched_and_stopped_in_order(
     assert stopped.returncode == 0, stopped.stderr
     assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0")
     assert "server stopped in order" in jobs("logs", "deploy_tiny").stdout
-    assert slurm.job_processes(record["job_id"]) == []
+    assert slurm.left_processes(record["job_id"]) == []
 
 
 def test_what_slurm_has_forgotten_is_remembered_in_the_job_folder(

@@ -81,5 +81,5 @@ def test_export_deploy_and_evaluate(slurm: TestCluster, main_job: Submit, checko
     slurm.run("scancel", job_id)
     assert slurm.wait(job_id)["JobState"] == "CANCELLED"
     slurm.cancel_all()
-    assert slurm.job_processes(job_id) == []
+    assert slurm.left_processes(job_id) == []
     assert "stopping the server: SIGTERM" in main_job.log("deploy")

@@ -24,7 +24,7 @@ def test_the_evaluation_stops_the_server_that_was_started_for_it(
     assert ended(slurm, submit, "evaluate") == ("COMPLETED", "0:0"), submit.log("evaluate")
     assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0"), submit.log("deploy")
     assert "server stopped in order" in submit.log("deploy")
-    assert slurm.job_processes(submit.record("deploy")["job_id"]) == []
+    assert slurm.left_processes(submit.record("deploy")["job_id"]) == []
 
 
 def test_a_failed_evaluation_keeps_its_code_and_stops_the_server(
@@ -61,7 +61,7 @@ def test_a_server_that_dies_ends_the_evaluation_with_the_reason(
     log = submit.log("evaluate")
     assert "the server ended before the evaluation did (server: FAILED; its log: " in log
     assert "  | the port is in use" in log
-    assert slurm.job_processes(submit.record("evaluate")["job_id"]) == []
+    assert slurm.left_processes(submit.record("evaluate")["job_id"]) == []
 
 
 def test_client_and_server_share_a_job(slurm: TestCluster, submit: Submit) -> None:
@@ -76,7 +76,7 @@ def test_client_and_server_share_a_job(slurm: TestCluster, submit: Submit) -> No
     (server_log,) = deploy["folder"].glob("server-*.out")
     assert server_log.name == f"server-deploy_tiny_{deploy['job_id']}.out"
     assert "server stopped in order" in server_log.read_text()
-    assert slurm.job_processes(deploy["job_id"]) == []
+    assert slurm.left_processes(deploy["job_id"]) == []
 
 
 def test_the_client_s_result_is_the_job_s(slurm: TestCluster, submit: Submit) -> None:
@@ -90,7 +90,7 @@ def test_a_dead_server_fails_the_job_that_it_shares(slurm: TestCluster, submit: 
     assert ended(slurm, submit, "deploy") == ("FAILED", "3:0")
     assert "the server ended before the evaluation did" in submit.log("deploy")
     assert "  | the port is in use" in submit.log("deploy")
-    assert slurm.job_processes(submit.record("deploy")["job_id"]) == []
+    assert slurm.left_processes(submit.record("deploy")["job_id"]) == []
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_server_that_does_not_listen_is_killed(
     record = submit.record("deploy")
     assert "SECONDS + 3))" in (record["folder"] / record["script"]).read_text()
     assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0"), submit.log("deploy")
-    assert slurm.job_processes(submit.record("deploy")["job_id"]) == []
+    assert slurm.left_processes(submit.record("deploy")["job_id"]) == []
 
 
 def serving(submit: Submit) -> str:
@@ -134,7 +134,7 @@ def test_a_signal_before_the_time_limit_ends_the_server_in_order(
     slurm.run("scancel", "--batch", "--signal=USR1", job_id)
     assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0"), submit.log("deploy")
     assert "server stopped in order" in submit.log("deploy")
-    assert slurm.job_processes(job_id) == []
+    assert slurm.left_processes(job_id) == []
 
 
 def test_a_server_that_a_more_urgent_job_displaces_ends_in_order(
@@ -146,7 +146,7 @@ def test_a_server_that_a_more_urgent_job_displaces_ends_in_order(
     assert slurm.wait(other)["JobState"] == "COMPLETED"
     assert ended(slurm, submit, "deploy") == ("COMPLETED", "0:0"), submit.log("deploy")
     assert "server stopped in order" in submit.log("deploy")
-    assert slurm.job_processes(job_id) == []
+    assert slurm.left_processes(job_id) == []
 
 
 def test_requeueing_starts_the_server_again(slurm: TestCluster, submit: Submit) -> None:

@@ -35,7 +35,7 @@ def measured(slurm: TestCluster, launch: Submit, sizes: str, number: int) -> tup
     fields = slurm.wait(job_id, timeout=300)
     log = "".join(path.read_text() for path in record.parent.glob("*.out"))
     assert (fields["JobState"], fields["ExitCode"]) == ("COMPLETED", "0:0"), log
-    assert slurm.job_processes(job_id) == []
+    assert slurm.left_processes(job_id) == []
     (report,) = launch.results.glob(f"evaluate_{sizes}_*/report.json")
     metrics = json.loads(report.read_text())["tasks"]["lambada"]["metrics"]
     return metrics["perplexity"]["value"], log
