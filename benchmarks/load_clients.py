@@ -44,12 +44,18 @@ def measured(target: Target, vocab_size: int, clients: int) -> dict:
     return figures(load, run_plan(target, plan, PROCESSES))
 
 
-def figures(load: Load, driven: Sequence[Driven]) -> dict:
-    """Of requests asked in the time that counts; tokens per second of all that came in it."""
+def all_answered(driven: Sequence[Driven]) -> list[Answer]:
+    """The answers of all clients. Raises RuntimeError when a request failed."""
     answers = [answer for each in driven for answer in each.answers]
     failed = [answer.error for answer in answers if answer.error is not None]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed; the first: {failed[0]}")
+    return answers
+
+
+def figures(load: Load, driven: Sequence[Driven]) -> dict:
+    """Of requests asked in the time that counts; tokens per second of all that came in it."""
+    answers = all_answered(driven)
     run = run_figures("", load, driven, SECONDS, LoadBounds())
     counted = [answer for answer in answers if answer.counts]
     if not counted:

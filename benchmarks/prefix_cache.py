@@ -16,7 +16,6 @@ import argparse
 import json
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +24,10 @@ import numpy as np
 import torch
 
 from benchmarks.generate import machine
-from benchmarks.load_clients import PROCESSES, TIMEOUT_SECONDS, load_target
+from benchmarks.load_clients import PROCESSES, TIMEOUT_SECONDS, all_answered, load_target
 from benchmarks.peers import config_of
 from benchmarks.repositories import RandomModel
-from benchmarks.serving import Server
+from benchmarks.serving import Server, counted
 from benchmarks.shapes import CONFIGS, TINY
 from launcher_scripts.contract.metric_names import PREFIX_HITS, PREFIX_QUERIES
 from launcher_scripts.evaluation.load.driver import Driven
@@ -126,11 +125,7 @@ def row(how: str, clients: int, target: Target, plans: Sequence[Plan], ready: di
     driven: list[Driven] = []
     for plan in plans:
         driven += run_plan(target, plan, PROCESSES)
-    answers = [answer for each in driven for answer in each.answers]
-    failed = [answer.error for answer in answers if answer.error is not None]
-    if failed:
-        raise RuntimeError(f"{len(failed)} requests failed; the first: {failed[0]}")
-    times = percentiles([first_token(answer) for answer in answers])
+    times = percentiles([first_token(answer) for answer in all_answered(driven)])
     time.sleep(METRICS_SECONDS)
     made = {"how": how, "clients": clients, "first_token_ms": times, "copied": copied(ready)}
     print(json.dumps(made), flush=True)
@@ -139,13 +134,8 @@ def row(how: str, clients: int, target: Target, plans: Sequence[Plan], ready: di
 
 def copied(ready: dict) -> float:
     """The share of prompt tokens that the server has found in its cache."""
-    with urllib.request.urlopen(f"http://{ready['metrics']}/metrics") as answer:
-        lines = answer.read().decode().splitlines()
-    hits, queries = (
-        sum(float(line.split()[-1]) for line in lines if line.startswith(f"{metric.name}{{"))
-        for metric in (PREFIX_HITS, PREFIX_QUERIES)
-    )
-    return round(hits / queries, 3) if queries else 0.0
+    queries = counted(ready, PREFIX_QUERIES)
+    return round(counted(ready, PREFIX_HITS) / queries, 3) if queries else 0.0
 
 
 if __name__ == "__main__":

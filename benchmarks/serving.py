@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ import numpy as np
 
 from benchmarks.shapes import Case
 from launcher_scripts.config.settings import DeploySettings, write_settings
+from launcher_scripts.contract.metric_names import Metric
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.evaluation.client import Client
 
@@ -80,6 +82,13 @@ class Server:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             self._process.wait(60)
+
+
+def counted(ready: dict[str, Any], metric: Metric) -> float:
+    """What a server has counted, over all labels. ready: what its ready.json says"""
+    with urllib.request.urlopen(f"http://{ready['metrics']}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{metric.name}{{"))
 
 
 def median_ms(call: Callable[[], object], seconds: float, least: int = 3) -> float:

@@ -17,7 +17,6 @@ import argparse
 import json
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -31,13 +30,13 @@ from benchmarks.generate import machine
 from benchmarks.load_clients import SETTLE_SECONDS, load_target, measured
 from benchmarks.peers import config_of, reason
 from benchmarks.repositories import RandomModel
-from benchmarks.serving import INPUTS, OUTPUTS, Server
+from benchmarks.serving import INPUTS, OUTPUTS, Server, counted
 from benchmarks.shapes import CONFIGS, TINY
 from launcher_scripts.clients.remote import RemoteServer
+from launcher_scripts.contract.metric_names import GIVEN_UP
 from launcher_scripts.evaluation.load.plan import LoadRequest
 
 CANCELLING = 8  # clients that leave, one after the other
-GIVEN_UP = "launcher_requests_given_up{"
 
 
 Rows = Iterator[tuple[int, dict]]
@@ -114,19 +113,12 @@ def cancelled_ms(ready: dict, model: RandomModel, begin: float) -> list[float]:
         with RemoteServer(ready["grpc"], protocol="grpc") as server:
             answer = server.stream(model.name, tensors)
             next(answer)
-            before, left = given_up(ready["metrics"]), time.perf_counter()
+            before, left = counted(ready, GIVEN_UP), time.perf_counter()
             answer.close()
-        while given_up(ready["metrics"]) == before and time.perf_counter() < left + 10:
+        while counted(ready, GIVEN_UP) == before and time.perf_counter() < left + 10:
             time.sleep(0.005)
         times.append(round((time.perf_counter() - left) * 1e3, 1))
     return times
-
-
-def given_up(address: str) -> float:
-    """The server's count of requests that it gave up."""
-    with urllib.request.urlopen(f"http://{address}/metrics") as answer:
-        lines = answer.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(GIVEN_UP))
 
 
 def server_memory() -> int:
