@@ -88,13 +88,13 @@ class KVCache:
 
     def copy_runs(self, copies: Iterable[Copy]) -> None:
         """Copy runs of tokens, one after the other; a run may overlap what lies before it."""
-        for source, target, count in ((each.source, each.target, each.count) for each in copies):
-            for first in range(0, count, COPIED_TOKENS):
-                some = min(COPIED_TOKENS, count - first)
+        for run in copies:
+            for first in range(0, run.count, COPIED_TOKENS):
+                some = min(COPIED_TOKENS, run.count - first)
+                overlaps = run.source - some < run.target < run.source
                 for pool in (self._pool.movedim(3, 0), self.ids):
-                    read = pool[source + first :][:some]
-                    overlaps = source - some < target < source
-                    pool[target + first :][:some] = read.clone() if overlaps else read
+                    read = pool[run.source + first :][:some]
+                    pool[run.target + first :][:some] = read.clone() if overlaps else read
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy the tokens source [B, T] to target [B, T].

@@ -11,7 +11,7 @@ from torch import Tensor
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.forward_context import EncodeContext
 from launcher_scripts.engine.model.heads import encoder_heads
-from launcher_scripts.engine.model.layers import MLP, Chunk, Layer, SelfAttention
+from launcher_scripts.engine.model.layers import MLP, AttentionOptions, Chunk, Layer, SelfAttention
 from launcher_scripts.engine.model.model_weights import LayerWeights, StackWeights
 from launcher_scripts.engine.model.rotary import rotaries, rotary_tables
 from launcher_scripts.engine.model.stack import Stack
@@ -53,10 +53,12 @@ class Encoder:
         attention = SelfAttention(
             weights.attention,
             *shared,
-            cache=LayerCache(nothing, nothing),
-            heads=heads,
-            scale=config.attention_scale,
-            softcap=config.attention_softcap,
+            AttentionOptions(
+                LayerCache(nothing, nothing),
+                heads,
+                config.attention_scale,
+                config.attention_softcap,
+            ),
             window=config.window(layer),
         )
         return Layer(attention, MLP(weights.mlp, *shared, config.activation))

@@ -17,7 +17,7 @@ from launcher_scripts.engine.model.model_weights import (
     SharedExpert,
     StackWeights,
 )
-from launcher_scripts.engine.model.weights import WeightLoader
+from launcher_scripts.engine.model.weights import WeightLoader, scaled_norm
 from launcher_scripts.kernels.operands import HeadNorms, Linear, Norm
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
 from launcher_scripts.models.gpt import GPTConfig
@@ -57,7 +57,9 @@ class GPTWeightLoader(WeightLoader):
             table = self._table("lm_head.weight")
         norm = self._norm("final_layernorm") if self.config.final_norm else None
         bias = self._table("lm_head.bias") if self.config.logits_bias else None
-        return Linear(table, bias, _scaled(norm, self.config.logits_scale))
+        if norm is not None and self.config.logits_scale is not None:
+            norm = scaled_norm(norm, self.config.logits_scale)
+        return Linear(table, bias, norm)
 
     def _layer(self, layer: int) -> LayerWeights:
         config, stem, mlp = self.config, "layers.*.attention", "layers.*.mlp"
@@ -140,11 +142,3 @@ class GPTWeightLoader(WeightLoader):
         return HeadNorms(
             self._norm(f"{stem}.query_norm", layer), self._norm(f"{stem}.key_norm", layer)
         )
-
-
-def _scaled(norm: Norm | None, scale: float | None) -> Norm | None:
-    """The norm with its result multiplied."""
-    if norm is None or scale is None:
-        return norm
-    bias = None if norm.bias is None else norm.bias * scale
-    return replace(norm, weight=norm.weight * scale, bias=bias)

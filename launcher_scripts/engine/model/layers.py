@@ -207,10 +207,42 @@ class Sublayer(ABC):
         return kernels.accumulate_over_ranks(inner, linear, x, norm_of_next, self.communicator)
 
 
-class SelfAttention(Sublayer):
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What the attentions of a layer have in common.
+
+    cache: of the layer; an encoder's holds no tokens
+    """
+
+    cache: LayerCache
+    heads: Heads
+    scale: float
+    softcap: float | None
+
+
+class Attention(Sublayer):
+    """Attention to tokens in the cache."""
+
+    def __init__(
+        self,
+        weights: AttentionWeights | CrossAttentionWeights,
+        kernels: Ops,
+        communicator: Communicator,
+        options: AttentionOptions,
+    ) -> None:
+        super().__init__(weights, kernels, communicator)
+        self.cache = options.cache
+        self.heads = options.heads
+        self.scores: Scores = {
+            "scale": options.scale,
+            "relative": weights.relative,
+            "softcap": options.softcap,
+        }
+
+
+class SelfAttention(Attention):
     """Attention of a row's tokens to each other.
 
-    cache:  of the layer; an encoder's holds no tokens
     slopes: ALiBi's, float32 [heads]
     local:  whether the layer rotates by the second of the context's tables
     """
@@ -220,20 +252,14 @@ class SelfAttention(Sublayer):
         weights: AttentionWeights,
         kernels: Ops,
         communicator: Communicator,
+        options: AttentionOptions,
         *,
-        cache: LayerCache,
-        heads: Heads,
-        scale: float,
-        softcap: float | None = None,
         slopes: Tensor | None = None,
         window: int = 0,
         local: bool = False,
     ) -> None:
-        super().__init__(weights, kernels, communicator)
+        super().__init__(weights, kernels, communicator, options)
         self.head_norms = weights.head_norms
-        self.cache = cache
-        self.heads = heads
-        self.scores: Scores = {"scale": scale, "relative": weights.relative, "softcap": softcap}
         self.slopes = slopes
         self.window = window
         self.local = local
@@ -251,7 +277,7 @@ class SelfAttention(Sublayer):
         return kernels.store_kv(qkv, self.heads, context.rotary[self.local], slots, self.cache)
 
 
-class CrossAttention(Sublayer):
+class CrossAttention(Attention):
     """Attention to the encoder's inputs, whose keys and values are in the cache."""
 
     def __init__(
@@ -259,17 +285,10 @@ class CrossAttention(Sublayer):
         weights: CrossAttentionWeights,
         kernels: Ops,
         communicator: Communicator,
-        *,
-        cache: LayerCache,
-        heads: Heads,
-        scale: float,
-        softcap: float | None = None,
+        options: AttentionOptions,
     ) -> None:
-        super().__init__(weights, kernels, communicator)
+        super().__init__(weights, kernels, communicator, options)
         self.key_value = weights.key_value
-        self.cache = cache
-        self.heads = heads
-        self.scores: Scores = {"scale": scale, "relative": weights.relative, "softcap": softcap}
 
     def branch(self, x: Given, context: ForwardContext[Given]) -> Tensor:
         return context.attend_source(x, self)

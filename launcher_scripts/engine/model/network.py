@@ -22,6 +22,7 @@ from launcher_scripts.engine.model.families import engine_family
 from launcher_scripts.engine.model.forward_context import DecodeContext, PrefillContext
 from launcher_scripts.engine.model.layers import (
     MLP,
+    AttentionOptions,
     Chunk,
     CrossAttention,
     Layer,
@@ -178,35 +179,29 @@ class Network:
 
     def _layer(self, layer: int, weights: LayerWeights) -> Layer:
         config, shared = self.weights.config, (self.kernels, self.communicator)
-        cache, window, cross_attention = self.cache.layers[layer], config.window(layer), None
-        scale, parallel = config.attention_scale, getattr(config, "parallel_residual", False)
-        if weights.cross_attention is not None:
-            scale = config.decoder_attention_scale
-            cross_attention = CrossAttention(
-                weights.cross_attention,
-                *shared,
-                cache=cache,
-                heads=self.heads,
-                scale=scale,
-                softcap=config.attention_softcap,
-            )
+        window, cross = config.window(layer), weights.cross_attention
+        options = AttentionOptions(
+            self.cache.layers[layer],
+            self.heads,
+            config.attention_scale if cross is None else config.decoder_attention_scale,
+            config.attention_softcap,
+        )
         attention = SelfAttention(
             weights.attention,
             *shared,
-            cache=cache,
-            heads=self.heads,
-            scale=scale,
-            softcap=config.attention_softcap,
+            options,
             slopes=self._slopes(layer),
             window=window,
             local=window > 0 and self._rotaries[1] is not None,
         )
+        source = None if cross is None else CrossAttention(cross, *shared, options)
         mlp = weights.mlp
         if isinstance(mlp, Experts):
             own: MLP = MixtureOfExperts(mlp, *shared, config.activation)
         else:
             own = MLP(mlp, *shared, config.activation)
-        return Layer(attention, own, cross_attention, bool(parallel))
+        parallel = bool(getattr(config, "parallel_residual", False))
+        return Layer(attention, own, source, parallel)
 
     def _decode_step(self) -> DecodeStep | None:
         config, embedding = self.weights.config, self._decoder.embedding

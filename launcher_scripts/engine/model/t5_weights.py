@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 
@@ -17,7 +16,7 @@ from launcher_scripts.engine.model.model_weights import (
     StackWeights,
 )
 from launcher_scripts.engine.model.relative_bias import relative_bias
-from launcher_scripts.engine.model.weights import WeightLoader
+from launcher_scripts.engine.model.weights import WeightLoader, scaled_norm
 from launcher_scripts.kernels.operands import Linear, Norm, RelativeBias
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
 from launcher_scripts.models.t5 import T5Config
@@ -164,11 +163,6 @@ class T5WeightLoader(WeightLoader):
             weight = embedding.tokens
         else:
             weight = self._table("lm_head.weight")
-        norm = self._norm("decoder.final_layer_norm")
-        scaled = replace(
-            norm,
-            weight=norm.weight * config.logits_scale,
-            bias=None if norm.bias is None else norm.bias * config.logits_scale,
-        )
+        norm = scaled_norm(self._norm("decoder.final_layer_norm"), config.logits_scale)
         bias = self._table("shared.bias") if config.logits_bias else None
-        return Linear(weight, bias, scaled)
+        return Linear(weight, bias, norm)

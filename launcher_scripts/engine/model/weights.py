@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,12 @@ class WeightLoader(ABC):
 
     def _tensor(self, name: str, dtype: torch.dtype, layer: int | None = None) -> Tensor:
         return _tensor(self._read(self._specs[name], layer), dtype, self.device)
+
+
+def scaled_norm(norm: Norm, scale: float) -> Norm:
+    """The norm with its result multiplied."""
+    bias = None if norm.bias is None else norm.bias * scale
+    return replace(norm, weight=norm.weight * scale, bias=bias)
 
 
 def _tensor(array: Stored, dtype: torch.dtype, device: torch.device) -> Tensor:
