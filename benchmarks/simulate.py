@@ -190,7 +190,7 @@ class Simulation:
         ended = [
             rows[part.slot]
             for part in plan.prefill
-            if part.past + part.count == len(rows[part.slot].prompt)
+            if part.past + part.count == rows[part.slot].prefill_length
         ]
         decoding = [rows[slot] for slot in plan.decode]
         self._now += self._times.launch(plan)

@@ -97,6 +97,11 @@ PREFIX_HITS = Metric(
     COUNTER,
     "Those of them that were not computed",
 )
+PREEMPTIONS = Metric(
+    "launcher_num_preemptions_total",
+    COUNTER,
+    "Rows that gave their cache tokens up for others and were computed again later",
+)
 SUCCESS = Metric(
     "launcher_request_success_total",
     COUNTER,
@@ -124,7 +129,7 @@ GIVEN_UP = Metric(
 
 HISTOGRAMS = (FIRST_TOKEN, INTER_TOKEN, REQUEST, QUEUE, PREFILL, STEP_TOKENS)
 COUNTERS = (
-    *(PROMPT_TOKENS, GENERATION_TOKENS, PREFIX_QUERIES, PREFIX_HITS),
+    *(PROMPT_TOKENS, GENERATION_TOKENS, PREFIX_QUERIES, PREFIX_HITS, PREEMPTIONS),
     *(SUCCESS, FAILURE, GIVEN_UP),
 )
 GAUGES = (RUNNING, WAITING, CACHE_USE, BATCH, CACHE_TOKENS, CACHE_USED)

@@ -16,7 +16,12 @@ from launcher_scripts.engine.core.guide import Guide
 from launcher_scripts.engine.core.pending import Pending
 from launcher_scripts.engine.core.plan import Plan
 from launcher_scripts.engine.core.prefix_cache import prefix_of
-from launcher_scripts.engine.core.requests import check_request, parts, warm_up_request
+from launcher_scripts.engine.core.requests import (
+    check_request,
+    may_grow,
+    parts,
+    warm_up_request,
+)
 from launcher_scripts.engine.core.results import StepResult
 from launcher_scripts.engine.core.row import Progress, Row
 from launcher_scripts.engine.core.scheduler import Scheduler
@@ -175,8 +180,10 @@ class Engine:
         )
         if session is not None:
             row.prompt = prompt_in_session(session, request, prompt)
-        elif self.settings.enable_prefix_caching:
-            row.prefix = prefix_of(request, prompt, row.own_capacity, self.config)
+        else:
+            row.grows = may_grow(request, self.config)
+            if self.settings.enable_prefix_caching:
+                row.prefix = prefix_of(request, prompt, row.own_capacity, self.config)
         with self._lock:
             if self._error is None and not self._closed:
                 if session is not None:

@@ -1,14 +1,14 @@
 """Keys and values of every row in flight: one pool of tokens, planned when the model is loaded.
 
-A row owns an extent, a run of consecutive tokens long enough for its prompt and everything it
-may generate, from admission to its end. So memory use is known at load, long and short rows share
-the pool, and a row that was admitted never runs out; one that finds no room waits.
+A row owns an extent, a run of consecutive tokens. So memory use is known at load, and long and
+short rows share the pool; a row that finds no room waits.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -40,6 +40,19 @@ class ExtentAllocator:
                 return start
         return None
 
+    def take(self, start: int, length: int) -> bool:
+        """Take the `length` tokens from `start` on, if all of them are free."""
+        position = bisect.bisect(self._free, (start, self.capacity)) - 1
+        if position < 0:
+            return False
+        first, gap = self._free[position]
+        before, behind = start - first, first + gap - (start + length)
+        if behind < 0:
+            return False
+        rest = ((first, before), (start + length, behind))
+        self._free[position : position + 1] = [each for each in rest if each[1]]
+        return True
+
     def free(self, start: int, length: int) -> None:
         """Give an extent back."""
         position = bisect.bisect(self._free, (start, 0))
@@ -49,6 +62,32 @@ class ExtentAllocator:
                 (first, size), (second, more) = self._free[left : left + 2]
                 if first + size == second:
                     self._free[left : left + 2] = [(first, size + more)]
+
+    def slides(self, movable: Mapping[int, int], length: int) -> list[tuple[int, int]] | None:
+        """Which extents go where, front to back, so that a gap of `length` tokens is left.
+
+        movable: start -> tokens of the extents that may move. Of all gaps that can be gathered the
+        one for which fewest tokens move; None where there is none.
+        """
+        gaps = dict(self._free)
+        best: list[int] | None = None
+        first, fewest = 0, self.capacity + 1
+        for start in gaps:
+            place, room, moved, passed = start, 0, 0, []
+            while room < length and moved < fewest:
+                if place in gaps:
+                    room, place = room + gaps[place], place + gaps[place]
+                elif place in movable:
+                    passed.append(place)
+                    moved, place = moved + movable[place], place + movable[place]
+                else:
+                    break
+            if room >= length and moved < fewest:
+                first, fewest, best = start, moved, passed
+        if best is None:
+            return None
+        places = itertools.accumulate((movable[each] for each in best), initial=first)
+        return list(zip(best, places, strict=False))
 
 
 class KVCache:

@@ -25,7 +25,8 @@ class RowStart(Record, frozen=True):
     prompt_embedding: [virtual tokens, hidden], the row's own table
     beams:  slots of the hypotheses of a beam search, `slot` first; none without one
     guided: a mask of what may come is set for each of the row's tokens
-    stride: cache tokens of each hypothesis, which lie one after the other from `start` on
+    stride: most cache tokens of each hypothesis; several lie one after the other from `start` on
+    generated: how many of the ids, the last ones, the row has generated in a place it had before
     past:   tokens of the row's session in the cache already, from `start` on;  dropped: tokens of
             it that are no longer there
     window: how many of the last tokens attention covers; 0: all
@@ -41,6 +42,7 @@ class RowStart(Record, frozen=True):
     prompt_embedding: Tensor | None = None
     beams: tuple[int, ...] = ()
     stride: int = 0
+    generated: int = 0
     past: int = 0
     dropped: int = 0
     window: int = 0
@@ -98,11 +100,18 @@ class Move(Record, frozen=True):
 
 
 class Copy(Record, frozen=True):
-    """A row's prompt begins as another text: `count` tokens go from `source` to `target`."""
+    """`count` tokens go from `source` to `target`: a row moves, or begins as another text."""
 
     source: int
     target: int
     count: int
+
+
+class Place(Record, frozen=True):
+    """The cache token from which a row that runs has its tokens now."""
+
+    slot: int
+    start: int
 
 
 class TokenMask(NamedTuple):
@@ -147,7 +156,8 @@ class Plan(Message, frozen=True):
     beams are the first slots of the beam searches of which every hypothesis runs one token further,
     beside the rows in `decode`. reorder bounds how many of the last tokens in the cache may differ
     between hypotheses of the searches that go on after the step. moves come before everything else,
-    then the copies, in order: one may write where one before it has read.
+    then the copies, in order: one may write where one before it has read. places are those of the
+    rows that have moved.
     windows: whether any row in `decode` has a window. longest and longest_source bound the cache
     tokens of all of them: prompt and generated ones, the new one included; and those of the
     encoder's input, where there is one.
@@ -167,6 +177,7 @@ class Plan(Message, frozen=True):
     longest_source: int = 0
     moves: tuple[Move, ...] = ()
     copies: tuple[Copy, ...] = ()
+    places: tuple[Place, ...] = ()
     windows: bool = False
     masks: tuple[TokenMask, ...] = ()
     record: tuple[StepShape, ...] = ()

@@ -8,7 +8,7 @@ bits of BLAKE2b, so ids are not compared again.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
@@ -120,6 +120,14 @@ class PrefixCache(ExtentAllocator):
                 self._give_up(next(iter(self._kept)))
                 start = super().allocate(length)
         return start
+
+    def slides(self, movable: Mapping[int, int], length: int) -> list[tuple[int, int]] | None:
+        """The least recently used of what is kept is given up until there is a way."""
+        found = super().slides(movable, length)
+        while found is None and self._kept:
+            self._give_up(next(iter(self._kept)))
+            found = super().slides(movable, length)
+        return found
 
     def _longest_gap(self) -> int:
         """If nothing were kept."""

@@ -51,6 +51,23 @@ def parts(request: GenerateRequest, config: ModelConfig) -> tuple[tuple[int, ...
     return source, request.decoder_input_ids or start
 
 
+def may_grow(request: GenerateRequest, config: ModelConfig) -> bool:
+    """Whether a row can lose its place and be computed again from its ids alone, with the same
+    answer.
+    """
+    sampling = request.sampling
+    changes = sampling.top_p_decay != 1 or sampling.top_p_min > sampling.top_p
+    changes &= sampling.top_k == 0 and sampling.top_p > 0
+    turns = isinstance(config, GPTConfig) and config.rotary_scaling == "dynamic"
+    return (
+        not isinstance(config, ENCODER_DECODERS)
+        and sampling.beam_width == 1
+        and not changes
+        and not turns
+        and not request.asks_of_prompt
+    )
+
+
 def warm_up_request(config: ModelConfig, cache_tokens: int) -> GenerateRequest:
     """A few tokens, or one state of an encoder; fits the smallest cache that serves anything."""
     start = min(config.start_id, config.vocab_size - 1)

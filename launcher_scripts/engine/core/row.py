@@ -57,7 +57,10 @@ class Row:
     source is what the encoder reads, where there is one; the prompt is then the decoder's, and
     empty where nothing is to be decoded. start is the cache token after those of the source. A
     row of several hypotheses has a slot for each, and their cache tokens one after the other. A
-    row of a session lives in the session's extent, after the tokens of the requests before. The
+    row of a session lives in the session's extent, after the tokens of the requests before.
+    reserved counts the tokens of the extent. A row that grows has room for its prompt and some
+    tokens at first, and gets more when it needs it. It may lose its place for a row that came
+    before it; what it had is computed again then, its first `resumed` tokens as a prompt. The
     guide's masks of the first `masked` tokens have been told to the ranks. prefix is what others
     may find of the row's tokens, None: nothing. A row that has a place and has not begun waits for
     what another one computes.
@@ -74,6 +77,9 @@ class Row:
     on_progress: Progress | None = None
     slots: tuple[int, ...] = ()
     start: int = -1
+    reserved: int = 0
+    grows: bool = False
+    resumed: int = 0
     begun: bool = False
     encoded: bool = False
     prefilled: int = 0
@@ -131,13 +137,28 @@ class Row:
         return bool(self.source) and alone and not asked
 
     @property
+    def ids(self) -> tuple[int, ...]:
+        """What is computed before the row decodes: its prompt, and tokens it had before."""
+        return (*self.prompt, *self.tokens[: self.resumed])
+
+    @property
+    def prefill_length(self) -> int:
+        """How many tokens are computed before the row decodes."""
+        return len(self.prompt) + self.resumed
+
+    @property
+    def needs_room(self) -> bool:
+        """Whether the extent of a row that grows has no place for one token more."""
+        return self.grows and self.cached >= self.reserved
+
+    @property
     def own_capacity(self) -> int:
-        """Cache tokens of each hypothesis; the last token chosen is never fed back."""
+        """Most cache tokens of each hypothesis; the last token chosen is never fed back."""
         return len(self.prompt) + max(self.request.output_len - 1, 0)
 
     @property
     def capacity(self) -> int:
-        """Cache tokens of the whole row."""
+        """Most cache tokens of the whole row."""
         return len(self.source) + self.width * self.own_capacity
 
     @property
@@ -153,14 +174,20 @@ class Row:
     @property
     def cached(self) -> int:
         """Tokens in the cache once everything launched has run."""
-        return self.past + self.prefilled + max(self.launched - 1, 0)
+        return self.past + self.prefilled + max(self.launched - self.resumed - 1, 0)
+
+    def resume(self) -> None:
+        """Have what the row has generated computed again, in the place that it gets."""
+        self.resumed = len(self.tokens)
+        if self.prefix is not None:
+            self.prefix.set_text(self.ids)
 
     def as_start(self) -> RowStart:
         request = self.request
         return RowStart(
             slot=self.slot,
             start=self.start,
-            ids=self.prompt,
+            ids=self.ids,
             end_id=self.end_id,
             request=replace(
                 request,
@@ -174,6 +201,7 @@ class Row:
             prompt_embedding=request.prompt_embedding,
             beams=self.slots if self.hypotheses else (),
             stride=self.own_capacity,
+            generated=self.resumed,
             past=self.past,
             dropped=0 if self.session is None else self.session.dropped,
             window=0 if self.session is None else self.session.window,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.core.plan import Move, RowStart, TokenMask
+from launcher_scripts.engine.core.plan import Move, Place, RowStart, TokenMask
 from launcher_scripts.kernels.operands import RowColumns
 
 NO_TOKEN = -1
@@ -137,6 +137,12 @@ class RowStates:
         self.prompt_length.index_add_(0, slots, by, alpha=-1)
         self.dropped.index_add_(0, slots, by)
 
+    def relocate(self, places: Sequence[Place]) -> None:
+        """These rows have moved within the cache."""
+        slots = torch.tensor([place.slot for place in places]).to(self.device, non_blocking=True)
+        starts = torch.tensor([place.start for place in places]).to(self.device, non_blocking=True)
+        self.start.index_copy_(0, slots, starts)
+
     def set_length(self, slots: Tensor, lengths: Tensor) -> None:
         """The cache now holds `lengths` tokens of the rows in `slots`."""
         self.length.index_copy_(0, slots, lengths)
@@ -153,7 +159,7 @@ def _integers(row: RowStart, start: int) -> list[int]:
         row.ids[0] if len(row.ids) == 1 else NO_TOKEN,
         row.past,
         start,
-        row.past + len(row.ids),
+        row.past + len(row.ids) - row.generated,
         row.source_start,
         len(row.source),
         row.ia3_task,

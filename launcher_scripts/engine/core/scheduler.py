@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
-from launcher_scripts.engine.core.plan import Copy, Move, Plan, PrefillPart, RowStart, TokenMask
-from launcher_scripts.engine.core.prefix_cache import BLOCK_TOKENS, Found, PrefixCache
+from launcher_scripts.engine.core.plan import Copy, Move, Place, Plan, PrefillPart, TokenMask
+from launcher_scripts.engine.core.prefix_cache import BLOCK_TOKENS, Found, Prefix, PrefixCache
 from launcher_scripts.engine.core.results import BeamResult, EncodedRow, StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row, answer, snapshot, take, take_beams
 from launcher_scripts.engine.core.session import Session
@@ -21,6 +21,9 @@ from launcher_scripts.engine.core.statistics import Statistics
 TOKENS_PER_DECODING_ROW = 4
 ROWS_PER_STEP_OF_PATIENCE = 8
 MOST_PATIENCE = 2
+# What a row that grows gets at once, beyond what it has to compute. Fewer are moved more often, and
+# more are unused longer: rows that grow hold half of it for nobody.
+GROWN_TOKENS = 128
 # What another row computes now is worth waiting for if it is so many tokens: a step takes about as
 # long as computing them.
 TOKENS_WORTH_A_STEP = 64
@@ -29,6 +32,11 @@ News = TypeVar("News", TokenResult, BeamResult)
 
 class Scheduler:
     """Admits rows in the order they came, as slots and cache tokens allow, and ends them.
+
+    Most rows grow: they get cache tokens as they need them, behind their own or somewhere else,
+    where they are copied to. If there are no more, the rows that came last give their places up and
+    wait again, before all others. The row that came first never does while one after it has room
+    to give, so that every row ends.
 
     slots:          most rows in flight
     prefill_tokens: most prompt tokens of one step, so that a long prompt cannot hold up the rows
@@ -50,6 +58,7 @@ class Scheduler:
         self._launched: deque[dict[int, Row]] = deque()
         self._moves: list[Move] = []
         self._copies: list[Copy] = []
+        self._moved: list[Row] = []
         self._held = 0
         self._statistics = Statistics() if statistics is None else statistics
 
@@ -72,8 +81,9 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None when there is nothing to launch."""
-        self._moves, self._copies = [], []
+        self._moves, self._copies, self._moved = [], [], []
         self._drop_cancelled()
+        self._grow()
         for row in self._running.values():
             if not row.begun:  # before rows that are admitted now, so that it never waits for them
                 self._begin(row, self._find(row))
@@ -95,7 +105,7 @@ class Scheduler:
             len(encode) + len(prefill) + len(running), prompt_tokens + len(running)
         )
         return Plan(
-            starts=tuple(starts),
+            starts=tuple(row.as_start() for row in starts),
             encode=tuple(row.slot for row in encode),
             prefill=tuple(prefill),
             decode=tuple(row.slot for row in decode),
@@ -105,6 +115,7 @@ class Scheduler:
             longest_source=max((len(row.source) for row in running), default=0),
             moves=tuple(self._moves),
             copies=tuple(self._copies),
+            places=tuple({Place(row.slot, row.start) for row in self._moved if row.slots}),
             windows=any(row.session is not None and row.session.window for row in running),
             masks=tuple(self._masks()),
         )
@@ -169,7 +180,7 @@ class Scheduler:
     def _decodes(self, row: Row) -> bool:
         if row.guide is not None and row.launched > len(row.tokens):
             return False  # what may come next depends on a token that has not been seen yet
-        whole_prompt = row.prefilled == len(row.prompt)
+        whole_prompt = row.prefilled == row.prefill_length
         return whole_prompt and row.launched < row.request.output_len
 
     def _masks(self) -> Iterator[TokenMask]:
@@ -199,8 +210,62 @@ class Scheduler:
         self._held = self._held + 1 if holds else 0
         return holds
 
-    def _admit(self) -> list[RowStart]:
-        starts: list[RowStart] = []
+    def _grow(self) -> None:
+        """Let every row have room for the token that it computes next."""
+        for row in tuple(self._running.values()):
+            while row.needs_room and self._decodes(row) and not self._extend(row):
+                self._preempt(next(each for each in reversed(self._running.values()) if each.grows))
+
+    def _extend(self, row: Row) -> bool:
+        """Let the row's extent be longer, there or elsewhere; False where there is no room."""
+        length = min(row.reserved + GROWN_TOKENS, row.capacity)
+        if not self._extents.take(row.start + row.reserved, length - row.reserved):
+            self._extents.free(row.start, row.reserved)
+            start = self._extents.allocate(length)  # which may begin before it and overlap
+            if start is None:
+                self._extents.take(row.start, row.reserved)
+                start = self._gather(length)
+                if start is None:
+                    return False
+                self._extents.free(row.start, row.reserved)
+            self._move(row, start)
+        row.reserved = length
+        return True
+
+    def _gather(self, length: int) -> int | None:
+        """An extent made of free tokens that lie apart: rows that grow move together."""
+        if self._extents.free_tokens < length:
+            return None
+        rows = {row.start: row for row in self._running.values() if row.grows}
+        sizes = {start: row.reserved for start, row in rows.items()}
+        for old, new in self._extents.slides(sizes, length) or ():
+            self._extents.free(old, sizes[old])
+            self._extents.take(new, sizes[old])
+            self._move(rows[old], new)
+        return self._extents.allocate(length)
+
+    def _move(self, row: Row, start: int) -> None:
+        """Let the row be at `start`, with what it has in the cache."""
+        if row.start == start:
+            return
+        if row.cached:
+            self._copies.append(Copy(row.start, start, row.cached))
+        row.start = start
+        if row.prefix is not None:
+            row.prefix.start = start
+        self._moved.append(row)
+
+    def _preempt(self, row: Row) -> None:
+        """Let the row wait for a place again; tokens that were launched come nevertheless."""
+        self._vacate(row)
+        row.slots, row.start, row.prefilled, row.begun = (), -1, 0, False
+        if row.prefix is not None:
+            row.prefix = Prefix(row.prefix.salt)
+        self._waiting.appendleft(row)
+        self._statistics.preempt()
+
+    def _admit(self) -> list[Row]:
+        starts: list[Row] = []
         while self._waiting and self._start(self._waiting[0], starts):
             self._waiting.popleft()
         if self._waiting and self._waiting[0].session is not None:
@@ -211,18 +276,27 @@ class Scheduler:
                     self._waiting.remove(row)
         return starts
 
-    def _start(self, row: Row, starts: list[RowStart]) -> bool:
-        """Let a row that waits run, if there is room for it, be it where its prefix was found."""
-        found = self._find(row)
+    def _start(self, row: Row, starts: list[Row]) -> bool:
+        """Let a row that waits run, if there is room for it, be it where its prefix was found.
+
+        One that has run before waits until all tokens that were launched are there.
+        """
+        if row.launched > len(row.tokens):
+            return False
+        if row.placed_at:
+            row.resume()
+        found, moved = self._find(row), len(self._moved)
         start = self._place(row) if row.width <= len(self._free_slots) else None
         if start is None:
             return False
+        if len(self._moved) > moved:  # maybe over what was found, or that itself
+            found = self._find(row)
         row.slots = tuple(self._free_slots.pop() for _ in range(row.width))
         row.start = start + len(row.source)
         self._running[row.slot] = row
         self._statistics.admit(row, time.perf_counter())
-        self._make_room(row, len(row.prompt))
-        starts.append(row.as_start())
+        self._make_room(row, row.prefill_length)
+        starts.append(row)
         self._begin(row, found)
         return True
 
@@ -230,7 +304,7 @@ class Scheduler:
         """The prompt's longest prefix in the cache; its last token has to be computed."""
         if row.prefix is None or row.request.asks_of_prompt:
             return Found()
-        return self._extents.find(row.prefix.digests[: (len(row.prompt) - 1) // BLOCK_TOKENS])
+        return self._extents.find(row.prefix.digests[: (row.prefill_length - 1) // BLOCK_TOKENS])
 
     def _begin(self, row: Row, found: Found) -> None:
         """Begin a prompt after what is found of it, unless enough of it is on its way.
@@ -246,13 +320,16 @@ class Scheduler:
         row.prefix.start = row.start
         self._extents.add(row.prefix)
         if not row.request.asks_of_prompt:
-            self._statistics.find_prefix(len(row.prompt), found.tokens)
+            self._statistics.find_prefix(row.prefill_length, found.tokens)
 
     def _place(self, row: Row) -> int | None:
         """First token of an extent for the row; its session's, which it shares with nobody."""
         session = row.session
         if session is None:
-            return self._extents.allocate(row.capacity)
+            length = row.prefill_length + GROWN_TOKENS
+            row.reserved = min(row.capacity, length) if row.grows else row.capacity
+            start = self._extents.allocate(row.reserved)
+            return self._gather(row.reserved) if start is None else start
         if session.start is None:
             session.start = self._extents.allocate(session.extent_tokens)
         return session.start
@@ -299,7 +376,7 @@ class Scheduler:
         parts = []
         budget = self._prefill_tokens
         for row in self._running.values():
-            count = min(len(row.prompt) - row.prefilled, budget)
+            count = min(row.prefill_length - row.prefilled, budget)
             if count <= 0 or not row.begun or (row.source and not row.encoded):
                 continue
             if row.begins_decoding:
@@ -310,8 +387,8 @@ class Scheduler:
             row.prefilled += count
             if row.prefix is not None:
                 row.prefix.computed = row.prefilled
-            if row.prefilled == len(row.prompt):
-                row.launched = 1
+            if row.prefilled == row.prefill_length:
+                row.launched += 1
         return parts
 
     def _drop_cancelled(self) -> None:
@@ -324,17 +401,24 @@ class Scheduler:
             self._leave(row)
 
     def _leave(self, row: Row) -> None:
+        """The row has ended, be it while it waited for a place again."""
+        row.on_progress = None
+        if row.slots:
+            self._vacate(row)
+        else:
+            self._waiting.remove(row)
+
+    def _vacate(self, row: Row) -> None:
         """Give back the row's place.
 
         Steps already launched may still write there; they run before anything launched later.
         """
         del self._running[row.slot]
-        row.on_progress = None
         self._free_slots += row.slots[::-1]
         if row.session is not None:
             self._leave_session(row, row.session)
         elif row.prefix is not None and row.begun:
-            there = (*row.prompt[: row.prefilled], *row.tokens[:-1])
-            self._extents.keep(row.prefix, there, row.capacity)
+            there = (*row.ids[: row.prefilled], *row.tokens[row.resumed : -1])
+            self._extents.keep(row.prefix, there, row.reserved)
         else:
-            self._extents.free(row.extent, row.capacity)
+            self._extents.free(row.extent, row.reserved)

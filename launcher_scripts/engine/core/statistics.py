@@ -58,7 +58,7 @@ class Statistics:
     def __init__(self) -> None:
         self.steps = self.step_rows = 0
         self._prompt_tokens = self._generation_tokens = 0
-        self._prefix_queries = self._prefix_hits = 0
+        self._prefix_queries = self._prefix_hits = self._preemptions = 0
         self._ended = {names.STOP: 0, names.LENGTH: 0}
         self._histograms = tuple(map(Histogram, names.HISTOGRAMS))
         (
@@ -74,7 +74,9 @@ class Statistics:
         self._rows_of_both = 0
 
     def admit(self, row: Row, now: float) -> None:
-        """The row got its place."""
+        """The row got its place, or another one after it had given that up."""
+        if row.placed_at:
+            return
         row.placed_at = now
         self._queue.observe(now - row.came_at)
         self._prompt_tokens += len(row.request.input_ids)
@@ -83,6 +85,10 @@ class Statistics:
         """A prompt of so many tokens began after those that were found in the cache."""
         self._prefix_queries += tokens
         self._prefix_hits += found
+
+    def preempt(self) -> None:
+        """A row gave its place up."""
+        self._preemptions += 1
 
     def launch(self, rows: int, tokens: int) -> None:
         """A step of so many rows was launched, and computes so many tokens."""
@@ -127,6 +133,7 @@ class Statistics:
         """Everything that was counted so far."""
         yield Sample(names.PROMPT_TOKENS.name, (), self._prompt_tokens)
         yield Sample(names.GENERATION_TOKENS.name, (), self._generation_tokens)
+        yield Sample(names.PREEMPTIONS.name, (), self._preemptions)
         yield Sample(names.PREFIX_HITS.name, (), self._prefix_hits)
         yield Sample(names.PREFIX_QUERIES.name, (), self._prefix_queries)
         for reason, count in self._ended.items():

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from launcher_scripts.engine.core.beam_search import BeamSearch
@@ -70,6 +71,10 @@ class Runner:
             self._rows.update({row.slot: row for row in plan.starts})
             self.states.join(plan.starts)
             self._batches.forget()
+        if plan.places:
+            self.states.relocate(plan.places)
+            for place in plan.places:
+                self._rows[place.slot] = replace(self._rows[place.slot], start=place.start)
         if plan.masks:
             self.states.set_masks(plan.masks)
         self.communicator.progress.expect(*plan.size(self._rows))

@@ -1,0 +1,403 @@
+"""Rows get cache tokens as they need them, move, and give places up: answers stay the same."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.contract import metric_names as names
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
+from launcher_scripts.engine.core import scheduler as scheduling
+from launcher_scripts.engine.core.kv_cache import ExtentAllocator
+from launcher_scripts.engine.core.plan import Copy, Place, Plan
+from launcher_scripts.engine.core.prefix_cache import prefix_of
+from launcher_scripts.engine.core.results import StepResult, TokenResult
+from launcher_scripts.engine.core.row import Row
+from launcher_scripts.engine.core.scheduler import GROWN_TOKENS, Scheduler
+from launcher_scripts.engine.core.session import Session
+from launcher_scripts.engine.engine import STEPS_AHEAD, Engine
+from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
+from tests.engine.small_models import (
+    EagerGraphs,
+    engine_for,
+    generate,
+    load_engine,
+    random_tensors,
+    small_config,
+)
+from tests.engine.test_prefix_cache import CONFIG, gaps, text
+from tests.engine.test_prefix_sharing import MODELS, TENSORS
+from tests.engine.test_statistics import values
+
+SMALL = 5  # tokens that rows grow by here
+
+
+@pytest.fixture(autouse=True)
+def _grow_by_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduling, "GROWN_TOKENS", SMALL)
+
+
+def growing(prompt_len: int, output_len: int, seed: int = 0) -> Row:
+    prompt = text(prompt_len, seed)
+    return Row(GenerateRequest(prompt, output_len), Future(), prompt, end_id=-1, grows=True)
+
+
+def following(ids: tuple[int, ...]) -> int:
+    """A token that every one before it decides."""
+    return hash(ids) % 60
+
+
+class TokenDevice:
+    """Carries plans out on ids alone: what a row's place holds decides its next token."""
+
+    def __init__(self, capacity: int) -> None:
+        self._cache = [-1] * capacity
+        self._ids: dict[int, tuple[int, ...]] = {}
+        self._rows: dict[int, list[int]] = {}  # start, ids in the cache, the token chosen last
+
+    def execute(self, plan: Plan) -> StepResult:
+        for run in plan.copies:
+            assert not run.source < run.target < run.source + run.count, "it would read its own"
+            read = self._cache[run.source : run.source + run.count]
+            self._cache[run.target : run.target + run.count] = read
+        self._ids |= {start.slot: start.ids for start in plan.starts}
+        for start in plan.starts:
+            self._rows[start.slot] = [start.start, 0, -1]
+        for place in plan.places:
+            self._rows[place.slot][0] = place.start
+        tokens = []
+        for part in plan.prefill:
+            start = self._rows[part.slot][0]
+            ids = self._ids[part.slot][part.past : part.past + part.count]
+            self._cache[start + part.past : start + part.past + part.count] = ids
+            self._rows[part.slot][1] = part.past + part.count
+            if part.past + part.count == len(self._ids[part.slot]):
+                tokens.append(self._chosen(part.slot))
+        for slot in plan.decode:
+            start, length, token = self._rows[slot]
+            self._cache[start + length] = token
+            self._rows[slot][1] = length + 1
+            tokens.append(self._chosen(slot))
+
+        class Known(StepResult):
+            def read(self):
+                yield tokens
+
+        return Known()
+
+    def _chosen(self, slot: int) -> TokenResult:
+        start, length, _ = self._rows[slot]
+        token = following(tuple(self._cache[start : start + length]))
+        self._rows[slot][2] = token
+        return TokenResult(slot, token, None)
+
+
+def run_out(scheduler: Scheduler, device: TokenDevice, ahead: int = 1) -> list[Plan]:
+    """Until every row is answered; a step is launched before those before it are read."""
+    plans, launched = [], deque()
+    while scheduler.rows or launched:
+        plan = scheduler.plan()
+        if plan is not None:
+            plans.append(plan)
+            launched.append(device.execute(plan))
+        assert launched or not scheduler.rows, "nobody can go on"
+        if launched and (plan is None or len(launched) > ahead):
+            scheduler.apply(launched.popleft())
+    return plans
+
+
+def wanted(row: Row) -> tuple[int, ...]:
+    ids = row.prompt
+    for _ in range(row.request.output_len):
+        ids = (*ids, following(ids))
+    return ids[len(row.prompt) :]
+
+
+def preemptions(scheduler: Scheduler | Engine) -> float:
+    found = scheduler.statistics if isinstance(scheduler, Engine) else scheduler._statistics
+    return values(found, names.PREEMPTIONS)[""]
+
+
+def test_a_row_has_room_for_some_tokens_more_than_its_prompt() -> None:
+    scheduler = Scheduler(slots=4, cache_tokens=1000, prefill_tokens=100)
+    scheduler.add(growing(10, 500))
+    scheduler.plan()
+    assert scheduler.used_tokens == 10 + SMALL
+    assert GROWN_TOKENS > SMALL
+
+
+def test_a_row_grows_where_it_is() -> None:
+    scheduler, device = Scheduler(4, 1000, 100), TokenDevice(1000)
+    row = growing(10, 40)
+    scheduler.add(row)
+    plans = run_out(scheduler, device)
+    assert not any(plan.copies or plan.places for plan in plans)
+    assert row.future.result(0).output_ids == wanted(row)
+
+
+def test_a_row_that_cannot_grow_there_moves() -> None:
+    scheduler, device = Scheduler(4, 1000, 100), TokenDevice(1000)
+    first, second = growing(10, 40, 1), growing(10, 40, 2)
+    scheduler.add(first)
+    scheduler.add(second)
+    plans = run_out(scheduler, device)
+    moved = next(plan for plan in plans if plan.places)
+    assert moved.copies == (Copy(0, 30, 15), Copy(15, 0, 15))
+    assert set(moved.places) == {Place(0, 30), Place(1, 0)}
+    for row in (first, second):
+        assert row.future.result(0).output_ids == wanted(row)
+    assert scheduler.used_tokens == 0
+    assert preemptions(scheduler) == 0
+
+
+def test_the_row_that_came_last_gives_its_place_up_and_is_next() -> None:
+    """Room for both prompts, and for one answer."""
+    scheduler, device = Scheduler(4, 60, 100), TokenDevice(60)
+    rows = [growing(10, 40, seed) for seed in range(3)]
+    for row in rows:
+        scheduler.add(row)
+    order = []
+    for place, row in enumerate(rows):
+        row.future.add_done_callback(lambda _, place=place: order.append(place))
+    run_out(scheduler, device)
+    assert order == [0, 1, 2]
+    assert [row.future.result(0).output_ids for row in rows] == [wanted(row) for row in rows]
+    assert preemptions(scheduler) > 0
+
+
+def test_a_row_that_gave_its_place_up_may_end_with_a_token_on_its_way() -> None:
+    scheduler, device = Scheduler(4, 20, 100), TokenDevice(20)
+    first, second = growing(5, 12, 1), growing(5, 12, 2)
+    second.end_id = following((*second.prompt, *wanted(second)[:4]))
+    for row in (first, second):
+        scheduler.add(row)
+    run_out(scheduler, device, ahead=2)
+    assert second.future.result(0).output_ids == wanted(second)[:5]
+    assert first.future.result(0).output_ids == wanted(first)
+    assert preemptions(scheduler) == 1
+    assert scheduler.used_tokens == 0
+
+
+def test_rows_move_together_so_that_a_long_prompt_finds_room() -> None:
+    """Every second row ends: half of the cache is free, and no gap is longer than a row."""
+    scheduler, device = Scheduler(16, 200, 1000), TokenDevice(200)
+    rows = [growing(20, 2 if place % 2 else 6, place) for place in range(8)]
+    for row in rows:
+        scheduler.add(row)
+    for _ in range(2):
+        scheduler.apply(device.execute(scheduler.plan()))
+    long = growing(60, 4, 9)
+    scheduler.add(long)
+    plan = scheduler.plan()
+    assert [start.ids for start in plan.starts] == [long.prompt]
+    assert plan.places
+    scheduler.apply(device.execute(plan))
+    run_out(scheduler, device)
+    for row in (*rows, long):
+        assert row.future.result(0).output_ids == wanted(row)
+    assert preemptions(scheduler) == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("caching", [False, True])
+def test_every_row_ends_with_its_own_text(seed: int, caching: bool) -> None:
+    """In small caches, with neighbours that have all their room, are cancelled or share prompts."""
+    draw = random.Random(seed)
+    capacity = draw.choice((80, 150, 400))
+    scheduler = Scheduler(draw.choice((3, 12)), capacity, draw.choice((7, 64)))
+    device, rows = TokenDevice(capacity), []
+    stems = [text(draw.randrange(10, 40), each) for each in range(3)]
+    for _ in range(60):
+        prompt = (*draw.choice(stems), *text(draw.randrange(1, 20), draw.random()))
+        row = Row(
+            GenerateRequest(prompt, draw.randrange(1, 80 - len(prompt))),
+            Future(),
+            prompt,
+            end_id=draw.choice((-1, 7)),
+            grows=draw.random() < 0.8,
+        )
+        if caching:
+            row.prefix = prefix_of(row.request, prompt, row.own_capacity, CONFIG)
+        rows.append(row)
+        scheduler.add(row)
+        if draw.random() < 0.2:
+            row.future.cancel()
+    run_out(scheduler, device, ahead=draw.choice((0, 1, 2)))
+    for row in rows:
+        text_of_row = wanted(row)
+        if row.end_id in text_of_row:
+            text_of_row = text_of_row[: text_of_row.index(row.end_id) + 1]
+        assert row.future.cancelled() or row.future.result(0).output_ids == text_of_row
+    assert scheduler.used_tokens == 0
+    assert sorted(scheduler._free_slots) == list(range(len(scheduler._free_slots)))
+
+
+def test_the_cheapest_gap_is_gathered() -> None:
+    """Of all runs of extents that may move, the one with fewest tokens; tried one by one."""
+    draw, made = random.Random(3), 0
+    for _ in range(400):
+        spans, place = [], 0
+        while place < 90:
+            place += draw.choice((0, 0, 3, 8))
+            spans.append((place, draw.randrange(1, 15)))
+            place += spans[-1][1]
+        spans = [(start, length) for start, length in spans if start + length <= 100]
+        extents = ExtentAllocator(100)
+        assert all(extents.take(*span) for span in spans)
+        assert extents._free == gaps(spans, 100)
+        movable = {start: length for start, length in spans if draw.random() < 0.8}
+        length = draw.randrange(5, 30)
+        costs = [
+            sum(moved)
+            for first, last in itertools.combinations_with_replacement(range(len(spans) + 1), 2)
+            if all(start in movable for start, _ in spans[first:last])
+            and free_between(spans, first, last) >= length
+            for moved in [[size for _, size in spans[first:last]]]
+        ]
+        found = extents.slides(movable, length)
+        assert (found is None) == (not costs)
+        if costs:
+            assert sum(movable[old] for old, _ in found) == min(costs)
+            for old, new in found:
+                extents.free(old, movable[old])
+                assert extents.take(new, movable[old])
+            assert extents.allocate(length) is not None
+            made += 1
+    assert made > 50
+
+
+def free_between(spans: list[tuple[int, int]], first: int, last: int) -> int:
+    """Free tokens from the end of the span before `first` to the start of span `last`."""
+    begin = sum(spans[first - 1]) if first else 0
+    end = spans[last][0] if last < len(spans) else 100
+    return end - begin - sum(length for _, length in spans[first:last])
+
+
+SAMPLINGS = (
+    SamplingParameters(),
+    SamplingParameters(top_k=20, temperature=1.5, random_seed=3),
+    SamplingParameters(top_p=0.9, temperature=1.2, random_seed=8),
+    SamplingParameters(repetition_penalty=1.25, no_repeat_ngram_size=2),
+    SamplingParameters(frequency_penalty=0.8, min_length=30),
+    SamplingParameters(beam_width=2),
+)
+
+
+def check_answers(large: Engine, small: Engine, seed: int) -> None:
+    """Long answers to short prompts, some of which begin alike; some rows are cancelled."""
+    draw = random.Random(seed)
+    stems = [text(20, each) for each in range(3)]
+    requests = [
+        GenerateRequest(
+            (*draw.choice(stems), *text(draw.randrange(1, 20), draw.random())),
+            draw.randrange(1, 70),
+            draw.choice(SAMPLINGS),
+            return_log_probs=True,
+        )
+        for _ in range(30)
+    ]
+    wanted = [large.submit(request) for request in requests]
+    futures = [small.submit(request) for request in requests]
+    for request in requests[::5]:
+        small.submit(request).cancel()
+    for want, got in zip(wanted, futures, strict=True):
+        want, got = want.result(60), got.result(60)
+        assert got.output_ids == want.output_ids
+        assert got.output_log_probs == pytest.approx(want.output_log_probs, abs=1e-3)
+    assert small.cache_tokens_used == 0
+    assert preemptions(small) > 3
+    large.close()
+    small.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "budget", "caching"),
+    [("gpt", 260, 2048, False), ("gpt", 300, 50, True), ("rope", 260, 100, False),
+     ("longrope", 280, 300, True), ("window", 260, 80, False), ("agm", 300, 64, False)],
+)  # fmt: skip
+def test_answers_are_those_of_a_large_cache(
+    monkeypatch: pytest.MonkeyPatch, model: str, tokens: int, budget: int, caching: bool
+) -> None:
+    monkeypatch.setitem(PREFILL_TOKENS, "cpu", budget)
+    large = engine_for(*MODELS[model])
+    small = engine_for(
+        *MODELS[model], max_tokens=tokens, max_batch_size=12, enable_prefix_caching=caching
+    )
+    check_answers(large, small, tokens)
+
+
+def test_answers_are_the_same_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where prompts and steps are graphs, and a step is launched before the last one's tokens."""
+    monkeypatch.setitem(STEPS_AHEAD, "cpu", 1)
+    large = engine_for(CONFIG, TENSORS)
+    small = engine_for(CONFIG, TENSORS, graphs=EagerGraphs(), max_tokens=260, max_batch_size=12)
+    check_answers(large, small, 1)
+
+
+def test_ranks_move_alike(tmp_path: Path) -> None:
+    large = engine_for(CONFIG, TENSORS)
+    small = load_engine(tmp_path, CONFIG, TENSORS, 2, 1, max_tokens=260, max_batch_size=12)
+    check_answers(large, small, 2)
+
+
+PENALTIES = SamplingParameters(
+    top_k=30, temperature=1.3, random_seed=4, frequency_penalty=0.8, min_length=30
+)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [PENALTIES, SamplingParameters(top_p=0.9, top_p_decay=0.9, temperature=1.2, random_seed=8)],
+    ids=["counts what it had generated", "a top_p that changes"],
+)
+def test_a_row_goes_on_as_it_would_have(sampling: SamplingParameters) -> None:
+    """Random numbers, counts and minimum lengths go by the tokens that a row has generated."""
+    requests = [GenerateRequest(text(20, seed), 60, sampling) for seed in range(6)]
+    answers = []
+    for tokens in (4000, 150):
+        engine = engine_for(CONFIG, TENSORS, max_tokens=tokens)
+        futures = [engine.submit(request) for request in requests]
+        answers.append([future.result(60).output_ids for future in futures])
+        assert bool(preemptions(engine)) == (tokens == 150 and sampling is PENALTIES)
+        engine.close()
+    assert answers[0] == answers[1]
+
+
+def test_lengths_turn_the_keys_of_a_model_with_dynamic_positions() -> None:
+    """Such rows keep their places."""
+    config = small_config(
+        end_id=67, max_positions=200, position_embedding="rope", rotary_scaling="dynamic",
+        rotary_scaling_factor=4.0, rotary_original_positions=60,
+    )  # fmt: skip
+    tensors = random_tensors(config)
+    answers = []
+    for tokens in (2000, 150):
+        engine = engine_for(config, tensors, max_tokens=tokens)
+        futures = [engine.submit(GenerateRequest(text(20, seed), 70)) for seed in range(5)]
+        answers.append([future.result(60).output_ids for future in futures])
+        assert preemptions(engine) == 0
+        engine.close()
+    assert answers[0] == answers[1]
+
+
+def test_sessions_keep_their_places_beside_rows_that_move() -> None:
+    large, small = engine_for(CONFIG, TENSORS), engine_for(CONFIG, TENSORS, max_tokens=250)
+    answers = []
+    for engine in (large, small):
+        session, said = Session(120, 120), []
+        for turn in range(3):
+            futures = [engine.submit(GenerateRequest(text(20, turn), 10), session=session)]
+            futures += [engine.submit(GenerateRequest(text(20, seed), 60)) for seed in range(3)]
+            said += [future.result(60).output_ids for future in futures]
+        engine.close_session(session)
+        said.append(generate(engine, text(200), 40))
+        answers.append(said)
+    assert answers[0] == answers[1]
+    assert preemptions(small) > 0
+    large.close()
+    small.close()
