@@ -187,36 +187,38 @@ class Simulation:
 
     def _launch(self, plan: Plan) -> StepResult:
         rows = {row.slot: row for row in self._scheduler.rows if row.slots}
-        ended = [
-            rows[part.slot]
+        ended = {
+            part.slot: rows[part.slot]
             for part in plan.prefill
             if part.past + part.count == rows[part.slot].prefill_length
-        ]
-        decoding = [rows[slot] for slot in plan.decode]
+        }
+        decoding = {slot: rows[slot] for slot in plan.decode}
         self._now += self._times.launch(plan)
         prompt_tokens = sum(part.count for part in plan.prefill)
         first = max(self._free, self._now) + self._times.prefill(prompt_tokens, len(ended))
-        context = sum(len(row.prompt) + row.launched for row in decoding)
+        context = sum(row.cached for row in decoding.values())
         self._free = first + self._times.decode(len(decoding), context)
         return _Step(self, ((first, ended), (self._free, decoding)))
 
-    def take(self, at: float, rows: list[Row]) -> list[TokenResult]:
-        """The rows' tokens, which the device has at that time."""
+    def take(self, at: float, rows: dict[int, Row]) -> list[TokenResult]:
+        """The rows' tokens, which the device has at that time; keys: their slots then."""
         self._now = max(self._now, at) + ROW_SECONDS * len(rows)
         if SETTLE_SECONDS <= self._now < SETTLE_SECONDS + SECONDS:
             self._tokens += len(rows)
         self._waits += [
             self._now - row.came_at + ASK_SECONDS
-            for row in rows
+            for row in rows.values()
             if not row.tokens and row.came_at >= SETTLE_SECONDS
         ]
-        return [TokenResult(row.slot, 1, None) for row in rows]
+        return [TokenResult(slot, 1, None) for slot in rows]
 
 
 class _Step(StepResult):
     """A step whose parts, rows and when their tokens are there, the host takes one by one."""
 
-    def __init__(self, simulation: Simulation, parts: tuple[tuple[float, list[Row]], ...]) -> None:
+    def __init__(
+        self, simulation: Simulation, parts: tuple[tuple[float, dict[int, Row]], ...]
+    ) -> None:
         super().__init__()
         self._simulation, self._parts = simulation, parts
 
