@@ -25,6 +25,10 @@ from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.workspace import Workspace
 from launcher_scripts.config.settings import ExportSettings
 
+# More of them take longer: they wait for Python's lock, which each needs for a moment between two
+# pieces. On a host of 32 processors the 345M GPT takes 1.9 s with one, 1.2 with 4, 1.6 with 16.
+MOST_THREADS = 4
+
 
 class Stopped(Exception):
     """Another thread failed, or the user asked to stop."""
@@ -37,13 +41,13 @@ def write_all(
     progress: Progress,
     settings: ExportSettings,
 ) -> dict[str, UnfitValues]:
-    """Largest tensors first, on no more threads than there are processors to run them.
+    """Largest tensors first, on no more threads than there are processors, or help.
 
     Returns by name what is wrong with the tensors whose values cannot be written.
     """
     stop = threading.Event()
     own = threading.local()
-    workers = min(settings.processes, len(os.sched_getaffinity(0)), len(tasks))
+    workers = min(settings.processes, MOST_THREADS, len(os.sched_getaffinity(0)), len(tasks))
     unfit: dict[str, UnfitValues] = {}
 
     def run(task: Task) -> None:
