@@ -2,6 +2,7 @@
 
     python3 -m benchmarks.simulate [--shapes 1.3b 8b-modern] [--clients 1 32 128 512] [--out FILE]
     python3 -m benchmarks.simulate --shapes 43b 175b --tp 8 16 32
+    python3 -m benchmarks.simulate --clients 512 --asked 2048 --cache-tokens 100000
 
 The scheduler is the engine's own; only the device is a model, and the host that launches its steps.
 A decode step takes what results/decode-h200.json measured at that number of rows, or its operations
@@ -9,6 +10,7 @@ where these take longer, and the keys and values that it reads. A pass over prom
 operations at the measured share of the matrix rate, filled up to the tokens of its graph, or the
 time to read the weights. Over several GPUs both are divided, and two sums a layer are added.
 Clients ask the mixed requests of benchmarks.in_flight, each its next one when the last is answered.
+With --asked they ask for so many tokens, and cancel when they have those of the mixed request.
 Beside the figures are those that were measured (results/gateway-h200.json) and their ratio.
 """
 
@@ -25,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +41,7 @@ from launcher_scripts.engine.core.plan import Plan
 from launcher_scripts.engine.core.results import StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row
 from launcher_scripts.engine.core.scheduler import Scheduler
+from launcher_scripts.engine.core.statistics import Statistics
 from launcher_scripts.engine.engine import STEPS_AHEAD
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 from launcher_scripts.engine.runner.prompt_batch import prompt_bucket
@@ -145,11 +149,27 @@ class StepTimes:
 class Simulation:
     """Clients before one engine; `run` gives what benchmarks.gateway measures of whole answers."""
 
-    def __init__(self, times: StepTimes, clients: int, seed: int = 0) -> None:
-        tokens = clients * (INPUTS[1] + OUTPUTS[1])
-        self._scheduler = Scheduler(clients, tokens, PREFILL_TOKENS["cuda"])
+    def __init__(
+        self,
+        times: StepTimes,
+        clients: int,
+        seed: int = 0,
+        asked: int | None = None,
+        cache_tokens: int | None = None,
+    ) -> None:
+        """asked: tokens that every request asks for, however many its client takes"""
+        self._statistics = Statistics()
+        self._scheduler = Scheduler(
+            clients,
+            cache_tokens or clients * (INPUTS[1] + (asked or OUTPUTS[1])),
+            PREFILL_TOKENS["cuda"],
+            self._statistics,
+        )
         self._times = times
+        self._asked_tokens = asked
         self._random = random.Random(seed)
+        self._taken: dict[Row, int] = {}  # tokens, of rows that are not over
+        self._running: list[int] = []  # rows, in each step of the time that counts
         self._now = 0.0  # the host's time
         self._free = 0.0  # when the device has done what was launched
         self._launched: deque[StepResult] = deque()
@@ -169,21 +189,27 @@ class Simulation:
                 scheduler.apply(self._launched.popleft())
             elif plan is None:
                 self._now = max(self._now, self._asked[0])
+        waits = self._waits or [SETTLE_SECONDS + SECONDS]
         return {
             "tokens_per_s": round(self._tokens / SECONDS),
-            "first_token_p50_ms": round(statistics.median(self._waits) * 1e3, 1),
+            "first_token_p50_ms": round(statistics.median(waits) * 1e3, 1),
+            "rows": round(statistics.mean(self._running)),
         }
 
     def _arrive(self) -> None:
         while self._asked and self._asked[0] <= self._now:
             at = heapq.heappop(self._asked)
             prompt = (1,) * self._random.randint(*INPUTS)
-            request = GenerateRequest(prompt, self._random.randint(*OUTPUTS))
-            row = Row(request, Future(), prompt, end_id=-1, came_at=at)
-            row.future.add_done_callback(
-                lambda _: heapq.heappush(self._asked, self._now + ASK_SECONDS)
-            )
+            taken = self._random.randint(*OUTPUTS)
+            request = GenerateRequest(prompt, self._asked_tokens or taken)
+            row = Row(request, Future(), prompt, end_id=-1, grows=True, came_at=at)
+            self._taken[row] = taken
+            row.future.add_done_callback(partial(self._answered, row))
             self._scheduler.add(row)
+
+    def _answered(self, row: Row, _: Future) -> None:
+        del self._taken[row]
+        heapq.heappush(self._asked, self._now + ASK_SECONDS)
 
     def _launch(self, plan: Plan) -> StepResult:
         rows = {row.slot: row for row in self._scheduler.rows if row.slots}
@@ -205,11 +231,17 @@ class Simulation:
         self._now = max(self._now, at) + ROW_SECONDS * len(rows)
         if SETTLE_SECONDS <= self._now < SETTLE_SECONDS + SECONDS:
             self._tokens += len(rows)
+            self._running.append(self._scheduler.rows_running)
         self._waits += [
             self._now - row.came_at + ASK_SECONDS
             for row in rows.values()
             if not row.tokens and row.came_at >= SETTLE_SECONDS
         ]
+        for row in rows.values():
+            if self._asked_tokens and len(row.tokens) + 1 >= self._taken.get(
+                row, self._asked_tokens
+            ):
+                row.future.cancel()
         return [TokenResult(slot, 1, None) for slot in rows]
 
 
@@ -242,15 +274,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", choices=MODELS, default=["1.3b", "8b-modern"])
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 32, 128, 512])
     parser.add_argument("--tp", type=int, nargs="+", default=[1], help="GPUs")
+    parser.add_argument("--asked", type=int, help="tokens that requests ask for")
+    parser.add_argument("--cache-tokens", type=int, help="default: as many as all requests need")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args(argv)
     rows = []
     for shape, tp_size in itertools.product(arguments.shapes, arguments.tp):
         times = StepTimes.of(*MODELS[shape], tp_size)
         for clients in arguments.clients:
-            found = Simulation(times, clients).run()
+            asked, cache = arguments.asked, arguments.cache_tokens
+            found = Simulation(times, clients, asked=asked, cache_tokens=cache).run()
             rows.append({"model": shape, "tp_size": tp_size, "clients": clients, **found})
-            rows[-1] |= beside_measured(rows[-1])
+            if not (asked or cache):
+                rows[-1] |= beside_measured(rows[-1])
             print(json.dumps(rows[-1]), flush=True)
     if arguments.out:
         arguments.out.write_text(json.dumps(rows, indent=2), encoding="utf-8")

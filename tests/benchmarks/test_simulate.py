@@ -34,6 +34,15 @@ def test_more_gpus_of_a_node_are_faster_and_other_nodes_cost() -> None:
     assert rates[2] < rates[1]
 
 
+def test_clients_that_stop_early_leave_room_for_others() -> None:
+    """They ask for four times the cache, and what they take fits."""
+    times = StepTimes.of(*MODELS["1.3b"])
+    short = Simulation(times, 32).run()
+    early = Simulation(times, 32, asked=2048, cache_tokens=20_000).run()
+    assert early["rows"] > 30
+    assert early["tokens_per_s"] == pytest.approx(short["tokens_per_s"], rel=0.05)
+
+
 def test_a_step_takes_longer_with_more_of_anything() -> None:
     times = StepTimes.of(*MODELS["1.3b"])
     assert times.decode(0, 0) == times.prefill(0, 0) == 0
