@@ -102,6 +102,14 @@ PREEMPTIONS = Metric(
     COUNTER,
     "Rows that gave their cache tokens up for others and were computed again later",
 )
+DRAFT_TOKENS = Metric(
+    "launcher_spec_decode_num_draft_tokens_total", COUNTER, "Tokens of drafts that were tried"
+)
+ACCEPTED_TOKENS = Metric(
+    "launcher_spec_decode_num_accepted_tokens_total",
+    COUNTER,
+    "Those of them that came",
+)
 SUCCESS = Metric(
     "launcher_request_success_total",
     COUNTER,
@@ -130,7 +138,7 @@ GIVEN_UP = Metric(
 HISTOGRAMS = (FIRST_TOKEN, INTER_TOKEN, REQUEST, QUEUE, PREFILL, STEP_TOKENS)
 COUNTERS = (
     *(PROMPT_TOKENS, GENERATION_TOKENS, PREFIX_QUERIES, PREFIX_HITS, PREEMPTIONS),
-    *(SUCCESS, FAILURE, GIVEN_UP),
+    *(DRAFT_TOKENS, ACCEPTED_TOKENS, SUCCESS, FAILURE, GIVEN_UP),
 )
 GAUGES = (RUNNING, WAITING, CACHE_USE, BATCH, CACHE_TOKENS, CACHE_USED)
 MODEL_METRICS = (*HISTOGRAMS, *COUNTERS, *GAUGES)

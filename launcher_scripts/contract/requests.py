@@ -41,6 +41,7 @@ REQUEST_FIELDS = {
     "is_return_attentions": "return_attentions",
     "prompt_learning_task_name_ids": "prompt_task",
     "cache_salt": "cache_salt",
+    "num_speculative_tokens": "num_speculative_tokens",
 }
 NO_IA3_TASK = -1
 # Words lists -> field of GenerateRequest.
@@ -115,6 +116,7 @@ class GenerateRequest:
     prompt_start_id on are rows of the table; with soft_prompt the whole table comes in front of
     input_ids instead. ia3_task is the number of a loaded IA3 adapter; None: the model as it is.
     Keys and values of a prompt are shared with requests of the same cache_salt only.
+    num_speculative_tokens is how many tokens a step may try at once where the text repeats itself.
     """
 
     input_ids: tuple[int, ...]
@@ -139,6 +141,7 @@ class GenerateRequest:
     soft_prompt: bool = False
     ia3_task: int | None = None
     cache_salt: int = 0
+    num_speculative_tokens: int = 0
 
     @property
     def asks_of_prompt(self) -> bool:

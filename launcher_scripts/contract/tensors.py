@@ -109,6 +109,7 @@ GUIDED_GRAMMAR = array(
 )
 
 MOST_LOG_PROBS = 20
+MOST_SPECULATIVE_TOKENS = 32
 # Log-softmax of the unmodified logits over the whole vocabulary.
 NUM_LOG_PROBS = (
     scalar(
@@ -242,6 +243,13 @@ GPT_INPUTS = (
         "UINT64",
         0,
         "only prompts of the same salt share what is computed (enable_prefix_caching)",
+        extension=True,
+    ),
+    scalar(
+        "num_speculative_tokens",
+        "UINT32",
+        0,
+        f"tokens of a draft where text repeats itself, {MOST_SPECULATIVE_TOKENS} at most; 0: none",
         extension=True,
     ),
     IS_RETURN_PROGRESS,

@@ -12,10 +12,10 @@ import pydantic
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from launcher_scripts.contract.tensors import MOST_LOG_PROBS, MOST_SPECULATIVE_TOKENS
 from launcher_scripts.gateway.api_errors import ApiError, bad_request
 
 MOST_ROWS = 128
-MOST_LOG_PROBS = 20
 _SHOWN_PROBLEMS = 5
 _MOST_NUMBER = 1 << 31
 
@@ -88,6 +88,7 @@ class SamplingBody(_Strict):
     timeout: float | None = Field(None, gt=0, le=86400)
     return_tokens_as_token_ids: bool = False
     cache_salt: str | None = Field(None, min_length=1, max_length=512)
+    num_speculative_tokens: int = Field(0, ge=0, le=MOST_SPECULATIVE_TOKENS)
     user: str | None = Field(None, max_length=512)
 
     @field_validator("stop")

@@ -63,6 +63,7 @@ REQUEST = GenerateRequest(
     soft_prompt=True,
     ia3_task=2,
     cache_salt=2**63,
+    num_speculative_tokens=3,
 )
 OF_AN_ENCODER = ("decoder_input_ids", "return_hidden_state", "return_attentions")
 
@@ -289,10 +290,11 @@ FIELDS_OF = {
         "ia3_task": 2,
         "soft_prompt": True,
         "cache_salt": 3,
+        "num_speculative_tokens": 2,
         **PROMPT_TABLE,
     },
     "T5": {"decoder_input_ids": (0, 7), "ia3_task": 2, **PROMPT_TABLE},
-    "Agm": {"cache_salt": 3},
+    "Agm": {"cache_salt": 3, "num_speculative_tokens": 2},
     "BART": {"decoder_input_ids": (0,)},
 }
 
@@ -301,7 +303,7 @@ FIELDS_OF = {
 def test_the_server_reads_what_the_client_writes(model_type):
     nothing = dict.fromkeys((*FIELDS_OF["GPT"], *FIELDS_OF["T5"]))
     nothing |= {"return_context_embeddings": False, "soft_prompt": False, "decoder_input_ids": ()}
-    nothing["cache_salt"] = 0
+    nothing |= {"cache_salt": 0, "num_speculative_tokens": 0}
     row = dataclasses.replace(REQUEST, **nothing | FIELDS_OF[model_type])
     sent = request_tensors([row, row], model_type)
     assert sent.keys() <= CONTRACTS[model_type].known.keys()

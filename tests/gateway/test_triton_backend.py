@@ -121,6 +121,7 @@ def test_only_what_is_asked_for_is_sent() -> None:
             logit_bias={3: 1.5, 4: -100.0},
             min_tokens=2,
             cache_salt=(1 << 64) - 1,
+            num_speculative_tokens=4,
             end_id=None,
         ),
     )
@@ -136,6 +137,7 @@ def test_only_what_is_asked_for_is_sent() -> None:
     assert given["logit_bias_values"] == [[1.5, -100.0]]
     assert given["min_length"] == [[2]]
     assert given["cache_salt"] == [[(1 << 64) - 1]]
+    assert given["num_speculative_tokens"] == [[4]]
     assert given["end_id"] == [[NO_END_ID]]
 
 

@@ -87,6 +87,17 @@ class PrefillPart(Record, frozen=True):
     count: int
 
 
+class Draft(Record, frozen=True):
+    """Tokens of a row that run in one pass: its last one, and those that may follow it.
+
+    past: cache tokens of the row before them
+    """
+
+    slot: int
+    past: int
+    ids: tuple[int, ...]
+
+
 class Move(Record, frozen=True):
     """Tokens of a session go to the front of its extent: `count` tokens, `by` places.
 
@@ -151,7 +162,8 @@ class StepShape(Record, frozen=True):
 
 
 class Plan(Message, frozen=True):
-    """One step: rows that join, that are encoded, whose prompts run on, that run one token further.
+    """One step: rows that join, that are encoded, whose prompts run on, that run one token further,
+    or with a draft of several.
 
     beams are the first slots of the beam searches of which every hypothesis runs one token further,
     beside the rows in `decode`. reorder bounds how many of the last tokens in the cache may differ
@@ -171,6 +183,7 @@ class Plan(Message, frozen=True):
     encode: tuple[int, ...] = ()
     prefill: tuple[PrefillPart, ...] = ()
     decode: tuple[int, ...] = ()
+    drafts: tuple[Draft, ...] = ()
     beams: tuple[int, ...] = ()
     reorder: int = 0
     longest: int = 0
@@ -185,8 +198,17 @@ class Plan(Message, frozen=True):
     def size(self, rows: Mapping[int, RowStart]) -> tuple[tuple[bool, ...], int]:
         """What kinds of work the step has, and how many tokens; rows: by their slots."""
         copied = self.moves or self.copies
-        kinds = (copied, self.encode, self.prefill, self.decode, self.beams, self.record)
+        kinds = (
+            copied,
+            self.encode,
+            self.prefill,
+            self.decode,
+            self.drafts,
+            self.beams,
+            self.record,
+        )
         tokens = sum(part.count for part in self.prefill) + len(self.decode)
+        tokens += sum(len(draft.ids) for draft in self.drafts)
         tokens += sum(len(rows[slot].source) for slot in self.encode)
         tokens += sum(len(rows[slot].beams) for slot in self.beams)
         tokens += sum(shape.prompt or shape.rows for shape in self.record)

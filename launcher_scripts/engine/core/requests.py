@@ -7,7 +7,7 @@ from collections import Counter
 
 from launcher_scripts.common.errors import Problems, RequestError
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.contract.tensors import MOST_LOG_PROBS
+from launcher_scripts.contract.tensors import MOST_LOG_PROBS, MOST_SPECULATIVE_TOKENS
 from launcher_scripts.engine.core.prompts import (
     check_adapters,
     prompt_start_id,
@@ -55,17 +55,22 @@ def may_grow(request: GenerateRequest, config: ModelConfig) -> bool:
     """Whether a row can lose its place and be computed again from its ids alone, with the same
     answer.
     """
+    return not (request.asks_of_prompt or _needs_every_step(request, config))
+
+
+def _needs_every_step(request: GenerateRequest, config: ModelConfig) -> str:
+    """Why the row's tokens have to be computed one by one and once; "" where they need not be."""
     sampling = request.sampling
+    if isinstance(config, ENCODER_DECODERS):
+        return "models with an encoder"
+    if sampling.beam_width > 1:
+        return "beam searches"
     changes = sampling.top_p_decay != 1 or sampling.top_p_min > sampling.top_p
-    changes &= sampling.top_k == 0 and sampling.top_p > 0
-    turns = isinstance(config, GPTConfig) and config.rotary_scaling == "dynamic"
-    return (
-        not isinstance(config, ENCODER_DECODERS)
-        and sampling.beam_width == 1
-        and not changes
-        and not turns
-        and not request.asks_of_prompt
-    )
+    if changes and sampling.top_k == 0 and sampling.top_p > 0:
+        return "a top_p that changes"
+    if isinstance(config, GPTConfig) and config.rotary_scaling == "dynamic":
+        return "models with dynamic NTK"
+    return ""
 
 
 def warm_up_request(config: ModelConfig, cache_tokens: int) -> GenerateRequest:
@@ -103,6 +108,8 @@ def check_request(
     _check_biases(problems, request, config)
     _check_log_probs(problems, request, config)
     _check_beams(problems, request.sampling, slots)
+    if request.num_speculative_tokens:
+        _check_speculation(problems, request, config, session)
     problems.raise_if_any(RequestError)
 
 
@@ -251,6 +258,20 @@ def _check_beams(problems: Problems, sampling: SamplingParameters, slots: int) -
     )
     rate = sampling.beam_search_diversity_rate
     _check_range(problems, "beam_search_diversity_rate", rate, -math.inf, math.inf)
+
+
+def _check_speculation(
+    problems: Problems, request: GenerateRequest, config: ModelConfig, session: Session | None
+) -> None:
+    name, number = "num_speculative_tokens", request.num_speculative_tokens
+    _check_range(problems, name, number, 0, MOST_SPECULATIVE_TOKENS)
+    reason = _needs_every_step(request, config)
+    if request.guided_grammar is not None:
+        reason = "guided_grammar"
+    if session is not None:
+        reason = "sessions"
+    if reason:
+        problems.add(f"{name} is not for {reason}", got=number, choices=("0",))
 
 
 def _check_range(

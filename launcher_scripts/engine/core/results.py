@@ -67,11 +67,17 @@ class StepResult:
     context_embeddings: list[tuple[int, Tensor]] = field(default_factory=list)
     prompt_scores: list[tuple[int, ScoreCopy]] = field(default_factory=list)
     encoded: list[EncodedRow] = field(default_factory=list)
+    drafts: list[TokenCopy] = field(default_factory=list)
     beams: list[BeamCopy] = field(default_factory=list)
 
     def read(self) -> Iterator[list[TokenResult]]:
         """Tokens as the device brings them: those behind prompts before those of decoding rows."""
         return (copy.read() for copy in self.tokens)
+
+    def read_drafts(self) -> dict[int, list[TokenResult]]:
+        """By slot, the token behind each token of the rows' drafts and the one before them."""
+        columns = [copy.read() for copy in self.drafts]
+        return {row[0].slot: list(row) for row in zip(*columns, strict=True)}
 
     def read_beams(self) -> list[BeamResult]:
         return [result for copy in self.beams for result in copy.read()]

@@ -23,6 +23,7 @@ from launcher_scripts.engine.core.hypotheses import Hypotheses, Hypothesis
 from launcher_scripts.engine.core.log_probs import TokenScores, model_log_probs, no_scores
 from launcher_scripts.engine.core.plan import RowStart
 from launcher_scripts.engine.core.prefix_cache import Prefix
+from launcher_scripts.engine.core.prompt_lookup import PromptLookup
 from launcher_scripts.engine.core.results import BeamResult, EncodedRow, TokenResult
 from launcher_scripts.engine.core.session import Session
 
@@ -63,7 +64,8 @@ class Row:
     before it; what it had is computed again then, its first `resumed` tokens as a prompt. The
     guide's masks of the first `masked` tokens have been told to the ranks. prefix is what others
     may find of the row's tokens, None: nothing. A row that has a place and has not begun waits for
-    what another one computes.
+    what another one computes. lookup makes drafts of tokens, where they are asked for; draft is
+    what a step that was launched tries, as far as its tokens have not been seen.
     on_progress gets a snapshot after every token but the last, which the future brings. came_at,
     placed_at and newest_at are when it came, got its place and had its newest token, by
     time.perf_counter; 0: not yet.
@@ -96,6 +98,8 @@ class Row:
     session: Session | None = None
     guide: Guide | None = None
     prefix: Prefix | None = None
+    lookup: PromptLookup | None = None
+    draft: tuple[int, ...] = ()
     masked: int = 0
     error: RequestError | None = None
     came_at: float = field(default_factory=time.perf_counter)
@@ -176,6 +180,19 @@ class Row:
         """Tokens in the cache once everything launched has run."""
         return self.past + self.prefilled + max(self.launched - self.resumed - 1, 0)
 
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Whether the next step depends on a token that was launched and has not been seen."""
+        depends = self.guide is not None or self.lookup is not None
+        return depends and self.launched > len(self.tokens)
+
+    def take_draft(self) -> tuple[int, ...]:
+        """What may follow the last token, as far as there is room for it."""
+        if self.lookup is not None:
+            room = min(self.reserved - self.cached, self.request.output_len - len(self.tokens))
+            self.draft = self.lookup.draft(room - 1)
+        return self.draft
+
     def resume(self) -> None:
         """Have what the row has generated computed again, in the place that it gets."""
         self.resumed = len(self.tokens)
@@ -214,6 +231,8 @@ def take(row: Row, result: TokenResult) -> None:
         row.finished = True
         return
     row.tokens.append(result.token)
+    if row.lookup is not None:
+        row.lookup.add((result.token,))
     if result.log_probs is not None:
         row.log_probs.append(result.log_probs)
     if result.scores is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import TypeVar
 
-from launcher_scripts.engine.core.plan import Copy, Move, Place, Plan, PrefillPart, TokenMask
+from launcher_scripts.engine.core.plan import Copy, Draft, Move, Place, Plan, PrefillPart, TokenMask
 from launcher_scripts.engine.core.prefix_cache import BLOCK_TOKENS, Found, Prefix, PrefixCache
 from launcher_scripts.engine.core.results import BeamResult, EncodedRow, StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row, answer, snapshot, take, take_beams
@@ -55,7 +55,7 @@ class Scheduler:
         self._prefill_tokens = prefill_tokens
         self._waiting: deque[Row] = deque()
         self._running: dict[int, Row] = {}
-        self._launched: deque[dict[int, Row]] = deque()
+        self._launched: deque[tuple[dict[int, Row], list[tuple[Row, int]]]] = deque()
         self._moves: list[Move] = []
         self._copies: list[Copy] = []
         self._moved: list[Row] = []
@@ -89,7 +89,9 @@ class Scheduler:
                 self._begin(row, self._find(row))
         starts = [] if self._holds() else self._admit()
         running = [row for row in self._running.values() if self._decodes(row)]
-        decode = [row for row in running if row.hypotheses is None]
+        drafting = [row for row in running if row.take_draft()]
+        drafts = [Draft(row.slot, row.cached, (row.tokens[-1], *row.draft)) for row in drafting]
+        decode = [row for row in running if row.hypotheses is None and not row.draft]
         beams = [row for row in running if row.hypotheses is not None]
         encode = self._plan_encode()
         prefill = self._plan_prefill()
@@ -98,17 +100,19 @@ class Scheduler:
         for row in running:
             self._make_room(row, 1)
             row.launched += 1
-        self._launched.append(dict(self._running))
+        self._launched.append((dict(self._running), [(row, row.slot) for row in drafting]))
         prompt_tokens = sum(part.count for part in prefill)
         prompt_tokens += sum(len(row.source) for row in encode)
         self._statistics.launch(
-            len(encode) + len(prefill) + len(running), prompt_tokens + len(running)
+            len(encode) + len(prefill) + len(running),
+            prompt_tokens + len(running) + sum(len(row.draft) for row in drafting),
         )
         return Plan(
             starts=tuple(row.as_start() for row in starts),
             encode=tuple(row.slot for row in encode),
             prefill=tuple(prefill),
             decode=tuple(row.slot for row in decode),
+            drafts=tuple(drafts),
             beams=tuple(row.slot for row in beams),
             reorder=max(map(self._reordered, beams), default=0),
             longest=max((row.cached for row in running), default=0),
@@ -125,7 +129,7 @@ class Scheduler:
 
         A slot may have a new row by now: the tokens belong to the rows of the step's launch.
         """
-        rows = self._launched.popleft()
+        rows, drafting = self._launched.popleft()
         for encoded in result.encoded:
             self._take_encoded(rows[encoded.slot], encoded)
         for slot, logits in result.context_logits:
@@ -140,6 +144,8 @@ class Scheduler:
             self._take_part(rows, tokens, take)
         if result.beams:
             self._take_part(rows, result.read_beams(), take_beams)
+        if drafting:
+            self._take_drafts(drafting, result.read_drafts())
         self._statistics.end_apply()
 
     def _take_part(
@@ -152,6 +158,24 @@ class Scheduler:
             if not row.finished:
                 take_one(row, each)
                 self._go_on(row, now)
+
+    def _take_drafts(
+        self, drafting: Sequence[tuple[Row, int]], read: Mapping[int, Sequence[TokenResult]]
+    ) -> None:
+        """Take a row's tokens as long as the draft foretold them, and the first that it did not."""
+        now = self._statistics.tokens_are_here()
+        for row, slot in drafting:
+            accepted = -1
+            for token, foretold in zip_longest(read[slot], row.draft):
+                if row.finished:
+                    break
+                take(row, token)
+                self._go_on(row, now)
+                accepted += 1
+                if token.token != foretold:
+                    break
+            self._statistics.draft(len(row.draft), max(0, accepted))
+            row.draft, row.launched = (), len(row.tokens)
 
     def _go_on(self, row: Row, now: float) -> None:
         """Answer a row that has ended; say how far one has come that goes on."""
@@ -178,8 +202,8 @@ class Scheduler:
             self._answer(row, time.perf_counter())
 
     def _decodes(self, row: Row) -> bool:
-        if row.guide is not None and row.launched > len(row.tokens):
-            return False  # what may come next depends on a token that has not been seen yet
+        if row.waits_for_tokens:
+            return False
         whole_prompt = row.prefilled == row.prefill_length
         return whole_prompt and row.launched < row.request.output_len
 
@@ -245,11 +269,11 @@ class Scheduler:
         return self._extents.allocate(length)
 
     def _move(self, row: Row, start: int) -> None:
-        """Let the row be at `start`, with what it has in the cache."""
+        """Let the row be at `start`, with what it has in the cache, its draft included."""
         if row.start == start:
             return
         if row.cached:
-            self._copies.append(Copy(row.start, start, row.cached))
+            self._copies.append(Copy(row.start, start, row.cached + len(row.draft)))
         row.start = start
         if row.prefix is not None:
             row.prefix.start = start

@@ -59,6 +59,7 @@ class Statistics:
         self.steps = self.step_rows = 0
         self._prompt_tokens = self._generation_tokens = 0
         self._prefix_queries = self._prefix_hits = self._preemptions = 0
+        self._draft_tokens = self._accepted_tokens = 0
         self._ended = {names.STOP: 0, names.LENGTH: 0}
         self._histograms = tuple(map(Histogram, names.HISTOGRAMS))
         (
@@ -89,6 +90,11 @@ class Statistics:
     def preempt(self) -> None:
         """A row gave its place up."""
         self._preemptions += 1
+
+    def draft(self, tokens: int, accepted: int) -> None:
+        """A draft of so many tokens was tried, and so many of them came."""
+        self._draft_tokens += tokens
+        self._accepted_tokens += accepted
 
     def launch(self, rows: int, tokens: int) -> None:
         """A step of so many rows was launched, and computes so many tokens."""
@@ -136,6 +142,8 @@ class Statistics:
         yield Sample(names.PREEMPTIONS.name, (), self._preemptions)
         yield Sample(names.PREFIX_HITS.name, (), self._prefix_hits)
         yield Sample(names.PREFIX_QUERIES.name, (), self._prefix_queries)
+        yield Sample(names.DRAFT_TOKENS.name, (), self._draft_tokens)
+        yield Sample(names.ACCEPTED_TOKENS.name, (), self._accepted_tokens)
         for reason, count in self._ended.items():
             yield Sample(names.SUCCESS.name, (("finished_reason", reason),), count)
         for histogram in self._histograms:

@@ -76,6 +76,21 @@ class Prefill:
         else:
             self._replay(self._graphs, prompts, sizes, result)
 
+    def logits(self, rows: Sequence[RowStart], parts: Sequence[PrefillPart]) -> Tensor | None:
+        """Run the parts; logits [tokens, vocab] behind every token, on the last stage."""
+        prompts = PackedPrompts(rows, parts)
+        sizes = prompts.bucket() if self._graphs is not None and _alike(rows) else None
+        if self._graphs is None or sizes is None:
+            hidden = self._hidden(prompts)
+            return self._network.logits(hidden) if self._communicator.is_last_stage else None
+        packed = prompts.to_device(self._device, self._nowhere, sizes)
+
+        def step(packed: Tensor) -> Tensor:
+            batch = unpacked(packed, sizes, prompts.spans)
+            return self._network.logits(self._network.prefill(batch))
+
+        return self._graphs.run(("drafts", sizes), packed, step)[: prompts.tokens]
+
     def shapes_to_record(self) -> list[StepShape]:
         """The passes that requests may need, where they are CUDA graphs; short ones first."""
         if self._graphs is None:
@@ -130,7 +145,8 @@ class Prefill:
         slots = [row.slot for row in complete]
         result.tokens.append(TokenCopy(slots, sampled, batch.scored_rows))
 
-    def _launch(self, prompts: PackedPrompts, result: StepResult) -> None:
+    def _hidden(self, prompts: PackedPrompts) -> Tensor:
+        """The hidden states [tokens, hidden] behind a pass that is launched kernel by kernel."""
         chunks = tuple(
             Chunk(
                 row.start,
@@ -150,6 +166,10 @@ class Prefill:
         batch = unpacked(packed, prompts.sizes, prompts.spans, chunks)
         hidden = self._network.prefill(batch)
         self._states.set_length(batch.row_slots, batch.lengths)
+        return hidden
+
+    def _launch(self, prompts: PackedPrompts, result: StepResult) -> None:
+        hidden = self._hidden(prompts)
         self._context.add(hidden, prompts.rows, prompts.parts, result)
         complete = prompts.complete
         self._first_tokens(

@@ -20,6 +20,7 @@ from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.layers import Chunk, Rows, SourceRows
 from launcher_scripts.engine.model.network import Encoded, Network
 from launcher_scripts.engine.runner.decode_batches import DecodeBatches
+from launcher_scripts.engine.runner.drafts import Drafts
 from launcher_scripts.engine.runner.graphs import StepGraphs, bucket_bounds, step_shapes
 from launcher_scripts.engine.runner.prefill import Prefill
 from launcher_scripts.models.adapters import adapters_of
@@ -57,6 +58,7 @@ class Runner:
         self._prefill = Prefill(
             decoder, communicator, self.states, self._choice, self.beams, self._graphs, device
         )
+        self._drafts = Drafts(self._prefill, self._choice, self.states, device)
         self._has_ia3 = adapters_of(decoder.config).ia3_num_tasks > 0
 
     @torch.inference_mode()
@@ -84,6 +86,8 @@ class Runner:
             self._prefill.run(
                 [self._rows[part.slot] for part in plan.prefill], plan.prefill, result
             )
+        if plan.drafts:
+            self._drafts.run([self._rows[draft.slot] for draft in plan.drafts], plan.drafts, result)
         if plan.beams:
             self._decode_with_beams(plan, result)
         elif plan.decode:

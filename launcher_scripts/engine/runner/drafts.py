@@ -1,0 +1,89 @@
+"""Drafts at work: the tokens of several steps run in one pass, and those that come are kept.
+
+A row's random numbers are numbered by its tokens (sampler.py). So the token behind every token of
+a draft is chosen as in a step of its own, and it is the same one: a draft that foretells it saves
+the step, greedy or sampled, and one that does not changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from launcher_scripts.engine.core.logit_processing import indices
+from launcher_scripts.engine.core.plan import Draft, PrefillPart, RowStart
+from launcher_scripts.engine.core.results import StepResult, TokenCopy
+from launcher_scripts.engine.core.row_state import NO_TOKEN, RowStates
+from launcher_scripts.engine.core.sampler import sampling_batch
+from launcher_scripts.engine.core.token_choice import TokenChoice
+from launcher_scripts.engine.runner.prefill import Prefill
+
+
+class Drafts:
+    """Runs drafts on one rank."""
+
+    def __init__(
+        self, prefill: Prefill, choice: TokenChoice, states: RowStates, device: torch.device
+    ) -> None:
+        self._prefill = prefill
+        self._choice = choice
+        self._states = states
+        self._device = device
+
+    def run(self, rows: Sequence[RowStart], drafts: Sequence[Draft], result: StepResult) -> None:
+        """Choose the token behind each of the drafts' tokens; each row keeps those that its draft
+        foretells, and the one after them.
+        """
+        pairs = list(zip(rows, drafts, strict=True))
+        logits = self._prefill.logits(
+            [_after(row, draft) for row, draft in pairs],
+            [PrefillPart(draft.slot, draft.past, len(draft.ids)) for draft in drafts],
+        )
+        most = max(len(draft.ids) for draft in drafts)
+        past = indices([draft.past for draft in drafts], self._device)
+        chosen = self._chosen(logits, pairs, past, most, result)
+        foretold = torch.tensor([_filled(draft.ids[1:], most - 1) for draft in drafts])
+        foretold = foretold.to(self._device, non_blocking=True)
+        right = (chosen[:, :-1] == foretold).cumprod(1).sum(1)  # how many of the draft's tokens
+        slots = indices([draft.slot for draft in drafts], self._device)
+        self._states.token.index_copy_(0, slots, chosen.gather(1, right[:, None])[:, 0])
+        self._states.set_length(slots, past + 1 + right)
+
+    def _chosen(
+        self,
+        logits: Tensor | None,
+        pairs: Sequence[tuple[RowStart, Draft]],
+        past: Tensor,
+        most: int,
+        result: StepResult,
+    ) -> Tensor:
+        """The tokens behind those of the drafts, int64 [R, most]; shorter drafts' last ones again.
+
+        past: [R], cache tokens of the rows before the drafts
+        """
+        batch = sampling_batch([row for row, _ in pairs], self._device)
+        longest = max(draft.past + len(draft.ids) for _, draft in pairs)
+        slots = [draft.slot for _, draft in pairs]
+        counts = [len(draft.ids) for _, draft in pairs]
+        first = [sum(counts[:at]) for at in range(len(counts))]
+        chosen = []
+        for place in range(most):
+            behind = [at + min(place, count - 1) for at, count in zip(first, counts, strict=True)]
+            own = None if logits is None else logits[indices(behind, self._device)]
+            self._states.set_length(batch.slots, past + 1 + place)
+            sampled = self._choice.choose(own, batch, longest)
+            result.drafts.append(TokenCopy(slots, sampled, batch.scored_rows))
+            chosen.append(sampled.tokens)
+        return torch.stack(chosen, 1)
+
+
+def _after(row: RowStart, draft: Draft) -> RowStart:
+    """The row as one whose prompt is the draft, after what is in the cache."""
+    return replace(row, ids=draft.ids, past=draft.past, stride=row.stride - draft.past)
+
+
+def _filled(ids: Sequence[int], count: int) -> list[int]:
+    return [*ids, *[NO_TOKEN] * (count - len(ids))]
