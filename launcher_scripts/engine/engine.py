@@ -16,7 +16,6 @@ from launcher_scripts.engine.core.guide import Guide
 from launcher_scripts.engine.core.pending import Pending
 from launcher_scripts.engine.core.plan import Plan
 from launcher_scripts.engine.core.prefix_cache import prefix_of
-from launcher_scripts.engine.core.prompt_lookup import PromptLookup
 from launcher_scripts.engine.core.requests import (
     check_request,
     may_grow,
@@ -183,8 +182,6 @@ class Engine:
             row.prompt = prompt_in_session(session, request, prompt)
         else:
             row.grows = may_grow(request, self.config)
-            if request.num_speculative_tokens:
-                row.lookup = PromptLookup(request.num_speculative_tokens, prompt)
             if self.settings.enable_prefix_caching:
                 row.prefix = prefix_of(request, prompt, row.own_capacity, self.config)
         with self._lock:

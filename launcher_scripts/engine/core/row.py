@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -58,14 +59,19 @@ class Row:
     source is what the encoder reads, where there is one; the prompt is then the decoder's, and
     empty where nothing is to be decoded. start is the cache token after those of the source. A
     row of several hypotheses has a slot for each, and their cache tokens one after the other. A
-    row of a session lives in the session's extent, after the tokens of the requests before.
-    reserved counts the tokens of the extent. A row that grows has room for its prompt and some
-    tokens at first, and gets more when it needs it. It may lose its place for a row that came
-    before it; what it had is computed again then, its first `resumed` tokens as a prompt. The
+    row of a session lives in the session's extent, after the tokens of the requests before. The
     guide's masks of the first `masked` tokens have been told to the ranks. prefix is what others
     may find of the row's tokens, None: nothing. A row that has a place and has not begun waits for
-    what another one computes. lookup makes drafts of tokens, where they are asked for; draft is
-    what a step that was launched tries, as far as its tokens have not been seen.
+    what another one computes.
+
+    reserved counts the tokens of the extent. A row that grows has room for its prompt and some
+    tokens at first, for as long as `launched` is less than `fits`, and gets more then. It may lose
+    its place for a row that came before it; what it had is computed again later, its first
+    `resumed` tokens as a prompt.
+
+    lookup makes drafts of tokens, where they are asked for; draft is what a step tries that was
+    launched and has not been seen. waits_for_tokens: a step depends on the tokens of all before.
+
     on_progress gets a snapshot after every token but the last, which the future brings. came_at,
     placed_at and newest_at are when it came, got its place and had its newest token, by
     time.perf_counter; 0: not yet.
@@ -80,6 +86,7 @@ class Row:
     slots: tuple[int, ...] = ()
     start: int = -1
     reserved: int = 0
+    fits: float = inf
     grows: bool = False
     resumed: int = 0
     begun: bool = False
@@ -98,7 +105,8 @@ class Row:
     session: Session | None = None
     guide: Guide | None = None
     prefix: Prefix | None = None
-    lookup: PromptLookup | None = None
+    lookup: PromptLookup | None = field(init=False, default=None)
+    waits_for_tokens: bool = field(init=False)
     draft: tuple[int, ...] = ()
     masked: int = 0
     error: RequestError | None = None
@@ -108,6 +116,9 @@ class Row:
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
+        if self.request.num_speculative_tokens:
+            self.lookup = PromptLookup(self.request.num_speculative_tokens, self.prompt)
+        self.waits_for_tokens = self.guide is not None or self.lookup is not None
         if self.width > 1:
             self.hypotheses = Hypotheses(self.width, sampling.len_penalty, self.request.output_len)
 
@@ -151,11 +162,6 @@ class Row:
         return len(self.prompt) + self.resumed
 
     @property
-    def needs_room(self) -> bool:
-        """Whether the extent of a row that grows has no place for one token more."""
-        return self.grows and self.cached >= self.reserved
-
-    @property
     def own_capacity(self) -> int:
         """Most cache tokens of each hypothesis; the last token chosen is never fed back."""
         return len(self.prompt) + max(self.request.output_len - 1, 0)
@@ -180,17 +186,18 @@ class Row:
         """Tokens in the cache once everything launched has run."""
         return self.past + self.prefilled + max(self.launched - self.resumed - 1, 0)
 
-    @property
-    def waits_for_tokens(self) -> bool:
-        """Whether the next step depends on a token that was launched and has not been seen."""
-        depends = self.guide is not None or self.lookup is not None
-        return depends and self.launched > len(self.tokens)
+    def reserve(self, tokens: int) -> None:
+        """The row's extent has so many tokens now."""
+        self.reserved = tokens
+        if self.grows:
+            self.fits = tokens - len(self.prompt) + 1
 
     def take_draft(self) -> tuple[int, ...]:
         """What may follow the last token, as far as there is room for it."""
-        if self.lookup is not None:
-            room = min(self.reserved - self.cached, self.request.output_len - len(self.tokens))
-            self.draft = self.lookup.draft(room - 1)
+        if self.lookup is None:
+            return ()
+        room = min(self.reserved - self.cached, self.request.output_len - len(self.tokens))
+        self.draft = self.lookup.draft(room - 1)
         return self.draft
 
     def resume(self) -> None:

@@ -89,7 +89,7 @@ class Scheduler:
                 self._begin(row, self._find(row))
         starts = [] if self._holds() else self._admit()
         running = [row for row in self._running.values() if self._decodes(row)]
-        drafting = [row for row in running if row.take_draft()]
+        drafting = [row for row in running if row.lookup is not None and row.take_draft()]
         drafts = [Draft(row.slot, row.cached, (row.tokens[-1], *row.draft)) for row in drafting]
         decode = [row for row in running if row.hypotheses is None and not row.draft]
         beams = [row for row in running if row.hypotheses is not None]
@@ -202,9 +202,9 @@ class Scheduler:
             self._answer(row, time.perf_counter())
 
     def _decodes(self, row: Row) -> bool:
-        if row.waits_for_tokens:
+        if row.waits_for_tokens and row.launched > len(row.tokens):
             return False
-        whole_prompt = row.prefilled == row.prefill_length
+        whole_prompt = row.prefilled == len(row.prompt) + row.resumed
         return whole_prompt and row.launched < row.request.output_len
 
     def _masks(self) -> Iterator[TokenMask]:
@@ -237,7 +237,7 @@ class Scheduler:
     def _grow(self) -> None:
         """Let every row have room for the token that it computes next."""
         for row in tuple(self._running.values()):
-            while row.needs_room and self._decodes(row) and not self._extend(row):
+            while row.launched >= row.fits and self._decodes(row) and not self._extend(row):
                 self._preempt(next(each for each in reversed(self._running.values()) if each.grows))
 
     def _extend(self, row: Row) -> bool:
@@ -253,7 +253,7 @@ class Scheduler:
                     return False
                 self._extents.free(row.start, row.reserved)
             self._move(row, start)
-        row.reserved = length
+        row.reserve(length)
         return True
 
     def _gather(self, length: int) -> int | None:
@@ -351,7 +351,7 @@ class Scheduler:
         session = row.session
         if session is None:
             length = row.prefill_length + GROWN_TOKENS
-            row.reserved = min(row.capacity, length) if row.grows else row.capacity
+            row.reserve(min(row.capacity, length) if row.grows else row.capacity)
             start = self._extents.allocate(row.reserved)
             return self._gather(row.reserved) if start is None else start
         if session.start is None:
