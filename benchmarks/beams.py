@@ -24,7 +24,7 @@ import torch
 import transformers
 from transformers import T5ForConditionalGeneration
 
-from benchmarks.int8_accuracy import exported
+from benchmarks.quantization_accuracy import exported
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine, EngineSettings

@@ -40,15 +40,16 @@ from launcher_scripts.engine.runner.loading import assemble_runner, prepare_proc
 from launcher_scripts.engine.runner.prompt_batch import Nowhere, PackedPrompts, unpacked
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.repository import QUANTIZATIONS, Quantization
 from launcher_scripts.models.t5 import T5Config
 
-GPT_CASES = ((1, 80), (1, 1024), (8, 80), (32, 80))
+GPT_CASES = ((1, 80), (1, 1024), (8, 80), (32, 80), (128, 80))
 T5_CASES = ((1, 40, 200), (32, 64, 128))  # rows, context, source
 T5_REQUESTS = ((1, 60, 20), (32, 128, 64))  # rows, input, output
 PREFILL_TOKENS = 2048
 PREFILL_SHAPE = "5b"
-INT8 = "-int8"  # ends the names of models whose layers keep their weights in bytes
-MODELS = {**CONFIGS, **{name + INT8: CONFIGS[name] for name in ("5b", "20b", "t5-3b")}}
+QUANTIZED = ("5b", "20b", "8b-modern", "t5-3b")  # also with the weights of their layers in bytes
+MODELS = CONFIGS | {f"{name}-{kind}": CONFIGS[name] for kind in QUANTIZATIONS for name in QUANTIZED}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,8 +83,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure_gpt(name: str, config: GPTConfig, report: dict) -> list[dict]:
-    weights = random_weights(config, int8=name.endswith(INT8))
-    runner = runner_over(weights, rows=32, tokens=16384)
+    weights = random_weights(config, quantization=quantization_in(name))
+    runner = runner_over(weights, rows=128, tokens=16384)
     token_bytes = 2 * config.num_layers * 2 * config.num_kv_heads * config.head_size
     rows = []
     for count, context in GPT_CASES:
@@ -96,7 +97,7 @@ def measure_gpt(name: str, config: GPTConfig, report: dict) -> list[dict]:
 
 
 def measure_t5(name: str, config: T5Config, report: dict) -> list[dict]:
-    weights = random_weights(config, int8=name.endswith(INT8))
+    weights = random_weights(config, quantization=quantization_in(name))
     runner = runner_over(weights, rows=32, tokens=16384)
     read = [weights.head.weight]
     for part in sublayers_of(weights.decoder.layers.values()):
@@ -111,6 +112,11 @@ def measure_t5(name: str, config: T5Config, report: dict) -> list[dict]:
     del runner
     release()
     return rows + end_to_end(name, weights)
+
+
+def quantization_in(name: str) -> Quantization | None:
+    """Of the model that has this name in MODELS."""
+    return QUANTIZATIONS.get(name.rpartition("-")[2])
 
 
 def _row(name: str, report: dict, needed: int, ms: float, **more: int) -> dict:

@@ -35,6 +35,7 @@ from launcher_scripts.engine.runner.loading import assemble_runner, prepare_proc
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.kernels.operands import Linear
 from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.repository import Quantization
 from launcher_scripts.models.t5 import T5Config
 
 DEVICE = torch.device("cuda", 0)
@@ -142,7 +143,7 @@ def random_weights(
     parallelism: Parallelism = Parallelism(),
     rank: int = 0,
     *,
-    int8: bool = False,
+    quantization: Quantization | None = None,
 ) -> ModelWeights:
     """One rank's weights, of a size that keeps activations in range, made on its device."""
     torch.manual_seed(0)
@@ -167,7 +168,13 @@ def random_weights(
         raise RuntimeError(f"{spec.name} of layer {layer} should have been random")
 
     return DeviceLoader(
-        config, parallelism, rank, torch.bfloat16, device, nothing_to_read, int8=int8
+        config,
+        parallelism,
+        rank,
+        torch.bfloat16,
+        device,
+        nothing_to_read,
+        quantization=quantization,
     ).load()
 
 

@@ -32,11 +32,12 @@ from launcher_scripts.kernels.operands import (
     StepRows,
 )
 from launcher_scripts.kernels.quantization import dequantized, quantized
+from launcher_scripts.models.repository import QUANTIZATIONS
 
 STATES = ("mean 0", "mean 1", "mean 10", "mean 100", "mean 1000")
 CHANNELS = ("channel 3e3", "channel 1e5", "channel 1e6")
 NORMS = ("layernorm", "rmsnorm")
-WEIGHTS = ("bf16", "fp16", "int8 bf16", "int8 fp16")
+WEIGHTS = ("bf16", "fp16", "int8 bf16", "int8 fp16", "fp8 bf16", "fp8 fp16")
 MADE = ("hidden", "start", "after", "later")  # as such, from the embeddings, as a sum, a layer on
 MOVED = ("comes", "goes")  # the large channel, in the sum
 READ = ("project", "gated", "heads", "head")
@@ -75,8 +76,8 @@ class Bench:
         return Norm(self.norm, gain, bias if self.norm == "layernorm" else None, 1e-6)
 
     def linear(self, norm: Norm | None, weight: Tensor) -> Linear:
-        if self.weights.startswith("int8"):
-            return quantized(Linear(weight, None, norm), self.dtype)
+        if quantization := QUANTIZATIONS.get(self.weights.split()[0]):
+            return quantized(Linear(weight, None, norm), self.dtype, quantization)
         return Linear(weight.to(self.dtype), None, norm)
 
     def first(self, norm: Norm) -> Linear:

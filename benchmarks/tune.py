@@ -34,6 +34,7 @@ from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.kernels.cuda import tiles
 from launcher_scripts.kernels.cuda.tiles import PAIRED, TABLE, DotTile, RowTile
 from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.repository import QUANTIZATIONS, Quantization
 from launcher_scripts.models.t5 import T5Config
 
 SIZES = ("768:3072:64:12", "2048:8192:128:16", "4096:16384:128:32", "6144:24576:128:48")
@@ -47,12 +48,12 @@ GAIN = 0.998  # what counts as faster: times of one tile differ by so much
 
 
 class Product(NamedTuple):
-    """Rows and columns of a weight, and whether it is in bytes."""
+    """Rows and columns of a weight, and how it is quantized."""
 
     kind: str
     out_size: int
     in_size: int
-    in_bytes: bool
+    quantization: Quantization | None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
     parser.add_argument("--gated", action="store_true", help="an MLP with a gate, and RMS norms")
     parser.add_argument("--t5", action="store_true")
-    parser.add_argument("--int8", action="store_true", help="weights of the layers in bytes")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of the layers' weights")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--skip", choices=PARTS, help="products to leave as they are")
     parser.add_argument("--only", nargs="+", help="kinds of products, instead of all")
@@ -97,28 +98,29 @@ def measured(
 ) -> Iterator[tuple[str, Product]]:
     """Parts of the table and the products in them that are asked for."""
     for name, part in PARTS.items():
-        for product in products(part, config, arguments.ranks, in_bytes=arguments.int8):
+        for product in products(part, config, arguments):
             if name != arguments.skip and product.kind in (arguments.only or product.kind):
                 yield part, product
 
 
 def products(
-    part: str, config: GPTConfig | T5Config, ranks: int, *, in_bytes: bool
+    part: str, config: GPTConfig | T5Config, arguments: argparse.Namespace
 ) -> list[Product]:
     """A rank's products in a step, those of most bytes first."""
+    ranks, quantization = arguments.ranks, arguments.quantization
     hidden, ffn = config.hidden_size, config.ffn_size // ranks
     own = config.num_heads * config.head_size // ranks
     query = "plain" if part == "row_products" else "query"
-    asks = [Product(query, own, hidden, in_bytes)] if isinstance(config, T5Config) else []
+    asks = [Product(query, own, hidden, quantization)] if isinstance(config, T5Config) else []
     kv_heads = getattr(config, "num_kv_heads", config.num_heads)
     read = own + 2 * kv_heads * config.head_size // ranks
     return [
         *asks,
-        Product("add", hidden, ffn, in_bytes),
-        Product("gated" if config.gated else "up", ffn, hidden, in_bytes),
-        Product("heads", read, hidden, in_bytes),
-        Product("add", hidden, own, in_bytes),
-        Product("largest", config.vocab_size // ranks, hidden, False),
+        Product("add", hidden, ffn, quantization),
+        Product("gated" if config.gated else "up", ffn, hidden, quantization),
+        Product("heads", read, hidden, quantization),
+        Product("add", hidden, own, quantization),
+        Product("largest", config.vocab_size // ranks, hidden, None),
     ]
 
 
@@ -132,7 +134,7 @@ def tile_of(part: str, product: Product) -> RowTile | DotTile:
 
 def candidates(part: str, product: Product) -> list[tuple]:
     if part == "row_products":
-        found = row_candidates(product.kind, product.in_size, product.in_bytes)
+        found = row_candidates(product)
     else:
         found = dot_candidates(product, tile_of(part, product))
     return [tuple(tile) for tile in found]
@@ -166,7 +168,8 @@ def combined(now: DotTile, times: dict[tuple, float]) -> tuple:
 
 
 def set_tile(part: str, product: Product, tile: tuple) -> None:
-    tiles.table()[tiles.part(part, product.in_bytes)][key_of(product)] = list(tile)
+    known = tiles.table().setdefault(tiles.part(part, product.quantization), {})
+    known[key_of(product)] = list(tile)
     tiles.forget()
 
 
@@ -209,15 +212,15 @@ def compile_share(arguments: argparse.Namespace, share: int) -> None:
         release()
 
 
-def row_candidates(kind: str, in_size: int, in_bytes: bool) -> Iterator[RowTile]:
+def row_candidates(product: Product) -> Iterator[RowTile]:
     """Tiles that fit the threads: 8 or twice 8 columns for each, read at a time."""
-    most = 32768 if in_bytes else 16384
+    most = 32768 if product.quantization else 16384
     sizes = itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8), (256, 512), (False, True))
     for rows, warps, columns, rolled in sizes:
         block = columns * warps
-        elements = rows * block * (2 if kind in PAIRED else 1)
-        pieces = -(-in_size // block)
-        fits = most // 8 <= elements <= most and block < 2 * in_size
+        elements = rows * block * (2 if product.kind in PAIRED else 1)
+        pieces = -(-product.in_size // block)
+        fits = most // 8 <= elements <= most and block < 2 * product.in_size
         if fits and (rolled or pieces <= 8) and not (rolled and pieces == 1):
             yield RowTile(rows, block, warps, rolled)
 
@@ -226,13 +229,13 @@ def dot_candidates(product: Product, now: DotTile) -> Iterator[DotTile]:
     """Tiles that differ from the one of now in one respect, and fit shared memory."""
     changes = {
         "rows": (32, 64, 128),
-        "block": (128, 256, 512) if product.in_bytes else (64, 128, 256),
+        "block": (128, 256, 512) if product.quantization else (64, 128, 256),
         "warps": (4, 8),
         "stages": (3, 4, 5, 6),
         "splits": (1, 2, 4, 8) if product.kind in SUMMED_LATER else (1,),
         "prefetch": (0, 1, 2, 4),
     }
-    held = 1 if product.in_bytes else 2
+    held = 1 if product.quantization else 2
     for name, values in changes.items():
         for value in values:
             tile = now._replace(**{name: value})
@@ -272,7 +275,7 @@ def few_layers(config: GPTConfig | T5Config, arguments: argparse.Namespace) -> R
     most = max(rows for cases in CASES.values() for rows, _ in cases)
     settings = engine_settings(parallelism=parallelism, max_batch_size=most, max_tokens=8192)
     prepare_process(settings, DEVICE)
-    weights = random_weights(config, parallelism, int8=arguments.int8)
+    weights = random_weights(config, parallelism, quantization=arguments.quantization)
     with torch.inference_mode():
         return assemble_runner(weights, settings, Communicator(parallelism), DEVICE)
 

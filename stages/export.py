@@ -23,7 +23,7 @@ from launcher_scripts.config.settings import (
     TokenizerSettings,
 )
 from launcher_scripts.models.family import check_division
-from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, TEXT_MODELS, check_int8_mode
+from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, TEXT_MODELS, quantization_of
 from stages.paths import absolute
 from stages.stage import Launch, Stage
 
@@ -81,6 +81,9 @@ class Export(Stage):
         run, model, deployment = self.block.run, self.block.model, self.block.triton_deployment
         said = values_of(ModelOptions, model) | values_of(ServingOptions, deployment)
         said |= {name: _absolute(said[name]) for name in ADAPTERS}
+        said["quantization"] = quantization_of(
+            int(deployment.int8_mode), deployment.quantization, "export.triton_deployment.{}"
+        )
         return ExportSettings(
             model_name=run.model_train_name,
             model_type=run.model_type,
@@ -88,7 +91,7 @@ class Export(Stage):
             triton_model_dir=absolute(deployment.triton_model_dir),
             parallelism=self.parallelism(),
             tokenizer=_tokenizer(model.tokenizer),
-            **said | {"int8_mode": int(deployment.int8_mode)},
+            **said,
         )
 
     def parallelism(self) -> Parallelism:
@@ -132,8 +135,6 @@ class Export(Stage):
                 choices=BACKEND_MODEL_TYPES,
                 change="export.run.model_type",
             )
-        with checks.problems.collecting():
-            check_int8_mode(settings.int8_mode, "export.triton_deployment.int8_mode")
         self._check_folder()
         key = "export.model.checkpoint_path"
         if checks.exists("the checkpoint", settings.checkpoint_path, key):

@@ -107,7 +107,7 @@ class ServingOptions:
     """How the model is served, in the block `export.triton_deployment`."""
 
     max_batch_size: int = option(1, "rows of one request at most", least=1)
-    int8_mode: int = option(0, "1: keep the layers' matrices as int8")
+    quantization: str | None = option(None, "how the layers' matrices are kept, made at load")
     enable_custom_all_reduce: bool = False
     enable_prefix_caching: bool = option(
         False, "compute what prompts of a decoder-only model have in common once"

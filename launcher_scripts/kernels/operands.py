@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from launcher_scripts.models.repository import Quantization
+
 QUERIES_PER_TILE = 64
 WIDEST_PROMPT_HEAD = 256  # that attention to prompts of several rows can take in one launch
 
@@ -52,11 +54,11 @@ class FoldedNorm:
 class Linear:
     """y = x W^T + b, of a normalized x where there is a norm.
 
-    weight:  [out, in] in the compute type, or int8 (see quantization.py)
+    weight:  [out, in] in the compute type, or in bytes: int8 or e4m3 (see quantization.py)
     bias:    [out] in the compute type
     norm:    applied to x first
-    scale:   float32 [out]: what each row of an int8 weight is multiplied by
-    compute: the compute type of an int8 weight
+    scale:   float32 [out]: what each row of a weight in bytes is multiplied by
+    compute: the compute type of a weight in bytes
     folded:  the norm as a product with one row wants it; made by kernels.prepare
     """
 
@@ -73,8 +75,11 @@ class Linear:
         return self.compute or self.weight.dtype
 
     @property
-    def in_bytes(self) -> bool:
-        return self.scale is not None
+    def quantization(self) -> Quantization | None:
+        """How the weight is quantized, if it is."""
+        if self.scale is None:
+            return None
+        return "int8" if self.weight.dtype == torch.int8 else "fp8"
 
     def without_norm(self) -> Linear:
         """The projection of an x that is normalized already."""

@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.kernels.operands import Linear
+from launcher_scripts.models.repository import Quantization
 
-LARGEST = 127
+
+class ByteType(NamedTuple):
+    """A type of eight bits, and the largest number that is used of it."""
+
+    dtype: torch.dtype
+    largest: int
 
 
-def quantized(linear: Linear, compute: torch.dtype) -> Linear:
-    """The projection with an int8 weight, one scale per output, symmetric around zero.
+# fp8 is e4m3 (Micikevicius et al. 2022): 4 bits of exponent, 3 of mantissa.
+BYTE_TYPES: dict[Quantization, ByteType] = {
+    "int8": ByteType(torch.int8, 127),
+    "fp8": ByteType(torch.float8_e4m3fn, 448),
+}
 
-    The largest weight of an output becomes 127; an output without weights keeps its zeros.
-    compute: the type the weight is multiplied in
+
+def quantized(linear: Linear, compute: torch.dtype, quantization: Quantization) -> Linear:
+    """The projection with a weight of bytes, one scale per output, symmetric around zero.
+
+    compute: the type of the inputs it is multiplied with
     """
-    weight = linear.weight.float()
-    largest = weight.abs().amax(dim=1)
-    scale = torch.where(largest > 0, largest, 1.0) / LARGEST
-    rounded = (weight / scale[:, None]).round().clamp(-LARGEST, LARGEST).to(torch.int8)
-    return replace(linear, weight=rounded, scale=scale, compute=compute)
+    weight, scale = quantized_rows(linear.weight, quantization)
+    return replace(linear, weight=weight, scale=scale, compute=compute)
+
+
+def quantized_rows(values: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:
+    """values [N, size] as bytes and their scales, float32 [N].
+
+    The largest number of a row becomes the type's largest; a row of zeros stays one.
+    """
+    values = values.float()
+    dtype, most = BYTE_TYPES[quantization]
+    largest = values.abs().amax(dim=1)
+    scale = torch.where(largest > 0, largest, 1.0) / most
+    scaled = (values / scale[:, None]).clamp(-most, most)
+    return (scaled.round() if quantization == "int8" else scaled).to(dtype), scale
 
 
 def dequantized(weight: Tensor, scale: Tensor | None) -> Tensor:
-    """Rows of a weight in float32, of int8 where they have scales [rows]."""
+    """Rows of a weight in float32, of bytes where they have scales [rows]."""
     return weight.float() if scale is None else weight.float() * scale[:, None]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from launcher_scripts.kernels import quantization, reference_attention
+from launcher_scripts.kernels import reference_attention
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
     HeadNorms,
@@ -67,24 +67,30 @@ def norm(x: Tensor, weights: Norm, dtype: torch.dtype) -> Tensor:
     return out.to(dtype)
 
 
-def dense(linear: Linear) -> Linear:
-    """The same projection with its weight in the compute type."""
-    if linear.scale is None:
-        return linear
-    weight = quantization.dequantized(linear.weight, linear.scale).to(linear.dtype)
-    return Linear(weight, linear.bias, linear.norm)
+def product(x: Tensor, linear: Linear, dtype: torch.dtype | None = None) -> Tensor:
+    """x W^T + b of x [N, in], its norm aside: [N, out] of the compute type, or of another one.
+
+    A weight in bytes is multiplied as it is, in float32, and each output by its scale after that.
+    """
+    weight, bias = linear.weight, linear.bias
+    if linear.scale is None and dtype is None:
+        return functional.linear(x, weight, bias)
+    result = functional.linear(x.float(), weight.float())
+    if linear.scale is not None:
+        result *= linear.scale
+    if bias is not None:
+        result += bias
+    return result.to(dtype or linear.dtype)
 
 
 def project(x: Tensor, linear: Linear) -> Tensor:
     """linear(norm(x)), or linear(x) where it has no norm: [N, out]."""
-    linear = dense(linear)
-    return functional.linear(_normalized(x, linear), linear.weight, linear.bias)
+    return product(_normalized(x, linear), linear)
 
 
 def project_add(x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
     """residual + linear(x): float32 [N, hidden]."""
-    linear = dense(linear)
-    return residual + functional.linear(x, linear.weight, linear.bias)
+    return residual + product(x, linear)
 
 
 def partial_product(x: Tensor, linear: Linear) -> Tensor:
@@ -112,19 +118,14 @@ def add_residual(partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tens
 
 def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tensor:
     """act(up(norm(x))), times gate(norm(x)) where the MLP is gated: [N, ffn]."""
-    up, gate = dense(up), gate and dense(gate)
     normalized = _normalized(x, up)
-    hidden = ACTIVATIONS[activation](functional.linear(normalized, up.weight, up.bias))
-    if gate is None:
-        return hidden
-    return hidden * functional.linear(normalized, gate.weight, gate.bias)
+    hidden = ACTIVATIONS[activation](product(normalized, up))
+    return hidden if gate is None else hidden * product(normalized, gate)
 
 
 def logits(x: Tensor, head: Linear) -> Tensor:
     """Next-token logits, float32 [N, vocab of this rank], accumulated in float32."""
-    head = dense(head)
-    bias = None if head.bias is None else head.bias.float()
-    return functional.linear(_normalized(x, head).float(), head.weight.float(), bias)
+    return product(_normalized(x, head), head, torch.float32)
 
 
 def prepare(linear: Linear) -> Linear:
@@ -313,8 +314,7 @@ def attend_source(
 
 def project_hidden(x: Hidden, linear: Linear) -> Tensor:
     """linear of the normalized hidden states: [B, out]."""
-    linear = dense(linear)
-    return functional.linear(x.operand, linear.weight, linear.bias)
+    return product(x.operand, linear)
 
 
 def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tensor:
@@ -364,5 +364,5 @@ def largest_of_ranks(values: Tensor, ids: Tensor, ranks: Ranks) -> Tensor:
 
 def _normalized(x: Tensor, linear: Linear) -> Tensor:
     if linear.norm is None:
-        return x.to(linear.weight.dtype)
-    return norm(x, linear.norm, linear.weight.dtype)
+        return x.to(linear.dtype)
+    return norm(x, linear.norm, linear.dtype)

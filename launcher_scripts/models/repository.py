@@ -5,8 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from launcher_scripts.common.errors import CheckpointError, ConfigError, ServerError, problem
+from launcher_scripts.common.errors import (
+    CheckpointError,
+    ConfigError,
+    ServerError,
+    lookup,
+    problem,
+)
 from launcher_scripts.common.parallelism import Parallelism
 
 _BACKEND = re.compile(r'\bbackend\s*:\s*"fastertransformer"')
@@ -25,6 +32,9 @@ BACKEND_MODEL_TYPES = {
     "agm": "Agm",
     "bart": "BART",
 }
+Quantization = Literal["int8", "fp8"]
+# What can be made of the layers' matrices at load; fp8 is e4m3.
+QUANTIZATIONS: dict[str, Quantization] = {"int8": "int8", "fp8": "fp8"}
 # int8_mode of config.pbtxt -> what it means
 INT8_MODES = {0: "no quantization", 1: "int8 weights, made at load"}
 # The folders of the text models beside a model; a further model's carry its name in front.
@@ -38,20 +48,35 @@ def is_remote(repository: str) -> bool:
     return repository.startswith(REMOTE_SCHEMES)
 
 
-def check_int8_mode(mode: int, change: str) -> None:
-    """Raises ConfigError for a mode that the engine does not have: 2 and 3 are FasterTransformer's.
+def quantization_of(int8_mode: int, said: str | None, place: str) -> Quantization | None:
+    """What int8_mode and quantization ask for; "" and None are no quantization.
 
-    change: where the mode is said
+    Raises ConfigError for what the engine does not have (the modes 2 and 3 are
+    FasterTransformer's), and where one says something else than the other.
+
+    place: where both are said, with {} for their names
     """
-    if mode not in INT8_MODES:
+    if int8_mode not in INT8_MODES:
         raise ConfigError(
             problem(
                 "this int8_mode is not supported",
-                got=mode,
+                got=int8_mode,
                 choices=[f"{number} ({meaning})" for number, meaning in INT8_MODES.items()],
-                change=change,
+                change=place.format("int8_mode"),
             )
         )
+    change = place.format("quantization")
+    found = lookup(QUANTIZATIONS, said, change) if said else None
+    if int8_mode and found not in (None, "int8"):
+        raise ConfigError(
+            problem(
+                f"int8_mode {int8_mode} and quantization {found} exclude each other",
+                got="both",
+                choices=[f"int8_mode 0 with quantization {found}", "int8_mode 1 alone"],
+                change=f"{place.format('int8_mode')}, or {change}",
+            )
+        )
+    return "int8" if int8_mode else found
 
 
 def check_repository(repository: str) -> None:
@@ -85,8 +110,8 @@ class ServedModel:
 def served_models(repository: Path) -> list[ServedModel]:
     """The models of a repository whose config.pbtxt names the fastertransformer backend.
 
-    Raises CheckpointError when a configuration lacks the sizes, ConfigError where it asks for an
-    int8_mode that there is not.
+    Raises CheckpointError when a configuration lacks the sizes, ConfigError where it asks for a
+    quantization that there is not.
     """
     models = []
     for config in sorted(repository.glob("*/config.pbtxt")):
@@ -119,7 +144,8 @@ def _served_model(config: Path, text: str) -> ServedModel:
     parallelism = Parallelism(int(sizes[0]), int(sizes[1]))
     int8_mode = parameters.get("int8_mode", "0").strip()
     if int8_mode.isdecimal():  # the server says what is wrong with anything else
-        check_int8_mode(int(int8_mode), f"int8_mode in {config}")
+        said = parameters.get("quantization", "").strip()
+        quantization_of(int(int8_mode), said, f"{{}} in {config}")
     default = _DEFAULT_FILE.search(text)
     versions = [path.name for path in config.parent.iterdir() if path.name.isdecimal()]
     folder = checkpoint_folder(

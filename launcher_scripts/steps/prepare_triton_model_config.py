@@ -24,6 +24,7 @@ from launcher_scripts.config.settings import DATA_TYPES, ExportSettings, Tokeniz
 from launcher_scripts.models.repository import (
     BACKEND_MODEL_TYPES,
     config_parameters,
+    quantization_of,
     says_decoupled,
 )
 from launcher_scripts.steps.command import run_step
@@ -62,6 +63,7 @@ class ModelConfigSettings:
         None, "what the engine computes in; by default the weights' type", choices=DATA_TYPES
     )
     int8_mode: bool = option(False, "keep the layers' matrices as int8")
+    quantization: str | None = option(None, "how the layers' matrices are kept, made at load")
     enable_custom_all_reduce: bool = option(False, "as in the export's configuration")
     enable_prefix_caching: bool = option(False, "compute what prompts have in common once")
     decoupled: bool = option(False, "tokens are sent as they come")
@@ -121,7 +123,7 @@ def settings_of(given: ModelConfigSettings, checkpoint: FTCheckpoint) -> ExportS
         weight_data_type=checkpoint.weight_data_type,
         tokenizer=TokenizerSettings("auto" if given.text_models else "none"),
         max_batch_size=given.max_batch_size,
-        int8_mode=int(given.int8_mode),
+        quantization=quantization_of(int(given.int8_mode), given.quantization, "--{}"),
         enable_custom_all_reduce=given.enable_custom_all_reduce,
         enable_prefix_caching=given.enable_prefix_caching,
         data_type=given.data_type or checkpoint.weight_data_type,

@@ -21,6 +21,7 @@ from launcher_scripts.kernels import kernels_for
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, Partition, WeightSpec
 from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.repository import Quantization
 
 NOWHERE = Path("unused")
 
@@ -136,7 +137,7 @@ def runner_for(
     data_type: str = "fp32",
     max_batch_size: int = 8,
     max_tokens: int | None = None,
-    int8_mode: int = 0,
+    quantization: Quantization | None = None,
     enable_prefix_caching: bool = False,
     launches: Launches | None = None,
     graphs: EagerGraphs | None = None,
@@ -148,7 +149,7 @@ def runner_for(
         device=device,
         max_batch_size=max_batch_size,
         max_tokens=max_tokens,
-        int8_mode=int8_mode,
+        quantization=quantization,
         enable_prefix_caching=enable_prefix_caching,
     )
     place = torch.device(device)
@@ -163,7 +164,7 @@ def runner_for(
             DTYPES[data_type],
             place,
             lambda spec, layer: tensors[spec.tensor_name(layer)],
-            int8=int8_mode == 1,
+            quantization=quantization,
         )
         .load()
     )

@@ -81,7 +81,7 @@ def test_an_exported_checkpoint(tmp_path: Path) -> None:
 def test_int8_weights() -> None:
     config = agm_config()
     tensors = agm_tensors(config)
-    engine = engine_for(config, tensors, int8_mode=1)
+    engine = engine_for(config, tensors, quantization="int8")
     try:
         got = context_logits(engine, PROMPTS[0])
     finally:

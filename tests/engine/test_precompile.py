@@ -32,6 +32,7 @@ from launcher_scripts.kernels import kernels_for
 from launcher_scripts.kernels.cuda import device_traits
 from launcher_scripts.kernels.cuda.device_traits import traits_of
 from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.repository import Quantization
 from tests.engine.small_agm import agm_config
 from tests.engine.small_bart import bart_config
 from tests.engine.small_models import (
@@ -90,16 +91,16 @@ def traced(model: ModelConfig, **more: object) -> set[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("int8_mode", [0, 1])
+@pytest.mark.parametrize("quantization", [None, "int8", "fp8"])
 @pytest.mark.parametrize("name", ["126m", "1.3b-modern", "t5-base"])
 def test_neither_the_number_of_layers_nor_that_of_tokens_matters(
-    hopper: Hopper, monkeypatch: pytest.MonkeyPatch, name: str, int8_mode: int
+    hopper: Hopper, monkeypatch: pytest.MonkeyPatch, name: str, quantization: Quantization | None
 ) -> None:
-    few = traced(CONFIGS[name], int8_mode=int8_mode)
+    few = traced(CONFIGS[name], quantization=quantization)
     assert len(few) > 20
     for layers, tokens in ((2, 4095), (3, 2000)):
         monkeypatch.setattr(precompile, "TRACED_LAYERS", layers)
-        assert traced(CONFIGS[name], max_tokens=tokens, int8_mode=int8_mode) == few
+        assert traced(CONFIGS[name], max_tokens=tokens, quantization=quantization) == few
     assert not hopper.loaded
 
 
@@ -134,16 +135,16 @@ def test_ranks_that_are_not_there() -> None:
     }
 
 
-@pytest.mark.parametrize("int8_mode", [0, 1])
+@pytest.mark.parametrize("quantization", [None, "int8", "fp8"])
 @pytest.mark.parametrize("family", ["gpt", "t5"])
 @pytest.mark.usefixtures("hopper")
 def test_tensors_with_values_need_the_same_kernels(
-    monkeypatch: pytest.MonkeyPatch, family: str, int8_mode: int
+    monkeypatch: pytest.MonkeyPatch, family: str, quantization: Quantization | None
 ) -> None:
     """All that a rank records, and nothing else, is compiled beforehand."""
     config = small_config(num_layers=3) if family == "gpt" else t5_config()
     tensors = (random_tensors if family == "gpt" else t5_tensors)(config)
-    options = {"data_type": "bf16", "max_batch_size": 8, "int8_mode": int8_mode}
+    options = {"data_type": "bf16", "max_batch_size": 8, "quantization": quantization}
     foreseen = traced(config, **options)
     monkeypatch.setattr(device_traits, "INTERPRETER", traits_of(torch.device("meta")))
     monkeypatch.setattr(torch, "empty", torch.zeros)  # what kernels would have written

@@ -1,4 +1,4 @@
-"""Prompts, IA3, adapters, int8 weights, Agm and BART on CUDA against the same on the CPU."""
+"""Prompts, IA3, adapters, weights in bytes, Agm and BART on CUDA against the same on the CPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.models.adapters import Adapters, PromptTask
+from launcher_scripts.models.repository import Quantization
 from tests.engine.small_agm import agm_config, agm_tensors
 from tests.engine.small_bart import bart_config
 from tests.engine.small_models import engine_for, random_tensors, small_config
@@ -93,15 +94,17 @@ def tokens(engine: Engine, requests: list[GenerateRequest]) -> list[tuple[int, .
     return [future.result().output_ids for future in futures]
 
 
-@pytest.mark.parametrize("int8_mode", [0, 1])
+@pytest.mark.parametrize("quantization", [None, "int8", "fp8"])
 @pytest.mark.parametrize("name", MODELS)
-def test_float32_tokens_equal_the_cpu_alone_and_together(name: str, int8_mode: int) -> None:
+def test_float32_tokens_equal_the_cpu_alone_and_together(
+    name: str, quantization: Quantization | None
+) -> None:
     config, whole = MODELS[name]()
     tensors, requests = calm(whole), rows(name)
-    reference = engine_for(config, tensors, int8_mode=int8_mode)
+    reference = engine_for(config, tensors, quantization=quantization)
     expected = [tokens(reference, [request])[0] for request in requests]
     reference.close()
-    engine = engine_for(config, tensors, device="cuda", int8_mode=int8_mode)
+    engine = engine_for(config, tensors, device="cuda", quantization=quantization)
     try:
         assert [tokens(engine, [request])[0] for request in requests] == expected
         for _ in range(3):  # a shape's first step runs eagerly, its second is recorded

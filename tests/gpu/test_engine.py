@@ -174,16 +174,17 @@ def test_penalties_biases_and_log_probabilities_equal_the_cpus():
     engine.close()
 
 
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
 @pytest.mark.parametrize("changes", [{}, MODERN], ids=str)
-def test_int8_weights_give_the_tokens_of_the_cpu(changes):
+def test_quantized_weights_give_the_tokens_of_the_cpu(changes, quantization):
     config = wider(**changes)
     tensors = random_tensors(config)
-    reference = engine_for(config, tensors, int8_mode=1)
-    engine = engine_for(config, tensors, int8_mode=1, device="cuda")
+    reference = engine_for(config, tensors, quantization=quantization)
+    engine = engine_for(config, tensors, quantization=quantization, device="cuda")
     for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
         assert generate(engine, prompt, length) == generate(reference, prompt, length)
     engine.close()
-    half = engine_for(config, tensors, int8_mode=1, device="cuda", data_type="bf16")
+    half = engine_for(config, tensors, quantization=quantization, device="cuda", data_type="bf16")
     futures = [half.submit(GenerateRequest(prompt, 12)) for prompt in PROMPTS]
     for prompt, future in zip(PROMPTS, futures, strict=True):
         tokens = list(future.result().output_ids)

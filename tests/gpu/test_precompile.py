@@ -26,9 +26,11 @@ compiled = []
 knobs.compilation.listener = lambda *, src, cache_hit, **_: compiled.append(
     (src.name, cache_hit, threading.current_thread().name)
 )
-folder, int8_mode = Path(sys.argv[1]), int(sys.argv[2])
+folder, quantization = Path(sys.argv[1]), sys.argv[2] or None
 engine = Engine.load(
-    EngineSettings(folder, data_type="bf16", device="cuda", max_batch_size=20, int8_mode=int8_mode)
+    EngineSettings(
+        folder, data_type="bf16", device="cuda", max_batch_size=20, quantization=quantization
+    )
 )
 engine.warm_up()
 time.sleep(5)  # idle: the rest is recorded
@@ -41,17 +43,17 @@ GPT = small_config(**SIZES, num_kv_heads=4, vocab_size=512, max_positions=1100)
 T5 = t5_config(**SIZES, vocab_size=512)
 
 
-@pytest.mark.parametrize("int8_mode", [0, 1])
+@pytest.mark.parametrize("quantization", ["", "int8", "fp8"])
 @pytest.mark.parametrize("config", [GPT, T5], ids=["gpt", "t5"])
 def test_a_rank_compiles_nothing_itself(
-    tmp_path: Path, checkout: Path, config: ModelConfig, int8_mode: int
+    tmp_path: Path, checkout: Path, config: ModelConfig, quantization: str
 ) -> None:
     tensors = random_tensors(config) if config is GPT else t5_tensors(config)
     folder = write_checkpoint(tmp_path / "1-gpu", config, tensors, 1)
     variables = {"PYTHONPATH": str(checkout), "TRITON_CACHE_DIR": str(tmp_path / "kernels")}
     for start in ("first", "second"):
         done = subprocess.run(
-            [sys.executable, "-c", RANK, str(folder), str(int8_mode)],
+            [sys.executable, "-c", RANK, str(folder), quantization],
             env={**os.environ, **variables},
             capture_output=True,
             text=True,

@@ -20,7 +20,7 @@ from launcher_scripts.kernels.cuda import (  # noqa: E402
     gemv,
     gemv_heads,
     grouped_attention,
-    int8,
+    many_rows,
     norm,
     peer_buffers,
     prompt_attention,
@@ -42,8 +42,9 @@ def compile_kernel(kernel, pointers: dict[str, str], numbers: dict[str, str], co
     return triton.compile(source, target=HOPPER).asm["ptx"]
 
 
+BYTES = ("i8", "fp8e4nv")
 # Compute type and that of the weight.
-WEIGHTS = [*((dtype, dtype) for dtype in TYPES), ("bf16", "i8"), ("fp32", "i8")]
+WEIGHTS = [*((dtype, dtype) for dtype in TYPES), *itertools.product(("bf16", "fp32"), BYTES)]
 TILE = {"PARTS": 3, "SPREAD": 4, "ROWS": 2, "BLOCK": 256, "ROLLED": False, "USE_PDL": True}
 
 
@@ -94,7 +95,7 @@ def test_gemv_largest(dtype):
     assert compile_kernel(gemv.gemv_largest, pointers, {}, constants)
 
 
-@pytest.mark.parametrize(("dtype", "weight"), [*zip(TYPES, TYPES, strict=True), ("bf16", "i8")])
+@pytest.mark.parametrize(("dtype", "weight"), WEIGHTS)
 def test_peer_buffers(dtype, weight):
     pointers = {"x": dtype, "weight": weight, "addresses": "i64", "exchanges": "i32"}
     pointers["scales"] = "fp32"
@@ -117,11 +118,12 @@ def test_peer_buffers(dtype, weight):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("in_bytes", [False, True])
+@pytest.mark.parametrize("held", [None, *BYTES])
 @pytest.mark.parametrize("splits", [1, 4])
-def test_dot_rows(dtype, in_bytes, splits):
+def test_dot_rows(dtype, held, splits):
     pointers = dict.fromkeys(("offsets", "gate_offsets"), dtype)
-    pointers |= dict.fromkeys(("x", "weight", "gate_weight"), "i8" if in_bytes else dtype)
+    pointers |= dict.fromkeys(("weight", "gate_weight"), held or dtype)
+    pointers["x"] = "i8" if held == "i8" else dtype
     pointers |= dict.fromkeys(("steps", "scales", "gate_scales"), "fp32")
     pointers |= {"out": "fp32", "largest": "fp32", "places": "i32"}
     constants = {
@@ -163,10 +165,17 @@ def test_begin_rows():
     assert compile_kernel(embedding.begin_rows, pointers, numbers, constants)
 
 
+@pytest.mark.parametrize("held", BYTES)
 @pytest.mark.parametrize("dtype", TYPES)
-def test_widen(dtype):
-    pointers = {"weight": "i8", "scale": "fp32", "out": dtype}
-    assert compile_kernel(int8.widen, pointers, {"size": "i32"}, {"BLOCK": 1024})
+def test_widen(dtype, held):
+    pointers = {"weight": held, "scale": "fp32", "out": dtype}
+    assert compile_kernel(many_rows.widen, pointers, {"size": "i32"}, {"BLOCK": 1024})
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_quantize_rows(dtype):
+    pointers = {"x": dtype, "out": "fp8e4nv", "scales": "fp32"}
+    assert compile_kernel(many_rows.quantize_rows, pointers, {"size": "i32"}, {"BLOCK": 1024})
 
 
 def test_look_up_and_argmax():

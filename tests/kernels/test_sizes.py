@@ -18,6 +18,7 @@ from launcher_scripts.engine.runner.kernel_precompiler import traced_runner
 from launcher_scripts.engine.runner.loading import EngineSettings
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.kernels.cuda.tiles import DotTile
+from launcher_scripts.models.repository import Quantization
 from tests.kernels.hopper import Hopper, hopper
 
 __all__ = ["hopper"]
@@ -26,12 +27,14 @@ MOST_ROWS = 64
 
 
 @torch.inference_mode()
-def one_layer(name: str, data_type: str = "bf16", int8_mode: int = 0) -> Runner:
+def one_layer(
+    name: str, data_type: str = "bf16", quantization: Quantization | None = None
+) -> Runner:
     """A rank of the model's sizes: its layers are alike."""
     config = CONFIGS[name]
     counts = {field: 1 for field in ("num_layers", "num_decoder_layers") if hasattr(config, field)}
     settings = EngineSettings(
-        Path("nowhere"), data_type=data_type, max_batch_size=MOST_ROWS, int8_mode=int8_mode
+        Path("nowhere"), data_type=data_type, max_batch_size=MOST_ROWS, quantization=quantization
     )
     return traced_runner(settings, replace(config, **counts))
 
@@ -52,9 +55,14 @@ def test_a_kernel_that_does_not_fit_is_seen(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("data_type", "int8_mode"), [("bf16", 0), ("bf16", 1), ("fp32", 0)])
+@pytest.mark.parametrize(
+    ("data_type", "quantization"),
+    [("bf16", None), ("bf16", "int8"), ("bf16", "fp8"), ("fp32", None)],
+)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_measured_model(hopper: Hopper, name: str, data_type: str, int8_mode: int) -> None:
-    runner = one_layer(name, data_type, int8_mode)
+def test_every_measured_model(
+    hopper: Hopper, name: str, data_type: str, quantization: Quantization | None
+) -> None:
+    runner = one_layer(name, data_type, quantization)
     runner.execute(Plan(record=tuple(runner.shapes_to_record())))
     assert len(hopper.loaded) > 20

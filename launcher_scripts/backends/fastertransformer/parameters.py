@@ -12,7 +12,7 @@ from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.engine.core.requests import MOST_BEAMS
 from launcher_scripts.engine.engine import EngineSettings
-from launcher_scripts.models.repository import checkpoint_folder
+from launcher_scripts.models.repository import checkpoint_folder, quantization_of
 
 WHERE = "parameters in config.pbtxt"
 SERVERS_OWN = {"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"}  # of its Python backend
@@ -24,6 +24,7 @@ PARAMETERS = (
     "model_type",
     "model_checkpoint_path",
     "int8_mode",
+    "quantization",
     "enable_custom_all_reduce",
     "enable_prefix_caching",
 )
@@ -75,6 +76,11 @@ def engine_settings(
     served = model_type(config)
     if served not in CONTRACTS:
         problems.add("unknown model_type", got=served, choices=CONTRACTS, change=WHERE)
+    quantization = None
+    with problems.collecting():
+        quantization = quantization_of(
+            numbers["int8_mode"], values.get("quantization"), f"{{}} of the {WHERE}"
+        )
     problems.raise_if_any(ConfigError)
     parallelism = Parallelism(numbers["tensor_para_size"], numbers["pipeline_para_size"])
     return EngineSettings(
@@ -90,7 +96,7 @@ def engine_settings(
         parallelism=parallelism,
         device=device,
         max_batch_size=max(ROWS_IN_FLIGHT, int(config.get("max_batch_size", 1))),
-        int8_mode=numbers["int8_mode"],
+        quantization=quantization,
         **{name: bool(numbers[name]) for name in FLAGS},
     )
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.engine.model.model_weights import (
     AttentionWeights,
     Embedding,
@@ -104,8 +104,14 @@ class GPTWeightLoader(WeightLoader):
 
     def _experts(self, layer: int, norm: Norm, count: int) -> Experts:
         config = self.config
-        if self.int8:
-            raise CheckpointError("int8_mode is not supported for a model with experts")
+        if self.quantization is not None:
+            raise CheckpointError(
+                problem(
+                    "the weights of a model with experts cannot be quantized",
+                    got=self.quantization,
+                    change="int8_mode or quantization in config.pbtxt",
+                )
+            )
 
         def stacked(name: str, norm: Norm | None = None) -> Linear:
             parts = (

@@ -25,6 +25,7 @@ from launcher_scripts.models.adapters import (
     adapters_of,
 )
 from launcher_scripts.models.family import ModelConfig, WeightSpec
+from launcher_scripts.models.repository import Quantization
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -36,7 +37,7 @@ class WeightLoader(ABC):
     """Turns stored tensors ([in, out], one file per rank) into a rank's operands ([out, in]).
 
     read:  the stored tensor of a WeightSpec and layer, as this rank's file holds it
-    int8:  quantize the matrices of the layers, each output channel by its own scale
+    quantization: of the matrices of the layers, each output channel by its own scale
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class WeightLoader(ABC):
         device: torch.device,
         read: Reader,
         *,
-        int8: bool = False,
+        quantization: Quantization | None = None,
     ) -> None:
         self.config = config
         self.parallelism = parallelism
@@ -56,7 +57,7 @@ class WeightLoader(ABC):
         self.pp_rank = parallelism.pp_rank(rank)
         self.dtype = dtype
         self.device = device
-        self.int8 = int8
+        self.quantization = quantization
         self._read = read
         self._specs = {spec.name: spec for spec in family_of(config).weights(config)}
 
@@ -105,11 +106,13 @@ class WeightLoader(ABC):
 
     def _stored(self, linear: Linear) -> Linear:
         """As the device keeps it."""
-        return quantized(linear, self.dtype) if self.int8 else linear
+        if self.quantization is None:
+            return linear
+        return quantized(linear, self.dtype, self.quantization)
 
     def _whole(self, name: str, layer: int, norm: Norm | None = None) -> Linear:
         """A projection that is not quantized yet; float32 where it will be."""
-        dtype = torch.float32 if self.int8 else self.dtype
+        dtype = torch.float32 if self.quantization else self.dtype
         weight = self._tensor(f"{name}.weight", dtype, layer)
         bias = None
         if f"{name}.bias" in self._specs:

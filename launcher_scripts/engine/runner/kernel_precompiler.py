@@ -107,10 +107,12 @@ def traced_runner(settings: EngineSettings, config: ModelConfig) -> Runner:
     def read(spec: WeightSpec, _: int | None) -> Tensor:
         return torch.empty(spec.shape_on(config, parallelism.tp_size), device=META)
 
-    dtype, int8 = DTYPES[settings.data_type], settings.int8_mode == 1
-    loader = engine_family(config).loader(config, parallelism, 0, dtype, META, read, int8=int8)
+    dtype, loader = DTYPES[settings.data_type], engine_family(config).loader
+    weights = loader(
+        config, parallelism, 0, dtype, META, read, quantization=settings.quantization
+    ).load()
     launches = Launches(kernels_for("cuda"), EagerGraphs())
-    return assemble_runner(loader.load(), settings, FakeCommunicator(parallelism), META, launches)
+    return assemble_runner(weights, settings, FakeCommunicator(parallelism), META, launches)
 
 
 def _shortened(config: ModelConfig) -> ModelConfig:

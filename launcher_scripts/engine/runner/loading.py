@@ -30,10 +30,11 @@ from launcher_scripts.engine.model.weights import DTYPES
 from launcher_scripts.engine.runner.graphs import GraphCache, StepGraphs
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.kernels import kernels_for
+from launcher_scripts.kernels.cuda.device_traits import traits_of
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
-from launcher_scripts.models.repository import check_int8_mode
+from launcher_scripts.models.repository import Quantization, quantization_of
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85, "meta": 1.0}  # meta tensors take none
 THREADS_VARIABLE = "OMP_NUM_THREADS"  # torch itself follows it
@@ -51,7 +52,7 @@ class EngineSettings:
     max_batch_size:  most rows in flight
     max_tokens:      most tokens in the key/value cache; None: max_batch_size rows of the model's
                      full length, as far as memory reaches
-    int8_mode:       1: the layers' matrices are kept as int8, quantized when they are loaded
+    quantization:    what is made of the layers' matrices when they are loaded
     enable_custom_all_reduce: sum over ranks through the GPUs' shared memory where they have it
     enable_prefix_caching: prompts of a decoder-only model that begin alike are computed once
     stall_timeout:   seconds without a sign of life after which a rank counts as lost
@@ -65,7 +66,7 @@ class EngineSettings:
     device: str = "auto"
     max_batch_size: int = 64
     max_tokens: int | None = None
-    int8_mode: int = 0
+    quantization: Quantization | None = None
     enable_custom_all_reduce: bool = False
     enable_prefix_caching: bool = False
     verify: bool = True
@@ -84,7 +85,7 @@ class EngineSettings:
         if self.max_batch_size < 1:
             problems.add("max_batch_size must be at least 1", got=self.max_batch_size)
         with problems.collecting():
-            check_int8_mode(self.int8_mode, "int8_mode in config.pbtxt")
+            quantization_of(0, self.quantization, "{} in config.pbtxt")
         problems.raise_if_any(ConfigError)
 
     @property
@@ -201,6 +202,15 @@ def load_weights(
 
     Needs no other rank, so whatever fails, fails alone.
     """
+    if settings.quantization == "fp8" and not traits_of(device).has_fp8:
+        raise ConfigError(
+            problem(
+                "the GPU's kernels cannot read fp8, which needs compute capability 8.9",
+                got=torch.cuda.get_device_name(device),
+                choices=("int8", "no quantization"),
+                change="quantization in config.pbtxt",
+            )
+        )
     tp_rank = settings.parallelism.tp_rank(rank)
     loader = engine_family(checkpoint.config).loader(
         checkpoint.config,
@@ -209,7 +219,7 @@ def load_weights(
         DTYPES[settings.data_type],
         device,
         lambda spec, layer: checkpoint.read(spec, layer, tp_rank),
-        int8=settings.int8_mode == 1,
+        quantization=settings.quantization,
     )
     return loader.load()
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 HOPPER = (9, 0)  # the first with programmatic dependent launch
+ADA = (8, 9)  # the first with e4m3
 
 
 class DeviceTraits(NamedTuple):
@@ -25,6 +26,16 @@ class DeviceTraits(NamedTuple):
     @property
     def has_pdl(self) -> bool:
         """Whether kernels can use programmatic dependent launch."""
+        return self.capability is not None and self.capability >= HOPPER
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether kernels can read e4m3."""
+        return self.capability is None or self.capability >= ADA
+
+    @property
+    def has_fp8_products(self) -> bool:
+        """Whether torch multiplies e4m3 with e4m3, each row by a scale of its own."""
         return self.capability is not None and self.capability >= HOPPER
 
     @property

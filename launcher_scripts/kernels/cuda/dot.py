@@ -60,7 +60,8 @@ def _dot(
     BLOCK: tl.constexpr,
     BATCH: tl.constexpr,
 ):
-    """float32 [ROWS, BATCH]: rows of the weight times the rows of x, over columns first..last-1.
+    """float32 [ROWS, BATCH]: rows of the weight times the rows of x, over columns first..last-1;
+    scales are not applied. A weight of e4m3 takes the type of x, which holds its numbers.
 
     starts, held: [ROWS, 1], where the weight's rows start, and which there are
     """
@@ -73,6 +74,8 @@ def _dot(
         tile = load_piece(weights + column, held & (column + columns < IN)[None, :], EVEN)
         inside = (batch < count)[None, :] & (column + columns < IN)[:, None]
         piece = tl.load(places + column, mask=inside, other=0.0)
+        if tile.dtype == tl.float8e4nv:
+            tile = tile.to(tl.float32).to(x.dtype.element_ty)  # twice as fast as at once
         product = tl.dot(tile, piece, product, input_precision="ieee")
     return product
 
@@ -182,7 +185,7 @@ def dot_product(
 ) -> Tensor:
     """act(linear(x)), times gate(x) where there is one: [N, out]; norms are not looked at."""
     out = x.new_empty(x.shape[0], linear.weight.shape[0])
-    tile = dot_tile(kind, *linear.weight.shape, linear.in_bytes)._replace(splits=1)
+    tile = dot_tile(kind, *linear.weight.shape, linear.quantization)._replace(splits=1)
     _launch(x, linear, tile, linear.weight.shape[0], out=out, gate=gate, activation=activation)
     return out
 
@@ -193,7 +196,7 @@ def dot_parts(x: Tensor, linear: Linear, kind: str) -> Tensor:
     One part has the type of x, several have float32.
     """
     out_size, in_size = linear.weight.shape
-    tile = dot_tile(kind, out_size, in_size, linear.in_bytes)
+    tile = dot_tile(kind, out_size, in_size, linear.quantization)
     dtype = x.dtype if tile.splits == 1 else torch.float32
     parts = x.new_empty(tile.splits, x.shape[0], out_size, dtype=dtype)
     _launch(x, linear, tile, out_size, out=parts)
@@ -214,7 +217,7 @@ def dot_partial(x: Tensor, linear: Linear) -> Tensor:
 def _parts(x: Tensor, linear: Linear) -> Tensor:
     """linear(x) without its bias, in parts to be summed: float32 [P, N, out]."""
     out_size, in_size = linear.weight.shape
-    tile = dot_tile("add", out_size, in_size, linear.in_bytes)
+    tile = dot_tile("add", out_size, in_size, linear.quantization)
     parts = torch.empty(tile.splits, x.shape[0], out_size, device=x.device)
     _launch(x, replace(linear, bias=None), tile, out_size, out=parts)
     return parts
@@ -224,7 +227,7 @@ def dot_largest(
     x: Hidden, head: Linear, held: int, keep: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """reference.largest for a few rows."""
-    tile = dot_tile("largest", *head.weight.shape, head.in_bytes)._replace(splits=1)
+    tile = dot_tile("largest", *head.weight.shape, head.quantization)._replace(splits=1)
     count, parts = x.operand.shape[0], triton.cdiv(held, tile.rows)
     found = torch.empty(count, parts, device=x.operand.device)
     places = torch.empty(count, parts, dtype=torch.int32, device=x.operand.device)
@@ -244,10 +247,10 @@ def _launch(
     largest: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     found, places = (x, x) if largest is None else largest
-    given, steps = split_hi_lo_int8(x) if linear.in_bytes else (x, x)
+    given, steps = split_hi_lo_int8(x) if linear.quantization == "int8" else (x, x)
     gate_bias = None if gate is None else gate.bias
     batch = max(SMALLEST_BATCH, triton.next_power_of_2(x.shape[0]))
-    tile = tile.fitting(batch, linear.in_bytes, traits_of(x.device).shared_bytes)
+    tile = tile.fitting(batch, linear.weight.element_size(), traits_of(x.device).shared_bytes)
     own = tile.rows if gate is None else tile.rows // 2
     launcher(dot_rows, (triton.cdiv(out_size, own), tile.splits))(
         given,

@@ -1,7 +1,8 @@
 """The operations of ops.py for CUDA, most of them one kernel in the Triton language.
 
 Reading the weights takes most of a decode step's time, so each projection is one kernel with its
-norm, bias and activation: gemv.py for one row, dot.py for a few. cuBLAS multiplies more rows.
+norm, bias and activation: gemv.py for one row, dot.py for a few. cuBLAS multiplies more rows; see
+many_rows.py.
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ from launcher_scripts.kernels.cuda.embedding import begin_step as begin_step
 from launcher_scripts.kernels.cuda.embedding import embed as embed
 from launcher_scripts.kernels.cuda.gemv import row_accumulate, row_largest, row_product
 from launcher_scripts.kernels.cuda.gemv_heads import row_heads
-from launcher_scripts.kernels.cuda.int8 import dense
+from launcher_scripts.kernels.cuda.many_rows import (
+    dense,
+    many_rows,
+    multiplies_fp8,
+    products,
+)
 from launcher_scripts.kernels.cuda.norm import add_parts, fold_norm
 from launcher_scripts.kernels.cuda.norm import hidden as hidden
 from launcher_scripts.kernels.cuda.norm import norm as norm
@@ -81,16 +87,14 @@ def project(x: Tensor, linear: Linear) -> Tensor:
     """See reference.project."""
     if x.shape[0] == 1:
         return _row(x, linear, linear.dtype, "plain")
-    linear = dense(linear)
-    return functional.linear(_normalized(x, linear), linear.weight, linear.bias)
+    return many_rows(_normalized(x, linear), linear)
 
 
 def project_add(x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
     """See reference.project_add."""
     if x.shape[0] == 1:
         return _row(x, linear, torch.float32, "add", onto=Hidden(residual, residual))
-    linear = dense(linear)
-    return residual + functional.linear(x, linear.weight, linear.bias)
+    return residual + many_rows(x, linear)
 
 
 def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tensor:
@@ -99,20 +103,20 @@ def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tenso
         kind = "up" if gate is None else "gated"
         without = None if gate is None else gate.without_norm()
         return _row(x, up, up.dtype, kind, gate=without, activation=activation)
-    up, gate = dense(up), gate and dense(gate)
-    normalized = _normalized(x, up)
-    hidden = ACTIVATIONS[activation](functional.linear(normalized, up.weight, up.bias))
-    if gate is None:
-        return hidden
-    return hidden * functional.linear(normalized, gate.weight, gate.bias)
+    linears = (up,) if gate is None else (up, gate)
+    inner, *factors = products(_normalized(x, up), linears)
+    hidden = ACTIVATIONS[activation](inner)
+    return hidden * factors[0] if factors else hidden
 
 
 def logits(x: Tensor, head: Linear) -> Tensor:
     """See reference.logits."""
     if x.shape[0] == 1:
         return _row(x, head, torch.float32, "plain")
-    head = dense(head)
     normalized = _normalized(x, head)
+    if multiplies_fp8(normalized, head):
+        return many_rows(normalized, head).float()
+    head = dense(head)
     if normalized.dtype == torch.float32 or not traits_of(x.device).adds_in_float32:
         bias = None if head.bias is None else head.bias.float()
         return functional.linear(normalized.float(), head.weight.float(), bias)
@@ -234,12 +238,6 @@ def _few_rows_in_parts(x: Tensor, linear: Linear, kind: str) -> tuple[Tensor, in
     return many_rows(x, linear), 1
 
 
-def many_rows(x: Tensor, linear: Linear) -> Tensor:
-    """linear(x) as cuBLAS has it, its norm aside."""
-    linear = dense(linear)
-    return functional.linear(x, linear.weight, linear.bias)
-
-
 def project_hidden(x: Hidden, linear: Linear) -> Tensor:
     """See reference.project_hidden."""
     if fits(x.operand):
@@ -257,10 +255,10 @@ def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tenso
     if fits(x.operand):
         return dot_product(x.operand, up, kind, gate=gate, activation=activation)
     if x.operand.shape[0] > 1:
-        inner = many_rows(x.operand, up)
         if gate is None:
-            return ACTIVATIONS[activation](inner)
-        return gated(inner, many_rows(x.operand, gate), activation)
+            return ACTIVATIONS[activation](many_rows(x.operand, up))
+        inner, factors = products(x.operand, (up, gate))
+        return gated(inner, factors, activation)
     out = x.operand.new_empty(1, up.weight.shape[0])
     row_product(x, up, out, kind, gate=gate, activation=activation, launch=pdl_options(out))
     return out

@@ -244,7 +244,7 @@ def row_product(
     """
     operand = x.operand
     out_size, in_size = linear.weight.shape
-    tile = row_tile(kind, out_size, in_size, linear.in_bytes)
+    tile = row_tile(kind, out_size, in_size, linear.quantization)
     programs = triton.cdiv(out_size, tile.rows)
     found = None if norm_of_next is None else empty_stats(programs, out.device)
     other = linear if gate is None else gate
@@ -309,7 +309,7 @@ def row_largest(
     """reference.largest for one row."""
     operand = x.operand
     in_size = head.weight.shape[1]
-    tile = row_tile("largest", head.weight.shape[0], in_size, head.in_bytes)
+    tile = row_tile("largest", head.weight.shape[0], in_size, head.quantization)
     parts = triton.cdiv(held, tile.rows)
     found = torch.empty(parts, device=operand.device)
     places = torch.empty(parts, dtype=torch.int32, device=operand.device)

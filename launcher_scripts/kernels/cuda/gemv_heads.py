@@ -150,7 +150,7 @@ def row_heads(
     """reference.project_heads for one row."""
     operand = x.operand
     out_size, in_size = linear.weight.shape
-    tile = row_tile("heads", out_size, in_size, linear.in_bytes)
+    tile = row_tile("heads", out_size, in_size, linear.quantization)
     query = operand.new_empty(1, heads.num_heads, heads.head_size)
     cosines, sines = (operand, operand) if rotary is None else rotary
     launcher(gemv_heads, (triton.cdiv(out_size // 2, tile.rows),))(

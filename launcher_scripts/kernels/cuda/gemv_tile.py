@@ -2,10 +2,11 @@
 
 The weight is read in wide pieces, each once.
 
-A weight in bytes is q * scale of its row. No instruction makes numbers of bytes at the speed they
-are read. But the bits of a small integer are a float32, too, of that many of its smallest steps of
-2^-149; multipliers take those as they are. So the kernel multiplies the numbers whose bits are
-q + 128, of which none is negative, with an x made large, and takes 128 times the sum of x off.
+A weight in bytes is q * scale of its row. One instruction makes float16 of two e4m3. None makes
+numbers of int8 at the speed they are read. But the bits of a small integer are a float32, too,
+of that many of its smallest steps of 2^-149; multipliers take those as they are. So the kernel
+multiplies the numbers whose bits are q + 128, of which none is negative, with an x made large, and
+takes 128 times the sum of x off.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def load_tile(
 
 @triton.jit
 def _without_sign(tile, PACKED: tl.constexpr):
-    """Bytes q as q + 128. With PACKED four at a time, as they were loaded: the compiler does not
+    """int8 q as q + 128. With PACKED four at a time, as they were loaded: the compiler does not
     see that by itself."""
     if tile.dtype == tl.int8:
         if PACKED:
@@ -54,8 +55,8 @@ def _without_sign(tile, PACKED: tl.constexpr):
 
 @triton.jit
 def _eighths(tile, piece, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Products summed eight at a time, as the threads hold them; of bytes, with the numbers whose
-    bits they are."""
+    """Products summed eight at a time, as the threads hold them; of int8 without a sign, with the
+    numbers whose bits they are."""
     if tile.dtype == tl.uint8:
         values = tile.to(tl.uint32).to(tl.float32, bitcast=True)
     else:
@@ -91,7 +92,7 @@ def multiply(
     columns = tl.arange(0, BLOCK)[None, :]
     base = row_places(rows, columns, IN)
     other_base = row_places(other_rows, columns, IN)
-    in_bytes: tl.constexpr = weight.dtype.element_ty == tl.int8
+    is_int8: tl.constexpr = weight.dtype.element_ty == tl.int8
     product = tl.zeros([ROWS, BLOCK // PER_LOAD], tl.float32)
     other = tl.zeros([ROWS, BLOCK // PER_LOAD], tl.float32)
     zeros = tl.zeros([1, BLOCK // PER_LOAD], tl.float32)
@@ -102,7 +103,7 @@ def multiply(
             coming = load_tile(weight, base, rows, columns, first + BLOCK, OUT, IN, False)
             coming = _without_sign(coming, PACKED)
             piece = _piece(x, columns, first, IN, IN % BLOCK == 0)
-            if in_bytes:
+            if is_int8:
                 zeros += _eighths(piece, 1.0, 1, BLOCK)
                 piece *= RAISED
             product += _eighths(tile, piece, ROWS, BLOCK)
@@ -127,13 +128,13 @@ def multiply(
                     )
                     other_tile = _without_sign(other_tile, PACKED)
             piece = _piece(x, columns, first, IN, inside)
-            if in_bytes:
+            if is_int8:
                 zeros += _eighths(piece, 1.0, 1, BLOCK)
                 piece *= RAISED
             product += _eighths(tile, piece, ROWS, BLOCK)
             if PAIRED:
                 other += _eighths(other_tile, piece, ROWS, BLOCK)
-    if in_bytes:
+    if is_int8:
         product = product * LOWERED - zeros * ZERO_POINT
         other = other * LOWERED - zeros * ZERO_POINT
     return tl.sum(product, 1), tl.sum(other, 1)
@@ -162,6 +163,6 @@ def vector(values, rows, OUT: tl.constexpr, PRESENT: tl.constexpr):
 def scales_of(scales, weight, rows, OUT: tl.constexpr):
     """What the products of a weight's rows are multiplied by: ones, but for a weight in bytes."""
     found = tl.full(rows.shape, 1.0, tl.float32)
-    if weight.dtype.element_ty == tl.int8:
+    if weight.dtype.element_ty.primitive_bitwidth == 8:
         found = tl.load(scales + rows, mask=rows < OUT, other=0.0)
     return found

@@ -16,21 +16,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options
-from launcher_scripts.kernels.operands import Linear
 
 BASE = tl.constexpr(256)
 LARGEST = tl.constexpr(127 * 256 + 127)
-
-
-@triton.jit
-def widen(weight, scale, out, size, BLOCK: tl.constexpr):
-    """One program: BLOCK weights of one row, times the row's scale."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < size
-    values = tl.load(weight + row * size + columns, mask=inside, other=0).to(tl.float32)
-    values *= tl.load(scale + row)
-    tl.store(out + row * size + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -63,7 +51,7 @@ def load_piece(weights, held, EVEN: tl.constexpr):
     if EVEN:
         tile = tl.load(weights, eviction_policy="evict_first")
     else:
-        tile = tl.load(weights, mask=held, other=0, eviction_policy="evict_first")
+        tile = tl.load(weights, mask=held, other=0.0, eviction_policy="evict_first")
     return tile
 
 
@@ -102,19 +90,6 @@ def dot_hi_lo_int8(
         low = tl.dot(tile, lows, low, out_dtype=tl.int32)
     step = tl.load(steps + batch, mask=batch < count, other=0.0)[None, :]
     return (high.to(tl.float32) * BASE + low.to(tl.float32)) * step
-
-
-def dense(linear: Linear) -> Linear:
-    """See reference.dense. The weight in the compute type lives as long as the operation."""
-    if linear.scale is None:
-        return linear
-    rows, size = linear.weight.shape
-    weight = torch.empty(rows, size, dtype=linear.dtype, device=linear.weight.device)
-    block = min(4096, triton.next_power_of_2(size))
-    launcher(widen, (rows, triton.cdiv(size, block)))(
-        linear.weight, linear.scale, weight, size, BLOCK=block, num_warps=4
-    )
-    return Linear(weight, linear.bias, linear.norm)
 
 
 def split_hi_lo_int8(x: Tensor) -> tuple[Tensor, Tensor]:

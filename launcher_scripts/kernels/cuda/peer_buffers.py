@@ -211,7 +211,7 @@ def fits_buffers(x: Tensor, linear: Linear, buffers: PeerBuffers) -> bool:
 def send_product(x: Tensor, linear: Linear, buffers: PeerBuffers) -> None:
     """linear(x) [1, out] without its bias, to every rank's buffer."""
     out_size, in_size = linear.weight.shape
-    tile = row_tile("add", out_size, in_size, linear.in_bytes)
+    tile = row_tile("add", out_size, in_size, linear.quantization)
     launcher(gemv_to_peers, (triton.cdiv(out_size, tile.rows),))(
         x,
         linear.weight,

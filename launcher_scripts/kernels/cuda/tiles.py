@@ -2,7 +2,8 @@
 
 The table says what it was measured on; `python3 -m benchmarks.tune` measures it again. A key is a
 product's kind and its weight's shape, "up 16384x4096", or its inputs alone, "up 4096", which holds
-for other shapes. What it does not name gets a tile by rule.
+for other shapes. Weights in bytes have parts of their own; what fp8's lack, int8's have. What the
+table does not name gets a tile by rule.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import json
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from launcher_scripts.models.repository import Quantization
 
 TABLE = Path(__file__).with_name("tiles.json")
 PAIRED = ("heads", "gated")  # two rows of the weight for every row of the tile
@@ -37,44 +40,53 @@ class DotTile(NamedTuple):
     splits: int
     prefetch: int = 0
 
-    def fitting(self, batch: int, in_bytes: bool, shared_bytes: int) -> DotTile:
+    def fitting(self, batch: int, weight_bytes: int, shared_bytes: int) -> DotTile:
         """With no more pieces on their way than a program's shared memory holds.
 
-        A piece has `rows` of the weight and `batch` of the inputs, which an int8 weight meets as
-        a high and a low int8; tiles are measured with fewer rows of inputs than there may be.
+        A piece has `rows` of the weight, of weight_bytes each, and `batch` of the inputs: two bytes
+        each, which for int8 are a high and a low one. Tiles are measured with fewer rows of inputs
+        than there may be.
         """
-        piece = self.block * (self.rows + 2 * batch if in_bytes else 2 * (self.rows + batch))
+        piece = self.block * (self.rows * weight_bytes + 2 * batch)
         return self._replace(stages=max(1, min(self.stages, shared_bytes // piece)))
 
 
 @cache
-def dot_tile(kind: str, out_size: int, in_size: int, in_bytes: bool = False) -> DotTile:
+def dot_tile(
+    kind: str, out_size: int, in_size: int, quantization: Quantization | None = None
+) -> DotTile:
     """The tile of a product with a few rows: kind is plain, heads, query, add, up, gated
-    or largest; in_bytes: the weight is."""
-    found = _known("dot_products", kind, out_size, in_size, in_bytes)
+    or largest; quantization: the weight's."""
+    found = _known("dot_products", kind, out_size, in_size, quantization)
     if found:
         return DotTile(*found)
-    return DotTile(64, 256 if in_bytes else 128, 4, 4, 4 if kind == "add" else 1)
+    return DotTile(64, 256 if quantization else 128, 4, 4, 4 if kind == "add" else 1)
 
 
 @cache
-def row_tile(kind: str, out_size: int, in_size: int, in_bytes: bool = False) -> RowTile:
+def row_tile(
+    kind: str, out_size: int, in_size: int, quantization: Quantization | None = None
+) -> RowTile:
     """The tile of a product with one row: kind is plain, add, up, gated, heads or largest;
-    in_bytes: the weight is."""
-    found = _known("row_products", kind, out_size, in_size, in_bytes)
-    return RowTile(*found) if found else _row_rule(kind, in_size, in_bytes)
+    quantization: the weight's."""
+    found = _known("row_products", kind, out_size, in_size, quantization)
+    return RowTile(*found) if found else _row_rule(kind, in_size, quantization)
 
 
 def _known(
-    products: str, kind: str, out_size: int, in_size: int, in_bytes: bool
+    products: str, kind: str, out_size: int, in_size: int, quantization: Quantization | None
 ) -> list[Any] | None:
-    known = table()[part(products, in_bytes)]
-    return known.get(f"{kind} {out_size}x{in_size}") or known.get(f"{kind} {in_size}")
+    parts = [part(products, quantization)]
+    if quantization == "fp8":
+        parts.append(part(products, "int8"))
+    keys = (f"{kind} {out_size}x{in_size}", f"{kind} {in_size}")
+    known = (table().get(name, {}).get(key) for name in parts for key in keys)
+    return next(filter(None, known), None)
 
 
-def part(products: str, in_bytes: bool) -> str:
+def part(products: str, quantization: Quantization | None) -> str:
     """Where the table has tiles of row_products or dot_products."""
-    return f"byte_{products}" if in_bytes else products
+    return f"{quantization}_{products}" if quantization else products
 
 
 @cache
@@ -90,8 +102,8 @@ def forget() -> None:
         function.cache_clear()
 
 
-def _row_rule(kind: str, in_size: int, in_bytes: bool) -> RowTile:
-    rows = (8 if in_bytes else 4) // (2 if kind in PAIRED else 1)
+def _row_rule(kind: str, in_size: int, quantization: Quantization | None) -> RowTile:
+    rows = (8 if quantization else 4) // (2 if kind in PAIRED else 1)
     if in_size >= 4096:
         return RowTile(rows, 2048, 8, in_size > 12288)
     block = 1024

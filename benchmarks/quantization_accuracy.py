@@ -1,10 +1,11 @@
-"""What int8_mode 1 costs in accuracy and saves in memory, on trained models.
+"""What weights in bytes cost in accuracy and save in memory, on trained models.
 
-    python3 -m benchmarks.int8_accuracy --pairs SHARED/data/multi30k_en-de \
+    python3 -m benchmarks.quantization_accuracy --pairs SHARED/data/multi30k_en-de \
         --translator SHARED/fixtures/hf/t5_multi30k
 
 prints a table: BLEU of a T5's greedy translations of Multi30k's test pairs, and LAMBADA (the first
-200 items) on the GPT that the quickstart's package carries, each with whole and with int8 weights.
+200 items) on the GPT that the quickstart's package carries, each with whole weights and with those
+in bytes.
 """
 
 from __future__ import annotations
@@ -29,9 +30,14 @@ from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.runner.loading import load_weights, open_checkpoint
 from launcher_scripts.evaluation.tasks import lambada
+from launcher_scripts.models.repository import QUANTIZATIONS
 from launcher_scripts.steps.quickstart import gguf_file
 
-CONFIGURATIONS = (("fp32", 0), ("fp32", 1), ("bf16", 0), ("bf16", 1))
+CONFIGURATIONS = [
+    (data_type, quantization)
+    for data_type in ("fp32", "bf16")
+    for quantization in (None, *QUANTIZATIONS.values())
+]
 LAMBADA_ITEMS = Path(lambada.__file__).parents[1] / "data" / "lambada_first200.jsonl"
 MOST_TOKENS = 64
 
@@ -131,15 +137,23 @@ def measure_gpt(folder: Path) -> Iterator[str]:
 
 
 def configurations(folder: Path) -> Iterator[EngineSettings]:
-    for data_type, int8_mode in CONFIGURATIONS:
+    for data_type, quantization in CONFIGURATIONS:
         yield EngineSettings(
-            folder, data_type=data_type, device="cpu", int8_mode=int8_mode, max_batch_size=64
+            folder, data_type=data_type, device="cpu", quantization=quantization, max_batch_size=64
         )
 
 
 def row(name: str, settings: EngineSettings, figure: str, differing: str) -> str:
     layers, whole = (f"{size / 1e6:.1f}" for size in layer_bytes(settings))
-    cells = (name, settings.data_type, settings.int8_mode, figure, differing, layers, whole)
+    cells = (
+        name,
+        settings.data_type,
+        settings.quantization or "",
+        figure,
+        differing,
+        layers,
+        whole,
+    )
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
@@ -148,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--translator", type=Path, help="folder of a Hugging Face T5")
     parser.add_argument("--pairs", type=Path, help="folder with test_2016_flickr.{en,de}.gz")
     arguments = parser.parse_args(argv)
-    head = ("model", "data_type", "int8_mode", "figure", "answers unlike fp32")
+    head = ("model", "data_type", "quantization", "figure", "answers unlike fp32")
     print("| " + " | ".join((*head, "layers, MB", "all, MB")) + " |\n" + "|---" * 7 + "|")
     with tempfile.TemporaryDirectory() as place:
         if arguments.translator:

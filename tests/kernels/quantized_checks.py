@@ -10,12 +10,20 @@ triton = pytest.importorskip("triton")
 from launcher_scripts.kernels import reference  # noqa: E402
 from launcher_scripts.kernels.cuda import fused, peer_buffers  # noqa: E402
 from launcher_scripts.kernels.cuda.int8 import split_hi_lo_int8  # noqa: E402
+from launcher_scripts.kernels.cuda.many_rows import fp8_rows, multiplies_fp8  # noqa: E402
 from launcher_scripts.kernels.operands import Heads, Linear, Norm, StepRows  # noqa: E402
-from launcher_scripts.kernels.quantization import quantized  # noqa: E402
+from launcher_scripts.kernels.quantization import (  # noqa: E402
+    BYTE_TYPES,
+    dequantized,
+    quantized,
+    quantized_rows,
+)
+from launcher_scripts.models.repository import Quantization  # noqa: E402
 from tests.kernels import kernel_checks  # noqa: E402
 from tests.kernels.kernel_checks import (  # noqa: E402
     DEVICE,
     DOT_TYPES,
+    INTERPRETED,
     SIZES,
     assert_close,
     hidden_pair,
@@ -27,6 +35,8 @@ from tests.kernels.kernel_checks import (  # noqa: E402
 
 pytestmark = kernel_checks.pytestmark
 NORMS = ["layernorm", "rmsnorm", None]
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+BOTH = pytest.mark.parametrize("quantization", list(BYTE_TYPES))
 
 
 @pytest.fixture(autouse=True)
@@ -35,27 +45,33 @@ def seeded():
 
 
 def make_linear(
-    out: int, size: int, norm: Norm | None, bias: bool, compute: torch.dtype = torch.float32
+    quantization: Quantization,
+    out: int,
+    size: int,
+    norm: Norm | None,
+    bias: bool,
+    compute: torch.dtype = torch.float32,
 ) -> Linear:
     """Outputs of very different sizes, one of them without weights."""
     linear = kernel_checks.make_linear(out, size, norm, bias, torch.float32)
     sizes = 10.0 ** torch.randint(-2, 2, (out, 1), device=DEVICE)
     sizes[1] = 0.0
     bias = None if linear.bias is None else linear.bias.to(compute)
-    return quantized(Linear(linear.weight * sizes, bias, norm), compute)
+    return quantized(Linear(linear.weight * sizes, bias, norm), compute, quantization)
 
 
 def made_norm(kind: str | None, size: int) -> Norm | None:
     return None if kind is None else make_norm(kind, size)
 
 
+@BOTH
 @pytest.mark.parametrize("dtype", DOT_TYPES)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_the_general_operations(rows, dtype):
+def test_the_general_operations(quantization, rows, dtype):
     size = SIZES[1]
     norm = make_norm("rmsnorm", size[0])
-    up, gate = (make_linear(size[1], size[0], norm, True, dtype) for _ in range(2))
-    down = make_linear(size[0], size[1], None, True, dtype)
+    up, gate = (make_linear(quantization, size[1], size[0], norm, True, dtype) for _ in range(2))
+    down = make_linear(quantization, size[0], size[1], None, True, dtype)
     x = random(rows, size[0])
     assert_close(fused.project(x, up), reference.project(x, up), dtype)
     inner = reference.mlp_up(x, up, gate, "silu")
@@ -65,38 +81,43 @@ def test_the_general_operations(rows, dtype):
     assert_close(fused.logits(x, up), reference.logits(x, up), dtype)
 
 
+@BOTH
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DOT_TYPES)
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("rows", [1, 3, 70])
-def test_project_hidden(rows, kind, dtype, size):
-    linear = make_linear(size[1], size[0], made_norm(kind, size[0]), kind != "rmsnorm", dtype)
+def test_project_hidden(quantization, rows, kind, dtype, size):
+    linear = make_linear(
+        quantization, size[1], size[0], made_norm(kind, size[0]), kind != "rmsnorm", dtype
+    )
     mine, theirs = hidden_pair(rows, linear)
     got = fused.project_hidden(mine, fused.prepare(linear))
     assert_close(got, reference.project_hidden(theirs, reference.prepare(linear)), dtype)
 
 
+@BOTH
 @pytest.mark.parametrize("dtype", DOT_TYPES)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("rows", [1, 3, 70])
-def test_expand(rows, kind, gated, dtype):
+def test_expand(quantization, rows, kind, gated, dtype):
     size = SIZES[1]
     norm = make_norm(kind, size[0])
-    up, gate = (make_linear(size[1], size[0], norm, True, dtype) for _ in range(2))
+    up, gate = (make_linear(quantization, size[1], size[0], norm, True, dtype) for _ in range(2))
     mine, theirs = hidden_pair(rows, up)
     prepared = fused.prepare(gate) if gated else None
     got = fused.expand(mine, fused.prepare(up), prepared, "silu")
     assert_close(got, reference.expand(theirs, up, gate if gated else None, "silu"), dtype)
 
 
+@BOTH
 @pytest.mark.parametrize("dtype", DOT_TYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_sums(rows, bias, dtype):
+def test_sums(quantization, rows, bias, dtype):
     """Into the residual, and of a rank's part."""
     size = SIZES[0]
-    linear = make_linear(size[1], size[0], None, bias, dtype)
+    linear = make_linear(quantization, size[1], size[0], None, bias, dtype)
     norm = make_norm("layernorm", size[1])
     x, exact = random(rows, size[0], dtype=dtype), random(rows, size[1])
     got = fused.accumulate(x, linear, fused.hidden(exact, norm, dtype), norm)
@@ -106,11 +127,12 @@ def test_sums(rows, bias, dtype):
     assert_close(got, want, dtype)
 
 
+@BOTH
 @pytest.mark.parametrize("dtype", DOT_TYPES)
-def test_sums_through_peer_buffers(dtype):
+def test_sums_through_peer_buffers(quantization, dtype):
     size = SIZES[1]
     buffers = kernel_checks.make_peer_buffers(2, size[1])
-    linears = [make_linear(size[1], size[0], None, True, dtype) for _ in buffers]
+    linears = [make_linear(quantization, size[1], size[0], None, True, dtype) for _ in buffers]
     norm = make_norm("rmsnorm", size[1])
     onto = fused.hidden(random(1, size[1]), norm, dtype)
     want = onto.exact + linears[0].bias
@@ -122,12 +144,13 @@ def test_sums_through_peer_buffers(dtype):
     assert_close(got.exact, want, dtype)
 
 
+@BOTH
 @pytest.mark.parametrize("rotary_size", [0, 8])
 @pytest.mark.parametrize("dtype", DOT_TYPES)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_attend_own(rows, dtype, rotary_size):
+def test_attend_own(quantization, rows, dtype, rotary_size):
     heads, size = Heads(4, 2, 12), SIZES[1][0]
-    linear = make_linear(8 * 12, size, make_norm("layernorm", size), True, dtype)
+    linear = make_linear(quantization, 8 * 12, size, make_norm("layernorm", size), True, dtype)
     positions = torch.tensor([5, 0, 9][:rows], device=DEVICE)
     starts = torch.tensor([2, 19, 8][:rows], device=DEVICE)
     step = StepRows(starts, positions, positions + 1)
@@ -148,23 +171,27 @@ def test_attend_own(rows, dtype, rotary_size):
     assert_close(got, want, dtype)
 
 
+@BOTH
 @pytest.mark.parametrize("rows", [1, 3])
-def test_what_lies_behind_a_weight_is_not_read(rows):
-    """The tile reaches beyond the last row and column; there are the largest bytes."""
+def test_what_lies_behind_a_weight_is_not_read(quantization, rows):
+    """The tile reaches beyond the last row and column; there are the largest numbers."""
     size = SIZES[1]
-    linear = make_linear(size[1], size[0], None, False)
-    whole = torch.full((size[1] + 7, size[0]), -128, dtype=torch.int8, device=DEVICE)
+    linear = make_linear(quantization, size[1], size[0], None, False)
+    dtype, most = BYTE_TYPES[quantization]
+    whole = torch.full((size[1] + 7, size[0]), -most, device=DEVICE).to(dtype)
     whole[: size[1]] = linear.weight
     held = Linear(whole[: size[1]], scale=linear.scale, compute=linear.compute)
     x = random(rows, size[0])
     assert torch.equal(fused.project(x, held), fused.project(x, linear))
 
 
+@BOTH
 @pytest.mark.parametrize("large", [1e-15, 1e-3, 1e12])
-def test_inputs_of_all_sizes(large):
-    """Bytes are multiplied as the smallest numbers there are; no product is lost."""
-    linear = make_linear(40, 48, None, False)
-    assert int(linear.weight.min()) < 0 < int(linear.weight.max())
+def test_inputs_of_all_sizes(quantization, large):
+    """int8 is multiplied as the smallest numbers there are; no product is lost."""
+    linear = make_linear(quantization, 40, 48, None, False)
+    weight = linear.weight.float()
+    assert float(weight.min()) < 0 < float(weight.max())
     x = random(1, 48) * large
     assert_close(fused.project(x, linear), reference.project(x, linear), torch.float32)
 
@@ -181,3 +208,41 @@ def test_high_low_and_step_make_a_value(dtype):
     largest = x.float().abs().amax(1)
     assert torch.allclose(steps[[0, 1, 3]] * 32639, largest[[0, 1, 3]])
     assert not hi_lo[:, 2].any()
+
+
+@pytest.mark.parametrize("dtype", DOT_TYPES)
+def test_rows_in_fp8(dtype):
+    """Rounded to the nearest; by the interpreter towards zero."""
+    sizes = torch.tensor([[1.0], [1e4], [0.0], [1e-3]], device=DEVICE)
+    x = (random(4, 37) * sizes).to(dtype)
+    rows, scales = fp8_rows(x)
+    assert torch.allclose(scales, quantized_rows(x, "fp8")[1])
+    error = (dequantized(rows, scales) - x.float()).abs()
+    most = x.float().abs() / 16 + 2.0**-10 * scales[:, None]
+    assert bool((error <= (2 if INTERPRETED else 1.001) * most).all())
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", DOT_TYPES)
+@pytest.mark.parametrize("size", SIZES[:2])
+@pytest.mark.parametrize("rows", (1, 9, 65) if INTERPRETED else (1, 2, 8, 33, 64, 65, 128))
+def test_against_float64(quantization, rows, dtype, size):
+    """The weight as it was rounded, times inputs that only a product in fp8 rounds."""
+    linear = make_linear(quantization, size[1], size[0], None, True, dtype)
+    x = random(rows, size[0], dtype=dtype)
+    state = fused.hidden(x.float(), None, dtype)
+    got = fused.project_hidden(state, fused.prepare(linear)).double()
+    exact = x.double() @ dequantized(linear.weight, linear.scale).double().t()
+    want = exact + linear.bias.double()
+    rounds = multiplies_fp8(x, linear)
+    whole = size[0] % 16 == size[1] % 16 == 0
+    assert rounds == (
+        quantization == "fp8" and rows > 64 and whole and dtype == torch.bfloat16 and HOPPER
+    )
+    error = (got - want).norm() / want.norm()
+    assert error <= (4e-2 if rounds else {torch.float32: 2e-6}.get(dtype, 4e-3))
+    if rounds:
+        rounded = dequantized(*quantized_rows(x, "fp8")).double()
+        exact = rounded @ dequantized(linear.weight, linear.scale).double().t()
+        error = (got - exact - linear.bias.double()).norm() / want.norm()
+        assert 0 < error <= 4e-3

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.int8_checks import *  # noqa: F403
+from tests.kernels.quantized_checks import *  # noqa: F403
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]

@@ -1,0 +1,110 @@
+"""A weight times more rows than dot.py takes: cuBLAS, and what weights in bytes need before it.
+
+An e4m3 weight is multiplied as it is where the GPU can. Then the inputs are e4m3, too, each row
+with a scale of its own. Any other weight in bytes is in the compute type for the operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from launcher_scripts.kernels.cuda.compiling import launcher
+from launcher_scripts.kernels.cuda.device_traits import traits_of
+from launcher_scripts.kernels.cuda.dot import MOST_ROWS
+from launcher_scripts.kernels.operands import Linear
+
+LARGEST = tl.constexpr(448.0)  # of e4m3
+MULTIPLE = 16  # of which torch._scaled_mm wants both of a weight's sizes
+
+
+@triton.jit
+def widen(weight, scale, out, size, BLOCK: tl.constexpr):
+    """One program: BLOCK weights of one row, times the row's scale."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    values = tl.load(weight + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    values *= tl.load(scale + row)
+    tl.store(out + row * size + columns, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def quantize_rows(x, out, scales, size, BLOCK: tl.constexpr):
+    """One program: one row of x [N, size] as e4m3 [size] times a scale."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    values = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(values), 0)
+    scale = tl.where(largest > 0, largest, 1.0) / LARGEST
+    tl.store(out + row * size + columns, (values / scale).to(out.dtype.element_ty), mask=inside)
+    tl.store(scales + row, scale)
+
+
+def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """quantization.quantized_rows to fp8 of x [N, in]."""
+    count, size = x.shape
+    rows = torch.empty(count, size, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(count, device=x.device)
+    block = triton.next_power_of_2(size)
+    warps = max(1, min(32, block // 512))
+    launcher(quantize_rows, (count,))(x, rows, scales, size, BLOCK=block, num_warps=warps)
+    return rows, scales
+
+
+def multiplies_fp8(x: Tensor, linear: Linear) -> bool:
+    """Whether linear(x) rounds its inputs x [N, in] to e4m3."""
+    return (
+        linear.quantization == "fp8"
+        and x.shape[0] > MOST_ROWS
+        and x.dtype == torch.bfloat16
+        and all(size % MULTIPLE == 0 for size in linear.weight.shape)
+        and traits_of(x.device).has_fp8_products
+    )
+
+
+def many_rows(x: Tensor, linear: Linear) -> Tensor:
+    """linear(x) [N, out], its norm aside."""
+    return products(x, (linear,))[0]
+
+
+def products(x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
+    """linear(x) [N, out] of several linears with weights of one shape and type, norms aside."""
+    if not multiplies_fp8(x, linears[0]):
+        whole = [dense(linear) for linear in linears]
+        return [functional.linear(x, linear.weight, linear.bias) for linear in whole]
+    rows, scales = fp8_rows(x)
+    return [_scaled_product(rows, scales, linear) for linear in linears]
+
+
+def _scaled_product(rows: Tensor, scales: Tensor, linear: Linear) -> Tensor:
+    if linear.scale is None:
+        raise ValueError("the weight has no scales")
+    return torch._scaled_mm(
+        rows,
+        linear.weight.t(),
+        scale_a=scales[:, None],
+        scale_b=linear.scale[None],
+        bias=linear.bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+
+
+def dense(linear: Linear) -> Linear:
+    """The same projection with its weight in the compute type, as long as the operation lives."""
+    if linear.scale is None:
+        return linear
+    rows, size = linear.weight.shape
+    weight = torch.empty(rows, size, dtype=linear.dtype, device=linear.weight.device)
+    block = min(4096, triton.next_power_of_2(size))
+    launcher(widen, (rows, triton.cdiv(size, block)))(
+        linear.weight, linear.scale, weight, size, BLOCK=block, num_warps=4
+    )
+    return Linear(weight, linear.bias, linear.norm)
