@@ -30,6 +30,7 @@ from benchmarks.generate import (
 )
 from benchmarks.shapes import CONFIGS
 from benchmarks.steps import step_ms
+from launcher_scripts.common.quantization import QUANTIZATIONS, Quantization
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.plan import PrefillPart, RowStart
 from launcher_scripts.engine.distributed.communicator import Communicator
@@ -40,7 +41,6 @@ from launcher_scripts.engine.runner.loading import assemble_runner, prepare_proc
 from launcher_scripts.engine.runner.prompt_batch import Nowhere, PackedPrompts, unpacked
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.models.gpt import GPTConfig
-from launcher_scripts.models.repository import QUANTIZATIONS, Quantization
 from launcher_scripts.models.t5 import T5Config
 
 GPT_CASES = ((1, 80), (1, 1024), (8, 80), (32, 80), (128, 80))

@@ -26,6 +26,7 @@ from torch.nn import functional
 from benchmarks.plain_torch import PlainTorchGPT
 from benchmarks.shapes import SHAPES
 from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.quantization import Quantization
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.engine import Engine, EngineSettings
@@ -35,7 +36,6 @@ from launcher_scripts.engine.runner.loading import assemble_runner, prepare_proc
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.kernels.operands import Linear
 from launcher_scripts.models.gpt import GPTConfig
-from launcher_scripts.models.repository import Quantization
 from launcher_scripts.models.t5 import T5Config
 
 DEVICE = torch.device("cuda", 0)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from launcher_scripts.common.quantization import QUANTIZATIONS
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
@@ -32,7 +33,6 @@ from launcher_scripts.kernels.operands import (
     StepRows,
 )
 from launcher_scripts.kernels.quantization import dequantized, quantized
-from launcher_scripts.models.repository import QUANTIZATIONS
 
 STATES = ("mean 0", "mean 1", "mean 10", "mean 100", "mean 1000")
 CHANNELS = ("channel 3e3", "channel 1e5", "channel 1e6")

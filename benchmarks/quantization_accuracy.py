@@ -24,13 +24,13 @@ import sacrebleu
 import torch
 
 from launcher_scripts.checkpoint.convert.export import export
+from launcher_scripts.common.quantization import QUANTIZATIONS
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.runner.loading import load_weights, open_checkpoint
 from launcher_scripts.evaluation.tasks import lambada
-from launcher_scripts.models.repository import QUANTIZATIONS
 from launcher_scripts.steps.quickstart import gguf_file
 
 CONFIGURATIONS = [

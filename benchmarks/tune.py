@@ -28,13 +28,13 @@ from benchmarks.generate import DEVICE, engine_settings, random_weights, release
 from benchmarks.shapes import MODERN, VOCABULARY, t5
 from benchmarks.steps import step_ms
 from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.quantization import QUANTIZATIONS, Quantization
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.runner.loading import assemble_runner, prepare_process
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.kernels.cuda import tiles
 from launcher_scripts.kernels.cuda.tiles import PAIRED, TABLE, DotTile, RowTile
 from launcher_scripts.models.gpt import GPTConfig
-from launcher_scripts.models.repository import QUANTIZATIONS, Quantization
 from launcher_scripts.models.t5 import T5Config
 
 SIZES = ("768:3072:64:12", "2048:8192:128:16", "4096:16384:128:32", "6144:24576:128:48")

@@ -14,6 +14,7 @@ from launcher_scripts.checkpoint.sources.nemo_config import find_checkpoint, rea
 from launcher_scripts.checkpoint.sources.nemo_tokenizer import check_tokenizer
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.quantization import quantization_of
 from launcher_scripts.config.options import values_of
 from launcher_scripts.config.schema import build
 from launcher_scripts.config.settings import (
@@ -23,7 +24,7 @@ from launcher_scripts.config.settings import (
     TokenizerSettings,
 )
 from launcher_scripts.models.family import check_division
-from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, TEXT_MODELS, quantization_of
+from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, TEXT_MODELS
 from stages.paths import absolute
 from stages.stage import Launch, Stage
 

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from launcher_scripts.cluster.job import Job, Resources
 from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.common.quantization import QUANTIZATIONS
 from launcher_scripts.config.ladder import LadderRung, LadderSettings, check_rungs
 from stages.checks import Checks
 from stages.deploy import Deploy
@@ -46,16 +47,17 @@ def configurations(config: DictConfig) -> Iterator[DictConfig]:
 def _rung(config: DictConfig, name: str) -> DictConfig:
     """The rung's precision, and names of its own for its folders and jobs."""
     model, serving = config.export.model, config.export.triton_deployment
-    data_type = str(serving.data_type) if name == "int8" else name
-    if name == "int8" and data_type not in _HALF_TYPES:
+    quantization = QUANTIZATIONS.get(name)
+    data_type = str(serving.data_type) if quantization else name
+    if quantization and data_type not in _HALF_TYPES:
         key = "export.triton_deployment.data_type"
-        what = "the rung int8 computes in the configured half type"
+        what = f"the rung {name} computes in the configured half type"
         raise ConfigError(problem(what, got=data_type, choices=_HALF_TYPES, change=key))
     model.weight_data_type = serving.data_type = data_type
-    serving.int8_mode = int(name == "int8")
+    serving.int8_mode, serving.quantization = 0, quantization
     model.reuse = not model.overwrite
     config.evaluate.ladder = [name]
-    if name == "int8":
+    if quantization:
         config.export.run.config_summary = f"{config.export.run.config_summary}_{name}"
     for stage in _STAGES:
         config[stage].run.name = f"{config[stage].run.name}_{name}"

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.common.exit_codes import ERROR
+from launcher_scripts.common.quantization import QUANTIZATIONS
 
-RUNGS = ("fp32", "bf16", "fp16", "int8")
+RUNGS = ("fp32", "bf16", "fp16", *QUANTIZATIONS)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from launcher_scripts.clients.connection import MOST_IN_FLIGHT
 from launcher_scripts.clients.models import find_models, parameter
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.common.errors import ConfigError, lookup, problem
+from launcher_scripts.common.quantization import quantization_of
 from launcher_scripts.config.security import ClientTls
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
@@ -153,8 +154,9 @@ class Client:
         """
         config = self._server.model_config(self.model_name)
         computed = parameter(config, "data_type") or "fp32"
-        if (parameter(config, "int8_mode") or "0") != "0":
-            return "int8"
+        mode, said = (parameter(config, name) for name in ("int8_mode", "quantization"))
+        if quantization := quantization_of(int(mode or 0), said, "{}"):
+            return quantization
         return max(weight_data_type, computed, key=("fp32", "fp16", "bf16").index)
 
     @cached_property

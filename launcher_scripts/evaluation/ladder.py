@@ -22,7 +22,7 @@ class LadderRow:
     """What is known of one precision.
 
     metrics: by "<task>.<metric>", in the order of the report
-    bytes:   of the weight files of all ranks, int8 matrices counted as such; None: not known
+    bytes:   of all ranks' weights, matrices as the server keeps them; None: not known
     tokens_per_second: the most of all measurements
     latency_p50_ms:    of the first measurement
     verdict: GO, NO-GO or INCONCLUSIVE; None: nobody judged

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.common.errors import LauncherError
+from launcher_scripts.common.quantization import quantization_of
 from launcher_scripts.evaluation.model_ini import read_model_ini
 from launcher_scripts.models.repository import config_parameters, served_models
 
@@ -25,7 +26,7 @@ def step_reads(ready: Mapping[str, Any], model_name: str) -> dict[str, float] | 
     """`step_bytes` of weights, `token_bytes` of keys and values per token of context, and `ranks`.
 
     step_bytes are those of all ranks together, of which `ranks` (tensor-parallel ones) read at
-    once. None where the repository cannot be read from here, for int8 weights, and for a model
+    once. None where the repository cannot be read from here, for quantized weights, and for a model
     that reads only a part of itself.
     """
     try:
@@ -35,7 +36,8 @@ def step_reads(ready: Mapping[str, Any], model_name: str) -> dict[str, float] | 
         parameters = config_parameters(text)
         ini = read_model_ini(model.checkpoint_dir)
         item_bytes = ITEM_BYTES[parameters["data_type"]]
-        if int(parameters.get("int8_mode", "0")) or _PARTIAL & set(_section(ini, "extension")):
+        mode, said = int(parameters.get("int8_mode", "0")), parameters.get("quantization")
+        if quantization_of(mode, said, "{}") or _PARTIAL & set(_section(ini, "extension")):
             return None
         weights, cached = _gpt(ini, model.checkpoint_dir) if "gpt" in ini else _t5(ini)
         main = ini["gpt" if "gpt" in ini else "decoder"]

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from launcher_scripts.models.repository import Quantization
+from launcher_scripts.common.quantization import Quantization
 
 QUERIES_PER_TILE = 64
 WIDEST_PROMPT_HEAD = 256  # that attention to prompts of several rows can take in one launch

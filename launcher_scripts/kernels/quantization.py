@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from launcher_scripts.common.quantization import Quantization
 from launcher_scripts.kernels.operands import Linear
-from launcher_scripts.models.repository import Quantization
 
 
 class ByteType(NamedTuple):

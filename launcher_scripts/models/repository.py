@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from launcher_scripts.common.errors import (
     CheckpointError,
-    ConfigError,
     ServerError,
-    lookup,
     problem,
 )
 from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.quantization import quantization_of
 
 _BACKEND = re.compile(r'\bbackend\s*:\s*"fastertransformer"')
 _PARAMETER = re.compile(
@@ -32,11 +30,6 @@ BACKEND_MODEL_TYPES = {
     "agm": "Agm",
     "bart": "BART",
 }
-Quantization = Literal["int8", "fp8"]
-# What can be made of the layers' matrices at load; fp8 is e4m3.
-QUANTIZATIONS: dict[str, Quantization] = {"int8": "int8", "fp8": "fp8"}
-# int8_mode of config.pbtxt -> what it means
-INT8_MODES = {0: "no quantization", 1: "int8 weights, made at load"}
 # The folders of the text models beside a model; a further model's carry its name in front.
 TEXT_MODELS = ("preprocessing", "postprocessing", "ensemble", "text")
 # Where Triton fetches a repository from by itself: S3, Google Cloud Storage, Azure Storage.
@@ -46,37 +39,6 @@ REMOTE_SCHEMES = ("s3://", "gs://", "as://")
 def is_remote(repository: str) -> bool:
     """Whether Triton fetches the repository itself, from a cloud storage."""
     return repository.startswith(REMOTE_SCHEMES)
-
-
-def quantization_of(int8_mode: int, said: str | None, place: str) -> Quantization | None:
-    """What int8_mode and quantization ask for; "" and None are no quantization.
-
-    Raises ConfigError for what the engine does not have (the modes 2 and 3 are
-    FasterTransformer's), and where one says something else than the other.
-
-    place: where both are said, with {} for their names
-    """
-    if int8_mode not in INT8_MODES:
-        raise ConfigError(
-            problem(
-                "this int8_mode is not supported",
-                got=int8_mode,
-                choices=[f"{number} ({meaning})" for number, meaning in INT8_MODES.items()],
-                change=place.format("int8_mode"),
-            )
-        )
-    change = place.format("quantization")
-    found = lookup(QUANTIZATIONS, said, change) if said else None
-    if int8_mode and found not in (None, "int8"):
-        raise ConfigError(
-            problem(
-                f"int8_mode {int8_mode} and quantization {found} exclude each other",
-                got="both",
-                choices=[f"int8_mode 0 with quantization {found}", "int8_mode 1 alone"],
-                change=f"{place.format('int8_mode')}, or {change}",
-            )
-        )
-    return "int8" if int8_mode else found
 
 
 def check_repository(repository: str) -> None:

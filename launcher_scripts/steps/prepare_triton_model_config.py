@@ -19,12 +19,12 @@ from launcher_scripts.checkpoint.repository.model_repository import ModelReposit
 from launcher_scripts.checkpoint.repository.served_types import fitting_model_types
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.quantization import quantization_of
 from launcher_scripts.config.options import described, option
 from launcher_scripts.config.settings import DATA_TYPES, ExportSettings, TokenizerSettings
 from launcher_scripts.models.repository import (
     BACKEND_MODEL_TYPES,
     config_parameters,
-    quantization_of,
     says_decoupled,
 )
 from launcher_scripts.steps.command import run_step

@@ -14,13 +14,14 @@ if __name__ == "__main__":
 
 from launcher_scripts.checkpoint.convert.manifest import FileEntry, read_manifest
 from launcher_scripts.common.errors import CheckpointError, ServerError
+from launcher_scripts.common.quantization import QUANTIZATIONS
 from launcher_scripts.config.ladder import LadderRung, LadderSettings
 from launcher_scripts.evaluation.ladder import choose, exit_code, ladder_table, read_row
 from launcher_scripts.evaluation.report import Report
 from launcher_scripts.steps.command import run_step
 
-_SCALE_BYTES = 4  # of an output channel of an int8 matrix
-_LAYERS = (".layers.", ".block.")  # in the names of what int8_mode quantizes
+_SCALE_BYTES = 4  # of an output channel of a matrix in bytes
+_LAYERS = (".layers.", ".block.")  # in the names of what is quantized
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +46,7 @@ def write(settings: LadderSettings) -> int:
 def weight_bytes(rung: LadderRung) -> int | None:
     """Bytes of the weight files of all ranks; None where no manifest tells.
 
-    The files of int8 hold a half type: what the server makes of their matrices is counted.
+    Where the server quantizes the files' matrices, what it makes of them is counted.
     """
     try:
         manifest = None if rung.checkpoint_dir is None else read_manifest(Path(rung.checkpoint_dir))
@@ -53,14 +54,16 @@ def weight_bytes(rung: LadderRung) -> int | None:
         return None
     if manifest is None:
         return None
-    int8 = rung.name == "int8"
-    return sum(_bytes(entry, int8=int8) for entry in manifest.files if entry.shape is not None)
+    in_bytes = rung.name in QUANTIZATIONS
+    return sum(
+        _bytes(entry, in_bytes=in_bytes) for entry in manifest.files if entry.shape is not None
+    )
 
 
-def _bytes(entry: FileEntry, *, int8: bool) -> int:
+def _bytes(entry: FileEntry, *, in_bytes: bool) -> int:
     shape = entry.shape or ()
     matrix = len(shape) > 1 and any(part in entry.name for part in _LAYERS)
-    if int8 and matrix:
+    if in_bytes and matrix:
         return math.prod(shape) + _SCALE_BYTES * math.prod(shape[1:])
     return entry.bytes
 

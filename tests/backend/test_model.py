@@ -323,6 +323,9 @@ def test_parameters_become_settings(tmp_path):
     assert got.enable_custom_all_reduce
     assert got.enable_prefix_caching
     assert not settings(tmp_path).enable_prefix_caching
+    assert settings(tmp_path).quantization is None
+    assert settings(tmp_path, int8_mode="1").quantization == "int8"
+    assert settings(tmp_path, int8_mode="0", quantization="fp8").quantization == "fp8"
     assert settings(tmp_path, enable_custom_all_reduce="True").enable_custom_all_reduce
     assert not settings(tmp_path, enable_custom_all_reduce="false").enable_custom_all_reduce
 
@@ -423,6 +426,8 @@ def test_sequence_batching_that_cannot_work_is_refused(changes, message):
         ({"model_type": "GPT-J"}, "unknown model_type; got 'GPT-J'; choices: GPT"),
         ({"data_type": "int4"}, "unknown data_type; got 'int4'; choices: fp32, fp16, bf16"),
         ({"int8_mode": "2"}, "int8_mode is not supported; got 2"),
+        ({"quantization": "fp4"}, "unknown quantization .*got 'fp4'; choices: fp8, int8"),
+        ({"int8_mode": "1", "quantization": "fp8"}, "int8_mode 1 and quantization fp8 exclude"),
     ],
 )
 def test_wrong_parameters_are_named(tmp_path, parameters, message):

@@ -67,6 +67,20 @@ def test_a_conversion_alone_leads_to_a_model_that_is_found(tmp_path: Path, data_
     assert (parameters["tensor_para_size"], parameters["data_type"]) == ("2", "fp16")
 
 
+def test_a_quantization_is_written_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = export_settings(tmp_path)
+    write_weights(settings)
+    argv = flags(Path(settings.triton_model_dir), "--quantization", "fp8")
+    assert prepare.main([*argv, "--int8-mode"]) != 0
+    assert "int8_mode 1 and quantization fp8 exclude each other" in capsys.readouterr().err
+    assert prepare.main(argv) == 0
+    (model,) = served_models(settings.model_repository)
+    config = settings.model_repository / model.name / "config.pbtxt"
+    assert config_parameters(config.read_text())["quantization"] == "fp8"
+
+
 def test_the_template_says_what_kind_of_model_is_meant(tmp_path: Path) -> None:
     config = t5_config()
     write_checkpoint(tmp_path / "weights", config, t5_tensors(config), 1)

@@ -10,6 +10,7 @@ import torch
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, weight_files
 from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.quantization import Quantization
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.engine import Engine, EngineSettings
@@ -21,7 +22,6 @@ from launcher_scripts.kernels import kernels_for
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, Partition, WeightSpec
 from launcher_scripts.models.gpt import GPTConfig
-from launcher_scripts.models.repository import Quantization
 
 NOWHERE = Path("unused")
 

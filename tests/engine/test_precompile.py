@@ -16,6 +16,7 @@ from triton import knobs
 
 from benchmarks.shapes import CONFIGS
 from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.quantization import Quantization
 from launcher_scripts.engine import engine as engine_module
 from launcher_scripts.engine.core.plan import Plan
 from launcher_scripts.engine.engine import Engine
@@ -32,7 +33,6 @@ from launcher_scripts.kernels import kernels_for
 from launcher_scripts.kernels.cuda import device_traits
 from launcher_scripts.kernels.cuda.device_traits import traits_of
 from launcher_scripts.models.family import ModelConfig
-from launcher_scripts.models.repository import Quantization
 from tests.engine.small_agm import agm_config
 from tests.engine.small_bart import bart_config
 from tests.engine.small_models import (

@@ -10,6 +10,7 @@ import torch
 
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.quantization import Quantization
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import EngineSettings
 from launcher_scripts.engine.model.gpt_weights import GPTWeightLoader
@@ -20,7 +21,6 @@ from launcher_scripts.kernels.cuda.device_traits import DeviceTraits
 from launcher_scripts.kernels.operands import Linear
 from launcher_scripts.kernels.quantization import BYTE_TYPES, dequantized, quantized
 from launcher_scripts.models.gpt import GPTConfig
-from launcher_scripts.models.repository import Quantization
 from tests.engine.small_models import (
     context_logits,
     engine_for,

@@ -138,16 +138,17 @@ def test_a_ladder_ends_with_its_best_verdict(verdicts: list[str | None], code: i
     assert exit_code([row("fp32", 4, verdict) for verdict in verdicts]) == code
 
 
-def test_int8_matrices_are_counted_as_they_are_served(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rung", ["int8", "fp8"])
+def test_matrices_are_counted_as_they_are_served(tmp_path: Path, rung: str) -> None:
     layer = FileEntry("model.layers.0.mlp.weight.0.bin", 24, "0", shape=(4, 3), dtype="float16")
     norm = FileEntry("model.layers.0.norm.weight.bin", 8, "0", shape=(4,), dtype="float16")
     head = FileEntry("model.wte.bin", 80, "0", shape=(10, 4), dtype="float16")
     config = FileEntry("config.ini", 1000, "0")
     Manifest("GPT", 1, "fp16", (layer, norm, head, config)).write(tmp_path)
     assert weight_bytes(LadderRung("fp16", "", str(tmp_path))) == 24 + 8 + 80
-    assert weight_bytes(LadderRung("int8", "", str(tmp_path))) == 4 * 3 + 4 * 3 + 8 + 80
+    assert weight_bytes(LadderRung(rung, "", str(tmp_path))) == 4 * 3 + 4 * 3 + 8 + 80
     assert weight_bytes(LadderRung("int8", "", str(tmp_path / "none"))) is None
-    assert weight_bytes(LadderRung("int8", "")) is None
+    assert weight_bytes(LadderRung(rung, "")) is None
 
 
 def test_the_step_writes_the_report_and_prints_the_table(

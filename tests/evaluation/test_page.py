@@ -256,20 +256,21 @@ def test_an_unknown_gpu_has_no_floor(example):
 
 
 PBTXT = """backend: "fastertransformer"
-parameters {{ key: "tensor_para_size" value: {{ string_value: "2" }} }}
-parameters {{ key: "pipeline_para_size" value: {{ string_value: "1" }} }}
-parameters {{ key: "data_type" value: {{ string_value: "bf16" }} }}
-parameters {{ key: "int8_mode" value: {{ string_value: "{int8_mode}" }} }}
+parameters { key: "tensor_para_size" value: { string_value: "2" } }
+parameters { key: "pipeline_para_size" value: { string_value: "1" } }
+parameters { key: "data_type" value: { string_value: "bf16" } }
 """
 GPT_INI = "[gpt]\nhead_num=4\nsize_per_head=8\nnum_layer=3\nweight_data_type=fp32\n[extension]\n"
 T5_INI = "[encoder]\n[decoder]\nnum_heads=2\nd_kv=8\nnum_layers=3\nweight_data_type=fp32\n"
 
 
-def repository(folder, ini, files, int8_mode=0):
-    """A model whose files have as many bytes as `files` says."""
+def repository(folder, ini, files, **parameters):
+    """A model whose files have as many bytes as `files` says; parameters: more of config.pbtxt."""
     model = folder / "tiny"
     (model / "1" / "2-gpu").mkdir(parents=True)
-    (model / "config.pbtxt").write_text(PBTXT.format(int8_mode=int8_mode))
+    line = 'parameters {{ key: "{}" value: {{ string_value: "{}" }} }}\n'
+    more = "".join(line.format(*item) for item in parameters.items())
+    (model / "config.pbtxt").write_text(PBTXT + more)
     (model / "1" / "2-gpu" / "config.ini").write_text(ini)
     for name, length in files.items():
         (model / "1" / "2-gpu" / name).write_bytes(bytes(length))
@@ -298,10 +299,16 @@ def test_a_step_of_a_t5_reads_its_decoder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ini", "int8_mode"), [(GPT_INI, 1), (GPT_INI + "num_experts=8\n", 0), ("[gpt]\n", 0)]
+    ("ini", "parameters"),
+    [
+        (GPT_INI, {"int8_mode": "1"}),
+        (GPT_INI, {"quantization": "fp8"}),
+        (GPT_INI + "num_experts=8\n", {}),
+        ("[gpt]\n", {}),
+    ],
 )
-def test_what_a_step_reads_is_not_guessed(tmp_path, ini, int8_mode):
-    assert step_reads(repository(tmp_path, ini, {}, int8_mode), "tiny") is None
+def test_what_a_step_reads_is_not_guessed(tmp_path, ini, parameters):
+    assert step_reads(repository(tmp_path, ini, {}, **parameters), "tiny") is None
     assert step_reads({"model_repository": "/nowhere"}, "tiny") is None
     assert step_reads({}, "tiny") is None
 

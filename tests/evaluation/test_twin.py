@@ -115,7 +115,8 @@ def test_a_twin_of_another_set_up_begins_anew(
     [
         ("fp32", {"data_type": "bf16"}, "bf16"),
         ("fp16", {"data_type": "fp16"}, "fp16"),
-        ("fp32", {"data_type": "fp16", "int8_mode": 1}, "int8"),
+        ("fp32", {"data_type": "fp16", "quantization": "int8"}, "int8"),
+        ("fp32", {"data_type": "fp16", "quantization": "fp8"}, "fp8"),
     ],
 )
 def test_rounding_is_no_finding(

@@ -157,9 +157,7 @@ class InProcess(EngineModel):
         """There is no served preprocessing."""
 
     def precision(self, weight_data_type: str) -> str:
-        return (
-            "int8" if self.more.get("int8_mode") else self.more.get("data_type", weight_data_type)
-        )
+        return self.more.get("quantization") or self.more.get("data_type", weight_data_type)
 
 
 class T5InProcess(InProcess):

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from launcher_scripts.common.quantization import Quantization
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.models.adapters import Adapters, PromptTask
-from launcher_scripts.models.repository import Quantization
 from tests.engine.small_agm import agm_config, agm_tensors
 from tests.engine.small_bart import bart_config
 from tests.engine.small_models import engine_for, random_tensors, small_config

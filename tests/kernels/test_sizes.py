@@ -13,12 +13,12 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.shapes import CONFIGS
+from launcher_scripts.common.quantization import Quantization
 from launcher_scripts.engine.core.plan import Plan, StepShape
 from launcher_scripts.engine.runner.kernel_precompiler import traced_runner
 from launcher_scripts.engine.runner.loading import EngineSettings
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.kernels.cuda.tiles import DotTile
-from launcher_scripts.models.repository import Quantization
 from tests.kernels.hopper import Hopper, hopper
 
 __all__ = ["hopper"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from launcher_scripts.common.quantization import Quantization
 from launcher_scripts.kernels.cuda import tiles
 from launcher_scripts.kernels.cuda.tiles import DotTile, dot_tile, forget, part, row_tile, table
-from launcher_scripts.models.repository import Quantization
 
 HOPPER = 227 * 1024
 AMPERE_CARD = 99 * 1024

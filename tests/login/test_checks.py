@@ -418,6 +418,34 @@ def test_smoothquant_is_refused_before_a_job_starts(
     assert f"change int8_mode in {config}" in found[0]
 
 
+@pytest.mark.parametrize(
+    ("mode", "quantization", "says"),
+    [
+        ("0", "fp4", "unknown {}; got 'fp4'; choices: fp8, int8; change {}"),
+        ("1", "fp8", "int8_mode 1 and quantization fp8 exclude each other"),
+    ],
+)
+def test_a_quantization_that_there_is_not_is_refused_before_a_job_starts(
+    problems: Finder, tmp_path: Path, mode: str, quantization: str, says: str
+) -> None:
+    block = "export.triton_deployment"
+    asked = {"int8_mode": mode, "quantization": quantization}
+    (found,) = problems(*(f"{block}.{name}={value}" for name, value in asked.items()))
+    key = f"{block}.quantization"
+    assert says.format(key, key) in found
+    repository = tmp_path / "served"
+    write_repository(repository, "tiny", 1)
+    config = repository / "tiny" / "config.pbtxt"
+    lines = [
+        f'parameters {{ key: "{name}" value: {{ string_value: "{value}" }} }}\n'
+        for name, value in asked.items()
+    ]
+    config.write_text("".join([config.read_text(), *lines]))
+    found = problems("stages=[deploy]", f"deploy.model_repository={repository}")
+    key = f"quantization in {config}"
+    assert says.format(key, key) in found[0]
+
+
 def test_a_repository_without_sizes_is_named(problems: Finder, tmp_path: Path) -> None:
     model = tmp_path / "other" / "odd"
     model.mkdir(parents=True)

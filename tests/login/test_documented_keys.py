@@ -173,7 +173,7 @@ def test_every_setting_of_the_gateway_has_a_key_and_its_default(hydra_config: Co
         ),
         (
             *("triton_deployment", TritonDeployment, ServingOptions(data_type="fp16")),
-            {"triton_model_dir", "pipeline_model_parallel_size"},
+            {"triton_model_dir", "pipeline_model_parallel_size", "int8_mode"},
         ),
     ],
 )
@@ -271,10 +271,10 @@ def test_a_load_test_has_every_key_and_its_default(hydra_config: Compose) -> Non
 
 
 def test_int8_mode_false_is_zero(hydra_config: Compose) -> None:
-    for given, expected in (("False", 0), ("True", 1), ("0", 0), ("1", 1)):
+    for given, expected in (("False", None), ("True", "int8"), ("0", None), ("1", "int8")):
         override = f"export.triton_deployment.int8_mode={given}"
         plan = make_plan(hydra_config("dry_run=True", override))
-        assert plan.stages[0].settings.int8_mode == expected
+        assert plan.stages[0].settings.quantization == expected
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size", "nodes", "devices"), NODES)

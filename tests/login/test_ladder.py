@@ -52,8 +52,8 @@ def test_the_comparison_has_golden_files(
 def test_every_rung_has_its_precision_its_folders_and_its_names(made: Made) -> None:
     jobs = list(made(*BASE, LADDER).jobs(folder_of))
     exports = [job.settings for job in jobs if job.stage == "export"]
-    types = [(each.weight_data_type, each.data_type, each.int8_mode) for each in exports]
-    assert types == [("fp32", "fp32", 0), ("bf16", "bf16", 0), ("fp16", "fp16", 1)]
+    types = [(each.weight_data_type, each.data_type, each.quantization) for each in exports]
+    assert types == [("fp32", "fp32", None), ("bf16", "bf16", None), ("fp16", "fp16", "int8")]
     assert all(each.reuse for each in exports)
     folders = [job.settings.results_dir for job in jobs if job.stage == "evaluate"]
     results = "/mount/results/gpt3_126m/evaluate_tp2_pp1_"
@@ -62,8 +62,10 @@ def test_every_rung_has_its_precision_its_folders_and_its_names(made: Made) -> N
     assert names == [f"{stage}_gpt3_126m_bf16" for stage in ("export", "deploy", "evaluate")]
     assert [number for number, job in enumerate(jobs) if job.after_any] == [3, 6, 9]
     half = "export.triton_deployment.data_type=bf16"
-    (int8, *_) = made(*BASE, "evaluate.ladder=[int8]", half).jobs(folder_of)
-    assert (int8.settings.weight_data_type, int8.settings.data_type) == ("bf16", "bf16")
+    (fp8, *_) = made(*BASE, "evaluate.ladder=[fp8]", half).jobs(folder_of)
+    settings = fp8.settings
+    assert (settings.weight_data_type, settings.data_type) == ("bf16", "bf16")
+    assert settings.quantization == "fp8" and "_fp8/" in settings.triton_model_dir
     (kept, *_) = made(*BASE, LADDER, "export.model.overwrite=True").jobs(folder_of)
     assert (kept.settings.overwrite, kept.settings.reuse) == (True, False)
 
@@ -71,7 +73,7 @@ def test_every_rung_has_its_precision_its_folders_and_its_names(made: Made) -> N
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (("evaluate.ladder=[fp32,fp8]",), "unknown rung; got 'fp8'; choices: fp32, bf16"),
+        (("evaluate.ladder=[fp32,fp4]",), "unknown rung; got 'fp4'; choices: fp32, bf16"),
         (("evaluate.ladder=[fp32,fp32]",), "named twice"),
         (("evaluate.ladder=fp32",), "a ladder is a list of rungs"),
         (("evaluate.ladder=[]",), "a ladder is a list of rungs"),

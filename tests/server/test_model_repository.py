@@ -22,7 +22,7 @@ from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.settings import DeploySettings, TokenizerSettings, write_settings
 from launcher_scripts.contract.tensors import GPT_INPUTS, GPT_OUTPUTS
 from launcher_scripts.contract.text_names import SAME_AS
-from launcher_scripts.models.repository import served_models
+from launcher_scripts.models.repository import config_parameters, served_models
 from launcher_scripts.steps import start_server, write_model_repository
 from tests.server.repositories import export, export_settings, text_config, write_weights
 
@@ -124,6 +124,19 @@ def test_the_model_is_what_the_contract_says(tmp_path: Path) -> None:
         "enable_custom_all_reduce": "1",
         "enable_prefix_caching": "0",
     }
+
+
+@pytest.mark.parametrize(
+    ("quantization", "written"),
+    [(None, ("0", None)), ("int8", ("1", None)), ("fp8", ("0", "fp8"))],
+)
+def test_int8_is_said_as_ever_and_fp8_by_a_parameter_of_its_own(
+    tmp_path: Path, quantization: str | None, written: tuple[str, str | None]
+) -> None:
+    settings = export(tmp_path, quantization=quantization)
+    text = (settings.model_repository / "tiny" / "config.pbtxt").read_text()
+    found = config_parameters(text)
+    assert (found["int8_mode"], found.get("quantization")) == written
 
 
 @pytest.mark.parametrize("role", ["ensemble", "text"])

@@ -9,10 +9,11 @@ from typing import Any
 
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.quantization import quantization_of
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.engine.core.requests import MOST_BEAMS
 from launcher_scripts.engine.engine import EngineSettings
-from launcher_scripts.models.repository import checkpoint_folder, quantization_of
+from launcher_scripts.models.repository import checkpoint_folder
 
 WHERE = "parameters in config.pbtxt"
 SERVERS_OWN = {"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"}  # of its Python backend

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16
 from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.quantization import Quantization
 from launcher_scripts.engine.model.adapters import Adapter
 from launcher_scripts.engine.model.model_weights import ModelWeights
 from launcher_scripts.kernels.operands import Linear, Norm
@@ -25,7 +26,6 @@ from launcher_scripts.models.adapters import (
     adapters_of,
 )
 from launcher_scripts.models.family import ModelConfig, WeightSpec
-from launcher_scripts.models.repository import Quantization
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -13,6 +13,7 @@ from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError, lookup, problem
 from launcher_scripts.common.hosts import node_name
 from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.quantization import Quantization, quantization_of
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.engine.core.kv_cache import (
     KVCache,
@@ -34,7 +35,6 @@ from launcher_scripts.kernels.cuda.device_traits import traits_of
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
-from launcher_scripts.models.repository import Quantization, quantization_of
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85, "meta": 1.0}  # meta tensors take none
 THREADS_VARIABLE = "OMP_NUM_THREADS"  # torch itself follows it

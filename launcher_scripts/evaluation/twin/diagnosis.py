@@ -27,7 +27,7 @@ from launcher_scripts.evaluation.twin.logits import (
 )
 
 # How far rounding alone takes the logits, as Fit.error has it, at any range of positions.
-LIMITS = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 6e-2, "int8": 2e-1}
+LIMITS = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 6e-2, "int8": 2e-1, "fp8": 4e-1}
 # A factor nearer to 1 than this, or than this many residuals, is none.
 _LEAST_SCALE = 0.01
 _RESIDUALS = 5.0

@@ -42,7 +42,7 @@ def quantize_rows(x, out, scales, size, BLOCK: tl.constexpr):
     inside = columns < size
     values = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(values), 0)
-    scale = tl.where(largest > 0, largest, 1.0) / LARGEST
+    scale = tl.div_rn(tl.where(largest > 0, largest, 1.0), LARGEST)
     tl.store(out + row * size + columns, (values / scale).to(out.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale)
 

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher_scripts.models.repository import Quantization
+from launcher_scripts.common.quantization import Quantization
 
 TABLE = Path(__file__).with_name("tiles.json")
 PAIRED = ("heads", "gated")  # two rows of the weight for every row of the tile
