@@ -73,9 +73,8 @@ def layer_bytes(settings: EngineSettings) -> tuple[int, int]:
     """Bytes of the layers, and of the whole model."""
     checkpoint = open_checkpoint(settings, verify=False)
     weights = load_weights(settings, checkpoint, 0, torch.device("cpu"))
-    layers = [value for value in vars(weights).values() if isinstance(value, dict)]
     return (
-        sum(tensor_bytes(stack, set()) for stack in layers),
+        sum(tensor_bytes(stack.layers, set()) for stack in weights.stacks),
         tensor_bytes(weights, set()),
     )
 

@@ -344,7 +344,7 @@ def _int8() -> list[str]:
         prose(
             "`benchmarks.decode`: `int8_mode` 1 and bfloat16 in the same run, milliseconds per",
             "step. In brackets, the share of the read floor, which counts the head and the",
-            "embeddings in bfloat16. Accuracy: [serving.md](serving.md#int8-weights).",
+            "embeddings in bfloat16. Accuracy: [serving.md](serving.md#quantized-weights).",
         ),
         joined(tables.int8_table(report)),
     ]
