@@ -1,6 +1,6 @@
-"""Element types of checkpoints, bfloat16 among them, and conversion between them.
+"""Element types of checkpoints, bfloat16 and e4m3 among them, and conversion between them.
 
-numpy knows no bfloat16: the conversion works on the bits of float32 here, with operations that
+numpy knows neither: the conversion works on the bits of float32 here, with operations that
 numpy runs on whole vectors. It gives the bits that rounding to nearest even gives.
 """
 
@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.workspace import Workspace
 
-# numpy has no bfloat16: its bits travel under this name, so that they are not taken for integers.
+# numpy has neither: their bits travel under these names, so that they are not taken for integers.
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
+FLOAT8 = np.dtype([("float8_e4m3fn", "u1")])
 
 FLOATS: tuple[np.dtype[Any], ...] = (np.dtype("<f8"), np.dtype("<f4"), np.dtype("<f2"), BFLOAT16)
 
@@ -28,7 +29,7 @@ _CHUNK = 1 << 16
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    return "bfloat16" if dtype == BFLOAT16 else dtype.name
+    return dtype.names[0] if dtype.names else dtype.name
 
 
 def plain(array: NDArray[Any]) -> NDArray[Any]:
@@ -80,6 +81,17 @@ def _bfloat16_as_float16() -> NDArray[Any]:
         return widened(every).astype("<f2")
 
 
+@cache
+def _float8_as_float32() -> NDArray[Any]:
+    """Every e4m3 by its bits: a sign, 4 bits of exponent, 3 of mantissa; no infinity."""
+    bits = np.arange(256)
+    exponent, mantissa = bits >> 3 & 15, bits & 7
+    normal = np.ldexp((8.0 + mantissa) / 8, exponent - 7)
+    found = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
+    found[bits & 127 == 127] = np.nan
+    return np.where(bits < 128, found, -found).astype("<f4")
+
+
 # (from, to) -> what converts contiguous values, bfloat16 as its bits, in `memory`.
 _CASTS: dict[tuple[np.dtype[Any], np.dtype[Any]], _Cast] = {
     (BFLOAT16, np.dtype("<f4")): _widen_bfloat16,
@@ -110,7 +122,9 @@ def to_bfloat16(values: NDArray[Any], workspace: Workspace | None = None) -> NDA
 
 
 def widened(array: NDArray[Any]) -> NDArray[Any]:
-    """bfloat16 as float32, exactly; any other array as it is."""
+    """bfloat16 and e4m3 as float32, exactly; any other array as it is."""
+    if array.dtype == FLOAT8:
+        return np.take(_float8_as_float32(), array.view("u1"))
     if array.dtype != BFLOAT16:
         return array
     wide = array.view("<u2").astype("<u4")

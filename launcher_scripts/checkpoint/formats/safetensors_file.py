@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.archive import Region
-from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16
+from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, FLOAT8
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.common.untrusted import parse_json
 
@@ -22,6 +22,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": BFLOAT16,
+    "F8_E4M3": FLOAT8,
     "I64": np.dtype("<i8"),
     "I32": np.dtype("<i4"),
     "I16": np.dtype("<i2"),

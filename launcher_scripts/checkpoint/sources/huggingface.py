@@ -19,6 +19,14 @@ from launcher_scripts.checkpoint.sources import huggingface_configs as configs
 from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
 from launcher_scripts.checkpoint.sources.hints import Hints
 from launcher_scripts.checkpoint.sources.huggingface_configs import has_decoder
+from launcher_scripts.checkpoint.sources.huggingface_fp8 import (
+    KEY,
+    MODELOPT_FILE,
+    NOTE,
+    Fp8Scheme,
+    check_no_weight_is_left,
+    fp8_scheme,
+)
 from launcher_scripts.checkpoint.sources.huggingface_keys import check_keys, generation_keys
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.source_checkpoint import WholeTensors
@@ -199,6 +207,7 @@ class HuggingFaceCheckpoint(WholeTensors):
         raw = _with_model_type(read_mapping(archive, CONFIG_NAME))
         row = architecture(raw, archive.path / CONFIG_NAME)
         tensors = _read_weights(archive)
+        scheme = _widened(tensors, raw, archive)
         if hints.encoder_only:
             tensors = {
                 name: tensor for name, tensor in tensors.items() if not name.startswith(DECODER)
@@ -208,6 +217,7 @@ class HuggingFaceCheckpoint(WholeTensors):
         _untied(tensors, row.tied)
         said = raw | _generation(archive)
         values = RawConfig(said, tensors.keys(), archive.path / CONFIG_NAME)
+        values.unused(KEY)
         if headless and _has_own_head(values, row.ties):
             values.problems.add(f"{_HEAD} is missing, and tie_word_embeddings is false")
         variants = (row.dialect + variant for variant in row.variants(values))
@@ -218,7 +228,7 @@ class HuggingFaceCheckpoint(WholeTensors):
             check_keys(values)
             values.problems.raise_if_any(CheckpointError)
             raise
-        notes = check_keys(values)
+        notes = (*check_keys(values), *([NOTE] if scheme else []))
         _check_heads(config, tensors, values.problems)
         values.problems.raise_if_any(CheckpointError)
         return cls(archive, raw, config, dialects, tensors, notes)
@@ -337,6 +347,20 @@ def _read_weights(archive: Archive) -> dict[str, SourceTensor]:
             if isinstance(values, np.ndarray) and not str(name).endswith(BUFFERS):
                 tensors[str(name)] = SourceTensor.whole(values)
     return tensors
+
+
+def _widened(
+    tensors: dict[str, SourceTensor], raw: Mapping[str, Any], archive: Archive
+) -> Fp8Scheme | None:
+    """The tensors' scheme, if some are in FP8, which now are wide. Raises CheckpointError."""
+    problems = Problems(f"the quantized weights of {archive.path}")
+    there = MODELOPT_FILE in archive.names()
+    scheme = fp8_scheme(raw, read_mapping(archive, MODELOPT_FILE) if there else None, problems)
+    if scheme and not problems.messages:
+        scheme.applied(tensors, problems)
+    problems.raise_if_any(CheckpointError)
+    check_no_weight_is_left(tensors)
+    return scheme
 
 
 def _untied(tensors: dict[str, SourceTensor], tied: Mapping[str, tuple[str, ...]]) -> None:
