@@ -17,6 +17,7 @@ from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.quantization import QUANTIZATIONS
 from launcher_scripts.common.ready_file import CANDIDATE, READY, replica_file
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.harness import HarnessSettings
@@ -107,7 +108,9 @@ class ServingOptions:
     """How the model is served, in the block `export.triton_deployment`."""
 
     max_batch_size: int = option(1, "rows of one request at most", least=1)
-    quantization: str | None = option(None, "how the layers' matrices are kept, made at load")
+    quantization: str | None = option(
+        None, "what the layers' matrices become at load", choices=tuple(QUANTIZATIONS)
+    )
     enable_custom_all_reduce: bool = False
     enable_prefix_caching: bool = option(
         False, "compute what prompts of a decoder-only model have in common once"

@@ -19,7 +19,7 @@ from launcher_scripts.checkpoint.repository.model_repository import ModelReposit
 from launcher_scripts.checkpoint.repository.served_types import fitting_model_types
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.common.quantization import quantization_of
+from launcher_scripts.common.quantization import QUANTIZATIONS, quantization_of
 from launcher_scripts.config.options import described, option
 from launcher_scripts.config.settings import DATA_TYPES, ExportSettings, TokenizerSettings
 from launcher_scripts.models.repository import (
@@ -63,7 +63,9 @@ class ModelConfigSettings:
         None, "what the engine computes in; by default the weights' type", choices=DATA_TYPES
     )
     int8_mode: bool = option(False, "keep the layers' matrices as int8")
-    quantization: str | None = option(None, "how the layers' matrices are kept, made at load")
+    quantization: str | None = option(
+        None, "what the layers' matrices become at load", choices=tuple(QUANTIZATIONS)
+    )
     enable_custom_all_reduce: bool = option(False, "as in the export's configuration")
     enable_prefix_caching: bool = option(False, "compute what prompts have in common once")
     decoupled: bool = option(False, "tokens are sent as they come")
