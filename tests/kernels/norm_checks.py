@@ -29,7 +29,7 @@ SIZES = (64, 48) if INTERPRETED else (2048, 1024)
 MOST = 2.5 if INTERPRETED else 1.5  # times several rows' error
 MOST_ALONE = 4.0  # of a single number
 SEEDS = 1 if INTERPRETED else 16
-TYPES = ("fp16", "int8 fp16", "fp8 fp16") if INTERPRETED else WEIGHTS
+TYPES = ("fp16", "int8 fp16") if INTERPRETED else WEIGHTS
 SOME = TYPES[:1] if INTERPRETED else WEIGHTS
 FAR = (STATES[-1], CHANNELS[-1]) if INTERPRETED else STATES + CHANNELS
 
