@@ -11,7 +11,8 @@ triton = pytest.importorskip("triton")
 
 from launcher_scripts.common.quantization import Quantization  # noqa: E402
 from launcher_scripts.kernels import reference  # noqa: E402
-from launcher_scripts.kernels.cuda import fused, peer_buffers  # noqa: E402
+from launcher_scripts.kernels.cuda import fused, many_rows, peer_buffers  # noqa: E402
+from launcher_scripts.kernels.cuda.device_traits import DeviceTraits  # noqa: E402
 from launcher_scripts.kernels.cuda.int8 import split_hi_lo_int8  # noqa: E402
 from launcher_scripts.kernels.cuda.many_rows import fp8_rows, multiplies_fp8  # noqa: E402
 from launcher_scripts.kernels.operands import Heads, Linear, Norm, StepRows  # noqa: E402
@@ -243,9 +244,23 @@ def test_against_float64(quantization, rows, dtype, size):
         quantization == "fp8" and rows > 64 and whole and dtype == torch.bfloat16 and HOPPER
     )
     error = (got - want).norm() / want.norm()
-    assert error <= (4e-2 if rounds else {torch.float32: 2e-6}.get(dtype, 4e-3))
+    assert error <= (4e-2 if rounds else {torch.float32: 2e-5}.get(dtype, 4e-3))
     if rounds:
         rounded = dequantized(*quantized_rows(x, "fp8")).double()
         exact = rounded @ dequantized(linear.weight, linear.scale).double().t()
         error = (got - exact - linear.bias.double()).norm() / want.norm()
-        assert 0 < error <= 4e-3
+        assert 0 < error <= 1e-2  # the matrix units add e4m3 in fewer bits
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_in_fp8(bias, monkeypatch):
+    """Of inputs that e4m3 holds, two weights at once; torch multiplies e4m3 on a CPU, too."""
+    monkeypatch.setattr(many_rows, "traits_of", lambda _: DeviceTraits((9, 0), 0))
+    linears = [make_linear("fp8", 48, 32, None, bias, torch.bfloat16) for _ in range(2)]
+    whole = random(70, 32).to(torch.float8_e4m3fn).float()
+    whole[:, 5] = 448.0
+    x = (whole * 2.0 ** torch.arange(-5, 5, device=DEVICE).repeat(7)[:, None]).to(torch.bfloat16)
+    assert many_rows.multiplies_fp8(x, linears[0])
+    assert not many_rows.multiplies_fp8(x[:64], linears[0])
+    for got, linear in zip(many_rows.products(x, linears), linears, strict=True):
+        assert_close(got, reference.product(x, linear), torch.bfloat16)
