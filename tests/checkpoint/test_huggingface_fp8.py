@@ -14,8 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from launcher_scripts.checkpoint.convert.export import open_source
+from launcher_scripts.checkpoint.convert.forecast import Forecast
 from launcher_scripts.checkpoint.convert.manifest import read_manifest
+from launcher_scripts.checkpoint.convert.plan import make_plan
+from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.dtypes import FLOAT8, widened
+from launcher_scripts.models import family_of
 from tests.checkpoint.exporting import export_folder, refused_export
 from tests.checkpoint.test_huggingface import contents
 from tests.checkpoint.tiny_models import LLAMA
@@ -115,6 +120,18 @@ def test_what_is_stored_is_widened(made: Made, tmp_path: Path, scheme: str) -> N
     manifest = read_manifest(found)
     assert manifest is not None
     assert "weights stored in fp8 are widened" in json.dumps(manifest.source["notes"])
+
+
+def test_a_byte_is_read_of_a_weight_in_fp8(made: Made, tmp_path: Path) -> None:
+    small, wide = (open_source(Archive(place)) for place in (made(), tmp_path / "wide"))
+    specs = family_of(small.config).weights(small.config)
+    found, expected = (
+        Forecast.of("huggingface", "gpt", make_plan(each, specs, "fp8"), 1000, 10**9)
+        for each in (small, wide)
+    )
+    assert found.parameters == expected.parameters
+    in_bytes = 2 * (16 * (16 + 2 * 8 + 16) + 3 * 16 * 24)  # of two layers' projections
+    assert expected.bytes_to_read - found.bytes_to_read == 3 * in_bytes
 
 
 def test_every_number_of_fp8() -> None:

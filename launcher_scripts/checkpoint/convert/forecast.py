@@ -35,7 +35,8 @@ class Forecast:
         """Measure the source tensors of `tasks`."""
         tensors = {_place(tensor): tensor for task in tasks for tensor in task.tensors}
         parameters = sum(_count(tensor) for tensor in tensors.values())
-        to_read = sum(tensor.nbytes for tensor in tensors.values())
+        pieces = [piece for tensor in tensors.values() for piece in tensor.pieces]
+        to_read = sum(piece.values.nbytes for piece in pieces)
         return cls(source, family, parameters, to_read, bytes_to_write, bytes_free)
 
     @property
