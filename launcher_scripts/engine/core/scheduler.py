@@ -95,7 +95,7 @@ class Scheduler:
         beams = [row for row in running if row.hypotheses is not None]
         encode = self._plan_encode()
         prefill = self._plan_prefill()
-        if not (encode or prefill or running):
+        if not (encode or prefill or running or self._moved):
             return None
         for row in running:
             self._make_room(row, 1)
